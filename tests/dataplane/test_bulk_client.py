@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from certificates import Authority, Tls
-from live_server import AnyClient, ClientKind, StartServer
+from live_server import AnyClient, ClientKind, LiveServer, StartServer
 
 from tq_service.dataplane.bulk import client as bulk_client
 from tq_service.dataplane.bulk import connection as bulk_connection
@@ -20,6 +20,7 @@ from tq_service.dataplane.bulk import server as bulk_server
 from tq_service.dataplane.bulk.client import BulkLink
 from tq_service.dataplane.bulk.connection import BulkConnection
 from tq_service.errors import UnavailableError
+from tq_service.v1.metadata_pb2 import StorageEndpoint
 from tq_service.v1.storage_service_pb2 import BulkTicket, StatResponse
 
 SECONDS = 20.0
@@ -164,8 +165,8 @@ def test_it_is_secured_as_the_service_is(
             assert len(answer) < 10
         if asks_clients:
             stranger = BulkLink(f"localhost:{server.app.port}", Tls(ca=own.ca))
-            stranger.probe(StatResponse(bulk_address=f":{server.app.storage.bulk.port}"))  # type: ignore[union-attr]
-            assert not is_up_soon(stranger, 0.5) or not sends(stranger)
+            stranger.probe(stat_of(server))
+            assert not is_up_soon(stranger, 1.5)
     finally:
         client.close()
 
@@ -177,9 +178,11 @@ def is_up_soon(link: BulkLink, seconds: float = SECONDS) -> bool:
     return link.is_up
 
 
-def sends(link: BulkLink) -> bool:
-    ticket = BulkTicket(ticket=bytes(16), size_bytes=8, range_bytes=4096, stream_count=1)
-    return link.receive(ticket, [np.empty(8, np.uint8)], lambda: SECONDS)
+def stat_of(server: LiveServer) -> StatResponse:
+    storage = server.app.storage
+    assert storage is not None
+    assert storage.bulk is not None
+    return StatResponse(storage=storage.endpoint, bulk_address=f":{storage.bulk.port}")
 
 
 @pytest.mark.parametrize("address", ["unix:/tmp/socket", "10.0.0.1:1,10.0.0.2:1", "dns:///[::1]:1"])
@@ -203,17 +206,21 @@ def test_a_service_without_a_port_is_asked_again_in_a_minute(monkeypatch: pytest
     assert not link.is_due()
 
 
-class Port:
-    """A bulk port that does with each connection what the test says."""
+BOOT_ID = bytes(range(100, 116))
 
-    def __init__(self, serve: Callable[[BulkConnection], None]) -> None:
+
+class Port:
+    """A bulk port that does with each connection what the test says, after a greeting."""
+
+    def __init__(self, serve: Callable[[BulkConnection], None], greeting: bytes = BOOT_ID) -> None:
+        self._greeting = greeting
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._serve = serve
         self.accepted_count = 0
         self.link = BulkLink(f"127.0.0.1:{self._listener.getsockname()[1]}")
         threading.Thread(target=self._accept, daemon=True).start()
-        self.link.probe(StatResponse(bulk_address=f":{self._listener.getsockname()[1]}"))
-        assert is_up_soon(self.link)
+        endpoint = StorageEndpoint(boot_id=BOOT_ID)
+        self.link.probe(StatResponse(storage=endpoint, bulk_address=f":{self._listener.getsockname()[1]}"))
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
@@ -224,6 +231,8 @@ class Port:
 
     def _run(self, connection: BulkConnection) -> None:
         with contextlib.suppress(OSError, UnavailableError):
+            if self._greeting:
+                connection.greet(self._greeting)
             self._serve(connection)
         connection.close()
 
@@ -236,6 +245,7 @@ class Port:
 def port(serve: Callable[[BulkConnection], None]) -> Iterator[Port]:
     opened = Port(serve)
     try:
+        assert is_up_soon(opened.link)
         yield opened
     finally:
         opened.close()
@@ -259,10 +269,10 @@ def test_ranges_land_where_they_belong(range_bytes: int, streams: int) -> None:
     data = np.random.default_rng(1).bytes(1000)
     buffers = [np.zeros(size, np.uint8) for size in (3, 0, 600, 397)]
     with port(send_ranges(data, range_bytes)) as opened:
-        assert opened.link.receive(ticket_of(1000, range_bytes, streams), buffers, lambda: SECONDS)
+        opened.link.receive(ticket_of(1000, range_bytes, streams), buffers, lambda: SECONDS)
         assert b"".join(buffer.tobytes() for buffer in buffers) == data
         assert opened.accepted_count <= streams
-        assert opened.link.receive(ticket_of(1000, range_bytes, streams), buffers, lambda: SECONDS)
+        opened.link.receive(ticket_of(1000, range_bytes, streams), buffers, lambda: SECONDS)
         assert opened.accepted_count <= streams  # connections are used again
 
 
@@ -278,7 +288,7 @@ def test_a_connection_that_was_closed_meanwhile_is_not_used() -> None:
     with port(serve) as opened:
         assert closing.wait(SECONDS)
         time.sleep(0.1)
-        assert opened.link.receive(ticket_of(10, 10), [np.zeros(10, np.uint8)], lambda: SECONDS)
+        opened.link.receive(ticket_of(10, 10), [np.zeros(10, np.uint8)], lambda: SECONDS)
         assert opened.accepted_count == 2
 
 
@@ -289,18 +299,44 @@ def test_a_transfer_that_breaks_off_is_said_and_the_port_given_up(streams: int) 
         connection.send([memoryview(bytes(5))], lambda _: None)
 
     with port(serve) as opened:
-        assert not opened.link.receive(ticket_of(300, 100, streams), [np.zeros(300, np.uint8)], lambda: SECONDS)
+        with pytest.raises(UnavailableError, match="bulk connection"):
+            opened.link.receive(ticket_of(300, 100, streams), [np.zeros(300, np.uint8)], lambda: SECONDS)
         assert not opened.link.is_up
         with pytest.raises(UnavailableError, match="can go in frames"):
             opened.link.receive(ticket_of(10, 10), [np.zeros(10, np.uint8)], lambda: SECONDS)
 
 
+@pytest.mark.parametrize("greeting", [b"", bytes(16)])
+def test_another_program_behind_the_port_is_not_taken_for_it(greeting: bytes) -> None:
+    other = Port(lambda connection: time.sleep(0.1), greeting)
+    assert not is_up_soon(other.link, 1.5)
+    assert other.accepted_count == 1
+    other.close()
+
+
+def test_a_port_that_swallows_what_comes_delays_one_put(
+    start_server: StartServer, client_kind: ClientKind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A proxy that closes connections after the greeting: the call is repeated in frames, and not waited for."""
+    monkeypatch.setattr(bulk_server.BulkServer, "_serve", greet_and_leave)
+    client = start_server(shared_memory="off").client(client_kind)
+    began = time.monotonic()
+    round_trips(client)
+    assert time.monotonic() - began < SECONDS
+
+
+def greet_and_leave(server: bulk_server.BulkServer, connection: BulkConnection) -> None:
+    connection.greet(server._boot_id)
+    with contextlib.suppress(OSError, UnavailableError):
+        connection.receive_request(SECONDS)
+    server._dismiss(connection)
+
+
 def test_a_transfer_ends_with_its_deadline() -> None:
     with port(lambda connection: time.sleep(SECONDS)) as opened:
         began = time.monotonic()
-        assert not opened.link.receive(
-            ticket_of(10, 10), [np.zeros(10, np.uint8)], lambda: 0.5 - (time.monotonic() - began)
-        )
+        with pytest.raises(UnavailableError, match="broken off"):
+            opened.link.receive(ticket_of(10, 10), [np.zeros(10, np.uint8)], lambda: 0.5 - (time.monotonic() - began))
         assert time.monotonic() - began < 10
 
 

@@ -9,6 +9,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ class Peer:
 
     def __init__(self, server: LiveServer) -> None:
         self.socket = socket.create_connection(("127.0.0.1", bulk(server).port), timeout=SECONDS)
+        self.greeting = self.receive(20)
 
     def __enter__(self) -> Peer:
         return self
@@ -50,8 +52,9 @@ class Peer:
 
     def receive(self, size: int) -> bytes:
         data = bytearray()
-        while len(data) < size and (part := self.socket.recv(size - len(data))):
-            data += part
+        with suppress(ConnectionError):
+            while len(data) < size and (part := self.socket.recv(size - len(data))):
+                data += part
         return bytes(data)
 
     @property
@@ -199,6 +202,11 @@ def test_text_is_checked_when_all_of_it_is_there(start_server: StartServer, tmp_
             else:
                 assert put.end() is grpc.StatusCode.OK
     wait_for(lambda: not bulk(server)._transfers)
+
+
+def test_the_service_says_which_it_is(server: LiveServer) -> None:
+    with Peer(server) as peer:
+        assert peer.greeting == b"TQB1" + engine(server).boot_id
 
 
 def test_ranges_come_in_any_order_over_any_connection(server: LiveServer) -> None:
@@ -497,7 +505,7 @@ def test_streams_follow_the_load_and_the_size(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.undo()
     clock = itertools.count()
     monkeypatch.setattr(bulk_server.time, "monotonic", lambda: next(clock) * 1e-6)
-    port = bulk_server.BulkServer("127.0.0.1", 0)
+    port = bulk_server.BulkServer("127.0.0.1", 0, bytes(16))
     try:
         port._cores = 16
         assert [port._streams_for(size << 20) for size in (2, 4, 8, 16, 64, 4096)] == [1, 1, 2, 4, 4, 4]

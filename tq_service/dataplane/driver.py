@@ -329,7 +329,7 @@ class _GrpcSteps:
                     if error.metadata.get("limit_name") != WAITING_BYTES:
                         raise
         if header.size_bytes >= SHARED_FROM_BYTES:
-            yield from self._find_ways(deadline)
+            yield from self._find_ways(deadline, is_large=header.size_bytes >= BULK_BYTES)
         with self._link.session() as session, self._errors(deadline):
             header.shared_memory_session = b"" if session is None else session.session_id
             header.takes_bulk = header.size_bytes >= BULK_BYTES and self._bulk.is_up
@@ -357,7 +357,6 @@ class _GrpcSteps:
         reader = AnswerReader(row_count)
         with self._link.session() as session, self._errors(deadline):
             request.shared_memory_session = b"" if session is None else session.session_id
-            request.takes_bulk = self._bulk.is_up
             if session is not None or size_bytes is None:
                 size_bytes = self._sizes.expected_bytes(request, row_count)
             answer = None
@@ -374,6 +373,8 @@ class _GrpcSteps:
     def _get_stream(
         self, request: GetRequest, reader: AnswerReader, session: FdChannel | None, deadline: Deadline
     ) -> Steps[None]:
+        yield from self._find_ways(deadline, is_large=True)
+        request.takes_bulk = self._bulk.is_up
         parts = in_parts(request.SerializeToString(), "get")
         ask, request_parts = (self._get, parts[0]) if len(parts) == 1 else (self._get_in_parts, iter(parts))
         stream = ask(request_parts, timeout=deadline.remaining(), metadata=self._metadata())
@@ -391,12 +392,12 @@ class _GrpcSteps:
         if reader.ticket is not None:
             yield partial(self._in_thread, reader.receive_bulk, self._bulk, deadline)
 
-    def _find_ways(self, deadline: Deadline) -> Steps[None]:
-        """Ask a storage service for its socket and its bulk port when that is due.
+    def _find_ways(self, deadline: Deadline, *, is_large: bool = False) -> Steps[None]:
+        """Ask a storage service for its socket, and for its bulk port where much is to move, when that is due.
 
         A session is opened if it is on this host. Whether the port is reached shows beside this call.
         """
-        if not self._link.is_due() and not self._bulk.is_due():
+        if not self._link.is_due() and not (is_large and self._bulk.is_due()):
             return
         try:
             with self._errors(deadline):

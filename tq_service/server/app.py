@@ -596,7 +596,9 @@ class StorageProcess:
             memory_bytes=settings.mirror_memory_bytes,
         )
         self.endpoint = endpoint_of(self.engine, settings.advertised_address(port))
-        self.bulk = BulkServer(settings.host, settings.bulk_port, tls_context) if settings.bulk == "on" else None
+        self.bulk: BulkServer | None = None
+        if settings.bulk == "on":
+            self.bulk = BulkServer(settings.host, settings.bulk_port, self.engine.boot_id, tls_context)
         try:
             self.shared_memory = _open_shared_memory(settings, self.engine.boot_id)
         except BaseException:

@@ -87,11 +87,12 @@ class BulkTicket(google.protobuf.message.Message):
     """Lets the bytes of one put, or one get, go over connections to the bulk port, as long as its call lasts; Stat says
     where that is.
 
-    The bytes of all columns, one after the other, are cut into ranges of `range_bytes`, the last one shorter; each goes
-    once, over any connection, in any order. For each range the client sends 32 bytes: "TQB1", the 16 bytes of `ticket`,
+    Over a new connection the service first sends 20 bytes: "TQB1" and its boot_id. The bytes of all columns, one after
+    the other, are cut into ranges of `range_bytes`, the last one shorter; each goes once, over any connection, in any
+    order. For each range the client sends 32 bytes: "TQB1", the 16 bytes of `ticket`,
     the index of the range as a little-endian uint32, and 8 zero bytes. The bytes of the range follow: from the client
     for a put, from the service for a get. Then the connection is free for another range, of any transfer. After an
-    error the connection is closed, and the call says why.
+    error the connection is closed; the client cancels the call, and repeats it.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor

@@ -15,13 +15,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Final, TypeAlias
+from functools import cached_property
+from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 
 from tq_service.addresses import hosts_and_ports
 from tq_service.dataplane.bulk.connection import BulkConnection, Integers, Moved
-from tq_service.errors import TqError, UnavailableError
+from tq_service.errors import UnavailableError
 from tq_service.v1.storage_service_pb2 import BulkTicket, StatResponse
 from tq_service.wire.columns import Bytes, Column
 from tq_service.wire.connection import Tls
@@ -39,6 +40,14 @@ Remaining: TypeAlias = Callable[[], float]
 """Returns the seconds that a transfer still has."""
 
 
+class _Port(NamedTuple):
+    """A bulk port, and the boot of the storage service that it is of."""
+
+    host: str
+    port: int
+    boot_id: bytes
+
+
 class BulkLink:
     """What a client knows about the bulk port of the storage service at one address. May be used by several threads.
 
@@ -54,24 +63,24 @@ class BulkLink:
         self._lock = threading.Lock()  # of all below
         self._is_enabled = os.environ.get(SWITCH_VARIABLE, "").lower() != "off" if is_enabled is None else is_enabled
         self._ask_at = time.monotonic()
-        self._target: tuple[str, int] | None = None
+        self._port: _Port | None = None
         self._idle: deque[tuple[float, BulkConnection]] = deque()
         weakref.finalize(self, _close_all, self._idle).atexit = False  # clients need not be closed
 
     @property
     def is_up(self) -> bool:
         """Whether the port is reached."""
-        return self._target is not None
+        return self._port is not None
 
     def is_due(self) -> bool:
         """Whether the service should be asked for its port now."""
         with self._lock:
-            return self._is_enabled and self._target is None and time.monotonic() >= self._ask_at
+            return self._is_enabled and self._port is None and time.monotonic() >= self._ask_at
 
     def postpone(self, seconds: float = _TRY_AGAIN_SECONDS) -> None:
         """Use the port no more, and ask for it again later."""
         with self._lock:
-            self._target = None
+            self._port = None
             self._ask_at = time.monotonic() + seconds
 
     def probe(self, stat: StatResponse) -> None:
@@ -79,45 +88,46 @@ class BulkLink:
         self.postpone(_ASK_AGAIN_SECONDS)
         target = _target(stat.bulk_address, self._address)
         if target is not None:
-            threading.Thread(target=self._probe, args=(target,), name="tq-bulk-probe", daemon=True).start()
+            port = _Port(*target, stat.storage.boot_id)
+            threading.Thread(target=self._probe, args=(port,), name="tq-bulk-probe", daemon=True).start()
 
-    def _probe(self, target: tuple[str, int]) -> None:
+    def _probe(self, port: _Port) -> None:
         try:
-            connection = self._connect(target)
+            connection = self._connect(port)
         except UnavailableError:
             return
         with self._lock:
             if self._is_enabled:
-                self._target = target
+                self._port = port
         self._give_back(connection)
 
     def close(self) -> None:
         """Close all connections, and open no other."""
         with self._lock:
-            self._is_enabled, self._target = False, None
+            self._is_enabled, self._port = False, None
         _close_all(self._idle)
 
-    def send(self, ticket: BulkTicket, columns: Sequence[Column], remaining: Remaining) -> bool:
-        """Send the bytes of a put; return whether all went, else its call says why not.
+    def send(self, ticket: BulkTicket, columns: Sequence[Column], remaining: Remaining) -> None:
+        """Send the bytes of a put.
 
         Raises:
-            UnavailableError: the port is not reached.
+            UnavailableError: not all of them went. The next calls of the client go in frames, and say what is wrong.
         """
         chunks = [chunk for column in columns for chunk in column.chunks if len(chunk)]
-        return self._move(ticket, chunks, lambda connection, parts, moved: connection.send(parts, moved), remaining)
+        self._move(ticket, chunks, lambda connection, parts, moved: connection.send(parts, moved), remaining)
 
-    def receive(self, ticket: BulkTicket, buffers: Sequence[Bytes], remaining: Remaining) -> bool:
-        """Receive the bytes of a get into memory; return whether all came, else its call says why not.
+    def receive(self, ticket: BulkTicket, buffers: Sequence[Bytes], remaining: Remaining) -> None:
+        """Receive the bytes of a get into memory.
 
         Raises:
-            UnavailableError: the port is not reached.
+            UnavailableError: not all of them came, see `send`.
         """
 
         def receive(connection: BulkConnection, parts: Sequence[memoryview], moved: Moved) -> None:
             for part in parts:
                 connection.receive_into(part, moved)
 
-        return self._move(ticket, [buffer.data for buffer in buffers if buffer.size], receive, remaining)
+        self._move(ticket, [buffer.data for buffer in buffers if buffer.size], receive, remaining)
 
     def _move(
         self,
@@ -125,56 +135,45 @@ class BulkLink:
         chunks: Sequence[memoryview],
         move: Callable[[BulkConnection, Sequence[memoryview], Moved], None],
         remaining: Remaining,
-    ) -> bool:
+    ) -> None:
         """Have threads move the ranges of a transfer, each a part of these chunks."""
         ends = np.cumsum([len(chunk) for chunk in chunks])
         count = -(-ticket.size_bytes // ticket.range_bytes)
         left = deque(range(count))
-        is_broken = False
+        failures: list[BaseException] = []  # of any thread: the others stop
 
         def moved(_size: int) -> None:
-            if is_broken or remaining() <= 0:
+            if failures or remaining() <= 0:
                 raise UnavailableError("the bulk transfer was broken off")
 
         def run() -> None:
-            nonlocal is_broken
+            connection = None
             try:
-                while left and not is_broken:
-                    connection = self._take()
-                    try:
-                        move_all(connection)
-                    except BaseException as error:
-                        is_broken = True
-                        connection.close()
-                        if not isinstance(error, OSError | TqError):
-                            raise
-                    else:
-                        self._give_back(connection)
-            except BaseException:
-                is_broken = True
-                raise
-
-        def move_all(connection: BulkConnection) -> None:
-            with suppress(IndexError):
-                while not is_broken:
+                while not failures:
                     index = left.popleft()
                     start = index * ticket.range_bytes
                     parts = _cut(chunks, ends, start, min(start + ticket.range_bytes, ticket.size_bytes))
+                    connection = connection or self._take()
                     connection.request(ticket.ticket, index, moved)
                     move(connection, parts, moved)
+            except IndexError:
+                if connection is not None:
+                    self._give_back(connection)
+            except BaseException as error:
+                failures.append(error)
+                if connection is not None:
+                    connection.close()
 
         others = [_STREAMS.submit(run) for _ in range(min(ticket.stream_count, count) - 1)]
-        try:
-            run()
-        finally:
-            # Of those that have not begun, this thread has moved the ranges.
-            failures = [other.exception() for other in others if not other.cancel()]
-        for failure in failures:
-            if failure is not None:
-                raise failure
-        if is_broken:
+        run()
+        for other in others:
+            if not other.cancel():  # of those that have not begun, this thread has moved the ranges
+                other.result()
+        if failures:
             self.postpone()
-        return not is_broken
+            if isinstance(failures[0], OSError):
+                raise UnavailableError(f"a bulk connection was lost: {failures[0]}") from failures[0]
+            raise failures[0]
 
     def _take(self) -> BulkConnection:
         """Return a connection that nobody uses.
@@ -182,8 +181,8 @@ class BulkLink:
         Raises:
             UnavailableError: the port is not reached.
         """
-        target = self._target
-        if target is None:
+        port = self._port
+        if port is None:
             raise UnavailableError("the bulk port was given up; the bytes can go in frames")
         oldest = time.monotonic() - _KEPT_SECONDS
         with suppress(IndexError):
@@ -192,11 +191,7 @@ class BulkLink:
                 if since >= oldest and connection.is_idle():
                     return connection
                 connection.close()
-        try:
-            return self._connect(target)
-        except UnavailableError:
-            self.postpone(_ASK_AGAIN_SECONDS)
-            raise
+        return self._connect(port)
 
     def _give_back(self, connection: BulkConnection) -> None:
         self._idle.append((time.monotonic(), connection))
@@ -204,17 +199,28 @@ class BulkLink:
             while len(self._idle) > _MOST_KEPT or not self._is_enabled:
                 self._idle.popleft()[1].close()
 
-    def _connect(self, target: tuple[str, int]) -> BulkConnection:
+    def _connect(self, port: _Port) -> BulkConnection:
         connection = None
         try:
-            connection = BulkConnection(socket.create_connection(target, timeout=_CONNECT_SECONDS))
-            if self._tls is not None:
-                connection.open_tls(_context(self._tls), target[0], _CONNECT_SECONDS)
-        except OSError as error:
+            connection = BulkConnection(socket.create_connection((port.host, port.port), timeout=_CONNECT_SECONDS))
+            if self._context is not None:
+                connection.open_tls(self._context, port.host, _CONNECT_SECONDS)
+            connection.check_greeting(port.boot_id, _CONNECT_SECONDS)
+        except (OSError, UnavailableError) as error:
             if connection is not None:
                 connection.close()
-            raise UnavailableError(f"the bulk port at {target[0]}:{target[1]} is not reached: {error}") from None
+            raise UnavailableError(f"the bulk port at {port.host}:{port.port} is not reached: {error}") from None
         return connection
+
+    @cached_property
+    def _context(self) -> ssl.SSLContext | None:
+        """What connections are made with over TLS."""
+        if self._tls is None:
+            return None
+        context = ssl.create_default_context(cafile=self._tls.ca)
+        if self._tls.cert is not None:
+            context.load_cert_chain(self._tls.cert, self._tls.key)
+        return context
 
 
 def _close_all(idle: deque[tuple[float, BulkConnection]]) -> None:
@@ -229,13 +235,6 @@ def _target(announced: str, address: str) -> tuple[str, int] | None:
         hosts = [host] if host else [its_host for its_host, _ in hosts_and_ports(address)]
         return (hosts[0], port) if len(hosts) == 1 else None
     return None
-
-
-def _context(tls: Tls) -> ssl.SSLContext:
-    context = ssl.create_default_context(cafile=tls.ca)
-    if tls.cert is not None:
-        context.load_cert_chain(tls.cert, tls.key)
-    return context
 
 
 def _cut(chunks: Sequence[memoryview], ends: Integers, start: int, end: int) -> list[memoryview]:

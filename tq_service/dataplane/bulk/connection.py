@@ -1,7 +1,8 @@
 """A bulk connection: the request for a range, and the system calls that move its bytes. Both ends use it, in threads.
 
+    service -> client   20 bytes: "TQB1", the boot_id of the storage service (16); then for each range:
     client -> service   32 bytes: "TQB1", the ticket (16), the index of the range (uint32), 8 zero bytes
-    then the bytes of the range, from the client for a put, from the service for a get
+    and the bytes of the range, from the client for a put, from the service for a get
 
 Each return from a system call waits for the interpreter lock, up to 5 ms beside a busy thread. So a range takes as few
 of them as possible: the sockets block, the kernel keeps the timeouts, one call receives all of a range, and one sends
@@ -18,6 +19,7 @@ import struct
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import partial
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -27,6 +29,7 @@ from tq_service.errors import UnavailableError
 from tq_service.wire.columns import iter_frames
 
 TICKET_BYTES: Final = 16
+_GREETING: Final = struct.Struct("<4s16s")
 _REQUEST: Final = struct.Struct("<4s16sI8x")
 _MAGIC: Final = b"TQB1"
 _STEP_SECONDS: Final = 1.0
@@ -110,6 +113,34 @@ class BulkConnection:
         with suppress(OSError):
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(seconds))
 
+    def greet(self, boot_id: bytes) -> None:
+        """Say which storage service this is: a proxy of the way takes connections too, and so may another program.
+
+        Raises:
+            OSError: the connection is lost.
+        """
+        self.send([memoryview(_GREETING.pack(_MAGIC, boot_id))], _once)
+
+    def check_greeting(self, boot_id: bytes, seconds: float) -> None:
+        """Wait until the storage service has said that it is this one.
+
+        Raises:
+            UnavailableError: it has not in time, or another one has.
+            OSError: the connection is lost.
+        """
+        data = bytearray(_GREETING.size)
+        self._receive_at_once(data, seconds)
+        if _GREETING.unpack(data) != (_MAGIC, boot_id):
+            raise UnavailableError("another storage service, or another program, answers there")
+
+    def _receive_at_once(self, data: bytearray, seconds: float) -> None:
+        """Fill all of this in one step of so many seconds at most."""
+        self._wait_at_most(seconds)
+        try:
+            self.receive_into(memoryview(data), partial(_once, size=len(data)))
+        finally:
+            self._wait_at_most(_STEP_SECONDS)
+
     def request(self, ticket: bytes, index: int, moved: Moved) -> None:
         """Ask for a range.
 
@@ -126,13 +157,10 @@ class BulkConnection:
             ValueError: what came is no request.
         """
         data = bytearray(_REQUEST.size)
-        self._wait_at_most(seconds)
         try:
-            self.receive_into(memoryview(data), _once)
+            self._receive_at_once(data, seconds)
         except UnavailableError:
             return None
-        finally:
-            self._wait_at_most(_STEP_SECONDS)
         magic, ticket, index = _REQUEST.unpack(data)
         if magic != _MAGIC:
             raise ValueError(f"got {magic!r} for a request; expected {_MAGIC!r}")
@@ -211,10 +239,10 @@ class BulkConnection:
         self._socket.close()
 
 
-def _once(size: int) -> None:
-    """Take a whole request in one step, or nothing."""
-    if size < _REQUEST.size:
-        raise UnavailableError("no request came over the bulk connection in time")
+def _once(moved: int, size: int = 1) -> None:
+    """Take so many bytes in one step, or nothing."""
+    if moved < size:
+        raise UnavailableError("too little moved over the bulk connection in time")
 
 
 def _behind(parts: list[memoryview], size: int) -> list[memoryview]:

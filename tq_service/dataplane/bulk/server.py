@@ -197,6 +197,7 @@ class BulkServer:
     Args:
         host: address to listen on.
         port: port to listen on; 0 lets the system choose one.
+        boot_id: of the storage service.
         context: returns what the next connection is accepted with over TLS; None: plaintext.
 
     Attributes:
@@ -207,7 +208,8 @@ class BulkServer:
         OSError: the port cannot be listened on.
     """
 
-    def __init__(self, host: str, port: int, context: Context | None = None) -> None:
+    def __init__(self, host: str, port: int, boot_id: bytes, context: Context | None = None) -> None:
+        self._boot_id = boot_id
         self._context = context
         self._listener = _listen(host.strip("[]"), port)
         self.port: int = self._listener.getsockname()[1]
@@ -307,6 +309,7 @@ class BulkServer:
         try:
             if self._context is not None:
                 connection.accept_tls(self._context(), _FIRST_REQUEST_SECONDS)
+            connection.greet(self._boot_id)
             seconds = _FIRST_REQUEST_SECONDS
             while (request := connection.receive_request(seconds)) is not None:
                 ticket, index = request
