@@ -40,7 +40,8 @@ ARROWS: dict[str, set[str]] = {
     "schema": set(),
     "version": set(),
     "wait_clock": set(),
-    "config": set(),
+    "memory_limit": set(),
+    "config": {"memory_limit"},
     "v1": set(),
     "internal": {"v1"},
     # It stores bytes and arrays for the owners of records, whom it does not know.
@@ -101,6 +102,7 @@ FORBIDDEN_PACKAGES: dict[str, set[str]] = {
     "schema": WIRE_FORMATS | TENSORS,
     "version": WIRE_FORMATS | TENSORS,
     "wait_clock": WIRE_FORMATS | TENSORS,
+    "memory_limit": WIRE_FORMATS | TENSORS,
     "config": WIRE_FORMATS | TENSORS,
     "state": WIRE_FORMATS | TENSORS,
     "planning": WIRE_FORMATS | TENSORS,

@@ -21,6 +21,7 @@ from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDic
 
 from tq_service.addresses import DEFAULT_PORT, normal_address, normal_addresses, redacted
 from tq_service.errors import InvalidArgumentError
+from tq_service.memory_limit import memory_limit_bytes
 
 ENV_PREFIX = "TQ_"
 CONFIG_VARIABLE = "TQ_CONFIG"
@@ -91,17 +92,6 @@ def format_setting(name: str, value: object) -> str:
     if isinstance(value, str) and "://" in value:
         return redacted(value)
     return str(value).lower() if isinstance(value, bool) else "" if value is None else str(value)
-
-
-def memory_limit_bytes() -> int:
-    """Return the memory this process may use: that of the machine, or less where a container limits it."""
-    limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            limit = min(limit, int(Path(path).read_text()))
-        except (OSError, ValueError):  # no such cgroup version, or "max"
-            continue
-    return limit
 
 
 def default_max_bytes() -> int:

@@ -20,11 +20,11 @@ from tq_service.config import (
     is_loopback,
     join_address,
     load_settings,
-    memory_limit_bytes,
     parse_size,
     unknown_variables,
 )
 from tq_service.errors import InvalidArgumentError
+from tq_service.memory_limit import memory_limit_bytes
 
 
 @pytest.fixture

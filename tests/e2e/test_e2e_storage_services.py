@@ -141,6 +141,26 @@ def test_storage_services_share_the_puts_and_may_be_lost(cluster: Cluster) -> No
     wait_until_empty(cluster)
 
 
+def test_puts_of_several_clients_at_once_use_both_storage_services(cluster: Cluster) -> None:
+    """One of them holds more already: all the puts went to the other."""
+    cluster.client.put({"x": torch.zeros(16, MIB, dtype=torch.uint8)}, partition_id="large")
+    addresses = [storage.address for storage in cluster.storages.values()]
+    before = [cluster.client.storage_stat(address).used_bytes for address in addresses]
+    assert sorted(before) == [0, 16 * MIB]
+
+    def put(number: int) -> None:
+        with tq.Client(cluster.controller.address, timeout=60.0) as client:
+            for _ in range(3):
+                client.put({"x": torch.full((5, MIB // 4), number, dtype=torch.uint8)}, partition_id=f"p{number}")
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(put, range(4)))
+    received = [cluster.client.storage_stat(address).used_bytes for address in addresses]
+    counts = [(now - was) / (5 * MIB // 4) for now, was in zip(received, before, strict=True)]
+    assert sum(counts) == 12
+    assert min(counts) >= 4
+
+
 def held_rewards(cluster: Cluster, name: str) -> bool:
     """Whether the rewards are in a storage service, by asking where they are."""
     found, _ = cluster.client.lookup_samples("train", ["k0"])

@@ -267,9 +267,10 @@ class Checkpoints:
             catalog.end_replacement()
 
     async def _place(self, checkpoint: Checkpoint, block: StoredBlock, prefix: str) -> Put:
-        place = self._storages.place(block.size_bytes).storages[0]
+        put_id = os.urandom(16)
+        place = self._storages.place(block.size_bytes, put_id).storages[0]
         driver = self._storages.driver(place.storage_id, place.boot_id)
-        put = Put(place.storage_id, place.boot_id, os.urandom(16))
+        put = Put(place.storage_id, place.boot_id, put_id)
         columns = await _in_thread(_columns, checkpoint, block)
         header = put_header(put.put_id, columns, partition_id=prefix + block.partition_id)
         header.controller_id = self._storages.controller_id

@@ -452,7 +452,9 @@ class ControllerServicer(
     async def PlacePut(self, request: pb.PlacePutRequest, context: Context) -> pb.PlacePutResponse:
         check_name("partition_id", request.partition_id)
         check_range("size_bytes", request.size_bytes, 0)
-        return self.storages.place(request.size_bytes)
+        if request.put_id:
+            check_id("put_id", request.put_id)
+        return self.storages.place(request.size_bytes, request.put_id)
 
     async def RegisterStorage(
         self, request: storage_registry_pb2.RegisterStorageRequest, context: Context

@@ -12,7 +12,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import islice
+from itertools import islice, takewhile
 from typing import TYPE_CHECKING, Final, TypeVar
 
 import grpc
@@ -51,6 +51,7 @@ _MOST_FREED_PER_CALL = 1024  # some milliseconds' work for the storage service
 _CONFIRM_SECONDS = 0.05  # how long a confirmation waits for others
 _MOST_NAMED = 5
 _MOST_EARLIER_RUNS = 16
+_ARRIVAL_SECONDS = 1.0  # a put that was placed before is counted by the heartbeat, or is not coming
 UNBOUNDED_BYTES: Final = 1 << 62
 
 
@@ -73,7 +74,7 @@ class RemoteStorage:
         run_id: of the process.
         earlier_run_ids: of those that were registered before under this name.
         heard: what its last heartbeat said.
-        placed_bytes: of puts that were to be put there since, so that those of one heartbeat do not all go there.
+        turns: when it last got a put, by size; see `StorageRegistry.place`.
     """
 
     def __init__(
@@ -106,6 +107,9 @@ class RemoteStorage:
         )
         self._outage = PeerOutage(_log, "storage service", storage=self.storage_id, address=self.endpoint.address)
         self._bulk: Peer[AsyncGrpcDriver] | None = None  # apart, lest confirmations wait behind bytes
+        self.turns: dict[int, tuple[float, int]] = {}
+        self._placed: dict[bytes, tuple[int, float]] = {}  # size and time by put_id, in order: in no heartbeat yet
+        self._placed_bytes = 0
         self._to_confirm: dict[bytes, None] = {}
         self._to_free: list[storage_control_pb2.PutCells] = []
         self._delivering: asyncio.Task[None] | None = None
@@ -134,7 +138,10 @@ class RemoteStorage:
             mirror=read_message(MirrorStatus, request.mirror) if request.HasField("mirror") else None,
             is_adopted=request.is_adopted,
         )
-        self._heard_at, self.placed_bytes = time.monotonic(), 0
+        self._heard_at = time.monotonic()
+        arrived = takewhile(lambda each: self._heard_at - each[1][1] >= _ARRIVAL_SECONDS, self._placed.items())
+        for put_id, _ in list(arrived):
+            self.withdraw(put_id)
         self._receipts.void_before(request.receipts_valid_from)
 
     @property
@@ -148,9 +155,20 @@ class RemoteStorage:
         return self.heard.max_bytes
 
     def free_bytes(self) -> int:
-        """Return how many bytes are free there."""
+        """Return how many bytes are free there and not on their way."""
         limit = UNBOUNDED_BYTES if self.heard.max_bytes is None else self.heard.max_bytes
-        return limit - self.heard.used_bytes - self.placed_bytes
+        return limit - self.heard.used_bytes - self._placed_bytes
+
+    def expect(self, put_id: bytes, size_bytes: int) -> None:
+        """Count the bytes of a put that was placed here until a heartbeat counts them."""
+        self._placed[put_id] = size_bytes, time.monotonic()
+        self._placed_bytes += size_bytes
+
+    def withdraw(self, put_id: bytes) -> bool:
+        """No longer count the bytes of a placed put; return whether they counted."""
+        size_bytes, _ = self._placed.pop(put_id, (None, 0.0))
+        self._placed_bytes -= size_bytes or 0
+        return size_bytes is not None
 
     def status(self) -> StorageStatus:
         """Return what its last heartbeat said, and when it came."""
@@ -213,6 +231,7 @@ class RemoteStorage:
             self._to_free += encode_cells(each)
             if each.is_whole:
                 self._receipts.revoke(each.put_id)
+                self.withdraw(each.put_id)
         self._deliver()
 
     def _deliver(self) -> None:

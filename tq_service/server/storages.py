@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import heapq
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Final, TypeAlias
 
@@ -41,6 +43,7 @@ _MOST_STORAGES = 1024
 _GRANT_SECONDS: Final = 5.0
 _MOST_GRANTED: Final = 16  # storage services
 _GRANTED_SHARE: Final = 64  # of what is free, so that services fill evenly
+_RESERVED_SHARE: Final = 10  # of the quota, which new rows leave free
 _GRANTED_PUT_BYTES: Final = 1 << 20
 _EXPIRED_PER_TURN: Final = 512
 
@@ -54,11 +57,10 @@ class EmbeddedStorage:
         driver: what puts and gets its bytes.
 
     Attributes:
-        placed_bytes: without meaning, since its free bytes are always those of the moment.
+        turns: when it last got a put, by size; see `StorageRegistry.place`.
     """
 
     is_silent = False
-    placed_bytes = 0
 
     def __init__(self, engine: StorageEngine, endpoint: StorageEndpoint, driver: AsyncDriver) -> None:
         self.storage_id = engine.storage_id
@@ -68,10 +70,18 @@ class EmbeddedStorage:
         self.driver = driver
         self.engine = engine
         self.confirm, self.free = engine.confirm, engine.free
+        self.turns: dict[int, tuple[float, int]] = {}
 
     def free_bytes(self) -> int:
         """Return how many bytes are free."""
         return (UNBOUNDED_BYTES if self.max_bytes is None else self.max_bytes) - self.engine.stat().used_bytes
+
+    def expect(self, put_id: bytes, size_bytes: int) -> None:
+        """Do nothing: its free bytes are always those of the moment."""
+
+    def withdraw(self, put_id: bytes) -> bool:
+        """Return whether a placed put counted, which none does."""
+        return False
 
     def status(self) -> StorageStatus:
         """Return what is known of it."""
@@ -148,6 +158,7 @@ class StorageRegistry:
         self.heartbeat_seconds = heartbeat_seconds
         self._credentials = credentials
         self._storages: dict[str, Storage] = {} if embedded is None else {embedded.storage_id: embedded}
+        self._turns: dict[int, float] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._supervisor = supervisor or Supervisor()
         self.adoptions = Adoptions(self._storages, heartbeat_seconds, self._supervisor, takes_heartbeats)
@@ -360,8 +371,17 @@ class StorageRegistry:
             unknown = self.puts.unknown(engine.storage_id, engine.boot_id, asked.put_ids)
             yield engine.on_answer(asked, unknown)
 
-    def place(self, size_bytes: int) -> PlacePutResponse:
-        """Return where a put is to go: to the most free bytes, where so many could ever be; and the next ones.
+    def place(self, size_bytes: int, put_id: bytes = b"") -> PlacePutResponse:
+        """Return where a put is to go, and where others may go for a while.
+
+        Puts of about one size take turns: each storage service gets a share of them by its free bytes, whenever it was
+        heard last. This is start-time fair queueing (Goyal, Vin and Cheng 1996), with a queue for each power of two of
+        the size, so that small puts do not wait until they weigh as much as a large one. If none has capacity now, the
+        put waits where the most bytes are free.
+
+        Args:
+            size_bytes: of the put.
+            put_id: of the put; one that was placed before goes elsewhere, since it failed there. Empty: a new one.
 
         Raises:
             UnavailableError: there is no storage service.
@@ -370,29 +390,31 @@ class StorageRegistry:
         known = [each for each in self._storages.values() if not each.is_silent]
         if not known:
             raise UnavailableError("no storage service has registered; start one with --role storage")
-        limits = [each.max_bytes for each in known]
-        fitting = [
-            (each.free_bytes(), each)
-            for each, limit in zip(known, limits, strict=True)
-            if limit is None or size_bytes <= limit
-        ]
+        failed = [each for each in known if put_id and each.withdraw(put_id)]
+        fitting = [each for each in known if each.max_bytes is None or size_bytes <= each.max_bytes]
         if not fitting:
-            largest = max(limit or 0 for limit in limits)
+            largest = max(each.max_bytes or 0 for each in known)
             raise QuotaExceededError(
                 f"a put of {size_bytes} bytes is larger than the largest quota, {largest} bytes; split it, or raise "
                 f"max_bytes",
                 metadata={"limit_name": "max_bytes", "got": str(size_bytes), "limit": str(largest)},
             )
-        fitting.sort(key=lambda each: each[0], reverse=True)
-        free_bytes, first = fitting[0]
-        first.placed_bytes += size_bytes
-        granted, granted_bytes, largest_put = [first], UNBOUNDED_BYTES, _GRANTED_PUT_BYTES
+        least_bytes = max(size_bytes, 1)
+        spare = {each: each.free_bytes() - (each.max_bytes or 0) // _RESERVED_SHARE for each in fitting}
+        spare = {each: spare_bytes for each, spare_bytes in spare.items() if spare_bytes >= least_bytes}
+        spare = {each: spare_bytes for each, spare_bytes in spare.items() if each not in failed} or spare
+        if spare:
+            first = self._next_in_turn(spare, least_bytes)
+        else:
+            others = [each for each in fitting if each not in failed] or fitting
+            first = max(others, key=lambda each: each.free_bytes())
+        first.expect(put_id or os.urandom(16), size_bytes)
         if self.count == 1:
-            largest_put = UNBOUNDED_BYTES
-        elif first is not self.embedded:
-            others = [each for each in fitting if each[1] is not self.embedded and 2 * each[0] >= free_bytes]
-            granted = [storage for _, storage in others[:_MOST_GRANTED]]
-            granted_bytes = max(0, others[:_MOST_GRANTED][-1][0]) // _GRANTED_SHARE
+            granted, granted_bytes, largest_put = [first], UNBOUNDED_BYTES, UNBOUNDED_BYTES
+        else:
+            granted = self._granted(first, spare)
+            granted_bytes = min(spare.get(each, 0) for each in granted) // _GRANTED_SHARE
+            largest_put = _GRANTED_PUT_BYTES
         return PlacePutResponse(
             storages=[storage.endpoint for storage in granted],
             embedded=first is self.embedded,
@@ -401,6 +423,41 @@ class StorageRegistry:
             grant_bytes=granted_bytes,
             max_granted_put_bytes=largest_put,
         )
+
+    def _next_in_turn(self, spare: Mapping[Storage, int], size_bytes: int) -> Storage:
+        """Return the storage service whose turn it is, and take note of that.
+
+        The turn of one comes when its last put of this size would end if it received in proportion to its spare bytes,
+        but not before that of the last put: one that was full or silent does not catch up.
+        """
+        size_class = size_bytes.bit_length()
+        now = self._turns.get(size_class, 0.0)
+
+        def turn(storage: Storage) -> tuple[float, int]:
+            began_at, last_bytes = storage.turns.get(size_class, (0.0, 0))
+            return max(now, began_at + last_bytes / spare[storage]), -spare[storage]
+
+        first = min(spare, key=turn)
+        self._turns[size_class] = began_at = turn(first)[0]
+        first.turns[size_class] = began_at, size_bytes
+        return first
+
+    def _granted(self, first: Storage, spare: Mapping[Storage, int]) -> list[Storage]:
+        """Return where small puts go in turn, in shares by spare bytes, from the first one on.
+
+        The embedded one is alone, since it is reached in another way.
+        """
+        if first is self.embedded or first not in spare:
+            return [first]
+        largest = heapq.nlargest(_MOST_GRANTED, spare, key=spare.__getitem__)
+        sharing = [first, *(each for each in largest if each is not first and each is not self.embedded)]
+        turn_count = round(sum(spare[each] for each in sharing) / min(spare[each] for each in sharing))
+        granted, counts = [first], Counter([first])
+        while len(granted) < min(turn_count, _MOST_GRANTED):
+            following = min(sharing, key=lambda each: (counts[each] + 1) / spare[each])
+            granted.append(following)
+            counts[following] += 1
+        return granted
 
     def require(self, put: Put) -> Storage:
         """Return the storage service that holds an uncommitted put.

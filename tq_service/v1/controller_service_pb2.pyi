@@ -2740,17 +2740,23 @@ class PlacePutRequest(google.protobuf.message.Message):
 
     SIZE_BYTES_FIELD_NUMBER: builtins.int
     PARTITION_ID_FIELD_NUMBER: builtins.int
+    PUT_ID_FIELD_NUMBER: builtins.int
     size_bytes: builtins.int
     """Size of the values of the put in bytes, 0 or more."""
     partition_id: builtins.str
     """The partition that the put will be committed to."""
+    put_id: builtins.bytes
+    """`PutHeader.put_id` of the put (16 bytes), if it has one already. A put that is placed again goes to another storage
+    service if one has capacity, and its bytes no longer count at the first one. Empty: the put counts as a new one.
+    """
     def __init__(
         self,
         *,
         size_bytes: builtins.int = ...,
         partition_id: builtins.str = ...,
+        put_id: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["partition_id", b"partition_id", "size_bytes", b"size_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["partition_id", b"partition_id", "put_id", b"put_id", "size_bytes", b"size_bytes"]) -> None: ...
 
 global___PlacePutRequest = PlacePutRequest
 
@@ -2781,7 +2787,8 @@ class PlacePutResponse(google.protobuf.message.Message):
     @property
     def storages(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[tq_service.v1.metadata_pb2.StorageEndpoint]:
         """Storage services that have capacity, at least one. The put goes to the first; other puts under the grant go to the
-        next ones in turn, so that the services fill evenly. Where one does not answer, PlacePut is called again.
+        next ones in turn. One with more free bytes is listed more often. Where one does not answer, PlacePut is called
+        again.
         """
 
     @property

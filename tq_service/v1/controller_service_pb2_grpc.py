@@ -414,9 +414,10 @@ class ControllerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def PlacePut(self, request, context):
-        """Returns which storage service should take a put, and where others may go for a while. Changes nothing, does not
-        block. Errors: RESOURCE_EXHAUSTED (the put is larger than any quota), UNAVAILABLE (no storage service is
-        registered).
+        """Returns which storage service should take a put, and where others may go for a while. Puts of about one size take
+        turns among the storage services, in shares by free bytes. Bytes that were placed and have not arrived are not
+        free. Changes nothing that is stored, does not block. Errors: RESOURCE_EXHAUSTED (the put is larger than any
+        quota), UNAVAILABLE (no storage service is registered).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

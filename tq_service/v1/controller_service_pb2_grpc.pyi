@@ -270,9 +270,10 @@ class ControllerServiceStub:
         tq_service.v1.controller_service_pb2.PlacePutRequest,
         tq_service.v1.controller_service_pb2.PlacePutResponse,
     ]
-    """Returns which storage service should take a put, and where others may go for a while. Changes nothing, does not
-    block. Errors: RESOURCE_EXHAUSTED (the put is larger than any quota), UNAVAILABLE (no storage service is
-    registered).
+    """Returns which storage service should take a put, and where others may go for a while. Puts of about one size take
+    turns among the storage services, in shares by free bytes. Bytes that were placed and have not arrived are not
+    free. Changes nothing that is stored, does not block. Errors: RESOURCE_EXHAUSTED (the put is larger than any
+    quota), UNAVAILABLE (no storage service is registered).
     """
 
     Checkpoint: grpc.UnaryUnaryMultiCallable[
@@ -561,9 +562,10 @@ class ControllerServiceAsyncStub:
         tq_service.v1.controller_service_pb2.PlacePutRequest,
         tq_service.v1.controller_service_pb2.PlacePutResponse,
     ]
-    """Returns which storage service should take a put, and where others may go for a while. Changes nothing, does not
-    block. Errors: RESOURCE_EXHAUSTED (the put is larger than any quota), UNAVAILABLE (no storage service is
-    registered).
+    """Returns which storage service should take a put, and where others may go for a while. Puts of about one size take
+    turns among the storage services, in shares by free bytes. Bytes that were placed and have not arrived are not
+    free. Changes nothing that is stored, does not block. Errors: RESOURCE_EXHAUSTED (the put is larger than any
+    quota), UNAVAILABLE (no storage service is registered).
     """
 
     Checkpoint: grpc.aio.UnaryUnaryMultiCallable[
@@ -902,9 +904,10 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         request: tq_service.v1.controller_service_pb2.PlacePutRequest,
         context: _ServicerContext,
     ) -> typing.Union[tq_service.v1.controller_service_pb2.PlacePutResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.PlacePutResponse]]:
-        """Returns which storage service should take a put, and where others may go for a while. Changes nothing, does not
-        block. Errors: RESOURCE_EXHAUSTED (the put is larger than any quota), UNAVAILABLE (no storage service is
-        registered).
+        """Returns which storage service should take a put, and where others may go for a while. Puts of about one size take
+        turns among the storage services, in shares by free bytes. Bytes that were placed and have not arrived are not
+        free. Changes nothing that is stored, does not block. Errors: RESOURCE_EXHAUSTED (the put is larger than any
+        quota), UNAVAILABLE (no storage service is registered).
         """
 
     @abc.abstractmethod

@@ -224,7 +224,9 @@ class SampleCalls(Base):
     ) -> commit_pb2.CommitResponse:
         place = self._placement.place(header.size_bytes)
         if place is None:
-            asked = pb.PlacePutRequest(size_bytes=header.size_bytes, partition_id=header.partition_id)
+            asked = pb.PlacePutRequest(
+                size_bytes=header.size_bytes, partition_id=header.partition_id, put_id=header.put_id
+            )
             place = self._calls.unary_once(pb.PlacePutResponse, asked, deadline)
             self._placement.renew(place)
         header.controller_id = place.controller_id

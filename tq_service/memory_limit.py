@@ -1,0 +1,79 @@
+"""How much memory this process may use: that of the machine, or less if a control group limits it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+_FILES = {"cgroup2": "memory.max", "cgroup": "memory.limit_in_bytes"}
+
+
+def memory_limit_bytes(root: Path = Path("/")) -> int:
+    """Return the smallest limit of the machine, the process's own control group and those above it.
+
+    Control groups limit containers, steps of Slurm jobs, and services and scopes of systemd. Versions 1 and 2 are read.
+    In a namespace of its own a process sees its groups from the root of the namespace on.
+
+    Args:
+        root: directory with `proc` and the mounts of control groups.
+    """
+    machine_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min([machine_bytes, *_group_limits(root)])
+
+
+def _group_limits(root: Path) -> Iterator[int]:
+    own_groups = _own_groups(root)
+    for kind, mounted_group, mount_point in _mounts(root):
+        top = root / mount_point.lstrip("/")
+        try:
+            below = PurePosixPath(own_groups[kind]).relative_to(mounted_group)
+        except (KeyError, ValueError):  # the mount shows other groups; those of a container start at its top
+            below = PurePosixPath()
+        if ".." in below.parts:
+            below = PurePosixPath()
+        group = top / below
+        for directory in (group, *list(group.parents)[: len(below.parts)]):
+            try:
+                yield int((directory / _FILES[kind]).read_text())
+            except (OSError, ValueError):  # the root has no limit, one that is not set is "max"
+                continue
+
+
+def _own_groups(root: Path) -> dict[str, str]:
+    """Return the group of this process in the hierarchy of each version that may limit memory."""
+    groups = {}
+    for line in _lines(root / "proc/self/cgroup"):
+        hierarchy, _, rest = line.partition(":")
+        controllers, _, group = rest.partition(":")
+        if "memory" in controllers.split(","):
+            groups["cgroup"] = group
+        elif hierarchy == "0" and not controllers:
+            groups["cgroup2"] = group
+    return groups
+
+
+def _mounts(root: Path) -> Iterator[tuple[str, str, str]]:
+    """Yield kind, group and place of each mount with memory limits; without mountinfo those of most systems."""
+    lines = _lines(root / "proc/self/mountinfo")
+    if not lines:
+        yield "cgroup2", "/", "/sys/fs/cgroup"
+        yield "cgroup", "/", "/sys/fs/cgroup/memory"
+    for line in lines:
+        match line.partition(" - ")[0].split(), line.partition(" - ")[2].split():
+            case [_, _, _, group, place, *_], ["cgroup2" | "cgroup" as kind, _, options]:
+                if kind == "cgroup2" or "memory" in options.split(","):
+                    yield kind, _unescaped(group), _unescaped(place)
+
+
+def _unescaped(path: str) -> str:
+    for escape, character in ((r"\040", " "), (r"\011", "\t"), (r"\012", "\n"), (r"\134", "\\")):
+        path = path.replace(escape, character)
+    return path
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError):
+        return []
