@@ -1,6 +1,6 @@
 """The client's half: connections to the bulk port of one storage service, found by a probe, and used again.
 
-A client that cannot reach the port, as through an ingress, finds that out beside its calls, whose bytes go in frames.
+Some clients cannot reach the port, such as those behind an ingress. They find out in a thread, and use frames.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _ASK_AGAIN_SECONDS: Final = 60.0
 _TRY_AGAIN_SECONDS: Final = 5.0
 _KEPT_SECONDS: Final = 50.0  # the service closes idle ones after 60
 _MOST_KEPT: Final = 8
-# Threads beside those of the callers; a transfer with fewer streams than it should have is only slower.
+# More threads than the callers' own; a transfer that gets fewer than it should is only slower.
 _STREAMS: Final = ThreadPoolExecutor(32, thread_name_prefix="tq-bulk")
 
 Remaining: TypeAlias = Callable[[], float]
@@ -41,7 +41,7 @@ Remaining: TypeAlias = Callable[[], float]
 
 
 class _Port(NamedTuple):
-    """A bulk port, and the boot of the storage service that it is of."""
+    """A bulk port, and the boot of its storage service."""
 
     host: str
     port: int
@@ -49,7 +49,7 @@ class _Port(NamedTuple):
 
 
 class BulkLink:
-    """What a client knows about the bulk port of the storage service at one address. May be used by several threads.
+    """The bulk port of the storage service at one address, as a client knows it. May be used by several threads.
 
     Args:
         address: of the service, as gRPC takes it.
@@ -111,7 +111,7 @@ class BulkLink:
         """Send the bytes of a put.
 
         Raises:
-            UnavailableError: not all of them went. The next calls of the client go in frames, and say what is wrong.
+            UnavailableError: not all of them went. The next calls of the client go in frames, and fail if the data is at fault.
         """
         chunks = [chunk for column in columns for chunk in column.chunks if len(chunk)]
         self._move(ticket, chunks, lambda connection, parts, moved: connection.send(parts, moved), remaining)
@@ -230,7 +230,7 @@ def _close_all(idle: deque[tuple[float, BulkConnection]]) -> None:
 
 
 def _target(announced: str, address: str) -> tuple[str, int] | None:
-    """Return where the bulk port is, None where there is none, or only gRPC knows the host."""
+    """Return host and port of the bulk port; None without one, or if only gRPC knows the host."""
     for host, port in hosts_and_ports(announced):
         hosts = [host] if host else [its_host for its_host, _ in hosts_and_ports(address)]
         return (hosts[0], port) if len(hosts) == 1 else None

@@ -96,7 +96,7 @@ class BulkConnection:
         return _HAS_SENDMMSG and not self._is_secure
 
     def is_idle(self) -> bool:
-        """Whether it is open and nothing has come over it, so that a range may go over it."""
+        """Whether it is open and without unread bytes: ready for a range."""
         try:
             self._socket.setblocking(False)
             self._socket.recv(1)  # a byte that nobody asked for may be lost: such a connection is not used again
@@ -134,7 +134,7 @@ class BulkConnection:
             raise UnavailableError("another storage service, or another program, answers there")
 
     def _receive_at_once(self, data: bytearray, seconds: float) -> None:
-        """Fill all of this in one step of so many seconds at most."""
+        """Fill all of this in one step, which waits no longer than `seconds`."""
         self._wait_at_most(seconds)
         try:
             self.receive_into(memoryview(data), partial(_once, size=len(data)))
@@ -154,7 +154,7 @@ class BulkConnection:
 
         Raises:
             OSError: the connection is lost.
-            ValueError: what came is no request.
+            ValueError: the bytes are not a request.
         """
         data = bytearray(_REQUEST.size)
         try:
@@ -240,13 +240,13 @@ class BulkConnection:
 
 
 def _once(moved: int, size: int = 1) -> None:
-    """Take so many bytes in one step, or nothing."""
+    """Accept a step that moved all bytes, and no other."""
     if moved < size:
         raise UnavailableError("too little moved over the bulk connection in time")
 
 
 def _behind(parts: list[memoryview], size: int) -> list[memoryview]:
-    """Return what is left of chunks of which the first bytes were sent."""
+    """Return chunks without their first `size` bytes."""
     for number, part in enumerate(parts):
         if size < len(part):
             return [part[size:], *parts[number + 1 :]]
@@ -260,7 +260,7 @@ def _timeval(seconds: float) -> bytes:
 
 
 def _slices_behind(slices: Integers, size: int) -> Integers:
-    """Return what is left of slices of which the first bytes were sent."""
+    """Return slices without their first `size` bytes."""
     ends = np.cumsum(slices[:, 1])
     first = int(np.searchsorted(ends, size, "right"))
     left = slices[first:].copy()

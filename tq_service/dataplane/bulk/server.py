@@ -3,9 +3,9 @@
     a call opens a transfer  ->  its ticket goes to the client  ->  threads move its ranges  ->  the call goes on
              closes it       ->  threads in it are thrown out   ->  its memory is let go when the last has left
 
-What may be read and written is decided in the call, which was authorized; a ticket is good for that alone, in one
-direction, as long as the call lasts. The service cuts the ranges and hands each of them out once: a range that came
-twice would stand for one that did not come, whose memory has what another put had left there.
+The authorized call decides which bytes may be read or written. A ticket is valid for these, in one direction, until the
+call ends. The service cuts the ranges and hands out each of them once: a range that came twice would count for one that
+is missing, and the memory of that still has bytes of another put.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Transfer:
         on_unused: called in the event loop once it is closed and no thread uses its memory any more.
 
     Attributes:
-        ticket: what the client gets.
+        ticket: the client sends it with each range.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Transfer:
         """Wait until all ranges have moved.
 
         Raises:
-            UnavailableError: a connection was lost, or the client asked for what it may not have.
+            UnavailableError: a connection was lost, or the client asked for a range a second time.
             Exception: what `move` raised.
         """
         await asyncio.shield(self._done)
@@ -198,7 +198,7 @@ class BulkServer:
         host: address to listen on.
         port: port to listen on; 0 lets the system choose one.
         boot_id: of the storage service.
-        context: returns what the next connection is accepted with over TLS; None: plaintext.
+        context: returns the TLS context for the next connection; None: plaintext.
 
     Attributes:
         port: the one it listens on.
@@ -230,7 +230,7 @@ class BulkServer:
         return len(self._proven)
 
     def takes(self, size_bytes: int) -> bool:
-        """Whether so many bytes should go here, for which there are only so many transfers at once, else in frames."""
+        """Whether a transfer of this size should go here, and not in frames; the number of transfers is limited."""
         return size_bytes >= BULK_BYTES and len(self._transfers) < _MOST_TRANSFERS
 
     def open(
@@ -282,7 +282,7 @@ class BulkServer:
             try:
                 threading.Thread(target=self._serve, args=(connection,), name="tq-bulk", daemon=True).start()
             except RuntimeError as error:  # the system gives no more threads
-                _log.warning(LogMessage("a bulk connection has no thread", error=error))
+                _log.warning(LogMessage("the system has no thread left for a bulk connection", error=error))
                 self._dismiss(connection)
 
     def _admit(self, connection: BulkConnection, peer: str) -> bool:
