@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import sys
 import tempfile
 import threading
@@ -27,9 +28,9 @@ from benchmarks.report import Aim, Cell, Report
 from tq_service.schema import FieldSpec, Layout
 from tq_service.server.credential_files import append_token, digest_of, make_token, new_secret
 from tq_service.testing import COMMAND, ListeningProcess
-from tq_service.v1.storage_service_pb2 import PutHeader, StatRequest
+from tq_service.v1.storage_service_pb2 import BulkTicket, PutHeader, StatRequest, StatResponse
 from tq_service.v1.storage_service_pb2_grpc import StorageServiceStub
-from tq_service.wire.columns import Column, encode_header, encode_part
+from tq_service.wire.columns import Column, encode_header, encode_part, put_header
 
 _MIB = 2**20
 _QUOTA_MIB = 64
@@ -60,12 +61,25 @@ class _Service:
     def client(self, timeout: float = _CALL_SECONDS) -> tq.Client:
         return tq.Client(self.address, token=self.token, insecure=True, timeout=timeout)
 
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        return (("authorization", f"Bearer {self.token}"),)
+
+    def stat(self) -> StatResponse:
+        with grpc.insecure_channel(self.address, options=_OWN_CHANNEL) as channel:
+            return StorageServiceStub(channel).Stat(StatRequest(), metadata=self.metadata, timeout=_CALL_SECONDS)
+
     def stored(self) -> float:
         """Return the MiB that it has stored."""
-        with grpc.insecure_channel(self.address, options=_OWN_CHANNEL) as channel:
-            metadata = (("authorization", f"Bearer {self.token}"),)
-            stat = StorageServiceStub(channel).Stat(StatRequest(), metadata=metadata, timeout=_CALL_SECONDS)
-        return float(stat.used_bytes / _MIB)
+        return float(self.stat().used_bytes / _MIB)
+
+    def bulk_connections(self, count: int) -> list[socket.socket]:
+        """Open connections to the bulk port, as many of them as it accepts."""
+        target = "127.0.0.1", int(self.stat().bulk_address.rpartition(":")[2])
+        opened = []
+        with contextlib.suppress(OSError):
+            opened.extend(socket.create_connection(target, timeout=_CALL_SECONDS) for _ in range(count))
+        return opened
 
 
 Load = Callable[[_Service], None]
@@ -120,13 +134,12 @@ def _oversized_frames(count: int, size_mib: float) -> Load:
 
     def load(service: _Service) -> None:
         channels, frame = service.channels(8), encode_part([memoryview(bytes(int(size_mib * _MIB)))])
-        metadata = (("authorization", f"Bearer {service.token}"),)
 
         def call(number: int) -> None:
             header = PutHeader(put_id=os.urandom(16), partition_id="p", row_count=1, size_bytes=1024)
             header.columns.append(encode_header(shape))
             put = channels[number % len(channels)].stream_unary("/tq_service.v1.StorageService/Put")
-            put(iter((encode_part(header), frame)), metadata=metadata, timeout=_CALL_SECONDS)
+            put(iter((encode_part(header), frame)), metadata=service.metadata, timeout=_CALL_SECONDS)
 
         _at_once(count, call)
         for channel in channels:
@@ -138,11 +151,10 @@ def _oversized_frames(count: int, size_mib: float) -> Load:
 def _large_requests(service: _Service) -> None:
     """Make 64 inserts at once, with a message of 3 MiB each that says nothing."""
     channels, message = service.channels(8), bytes(3 * _MIB)
-    metadata = (("authorization", f"Bearer {service.token}"),)
 
     def call(number: int) -> None:
         insert = channels[number % len(channels)].unary_unary("/tq_service.v1.ControllerService/Insert")
-        insert(message, metadata=metadata, timeout=_CALL_SECONDS)
+        insert(message, metadata=service.metadata, timeout=_CALL_SECONDS)
 
     _at_once(64, call)
     for channel in channels:
@@ -155,6 +167,65 @@ def _connections(count: int) -> Load:
         _at_once(64, lambda number: [_check(channel) for channel in channels[number::64]])
         for channel in channels:
             channel.close()
+
+    return load
+
+
+def _bulk_strangers(count: int) -> Load:
+    """Return connections to the bulk port without a ticket, each of which sends 1 MiB."""
+
+    def load(service: _Service) -> None:
+        def send(connection: socket.socket) -> None:
+            with contextlib.suppress(OSError), connection:
+                connection.sendall(b"TQB1" + os.urandom(16) + bytes(12))
+                connection.sendall(bytes(_MIB))
+
+        with ThreadPoolExecutor(64) as pool:
+            list(pool.map(send, service.bulk_connections(count)))
+
+    return load
+
+
+def _bulk_idlers(count: int) -> Load:
+    """Return connections to the bulk port that say nothing until they are closed."""
+
+    def load(service: _Service) -> None:
+        for connection in service.bulk_connections(count):
+            with contextlib.suppress(OSError), connection:
+                while connection.recv(64):
+                    pass
+
+    return load
+
+
+def _bulk_stallers(count: int) -> Load:
+    """Return puts of 2 MiB with a ticket, of which one byte less comes than declared, and then far more."""
+    shape = Column(
+        spec=FieldSpec("x", "uint8", Layout.DENSE, (2 * _MIB,)),
+        row_count=1,
+        extents=None,
+        value_bytes=2 * _MIB,
+        chunks=(),
+    )
+
+    def load(service: _Service) -> None:
+        (channel,) = service.channels(1)
+
+        def call(number: int) -> None:
+            header = put_header(os.urandom(16), [shape], partition_id=f"p{number}", takes_bulk=True)
+            ask = channel.stream_unary("/tq_service.v1.StorageService/Put")
+            put = ask.future(iter((encode_part(header),)), metadata=service.metadata, timeout=_PUT_SECONDS)
+            ticket = BulkTicket.FromString(dict(put.initial_metadata())["tq-ticket-bin"])
+            (connection,) = service.bulk_connections(1)
+            with contextlib.suppress(OSError), connection:
+                request = b"TQB1" + ticket.ticket + bytes(12)
+                connection.sendall(request + bytes(2 * _MIB - 1))
+                if number % 2:
+                    connection.sendall(bytes(4 * _MIB))
+                put.result()
+
+        _at_once(count, call)
+        channel.close()
 
     return load
 
@@ -206,6 +277,9 @@ def _cases(*, quick: bool) -> dict[str, Load]:
         f"{count} puts with a frame of 3.9 MiB": _oversized_frames(count, 3.9),
         "64 inserts of 3 MiB": _large_requests,
         f"{8 * count} connections": _connections(8 * count),
+        f"{16 * count} bulk connections of strangers": _bulk_strangers(16 * count),
+        f"{4 * count} bulk connections that say nothing": _bulk_idlers(4 * count),
+        f"{count // 4} bulk transfers too short or too long": _bulk_stallers(count // 4),
         f"{25 * count // 8} puts of 256 KiB at once": _puts(25 * count // 8, 272 * 1024),
         f"{25 * count // 8} puts of 4 MiB at once": _puts(25 * count // 8, 4 * _MIB),
         f"{10_000 if not quick else 20} partitions cleared": _cleared(10_000 if not quick else 20),
