@@ -11,9 +11,10 @@ from functools import partial
 from typing import NamedTuple
 
 from benchmarks.bulk_by_clients import find_way
-from benchmarks.bulk_clients import CLAIMING_RANKS, Crew, Data, Target, running_claimer, running_crew
+from benchmarks.bulk_clients import CLAIMING_RANKS, Claims, Crew, Data, Target, running_claimer, running_crew
 from benchmarks.bulk_service import BulkService, bulk_service
 from benchmarks.harness import Options, interleave, median, p50_p99, running
+from benchmarks.machine import usable_cores
 from benchmarks.report import Aim, Cell, Plot, Report
 
 CLIENT_COUNTS = (1, 4, 16)
@@ -26,13 +27,13 @@ _ALL, _APART = "all in one", "apart"
 _MANY_CORES = 8
 _WANTED_RATE, _WANTED_P99_MS = 1_000.0, 50.0
 
-Claim = Callable[[str, float], Sequence[float]]
+Claim = Callable[[str, float], Claims]
 
 
 class _Turn(NamedTuple):
     """What was measured for some seconds."""
 
-    claim_seconds: Sequence[float]
+    claims: Claims
     moved_bytes: int
     push_seconds: float
 
@@ -63,21 +64,30 @@ def measure(options: Options, counts: Sequence[int]) -> Report:
                 for (where, bulk), service in services.items()
             }
             for how, turns in interleave(cases, options.repeats).items():
-                rows.append(_row(count, how, turns, seconds))
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+                rows.append(_row(count, how, turns))
     return Report(
         name="bulk_by_claims",
         question="How many claims a second are left to another client while clients put and get at full rate?",
-        columns=["clients", "how", "claims/s", "least", "most", "p50, ms", "p99, ms", "most", "puts and gets, GB/s"],
+        columns=[
+            "clients",
+            "how",
+            "claims/s",
+            "least",
+            "most",
+            "p50, ms",
+            "p99, ms",
+            "worst p99, ms",
+            "puts and gets, GB/s",
+        ],
         rows=rows,
         notes=[
             f"another client: a process with {CLAIMING_RANKS} ranks, for {seconds:g} s each time; batches of 8",
             "clients: each a process that puts, gets and clears 64 MiB in rows of 1 MiB, one after the other",
             "apart: the controller and the storage service are processes of their own; frames: with `bulk=off`",
-            "least and most: of the repeats; claims/s, p50, p99 and GB/s are their medians",
-            f"load average before {load_before:.1f}, after {os.getloadavg()[0]:.1f}; {cores} cores usable",
+            "least, most and worst: of the repeats; claims/s, p50, p99 and GB/s are their medians",
+            f"load average before {load_before:.1f}, after {os.getloadavg()[0]:.1f}; {usable_cores()} cores usable",
         ],
-        aims=[] if options.quick or cores < _MANY_CORES else _aims(rows),
+        aims=[] if options.quick or usable_cores() < _MANY_CORES else _aims(rows),
         plots=[
             Plot(
                 name="bulk_by_claims",
@@ -102,10 +112,10 @@ def _turn(crew: Crew, count: int, claim: Claim, service: BulkService, seconds: f
     return _Turn(found, moved, time.perf_counter() - started)
 
 
-def _row(count: int, how: str, turns: Sequence[_Turn], seconds: float) -> list[Cell]:
-    rates = [len(turn.claim_seconds) / seconds for turn in turns]
-    p50, p99 = p50_p99([turn.claim_seconds for turn in turns])
-    _, worst = zip(*(p50_p99([turn.claim_seconds]) for turn in turns), strict=True)
+def _row(count: int, how: str, turns: Sequence[_Turn]) -> list[Cell]:
+    rates = [len(turn.claims.latencies) / turn.claims.seconds for turn in turns]
+    p50, p99 = p50_p99([turn.claims.latencies for turn in turns])
+    _, worst = zip(*(p50_p99([turn.claims.latencies]) for turn in turns), strict=True)
     moved = median([turn.moved_bytes / 1e9 / turn.push_seconds for turn in turns])
     return [count, how, median(rates), min(rates), max(rates), p50, p99, max(worst), moved if count else None]
 

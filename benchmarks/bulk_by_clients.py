@@ -15,6 +15,7 @@ from typing import NamedTuple
 from benchmarks.bulk_clients import Crew, Data, Target, running_crew
 from benchmarks.bulk_service import BulkService, Usage, bulk_service
 from benchmarks.harness import Options, interleave, median, median_ratio, running
+from benchmarks.machine import usable_cores
 from benchmarks.report import Aim, Cell, Plot, Report
 from tq_service.wire.connection import Tls
 
@@ -73,6 +74,8 @@ def measure(options: Options, counts: Sequence[int], data_names: Sequence[str]) 
         sink = stack.enter_context(running("benchmarks.tcp_sink"))
         crew = stack.enter_context(running_crew(counts[-1], sink.address))
         ways = _ways(stack)
+        if any(map(_has_all_ways, data.values())):
+            ways |= _secure_ways(stack)
         for name, each in data.items():
             crew.seconds(counts[-1], "load", each)
             for count in counts:
@@ -102,11 +105,15 @@ def measure(options: Options, counts: Sequence[int], data_names: Sequence[str]) 
             "frames: the same with the service's `bulk=off`; bulk: as many streams as the service chooses, or as named",
             "random get: the rows of each put in random order; service: its processor time, and that of its event loop",
             f"TLS: as figures, beside the same raw TCP without; load average before {load_before}, "
-            f"after {_load_average()}; {_core_count()} cores usable",
-            *([] if _SECURE_BULK in ways else ["TLS is not measured: trustme is not installed"]),
+            f"after {_load_average()}; {usable_cores()} cores usable",
+            *(
+                []
+                if _SECURE_BULK in ways
+                else ["TLS is not measured: with rows of 1 MiB and where trustme is installed it is"]
+            ),
             *notes,
         ],
-        aims=[] if options.quick else list(_aims(rows, _core_count())),
+        aims=[] if options.quick else list(_aims(rows, usable_cores())),
         plots=[_plot(rows)],
     )
 
@@ -129,11 +136,17 @@ def _ways(stack: ExitStack) -> dict[str, _Way]:
         _BULK: _Way(with_bulk, Target(with_bulk.address), None, is_bulk=True),
         _FRAMES: _Way(without, Target(without.address), None, is_bulk=False),
     }
-    ways |= {how: _Way(with_bulk, Target(with_bulk.address), count, is_bulk=True) for how, count in _STREAMS.items()}
+    return ways | {
+        how: _Way(with_bulk, Target(with_bulk.address), count, is_bulk=True) for how, count in _STREAMS.items()
+    }
+
+
+def _secure_ways(stack: ExitStack) -> dict[str, _Way]:
+    """Start services with TLS, where certificates can be made."""
     try:
         import trustme
     except ModuleNotFoundError:
-        return ways
+        return {}
     directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tq-bench-")))
     authority = trustme.CA()
     issued = authority.issue_cert("localhost", "127.0.0.1")
@@ -150,6 +163,7 @@ def _ways(stack: ExitStack) -> dict[str, _Way]:
         str(directory / "key.pem"),
     )
     tls = Tls(ca=str(directory / "ca.pem"))
+    ways = {}
     for how, bulk in ((_SECURE_BULK, "on"), (_SECURE_FRAMES, "off")):
         service = stack.enter_context(bulk_service(*flags, "--bulk", bulk))
         ways[how] = _Way(service, Target(service.address, tls), None, is_bulk=bulk == "on")
@@ -283,7 +297,3 @@ def _number(cell: Cell) -> float | None:
 
 def _load_average() -> str:
     return f"{os.getloadavg()[0]:.1f}"
-
-
-def _core_count() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

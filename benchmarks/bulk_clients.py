@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 import numpy as np
@@ -58,11 +58,10 @@ class Data:
         if self.row_bytes is not None:
             return values.view(-1, self.row_bytes // _FLOAT_BYTES)
         low, high = (size // _FLOAT_BYTES for size in _JAGGED_BYTES)
-        count = 2 * len(values) // (low + high)
-        lengths = random.integers(low, high, count, endpoint=True)
-        offsets = np.concatenate([[0], np.minimum(np.cumsum(lengths), len(values))])
-        offsets[-1] = len(values)
-        return torch.nested.nested_tensor_from_jagged(values, torch.from_numpy(offsets))
+        half = random.integers(low, high, len(values) // (low + high), endpoint=True)
+        lengths = random.permutation(np.concatenate([half, low + high - half]))  # whose sum is known
+        offsets = np.concatenate([[0], np.cumsum(lengths)])
+        return torch.nested.nested_tensor_from_jagged(values[: offsets[-1]], torch.from_numpy(offsets))
 
 
 class Crew:
@@ -215,14 +214,23 @@ def _check(back: torch.Tensor, order: np.ndarray[Any, Any] | None, data: torch.T
         raise RuntimeError("the get returned other values than the put sent")
 
 
+class Claims(NamedTuple):
+    """What came of claims."""
+
+    latencies: Sequence[float]
+    """The seconds of each."""
+    seconds: float
+    """Until the last one was answered."""
+
+
 @contextmanager
-def running_claimer() -> Iterator[Callable[[str, float], Sequence[float]]]:
-    """Give what claims in a process of its own for some seconds, and returns the seconds of each claim."""
+def running_claimer() -> Iterator[Callable[[str, float], Claims]]:
+    """Give what claims in a process of its own for some seconds."""
     with _processes(_Claimer, [()]) as (pipe,):
 
-        def claim(address: str, seconds: float) -> Sequence[float]:
+        def claim(address: str, seconds: float) -> Claims:
             pipe.send(("claim", address, seconds))
-            found: Sequence[float] = pipe.recv()
+            found: Claims = pipe.recv()
             return found
 
         yield claim
@@ -234,22 +242,22 @@ class _Claimer:
     def __init__(self, stack: ExitStack) -> None:
         self._prepared: set[str] = set()
 
-    def claim(self, address: str, seconds: float) -> list[float]:
+    def claim(self, address: str, seconds: float) -> Claims:
         if address not in self._prepared:
             with tq.Client(address, timeout=LONGEST_SECONDS) as client:
                 client.put({"x": np.arange(_CLAIMED_SAMPLES)}, partition_id=_CLAIMS)
             self._prepared.add(address)
-        return run_async(_claim(address, seconds)) if seconds else []
+        return run_async(_claim(address, seconds)) if seconds else Claims([], 0.0)
 
 
-async def _claim(address: str, seconds: float) -> list[float]:
+async def _claim(address: str, seconds: float) -> Claims:
     async with grpc.aio.insecure_channel(address) as channel:
         stub, task, found = ControllerServiceStub(channel), secrets.token_hex(8), list[float]()
-        until = time.perf_counter() + seconds
+        began_at = time.perf_counter()
 
         async def consume(rank: int) -> None:
             batch_index = 0
-            while (started := time.perf_counter()) < until:
+            while (started := time.perf_counter()) < began_at + seconds:
                 request = GetMetaRequest(
                     request_id=os.urandom(16),
                     partition_id=_CLAIMS,
@@ -268,4 +276,4 @@ async def _claim(address: str, seconds: float) -> list[float]:
                 batch_index += 1
 
         await asyncio.gather(*map(consume, range(CLAIMING_RANKS)))
-        return found
+        return Claims(found, time.perf_counter() - began_at)
