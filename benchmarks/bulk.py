@@ -337,10 +337,10 @@ def _aims(rows: Sequence[Sequence[Cell]]) -> Iterator[Aim]:
             yield Aim(what=f"{figure} / TransferQueue", measured=measured, wanted=_WANTED_OF_PEER[verb])
 
 
-def measure(options: Options, by: str, counts: Sequence[int] = (), data: Sequence[str] = ()) -> Report:
-    """Measure one variable of `BY`, by clients or claims with these numbers of clients and these data."""
+def measure(options: Options, by: str, counts: Sequence[int] = (), **chosen: Sequence[str]) -> Report:
+    """Measure one variable of `BY`; by clients and claims, `counts` of them, by clients what else is chosen."""
     if by == "clients":
-        return bulk_by_clients.measure(options, counts, data)
+        return bulk_by_clients.measure(options, counts, **chosen)
     if by == "claims":
         return bulk_by_claims.measure(options, counts)
     with ExitStack() as stack:
@@ -384,8 +384,10 @@ def main() -> int:
     parser.add_argument("--by", choices=BY, default="column", help="the variable")
     parser.add_argument("--clients", type=_counts, default=(), help="by clients and claims: how many, such as 1,4,16")
     parser.add_argument("--data", action="append", choices=tuple(bulk_by_clients.DATA), help="by clients: only these")
+    parser.add_argument("--how", action="append", choices=bulk_by_clients.WAYS, help="by clients: only these ways")
     given = parser.parse_args()
-    show(measure(given_options(given), given.by, given.clients, given.data or ()), given)
+    report = measure(given_options(given), given.by, given.clients, data_names=given.data or (), hows=given.how or ())
+    show(report, given)
     return 0
 
 

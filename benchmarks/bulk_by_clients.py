@@ -38,6 +38,9 @@ _MAX_BYTES = "8GiB"
 _FIND_SECONDS, _ASK_AGAIN_SECONDS = 90.0, 0.1
 _TCP, _FRAMES, _BULK, _SECURE_FRAMES, _SECURE_BULK = "raw TCP", "frames", "bulk", "frames, TLS", "bulk, TLS"
 _STREAMS = {"bulk, 1 stream": 1, "bulk, 2 streams": 2, "bulk, 4 streams": 4}
+WAYS = (*_STREAMS, _SECURE_BULK, _SECURE_FRAMES)
+"""Those beside raw TCP, bulk as the service chooses, and frames; measured with rows of 1 MiB."""
+
 _MANY_CORES = 8
 _LOOP_MS = 2.0
 
@@ -63,8 +66,10 @@ class _Way:
     is_bulk: bool
 
 
-def measure(options: Options, counts: Sequence[int], data_names: Sequence[str]) -> Report:
-    """Measure these numbers of clients, or the usual ones, with these data, or all."""
+def measure(
+    options: Options, counts: Sequence[int] = (), data_names: Sequence[str] = (), hows: Sequence[str] = ()
+) -> Report:
+    """Measure these numbers of clients, or the usual ones, with these data and in these of `WAYS`, or all."""
     counts = sorted(counts or (_QUICK_COUNTS if options.quick else CLIENT_COUNTS))
     data = _QUICK_DATA if options.quick else DATA
     data = {name: each for name, each in data.items() if name in (data_names or data)}
@@ -74,13 +79,17 @@ def measure(options: Options, counts: Sequence[int], data_names: Sequence[str]) 
         sink = stack.enter_context(running("benchmarks.tcp_sink"))
         crew = stack.enter_context(running_crew(counts[-1], sink.address))
         ways = _ways(stack)
-        if any(map(_has_all_ways, data.values())):
+        if any(map(_has_all_ways, data.values())) and {_SECURE_BULK, _SECURE_FRAMES} & set(hows or WAYS):
             ways |= _secure_ways(stack)
         for name, each in data.items():
             crew.seconds(counts[-1], "load", each)
             for count in counts:
                 bench = _Bench(crew, count, _put_count(each, count, options))
-                chosen = {how: way for how, way in ways.items() if how in (_BULK, _FRAMES) or _has_all_ways(each)}
+                chosen = {
+                    how: way
+                    for how, way in ways.items()
+                    if how in (_BULK, _FRAMES) or (_has_all_ways(each) and how in (hows or WAYS))
+                }
                 for way in chosen.values():
                     bench.find_way(way)
                 cases: dict[str, Callable[[], _Turn]] = {how: partial(bench.turn, way) for how, way in chosen.items()}
@@ -109,7 +118,7 @@ def measure(options: Options, counts: Sequence[int], data_names: Sequence[str]) 
             *(
                 []
                 if _SECURE_BULK in ways
-                else ["TLS is not measured: with rows of 1 MiB and where trustme is installed it is"]
+                else ["TLS is not measured here: it is with rows of 1 MiB, where trustme is installed"]
             ),
             *notes,
         ],
@@ -188,9 +197,12 @@ class _Bench:
         find_way(self._crew, self._count, way.service, way.target, is_bulk=way.is_bulk)
 
     def turn(self, way: _Way) -> _Turn:
-        """Do it, by a way."""
+        """Do it, by a way, in memory that the service has used shortly before."""
         service, crew = way.service, self._crew
         service.set_stream_count(way.stream_count)
+        # Without this, the first way of a service in a round is charged for what went back to the system in the pause.
+        crew.seconds(self._count, "put", way.target, self.put_count)
+        crew.seconds(self._count, "clear", way.target)
         usages = [service.usage()]
         put = crew.seconds(self._count, "put", way.target, self.put_count)
         usages.append(service.usage())
