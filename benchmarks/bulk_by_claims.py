@@ -11,7 +11,7 @@ from functools import partial
 from typing import NamedTuple
 
 from benchmarks.bulk_by_clients import find_way
-from benchmarks.bulk_clients import CLAIMING_RANKS, Claims, Crew, Data, Target, running_claimer, running_crew
+from benchmarks.bulk_clients import CLAIMING_RANKS, Claims, Clients, Data, Target, running_claimer, running_clients
 from benchmarks.bulk_service import BulkService, bulk_service
 from benchmarks.harness import Options, interleave, median, p50_p99, running
 from benchmarks.machine import usable_cores
@@ -46,8 +46,8 @@ def measure(options: Options, counts: Sequence[int]) -> Report:
     rows: list[list[Cell]] = []
     with ExitStack() as stack:
         sink = stack.enter_context(running("benchmarks.tcp_sink"))
-        crew = stack.enter_context(running_crew(counts[-1], sink.address))
-        crew.seconds(counts[-1], "load", _QUICK_DATA if options.quick else _DATA)
+        clients = stack.enter_context(running_clients(counts[-1], sink.address))
+        clients.seconds(counts[-1], "load", _QUICK_DATA if options.quick else _DATA)
         claim = stack.enter_context(running_claimer())
         services = {
             (where, bulk): stack.enter_context(
@@ -57,10 +57,12 @@ def measure(options: Options, counts: Sequence[int]) -> Report:
         }
         for (_, bulk), service in services.items():
             claim(service.address, 0.0)
-            find_way(crew, counts[-1], service, Target(service.address), is_bulk=bulk == "on")
+            find_way(clients, counts[-1], service, Target(service.address), is_bulk=bulk == "on")
         for count in (0, *counts):
             cases = {
-                f"{where}, {'bulk' if bulk == 'on' else 'frames'}": partial(_turn, crew, count, claim, service, seconds)
+                f"{where}, {'bulk' if bulk == 'on' else 'frames'}": partial(
+                    _turn, clients, count, claim, service, seconds
+                )
                 for (where, bulk), service in services.items()
             }
             for how, turns in interleave(cases, options.repeats).items():
@@ -103,12 +105,12 @@ def measure(options: Options, counts: Sequence[int]) -> Report:
     )
 
 
-def _turn(crew: Crew, count: int, claim: Claim, service: BulkService, seconds: float) -> _Turn:
+def _turn(clients: Clients, count: int, claim: Claim, service: BulkService, seconds: float) -> _Turn:
     started = time.perf_counter()
-    crew.begin(count, "push", Target(service.address), seconds + 2 * _HEAD_SECONDS)
+    clients.begin(count, "push", Target(service.address), seconds + 2 * _HEAD_SECONDS)
     time.sleep(_HEAD_SECONDS)
     found = claim(service.address, seconds)
-    moved = sum(crew.results(count))
+    moved = sum(clients.results(count))
     return _Turn(found, moved, time.perf_counter() - started)
 
 

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.bulk_clients import Crew, Data, Target, running_crew
+from benchmarks.bulk_clients import Clients, Data, Target, running_clients
 from benchmarks.bulk_service import BulkService, Usage, bulk_service
 from benchmarks.harness import Options, interleave, median, median_ratio, running
 from benchmarks.machine import usable_cores
@@ -74,17 +74,18 @@ def measure(
     data = _QUICK_DATA if options.quick else DATA
     data = {name: each for name, each in data.items() if name in (data_names or data)}
     load_before = _load_average()
-    rows, notes = [], []
+    rows: list[list[Cell]] = []
+    notes: list[str] = []
     with ExitStack() as stack:
         sink = stack.enter_context(running("benchmarks.tcp_sink"))
-        crew = stack.enter_context(running_crew(counts[-1], sink.address))
+        clients = stack.enter_context(running_clients(counts[-1], sink.address))
         ways = _ways(stack)
         if any(map(_has_all_ways, data.values())) and {_SECURE_BULK, _SECURE_FRAMES} & set(hows or WAYS):
             ways |= _secure_ways(stack)
         for name, each in data.items():
-            crew.seconds(counts[-1], "load", each)
+            clients.seconds(counts[-1], "load", each)
             for count in counts:
-                bench = _Bench(crew, count, _put_count(each, count, options))
+                bench = _Bench(clients, count, _put_count(each, count, options))
                 chosen = {
                     how: way
                     for how, way in ways.items()
@@ -182,8 +183,8 @@ def _secure_ways(stack: ExitStack) -> dict[str, _Way]:
 class _Bench:
     """Turns of so many clients, each of which makes so many puts, and gets them twice."""
 
-    def __init__(self, crew: Crew, count: int, put_count: int) -> None:
-        self._crew = crew
+    def __init__(self, clients: Clients, count: int, put_count: int) -> None:
+        self._clients = clients
         self._count = count
         self.put_count = put_count
         self.call_count = count * put_count
@@ -194,48 +195,48 @@ class _Bench:
         Raises:
             RuntimeError: they do not, in time.
         """
-        find_way(self._crew, self._count, way.service, way.target, is_bulk=way.is_bulk)
+        find_way(self._clients, self._count, way.service, way.target, is_bulk=way.is_bulk)
 
     def turn(self, way: _Way) -> _Turn:
         """Do it, by a way, in memory that the service has used shortly before."""
-        service, crew = way.service, self._crew
+        service, clients = way.service, self._clients
         service.set_stream_count(way.stream_count)
         # Without this, the first way of a service in a round is charged for what went back to the system in the pause.
-        crew.seconds(self._count, "put", way.target, self.put_count)
-        crew.seconds(self._count, "clear", way.target)
+        clients.seconds(self._count, "put", way.target, self.put_count)
+        clients.seconds(self._count, "clear", way.target)
         usages = [service.usage()]
-        put = crew.seconds(self._count, "put", way.target, self.put_count)
+        put = clients.seconds(self._count, "put", way.target, self.put_count)
         usages.append(service.usage())
-        get = crew.seconds(self._count, "get", way.target)
+        get = clients.seconds(self._count, "get", way.target)
         usages.append(service.usage())
-        crew.seconds(self._count, "shuffle")
-        get_shuffled = crew.seconds(self._count, "get_shuffled", way.target)
+        clients.seconds(self._count, "shuffle")
+        get_shuffled = clients.seconds(self._count, "get_shuffled", way.target)
         transfers = service.usage().since(usages[0]).transfers
-        crew.seconds(self._count, "clear", way.target)
+        clients.seconds(self._count, "clear", way.target)
         return _Turn(put, get, get_shuffled, usages[1].since(usages[0]), usages[2].since(usages[1]), transfers)
 
     def tcp_turn(self) -> _Turn:
         """Carry as many bytes over raw TCP."""
-        send, fetch = (self._crew.seconds(self._count, action, self.put_count) for action in ("send", "fetch"))
+        send, fetch = (self._clients.seconds(self._count, action, self.put_count) for action in ("send", "fetch"))
         nothing = Usage(0, 0.0, 0.0)
         return _Turn(send, fetch, fetch, nothing, nothing, 0)
 
 
-def find_way(crew: Crew, count: int, service: BulkService, target: Target, *, is_bulk: bool) -> None:
+def find_way(clients: Clients, count: int, service: BulkService, target: Target, *, is_bulk: bool) -> None:
     """Have clients connect, and make calls until the service has seen all of them take their way.
 
     Raises:
         RuntimeError: they do not, in time.
     """
-    crew.seconds(count, "connect", target)
+    clients.seconds(count, "connect", target)
     wanted = 2 * count if is_bulk else 0
     until = time.monotonic() + _FIND_SECONDS
     while True:
         before = service.usage()
-        crew.seconds(count, "put", target, 1)
-        crew.seconds(count, "get", target)
+        clients.seconds(count, "put", target, 1)
+        clients.seconds(count, "get", target)
         found = service.usage().since(before).transfers
-        crew.seconds(count, "clear", target)
+        clients.seconds(count, "clear", target)
         if found == wanted:
             return
         if time.monotonic() > until:
@@ -251,7 +252,7 @@ def _rows(what: str, size: int, call_count: int, times: Mapping[str, Sequence[_T
     for how, turns in times.items():
         cells: list[Cell] = [what, how]
         for part in range(3):
-            seconds, of_limit, of_frames = ([float(turn[part]) for turn in each] for each in (turns, limits, frames))
+            seconds, of_limit, of_frames = ([turn[part] for turn in each] for each in (turns, limits, frames))
             cells += [size / 1e9 / median(seconds), median_ratio(of_limit, seconds), median_ratio(of_frames, seconds)]
         for usages in ([turn.put_usage for turn in turns], [turn.get_usage for turn in turns]):
             for spent in ([usage.process_seconds for usage in usages], [usage.loop_seconds for usage in usages]):
@@ -284,6 +285,7 @@ def _aims(rows: Sequence[Sequence[Cell]], core_count: int) -> Iterator[Aim]:
             loop_ms = _number(cells[10])
             yield Aim(what=f"{what}, loop's ms a put", measured=loop_ms, wanted=_LOOP_MS, at_least=False)
         elif count in (1, 16):
+            shares: tuple[float, ...]
             if is_jagged:
                 shares = (0.4, 0.4, 0.25) if count == 1 else (0.3, 0.3, 0.15)
             elif is_large:

@@ -64,7 +64,7 @@ class Data:
         return torch.nested.nested_tensor_from_jagged(values[: offsets[-1]], torch.from_numpy(offsets))
 
 
-class Crew:
+class Clients:
     """The client processes.
 
     Args:
@@ -97,10 +97,10 @@ class Crew:
 
 
 @contextmanager
-def running_crew(count: int, sink_address: str) -> Iterator[Crew]:
+def running_clients(count: int, sink_address: str) -> Iterator[Clients]:
     """Run client processes, and close them with the block."""
     with _processes(_Client, [(number, sink_address) for number in range(count)]) as pipes:
-        yield Crew(pipes)
+        yield Clients(pipes)
 
 
 @contextmanager
@@ -136,7 +136,7 @@ def _work(pipe: Connection, make: Callable[..., Any], *given: object) -> None:
 
 
 class _Client:
-    """What one client process does: the methods are the actions of `Crew`."""
+    """What one client process does: the methods are the actions of `Clients`."""
 
     def __init__(self, stack: ExitStack, number: int, sink_address: str) -> None:
         self._stack = stack
