@@ -27,6 +27,7 @@ BENCHMARKS = (
     "bulk_by_column",
     "bulk_by_size",
     "bulk_by_clients",
+    "bulk_by_claims",
     "bulk_by_storages",
     "same_host",
     "data_loader",

@@ -1,7 +1,8 @@
 """How fast do columns travel into the service and back, compared with raw TCP, a memcpy and TransferQueue?
 
 `--by` chooses the variable: the kind of the column (the default, measured with an asyncio client and TransferQueue
-too), its size, the number of client processes, or the number of storage services.
+too), its size, the number of client processes, what they leave of another client's claims, or the number of storage
+services.
 
 Services run in separate processes and share no memory with clients of their host. Each turn clears the partition that
 it filled. TransferQueue's client runs in a separate process too, and gets rows of the same shapes. Raw TCP sends the
@@ -10,21 +11,20 @@ same number of bytes, and waits for one byte in answer.
 
 from __future__ import annotations
 
+import argparse
 import math
-import multiprocessing
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from functools import partial
-from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
 import torch
 
 import tq_service as tq
-from benchmarks import tcp_sink
+from benchmarks import bulk_by_claims, bulk_by_clients, tcp_sink
 from benchmarks.harness import (
     Options,
     command_line,
@@ -42,7 +42,7 @@ from benchmarks.report import Aim, Cell, Plot, Report
 from tq_service.testing import ServiceProcess
 from tq_service.wire.encoding import encode_columns
 
-BY = ("column", "size", "clients", "storages")
+BY = ("column", "size", "clients", "claims", "storages")
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 JAGGED_BYTES = 16 * MIB
 _JAGGED_ROW_COUNT = 4_096
@@ -53,9 +53,6 @@ _SIZES = (KIB, 16 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB,
 # Bytes of a turn, as several small tensors: a single one takes too little time to measure.
 _TURN_BYTES = 64 * MIB
 _MOST_TENSORS_A_TURN = 64
-_CLIENT_COUNTS = (1, 2, 4, 8, 16)
-_CLIENT_ROW_COUNT = 256
-_TENSORS_A_TURN = 4  # of each client
 _STORAGE_COUNTS = (1, 2, 4)
 _PUT_COUNT, _PUT_BYTES, _ROWS_A_PUT = 16, 4 * MIB, 64  # of a batch that lies on several storage services
 _LONGEST_SECONDS = 120.0
@@ -247,90 +244,6 @@ def _size_text(size: int) -> str:
     return f"{size // unit} {name}"
 
 
-def _by_clients(options: Options, stack: ExitStack, _peer: Peer | None) -> Iterator[list[Cell]]:
-    """Have processes begin at the same time; it is over when the last one is done."""
-    server = stack.enter_context(ServiceProcess("--shared-memory", "off"))
-    sink = stack.enter_context(running("benchmarks.tcp_sink"))
-    counts = _CLIENT_COUNTS[:2] if options.quick else _CLIENT_COUNTS
-    clients = stack.enter_context(_running_clients(counts[-1], server.address, sink.address))
-    clients.round_trips(counts[-1])
-    for count in counts:
-        cases: dict[str, Callable[[], Any]] = {
-            _SERVICE: partial(clients.round_trips, count),
-            _TCP: partial(clients.seconds, "tcp", count),
-        }
-        times = interleave(cases, options.repeats)
-        yield from _rows(f"{count} clients", count * _TENSORS_A_TURN * JAGGED_BYTES, times, times[_TCP])
-
-
-class _Clients:
-    """Processes that run jobs, the first so many of them at the same time."""
-
-    def __init__(self, pipes: Sequence[Connection]) -> None:
-        self._pipes = pipes
-
-    def seconds(self, action: str, count: int) -> float:
-        """Return the seconds until the first `count` clients have all done something."""
-        pipes = self._pipes[:count]
-        started = time.perf_counter()
-        for pipe in pipes:
-            pipe.send(action)
-        for pipe in pipes:
-            if not pipe.poll(_LONGEST_SECONDS):
-                raise RuntimeError(f"a client has not done its {action} in {_LONGEST_SECONDS:g} s")
-            pipe.recv()
-        return time.perf_counter() - started
-
-    def round_trips(self, count: int) -> PutAndGet:
-        """Return the seconds of all puts and of all gets; what was put is cleared."""
-        times = self.seconds("put", count), self.seconds("get", count)
-        self.seconds("clear", count)
-        return times
-
-
-def _client(pipe: Connection, name: str, address: str, sink_address: str) -> None:
-    """Run the actions that the pipe names until it is closed."""
-    data = torch.rand(_CLIENT_ROW_COUNT, JAGGED_BYTES // _CLIENT_ROW_COUNT // 4)
-    payload = data.numpy().reshape(-1).view(np.uint8).data
-    metas: list[tq.BatchMeta] = []
-    with tq.Client(address, timeout=_LONGEST_SECONDS) as client, tcp_sink.connect(sink_address) as connection:
-        actions: dict[str, Callable[[], object]] = {
-            "put": lambda: metas.append(client.put({"x": data}, partition_id=name)),
-            "get": lambda: client.get_data(metas.pop()),
-            "tcp": partial(tcp_sink.send, connection, payload),
-        }
-        while (action := pipe.recv()) is not None:
-            if action == "clear":
-                client.clear_partition(name)
-            else:
-                for _ in range(_TENSORS_A_TURN):
-                    actions[action]()
-            pipe.send(None)
-
-
-@contextmanager
-def _running_clients(count: int, address: str, sink_address: str) -> Iterator[_Clients]:
-    # A fork server that has imported torch starts clients in no time, and has no channel that they could inherit.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "tensordict", __name__])
-    pipes, processes = [], []
-    for number in range(count):
-        ours, theirs = context.Pipe()
-        arguments = (theirs, f"client-{number}", address, sink_address)
-        processes.append(context.Process(target=_client, args=arguments, daemon=True))
-        processes[-1].start()
-        theirs.close()
-        pipes.append(ours)
-    try:
-        yield _Clients(pipes)
-    finally:
-        for pipe in pipes:
-            with suppress(BrokenPipeError):  # it has ended with an error, which is on stderr
-                pipe.send(None)
-        for process in processes:
-            process.join(_LONGEST_SECONDS)
-
-
 def _by_storages(options: Options, stack: ExitStack, _peer: Peer | None) -> Iterator[list[Cell]]:
     """Have puts fill storage services evenly once, and get the samples of all puts in an order that mixes them."""
     counts = _STORAGE_COUNTS[:2] if options.quick else _STORAGE_COUNTS
@@ -391,7 +304,7 @@ def _service(stack: ExitStack) -> tuple[str, Any]:
 
 # The report
 
-_MEASURED = {"column": _by_column, "size": _by_size, "clients": _by_clients, "storages": _by_storages}
+_MEASURED = {"column": _by_column, "size": _by_size, "storages": _by_storages}
 _NOTES = {
     "column": (
         "at once again: the second of two round trips, before freed memory has gone back to the system",
@@ -401,10 +314,6 @@ _NOTES = {
     "size": (
         "dense float32, in rows of up to 1 MiB, one call after the other",
         "small puts wait for the controller's commit and the answer, small sends over TCP for one byte",
-    ),
-    "clients": (
-        f"all clients together; {_TENSORS_A_TURN} tensors of 16 MiB each, in {_CLIENT_ROW_COUNT} rows of dense float32",
-        "raw TCP: as many processes, each with one connection and one receiving thread",
     ),
     "storages": (
         f"a batch of {_PUT_COUNT * _PUT_BYTES >> 20} MiB, {_PUT_COUNT} puts of {_ROWS_A_PUT} rows; got in random order",
@@ -428,8 +337,12 @@ def _aims(rows: Sequence[Sequence[Cell]]) -> Iterator[Aim]:
             yield Aim(what=f"{figure} / TransferQueue", measured=measured, wanted=_WANTED_OF_PEER[verb])
 
 
-def measure(options: Options, by: str) -> Report:
-    """Measure one variable of `BY`."""
+def measure(options: Options, by: str, counts: Sequence[int] = (), **chosen: Sequence[str]) -> Report:
+    """Measure one variable of `BY`; by clients and claims, `counts` of them, by clients what else is chosen."""
+    if by == "clients":
+        return bulk_by_clients.measure(options, counts, **chosen)
+    if by == "claims":
+        return bulk_by_claims.measure(options, counts)
     with ExitStack() as stack:
         beside = None
         if by == "column":
@@ -469,9 +382,25 @@ def main() -> int:
     """Measure the variable that `--by` chooses."""
     parser = command_line(run)
     parser.add_argument("--by", choices=BY, default="column", help="the variable")
+    parser.add_argument("--clients", type=_counts, default=(), help="by clients and claims: how many, such as 1,4,16")
+    parser.add_argument("--data", action="append", choices=tuple(bulk_by_clients.DATA), help="by clients: only these")
+    parser.add_argument("--how", action="append", choices=bulk_by_clients.WAYS, help="by clients: only these ways")
     given = parser.parse_args()
-    show(measure(given_options(given), given.by), given)
+    report = measure(given_options(given), given.by, given.clients, data_names=given.data or (), hows=given.how or ())
+    show(report, given)
     return 0
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    try:
+        counts = tuple(map(int, text.split(",")))
+    except ValueError:
+        counts = ()
+    if not counts or not all(1 <= count <= bulk_by_clients.MOST_CLIENTS for count in counts):
+        raise argparse.ArgumentTypeError(
+            f"got {text!r}, expected numbers from 1 to {bulk_by_clients.MOST_CLIENTS} with commas, such as 1,4,16"
+        )
+    return counts
 
 
 if __name__ == "__main__":

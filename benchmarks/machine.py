@@ -15,10 +15,8 @@ _PACKAGES = ("tq-service", "grpcio", "protobuf", "uvloop", "numpy", "torch", "te
 
 def describe_machine() -> dict[str, str]:
     """Return hardware, system and versions, by what they are called."""
-    cores = psutil.cpu_count(logical=True) or 0
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores
     facts = {
-        "processor": f"{_processor()}, {usable} cores usable of {cores}",
+        "processor": f"{_processor()}, {usable_cores()} cores usable of {psutil.cpu_count(logical=True) or 0}",
         "memory": f"{psutil.virtual_memory().total / 2**30:.1f} GiB",
         "system": f"{platform.system()} {platform.release()}",
         "load before": " ".join(f"{load:.2f}" for load in psutil.getloadavg()),
@@ -30,6 +28,11 @@ def describe_machine() -> dict[str, str]:
         except PackageNotFoundError:
             facts[package] = "not installed"
     return facts
+
+
+def usable_cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else psutil.cpu_count(logical=True) or 1
 
 
 def _processor() -> str:

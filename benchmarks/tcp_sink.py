@@ -1,7 +1,8 @@
-"""A process that receives bytes over TCP into memory that it reuses: the limit of what loopback can carry.
+"""A process that receives and sends bytes over TCP in memory that it reuses: the limit of what loopback can carry.
 
 Each message is its size (8 bytes, little-endian) and that many bytes; it is answered by one byte when all are there.
-Every connection has a thread, which holds no lock while it receives.
+A size with the highest bit set asks for that many bytes instead. Every connection has a thread, which holds no lock
+while it receives and sends, and memory for the largest message so far, of at most 64 MiB.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import socket
 import threading
 
 BLOCK_BYTES = 64 << 20
-_BUFFER_BYTES = 1 << 20
+_STEP_BYTES = 4 << 20  # as fast as any (`MSG_WAITALL` fills it in one call)
+_FETCH = 1 << 63
 
 
 def connect(address: str) -> socket.socket:
@@ -29,17 +31,39 @@ def send(connection: socket.socket, data: memoryview) -> None:
     connection.recv(1)
 
 
-def _receive(connection: socket.socket) -> None:
-    buffer = memoryview(bytearray(_BUFFER_BYTES))
+def fetch(connection: socket.socket, target: memoryview) -> None:
+    """Receive bytes until memory is full."""
+    connection.sendall((_FETCH | len(target)).to_bytes(8, "little"))
+    if not _receive(connection, target):
+        raise ConnectionError("the process that sends has closed the connection")
+
+
+def _receive(connection: socket.socket, target: memoryview) -> bool:
+    """Fill memory; return whether that many bytes came."""
+    while target:
+        received = connection.recv_into(target[:_STEP_BYTES], 0, socket.MSG_WAITALL)
+        if not received:
+            return False
+        target = target[received:]
+    return True
+
+
+def _answer(connection: socket.socket) -> None:
+    memory = memoryview(bytearray(_STEP_BYTES))
     with connection:
         while len(head := connection.recv(8, socket.MSG_WAITALL)) == 8:
-            left = int.from_bytes(head, "little")
-            while left:
-                received = connection.recv_into(buffer[: min(left, _BUFFER_BYTES)])
-                if not received:
+            size = int.from_bytes(head, "little")
+            is_fetch, size = bool(size & _FETCH), size & ~_FETCH
+            if len(memory) < min(size, BLOCK_BYTES):
+                memory = memoryview(bytearray(min(size, BLOCK_BYTES)))
+            for start in range(0, size, BLOCK_BYTES):
+                block = memory[: min(size - start, BLOCK_BYTES)]
+                if is_fetch:
+                    connection.sendall(block)
+                elif not _receive(connection, block):
                     return
-                left -= received
-            connection.sendall(b"\0")
+            if not is_fetch:
+                connection.sendall(b"\0")
 
 
 def _serve() -> None:
@@ -47,7 +71,7 @@ def _serve() -> None:
         print(f"listening on 127.0.0.1:{server.getsockname()[1]}", flush=True)
         while True:
             connection, _ = server.accept()
-            threading.Thread(target=_receive, args=(connection,), daemon=True).start()
+            threading.Thread(target=_answer, args=(connection,), daemon=True).start()
 
 
 if __name__ == "__main__":
