@@ -111,7 +111,7 @@ class BulkLink:
         """Send the bytes of a put.
 
         Raises:
-            UnavailableError: not all of them went. The next calls of the client go in frames, and fail if the data is at fault.
+            UnavailableError: not all of them went. The next calls go in frames, and fail if the data is at fault.
         """
         chunks = [chunk for column in columns for chunk in column.chunks if len(chunk)]
         self._move(ticket, chunks, lambda connection, parts, moved: connection.send(parts, moved), remaining)
@@ -170,7 +170,8 @@ class BulkLink:
             if not other.cancel():  # of those that have not begun, this thread has moved the ranges
                 other.result()
         if failures:
-            self.postpone()
+            if remaining() > 0:  # else it is not the port's fault
+                self.postpone()
             if isinstance(failures[0], OSError):
                 raise UnavailableError(f"a bulk connection was lost: {failures[0]}") from failures[0]
             raise failures[0]
