@@ -115,6 +115,7 @@ class Load:
         first = self.firsts[-1] + _ROWS
         put(client, first)
         self.firsts.append(first)
+        self._stop.wait(0.1)  # one service must have capacity for all that comes until the last one is taken over
 
     def _read(self, client: tq.Client) -> None:
         began = time.monotonic()

@@ -19,8 +19,8 @@ ASKS: dict[str, Any] = {"partition_id": "train", "task_name": "t", "data_fields"
 
 @pytest.fixture
 def server(start_server: StartServer) -> LiveServer:
-    """A service whose puts and gets all go over the network."""
-    return start_server(shared_memory="off", put_ttl_seconds=1.0)
+    """A service whose puts and gets all go over the network, through the calls that the tests break."""
+    return start_server(shared_memory="off", bulk="off", put_ttl_seconds=1.0)
 
 
 @pytest.fixture

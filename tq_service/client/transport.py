@@ -551,7 +551,7 @@ def async_leave(
         home.call_soon_threadsafe(lambda: asyncio.ensure_future(close()))
     else:
         for endpoint in endpoints.values():
-            endpoint.link.close()
+            endpoint.driver.close()
 
 
 # Channels of a parent process: closing them in a forked child would hang, and so may their destructors.
