@@ -139,7 +139,7 @@ class BulkLink:
         """Have threads move the ranges of a transfer, each a part of these chunks."""
         ends = np.cumsum([len(chunk) for chunk in chunks])
         count = -(-ticket.size_bytes // ticket.range_bytes)
-        left = deque(range(count))
+        indexes = iter(range(count))  # of the ranges that no thread has begun
         failures: list[BaseException] = []  # of any thread: the others stop
 
         def moved(_size: int) -> None:
@@ -149,20 +149,19 @@ class BulkLink:
         def run() -> None:
             connection = None
             try:
-                while not failures:
-                    index = left.popleft()
+                while not failures and (index := next(indexes, None)) is not None:
                     start = index * ticket.range_bytes
                     parts = _cut(chunks, ends, start, min(start + ticket.range_bytes, ticket.size_bytes))
                     connection = connection or self._take()
                     connection.request(ticket.ticket, index, moved)
                     move(connection, parts, moved)
-            except IndexError:
-                if connection is not None:
-                    self._give_back(connection)
             except BaseException as error:
                 failures.append(error)
                 if connection is not None:
                     connection.close()
+            else:
+                if connection is not None:
+                    self._give_back(connection)
 
         others = [_STREAMS.submit(run) for _ in range(min(ticket.stream_count, count) - 1)]
         run()

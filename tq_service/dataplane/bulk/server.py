@@ -36,6 +36,7 @@ _BACKLOG: Final = 128
 _FIRST_REQUEST_SECONDS: Final = 10.0
 _IDLE_SECONDS: Final = 60.0
 _PAUSE_SECONDS: Final = 0.1
+_JOIN_SECONDS: Final = 1.0
 _REPORT_SECONDS: Final = 0.5
 _MOST_STREAMS: Final = 4
 _LEAST_STREAM_BYTES: Final = 4 << 20
@@ -222,7 +223,8 @@ class BulkServer:
         self._load = 0.0
         self._load_at = time.monotonic()
         self._cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        threading.Thread(target=self._accept_all, name="tq-bulk-accept", daemon=True).start()
+        self._accepting = threading.Thread(target=self._accept_all, name="tq-bulk-accept", daemon=True)
+        self._accepting.start()
 
     @property
     def connection_count(self) -> int:
@@ -265,6 +267,7 @@ class BulkServer:
         self._listener.close()
         for connection in connections:
             connection.end()
+        self._accepting.join(_JOIN_SECONDS)
 
     def _accept_all(self) -> None:
         while not self._is_closed:
