@@ -393,7 +393,7 @@ class WorkerPool:
     def fetchers(self, source: BatchSource, identity: StreamIdentity | None) -> list[WorkerFetcher]:
         """Return what fetches the batches of a new stream, two fetchers for each worker.
 
-        While one of them opens a batch, its worker fetches what the other one has requested.
+        While one of them opens a batch, its worker fetches the batch that the other one has requested.
         """
         stream = next(self._streams)
         partition_id = source.request.partition_id

@@ -459,18 +459,14 @@ class StorageServicer:
             offer = None if session is None else stack.enter_context(contextlib.closing(session.offer(fds)))
             if offer is not None:
                 shared.offer_id = offer.offer_id
-            transfer = None
-            if (
-                self._bulk is not None
-                and request.takes_bulk
-                and self._bulk.takes(reading.value_bytes(_indexes(shared)))
-            ):
-                transfer = await self._send_bulk(self._bulk, reading, _indexes(shared), progress, stack)
+            transfer, without = None, _indexes(shared)
+            if self._bulk is not None and request.takes_bulk and self._bulk.takes(reading.value_bytes(without)):
+                transfer = await self._send_bulk(self._bulk, reading, without, progress, stack)
             header = await _encoded(reading, shared, None if transfer is None else transfer.ticket)
             with self._least_rate.watching(progress):
                 await progress.wait_for(context.write(header))
                 if transfer is None:
-                    await self._send_frames(reading, _indexes(shared), progress, context)
+                    await self._send_frames(reading, without, progress, context)
                 else:
                     try:
                         await progress.wait_for(transfer.done())
@@ -500,13 +496,13 @@ class StorageServicer:
         stack: contextlib.ExitStack,
     ) -> Transfer:
         """Open the transfer of a get, which ends with the stack of the call; what that holds lasts as long as it."""
-        cutter = await reading.cutter(without)
+        slices = await reading.gather_list(without)
 
         def send(connection: BulkConnection, start: int, end: int, moved: Moved) -> None:
-            if cutter.is_local and connection.sends_slices:
-                connection.send_slices(*cutter.addresses(start, end), moved)
+            if slices.is_local and connection.sends_slices:
+                connection.send_slices(*slices.addresses(start, end), moved)
             else:
-                connection.send(cutter.chunks(start, end), moved)
+                connection.send(slices.chunks(start, end), moved)
 
         held = stack.pop_all()
         transfer = server.open(reading.value_bytes(without), send, on_moved=progress.moved, on_unused=held.close)

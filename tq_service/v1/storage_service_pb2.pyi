@@ -356,7 +356,7 @@ class GetHeader(google.protobuf.message.Message):
 
     @property
     def bulk(self) -> global___BulkTicket:
-        """With what the others are received over bulk connections; absent where they come in frames."""
+        """Ticket for the others over bulk connections; absent if they come in frames."""
 
     def __init__(
         self,

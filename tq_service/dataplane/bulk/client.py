@@ -136,7 +136,7 @@ class BulkLink:
         move: Callable[[BulkConnection, Sequence[memoryview], Moved], None],
         remaining: Remaining,
     ) -> None:
-        """Have threads move the ranges of a transfer, each a part of these chunks."""
+        """Move the ranges of a transfer in several threads; together these chunks are its bytes."""
         ends = np.cumsum([len(chunk) for chunk in chunks])
         count = -(-ticket.size_bytes // ticket.range_bytes)
         indexes = iter(range(count))  # of the ranges that no thread has begun
@@ -151,7 +151,7 @@ class BulkLink:
             try:
                 while not failures and (index := next(indexes, None)) is not None:
                     start = index * ticket.range_bytes
-                    parts = _cut(chunks, ends, start, min(start + ticket.range_bytes, ticket.size_bytes))
+                    parts = _clip(chunks, ends, start, min(start + ticket.range_bytes, ticket.size_bytes))
                     connection = connection or self._take()
                     connection.request(ticket.ticket, index, moved)
                     move(connection, parts, moved)
@@ -237,7 +237,7 @@ def _target(announced: str, address: str) -> tuple[str, int] | None:
     return None
 
 
-def _cut(chunks: Sequence[memoryview], ends: Integers, start: int, end: int) -> list[memoryview]:
+def _clip(chunks: Sequence[memoryview], ends: Integers, start: int, end: int) -> list[memoryview]:
     """Return the part from `start` to `end` of chunks that lie one after the other; `ends`: where each ends."""
     first, last = int(np.searchsorted(ends, start, "right")), int(np.searchsorted(ends, end, "left"))
     parts = list(chunks[first : last + 1])

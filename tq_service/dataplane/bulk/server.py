@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 _MOST_CONNECTIONS: Final = 1024
 _MOST_UNPROVEN: Final = 128
 _MOST_TRANSFERS: Final = 128
-_BACKLOG: Final = 128
+_BACKLOG: Final = 1024  # clients of a large job look for the port at the same moment
 _FIRST_REQUEST_SECONDS: Final = 10.0
 _IDLE_SECONDS: Final = 60.0
 _PAUSE_SECONDS: Final = 0.1
@@ -91,7 +91,7 @@ class Transfer:
         self._report_at = time.monotonic() + _REPORT_SECONDS
 
     @property
-    def has_moved(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether all ranges have moved."""
         return not self._left_count
 
@@ -242,7 +242,7 @@ class BulkServer:
 
         def unused() -> None:
             self._transfers.pop(transfer.ticket.ticket, None)
-            if transfer.has_moved:
+            if transfer.is_complete:
                 self.moved_bytes += size_bytes
             on_unused()
 

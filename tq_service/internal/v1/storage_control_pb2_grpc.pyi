@@ -40,8 +40,7 @@ class StorageControlServiceStub:
     ]
     """Lists the puts that the controller knows, in pieces: called by it when it or this service restarted, and now and
     then. The first message has the boot, the controller, its epoch and the name of its key; initial metadata answers
-    it, and only then the controller looks at what it knows, so that a put is listed, or confirmed after the first
-    message, or not known.
+    it. Only then the controller looks up its puts: each of them is listed, or confirmed after the first message.
     Changes, after the last message: confirmed puts of this controller that are not listed are dropped, but those
     that were confirmed after the first one; of those listed the cells listed stay. Puts of other controllers, and
     those that wait for their commit, stay as they are. A stream that breaks off drops nothing but cells that are not
@@ -83,8 +82,7 @@ class StorageControlServiceAsyncStub:
     ]
     """Lists the puts that the controller knows, in pieces: called by it when it or this service restarted, and now and
     then. The first message has the boot, the controller, its epoch and the name of its key; initial metadata answers
-    it, and only then the controller looks at what it knows, so that a put is listed, or confirmed after the first
-    message, or not known.
+    it. Only then the controller looks up its puts: each of them is listed, or confirmed after the first message.
     Changes, after the last message: confirmed puts of this controller that are not listed are dropped, but those
     that were confirmed after the first one; of those listed the cells listed stay. Puts of other controllers, and
     those that wait for their commit, stay as they are. A stream that breaks off drops nothing but cells that are not
@@ -130,8 +128,7 @@ class StorageControlServiceServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[tq_service.internal.v1.storage_control_pb2.ReconcilePutsResponse, collections.abc.Awaitable[tq_service.internal.v1.storage_control_pb2.ReconcilePutsResponse]]:
         """Lists the puts that the controller knows, in pieces: called by it when it or this service restarted, and now and
         then. The first message has the boot, the controller, its epoch and the name of its key; initial metadata answers
-        it, and only then the controller looks at what it knows, so that a put is listed, or confirmed after the first
-        message, or not known.
+        it. Only then the controller looks up its puts: each of them is listed, or confirmed after the first message.
         Changes, after the last message: confirmed puts of this controller that are not listed are dropped, but those
         that were confirmed after the first one; of those listed the cells listed stay. Puts of other controllers, and
         those that wait for their commit, stay as they are. A stream that breaks off drops nothing but cells that are not

@@ -141,11 +141,11 @@ class Blob:
         """
         receive(self.view()[start:end])
 
-    def end_filling(self, start: int) -> Iterator[tuple[int, memoryview]]:
-        """Take note that all from `start` on is filled; everything before was written. A thread reads it to the end.
+    def read_back(self, start: int) -> Iterator[tuple[int, memoryview]]:
+        """Read all that was filled, from `start` on, in a thread; only then the checksum includes it.
 
         Yields:
-            Where a piece of what was filled starts, and its bytes, in their order.
+            Where each piece starts, and its bytes, in order.
 
         Raises:
             UnavailableError: it cannot be read.

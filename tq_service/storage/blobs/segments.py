@@ -151,7 +151,7 @@ class SegmentBlob(Blob):
                 except OSError as error:
                     raise self.refusal(error) from error
 
-    def end_filling(self, start: int) -> Iterator[tuple[int, memoryview]]:
+    def read_back(self, start: int) -> Iterator[tuple[int, memoryview]]:
         buffer = memoryview(bytearray(min(self.size - start, PIECE_BYTES)))
         with self.backing.open() as fd:
             for at in range(start, self.size, PIECE_BYTES):

@@ -609,7 +609,7 @@ class PendingPut:
         self._filled = self.require_open().values.size
 
     def _check_filled(self, blob: Blob, start: int) -> None:
-        for at, piece in blob.end_filling(start):
+        for at, piece in blob.read_back(start):
             for check in self._text_checks:
                 check.look_at(piece, at)
 

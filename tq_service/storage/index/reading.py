@@ -237,16 +237,16 @@ class Reading(AbstractContextManager["Reading"]):
         """Return the bytes of all columns but for those left out."""
         return sum(column.value_bytes for index, column in enumerate(self.headers) if index not in without)
 
-    async def cutter(self, without: Collection[int] = ()) -> Cutter:
-        """Return what cuts the bytes of all columns, but for those left out, for threads; it is good until `close`."""
+    async def gather_list(self, without: Collection[int] = ()) -> GatherList:
+        """Return the slices of all columns, but for those left out, for threads; they stay until `close`."""
         spans = [span for index, span in enumerate(self._spans) if index not in without]
         if sum(len(span.sizes) for span in spans) <= MOST_FRAME_PARTS:
-            return Cutter(self._blobs, spans)
-        self._work = work = asyncio.get_running_loop().run_in_executor(_THREADS, Cutter, self._blobs, spans)
+            return GatherList(self._blobs, spans)
+        self._work = work = asyncio.get_running_loop().run_in_executor(_THREADS, GatherList, self._blobs, spans)
         return await asyncio.shield(work)
 
     def note_unreadable(self, error: UnreadableError) -> TqError:
-        """Take note of bytes that cannot be read, and return the error of the read."""
+        """Mark the put whose bytes could not be read, and return the error of the read."""
         put_id = next(self._put_ids[index] for index, blob in self._blobs.items() if blob is error.blob)
         return self._unreadable(put_id, error.blob, error.cause)
 
@@ -297,11 +297,13 @@ class Reading(AbstractContextManager["Reading"]):
             yield views[put][start:end]
 
 
-class Cutter:
-    """Cuts the bytes of columns, one after the other, into ranges; any thread may while their blobs are pinned.
+class GatherList:
+    """The slices of memory or files that make up columns, one after the other; each range of bytes has some of them.
+
+    Any thread may use it while the blobs are pinned.
 
     Args:
-        blobs: what the slices are in, by put.
+        blobs: of the slices, by put.
         spans: the columns.
 
     Attributes:
@@ -321,8 +323,8 @@ class Cutter:
             bases = [np.frombuffer(blobs[put].view(), np.uint8).ctypes.data for put in used.tolist()]
             self._addresses = _integers(bases)[owners] + self._starts
 
-    def _cut(self, values: Rows, start: int, end: int) -> tuple[Rows, Rows]:
-        """Return what slices have of a range: their values, moved on where the range begins within, and sizes."""
+    def _clip(self, values: Rows, start: int, end: int) -> tuple[Rows, Rows]:
+        """Return starts, or addresses, and sizes of the slices of a range; the first and the last may be shorter."""
         first, last = self._between(start, end)
         values, sizes = values[first:last].copy(), self._sizes[first:last].copy()
         skipped = start - (int(self._ends[first]) - int(sizes[0]))
@@ -337,7 +339,7 @@ class Cutter:
 
     def addresses(self, start: int, end: int) -> tuple[Rows, Rows]:
         """Return address and size of the slices of a range; only if it `is_local`."""
-        return self._cut(self._addresses, start, end)
+        return self._clip(self._addresses, start, end)
 
     def chunks(self, start: int, end: int) -> Iterator[memoryview]:
         """Yield the bytes of a range, copied together.
@@ -346,7 +348,7 @@ class Cutter:
             UnreadableError: they cannot be read.
         """
         first, last = self._between(start, end)
-        for some in _blocks(self._puts[first:last], *self._cut(self._starts, start, end), 1):
+        for some in _blocks(self._puts[first:last], *self._clip(self._starts, start, end), 1):
             yield _gathered(self._blobs, *some, 1)
 
 
