@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import random
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +29,7 @@ from rpc_samples import (
 )
 
 import tq_service as tq
+from chaos.cluster import free_ports
 from tq_service.testing import ServiceProcess
 from tq_service.v1.controller_service_pb2 import PlacePutRequest
 from tq_service.v1.storage_service_pb2 import StatRequest
@@ -547,7 +549,8 @@ def test_a_server_that_is_down_is_tried_until_the_deadline(server: LiveServer, c
 
 
 def test_a_server_that_comes_back_is_found(start_server: StartServer, client_kind: ClientKind) -> None:
-    first = start_server()
+    (port,) = free_ports(1, random.Random())  # the system gives it to nobody meanwhile
+    first = start_server(port=port)
     client = first.client(client_kind)
     client.put({"x": torch.zeros(2)}, partition_id="p")
     first.stop()
@@ -560,7 +563,7 @@ def test_a_server_that_comes_back_is_found(start_server: StartServer, client_kin
 
         waiting = pool.submit(ask)
         assert started.wait(10)
-        start_server(port=int(first.address.rsplit(":", 1)[1]))
+        start_server(port=port)
         assert waiting.result(30) == []
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import re
 import textwrap
 import threading
@@ -16,6 +17,7 @@ from google.rpc.error_details_pb2 import ErrorInfo
 from live_server import AnyClient, LiveServer, StartServer
 from rpc_samples import new_id, reason_of, status_of, violations_of
 
+from chaos.cluster import free_ports
 from tq_service.v1 import commit_pb2
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1 import metadata_pb2 as meta_pb
@@ -157,12 +159,13 @@ def test_a_put_names_the_controller_that_it_asked_or_none(server: LiveServer) ->
 
 
 def test_a_restart_that_keeps_nothing_is_noticed_by_a_repeated_put(start_server: StartServer) -> None:
-    first = start_server()
+    (port,) = free_ports(1, random.Random())  # the system gives it to nobody meanwhile
+    first = start_server(port=port)
     request = put_request([column("x", numbers(1))], 1)
     request.header.controller_id = first.controller.PlacePut(pb.PlacePutRequest(partition_id="p")).controller_id
     assert first.storage.PutInline(request, timeout=20).put.HasField("commit")
     first.stop()
-    second = start_server(port=first.app.port)
+    second = start_server(port=port)
     assert refused(lambda: second.storage.PutInline(request, timeout=20)).code() is CODE.UNAVAILABLE
     now = second.controller.PlacePut(pb.PlacePutRequest(partition_id="p")).controller_id
     assert now != request.header.controller_id

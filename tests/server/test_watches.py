@@ -166,6 +166,7 @@ async def test_a_client_that_does_not_read_does_not_hold_up_the_end() -> None:
             watch = ControllerServiceStub(channel).Watch(pb.WatchRequest())
             await watch.read()
             await until(lambda: app.controller.watches._ends)
+            await asyncio.sleep(0.5)  # until nothing more fits between the two
             await asyncio.wait_for(app.stop(grace_seconds=60), 30)
             assert not app.controller.watches._ends
 

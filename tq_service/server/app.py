@@ -15,6 +15,7 @@ import socket
 import ssl
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import grpc
@@ -215,7 +216,7 @@ class App:
             supervisor=self.supervisor,
         )
         catalog.on_freed = storages.puts.free
-        return ControllerServicer(
+        controller = ControllerServicer(
             settings,
             catalog,
             runner,
@@ -225,6 +226,8 @@ class App:
             shared_memory=storage is not None and storage.shared_memory is not None,
             controllers=tuple if cluster is None else cluster.statuses,
         )
+        controller.watches.end_connection = partial(self._connections.end, self.port)
+        return controller
 
     def _add_services(self, instruments: Instruments | None) -> None:
         """Add the services to the server, each behind what guards it."""

@@ -185,7 +185,7 @@ class _Connection(NamedTuple):
 
 
 class Connections:
-    """Closes connections of which no call was admitted. Without /proc it does nothing.
+    """Closes connections of which no call was admitted, and those named. Without /proc it does nothing.
 
     The event loop owns `_admitted_at`, the one sweep that is under way `_connections`.
 
@@ -223,6 +223,16 @@ class Connections:
             if self._admitted_at.get(peer, now) < now - _SETTLED_SECONDS:  # else it came during this sweep
                 del self._admitted_at[peer]
         return len(self._connections)
+
+    async def end(self, port: int, peer: str) -> None:
+        """Close a connection to a port, with all its calls, even those whose answers its client does not read."""
+
+        def close() -> None:
+            for descriptor, each in _look(port, {}, time.monotonic()):
+                if each.peer == peer:
+                    _close(descriptor, each.inode)
+
+        await run_in_daemon_thread(close, thread_name="tq-connections")
 
     def report(self) -> None:
         """Log how many were closed since the last report."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Final, Literal, TypeAlias
@@ -65,6 +65,8 @@ class Watches:
 
     Attributes:
         calls: counts them.
+        end_connection: called with the peer of a client that does not read when the server drains. gRPC sends how a
+            call ended only after the answers before it, so such a call would last until the end of the grace.
     """
 
     def __init__(self, catalog: Catalog, *, most: int, stall_seconds: float) -> None:
@@ -79,6 +81,7 @@ class Watches:
         self._ends: set[asyncio.Timeout] = set()  # of the calls
         self._shared: dict[tuple[Watched, int], pb.WatchResponse] = {}  # whole answers of the last second
         self._is_draining = False
+        self.end_connection: Callable[[str], Awaitable[None]] | None = None
 
     async def serve(self, request: pb.WatchRequest, context: Context) -> None:
         """Answer a call, until it has lasted long enough, its client leaves, or the server drains.
@@ -115,6 +118,8 @@ class Watches:
                 async with end:
                     await self._follow(_Watcher(selection, since, context), progress_seconds)
             except TimeoutError:
+                if self._is_draining and self.end_connection is not None:
+                    await self.end_connection(context.peer())
                 self._catalog.check_not_draining()
                 raise
             finally:
