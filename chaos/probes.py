@@ -74,13 +74,12 @@ class ChangeProbe(Probe):
 
     def violations(self) -> list[str]:
         """Return which changes were acknowledged and are not there, or are there twice."""
+        count = self.count  # before the look-up: changes go on during it
         found, _ = self._client.lookup_samples(_CHANGED)
         keys = list(found.keys)
         there = set(keys)
         lost = [
-            f"probe {number} was acknowledged and is not there"
-            for number in range(self.count)
-            if str(number) not in there
+            f"probe {number} was acknowledged and is not there" for number in range(count) if str(number) not in there
         ]
         return lost + (["a probe is there twice"] if len(keys) != len(there) else [])
 

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import grpc
 import pytest
+from grpc._cython import cygrpc
 
 from tq_service.server.rpc.calls import RunningCalls
 from tq_service.server.rpc.methods import Caller, Method
@@ -36,3 +37,14 @@ async def test_a_fault_is_logged_with_the_request_id(request_message, shown, cap
         await call(requests, SimpleNamespace(abort_with_status=abort_with_status))
     (record,) = caplog.records
     assert record.getMessage() == f"a call failed method=/s/M{shown}"
+
+
+@pytest.mark.parametrize("kind", [cygrpc._ServerStoppedError, grpc.aio.InternalError, grpc.aio.AbortError])
+async def test_a_call_that_is_over_is_no_fault(kind, caplog):
+    async def only():
+        raise kind("Server already stopped.")
+
+    call = RunningCalls().wrap(Method(name="/s/M"), Caller(), only)
+    with pytest.raises(kind):
+        await call(SimpleNamespace(first=None, only=only), SimpleNamespace())
+    assert not caplog.records

@@ -79,8 +79,8 @@ CODES: Final = (
     "DataLoss", "Unauthenticated",
 )  # fmt: skip
 _CODE_NAMES: Final = {code.value[0]: code.name for code in grpc.StatusCode}
-# The last is raised when a message cannot be written since its client is gone.
-_NO_FAULTS: Final = (asyncio.CancelledError, grpc.aio.AbortError, grpc.aio.InternalError)
+# What gRPC raises in a call that is over: it was aborted, its client has gone, or the server has stopped.
+_NO_FAULTS: Final = (asyncio.CancelledError, grpc.aio.BaseError)
 _RETRY_SECONDS: Final = 1.0
 
 
@@ -254,9 +254,10 @@ def code_of(error: BaseException, context: Context) -> int:
         remaining = context.time_remaining()
         late = remaining is not None and remaining <= 0
         return CODES.index("DeadlineExceeded" if late else "Canceled")
-    if isinstance(error, grpc.aio.InternalError):  # an answer was not taken
+    is_aborted = isinstance(error, grpc.aio.AbortError)
+    if isinstance(error, grpc.aio.BaseError) and not is_aborted:  # an answer was not taken, or the server has stopped
         return CODES.index("Canceled")
-    code: Any = context.code() if isinstance(error, grpc.aio.AbortError) else None
+    code: Any = context.code() if is_aborted else None
     if code is None:
         return CODES.index("Internal")
     number: int = code if isinstance(code, int) else code.value[0]
