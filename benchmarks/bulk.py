@@ -39,13 +39,24 @@ from benchmarks.harness import (
 from benchmarks.peer import Peer, peer
 from benchmarks.peer_environment import TRANSFER_QUEUE
 from benchmarks.report import Aim, Cell, Plot, Report
+from benchmarks.round_trips import (
+    GIB,
+    JAGGED_BYTES,
+    JAGGED_ROW_COUNT,
+    KIB,
+    MIB,
+    PARTITION,
+    PutAndGet,
+    RoundTrips,
+    check_last_row,
+    dense,
+    jagged,
+    jagged_rows,
+)
 from tq_service.testing import ServiceProcess
 from tq_service.wire.encoding import encode_columns
 
 BY = ("column", "size", "clients", "claims", "storages")
-KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
-JAGGED_BYTES = 16 * MIB
-_JAGGED_ROW_COUNT = 4_096
 _DENSE_BYTES = 256 * MIB
 # Long rows, and sequences of 8,192 as in TransferQueue's own performance test.
 _LONG_ROW_BYTES, _SEQUENCE_BYTES = MIB, 32 * KIB
@@ -56,34 +67,12 @@ _MOST_TENSORS_A_TURN = 64
 _STORAGE_COUNTS = (1, 2, 4)
 _PUT_COUNT, _PUT_BYTES, _ROWS_A_PUT = 16, 4 * MIB, 64  # of a batch that lies on several storage services
 _LONGEST_SECONDS = 120.0
-_PARTITION = "bulk"
 _SERVICE, _ASYNC, _TCP, _MEMCPY = "tq.Client", "tq.AsyncClient", "raw TCP", "memcpy"
 _AGAIN = ", at once again"
 _WANTED_OF_PEER = {"put": 1.7, "get": 3.3}
 _WANTED_OF_TCP = 0.3
 
-PutAndGet = tuple[float, float]
-"""The seconds of both; NaN: not measured."""
-
-
 # The columns
-
-
-def dense(size: int, row_bytes: int) -> torch.Tensor:
-    """Return a tensor of `size` bytes, in rows of at most `row_bytes`."""
-    row_bytes = min(size, row_bytes)
-    return torch.rand(size // row_bytes, row_bytes // 4)
-
-
-def _jagged_rows() -> list[torch.Tensor]:
-    mean = JAGGED_BYTES // 4 // _JAGGED_ROW_COUNT
-    lengths = np.random.default_rng(0).integers(mean // 2, mean + mean // 2, _JAGGED_ROW_COUNT)
-    return [torch.rand(int(length)) for length in lengths]
-
-
-def jagged() -> torch.Tensor:
-    """Return 16 MiB in rows of 2 to 6 KiB."""
-    return torch.nested.nested_tensor(_jagged_rows(), layout=torch.jagged)
 
 
 def _columns() -> dict[str, Any]:
@@ -92,63 +81,26 @@ def _columns() -> dict[str, Any]:
         "dense, 256 MiB in rows of 1 MiB": dense(_DENSE_BYTES, _LONG_ROW_BYTES),
         "dense, 256 MiB in rows of 32 KiB": dense(_DENSE_BYTES, _SEQUENCE_BYTES),
         "jagged, 16 MiB, a nested tensor": jagged(),
-        "jagged, 16 MiB, a list of tensors": _jagged_rows(),
+        "jagged, 16 MiB, a list of tensors": jagged_rows(),
         "objects, 16 MiB: dicts of text": [
             {"uid": f"u{row}", "messages": [{"role": "user", "content": text}], "turns": row}
-            for row in range(_JAGGED_ROW_COUNT)
+            for row in range(JAGGED_ROW_COUNT)
         ],
         "objects, 16 MiB: dicts with a tensor": [
-            {"uid": f"u{row}", "image": torch.rand(JAGGED_BYTES // 4 // _JAGGED_ROW_COUNT)}
-            for row in range(_JAGGED_ROW_COUNT)
+            {"uid": f"u{row}", "image": torch.rand(JAGGED_BYTES // 4 // JAGGED_ROW_COUNT)}
+            for row in range(JAGGED_ROW_COUNT)
         ],
     }
 
 
-def _check(back: Any, data: Any) -> None:
-    """Raise unless the last row came back; comparing all of them would disturb the next measurement."""
-    if not isinstance(data, torch.Tensor):
-        return
-    if data.is_nested:  # taking a row of a nested tensor makes all of them
-        back, data = back.values(), data.values()
-    if not torch.equal(back[-1], data[-1]):
-        raise RuntimeError("the get returned other values than the put sent")
-
-
-class RoundTrips:
-    """Puts of one column, followed by its gets.
-
-    Args:
-        client: makes them.
-        column: the data.
-        count: number of puts and of gets; the seconds are per call.
-    """
-
-    def __init__(self, client: tq.Client, column: Any, count: int = 1) -> None:
-        self._client = client
-        self._column = column
-        self._count = count
-
-    def __call__(self) -> PutAndGet:
-        """Make them."""
-        times = [time.perf_counter()]
-        metas = [self._client.put({"x": self._column}, partition_id=_PARTITION) for _ in range(self._count)]
-        times.append(time.perf_counter())
-        for meta in metas:
-            back = self._client.get_data(meta)
-        times.append(time.perf_counter())
-        _check(back["x"], self._column)
-        self._client.clear_partition(_PARTITION)
-        return (times[1] - times[0]) / self._count, (times[2] - times[1]) / self._count
-
-
 async def _async_round_trip(client: tq.AsyncClient, column: Any) -> PutAndGet:
     times = [time.perf_counter()]
-    meta = await client.put({"x": column}, partition_id=_PARTITION)
+    meta = await client.put({"x": column}, partition_id=PARTITION)
     times.append(time.perf_counter())
     back = await client.get_data(meta)
     times.append(time.perf_counter())
-    _check(back["x"], column)
-    await client.clear_partition(_PARTITION)
+    check_last_row(back["x"], column)
+    await client.clear_partition(PARTITION)
     return times[1] - times[0], times[2] - times[1]
 
 
@@ -272,16 +224,16 @@ def _mixed_gets(client: tq.Client, storage_count: int) -> Callable[[], PutAndGet
     until = time.monotonic() + _LONGEST_SECONDS
     while True:  # storage services announce themselves soon after their start
         for _ in range(_PUT_COUNT):
-            client.put({"x": rows}, partition_id=_PARTITION)
+            client.put({"x": rows}, partition_id=PARTITION)
         batch = client.get_meta(
-            partition_id=_PARTITION, task_name="read", data_fields=["x"], batch_size=len(order)
+            partition_id=PARTITION, task_name="read", data_fields=["x"], batch_size=len(order)
         ).select_samples(order)
         owners = set() if batch.locations is None else {put.storage.storage_id for put in batch.locations.puts}
         if len(owners) == storage_count:
             break
         if time.monotonic() > until:
             raise RuntimeError(f"the puts lie on {len(owners)} storage services, expected {storage_count}")
-        client.clear_partition(_PARTITION)
+        client.clear_partition(PARTITION)
         time.sleep(0.5)
 
     def get() -> PutAndGet:

@@ -143,7 +143,7 @@ class _Loads:
         return self._round_trips("large", _LARGE_BYTES, _LARGE_BYTES / 1e9)
 
     def _round_trips(self, name: str, size: int, amount: float) -> Unit:
-        from benchmarks.bulk import MIB, RoundTrips, dense
+        from benchmarks.round_trips import MIB, RoundTrips, dense
 
         trips = RoundTrips(self._sync_client("wire"), dense(size, MIB), max(1, min(64, 64 * MIB // size)))
 
@@ -155,7 +155,7 @@ class _Loads:
 
     def jagged(self) -> Unit:
         """GB/s of puts and gets of 16 MiB in rows of 2 to 6 KiB over the wire."""
-        from benchmarks.bulk import JAGGED_BYTES, RoundTrips, jagged
+        from benchmarks.round_trips import JAGGED_BYTES, RoundTrips, jagged
 
         trip = RoundTrips(self._sync_client("wire"), jagged())
 
