@@ -1,8 +1,9 @@
 """Puts and gets at a storage service: over gRPC, each call in the way that suits its size.
 
-Inline: one message, for up to `INLINE_BYTES`. Shared memory, with a service of the same host: a stream whose bytes are
-file descriptors, sent over a Unix socket; gets take them with inline answers, too. Bulk, from `BULK_BYTES` on: a stream
-whose bytes go over connections of their own. Stream: a header, then frames, where none of the others is to be had.
+Inline: one message, for up to `INLINE_BYTES`. Shared memory, with a service of the same host: a stream whose bytes lie
+in memory of which a Unix socket carries the file descriptors; gets take it with inline answers, too. Bulk, from
+`BULK_BYTES` on: a stream whose bytes go over connections of their own. Stream: a header, then frames, where none of the
+others is to be had.
 
 Asyncio and threads do the same steps: these are generators that yield the calls to be made, and `async_run` or `run`
 makes them, as in psycopg. Things in which the two differ are here in two forms with one interface.
@@ -31,16 +32,19 @@ from tq_service.v1.storage_service_pb2 import (
     PutHeader,
     PutInlineRequest,
     PutResponse,
+    RegionOffer,
     StatRequest,
 )
 from tq_service.v1.storage_service_pb2_grpc import StorageServiceStub
 from tq_service.wire.columns import (
     BULK_BYTES,
     INLINE_BYTES,
+    REGION_KEY,
     SEND_AS_BULK,
-    SEND_AS_FDS,
+    SEND_AS_FD,
     SEND_AS_FRAMES,
     SEND_AS_KEY,
+    SEND_AS_REGION,
     TICKET_KEY,
     WAITING_BYTES,
     Column,
@@ -152,10 +156,11 @@ def _call_here(call: Callable[..., T], *arguments: Any) -> T:
 
 @dataclass(frozen=True, slots=True)
 class SendAs:
-    """How the bytes of a put are to be sent: the way, and the ticket of one over bulk connections."""
+    """How the bytes of a put are to be sent: the way, and the ticket of bulk connections or the region to be filled."""
 
     way: str
     ticket: BulkTicket | None = None
+    region: RegionOffer | None = None
 
 
 def _send_as(metadata: Any) -> SendAs | None:
@@ -163,7 +168,11 @@ def _send_as(metadata: Any) -> SendAs | None:
     values = dict(iter(metadata))
     if (way := values.get(SEND_AS_KEY)) is None:
         return None
-    return SendAs(way, BulkTicket.FromString(values[TICKET_KEY]) if way == SEND_AS_BULK else None)
+    return SendAs(
+        way,
+        BulkTicket.FromString(values[TICKET_KEY]) if way == SEND_AS_BULK else None,
+        RegionOffer.FromString(values[REGION_KEY]) if way == SEND_AS_REGION else None,
+    )
 
 
 class AsyncPutCall:
@@ -338,8 +347,10 @@ class _GrpcSteps:
                 send_as = yield partial(call.start, header)
                 if send_as is None:  # it is refused, or there already
                     pass
-                elif send_as.way == SEND_AS_FDS and session is not None:
-                    yield partial(self._in_thread, session.send_fds, header.put_id, columns)
+                elif send_as.region is not None and session is not None:
+                    yield partial(self._in_thread, session.fill, send_as.region, columns)
+                elif send_as.way == SEND_AS_FD and session is not None:
+                    yield partial(self._in_thread, session.send_sealed, header.put_id, columns)
                 elif send_as.ticket is not None:
                     yield partial(self._in_thread, self._bulk.send, send_as.ticket, columns, deadline.remaining)
                 else:

@@ -271,6 +271,28 @@ class GetRequest(google.protobuf.message.Message):
 global___GetRequest = GetRequest
 
 @typing.final
+class RegionOffer(google.protobuf.message.Message):
+    """A region that the client takes over the socket for shared memory, and fills, while the call of its put lasts."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    OFFER_ID_FIELD_NUMBER: builtins.int
+    REGION_FIELD_NUMBER: builtins.int
+    offer_id: builtins.bytes
+    """Sent in TakeMemory on that socket."""
+    region: builtins.int
+    """The number that names the region, never that of another one in this instance of the service."""
+    def __init__(
+        self,
+        *,
+        offer_id: builtins.bytes = ...,
+        region: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["offer_id", b"offer_id", "region", b"region"]) -> None: ...
+
+global___RegionOffer = RegionOffer
+
+@typing.final
 class SharedColumn(google.protobuf.message.Message):
     """A column whose values are in shared memory: slices of it, one after the other."""
 
@@ -284,11 +306,11 @@ class SharedColumn(google.protobuf.message.Message):
     """Position of the column in the columns of the header."""
     @property
     def memory_indexes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """For each slice, the index of its memfd among those that are offered."""
+        """For each slice, the position of its memory among those that are offered."""
 
     @property
     def starts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """For each slice, where it starts in its memfd, in bytes."""
+        """For each slice, where it starts in its memory, in bytes."""
 
     @property
     def sizes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
@@ -308,17 +330,19 @@ global___SharedColumn = SharedColumn
 
 @typing.final
 class SharedColumns(google.protobuf.message.Message):
-    """Memory that the client receives over the socket for shared memory, while the call lasts."""
+    """Memory that the client takes over the socket for shared memory, while the call lasts."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     OFFER_ID_FIELD_NUMBER: builtins.int
-    MEMORY_COUNT_FIELD_NUMBER: builtins.int
+    MEMORIES_FIELD_NUMBER: builtins.int
     COLUMNS_FIELD_NUMBER: builtins.int
     offer_id: builtins.bytes
-    """Sent in ReceiveFds on that socket."""
-    memory_count: builtins.int
-    """Number of memfds that are offered."""
+    """Sent in TakeMemory on that socket."""
+    @property
+    def memories(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """What is offered: the number of each region, 0 for a memfd of another client."""
+
     @property
     def columns(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___SharedColumn]:
         """The columns whose values are in shared memory instead of the frames."""
@@ -327,10 +351,10 @@ class SharedColumns(google.protobuf.message.Message):
         self,
         *,
         offer_id: builtins.bytes = ...,
-        memory_count: builtins.int = ...,
+        memories: collections.abc.Iterable[builtins.int] | None = ...,
         columns: collections.abc.Iterable[global___SharedColumn] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["columns", b"columns", "memory_count", b"memory_count", "offer_id", b"offer_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["columns", b"columns", "memories", b"memories", "offer_id", b"offer_id"]) -> None: ...
 
 global___SharedColumns = SharedColumns
 
@@ -489,7 +513,7 @@ class StatResponse(google.protobuf.message.Message):
     shared_memory_socket: builtins.str
     """Path of the Unix socket on which clients of the same host share memory; empty where there is none."""
     shared_memory_count: builtins.int
-    """Number of memfds from clients that it holds."""
+    """Number of puts that it holds in shared memory."""
     damaged_put_count: builtins.int
     """Number of puts whose bytes are damaged, as far as they have been read since the start."""
     bulk_address: builtins.str

@@ -1,0 +1,177 @@
+"""The memory of a session that a client has mapped, and what of it its arrays use.
+
+A region is mapped whole, once to write to it, and once or more to read it; mappings stay, with their page tables, for
+the next puts and gets. Arrays of a get are on private mappings, in ranges that no other get uses meanwhile: what a
+program writes to its arrays is in copies of pages that belong to that range. When the last array is gone, the copies
+are dropped, and the lease of the get is released.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial
+from typing import Final, NamedTuple
+
+from tq_service.wire.shared_memory import Mapping
+
+_MOST_REGIONS: Final = 2048  # with a few mappings each; Linux gives a process 65,530 by default
+_fork_count = 0
+
+
+def _note_fork() -> None:
+    global _fork_count  # noqa: PLW0603  (the hook is the process's, like the count)
+    _fork_count += 1
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_note_fork)
+
+
+class Pages(NamedTuple):
+    """A range of pages of a mapping; `end` is the first one behind it."""
+
+    first: int
+    end: int
+
+
+class Lease:
+    """What one get has taken, until the last array on it is gone. That may be at any point of any thread: no locks.
+
+    A child that is forked meanwhile has the arrays too, and nobody knows when it is done with them: such a lease is not
+    released, and lasts until the session has ended in all processes.
+
+    Args:
+        release: called then, unless there was a fork.
+
+    Attributes:
+        pages: what its arrays may use.
+    """
+
+    __slots__ = ("_fork_count", "_release", "pages")
+
+    def __init__(self, release: Callable[[], None]) -> None:
+        self._release = release
+        self._fork_count = _fork_count
+        self.pages: list[tuple[ReadMapping, Pages]] = []
+
+    def __del__(self) -> None:
+        if sys.is_finalizing():
+            return
+        for mapping, pages in self.pages:
+            mapping.free(pages)
+        if self._fork_count == _fork_count:
+            self._release()
+
+
+class ReadMapping:
+    """A private mapping of a memfd, and the ranges of it that are in use.
+
+    Attributes:
+        mapping: where it is.
+    """
+
+    __slots__ = ("_used", "mapping")
+
+    def __init__(self, fd: int) -> None:
+        self.mapping = Mapping(fd, is_shared=False)
+        self._used: list[Pages] = []
+
+    def take(self, pages: Pages) -> bool:
+        """Have a range used, unless a part of it is; return whether that was so. One thread at a time may."""
+        if any(used.first < pages.end and pages.first < used.end for used in tuple(self._used)):  # some may end now
+            return False
+        self._used.append(pages)
+        return True
+
+    def free(self, pages: Pages) -> None:
+        """Have a range unused, as if nothing had been written there; any thread may, at any point."""
+        self.mapping.discard_changes(*pages)
+        self._used.remove(pages)
+
+
+class _Region:
+    """The mappings of one region."""
+
+    __slots__ = ("for_reading", "for_writing")
+
+    def __init__(self) -> None:
+        self.for_writing: Mapping | None = None
+        self.for_reading: list[ReadMapping] = []
+
+
+class MappedRegions:
+    """The mappings of one session. May be used by several threads.
+
+    Those of the regions used longest ago go when there are too many: the service may have dropped these regions.
+
+    Args:
+        release: called when a lease is to be released, at any point of any thread.
+    """
+
+    def __init__(self, release: Callable[[bytes], None]) -> None:
+        self._release = release
+        self._lock = threading.Lock()
+        self._regions: OrderedDict[int, _Region] = OrderedDict()
+
+    def for_writing(self, number: int, fd: int | None = None) -> Mapping | None:
+        """Return the shared mapping of a region: its address and size stay as they are as long as it is referenced.
+
+        Args:
+            number: of the region.
+            fd: its file descriptor, with which it is mapped if it is not yet; None: it is not known.
+
+        Returns:
+            The mapping; None where there is none and no file descriptor.
+
+        Raises:
+            OSError: the system refuses to map it.
+        """
+        with self._lock:
+            region = self._region(number)
+            if region.for_writing is None and fd is not None:
+                region.for_writing = Mapping(fd, is_shared=True)
+            return region.for_writing
+
+    def begin_lease(self, offer_id: bytes) -> Lease:
+        """Return the lease of a get that is about to take what it is offered."""
+        return Lease(partial(self._release, offer_id))
+
+    def reuse(self, lease: Lease, number: int, pages: Pages) -> Mapping | None:
+        """Return a mapping of a region in which a lease may use a range from now on; None: it has to be mapped."""
+        with self._lock:
+            for each in self._region(number).for_reading:
+                if each.take(pages):
+                    lease.pages.append((each, pages))
+                    return each.mapping
+        return None
+
+    def map(self, lease: Lease, number: int, fd: int, pages: Pages) -> Mapping:
+        """Map memory for a lease, and keep the mapping for others where it is a region.
+
+        Args:
+            lease: uses the range from now on.
+            number: of the region; 0: it is sealed memory.
+            fd: its file descriptor.
+            pages: the range.
+
+        Raises:
+            OSError: the system refuses to map it.
+        """
+        each = ReadMapping(fd)
+        each.take(pages)
+        lease.pages.append((each, pages))
+        if number:
+            with self._lock:
+                self._region(number).for_reading.append(each)
+        return each.mapping
+
+    def _region(self, number: int) -> _Region:
+        region = self._regions.setdefault(number, _Region())
+        self._regions.move_to_end(number)
+        if len(self._regions) > _MOST_REGIONS:
+            self._regions.popitem(last=False)  # arrays keep the mappings that they are on
+        return region

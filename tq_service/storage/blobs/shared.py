@@ -1,0 +1,293 @@
+"""Blobs that clients of this host map: regions, which the service makes and uses again, and sealed memfds of clients.
+
+A region stays warm: its pages, and the page tables of the processes that map it, are there for the next put. It may be
+used again only where no process may still read or write the bytes that were in it, which sessions say by their leases:
+
+    blob allocated -> region in use -> blob freed, no lease left ---------------------------------> pooled -> used again
+                                    -> blob freed, leased -> last lease released ------------------> pooled, or dropped
+                                                          -> memory needed -> abandoned until then -> dropped
+
+A session that ends with leases may leave a process that still maps their regions: these are dropped once they are free.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import mmap
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final
+
+from tq_service.storage.blobs.memory import (
+    BACKGROUND,
+    UNMAPPED_IN_BACKGROUND_FROM_BYTES,
+    Blob,
+    BlobStore,
+    ThreadedStore,
+    no_memory,
+    size_class,
+    unmap,
+)
+from tq_service.wire import shared_memory
+
+_THREAD_COUNT: Final = 2
+# A step of reinforcement learning takes minutes and begins with an empty store: with regions that were dropped meanwhile
+# it would begin with new pages, which take 5 to 20 times as long to fill as those of before.
+_KEPT_SECONDS: Final = 300.0
+_ENDED: Final = -1  # in place of a file descriptor
+
+
+class SharedMemory:
+    """Memory with a file descriptor, which clients may map to read it.
+
+    Args:
+        fd: belongs to this object.
+        size: of the memory, which is mapped later on, by `map`.
+
+    Attributes:
+        fd: as above.
+        memory: this process's mapping.
+        number: names a region; 0: it is none.
+    """
+
+    __slots__ = ("fd", "memory", "number")
+
+    def __init__(self, fd: int, size: int) -> None:
+        self.fd = fd
+        self.number = 0
+        self.memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+    def lease(self) -> None:
+        """Begin a lease of a client; sealed memory needs none, since its bytes never change."""
+
+    def end_lease(self, *, is_released: bool) -> None:
+        """End one; `is_released`: the client has said that it does not use the memory any more."""
+
+    def remove(self) -> None:
+        """Close and unmap it; the system frees the memory with its last mapping elsewhere."""
+        unmap(self.memory)
+        fd, self.fd = self.fd, _ENDED
+        if fd != _ENDED:
+            os.close(fd)
+
+    def __del__(self) -> None:
+        if getattr(self, "fd", _ENDED) != _ENDED:
+            os.close(self.fd)  # of a service that was stopped with its puts
+
+
+class SharedBlob(Blob):
+    """A blob in shared memory."""
+
+    __slots__ = ()
+
+    backing: SharedMemory
+
+    @property
+    def shared(self) -> SharedMemory:  # type: ignore[override]
+        return self.backing
+
+
+class SharedStore(BlobStore):
+    """A store of such blobs.
+
+    Attributes:
+        blob_count: blobs that are not freed.
+    """
+
+    is_shared = True
+    blob_count = 0
+
+    @property
+    def fd_count(self) -> int:
+        """Number of file descriptors that it holds."""
+        return self.blob_count
+
+
+# Regions
+
+
+class Region(SharedMemory):
+    """A memfd of this service, written by clients of its user.
+
+    Args:
+        number: names it, and never another one of this instance.
+        capacity: bytes; a multiple of a page.
+        on_unleased: called when its last lease has ended.
+
+    Attributes:
+        capacity: as above.
+        lease_count: how many leases sessions have of it.
+        is_fit: whether it may be used again: no session with a lease of it has ended.
+        pooled_at: when it was last pooled, in the seconds of its store.
+
+    Raises:
+        OSError: the system has no memory for it.
+    """
+
+    __slots__ = ("_on_unleased", "capacity", "is_fit", "lease_count", "pooled_at")
+
+    def __init__(self, number: int, capacity: int, on_unleased: Callable[[Region], None]) -> None:
+        super().__init__(shared_memory.new_region(capacity), capacity)
+        shared_memory.map_over(self.memory, self.fd, capacity, is_writable=True)
+        self.number = number
+        self.capacity = capacity
+        self.lease_count = 0
+        self.is_fit = True
+        self.pooled_at = 0.0
+        self._on_unleased = on_unleased
+
+    def lease(self) -> None:
+        """Begin a lease: it is not used again before that has ended."""
+        self.lease_count += 1
+
+    def end_lease(self, *, is_released: bool) -> None:
+        """End one; where the client did not release it, the region is not used again."""
+        self.lease_count -= 1
+        self.is_fit &= is_released
+        if not self.lease_count:
+            self._on_unleased(self)
+
+    def remove(self) -> None:
+        """Close and unmap it, and free its pages, although clients keep mappings; they may not if some use these."""
+        if self.is_fit:
+            shared_memory.free_pages(self.memory)
+        super().remove()
+
+
+class RegionBlobs(ThreadedStore[Region], SharedStore):
+    """Blobs in regions.
+
+    A region whose blob was freed while it is leased counts as used, until its leases have ended or `max_bytes` would be
+    exceeded: then the one freed first is abandoned, and its memory belongs to its readers.
+
+    Args:
+        max_bytes: most bytes of regions in use, where that can be kept by abandoning some; None: no bound.
+    """
+
+    def __init__(self, max_bytes: int | None = None) -> None:
+        super().__init__()
+        self._max_bytes = math.inf if max_bytes is None else max_bytes
+        self._numbers = itertools.count(1)
+        self._seconds = 0.0  # since it began, as `trim` counts them
+        self._freed: dict[Region, None] = {}  # those still leased, in the order in which their blobs were freed
+        self._in_use: set[Region] = set()
+        self._executor = ThreadPoolExecutor(_THREAD_COUNT, thread_name_prefix="tq-region")
+
+    @property
+    def fd_count(self) -> int:
+        return len(self._in_use) + len(self._freed) + sum(map(len, self._pool.values()))
+
+    async def allocate(self, size: int) -> Blob:
+        try:
+            region = await self._backing(size_class(max(size, 1)))
+        except (OSError, MemoryError) as error:
+            raise no_memory(size, error) from error
+        return self._use(region, size)
+
+    def _make(self, capacity: int) -> Region:
+        return Region(next(self._numbers), capacity, self._on_unleased)
+
+    def _wrap(self, backing: Region, size: int) -> Blob:
+        self._in_use.add(backing)
+        self.blob_count += 1
+        while self._freed and self.used_bytes + backing.capacity > self._max_bytes:
+            abandoned = next(iter(self._freed))
+            del self._freed[abandoned]
+            self.used_bytes -= abandoned.capacity
+        return SharedBlob(self, size, backing.memory, backing)
+
+    def free(self, blob: Blob) -> None:
+        region: Region = blob.backing
+        blob.close()
+        self._in_use.discard(region)
+        self.blob_count -= 1
+        self._freed[region] = None
+        if not region.lease_count:
+            self._on_unleased(region)
+        if blob.copy is not None:
+            blob.copy.release()
+        self.on_freed(blob.charge)
+
+    def recycle(self, backing: Region, capacity: int) -> None:
+        backing.pooled_at = self._seconds
+        super().recycle(backing, capacity)
+
+    def trim(self, elapsed_seconds: float) -> None:
+        """Drop the regions that no put has needed for some minutes; the mark is at what is left."""
+        self._seconds += elapsed_seconds
+        for capacity, pooled in list(self._pool.items()):
+            due = sum(each.pooled_at <= self._seconds - _KEPT_SECONDS for each in pooled)  # the last one is used first
+            for region in pooled[:due]:
+                self._drop(region)
+            del pooled[:due]
+            self.pooled_bytes -= due * capacity
+            if not pooled:
+                del self._pool[capacity]
+        self._high_water_bytes = self.used_bytes + self.pooled_bytes
+
+    def _on_unleased(self, region: Region) -> None:
+        if region in self._freed:
+            del self._freed[region]
+            self.used_bytes -= region.capacity
+            if region.is_fit:
+                self.recycle(region, region.capacity)
+                self._shrink()
+            else:
+                self._drop(region)
+        elif region not in self._in_use:  # it was abandoned
+            self._drop(region)
+
+    def _drop(self, backing: Region) -> None:
+        BACKGROUND.submit(backing.remove)
+
+
+# Sealed memory
+
+
+class MemfdBlob(SharedBlob):
+    """Sealed memory of a client. Its range of addresses exists from `allocate` on; the memfd comes with `map_fd`."""
+
+    __slots__ = ()
+
+    def map_fd(self, fd: int) -> None:
+        """Take over the file descriptor of its memory, whatever comes of it.
+
+        Raises:
+            InvalidArgumentError: it is not sealed memory of the size announced.
+            OSError: the system refuses the mapping.
+        """
+        self.backing.fd = fd
+        shared_memory.check_sealed(fd, self.size)
+        shared_memory.map_over(self.backing.memory, fd, self.size, is_writable=False)
+
+    def read_into(self, target: memoryview, start: int) -> None:
+        """Copy bytes from `start` on into `target`, see `Blob.read_into`.
+
+        The system copies them from the memfd: reading them where it is mapped costs a page fault for every few pages.
+        """
+        shared_memory.read_into(self.backing.fd, target, start)
+
+
+class MemfdBlobs(SharedStore):
+    """Blobs in memory that clients of other users have made and sealed."""
+
+    async def allocate(self, size: int) -> MemfdBlob:
+        try:
+            backing = SharedMemory(_ENDED, max(size, 1))
+        except (OSError, MemoryError) as error:
+            raise no_memory(size, error) from error
+        self.blob_count += 1
+        return MemfdBlob(self, size, backing.memory, backing)
+
+    def free(self, blob: Blob) -> None:
+        self.blob_count -= 1
+        blob.close()
+        if blob.size >= UNMAPPED_IN_BACKGROUND_FROM_BYTES:  # the last one to close a memfd frees its pages
+            BACKGROUND.submit(blob.backing.remove)
+        else:
+            blob.backing.remove()
+        if blob.copy is not None:
+            blob.copy.release()
+        self.on_freed(blob.charge)
