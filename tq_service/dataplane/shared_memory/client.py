@@ -63,6 +63,9 @@ class FdChannel:
         self._lock = threading.Lock()
         self._connection = messages.open_socket()
         weakref.finalize(self, self._connection.close).atexit = False  # clients need not be closed
+        self._releases = Releases(self._connection)
+        weakref.finalize(self, self._releases.close).atexit = False
+        self.regions = MappedRegions(self._releases.add)
         self._connection.settimeout(seconds)
         try:
             self._connection.connect(str(path))
@@ -72,9 +75,6 @@ class FdChannel:
         answer, _ = self._exchange(SharedMemoryRequest(hello=Hello(boot_id=boot_id)))
         self._connection.settimeout(_EXCHANGE_SECONDS)
         self.session_id = answer.hello.session_id
-        self._releases = Releases(self._connection)
-        weakref.finalize(self, self._releases.close).atexit = False
-        self.regions = MappedRegions(self._releases.add)
 
     @property
     def has_ended(self) -> bool:
