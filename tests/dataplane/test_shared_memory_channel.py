@@ -142,6 +142,9 @@ class Memory:
         self.lease_count = 0
         self.ends = []
 
+    def sent_to(self, session):
+        self.sessions = [*getattr(self, "sessions", []), session]
+
     def lease(self):
         self.lease_count += 1
 

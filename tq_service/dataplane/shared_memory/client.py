@@ -146,6 +146,7 @@ class FdChannel:
                 take = TakeMemory(offer_id=offer_id, indexes=some, is_last=is_last)
                 answer, received = self._exchange(SharedMemoryRequest(take_memory=take))
                 fds += received
+                self.regions.drop(answer.take_memory.dropped_regions)
                 if not len(received) == len(some) == answer.take_memory.fd_count:
                     raise UnavailableError(f"got {len(fds)} of {len(indexes)} file descriptors of shared memory")
                 if is_last:

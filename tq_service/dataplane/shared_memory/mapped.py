@@ -11,14 +11,12 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from tq_service.wire.shared_memory import Mapping
 
-_MOST_REGIONS: Final = 2048  # with a few mappings each; Linux gives a process 65,530 by default
 _fork_count = 0
 
 
@@ -104,9 +102,7 @@ class _Region:
 
 
 class MappedRegions:
-    """The mappings of one session. May be used by several threads.
-
-    Those of the regions used longest ago go when there are too many: the service may have dropped these regions.
+    """The mappings of one session, of regions that the service has not dropped. May be used by several threads.
 
     Args:
         release: called when a lease is to be released, at any point of any thread.
@@ -115,7 +111,7 @@ class MappedRegions:
     def __init__(self, release: Callable[[bytes], None]) -> None:
         self._release = release
         self._lock = threading.Lock()
-        self._regions: OrderedDict[int, _Region] = OrderedDict()
+        self._regions: dict[int, _Region] = {}
 
     def for_writing(self, number: int, fd: int | None = None) -> Mapping | None:
         """Return the shared mapping of a region: its address and size stay as they are as long as it is referenced.
@@ -135,6 +131,12 @@ class MappedRegions:
             if region.for_writing is None and fd is not None:
                 region.for_writing = Mapping(fd, is_shared=True)
             return region.for_writing
+
+    def drop(self, numbers: Iterable[int]) -> None:
+        """Unmap regions that the service has dropped; of some, arrays of other processes may keep the memory."""
+        with self._lock:
+            dropped = [self._regions.pop(number, None) for number in numbers]
+        del dropped  # without the lock: the system takes 20 ms and more to unmap a GiB
 
     def begin_lease(self, offer_id: bytes) -> Lease:
         """Return the lease of a get that is about to take what it is offered."""
@@ -170,8 +172,4 @@ class MappedRegions:
         return each.mapping
 
     def _region(self, number: int) -> _Region:
-        region = self._regions.setdefault(number, _Region())
-        self._regions.move_to_end(number)
-        if len(self._regions) > _MOST_REGIONS:
-            self._regions.popitem(last=False)  # arrays keep the mappings that they are on
-        return region
+        return self._regions.setdefault(number, _Region())

@@ -19,6 +19,7 @@ import resource
 import socket
 import stat
 import struct
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Final, Protocol
@@ -46,6 +47,7 @@ _PAUSE_SECONDS: Final = 1.0
 _DRAIN_SECONDS: Final = 1.0
 _MOST_MEMORIES: Final = 16_384  # of the 65,530 mappings that Linux gives a process by default
 _OFFER_SECONDS: Final = 10.0  # without a call
+_MOST_DROPPED: Final = 256  # of one message
 _CREDENTIALS: Final = struct.Struct("3i")  # pid, uid, gid
 
 
@@ -59,6 +61,9 @@ class Memory(Protocol):
 
     fd: int
     number: int
+
+    def sent_to(self, session: Session) -> None:
+        """Take note that a session has its file descriptor, and is to hear by `note_dropped` when it is dropped."""
 
     def lease(self) -> None:
         """Begin a lease: its bytes stay as they are."""
@@ -274,6 +279,7 @@ class Session:
         self._awaited: dict[bytes, list[int]] = {}  # the file descriptor that has come for a put, none so far
         self._offers: dict[bytes, Offer] = {}
         self._leases: dict[bytes, Offer] = {}  # offers that were taken
+        self._dropped: deque[int] = deque()  # regions that its client has yet to unmap
         asyncio.get_running_loop().add_reader(connection, self._read)
 
     @contextlib.contextmanager
@@ -330,6 +336,10 @@ class Session:
         for offer_id in list(self._leases):
             self._end_lease(offer_id, is_released=False)
         self._on_close(self)
+
+    def note_dropped(self, region: int) -> None:
+        """Have the client unmap a region when it takes memory next."""
+        self._dropped.append(region)
 
     def end_offers(self) -> None:
         """End what has been offered and not taken."""
@@ -388,8 +398,12 @@ class Session:
                     f"{len(indexes)} file descriptors up to number {max(indexes)} were asked for; expected at most "
                     f"{messages.MOST_FDS} of {len(offer.memories)}"
                 )
-            offered = [offer.memories[index].fd for index in indexes]
-            return SharedMemoryAnswer(take_memory=TakeMemoryAnswer(fd_count=len(offered))), offered
+            offered = [offer.memories[index] for index in indexes]
+            for memory in offered:
+                memory.sent_to(self)
+            dropped = [self._dropped.popleft() for _ in range(min(len(self._dropped), _MOST_DROPPED))]
+            answer = TakeMemoryAnswer(fd_count=len(offered), dropped_regions=dropped)
+            return SharedMemoryAnswer(take_memory=answer), [memory.fd for memory in offered]
         if kind == "filled" and self._has_said_hello:
             offer = self._leases.get(request.filled.offer_id)
             if offer is None:

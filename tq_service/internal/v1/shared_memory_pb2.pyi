@@ -215,14 +215,20 @@ class TakeMemoryAnswer(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     FD_COUNT_FIELD_NUMBER: builtins.int
+    DROPPED_REGIONS_FIELD_NUMBER: builtins.int
     fd_count: builtins.int
     """Number of file descriptors that come with this message."""
+    @property
+    def dropped_regions(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Numbers of regions whose file descriptors this session has, and which the service has dropped: to be unmapped."""
+
     def __init__(
         self,
         *,
         fd_count: builtins.int = ...,
+        dropped_regions: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["fd_count", b"fd_count"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["dropped_regions", b"dropped_regions", "fd_count", b"fd_count"]) -> None: ...
 
 global___TakeMemoryAnswer = TakeMemoryAnswer
 

@@ -18,7 +18,8 @@ import mmap
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Final
+from typing import Final, Protocol
+from weakref import WeakSet
 
 from tq_service.storage.blobs.memory import (
     BACKGROUND,
@@ -33,10 +34,21 @@ from tq_service.storage.blobs.memory import (
 from tq_service.wire import shared_memory
 
 _THREAD_COUNT: Final = 2
-# A step of reinforcement learning takes minutes and begins with an empty store: with regions that were dropped meanwhile
-# it would begin with new pages, which take 5 to 20 times as long to fill as those of before.
+# A step of reinforcement learning takes minutes and begins with an empty store: if regions were dropped meanwhile, it
+# would begin with new pages, which take 5 to 20 times as long to fill as those of before.
 _KEPT_SECONDS: Final = 300.0
+# Batches are of like size, not of the same: a region may be this much larger than what is asked for, and twice what is
+# used at a time is kept.
+_MOST_SLACK: Final = 1.25
+_KEPT_SHARE: Final = 2
 _ENDED: Final = -1  # in place of a file descriptor
+
+
+class Session(Protocol):
+    """What may have mapped a region."""
+
+    def note_dropped(self, region: int) -> None:
+        """Take note that a region will not be used again."""
 
 
 class SharedMemory:
@@ -58,6 +70,9 @@ class SharedMemory:
         self.fd = fd
         self.number = 0
         self.memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+    def sent_to(self, session: Session) -> None:
+        """Take note of a session that has its file descriptor; sealed memory is not kept mapped."""
 
     def lease(self) -> None:
         """Begin a lease of a client; sealed memory needs none, since its bytes never change."""
@@ -126,7 +141,7 @@ class Region(SharedMemory):
         OSError: the system has no memory for it.
     """
 
-    __slots__ = ("_on_unleased", "capacity", "is_fit", "lease_count", "pooled_at")
+    __slots__ = ("_on_unleased", "_sessions", "capacity", "is_fit", "lease_count", "pooled_at")
 
     def __init__(self, number: int, capacity: int, on_unleased: Callable[[Region], None]) -> None:
         super().__init__(shared_memory.new_region(capacity), capacity)
@@ -137,6 +152,16 @@ class Region(SharedMemory):
         self.is_fit = True
         self.pooled_at = 0.0
         self._on_unleased = on_unleased
+        self._sessions: WeakSet[Session] = WeakSet()
+
+    def sent_to(self, session: Session) -> None:
+        """Take note of a session that has its file descriptor, to tell it when the region is dropped."""
+        self._sessions.add(session)
+
+    def note_dropped(self) -> None:
+        """Tell the sessions that have mapped it that it will not be used again."""
+        for session in self._sessions:
+            session.note_dropped(self.number)
 
     def lease(self) -> None:
         """Begin a lease: it is not used again before that has ended."""
@@ -186,17 +211,31 @@ class RegionBlobs(ThreadedStore[Region], SharedStore):
             raise no_memory(size, error) from error
         return self._use(region, size)
 
-    def _make(self, capacity: int) -> Region:
-        return Region(next(self._numbers), capacity, self._on_unleased)
-
     def _wrap(self, backing: Region, size: int) -> Blob:
-        self._in_use.add(backing)
+        return SharedBlob(self, size, backing.memory, backing)
+
+    def _use(self, backing: Region, size: int) -> Blob:
         self.blob_count += 1
-        while self._freed and self.used_bytes + backing.capacity > self._max_bytes:
+        self._in_use.add(backing)
+        self.used_bytes += backing.capacity
+        while self._freed and self.used_bytes > self._max_bytes:
             abandoned = next(iter(self._freed))
             del self._freed[abandoned]
             self.used_bytes -= abandoned.capacity
-        return SharedBlob(self, size, backing.memory, backing)
+        self._high_water_bytes = max(self._high_water_bytes, self.used_bytes)
+        self._shrink()
+        return self._wrap(backing, size)
+
+    def _recycled(self, capacity: int) -> Region | None:
+        """Return the smallest region that is held for reuse, has this capacity, and is not much larger."""
+        fitting = (each for each in self._pool if capacity <= each <= capacity * _MOST_SLACK)
+        return super()._recycled(min(fitting, default=capacity))
+
+    def _shrink(self) -> None:
+        self.give_up(self.used_bytes + self.pooled_bytes - _KEPT_SHARE * self._high_water_bytes)
+
+    def _make(self, capacity: int) -> Region:
+        return Region(next(self._numbers), capacity, self._on_unleased)
 
     def free(self, blob: Blob) -> None:
         region: Region = blob.backing
@@ -225,7 +264,7 @@ class RegionBlobs(ThreadedStore[Region], SharedStore):
             self.pooled_bytes -= due * capacity
             if not pooled:
                 del self._pool[capacity]
-        self._high_water_bytes = self.used_bytes + self.pooled_bytes
+        self._high_water_bytes = max(self.used_bytes, (self.used_bytes + self.pooled_bytes) // _KEPT_SHARE)
 
     def _on_unleased(self, region: Region) -> None:
         if region in self._freed:
@@ -240,6 +279,7 @@ class RegionBlobs(ThreadedStore[Region], SharedStore):
             self._drop(region)
 
     def _drop(self, backing: Region) -> None:
+        backing.note_dropped()
         BACKGROUND.submit(backing.remove)
 
 
