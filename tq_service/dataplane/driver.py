@@ -24,6 +24,7 @@ import grpc
 from tq_service.dataplane.bulk.client import BulkLink
 from tq_service.dataplane.receiving import AnswerReader, AnswerSizes, Deadline, Received
 from tq_service.dataplane.shared_memory.client import FdChannel, HostLink
+from tq_service.dataplane.shared_memory.mapped import Lease
 from tq_service.errors import LimitExceededError, TqError, UnavailableError
 from tq_service.v1.storage_service_pb2 import (
     BulkTicket,
@@ -55,6 +56,7 @@ from tq_service.wire.columns import (
     keep_frame_buffers,
 )
 from tq_service.wire.connection import PART_BYTES, Metadata, in_parts
+from tq_service.wire.shared_memory import Mapping
 
 T = TypeVar("T")
 Steps: TypeAlias = Generator[Callable[[], Any], Any, T]
@@ -78,6 +80,21 @@ class Seconds:
     def remaining(self) -> float:
         """Return the seconds that each call has."""
         return self.seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Allocated:
+    """A put that is to be filled before its commit.
+
+    Attributes:
+        put: the answer of the storage service.
+        mapping: its memory, in which the columns lie as `place_columns` says.
+        lease: the memory is its client's as long as this exists.
+    """
+
+    put: PutResponse
+    mapping: Mapping
+    lease: Lease
 
 
 class AsyncDriver(Protocol):
@@ -360,6 +377,23 @@ class _GrpcSteps:
             finally:
                 call.cancel()
 
+    def _allocating(self, header: PutHeader, deadline: Deadline) -> Steps[Allocated | None]:
+        if header.size_bytes < SHARED_FROM_BYTES:
+            return None
+        yield from self._find_ways(deadline)
+        with self._link.session() as session, self._errors(deadline):
+            if session is None or not session.can_allocate:
+                return None
+            header.shared_memory_session, header.allocates = session.session_id, True
+            request = PutInlineRequest(header=header)
+            if request.ByteSize() >= PART_BYTES:
+                return None
+            answer = yield self._unary(self.storage.PutInline, request, deadline.remaining())
+            if not answer.HasField("region"):  # an answer before this one was lost
+                return None
+            mapping, lease = yield partial(self._in_thread, session.allocate, answer.region)
+        return Allocated(answer.put, mapping, lease)
+
     def _getting(
         self, request: GetRequest, row_count: int, deadline: Deadline, size_bytes: int | None
     ) -> Steps[list[Received]]:
@@ -439,6 +473,13 @@ class AsyncGrpcDriver(_GrpcSteps):
         """Store a put, see `AsyncDriver`."""
         return await async_run(self._putting(header, columns, deadline))
 
+    async def allocate(self, header: PutHeader, deadline: Deadline) -> Allocated | None:
+        """Reserve memory of the service for a put, which is filled before its commit; None where none is shared.
+
+        Raises: as `put`.
+        """
+        return await async_run(self._allocating(header, deadline))
+
     async def get(
         self, request: GetRequest, row_count: int, deadline: Deadline, size_bytes: int | None = None
     ) -> list[Received]:
@@ -457,6 +498,10 @@ class GrpcDriver(_GrpcSteps):
     def put(self, header: PutHeader, columns: Sequence[Column], deadline: Deadline) -> PutResponse:
         """Store a put, see `AsyncDriver`."""
         return run(self._putting(header, columns, deadline))
+
+    def allocate(self, header: PutHeader, deadline: Deadline) -> Allocated | None:
+        """Reserve memory of the service for a put, see `AsyncGrpcDriver`."""
+        return run(self._allocating(header, deadline))
 
     def get(
         self, request: GetRequest, row_count: int, deadline: Deadline, size_bytes: int | None = None

@@ -43,7 +43,7 @@ from tq_service.server.rpc.inbox import (
 )
 from tq_service.server.rpc.methods import token_name
 from tq_service.state.cells import Put
-from tq_service.storage.blobs.memory import BlobStore
+from tq_service.storage.blobs.memory import Blob, BlobStore
 from tq_service.storage.blobs.shared import SharedMemory
 from tq_service.storage.engine import StorageEngine
 from tq_service.storage.index.put import PendingPut, PutCells
@@ -317,6 +317,8 @@ class StorageServicer:
             await pending.write(values)
 
         values = request.values
+        if request.header.allocates:
+            return await self._allocate(request, context)
         if len(values) > INLINE_BYTES:
             raise InvalidArgumentError(
                 f"an inline put has {len(values)} bytes, at most {INLINE_BYTES} expected; stream larger ones with Put",
@@ -324,6 +326,29 @@ class StorageServicer:
                 metadata={"got": str(len(values)), "limit": str(INLINE_BYTES)},
             )
         return pb.PutInlineResponse(put=await self._take(request.header, receive, context))
+
+    async def _allocate(self, request: pb.PutInlineRequest, context: Context) -> pb.PutInlineResponse:
+        """Store a put whose client fills its region later, and offer it that."""
+        blobs: list[Blob] = []
+
+        async def receive(pending: PendingPut) -> None:
+            blobs.append(pending.require_open().values)
+            await pending.end_filling()
+
+        session = self._session_for_put(request.header)
+        if session is None or not session.can_allocate:
+            raise PreconditionError(
+                "there is no region that this put could fill after its answer; put the data when it is complete"
+            )
+        _check_allocates(request)
+        answer = pb.PutInlineResponse(
+            put=await self._take(request.header, receive, context, store=self._engine.regions)
+        )
+        for blob in blobs:  # none where the put was here already
+            blob.pin()
+            offer = session.offer_for_a_while([blob.backing], blob.unpin)
+            answer.region.offer_id, answer.region.region = offer.offer_id, blob.backing.number
+        return answer
 
     def _session_for_put(self, header: pb.PutHeader) -> Session | None:
         """Return the session in which the memory of a put is to be shared; None: its bytes come in another way."""
@@ -641,6 +666,19 @@ def _check_commit(header: pb.PutHeader) -> None:
             f"{header.commit.write.partition_id!r}; name the same in both",
             field="partition_id",
         )
+
+
+def _check_allocates(request: pb.PutInlineRequest) -> None:
+    """Refuse a put that is to be filled after its answer, if it has bytes or its bytes are needed before."""
+    header = request.header
+    has_objects = any(column.spec.layout == metadata_pb2.LAYOUT_OBJECT for column in header.columns)
+    for name, is_wrong in (("values", request.values), ("commit", header.HasField("commit")), ("columns", has_objects)):
+        if is_wrong:
+            raise InvalidArgumentError(
+                "a put that is filled after its answer has values, a commit, or columns of objects; expected none of "
+                "these: send columns of numbers alone, and Commit later",
+                field=name,
+            )
 
 
 async def _read_header(parts: AsyncIterator[Part]) -> pb.PutHeader:

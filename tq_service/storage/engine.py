@@ -267,6 +267,11 @@ class StorageEngine:
                 blob.release()
             raise
 
+    @property
+    def is_volatile(self) -> bool:
+        """Whether nothing keeps its puts beyond this process."""
+        return self._backing.is_volatile
+
     def shared_store(self, *, is_own_user: bool) -> SharedStore:
         """Return the store of puts in memory shared with a client of this process's user, or of another."""
         return self.regions if is_own_user else self.memfds

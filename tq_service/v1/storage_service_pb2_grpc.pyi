@@ -50,7 +50,7 @@ class StorageServiceStub:
     """Stores one put of at most 256 KiB that comes whole, in one message: what Put does, for about half its cost.
     Changes, idempotence, blocking and errors are those of Put, and a put may be tried again by the other of the two.
     Larger puts are INVALID_ARGUMENT: while they wait for capacity, their bytes would be in memory that no quota
-    counts.
+    counts. With `allocates` the put is of any size, and its bytes come later, in shared memory.
     """
 
     Get: grpc.UnaryStreamMultiCallable[
@@ -115,7 +115,7 @@ class StorageServiceAsyncStub:
     """Stores one put of at most 256 KiB that comes whole, in one message: what Put does, for about half its cost.
     Changes, idempotence, blocking and errors are those of Put, and a put may be tried again by the other of the two.
     Larger puts are INVALID_ARGUMENT: while they wait for capacity, their bytes would be in memory that no quota
-    counts.
+    counts. With `allocates` the put is of any size, and its bytes come later, in shared memory.
     """
 
     Get: grpc.aio.UnaryStreamMultiCallable[
@@ -184,7 +184,7 @@ class StorageServiceServicer(metaclass=abc.ABCMeta):
         """Stores one put of at most 256 KiB that comes whole, in one message: what Put does, for about half its cost.
         Changes, idempotence, blocking and errors are those of Put, and a put may be tried again by the other of the two.
         Larger puts are INVALID_ARGUMENT: while they wait for capacity, their bytes would be in memory that no quota
-        counts.
+        counts. With `allocates` the put is of any size, and its bytes come later, in shared memory.
         """
 
     @abc.abstractmethod

@@ -15,6 +15,7 @@ from typing import Any, Final, Literal, Self, TypeVar
 import grpc
 from google.protobuf.message import Message
 
+from tq_service.client.allocations import Allocations
 from tq_service.client.batch_meta import NO_NAMESPACE, BatchMeta, Namespace
 from tq_service.client.requests import PlacementGrant, request_of, seconds
 from tq_service.client.transport import (
@@ -266,6 +267,7 @@ class AsyncBase:
         self._calls = AsyncCalls(self.address, self._credentials, self._namespace)
         self._background_calls = AsyncBackgroundCalls()
         self._placement = PlacementGrant()
+        self._allocations = Allocations()
         self._refused_lists: deque[str] = deque(maxlen=_MOST_REFUSALS)  # partitions, see `put`
         if "torch" in sys.modules:  # else `get_data` may never be called, and torch takes seconds as well
             import_tensordict()

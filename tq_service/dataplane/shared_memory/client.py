@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Final
 
 from tq_service.dataplane.shared_memory import messages
-from tq_service.dataplane.shared_memory.mapped import MappedRegions
+from tq_service.dataplane.shared_memory.mapped import Lease, MappedRegions
 from tq_service.errors import TqError, UnavailableError
 from tq_service.internal.v1.shared_memory_pb2 import (
     Filled,
@@ -34,6 +34,7 @@ from tq_service.internal.v1.shared_memory_pb2 import (
 from tq_service.v1.storage_service_pb2 import RegionOffer, StatResponse
 from tq_service.wire import shared_memory
 from tq_service.wire.columns import Column
+from tq_service.wire.shared_memory import Mapping
 
 SWITCH_VARIABLE: Final = "TQ_SHARED_MEMORY"
 _EXCHANGE_SECONDS: Final = 10.0
@@ -52,6 +53,7 @@ class FdChannel:
 
     Attributes:
         session_id: names the session in calls.
+        can_allocate: whether a put may be filled after its answer.
         regions: what it has mapped.
 
     Raises:
@@ -75,6 +77,7 @@ class FdChannel:
         answer, _ = self._exchange(SharedMemoryRequest(hello=Hello(boot_id=boot_id)))
         self._connection.settimeout(_EXCHANGE_SECONDS)
         self.session_id = answer.hello.session_id
+        self.can_allocate = answer.hello.can_allocate
 
     @property
     def has_ended(self) -> bool:
@@ -109,21 +112,33 @@ class FdChannel:
         Raises:
             UnavailableError: the region is no longer offered or cannot be mapped, or the session has ended.
         """
-        mapping = self.regions.for_writing(offer.region)
-        fds = self.take(offer.offer_id, [] if mapping is not None else [0])
+        mapping = self._map_for_writing(offer)
         try:
-            try:
-                mapping = mapping or self.regions.for_writing(offer.region, fds[0])
-            except OSError as error:
-                raise UnavailableError(f"the region of a put cannot be mapped: {error}") from None
-            finally:
-                shared_memory.close_all(fds)
-            if mapping is not None:
-                shared_memory.fill(mapping.array(0, mapping.size), columns)
+            shared_memory.fill(mapping.array(0, mapping.size), columns)
         except BaseException:
             self._releases.add(offer.offer_id)
             raise
         self._exchange(SharedMemoryRequest(filled=Filled(offer_id=offer.offer_id)))
+
+    def allocate(self, offer: RegionOffer) -> tuple[Mapping, Lease]:
+        """Return the region that a put is offered, to be filled as long as the lease exists.
+
+        Raises:
+            UnavailableError: the region is no longer offered or cannot be mapped, or the session has ended.
+        """
+        return self._map_for_writing(offer), self.regions.begin_lease(offer.offer_id)
+
+    def _map_for_writing(self, offer: RegionOffer) -> Mapping:
+        """Take the region that a put is offered."""
+        mapping = self.regions.for_writing(offer.region)
+        fds = self.take(offer.offer_id, [0] if mapping is None else [])
+        try:
+            return mapping or self.regions.map_for_writing(offer.region, fds[0])
+        except OSError as error:
+            self._releases.add(offer.offer_id)
+            raise UnavailableError(f"the region of a put cannot be mapped: {error}") from None
+        finally:
+            shared_memory.close_all(fds)
 
     def take(self, offer_id: bytes, indexes: Sequence[int]) -> list[int]:
         """Take what a put or get offers: its regions are leased to this session until they are filled or released.

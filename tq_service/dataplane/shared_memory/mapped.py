@@ -113,23 +113,23 @@ class MappedRegions:
         self._lock = threading.Lock()
         self._regions: dict[int, _Region] = {}
 
-    def for_writing(self, number: int, fd: int | None = None) -> Mapping | None:
-        """Return the shared mapping of a region: its address and size stay as they are as long as it is referenced.
+    def for_writing(self, number: int) -> Mapping | None:
+        """Return the shared mapping of a region, None if there is none.
 
-        Args:
-            number: of the region.
-            fd: its file descriptor, with which it is mapped if it is not yet; None: it is not known.
+        Its address and size stay as they are as long as it is referenced, so that a device may know them.
+        """
+        with self._lock:
+            return self._region(number).for_writing
 
-        Returns:
-            The mapping; None where there is none and no file descriptor.
+    def map_for_writing(self, number: int, fd: int) -> Mapping:
+        """Return the same, mapped now if it was not.
 
         Raises:
             OSError: the system refuses to map it.
         """
         with self._lock:
             region = self._region(number)
-            if region.for_writing is None and fd is not None:
-                region.for_writing = Mapping(fd, is_shared=True)
+            region.for_writing = region.for_writing or Mapping(fd, is_shared=True)
             return region.for_writing
 
     def drop(self, numbers: Iterable[int]) -> None:

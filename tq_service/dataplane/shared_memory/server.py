@@ -78,6 +78,7 @@ class SharedMemoryServer:
     Args:
         directory: where the socket is; users that may enter it may share memory.
         boot_id: the instance of the storage service, which clients name.
+        can_allocate: whether regions may be filled after the answer of their put.
 
     Attributes:
         most_memories: how many memories the service should hold: each takes a file descriptor and a mapping, of
@@ -85,7 +86,8 @@ class SharedMemoryServer:
         path: the socket.
     """
 
-    def __init__(self, directory: Path, boot_id: bytes) -> None:
+    def __init__(self, directory: Path, boot_id: bytes, *, can_allocate: bool = True) -> None:
+        self._can_allocate = can_allocate
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self.most_memories = _MOST_MEMORIES if files == resource.RLIM_INFINITY else min(files // 2, _MOST_MEMORIES)
         self._has_warned = False
@@ -189,10 +191,12 @@ class SharedMemoryServer:
                     continue
                 unproven.close()
             connection.setblocking(False)
+            is_own_user = peer_uid(connection) == os.geteuid()
             session = Session(
                 connection,
                 self._boot_id,
-                is_own_user=peer_uid(connection) == os.geteuid(),
+                is_own_user=is_own_user,
+                can_allocate=is_own_user and self._can_allocate,
                 on_close=lambda closed: self._sessions.pop(closed.session_id),
             )
             self._sessions[session.session_id] = session
@@ -252,11 +256,13 @@ class Session:
         connection: does not block.
         boot_id: what the client must name.
         is_own_user: whether the client is of the service's user.
+        can_allocate: whether regions may be filled after the answer of their put.
         on_close: called once, when the connection is gone.
 
     Attributes:
         session_id: names it; random, and known to its client alone.
         is_proven: whether an authorized call has named it.
+        can_allocate: as above.
         is_own_user: as above; others are not to be offered regions, which their takers may write to.
     """
 
@@ -266,10 +272,12 @@ class Session:
         boot_id: bytes,
         *,
         is_own_user: bool,
+        can_allocate: bool,
         on_close: Callable[[Session], object],
     ) -> None:
         self.session_id = os.urandom(16)
         self.is_own_user = is_own_user
+        self.can_allocate = can_allocate
         self._connection = connection
         self._boot_id = boot_id
         self._on_close = on_close
@@ -387,7 +395,8 @@ class Session:
             if request.hello.boot_id != self._boot_id:
                 return _refuse("another storage service listens here")
             self._has_said_hello = True
-            return SharedMemoryAnswer(hello=HelloAnswer(session_id=self.session_id)), ()
+            hello = HelloAnswer(session_id=self.session_id, can_allocate=self.can_allocate)
+            return SharedMemoryAnswer(hello=hello), ()
         if kind == "take_memory" and self._has_said_hello:
             offer = self._offers.get(request.take_memory.offer_id)
             if offer is None:

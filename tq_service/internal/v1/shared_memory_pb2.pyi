@@ -136,14 +136,18 @@ class HelloAnswer(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     SESSION_ID_FIELD_NUMBER: builtins.int
+    CAN_ALLOCATE_FIELD_NUMBER: builtins.int
     session_id: builtins.bytes
     """Names the session in PutHeader and GetRequest; random 16 bytes."""
+    can_allocate: builtins.bool
+    """Whether a put may set `allocates`."""
     def __init__(
         self,
         *,
         session_id: builtins.bytes = ...,
+        can_allocate: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["session_id", b"session_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["can_allocate", b"can_allocate", "session_id", b"session_id"]) -> None: ...
 
 global___HelloAnswer = HelloAnswer
 
