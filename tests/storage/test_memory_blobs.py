@@ -94,7 +94,6 @@ async def test_a_thread_unmaps_what_is_large(monkeypatch):
         unmap(memory)
 
     monkeypatch.setattr(memory, "unmap", noting)
-    monkeypatch.setattr(shared, "unmap", noting)
     pooled, sealed = MemoryBlobs(), shared.MemfdBlobs()
     for size in (1 << 20, 32 << 20):
         pooled.allocate_now(size).release()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -34,7 +34,7 @@ def column_shapes(fields: Iterable[FieldSpec], row_count: int, lengths: Mapping[
         lengths: of jagged fields: the size of each row in the ragged dimension `(n,)`, or in several `(n, dims)`.
 
     Raises:
-        InvalidArgumentError: a field has no dtype or row shape, or is of objects; lengths are missing, too many, or
+        InvalidArgumentError: a field lacks a dtype or row shape, or has objects; lengths are missing, too many, or
             negative.
     """
     shapes = [_column_shape(spec, row_count, lengths.get(spec.name)) for spec in fields]
@@ -65,7 +65,7 @@ def _column_shape(spec: FieldSpec, row_count: int, lengths: ArrayLike | None) ->
     else:
         if lengths is None:
             raise InvalidArgumentError(
-                f"field {spec.name!r} is jagged and has no lengths; give the size of each row", field="lengths"
+                f"field {spec.name!r} is jagged and lacks lengths; give the size of each row", field="lengths"
             )
         extents = np.asarray(lengths, np.int64)
         shape = ColumnShape(
@@ -81,7 +81,7 @@ class Allocation:
 
     Attributes:
         header: of the put.
-        allocated: where it is, and what its storage service has answered.
+        allocated: its memory, and the answer of its storage service.
     """
 
     def __init__(self, header: PutHeader, shapes: Sequence[ColumnShape], allocated: Allocated) -> None:
@@ -114,30 +114,24 @@ def _extents(shape: ColumnShape) -> Any:
 
 
 def _address(column: Column) -> int | None:
-    """Return where the bytes of a column lie, None where they are in several pieces."""
+    """Return the address of the bytes of a column, None if they are in several pieces."""
     chunks = [chunk for chunk in column.chunks if len(chunk)]
     return np.frombuffer(chunks[0], np.uint8).ctypes.data if len(chunks) == 1 else None
 
 
-class Allocations:
-    """The allocations of a client that were not put yet."""
+Allocations: TypeAlias = "WeakValueDictionary[int, Allocation]"
+"""Those of a client that were not put yet, by their address."""
 
-    def __init__(self) -> None:
-        self._by_address: WeakValueDictionary[int, Allocation] = WeakValueDictionary()
 
-    def add(self, allocation: Allocation) -> None:
-        """Have an allocation found."""
-        self._by_address[allocation.allocated.mapping.address] = allocation
-
-    def take(self, header: PutHeader, columns: Sequence[Column]) -> Allocation | None:
-        """Return the allocation whose columns are about to be put, once; None where there is none."""
-        address = _address(columns[0])
-        allocation = None if address is None else self._by_address.get(address)
-        if allocation is None or allocation.header.partition_id != header.partition_id:
-            return None
-        if not allocation.holds(columns):
-            return None
-        return self._by_address.pop(address, None) if address is not None else None
+def take_allocation(allocations: Allocations, partition_id: str, columns: Sequence[Column]) -> Allocation | None:
+    """Return the allocation whose columns are about to be put, once; None if these are others."""
+    address = _address(columns[0])
+    allocation = None if address is None else allocations.get(address)
+    if address is None or allocation is None:
+        return None
+    if allocation.header.partition_id != partition_id or not allocation.holds(columns):
+        return None
+    return allocations.pop(address, None)
 
 
 def ordinary(shapes: Sequence[ColumnShape]) -> list[Received]:

@@ -43,8 +43,7 @@ from tq_service.server.rpc.inbox import (
 )
 from tq_service.server.rpc.methods import token_name
 from tq_service.state.cells import Put
-from tq_service.storage.blobs.memory import Blob, BlobStore
-from tq_service.storage.blobs.shared import SharedMemory
+from tq_service.storage.blobs.memory import Blob, BlobStore, SharedMemory
 from tq_service.storage.engine import StorageEngine
 from tq_service.storage.index.put import PendingPut, PutCells
 from tq_service.storage.index.reading import Reading, UnreadableError
@@ -551,11 +550,11 @@ class StorageServicer:
         self, request: pb.GetRequest, reading: Reading
     ) -> tuple[Session | None, Sequence[SharedMemory], pb.SharedColumns]:
         """Return the session in which a part of a read is to be offered, its memory and columns; None: no part is."""
-        session = self._session(request.shared_memory_session)
-        if session is None:
-            return None, (), pb.SharedColumns()
-        memories, columns = reading.shared_part(with_regions=session.is_own_user)
-        if not columns:
+        memories, columns = reading.shared_part(with_regions=True) if request.shared_memory_session else ([], [])
+        session = self._session(request.shared_memory_session) if columns else None
+        if session is not None and not session.is_own_user:
+            memories, columns = reading.shared_part(with_regions=False)
+        if session is None or not columns:
             return None, (), pb.SharedColumns()
         return session, memories, pb.SharedColumns(memories=[each.number for each in memories], columns=columns)
 

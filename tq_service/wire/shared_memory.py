@@ -103,13 +103,13 @@ def _system_error(what: str) -> OSError:
 
 
 def map_over(memory: mmap.mmap, fd: int, size: int, *, is_writable: bool) -> None:
-    """Put a file in the place of an anonymous mapping, with which it is unmapped.
+    """Map a file over an anonymous mapping, until that is unmapped.
 
     Args:
         memory: the anonymous mapping.
         fd: the file, which may be closed afterwards.
         size: bytes of the file, from its beginning.
-        is_writable: whether what is written there goes to the file; else it can only be read.
+        is_writable: whether writes go to the file; else it can only be read.
 
     Raises:
         OSError: the system refuses the mapping.
@@ -120,15 +120,15 @@ def map_over(memory: mmap.mmap, fd: int, size: int, *, is_writable: bool) -> Non
 
 
 class Mapping:
-    """A whole memfd in this process, until the last reference to this object is gone.
+    """All of a memfd, mapped in this process until the last reference to this object is gone.
 
     Args:
         fd: the memfd, which may be closed afterwards.
-        is_shared: whether what is written goes to the memfd; else it changes only this mapping. A shared one is not
-            there in forked children, which could write to it when the memfd has others' bytes.
+        is_shared: whether writes go to the memfd; else they change only this mapping. Forked children do not inherit
+            a shared one: they could write to it when the memfd has bytes of another put.
 
     Attributes:
-        address, size: where it is, and its bytes.
+        address, size: its first byte in memory, and its number of bytes.
 
     Raises:
         OSError: the system refuses it.
@@ -175,7 +175,7 @@ class _Part:
 
 
 def _changed_pages(first_page: int, count: int) -> NDArray[np.intp] | None:
-    """Return which pages of a private mapping are this process's own; None where the system does not say."""
+    """Return which pages of a private mapping are this process's own; None if the system does not tell."""
     try:
         with Path("/proc/self/pagemap").open("rb", buffering=0) as pagemap:
             entries = np.frombuffer(os.pread(pagemap.fileno(), 8 * count, 8 * first_page), np.uint64)
@@ -190,11 +190,11 @@ def _changed_pages(first_page: int, count: int) -> NDArray[np.intp] | None:
 def new_region(size: int) -> int:
     """Return the file descriptor of new memory of `size` bytes, which no process can make longer or shorter.
 
-    The system gives all of its pages now, so that none can be missing where it is written. They count to the control
-    group of this process.
+    The system allocates all of its pages now, and charges them to the control group of this process: no write to it
+    can fail later.
 
     Raises:
-        OSError: the system has no file descriptors, or not that much memory, left.
+        OSError: the system lacks file descriptors, or memory.
     """
     fd = os.memfd_create("tq_service", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
@@ -209,7 +209,7 @@ def new_region(size: int) -> int:
 
 def free_pages(memory: mmap.mmap) -> None:
     """Give the pages of a region that is mapped writable back to the system, whoever else maps it."""
-    # Python's own madvise lets no other thread run meanwhile: for 0.2 s of a region of 256 MiB.
+    # Python's own madvise keeps the GIL: for 0.2 s with a region of 256 MiB.
     whole = (ctypes.c_char * len(memory)).from_buffer(memory)
     _advise(ctypes.addressof(whole), len(memory), mmap.MADV_REMOVE)
 
@@ -236,7 +236,7 @@ def _placed(columns: Sequence[Column]) -> Iterator[memoryview]:
 
 
 def fill(target: Bytes, columns: Sequence[Column]) -> None:
-    """Copy columns into memory as `place_columns` says, in several threads where that is worth it."""
+    """Copy columns into memory as `place_columns` says, in several threads if they are large."""
     pieces = list(iter_frames(_placed(columns), _PIECE_BYTES, None))
     thread_count = min(len(pieces), _MOST_THREADS, len(os.sched_getaffinity(0)))
     targets = [target[number * _PIECE_BYTES :][:_PIECE_BYTES] for number in range(len(pieces))]
@@ -263,10 +263,10 @@ def _copy(target: Bytes, parts: Sequence[memoryview]) -> None:
 def write_sealed(columns: Sequence[Column]) -> int:
     """Return the file descriptor of new, sealed memory that has the columns as `place_columns` says.
 
-    It is filled by `write`, not through a mapping: where there is no memory left that is an error, and not a signal.
+    It is filled by `write`, not through a mapping: if memory runs out, that is an error and not a signal.
 
     Raises:
-        OSError: the system has no memory, or no file descriptors, left.
+        OSError: the system lacks memory or file descriptors.
     """
     fd = os.memfd_create("tq_service", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
@@ -290,7 +290,7 @@ def _seal(fd: int) -> None:
 
 
 def check_sealed(fd: int, size: int | None = None) -> None:
-    """Check that a file descriptor is memory that cannot change and that is there to be read.
+    """Check that a file descriptor is memory that is complete and cannot change.
 
     Args:
         fd: the file descriptor.

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Literal, Self, TypeVar
+from weakref import WeakValueDictionary
 
 import grpc
 from google.protobuf.message import Message
@@ -267,7 +268,7 @@ class AsyncBase:
         self._calls = AsyncCalls(self.address, self._credentials, self._namespace)
         self._background_calls = AsyncBackgroundCalls()
         self._placement = PlacementGrant()
-        self._allocations = Allocations()
+        self._allocations: Allocations = WeakValueDictionary()
         self._refused_lists: deque[str] = deque(maxlen=_MOST_REFUSALS)  # partitions, see `put`
         if "torch" in sys.modules:  # else `get_data` may never be called, and torch takes seconds as well
             import_tensordict()

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from tq_service.client._sync.calls import Base
-from tq_service.client.allocations import Allocation, column_shapes, ordinary
+from tq_service.client.allocations import Allocation, column_shapes, ordinary, take_allocation
 from tq_service.client.batch_meta import NAMED_AT_ONCE, BatchMeta, check_is_batch, in_parts, joined
 from tq_service.client.reads import to_batch
 from tq_service.client.requests import (
@@ -228,8 +228,10 @@ class SampleCalls(Base):
     def _put_where_placed(
         self, header: PutHeader, request: commit_pb2.CommitRequest, columns: Sequence[Column], deadline: Deadline
     ) -> commit_pb2.CommitResponse:
-        if (allocation := self._allocations.take(header, columns)) is not None:
-            return self._commit_put(allocation.header, allocation.allocated.put, request, deadline)
+        if self._allocations:
+            allocation = take_allocation(self._allocations, header.partition_id, columns)
+            if allocation is not None:
+                return self._commit_put(allocation.header, allocation.allocated.put, request, deadline)
         place = self._place(header, deadline)
         if place.embedded:
             if not header.HasField("commit"):
@@ -325,7 +327,7 @@ class SampleCalls(Base):
         if allocated is None:
             return to_batch(ordinary(shapes), row_count)
         allocation = Allocation(header, shapes, allocated)
-        self._allocations.add(allocation)
+        self._allocations[allocated.mapping.address] = allocation
         return to_batch(allocation.received(), row_count)
 
     def insert(

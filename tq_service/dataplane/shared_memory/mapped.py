@@ -1,8 +1,8 @@
-"""The memory of a session that a client has mapped, and what of it its arrays use.
+"""The memory of a session that a client has mapped, and the ranges that its arrays use.
 
-A region is mapped whole, once to write to it, and once or more to read it; mappings stay, with their page tables, for
-the next puts and gets. Arrays of a get are on private mappings, in ranges that no other get uses meanwhile: what a
-program writes to its arrays is in copies of pages that belong to that range. When the last array is gone, the copies
+A region is mapped once to write to it, and once or more to read it; mappings stay, with their page tables, for
+the next puts and gets. Arrays of a get are on private mappings, in ranges that no other get uses at the time: writes
+of a program to its arrays are in copies of pages of that range. When the last array is gone, the copies
 are dropped, and the lease of the get is released.
 """
 
@@ -37,10 +37,10 @@ class Pages(NamedTuple):
 
 
 class Lease:
-    """What one get has taken, until the last array on it is gone. That may be at any point of any thread: no locks.
+    """The regions of one get, until the last array on them is gone. That may be at any point of any thread: no locks.
 
-    A child that is forked meanwhile has the arrays too, and nobody knows when it is done with them: such a lease is not
-    released, and lasts until the session has ended in all processes.
+    A child that is forked during the lease has the arrays too, and nobody knows when it is done with them. So such a
+    lease is not released, and lasts until the session has ended in all processes.
 
     Args:
         release: called then, unless there was a fork.
@@ -69,7 +69,7 @@ class ReadMapping:
     """A private mapping of a memfd, and the ranges of it that are in use.
 
     Attributes:
-        mapping: where it is.
+        mapping: all of the memfd.
     """
 
     __slots__ = ("_used", "mapping")
@@ -114,9 +114,9 @@ class MappedRegions:
         self._regions: dict[int, _Region] = {}
 
     def for_writing(self, number: int) -> Mapping | None:
-        """Return the shared mapping of a region, None if there is none.
+        """Return the shared mapping of a region, None if it is not mapped.
 
-        Its address and size stay as they are as long as it is referenced, so that a device may know them.
+        Its address and size stay as they are as long as it is referenced: it may be registered with a device.
         """
         with self._lock:
             return self._region(number).for_writing
@@ -139,11 +139,11 @@ class MappedRegions:
         del dropped  # without the lock: the system takes 20 ms and more to unmap a GiB
 
     def begin_lease(self, offer_id: bytes) -> Lease:
-        """Return the lease of a get that is about to take what it is offered."""
+        """Return the lease of a get that is about to take an offer."""
         return Lease(partial(self._release, offer_id))
 
     def reuse(self, lease: Lease, number: int, pages: Pages) -> Mapping | None:
-        """Return a mapping of a region in which a lease may use a range from now on; None: it has to be mapped."""
+        """Return a mapping of a region, with a range that is the lease's from now on; None: it has to be mapped."""
         with self._lock:
             for each in self._region(number).for_reading:
                 if each.take(pages):
@@ -152,7 +152,7 @@ class MappedRegions:
         return None
 
     def map(self, lease: Lease, number: int, fd: int, pages: Pages) -> Mapping:
-        """Map memory for a lease, and keep the mapping for others where it is a region.
+        """Map memory for a lease, and keep the mapping of a region for later ones.
 
         Args:
             lease: uses the range from now on.

@@ -18,16 +18,14 @@ from __future__ import annotations
 import asyncio
 import errno
 import mmap
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic, Protocol, TypeAlias, TypeVar
+from typing import Any, ClassVar, Final, Generic, Protocol, TypeAlias, TypeVar
 
 from tq_service.errors import QuotaExceededError
-
-if TYPE_CHECKING:
-    from tq_service.storage.blobs.shared import SharedMemory
 
 RETRY_AFTER_SECONDS: Final = 1.0
 SMALL_BYTES: Final = 64 << 10
@@ -44,11 +42,62 @@ _TEMPORARY: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.E
 _HUGE_PAGES_FROM_BYTES: Final = 4 << 20
 _CLASSES_PER_DOUBLING: Final = 8
 _HALF_LIFE_SECONDS: Final = 2.5
+NO_FD: Final = -1
+"""In place of the file descriptor of memory that is closed, or has yet to come."""
+
 T = TypeVar("T")
 Buffer: TypeAlias = memoryview | bytes | bytearray
 Memory: TypeAlias = Buffer | mmap.mmap
 Span: TypeAlias = tuple[int, int]
 """Where bytes start in a blob, and how many they are."""
+
+
+class Session(Protocol):
+    """A session whose client may have mapped a region."""
+
+    def note_dropped(self, region: int) -> None:
+        """Take note that a region will not be used again."""
+
+
+class SharedMemory:
+    """Memory with a file descriptor, which clients may map to read it.
+
+    Args:
+        fd: belongs to this object.
+        size: of the memory, which is mapped later on, by `map`.
+
+    Attributes:
+        fd: as above.
+        memory: this process's mapping.
+        number: names a region; 0 for sealed memory.
+    """
+
+    __slots__ = ("fd", "memory", "number")
+
+    def __init__(self, fd: int, size: int) -> None:
+        self.fd = fd
+        self.number = 0
+        self.memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+    def sent_to(self, session: Session) -> None:
+        """Take note of a session that has its file descriptor; sealed memory is not kept mapped."""
+
+    def lease(self) -> None:
+        """Begin a lease of a client; sealed memory needs none, since its bytes never change."""
+
+    def end_lease(self, *, is_released: bool) -> None:
+        """End one; `is_released`: its client no longer uses the memory."""
+
+    def remove(self) -> None:
+        """Close and unmap it; the system frees the memory with its last mapping elsewhere."""
+        unmap(self.memory)
+        fd, self.fd = self.fd, NO_FD
+        if fd != NO_FD:
+            os.close(fd)
+
+    def __del__(self) -> None:
+        if getattr(self, "fd", NO_FD) != NO_FD:
+            os.close(self.fd)  # of a service that was stopped with its puts
 
 
 class Blob:

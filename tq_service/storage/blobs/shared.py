@@ -1,7 +1,7 @@
 """Blobs that clients of this host map: regions, which the service makes and uses again, and sealed memfds of clients.
 
-A region stays warm: its pages, and the page tables of the processes that map it, are there for the next put. It may be
-used again only where no process may still read or write the bytes that were in it, which sessions say by their leases:
+A region stays warm: the next put finds its pages, and the page tables of the processes that map it. It is used again
+only if no process may still read or write its bytes, for which sessions have leases:
 
     blob allocated -> region in use -> blob freed, no lease left ---------------------------------> pooled -> used again
                                     -> blob freed, leased -> last lease released ------------------> pooled, or dropped
@@ -14,22 +14,22 @@ from __future__ import annotations
 
 import itertools
 import math
-import mmap
-import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Final, Protocol
+from typing import Final
 from weakref import WeakSet
 
 from tq_service.storage.blobs.memory import (
     BACKGROUND,
+    NO_FD,
     UNMAPPED_IN_BACKGROUND_FROM_BYTES,
     Blob,
     BlobStore,
+    Session,
+    SharedMemory,
     ThreadedStore,
     no_memory,
     size_class,
-    unmap,
 )
 from tq_service.wire import shared_memory
 
@@ -37,59 +37,9 @@ _THREAD_COUNT: Final = 2
 # A step of reinforcement learning takes minutes and begins with an empty store: if regions were dropped meanwhile, it
 # would begin with new pages, which take 5 to 20 times as long to fill as those of before.
 _KEPT_SECONDS: Final = 300.0
-# Batches are of like size, not of the same: a region may be this much larger than what is asked for, and twice what is
-# used at a time is kept.
+# Sizes of batches vary: a region may be larger than requested by this factor, and twice the used bytes are kept.
 _MOST_SLACK: Final = 1.25
 _KEPT_SHARE: Final = 2
-_ENDED: Final = -1  # in place of a file descriptor
-
-
-class Session(Protocol):
-    """What may have mapped a region."""
-
-    def note_dropped(self, region: int) -> None:
-        """Take note that a region will not be used again."""
-
-
-class SharedMemory:
-    """Memory with a file descriptor, which clients may map to read it.
-
-    Args:
-        fd: belongs to this object.
-        size: of the memory, which is mapped later on, by `map`.
-
-    Attributes:
-        fd: as above.
-        memory: this process's mapping.
-        number: names a region; 0: it is none.
-    """
-
-    __slots__ = ("fd", "memory", "number")
-
-    def __init__(self, fd: int, size: int) -> None:
-        self.fd = fd
-        self.number = 0
-        self.memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-
-    def sent_to(self, session: Session) -> None:
-        """Take note of a session that has its file descriptor; sealed memory is not kept mapped."""
-
-    def lease(self) -> None:
-        """Begin a lease of a client; sealed memory needs none, since its bytes never change."""
-
-    def end_lease(self, *, is_released: bool) -> None:
-        """End one; `is_released`: the client has said that it does not use the memory any more."""
-
-    def remove(self) -> None:
-        """Close and unmap it; the system frees the memory with its last mapping elsewhere."""
-        unmap(self.memory)
-        fd, self.fd = self.fd, _ENDED
-        if fd != _ENDED:
-            os.close(fd)
-
-    def __del__(self) -> None:
-        if getattr(self, "fd", _ENDED) != _ENDED:
-            os.close(self.fd)  # of a service that was stopped with its puts
 
 
 class SharedBlob(Blob):
@@ -127,7 +77,7 @@ class Region(SharedMemory):
     """A memfd of this service, written by clients of its user.
 
     Args:
-        number: names it, and never another one of this instance.
+        number: names it; used once in this instance.
         capacity: bytes; a multiple of a page.
         on_unleased: called when its last lease has ended.
 
@@ -138,7 +88,7 @@ class Region(SharedMemory):
         pooled_at: when it was last pooled, in the seconds of its store.
 
     Raises:
-        OSError: the system has no memory for it.
+        OSError: the system lacks memory for it.
     """
 
     __slots__ = ("_on_unleased", "_sessions", "capacity", "is_fit", "lease_count", "pooled_at")
@@ -168,7 +118,7 @@ class Region(SharedMemory):
         self.lease_count += 1
 
     def end_lease(self, *, is_released: bool) -> None:
-        """End one; where the client did not release it, the region is not used again."""
+        """End one; if the client did not release it, the region is not used again."""
         self.lease_count -= 1
         self.is_fit &= is_released
         if not self.lease_count:
@@ -188,7 +138,7 @@ class RegionBlobs(ThreadedStore[Region], SharedStore):
     exceeded: then the one freed first is abandoned, and its memory belongs to its readers.
 
     Args:
-        max_bytes: most bytes of regions in use, where that can be kept by abandoning some; None: no bound.
+        max_bytes: bytes of regions in use from which on some are abandoned; None: none are.
     """
 
     def __init__(self, max_bytes: int | None = None) -> None:
@@ -196,7 +146,7 @@ class RegionBlobs(ThreadedStore[Region], SharedStore):
         self._max_bytes = math.inf if max_bytes is None else max_bytes
         self._numbers = itertools.count(1)
         self._seconds = 0.0  # since it began, as `trim` counts them
-        self._freed: dict[Region, None] = {}  # those still leased, in the order in which their blobs were freed
+        self._freed: dict[Region, None] = {}  # still leased; the blob freed first comes first
         self._in_use: set[Region] = set()
         self._executor = ThreadPoolExecutor(_THREAD_COUNT, thread_name_prefix="tq-region")
 
@@ -254,7 +204,7 @@ class RegionBlobs(ThreadedStore[Region], SharedStore):
         super().recycle(backing, capacity)
 
     def trim(self, elapsed_seconds: float) -> None:
-        """Drop the regions that no put has needed for some minutes; the mark is at what is left."""
+        """Drop the regions that no put has needed for some minutes; the mark sinks to the rest."""
         self._seconds += elapsed_seconds
         for capacity, pooled in list(self._pool.items()):
             due = sum(each.pooled_at <= self._seconds - _KEPT_SECONDS for each in pooled)  # the last one is used first
@@ -305,7 +255,7 @@ class MemfdBlob(SharedBlob):
     def read_into(self, target: memoryview, start: int) -> None:
         """Copy bytes from `start` on into `target`, see `Blob.read_into`.
 
-        The system copies them from the memfd: reading them where it is mapped costs a page fault for every few pages.
+        The system copies them from the memfd: a read through the mapping costs a page fault for every few pages.
         """
         shared_memory.read_into(self.backing.fd, target, start)
 
@@ -315,7 +265,7 @@ class MemfdBlobs(SharedStore):
 
     async def allocate(self, size: int) -> MemfdBlob:
         try:
-            backing = SharedMemory(_ENDED, max(size, 1))
+            backing = SharedMemory(NO_FD, max(size, 1))
         except (OSError, MemoryError) as error:
             raise no_memory(size, error) from error
         self.blob_count += 1

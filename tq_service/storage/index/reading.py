@@ -26,8 +26,7 @@ from numpy.typing import NDArray
 
 from tq_service.errors import InvalidArgumentError, PutNotFoundError, TqError
 from tq_service.schema import FieldSpec, check_passed_on
-from tq_service.storage.blobs.memory import Blob
-from tq_service.storage.blobs.shared import SharedMemory
+from tq_service.storage.blobs.memory import Blob, SharedMemory
 from tq_service.storage.index.put import PutCells, Rows, RowSet, StoredColumn, StoredPut
 from tq_service.v1.storage_service_pb2 import SharedColumn
 from tq_service.wire.columns import (
