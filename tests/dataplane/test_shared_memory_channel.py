@@ -11,15 +11,26 @@ import numpy as np
 import pytest
 from open_files import open_files
 
-from tq_service.dataplane.shared_memory import messages
+from tq_service.dataplane.shared_memory import client as client_side
+from tq_service.dataplane.shared_memory import mapped, messages
 from tq_service.dataplane.shared_memory import server as server_side
 from tq_service.dataplane.shared_memory import server as shared_memory_session
 from tq_service.dataplane.shared_memory.client import FdChannel
 from tq_service.dataplane.shared_memory.server import SharedMemoryServer
 from tq_service.errors import UnavailableError
-from tq_service.internal.v1.shared_memory_pb2 import Hello, ReceiveFds, SendFds, SharedMemoryAnswer, SharedMemoryRequest
+from tq_service.internal.v1.shared_memory_pb2 import (
+    Filled,
+    Hello,
+    Release,
+    SendFd,
+    SharedMemoryAnswer,
+    SharedMemoryRequest,
+    TakeMemory,
+)
+from tq_service.v1.storage_service_pb2 import RegionOffer
 from tq_service.wire import shared_memory
 from tq_service.wire.encoding import encode_columns
+from tq_service.wire.shared_memory import Mapping
 
 pytestmark = pytest.mark.skipif(not shared_memory.is_supported(), reason="sealed memfds are there on Linux only")
 
@@ -74,10 +85,10 @@ async def settled(condition):
 
 async def test_fds_reach_the_put_that_waits_for_it(server):
     client = await connect(server)
-    with server.session(client.session_id).awaiting(PUT) as take_fds:
-        await asyncio.to_thread(client.send_fds, PUT, COLUMNS)
-        (fd,) = take_fds()
-    values = shared_memory.map_private([(fd, 0, COLUMNS[0].value_bytes)]).view(np.int64)
+    with server.session(client.session_id).awaiting(PUT) as take_fd:
+        await asyncio.to_thread(client.send_sealed, PUT, COLUMNS)
+        fd = take_fd()
+    values = Mapping(fd, is_shared=False).array(0, COLUMNS[0].value_bytes).view(np.int64)
     assert np.array_equal(values, np.arange(1 << 16))
     os.close(fd)
 
@@ -87,9 +98,9 @@ async def test_fds_that_no_put_waits_for_are_refused_and_closed(server):
     session = server.session(client.session_id)
     before = open_files()
     with pytest.raises(UnavailableError, match="no put waits"):
-        await asyncio.to_thread(client.send_fds, PUT, COLUMNS)
+        await asyncio.to_thread(client.send_sealed, PUT, COLUMNS)
     with session.awaiting(b"q" * 16), pytest.raises(UnavailableError, match="no put waits"):
-        await asyncio.to_thread(client.send_fds, PUT, COLUMNS)
+        await asyncio.to_thread(client.send_sealed, PUT, COLUMNS)
     assert open_files() <= before
 
 
@@ -97,98 +108,241 @@ async def test_a_second_send_fds_of_one_put_is_refused(server):
     client = await connect(server)
     before = open_files()
     with server.session(client.session_id).awaiting(PUT):
-        await asyncio.to_thread(client.send_fds, PUT, COLUMNS)
+        await asyncio.to_thread(client.send_sealed, PUT, COLUMNS)
         with pytest.raises(UnavailableError, match="no put waits"):
-            await asyncio.to_thread(client.send_fds, PUT, COLUMNS)
+            await asyncio.to_thread(client.send_sealed, PUT, COLUMNS)
     assert open_files() <= before
 
 
 async def test_another_session_cannot_send_fds_for_a_put(server):
     owner, stranger = await connect(server), await connect(server)
-    with server.session(owner.session_id).awaiting(PUT) as take_fds:
+    with server.session(owner.session_id).awaiting(PUT) as take_fd:
         with pytest.raises(UnavailableError, match="no put waits"):
-            await asyncio.to_thread(stranger.send_fds, PUT, COLUMNS)
+            await asyncio.to_thread(stranger.send_sealed, PUT, COLUMNS)
         with pytest.raises(UnavailableError, match="not sent"):
-            take_fds()
+            take_fd()
 
 
 async def test_fds_that_are_not_taken_are_closed(server):
     client = await connect(server)
     before = open_files()
     with server.session(client.session_id).awaiting(PUT):
-        await asyncio.to_thread(client.send_fds, PUT, COLUMNS)
+        await asyncio.to_thread(client.send_sealed, PUT, COLUMNS)
         assert open_files() > before
     assert open_files() <= before
 
 
+class Memory:
+    """What may be offered, and how its leases have ended."""
+
+    def __init__(self, number=1):
+        self.fd = os.memfd_create("part")
+        os.ftruncate(self.fd, 1 << 20)
+        self.number = number
+        self.lease_count = 0
+        self.ends = []
+
+    def sent_to(self, session):
+        self.sessions = [*getattr(self, "sessions", []), session]
+
+    def lease(self):
+        self.lease_count += 1
+
+    def end_lease(self, *, is_released):
+        self.lease_count -= 1
+        self.ends.append(is_released)
+
+    def __del__(self):
+        os.close(self.fd)
+
+
 @pytest.mark.parametrize("count", [1, 3, 128, 129, 300])
-async def test_offered_memory_is_collected_in_order(server, count):
+async def test_offered_memory_is_taken_in_order(server, count):
     client = await connect(server)
-    paths = [os.memfd_create(f"part-{number}") for number in range(count)]
-    with closing(server.session(client.session_id).offer(paths)) as offer:
-        fds = await asyncio.to_thread(client.receive_fds, offer.offer_id, count)
+    memories = [Memory() for _ in range(count)]
+    with closing(server.session(client.session_id).offer(memories)) as offer:
+        fds = await asyncio.to_thread(client.take, offer.offer_id, range(count))
         await asyncio.wait_for(offer.wait(), 10)
-    assert [os.fstat(fd).st_ino for fd in fds] == [os.fstat(fd).st_ino for fd in paths]
+    assert [os.fstat(fd).st_ino for fd in fds] == [os.fstat(each.fd).st_ino for each in memories]
     assert len({os.fstat(fd).st_ino for fd in fds}) == count
-    shared_memory.close_all(fds + paths)
+    assert all(each.lease_count == 1 for each in memories)
+    shared_memory.close_all(fds)
 
 
-async def test_only_the_session_of_the_get_collects_and_only_while_it_lasts(server):
+@pytest.mark.parametrize("indexes", [[], [2], [2, 0]])
+async def test_only_the_file_descriptors_that_are_needed_are_sent(server, indexes):
+    client = await connect(server)
+    memories = [Memory() for _ in range(3)]
+    offer = server.session(client.session_id).offer(memories)
+    fds = await asyncio.to_thread(client.take, offer.offer_id, indexes)
+    assert [os.fstat(fd).st_ino for fd in fds] == [os.fstat(memories[index].fd).st_ino for index in indexes]
+    await asyncio.wait_for(offer.wait(), 10)
+    assert [each.lease_count for each in memories] == [1, 1, 1]
+    shared_memory.close_all(fds)
+
+
+@pytest.mark.parametrize("indexes", [[3], [0] * 129])
+async def test_memory_that_is_not_offered_ends_the_session(server, indexes):
+    with raw(server) as connection:
+        assert await ask(connection, SharedMemoryRequest(hello=Hello(boot_id=BOOT))) == "hello"
+        session = next(iter(server._sessions.values()))
+        memory = Memory()
+        with closing(session.offer([memory] * 3)) as offer:
+            take = TakeMemory(offer_id=offer.offer_id, indexes=indexes, is_last=True)
+            assert await ask(connection, SharedMemoryRequest(take_memory=take)) is None
+        assert memory.ends == []
+
+
+async def test_only_the_session_of_the_call_takes_and_only_while_it_is_offered(server):
     owner, stranger = await connect(server), await connect(server)
-    fd = os.memfd_create("part")
+    memory = Memory()
     before = open_files()
     session = server.session(owner.session_id)
-    with closing(session.offer([fd])) as offer, pytest.raises(UnavailableError, match="no get of this session"):
-        await asyncio.to_thread(stranger.receive_fds, offer.offer_id, 1)
-    with pytest.raises(UnavailableError, match="no get of this session"):
-        await asyncio.to_thread(owner.receive_fds, offer.offer_id, 1)
+    with closing(session.offer([memory])) as offer, pytest.raises(UnavailableError, match="no put or get"):
+        await asyncio.to_thread(stranger.take, offer.offer_id, [0])
+    with pytest.raises(UnavailableError, match="no put or get"):
+        await asyncio.to_thread(owner.take, offer.offer_id, [0])
+    assert memory.ends == []
     assert open_files() <= before
-    os.close(fd)
 
 
 async def test_an_offer_ends_when_its_client_is_gone(server):
     client = await connect(server)
     session = server.session(client.session_id)
-    with closing(session.offer([0])) as offer:
+    with closing(session.offer([Memory()])) as offer:
         client.close()
         await asyncio.wait_for(offer.wait(), 10)
-    with closing(session.offer([0])) as offer:
+    with closing(session.offer([Memory()])) as offer:
         await asyncio.wait_for(offer.wait(), 10)
     assert server.session(client.session_id) is None
 
 
-async def test_what_is_lent_is_ended_when_all_was_collected(server):
+async def test_an_offer_without_a_call_ends_when_it_is_taken(server):
     client = await connect(server)
-    fds = [os.memfd_create(f"part-{number}") for number in range(200)]
+    memories = [Memory() for _ in range(200)]
     ended = []
-    offer = server.session(client.session_id).lease(fds, lambda: ended.append(True))
+    offer = server.session(client.session_id).offer_for_a_while(memories, lambda: ended.append(True))
     assert not ended
-    received = await asyncio.to_thread(client.receive_fds, offer.offer_id, len(fds))
+    received = await asyncio.to_thread(client.take, offer.offer_id, range(200))
     await settled(lambda: ended == [True])
-    with pytest.raises(UnavailableError, match="no get of this session"):
-        await asyncio.to_thread(client.receive_fds, offer.offer_id, 1)
-    shared_memory.close_all([*fds, *received])
+    with pytest.raises(UnavailableError, match="no put or get"):
+        await asyncio.to_thread(client.take, offer.offer_id, [0])
+    shared_memory.close_all(received)
 
 
-async def test_what_is_lent_is_ended_in_time(server, monkeypatch):
-    monkeypatch.setattr(shared_memory_session, "_LEASE_SECONDS", 0.01)
+async def test_an_offer_without_a_call_ends_in_time(server, monkeypatch):
+    monkeypatch.setattr(shared_memory_session, "_OFFER_SECONDS", 0.01)
     client = await connect(server)
     ended = []
-    offer = server.session(client.session_id).lease([0], lambda: ended.append(True))
+    offer = server.session(client.session_id).offer_for_a_while([Memory()], lambda: ended.append(True))
     await settled(lambda: ended == [True])
-    with pytest.raises(UnavailableError, match="no get of this session"):
-        await asyncio.to_thread(client.receive_fds, offer.offer_id, 1)
+    with pytest.raises(UnavailableError, match="no put or get"):
+        await asyncio.to_thread(client.take, offer.offer_id, [0])
 
 
-async def test_what_is_lent_is_ended_with_the_session(server):
+async def test_an_offer_without_a_call_ends_with_the_session(server):
     client = await connect(server)
     session = server.session(client.session_id)
     ended = []
-    session.lease([0], lambda: ended.append("before"))
+    session.offer_for_a_while([Memory()], lambda: ended.append("before"))
     client.close()
     await settled(lambda: ended == ["before"])
-    session.lease([0], lambda: ended.append("after"))
+    session.offer_for_a_while([Memory()], lambda: ended.append("after"))
     assert ended == ["before", "after"]
+
+
+async def test_a_lease_lasts_until_it_is_released(server):
+    client = await connect(server)
+    memory = Memory()
+    offer = server.session(client.session_id).offer([memory])
+    await asyncio.to_thread(client.take, offer.offer_id, [])
+    await asyncio.wait_for(offer.wait(), 10)
+    lease = client.regions.begin_lease(offer.offer_id)
+    assert memory.ends == []
+    del lease
+    await settled(lambda: memory.ends == [True])
+    client.close()
+    assert memory.ends == [True]
+
+
+async def test_a_lease_that_is_not_released_ends_with_the_session(server):
+    client = await connect(server)
+    memory = Memory()
+    offer = server.session(client.session_id).offer([memory])
+    await asyncio.to_thread(client.take, offer.offer_id, [])
+    client.close()
+    await settled(lambda: memory.ends == [False])
+    client.regions.begin_lease(offer.offer_id)  # an array that ends later harms nobody
+    assert memory.ends == [False]
+
+
+async def test_a_fork_keeps_the_leases_of_its_time(server):
+    client = await connect(server)
+    old, new = Memory(), Memory()
+    session = server.session(client.session_id)
+    leases = []
+    for memory in (old, new):
+        offer = session.offer([memory])
+        await asyncio.to_thread(client.take, offer.offer_id, [])
+        leases.append(client.regions.begin_lease(offer.offer_id))
+        if memory is old:
+            mapped._note_fork()
+    leases.clear()
+    await settled(lambda: new.ends == [True])
+    assert old.ends == []
+    client.close()
+    await settled(lambda: old.ends == [False])
+
+
+@pytest.mark.parametrize("size", [1 << 16, 48 << 20])
+async def test_a_region_is_filled_once_mapped_and_released(server, size):
+    client = await connect(server)
+    columns = encode_columns({"x": np.arange(size // 8)})
+    memory = Memory(number=7)
+    os.ftruncate(memory.fd, size)
+    session = server.session(client.session_id)
+    for _ in range(2):
+        offer = session.offer([memory])
+        assert not offer.is_filled
+        await asyncio.to_thread(client.fill, RegionOffer(offer_id=offer.offer_id, region=7), columns)
+        assert offer.is_filled
+    assert memory.ends == [True, True]
+    assert os.pread(memory.fd, size, 0) == np.arange(size // 8).tobytes()
+    with pytest.raises(UnavailableError, match="not taken"):
+        await asyncio.to_thread(client._exchange, SharedMemoryRequest(filled=Filled(offer_id=offer.offer_id)))
+
+
+async def test_a_region_that_cannot_be_filled_is_released(server, monkeypatch):
+    def fail(*_):
+        raise MemoryError
+
+    monkeypatch.setattr(shared_memory, "fill", fail)
+    client = await connect(server)
+    memory = Memory()
+    offer = server.session(client.session_id).offer([memory])
+    with pytest.raises(MemoryError):
+        await asyncio.to_thread(client.fill, RegionOffer(offer_id=offer.offer_id, region=1), COLUMNS)
+    await settled(lambda: memory.ends == [True])
+    assert not offer.is_filled
+
+
+async def test_releases_that_the_connection_cannot_take_are_sent_later(server):
+    client = await connect(server)
+    memories = [Memory() for _ in range(3)]
+    session = server.session(client.session_id)
+    offers = [session.offer([memory]) for memory in memories]
+    for offer in offers:
+        await asyncio.to_thread(client.take, offer.offer_id, [])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(client_side.messages, "send", _block)
+        for offer in offers[:2]:
+            client.regions.begin_lease(offer.offer_id)
+    client.regions.begin_lease(offers[2].offer_id)
+    await settled(lambda: all(memory.ends == [True] for memory in memories))
+
+
+def _block(*_):
+    raise BlockingIOError
 
 
 async def test_another_life_of_the_service_is_refused(server):
@@ -200,12 +354,14 @@ async def test_another_life_of_the_service_is_refused(server):
     "packet",
     [
         b"\xff\xff\xff",
-        SharedMemoryRequest(send_fds=SendFds(put_id=PUT)).SerializeToString(),
-        SharedMemoryRequest(receive_fds=ReceiveFds(offer_id=PUT)).SerializeToString(),
+        SharedMemoryRequest(send_fd=SendFd(put_id=PUT)).SerializeToString(),
+        SharedMemoryRequest(take_memory=TakeMemory(offer_id=PUT)).SerializeToString(),
         SharedMemoryRequest(hello=Hello(boot_id=bytes(5000))).SerializeToString(),
-        b"\x22\x00",
+        SharedMemoryRequest(filled=Filled(offer_id=PUT)).SerializeToString(),
+        SharedMemoryRequest(release=Release(offer_ids=[PUT])).SerializeToString(),
+        b"\x7a\x00",
     ],
-    ids=["garbage", "deposit", "collection", "too long", "unknown"],
+    ids=["garbage", "memory", "offer", "too long", "filled", "release", "unknown"],
 )
 async def test_who_does_not_greet_is_cut_off(server, packet):
     before = open_files()
@@ -220,10 +376,10 @@ async def test_send_fds_without_file_descriptors_is_refused(server):
     with raw(server) as connection:
         assert await ask(connection, SharedMemoryRequest(hello=Hello(boot_id=BOOT))) == "hello"
         session = next(iter(server._sessions.values()))
-        with session.awaiting(PUT) as take_fds:
-            assert await ask(connection, SharedMemoryRequest(send_fds=SendFds(put_id=PUT))) == "refusal"
+        with session.awaiting(PUT) as take_fd:
+            assert await ask(connection, SharedMemoryRequest(send_fd=SendFd(put_id=PUT))) == "refusal"
             with pytest.raises(UnavailableError, match="not sent"):
-                take_fds()
+                take_fd()
 
 
 async def test_too_many_sessions_are_refused_the_others_served(server, monkeypatch):
@@ -302,7 +458,7 @@ async def test_closing_ends_the_sessions(server):
     client = await connect(server)
     server.close()
     with pytest.raises(UnavailableError, match="has ended"):
-        await asyncio.to_thread(client.receive_fds, b"o" * 16, 1)
+        await asyncio.to_thread(client.take, b"o" * 16, [0])
 
 
 async def test_threads_share_a_session(server):
@@ -311,31 +467,28 @@ async def test_threads_share_a_session(server):
     session = server.session(client.session_id)
     with_all = [session.awaiting(put_id) for put_id in put_ids]
     pending = [each.__enter__() for each in with_all]
-    threads = [threading.Thread(target=client.send_fds, args=(put_id, COLUMNS)) for put_id in put_ids]
+    threads = [threading.Thread(target=client.send_sealed, args=(put_id, COLUMNS)) for put_id in put_ids]
     for thread in threads:
         thread.start()
     await asyncio.to_thread(lambda: [thread.join() for thread in threads])
-    taken = [take_fds() for take_fds in pending]
+    taken = [take_fd() for take_fd in pending]
     for each in with_all:
         each.__exit__(None, None, None)
-    sizes = [[os.fstat(fd).st_size for fd in fds] for fds in taken]
-    for fds in taken:
-        shared_memory.close_all(fds)
-    assert all(len(each) == len(COLUMNS) and all(each) for each in sizes)
-    assert len({fd for fds in taken for fd in fds}) == sum(map(len, taken))
+    sizes = [os.fstat(fd).st_size for fd in taken]
+    shared_memory.close_all(taken)
+    assert all(sizes)
+    assert len(set(taken)) == len(put_ids)
 
 
 async def test_what_nobody_collects_is_ended_soon_after_the_drain_began(server, monkeypatch):
     monkeypatch.setattr(server_side, "_DRAIN_SECONDS", 0.0)
     client = await connect(server)
-    fds = shared_memory.write_columns(COLUMNS)
-    with closing(server.session(client.session_id).offer(fds)) as offer:
+    with closing(server.session(client.session_id).offer([Memory()])) as offer:
         server.drain()
         async with asyncio.timeout(20):
             await offer.wait()
         with pytest.raises(UnavailableError, match="over"):
-            await asyncio.to_thread(client.receive_fds, offer.offer_id, len(fds))
-    shared_memory.close_all(fds)
+            await asyncio.to_thread(client.take, offer.offer_id, [0])
 
 
 class ClosedAfterALook(socket.socket):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import multiprocessing
 import os
@@ -21,12 +22,24 @@ from live_server import AnyClient, LiveServer, StartServer
 
 import tq_service as tq
 from tq_service.dataplane.receiving import AnswerSizes
+from tq_service.dataplane.shared_memory import mapped
+from tq_service.dataplane.shared_memory import server as server_side
 from tq_service.dataplane.shared_memory.client import FdChannel
 from tq_service.errors import UnavailableError
+from tq_service.storage.blobs.memory import BACKGROUND
 from tq_service.testing import ServiceProcess
-from tq_service.v1.storage_service_pb2 import PutHeader, PutResponse
+from tq_service.v1.storage_service_pb2 import PutHeader, PutResponse, RegionOffer
 from tq_service.wire import shared_memory
-from tq_service.wire.columns import SEND_AS_FDS, SEND_AS_FRAMES, SEND_AS_KEY, Column, encode_header, encode_part
+from tq_service.wire.columns import (
+    REGION_KEY,
+    SEND_AS_FD,
+    SEND_AS_FRAMES,
+    SEND_AS_KEY,
+    SEND_AS_REGION,
+    Column,
+    encode_header,
+    encode_part,
+)
 from tq_service.wire.encoding import encode_columns
 
 pytestmark = pytest.mark.skipif(not shared_memory.is_supported(), reason="sealed memfds are there on Linux only")
@@ -72,6 +85,21 @@ def memory_in_use() -> set[int]:
     return inodes
 
 
+def given_back(*clients: Any) -> None:
+    """Have clients end and what their service holds for reuse dropped."""
+    *real, server = clients
+    for client in real:
+        client.close()
+    gc.collect()
+    server.settle()
+    server.loop.run(_trim(server.app.storage.engine))
+
+
+async def _trim(engine: Any) -> None:
+    engine.regions.trim(1e9)
+    await asyncio.to_thread(BACKGROUND.submit(int).result)
+
+
 def assert_rows(batch: Any, rows: list[int]) -> None:
     assert torch.equal(batch["logits"], DATA["logits"][rows])  # type: ignore[index]
     assert torch.equal(batch["reward"], DATA["reward"][rows])  # type: ignore[index]
@@ -79,20 +107,18 @@ def assert_rows(batch: Any, rows: list[int]) -> None:
     assert all(torch.equal(got, DATA["tokens"][row]) for got, row in zip(batch["tokens"].unbind(), rows, strict=True))
 
 
-@pytest.fixture(params=[1, 20])
-def memfds_of_a_put(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """How many memfds DATA takes."""
-    count: int = request.param
-    if count > 1:
-        size = shared_memory.place_columns(column.value_bytes for column in encode_columns(DATA))[1]
-        monkeypatch.setattr(shared_memory, "_GRAIN_BYTES", 4096)
-        monkeypatch.setattr(shared_memory, "_SEGMENT_BYTES", -(-size // count // 4096) * 4096)
-    return count
+@pytest.fixture(autouse=True, params=["own user", "another user"])
+def user(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Of the clients, as the service sees it."""
+    kind: str = request.param
+    if kind == "another user":
+        monkeypatch.setattr(server_side, "peer_uid", lambda _: os.geteuid() + 1)
+    return kind
 
 
-def test_a_put_is_handed_over_and_mapped(client: AnyClient, twin: AnyClient, memfds_of_a_put: int) -> None:
+def test_a_put_is_mapped_by_all(client: AnyClient, twin: AnyClient) -> None:
     meta = client.put(DATA, partition_id="p")
-    assert shared_memory_count(client) == memfds_of_a_put
+    assert shared_memory_count(client) == 1
     for reader in (client, twin):
         batch = reader.get_data(meta)
         assert_rows(batch, list(range(ROWS)))
@@ -101,7 +127,6 @@ def test_a_put_is_handed_over_and_mapped(client: AnyClient, twin: AnyClient, mem
         assert batch["logits"].data_ptr() % 64 == 0
 
 
-@pytest.mark.usefixtures("memfds_of_a_put")
 def test_a_part_of_it_is_mapped_too_and_scattered_rows_are_copied(client: AnyClient) -> None:
     meta = client.put(DATA, partition_id="p")
     batch = client.get_data(meta.select_samples(list(range(100, 300))))
@@ -113,17 +138,16 @@ def test_a_part_of_it_is_mapped_too_and_scattered_rows_are_copied(client: AnyCli
     assert not is_mapped(scattered["logits"])
 
 
-def test_rows_of_several_puts_some_of_them_sent(client: AnyClient, memfds_of_a_put: int) -> None:
+def test_rows_of_several_puts_some_of_them_sent(client: AnyClient) -> None:
     metas = [client.put(DATA, partition_id="p") for _ in range(3)]
     metas.append(client.put({name: values[:9] for name, values in DATA.items()}, partition_id="p"))
-    assert shared_memory_count(client) == 3 * memfds_of_a_put
+    assert shared_memory_count(client) == 3
     batch = client.get_data(metas[0].concat([metas[0], metas[2], metas[3], metas[1]]))
     assert_rows(batch, [*range(ROWS), *range(ROWS), *range(9), *range(ROWS)])
     batch = client.get_data(metas[0].concat([metas[2], metas[0]]))
     assert_rows(batch, [*range(ROWS), *range(ROWS)])
 
 
-@pytest.mark.usefixtures("memfds_of_a_put")
 def test_an_operation_in_place_changes_nobody_elses_tensors(client: AnyClient, twin: AnyClient) -> None:
     meta = client.put(DATA, partition_id="p")
     mine, other = client.get_data(meta), twin.get_data(meta)
@@ -143,7 +167,6 @@ def test_what_was_read_outlives_the_partition_and_is_not_counted(client: AnyClie
     assert_rows(batch, list(range(ROWS)))
 
 
-@pytest.mark.usefixtures("memfds_of_a_put")
 def test_nothing_is_left_open(client: AnyClient, twin: AnyClient, server: LiveServer) -> None:
     def once() -> None:
         meta = client.put(DATA, partition_id="p")
@@ -154,7 +177,7 @@ def test_nothing_is_left_open(client: AnyClient, twin: AnyClient, server: LiveSe
     before = memory_in_use()
     for _ in range(5):
         once()
-    server.settle()
+    given_back(client, twin, server)
     assert not memory_in_use() - before
 
 
@@ -215,14 +238,17 @@ def test_the_directory_may_be_mounted_elsewhere(
 def test_no_memory_is_taken_before_there_is_capacity(
     client_kind: Any, start_server: StartServer, monkeypatch: Any
 ) -> None:
-    written = []
-    write = shared_memory.write_columns
+    written: list[int] = []
 
-    def note(columns: Any) -> int:
-        written.append(sum(column.value_bytes for column in columns))
-        return write(columns)
+    def noting(write: Any) -> Any:
+        def note(*args: Any) -> Any:
+            written.append(sum(column.value_bytes for column in args[-1]))
+            return write(*args)
 
-    monkeypatch.setattr(shared_memory, "write_columns", note)
+        return note
+
+    for name in ("fill", "write_sealed"):
+        monkeypatch.setattr(shared_memory, name, noting(getattr(shared_memory, name)))
     server = start_server(max_bytes=8 << 20)
     client, waiting = server.client(client_kind), server.client(client_kind)
     block = {"x": torch.zeros(5, 1 << 18)}
@@ -239,11 +265,12 @@ def test_no_memory_is_taken_before_there_is_capacity(
 
 
 def test_without_memory_or_a_session_the_bytes_are_sent(client: AnyClient, monkeypatch: Any) -> None:
-    def fail(*_: Any) -> None:
+    def fail(*_: Any, **__: Any) -> None:
         raise OSError("no memory left")
 
     with monkeypatch.context() as patch:
-        patch.setattr(shared_memory, "write_columns", fail)
+        patch.setattr(shared_memory, "write_sealed", fail)
+        patch.setattr(mapped, "Mapping", fail)
         meta = client.put(DATA, partition_id="p")
     assert shared_memory_count(client) == 0
     assert_rows(client.get_data(meta), list(range(ROWS)))
@@ -252,10 +279,10 @@ def test_without_memory_or_a_session_the_bytes_are_sent(client: AnyClient, monke
 def test_a_get_whose_memory_cannot_be_taken_is_sent(client: AnyClient, monkeypatch: Any) -> None:
     meta = client.put(DATA, partition_id="p")
 
-    def fail(*_: Any) -> None:
+    def fail(*_: Any, **__: Any) -> None:
         raise OSError("too many open files")
 
-    monkeypatch.setattr(shared_memory, "map_private", fail)
+    monkeypatch.setattr(mapped, "Mapping", fail)
     batch = client.get_data(meta)
     assert_rows(batch, list(range(ROWS)))
     assert not is_mapped(batch["logits"])
@@ -313,14 +340,14 @@ def test_what_was_cleared_while_it_is_received_is_got_whole(
     if gets == "streamed":
         monkeypatch.setattr(AnswerSizes, "expected_bytes", lambda *_: 1 << 40)
     meta = client.put(DATA, partition_id="p")
-    collect = FdChannel.receive_fds
+    take = FdChannel.take
 
-    def clear_first(self: FdChannel, offer_id: bytes, count: int) -> list[int]:
+    def clear_first(self: FdChannel, offer_id: bytes, indexes: Any) -> list[int]:
         if threading.current_thread() is not threading.main_thread() or client.kind == "sync":
             tq.Client(twin.real.address).clear_partition("p")
-        return collect(self, offer_id, count)
+        return take(self, offer_id, indexes)
 
-    monkeypatch.setattr(FdChannel, "receive_fds", clear_first)
+    monkeypatch.setattr(FdChannel, "take", clear_first)
     assert_rows(client.get_data(meta), list(range(ROWS)))
     assert client.storage_stat().used_bytes == 0
 
@@ -353,6 +380,7 @@ class RawPut:
 
     def __init__(self, server: LiveServer, header: PutHeader) -> None:
         self._messages: SimpleQueue[Any] = SimpleQueue()
+        self._put_id = header.put_id
         put = server.channel.stream_unary(
             "/tq_service.v1.StorageService/Put",
             request_serializer=encode_part,
@@ -360,7 +388,16 @@ class RawPut:
         )
         self._call = put.future(iter(self._messages.get, None), timeout=10)
         self.send(header)
-        self.send_as = dict(self._call.initial_metadata()).get(SEND_AS_KEY)
+        metadata = dict(self._call.initial_metadata())
+        self.send_as = metadata.get(SEND_AS_KEY)
+        self.region = RegionOffer.FromString(metadata[REGION_KEY]) if self.send_as == SEND_AS_REGION else None
+
+    def share(self, session: FdChannel, columns: list[Column]) -> None:
+        """Fill its region, or send sealed memory, as the service says."""
+        if self.region is None:
+            session.send_sealed(self._put_id, columns)
+        else:
+            session.fill(self.region, columns)
 
     def send(self, message: Any) -> None:
         self._messages.put(message)
@@ -384,9 +421,9 @@ def used_bytes(server: LiveServer) -> int:
     return used
 
 
-def test_a_put_that_ends_before_its_fds_have_come(server: LiveServer, session: FdChannel) -> None:
+def test_a_put_that_ends_before_its_bytes_have_come(server: LiveServer, session: FdChannel, user: str) -> None:
     put = RawPut(server, header_of(COLUMNS, session.session_id))
-    assert put.send_as == SEND_AS_FDS
+    assert put.send_as == (SEND_AS_REGION if user == "own user" else SEND_AS_FD)
     with pytest.raises(grpc.RpcError) as failure:
         put.end()
     assert failure.value.code() is grpc.StatusCode.UNAVAILABLE
@@ -394,22 +431,26 @@ def test_a_put_that_ends_before_its_fds_have_come(server: LiveServer, session: F
 
 
 @pytest.mark.parametrize("wrong", ["frames", "another size", "frames after them"])
-def test_other_than_announced(wrong: str, server: LiveServer, session: FdChannel) -> None:
+def test_other_than_announced(wrong: str, server: LiveServer, session: FdChannel, user: str) -> None:
+    if (wrong, user) == ("another size", "own user"):
+        pytest.skip("the size of a region is the service's")
     header = header_of(COLUMNS, session.session_id)
     before = memory_in_use()
     put = RawPut(server, header)
     if wrong == "frames":
         put.send([bytes(100)])
     elif wrong == "another size":
-        session.send_fds(header.put_id, encode_columns({"x": np.arange(10)}))
+        put.share(session, encode_columns({"x": np.arange(10)}))
     else:
-        session.send_fds(header.put_id, COLUMNS)
+        put.share(session, COLUMNS)
         put.send([bytes(100)])
     with pytest.raises(grpc.RpcError) as failure:
         put.end()
     assert failure.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert used_bytes(server) == 0
-    server.settle()
+    session.close()
+    session.regions = None  # type: ignore[assignment]
+    given_back(server)
     assert not memory_in_use() - before
 
 
@@ -418,20 +459,21 @@ def test_fds_for_a_put_without_a_session_are_refused(server: LiveServer, session
     put = RawPut(server, header)
     assert put.send_as == SEND_AS_FRAMES
     with pytest.raises(UnavailableError, match="no put waits"):
-        session.send_fds(header.put_id, COLUMNS)
+        session.send_sealed(header.put_id, COLUMNS)
     with pytest.raises(grpc.RpcError) as failure:
         put.end()
     assert failure.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert used_bytes(server) == 0
 
 
+@pytest.mark.parametrize("user", ["another user"], indirect=True)
 def test_memory_that_its_client_could_change_is_refused(
     server: LiveServer, session: FdChannel, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr(shared_memory, "_seal", lambda fd: None)
     header = header_of(COLUMNS, session.session_id)
     put = RawPut(server, header)
-    session.send_fds(header.put_id, COLUMNS)
+    put.share(session, COLUMNS)
     with pytest.raises(grpc.RpcError) as failure:
         put.end()
     assert failure.value.code() is grpc.StatusCode.INVALID_ARGUMENT
@@ -450,16 +492,21 @@ def test_a_client_that_leaves_before_its_fds_have_come(server: LiveServer, sessi
         if used_bytes(server) == 0:
             break
     assert used_bytes(server) == 0
+    given_back(server)
     assert not memory_in_use() - before
 
 
 def _die_with_memory(address: str, path: str, *, after_sending: bool) -> None:
-    def send_and_die(self: FdChannel, put_id: bytes, columns: Any) -> None:
-        if after_sending:
-            original(self, put_id, columns)
-        os._exit(9)
+    def dying(original: Any) -> Any:
+        def send_and_die(*args: Any) -> None:
+            if after_sending:
+                original(*args)
+            os._exit(9)
 
-    original, FdChannel.send_fds = FdChannel.send_fds, send_and_die  # type: ignore[method-assign]
+        return send_and_die
+
+    FdChannel.send_sealed = dying(FdChannel.send_sealed)  # type: ignore[method-assign]
+    FdChannel.fill = dying(FdChannel.fill)  # type: ignore[method-assign]
     tq.Client(address).put({"x": np.arange(1 << 18)}, partition_id=path)
 
 
@@ -486,4 +533,5 @@ def test_a_client_that_is_killed_leaves_all_of_a_put_or_nothing(server: LiveServ
         client.clear_partition("p")
     assert used_bytes(server) == 0
     assert [one.partition_id for one in client.list_partitions()] == []
+    given_back(client, server)
     assert not memory_in_use() - before

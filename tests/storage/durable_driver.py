@@ -1,13 +1,12 @@
 """A data directory with a journal in memory, and the engines that come and go over it."""
 
-from engine_driver import begin, begin_shared, compacted, put_id
+from engine_driver import begin, begin_shared, compacted, put_id, share
 
 from tq_service.storage import engine as engine_module
 from tq_service.storage.blobs import segments
 from tq_service.storage.blobs.segments import SegmentBlobs
 from tq_service.storage.engine import StorageEngine
 from tq_service.storage.index.put_table import PutJournal
-from tq_service.wire import shared_memory
 from tq_service.wire.columns import iter_frames
 
 BOOT = bytes(range(16))
@@ -81,7 +80,7 @@ class _Log:
 async def put(engine, number, data, *, shared=False, confirm=True):
     if shared:
         pending, columns = await begin_shared(engine, number, data)
-        await pending.map_fds(shared_memory.write_columns(columns))
+        await share(pending, columns)
     else:
         pending, chunks = await begin(engine, number, data)
         for parts in iter_frames(chunks, 1 << 16):

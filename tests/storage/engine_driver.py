@@ -5,6 +5,7 @@ import asyncio
 import numpy as np
 
 from tq_service.client.reads import decode_columns
+from tq_service.storage.blobs.shared import MemfdBlob
 from tq_service.storage.index.put import PutCells
 from tq_service.wire import shared_memory
 from tq_service.wire.columns import ColumnReceiver, iter_frames
@@ -51,7 +52,7 @@ async def begin(engine, number, data, *, existing=False, deadline=None, owner=b"
     return pending, [chunk for column in columns for chunk in column.chunks]
 
 
-async def begin_shared(engine, number, data, *, deadline=None):
+async def begin_shared(engine, number, data, *, deadline=None, is_own_user=True):
     columns = encode_columns(data)
     pending = await engine.reserve(
         put_id(number),
@@ -59,14 +60,24 @@ async def begin_shared(engine, number, data, *, deadline=None):
         partition_id=PARTITION,
         for_existing_rows=False,
         deadline=deadline,
-        shared=True,
+        store=engine.shared_store(is_own_user=is_own_user),
     )
     return pending, columns
 
 
-async def put_shared(engine, number, data):
-    pending, columns = await begin_shared(engine, number, data)
-    await pending.map_fds(shared_memory.write_columns(columns))
+async def share(pending, columns):
+    """Give a put its bytes as a client of the host does: in its region, or in sealed memory."""
+    blob = pending.require_open().values
+    if isinstance(blob, MemfdBlob):
+        await pending.map_fd(shared_memory.write_sealed(columns))
+    else:
+        shared_memory.fill(np.frombuffer(blob.view(), np.uint8), columns)
+        await pending.end_filling()
+
+
+async def put_shared(engine, number, data, *, is_own_user=True):
+    pending, columns = await begin_shared(engine, number, data, is_own_user=is_own_user)
+    await share(pending, columns)
     pending.finish()
     engine.confirm(put_id(number))
 

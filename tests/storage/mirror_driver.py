@@ -4,7 +4,7 @@ import asyncio
 import os
 from dataclasses import replace
 
-from engine_driver import begin, begin_shared, put_id
+from engine_driver import begin, begin_shared, put_id, share
 from memory_pool import MemoryPool, PoolObjects
 
 from tq_service.storage.engine import StorageEngine
@@ -12,7 +12,6 @@ from tq_service.storage.mirror.adoption import find_left
 from tq_service.storage.mirror.layout import Names
 from tq_service.storage.mirror.mirror import Mirror
 from tq_service.storage.mirror.writer import ObjectWriter
-from tq_service.wire import shared_memory
 from tq_service.wire.columns import iter_frames
 
 NODE_BYTES = 64 << 20
@@ -106,7 +105,7 @@ async def turns_until(condition):
 async def put(engine, number, data, *, shared=False, confirm=True, deadline=None, owner=b""):
     if shared:
         pending, columns = await begin_shared(engine, number, data)
-        await pending.map_fds(shared_memory.write_columns(columns))
+        await share(pending, columns)
     else:
         pending, chunks = await begin(engine, number, data, owner=owner)
         for parts in iter_frames(chunks, 1 << 16):

@@ -7,8 +7,9 @@ import threading
 import numpy as np
 import pytest
 
-from tq_service.storage.blobs.memory import MemfdBlobs, MemoryBlobs
+from tq_service.storage.blobs.memory import MemoryBlobs
 from tq_service.storage.blobs.segments import SegmentBlobs
+from tq_service.storage.blobs.shared import MemfdBlobs, RegionBlobs
 from tq_service.wire import shared_memory
 from tq_service.wire.encoding import encode_columns
 
@@ -16,7 +17,8 @@ STORES = {
     "memory": lambda path: MemoryBlobs(),
     "segments": lambda path: SegmentBlobs(path / "segments", min_free_bytes=0),
     "synced segments": lambda path: SegmentBlobs(path / "segments", sync=True, min_free_bytes=0),
-    "memfd": lambda path: MemfdBlobs(),
+    "regions": lambda path: RegionBlobs(),
+    "sealed": lambda path: MemfdBlobs(),
 }
 DURABLE_STORES = ["segments", "synced segments"]
 SIZES = [0, 1, 5000, (64 << 10) - 1, 64 << 10, 300_000]
@@ -24,7 +26,7 @@ SIZES = [0, 1, 5000, (64 << 10) - 1, 64 << 10, 300_000]
 
 @pytest.fixture(params=STORES)
 def store(request, tmp_path):
-    if request.param == "memfd" and not shared_memory.is_supported():
+    if request.param in ("regions", "sealed") and not shared_memory.is_supported():
         pytest.skip("sealed memfds are there on Linux only")
     store = STORES[request.param](tmp_path)
     store.freed = []
@@ -40,8 +42,9 @@ async def allocated(store, size):
     """Return a blob with its content, written in pieces, or adopted."""
     blob = await store.allocate(size)
     data = content(size)
-    if store.maps_fds:
-        blob.map_fds(shared_memory.write_columns(encode_columns({"x": np.frombuffer(data, np.uint8)})) if size else [])
+    if isinstance(store, MemfdBlobs):
+        if size:
+            blob.map_fd(shared_memory.write_sealed(encode_columns({"x": np.frombuffer(data, np.uint8)})))
         return blob
     for start in range(0, max(size, 1), 70_000):
         await store.write(blob, start, memoryview(data)[start : start + 70_000])
@@ -60,7 +63,7 @@ async def test_the_durable_stores_are_known(store, request):
 
 @pytest.mark.parametrize("size", SIZES)
 async def test_what_was_written_is_read(store, size):
-    if store.maps_fds and size % 64:
+    if store.is_shared and size % 64:
         size = -(-size // 64) * 64  # clients send columns at multiples of 64 bytes
     blob = await allocated(store, size)
     assert blob.size == blob.charge == size
@@ -142,7 +145,7 @@ async def test_an_allocation_that_is_cancelled_leaves_nothing(store):
 
 
 async def test_small_blobs_are_there_at_once(store):
-    if store.maps_fds:
+    if store.is_shared:
         pytest.skip("clients make its blobs")
     for size in SIZES:
         blob = store.allocate_now(size)
@@ -164,19 +167,17 @@ async def test_what_is_held_for_reuse_is_given_up_in_time(store):
 
 
 async def test_memory_of_another_size_is_not_adopted_and_closed(store):
+    if not isinstance(store, MemfdBlobs):
+        pytest.skip("clients send it no memory")
     blob = await store.allocate(128_000)
-    if not store.maps_fds:
-        with pytest.raises(TypeError, match="takes no shared memory"):
-            blob.map_fds([])
-        return
-    fds = shared_memory.write_columns(encode_columns({"x": np.zeros(64_000, np.uint8)}))
+    fd = shared_memory.write_sealed(encode_columns({"x": np.zeros(64_000, np.uint8)}))
     with pytest.raises(ValueError, match="expected 128000"):
-        blob.map_fds(fds)
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(fds[0])
-    assert (store.memory_count, list(blob.fds)) == (1, [])
+        blob.map_fd(fd)
+    assert (store.blob_count, store.fd_count) == (1, 1)
     blob.release()
-    assert store.memory_count == 0
+    assert store.blob_count == 0
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
 
 
 @pytest.mark.parametrize("store", DURABLE_STORES, indirect=True)

@@ -9,7 +9,7 @@ import numpy as np
 import psutil
 import pytest
 from durable_driver import BOOT, Directory, put, settled
-from engine_driver import PARTITION, begin, begin_shared, cells, expire, put_id, read, reconcile, runs
+from engine_driver import PARTITION, begin, begin_shared, cells, expire, put_id, read, reconcile, runs, share
 from open_files import open_files
 
 from tq_service.errors import (
@@ -114,7 +114,7 @@ async def test_a_segment_is_not_used_again_before_the_end_of_its_put_is_durable(
 async def test_a_put_is_not_finished_before_it_is_flushed(directory):
     engine = directory.open()
     pending, columns = await begin_shared(engine, 1, BIG)
-    await pending.map_fds(shared_memory.write_columns(columns))
+    await share(pending, columns)
     with pytest.raises(RuntimeError, match="flushed"):
         pending.finish()
 
@@ -122,7 +122,7 @@ async def test_a_put_is_not_finished_before_it_is_flushed(directory):
 async def test_a_retry_may_take_over_while_a_put_is_flushed(directory):
     engine = directory.open()
     first, columns = await begin_shared(engine, 1, BIG)
-    await first.map_fds(shared_memory.write_columns(columns))
+    await share(first, columns)
     flushing = asyncio.create_task(engine.flush(first))
     await asyncio.sleep(0)
     await put(engine, 1, BIG)

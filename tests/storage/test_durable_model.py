@@ -125,8 +125,7 @@ def _small_segments():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(memory, "SMALL_BYTES", 2048)
         patch.setattr(segments, "SMALL_BYTES", 2048)
-        patch.setattr(shared_memory, "_SEGMENT_BYTES", 4096)
-        patch.setattr(shared_memory, "_GRAIN_BYTES", 4096)
+        patch.setattr(shared_memory, "_PIECE_BYTES", 4096)
         yield
 
 

@@ -183,8 +183,7 @@ def _small():
         patch.setattr(mirror, "_GATHER_SECONDS", 0.0)
         patch.setattr(mirror, "_FIRST_PAUSE_SECONDS", 0.0)
         patch.setattr(put_table, "_LEAST_PAUSE_SECONDS", 0.0)
-        patch.setattr(shared_memory, "_SEGMENT_BYTES", 4096)
-        patch.setattr(shared_memory, "_GRAIN_BYTES", 4096)
+        patch.setattr(shared_memory, "_PIECE_BYTES", 4096)
         patch.setattr(adoption, "HEAD_BYTES", 16)
         patch.setattr(adoption, "_SECONDS_BACK", 600)
         for module in (adoption, writer):

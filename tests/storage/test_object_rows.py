@@ -6,7 +6,7 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from engine_driver import PARTITION, begin, put, put_id, read, runs
+from engine_driver import PARTITION, begin, put, put_id, read, runs, share
 
 from tq_service.errors import InvalidArgumentError
 from tq_service.schema import Encoding
@@ -51,11 +51,16 @@ def with_rows(column, others):
 
 async def store(engine, columns, *, shared, piece=1 << 20):
     pending = await engine.reserve(
-        put_id(1), columns, partition_id=PARTITION, for_existing_rows=False, deadline=None, shared=shared
+        put_id(1),
+        columns,
+        partition_id=PARTITION,
+        for_existing_rows=False,
+        deadline=None,
+        store=engine.shared_store(is_own_user=shared == "regions") if shared else None,
     )
     try:
         if shared:
-            await pending.map_fds(shared_memory.write_columns(columns))
+            await share(pending, columns)
         else:
             data = b"".join(chunk for column in columns for chunk in column.chunks)
             for start in range(0, len(data), piece):
@@ -67,7 +72,7 @@ async def store(engine, columns, *, shared, piece=1 << 20):
         raise
 
 
-@pytest.mark.parametrize("shared", [False, True], ids=["frames", "shared memory"])
+@pytest.mark.parametrize("shared", [None, "regions", "sealed"])
 @pytest.mark.parametrize("row", [0, 2, 4])
 @pytest.mark.parametrize(
     "case",
@@ -107,14 +112,14 @@ async def test_the_first_row_that_is_not_text_is_named(engine, rows, wrong, piec
     columns[1] = with_rows(columns[1], rows)
     row, byte = wrong
     with pytest.raises(InvalidArgumentError, match=f"row {row} of field 'text' is not UTF-8 from its byte {byte} "):
-        await store(engine, columns, shared=False, piece=piece)
+        await store(engine, columns, shared=None, piece=piece)
 
 
 @pytest.mark.parametrize("piece", [1, 2, 3, 5, 1000])
 async def test_text_is_looked_at_however_its_bytes_are_cut(engine, piece):
     rows = ["\N{GREEK SMALL LETTER ALPHA}\N{GRINNING FACE}z", "", "\N{CJK UNIFIED IDEOGRAPH-4E2D}" * 3, "plain"]
     good = encode_columns({"x": np.arange(4), "text": rows, "after": np.arange(4)})
-    await store(engine, good, shared=False, piece=piece)
+    await store(engine, good, shared=None, piece=piece)
     assert read(engine, [1], runs(["text"], (0, 0, 4)))["text"] == rows
     random_source = random.Random(piece)
     for _ in range(20):
@@ -124,7 +129,7 @@ async def test_text_is_looked_at_however_its_bytes_are_cut(engine, piece):
         data[at] = 0xFF
         bad = [good[0], with_rows(good[1], {row: bytes(data)}), good[2]]
         with pytest.raises(InvalidArgumentError, match=f"row {row} of field 'text'"):
-            await store(StorageEngine(max_bytes=None), bad, shared=False, piece=piece)
+            await store(StorageEngine(max_bytes=None), bad, shared=None, piece=piece)
 
 
 def test_parts_without_text_are_not_looked_at():

@@ -1,9 +1,10 @@
-"""Sealed memory: what is written is what is read, and no process can change it for another."""
+"""Shared memory: what is written is what is read; of sealed memory no process can change it for another."""
 
 import fcntl
 import gc
 import mmap
 import os
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from open_files import open_files
 from tq_service.errors import InvalidArgumentError
 from tq_service.wire import shared_memory
 from tq_service.wire.encoding import encode_columns
+from tq_service.wire.shared_memory import PAGE_BYTES, Mapping
 
 pytestmark = pytest.mark.skipif(not shared_memory.is_supported(), reason="sealed memfds are there on Linux only")
 
@@ -33,109 +35,168 @@ def columns():
 
 @pytest.fixture
 def memory(columns):
-    (fd,) = shared_memory.write_columns(columns)
+    fd = shared_memory.write_sealed(columns)
     yield fd
     os.close(fd)
+
+
+def private(fd):
+    """Return an array on all of a memfd, in a mapping of its own."""
+    mapping = Mapping(fd, is_shared=False)
+    return mapping.array(0, mapping.size)
+
+
+def bytes_of(column):
+    return b"".join(bytes(chunk) for chunk in column.chunks)
 
 
 def test_columns_lie_one_after_the_other_each_aligned(columns, memory):
     starts, size = shared_memory.place_columns(column.value_bytes for column in columns)
     assert starts[0] == 0
     assert all(start % 64 == 0 for start in starts)
-    shared_memory.check(memory, size)
+    shared_memory.check_sealed(memory, size)
+    shared_memory.check_sealed(memory)
+    mapping = Mapping(memory, is_shared=False)
     for start, column in zip(starts, columns, strict=True):
-        expected = b"".join(bytes(chunk) for chunk in column.chunks)
-        assert bytes(shared_memory.map_private([(memory, start, column.value_bytes)])) == expected
+        assert bytes(mapping.array(start, column.value_bytes)) == bytes_of(column)
         target = np.empty(column.value_bytes, np.uint8)
         shared_memory.read_into(memory, target.data, start)
-        assert bytes(target) == expected
+        assert bytes(target) == bytes_of(column)
 
 
 def test_more_chunks_than_one_system_call_takes():
     rows = [np.full(3, row, np.int16) for row in range(5000)]
-    column = encode_columns({"x": rows})
-    (fd,) = shared_memory.write_columns(column)
-    values = shared_memory.map_private([(fd, 0, 5000 * 6)]).view(np.int16)
+    fd = shared_memory.write_sealed(encode_columns({"x": rows}))
+    values = private(fd)[: 5000 * 6].view(np.int16)
     assert values.tolist() == np.repeat(np.arange(5000), 3).tolist()
     os.close(fd)
 
 
-@pytest.fixture
-def small_segments(monkeypatch):
-    monkeypatch.setattr(shared_memory, "_SEGMENT_BYTES", 64 << 10)
-    monkeypatch.setattr(shared_memory, "_GRAIN_BYTES", 4 << 10)
-
-
 @pytest.mark.parametrize("thread_count", [1, 3])
-def test_large_memory_is_in_several_memfds(columns, small_segments, monkeypatch, thread_count):
+def test_a_region_is_filled_in_pieces_and_nothing_older_is_left_between_columns(columns, monkeypatch, thread_count):
+    monkeypatch.setattr(shared_memory, "_PIECE_BYTES", 64 << 10)
+    monkeypatch.setattr(shared_memory, "_LARGE_CHUNK_BYTES", 1 << 10)
     monkeypatch.setattr(shared_memory, "_MOST_THREADS", thread_count)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8))
     starts, size = shared_memory.place_columns(column.value_bytes for column in columns)
-    sizes = shared_memory.segment_sizes(size)
-    each = shared_memory.segment_bytes(size)
-    assert len(sizes) == -(-size // each) > 10
-    assert sum(sizes) == size
-    fds = shared_memory.write_columns(columns)
-    for fd, segment_size in zip(fds, sizes, strict=True):
-        shared_memory.check(fd, segment_size)
+    target = np.full(size + 100, 7, np.uint8)
+    shared_memory.fill(target, columns)
+    expected = bytearray(size)
     for start, column in zip(starts, columns, strict=True):
-        pieces, at, end = [], start, start + column.value_bytes
-        while at < end:
-            number, inside = divmod(at, each)
-            pieces.append((fds[number], inside, min(each - inside, end - at)))
-            at += pieces[-1][2]
-        mapped = shared_memory.map_private(pieces)
-        assert bytes(mapped) == b"".join(bytes(chunk) for chunk in column.chunks)
-        mapped[:] = 1
-    for fd in fds:
-        os.close(fd)
+        expected[start : start + column.value_bytes] = bytes_of(column)
+    assert bytes(target) == bytes(expected) + bytes([7] * 100)
 
 
-def test_the_number_of_memfds_is_bounded():
-    for size in (1, 32 << 20, (32 << 20) + 1, 2 << 30, (2 << 30) + 1, 700 << 30):
-        sizes = shared_memory.segment_sizes(size)
-        assert sum(sizes) == size
-        assert len(sizes) <= 64
-        assert len(set(sizes[:-1])) <= 1
-        assert len(sizes) == 1 or (sizes[0] % (2 << 20) == 0 and sizes[-1] <= sizes[0])
-    assert len(shared_memory.segment_sizes(256 << 20)) == 8
+def mapped():
+    return Path("/proc/self/maps").read_text().count("memfd:tq_service")
 
 
-def test_a_gap_at_the_end_of_a_memfd_is_filled(small_segments):
-    columns = encode_columns({"a": np.ones((1, (64 << 10) - 10), np.uint8), "b": np.full((1, 64 << 10), 2, np.uint8)})
-    fds = shared_memory.write_columns(columns)
-    for fd, size in zip(fds, shared_memory.segment_sizes(128 << 10), strict=True):
-        shared_memory.check(fd, size)
-    assert set(shared_memory.map_private([(fds[1], 0, 64 << 10)]).tolist()) == {2}
-    for fd in fds:
-        os.close(fd)
-
-
-def test_a_failed_mapping_leaves_nothing(memory):
-    def mapped():
-        return Path("/proc/self/maps").read_text().count("\n")
-
+def test_a_file_that_cannot_be_mapped_leaves_nothing(tmp_path):
     gc.collect()  # what earlier tests left
-    before = mapped()
+    before = Path("/proc/self/maps").read_text().count("\n")
+    (tmp_path / "empty").write_bytes(b"")
+    fd = os.open(tmp_path / "empty", os.O_RDONLY)
     with pytest.raises(OSError, match="cannot be mapped"):
-        shared_memory.map_private([(memory, 0, 4096), (-1, 0, 4096)])
+        Mapping(fd, is_shared=False)
+    os.close(fd)
     gc.collect()
-    assert mapped() == before
+    assert Path("/proc/self/maps").read_text().count("\n") == before
 
 
 def test_a_part_is_mapped_wherever_it_starts(memory):
     whole = np.empty(1001, np.uint8)
     shared_memory.read_into(memory, whole.data, 0)
+    mapping = Mapping(memory, is_shared=False)
     for start in (1, 63, 500, 1000):
-        assert shared_memory.map_private([(memory, start, 1001 - start)]).tolist() == whole[start:].tolist()
+        assert mapping.array(start, 1001 - start).tolist() == whole[start:].tolist()
 
 
-def test_writing_to_a_mapping_changes_only_this_mapping(memory):
-    mine, other = (shared_memory.map_private([(memory, 0, 1001)]) for _ in range(2))
+def test_writing_to_a_private_mapping_changes_only_this_mapping(memory):
+    mine, other = private(memory), private(memory)
     before = other.copy()
     mine[:] = 7
-    assert mine.tolist() == [7] * 1001
+    assert set(mine.tolist()) == {7}
     assert other.tolist() == before.tolist()
-    assert shared_memory.map_private([(memory, 0, 1001)]).tolist() == before.tolist()
+    assert private(memory).tolist() == before.tolist()
+
+
+@pytest.fixture
+def region():
+    fd = shared_memory.new_region(64 * PAGE_BYTES)
+    yield fd
+    os.close(fd)
+
+
+def test_what_is_written_to_a_shared_mapping_is_seen_by_private_ones(region):
+    writer, reader = Mapping(region, is_shared=True), Mapping(region, is_shared=False)
+    for value in (1, 2):
+        writer.array(0, writer.size)[:] = value
+        assert set(reader.array(0, reader.size).tolist()) == {value}
+
+
+@pytest.mark.parametrize("has_pagemap", [True, False])
+def test_changes_of_a_range_are_discarded_and_those_beside_it_stay(region, has_pagemap, monkeypatch):
+    if not has_pagemap:
+        monkeypatch.setattr(shared_memory, "_changed_pages", lambda *_: None)
+    writer, reader = Mapping(region, is_shared=True), Mapping(region, is_shared=False)
+    written, read = writer.array(0, writer.size), reader.array(0, reader.size).reshape(64, PAGE_BYTES)
+    written[:] = 1
+    assert read.sum() == writer.size
+    changed = [3, 10, 11, 12, 20, 21, 40]
+    read[changed] = 9
+    reader.discard_changes(10, 30)
+    assert [page for page in range(64) if read[page, 0] == 9] == [3, 40]
+    assert set(read[10:30].ravel().tolist()) == {1}
+    written[:] = 2
+    assert set(read[10:30].ravel().tolist()) == {2}  # as it is now, and not as it was
+    assert set(read[changed[0]].tolist()) == {9}
+
+
+def test_only_pages_that_were_changed_are_dropped(region):
+    reader = Mapping(region, is_shared=False)
+    array = reader.array(0, reader.size).reshape(64, PAGE_BYTES)
+    array.sum()
+    array[[5, 7, 8], 100] = 1
+    page = reader.address // PAGE_BYTES
+    assert shared_memory._changed_pages(page, 64).tolist() == [5, 7, 8]
+    reader.discard_changes(0, 64)
+    assert shared_memory._changed_pages(page, 64).tolist() == []
+
+
+def test_a_region_is_whole_of_one_size_and_its_users_alone(region):
+    status = os.fstat(region)
+    assert status.st_blocks * 512 >= status.st_size == 64 * PAGE_BYTES
+    assert status.st_mode & 0o777 == 0o600
+    for size in (0, PAGE_BYTES, 65 * PAGE_BYTES):
+        with pytest.raises(PermissionError):
+            os.ftruncate(region, size)
+    with pytest.raises(PermissionError):
+        fcntl.fcntl(region, fcntl.F_ADD_SEALS, WRITE_SEAL)
+
+
+def test_pages_of_a_region_are_given_back_although_others_map_it(region):
+    other = Mapping(region, is_shared=False)
+    assert other.array(0, other.size).sum() == 0
+    with mmap.mmap(-1, 64 * PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+        shared_memory.map_over(memory, region, 64 * PAGE_BYTES, is_writable=True)
+        memory[:5] = b"bytes"
+        assert bytes(other.array(0, 5)) == b"bytes"
+        shared_memory.free_pages(memory)
+        assert os.fstat(region).st_blocks == 0
+        assert bytes(other.array(0, 5)) == bytes(5)
+
+
+def test_a_forked_child_has_private_mappings_and_no_shared_ones(region):
+    writer, reader = Mapping(region, is_shared=True), Mapping(region, is_shared=False)
+    writer.array(0, 4)[:] = 5
+    kinds = []
+    for mapping in (writer, reader):
+        child = os.fork()
+        if not child:
+            signal.signal(signal.SIGSEGV, signal.SIG_DFL)
+            os._exit(0 if mapping.array(0, 4)[0] == 5 else 1)
+        kinds.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    assert kinds == [-signal.SIGSEGV, 0]
 
 
 def test_nobody_can_change_the_memory(memory):
@@ -157,8 +218,8 @@ def test_nobody_can_change_the_memory(memory):
 
 def test_a_mapping_outlives_its_file_descriptor_and_needs_none(columns):
     before = open_files()
-    (fd,) = shared_memory.write_columns(columns)
-    array = shared_memory.map_private([(fd, 0, 1001)])
+    fd = shared_memory.write_sealed(columns)
+    array = private(fd)
     os.close(fd)
     assert open_files() <= before
     gc.collect()
@@ -166,12 +227,9 @@ def test_a_mapping_outlives_its_file_descriptor_and_needs_none(columns):
 
 
 def test_the_memory_goes_with_the_last_view(columns):
-    def mapped():
-        return Path("/proc/self/maps").read_text().count("memfd:tq_service")
-
-    (fd,) = shared_memory.write_columns(columns)
+    fd = shared_memory.write_sealed(columns)
     before = mapped()
-    array = shared_memory.map_private([(fd, 0, 1000)])
+    array = private(fd)
     view = array[10:20].view(np.int16)
     os.close(fd)
     assert mapped() == before + 1
@@ -225,7 +283,7 @@ def test_what_could_harm_a_reader_is_refused(make, reason, tmp_path):
     fd = make(tmp_path)
     try:
         with pytest.raises(InvalidArgumentError, match=reason):
-            shared_memory.check(fd, SIZE)
+            shared_memory.check_sealed(fd, SIZE)
     finally:
         os.close(fd)
 
@@ -234,8 +292,8 @@ def test_another_size_is_refused():
     fd = sealed(0xF)
     for size in (SIZE - 1, SIZE + 1):
         with pytest.raises(InvalidArgumentError, match=f"of {SIZE} bytes was sent; expected {size}"):
-            shared_memory.check(fd, size)
-    shared_memory.check(fd, SIZE)
+            shared_memory.check_sealed(fd, size)
+    shared_memory.check_sealed(fd, SIZE)
     os.close(fd)
 
 
@@ -246,7 +304,7 @@ def test_a_failure_leaves_no_file_descriptor(columns, monkeypatch):
     before = open_files()
     monkeypatch.setattr(os, "writev", fail)
     with pytest.raises(OSError, match="no memory"):
-        shared_memory.write_columns(columns)
+        shared_memory.write_sealed(columns)
     assert open_files() <= before
 
 

@@ -1,8 +1,9 @@
 """Puts and gets at a storage service: over gRPC, each call in the way that suits its size.
 
-Inline: one message, for up to `INLINE_BYTES`. Shared memory, with a service of the same host: a stream whose bytes are
-file descriptors, sent over a Unix socket; gets take them with inline answers, too. Bulk, from `BULK_BYTES` on: a stream
-whose bytes go over connections of their own. Stream: a header, then frames, where none of the others is to be had.
+Inline: one message, for up to `INLINE_BYTES`. Shared memory, with a service of the same host: a stream whose bytes lie
+in memory of which a Unix socket carries the file descriptors; gets take it with inline answers, too. Bulk, from
+`BULK_BYTES` on: a stream whose bytes go over connections of their own. Stream: a header, then frames, where none of the
+others is to be had.
 
 Asyncio and threads do the same steps: these are generators that yield the calls to be made, and `async_run` or `run`
 makes them, as in psycopg. Things in which the two differ are here in two forms with one interface.
@@ -23,6 +24,7 @@ import grpc
 from tq_service.dataplane.bulk.client import BulkLink
 from tq_service.dataplane.receiving import AnswerReader, AnswerSizes, Deadline, Received
 from tq_service.dataplane.shared_memory.client import FdChannel, HostLink
+from tq_service.dataplane.shared_memory.mapped import Lease
 from tq_service.errors import LimitExceededError, TqError, UnavailableError
 from tq_service.v1.storage_service_pb2 import (
     BulkTicket,
@@ -31,16 +33,19 @@ from tq_service.v1.storage_service_pb2 import (
     PutHeader,
     PutInlineRequest,
     PutResponse,
+    RegionOffer,
     StatRequest,
 )
 from tq_service.v1.storage_service_pb2_grpc import StorageServiceStub
 from tq_service.wire.columns import (
     BULK_BYTES,
     INLINE_BYTES,
+    REGION_KEY,
     SEND_AS_BULK,
-    SEND_AS_FDS,
+    SEND_AS_FD,
     SEND_AS_FRAMES,
     SEND_AS_KEY,
+    SEND_AS_REGION,
     TICKET_KEY,
     WAITING_BYTES,
     Column,
@@ -51,6 +56,7 @@ from tq_service.wire.columns import (
     keep_frame_buffers,
 )
 from tq_service.wire.connection import PART_BYTES, Metadata, in_parts
+from tq_service.wire.shared_memory import Mapping
 
 T = TypeVar("T")
 Steps: TypeAlias = Generator[Callable[[], Any], Any, T]
@@ -74,6 +80,21 @@ class Seconds:
     def remaining(self) -> float:
         """Return the seconds that each call has."""
         return self.seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Allocated:
+    """A put that is to be filled before its commit.
+
+    Attributes:
+        put: the answer of the storage service.
+        mapping: its memory, in which the columns lie as `place_columns` says.
+        lease: the memory is its client's as long as this exists.
+    """
+
+    put: PutResponse
+    mapping: Mapping
+    lease: Lease
 
 
 class AsyncDriver(Protocol):
@@ -152,10 +173,11 @@ def _call_here(call: Callable[..., T], *arguments: Any) -> T:
 
 @dataclass(frozen=True, slots=True)
 class SendAs:
-    """How the bytes of a put are to be sent: the way, and the ticket of one over bulk connections."""
+    """How the bytes of a put are to be sent: the way, and the ticket of bulk connections or the region to be filled."""
 
     way: str
     ticket: BulkTicket | None = None
+    region: RegionOffer | None = None
 
 
 def _send_as(metadata: Any) -> SendAs | None:
@@ -163,7 +185,11 @@ def _send_as(metadata: Any) -> SendAs | None:
     values = dict(iter(metadata))
     if (way := values.get(SEND_AS_KEY)) is None:
         return None
-    return SendAs(way, BulkTicket.FromString(values[TICKET_KEY]) if way == SEND_AS_BULK else None)
+    return SendAs(
+        way,
+        BulkTicket.FromString(values[TICKET_KEY]) if way == SEND_AS_BULK else None,
+        RegionOffer.FromString(values[REGION_KEY]) if way == SEND_AS_REGION else None,
+    )
 
 
 class AsyncPutCall:
@@ -338,8 +364,10 @@ class _GrpcSteps:
                 send_as = yield partial(call.start, header)
                 if send_as is None:  # it is refused, or there already
                     pass
-                elif send_as.way == SEND_AS_FDS and session is not None:
-                    yield partial(self._in_thread, session.send_fds, header.put_id, columns)
+                elif send_as.region is not None and session is not None:
+                    yield partial(self._in_thread, session.fill, send_as.region, columns)
+                elif send_as.way == SEND_AS_FD and session is not None:
+                    yield partial(self._in_thread, session.send_sealed, header.put_id, columns)
                 elif send_as.ticket is not None:
                     yield partial(self._in_thread, self._bulk.send, send_as.ticket, columns, deadline.remaining)
                 else:
@@ -348,6 +376,23 @@ class _GrpcSteps:
                 return put
             finally:
                 call.cancel()
+
+    def _allocating(self, header: PutHeader, deadline: Deadline) -> Steps[Allocated | None]:
+        if header.size_bytes < SHARED_FROM_BYTES:
+            return None
+        yield from self._find_ways(deadline)
+        with self._link.session() as session, self._errors(deadline):
+            if session is None or not session.can_allocate:
+                return None
+            header.shared_memory_session, header.allocates = session.session_id, True
+            request = PutInlineRequest(header=header)
+            if request.ByteSize() >= PART_BYTES:
+                return None
+            answer = yield self._unary(self.storage.PutInline, request, deadline.remaining())
+            if not answer.HasField("region"):  # an answer before this one was lost
+                return None
+            mapping, lease = yield partial(self._in_thread, session.allocate, answer.region)
+        return Allocated(answer.put, mapping, lease)
 
     def _getting(
         self, request: GetRequest, row_count: int, deadline: Deadline, size_bytes: int | None
@@ -428,6 +473,13 @@ class AsyncGrpcDriver(_GrpcSteps):
         """Store a put, see `AsyncDriver`."""
         return await async_run(self._putting(header, columns, deadline))
 
+    async def allocate(self, header: PutHeader, deadline: Deadline) -> Allocated | None:
+        """Reserve memory of the service for a put, which is filled before its commit; None where none is shared.
+
+        Raises: as `put`.
+        """
+        return await async_run(self._allocating(header, deadline))
+
     async def get(
         self, request: GetRequest, row_count: int, deadline: Deadline, size_bytes: int | None = None
     ) -> list[Received]:
@@ -446,6 +498,10 @@ class GrpcDriver(_GrpcSteps):
     def put(self, header: PutHeader, columns: Sequence[Column], deadline: Deadline) -> PutResponse:
         """Store a put, see `AsyncDriver`."""
         return run(self._putting(header, columns, deadline))
+
+    def allocate(self, header: PutHeader, deadline: Deadline) -> Allocated | None:
+        """Reserve memory of the service for a put, see `AsyncGrpcDriver`."""
+        return run(self._allocating(header, deadline))
 
     def get(
         self, request: GetRequest, row_count: int, deadline: Deadline, size_bytes: int | None = None

@@ -8,23 +8,24 @@ A training loop gets batches of like size and drops them, so a few blocks are en
 from __future__ import annotations
 
 import mmap
-import os
 import time
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Mapping as Mappings
 from contextlib import contextmanager, suppress
-from itertools import pairwise
+from itertools import accumulate
 from typing import Final, Protocol, TypeAlias
 
 import numpy as np
 
 from tq_service.dataplane.bulk.client import BulkLink
 from tq_service.dataplane.shared_memory.client import FdChannel
+from tq_service.dataplane.shared_memory.mapped import Lease, Pages
 from tq_service.errors import InternalError, InvalidArgumentError, UnavailableError
 from tq_service.v1.storage_service_pb2 import BulkTicket, GetHeader, GetRequest, SharedColumn, SharedColumns
-from tq_service.wire import shared_memory
 from tq_service.wire.columns import Bytes, ColumnReceiver, ColumnShape, Garbled, decode_headers
+from tq_service.wire.shared_memory import PAGE_BYTES, Mapping, check_sealed, close_all
 
 
 class Deadline(Protocol):
@@ -46,7 +47,7 @@ _KEPT_BYTES: Final = 2 << 30
 _KEPT_SECONDS: Final = 60.0
 # A block may be this much larger than what is asked for: batches are of like size, not of the same.
 _MOST_SLACK: Final = 1.25
-# A mapping keeps whole memfds in memory, cleared or not; so it must be of a part of them that is worth it.
+# Arrays keep all of a region from other puts, and so must be on a part of it that is worth it.
 _LEAST_SHARE_MAPPED: Final = 1 / 64
 _MOST_REMEMBERED: Final = 1024
 
@@ -210,47 +211,75 @@ class AnswerReader:
         Raises:
             UnavailableError: the session has ended, or this process has no memory or file descriptors left.
         """
-        if self.offer is None or channel is None:
+        offer, self.offer = self.offer, None
+        if offer is None or channel is None:
             raise InternalError("a storage service offered shared memory without a session")
-        fds = channel.receive_fds(self.offer.offer_id, self.offer.memory_count)
+        pages = self._check_offer(offer)
+        lease, regions = channel.regions.begin_lease(offer.offer_id), channel.regions
+        mappings: dict[int, Mapping] = {}
+        fds: list[int] = []
         try:
-            with _agreement():
-                for fd in fds:
-                    shared_memory.check(fd, os.fstat(fd).st_size)
-                self._shared = {column.column_index: self._shared_values(column, fds) for column in self.offer.columns}
+            for index, number in enumerate(offer.memories):
+                if number and (mapping := regions.reuse(lease, number, pages[index])) is not None:
+                    mappings[index] = mapping
+            missing = [index for index in range(len(offer.memories)) if index not in mappings]
+            fds = channel.take(offer.offer_id, missing)
+            for index, fd in zip(missing, fds, strict=True):
+                number = offer.memories[index]
+                if not number:
+                    with _agreement():
+                        check_sealed(fd)
+                mappings[index] = regions.map(lease, number, fd, pages[index])
         except OSError as error:
             raise UnavailableError(f"shared memory cannot be read: {error}") from None
         finally:
-            shared_memory.close_all(fds)
-        self.offer = None
-
-    def _shared_values(self, column: SharedColumn, fds: Sequence[int]) -> Bytes:
-        """Return the values of a column: its slices mapped where they lie in one piece, else copied together."""
-        numbers, starts, sizes = column.memory_indexes, column.starts, column.sizes
-        if column.column_index >= len(self._columns) or not len(numbers) == len(starts) == len(sizes) > 0:
-            raise InternalError(
-                f"a storage service offered column {column.column_index} of {len(self._columns)} in odd slices"
-            )
-        shape = self._columns[column.column_index]
-        if sum(sizes) != shape.value_bytes:
-            raise InternalError(
-                f"a storage service offered {sum(sizes)} bytes of field {shape.spec.name!r}, which has "
-                f"{shape.value_bytes}"
-            )
-        memory_bytes = [os.fstat(fd).st_size for fd in fds]
-        for number, start, size in zip(numbers, starts, sizes, strict=True):
-            if number >= len(fds) or start < 0 or size <= 0 or start + size > memory_bytes[number]:
+            close_all(fds)
+        for index, mapping in mappings.items():
+            if pages[index].end * PAGE_BYTES > -(-mapping.size // PAGE_BYTES) * PAGE_BYTES:
                 raise InternalError(
-                    f"a storage service offered {size} bytes from {start} on of memfd {number} of {len(fds)}"
+                    f"a storage service offered bytes up to page {pages[index].end} of memory of {mapping.size} bytes"
                 )
-        pieces = [(fds[number], start, size) for number, start, size in zip(numbers, starts, sizes, strict=True)]
-        if _is_one_piece(pieces, [memory_bytes[number] for number in numbers]):
-            return shared_memory.map_private(pieces)
-        values = RECEIVE_BUFFERS.take(shape.value_bytes)
-        filled = 0
-        for fd, start, size in pieces:
-            shared_memory.read_into(fd, values[filled : filled + size].data, start)
-            filled += size
+        self._shared = {column.column_index: self._shared_values(column, mappings, lease) for column in offer.columns}
+
+    def _check_offer(self, offer: SharedColumns) -> list[Pages]:
+        """Check that the slices of the columns are there, and return the pages of each memory that they are on."""
+        ranges: dict[int, Pages] = {}
+        for column in offer.columns:
+            numbers, starts, sizes = column.memory_indexes, column.starts, column.sizes
+            if column.column_index >= len(self._columns) or not len(numbers) == len(starts) == len(sizes) > 0:
+                raise InternalError(
+                    f"a storage service offered column {column.column_index} of {len(self._columns)} in odd slices"
+                )
+            shape = self._columns[column.column_index]
+            if sum(sizes) != shape.value_bytes:
+                raise InternalError(
+                    f"a storage service offered {sum(sizes)} bytes of field {shape.spec.name!r}, which has "
+                    f"{shape.value_bytes}"
+                )
+            for number, start, size in zip(numbers, starts, sizes, strict=True):
+                if number >= len(offer.memories) or start < 0 or size <= 0:
+                    raise InternalError(
+                        f"a storage service offered {size} bytes from {start} on of memory {number} of "
+                        f"{len(offer.memories)}"
+                    )
+                first, end = start // PAGE_BYTES, -(-(start + size) // PAGE_BYTES)
+                known = ranges.get(number, Pages(first, end))
+                ranges[number] = Pages(min(known.first, first), max(known.end, end))
+        if len(ranges) != len(offer.memories):
+            raise InternalError(f"a storage service offered {len(offer.memories)} memories for {len(ranges)}")
+        return [ranges[number] for number in range(len(ranges))]
+
+    def _shared_values(self, column: SharedColumn, mappings: Mappings[int, Mapping], lease: Lease) -> Bytes:
+        """Return the values of a column: where they lie if that is in one piece worth keeping, else a copy."""
+        first, *others = slices = list(zip(column.memory_indexes, column.starts, column.sizes, strict=True))
+        number, start, size = first
+        if not others and size >= mappings[number].size * _LEAST_SHARE_MAPPED:
+            return mappings[number].array(start, size, lease)
+        values = RECEIVE_BUFFERS.take(sum(column.sizes))
+        sources = {number: mapping.array(0, mapping.size) for number, mapping in mappings.items()}
+        ends = accumulate(column.sizes)
+        for (number, start, size), end in zip(slices, ends, strict=True):
+            values[end - size : end] = sources[number][start : start + size]
         return values
 
     def finish(self) -> list[Received]:
@@ -266,14 +295,6 @@ class AnswerReader:
         if self._receiver is None:
             raise InternalError("a storage service sent no header")
         return self._receiver
-
-
-def _is_one_piece(pieces: Sequence[shared_memory.Piece], memory_bytes: Sequence[int]) -> bool:
-    """Whether slices can be mapped next to each other, and are worth the memory that they keep."""
-    for ((_, start, size), whole), ((_, next_start, _), _) in pairwise(zip(pieces, memory_bytes, strict=True)):
-        if start + size < whole or whole % shared_memory.PAGE_BYTES or next_start:
-            return False
-    return sum(size for _, _, size in pieces) >= sum(memory_bytes) * _LEAST_SHARE_MAPPED
 
 
 @contextmanager

@@ -603,7 +603,7 @@ class StorageProcess:
         if settings.bulk == "on":
             self.bulk = BulkServer(settings.host, settings.bulk_port, self.engine.boot_id, tls_context)
         try:
-            self.shared_memory = _open_shared_memory(settings, self.engine.boot_id)
+            self.shared_memory = _open_shared_memory(settings, self.engine)
         except BaseException:
             if self.bulk is not None:
                 self.bulk.close()
@@ -737,14 +737,14 @@ def _node_of(settings: ServeSettings, port: int) -> str:
     return pairs[0][0] if pairs else settings.host
 
 
-def _open_shared_memory(settings: ServeSettings, boot_id: bytes) -> SharedMemoryServer | None:
+def _open_shared_memory(settings: ServeSettings, engine: StorageEngine) -> SharedMemoryServer | None:
     if settings.shared_memory == "off":
         return None
     try:
         check_supported()
         if settings.shared_memory_dir == default_shared_memory_dir():
             make_private(settings.shared_memory_dir)
-        server = SharedMemoryServer(settings.shared_memory_dir, boot_id)
+        server = SharedMemoryServer(settings.shared_memory_dir, engine.boot_id, can_allocate=engine.is_volatile)
         server.start()
     except OSError as error:
         reason = f"no shared memory with clients of this host through {settings.shared_memory_dir}: {error}"

@@ -43,6 +43,7 @@ from tq_service.server.rpc.inbox import (
 )
 from tq_service.server.rpc.methods import token_name
 from tq_service.state.cells import Put
+from tq_service.storage.blobs.memory import Blob, BlobStore, SharedMemory
 from tq_service.storage.engine import StorageEngine
 from tq_service.storage.index.put import PendingPut, PutCells
 from tq_service.storage.index.reading import Reading, UnreadableError
@@ -52,10 +53,12 @@ from tq_service.wire.columns import (
     DEFAULT_FRAME_BYTES,
     INLINE_BYTES,
     MAX_ROWS,
+    REGION_KEY,
     SEND_AS_BULK,
-    SEND_AS_FDS,
+    SEND_AS_FD,
     SEND_AS_FRAMES,
     SEND_AS_KEY,
+    SEND_AS_REGION,
     TICKET_KEY,
     Column,
     ColumnReceiver,
@@ -102,7 +105,7 @@ class EngineDriver:
         *,
         until: float | None,
         for_existing_rows: bool = False,
-        shared: bool = False,
+        store: BlobStore | None = None,
         waiting: contextlib.AbstractContextManager[None] | None = None,
     ) -> AsyncIterator[PendingPut | None]:
         """Reserve capacity for a put, whose bytes are written within the `with`; after an error nothing of it is left.
@@ -115,7 +118,7 @@ class EngineDriver:
             columns: as it describes them.
             until: when to stop waiting, by the engine's clock; None: never.
             for_existing_rows: whether it may use the reserve.
-            shared: whether the bytes come as shared memory.
+            store: where its bytes go, see `StorageEngine.reserve`.
             waiting: held while there is no capacity.
         """
         with waiting or contextlib.nullcontext():
@@ -127,7 +130,7 @@ class EngineDriver:
                 deadline=until,
                 owner=header.controller_id,
                 token=token_name.get(),
-                shared=shared,
+                store=store,
             )
         if pending is None:
             yield None
@@ -264,16 +267,6 @@ class StorageServicer:
                     await pending.write(_frame(part))
                     del part  # else it would stay in memory until the next one is there
 
-        async def receive_fds(pending: PendingPut, session: Session) -> None:
-            with session.awaiting(header.put_id) as take_fds:
-                awaits_end.set(True)
-                await context.send_initial_metadata(((SEND_AS_KEY, SEND_AS_FDS),))
-                await no_frames("shared memory")
-                try:
-                    await pending.map_fds(take_fds())
-                except OSError as error:
-                    raise UnavailableError(f"the shared memory of a put cannot be used: {error}") from error
-
         async def receive_bulk(pending: PendingPut, server: BulkServer) -> None:
             stored = pending.require_open()
             blob, start = stored.values, stored.values_at
@@ -293,22 +286,19 @@ class StorageServicer:
                 except UnavailableError:
                     pending.require_open()  # a retry that took over has closed the transfer
                     raise
-            await no_frames("bulk connections")
+            await _read_end(parts, "bulk connections")
             await pending.end_filling()
-
-        async def no_frames(way: str) -> None:
-            async for part in parts:
-                raise InvalidArgumentError(
-                    f"the bytes of this put come over {way}; expected the end of the stream, got {_name(part)}",
-                    field="frame",
-                )
 
         progress = Progress(self._stall_seconds, f"fewer than {LEAST_PROGRESS_BYTES} bytes came")
         parts = received(parts, progress, _progress_bytes)
         header = await _read_header(parts)
         session = self._session_for_put(header)
         if session is not None:
-            return await self._take(header, lambda pending: receive_fds(pending, session), context, shared=True)
+            receive = _receive_region if session.is_own_user else _receive_fd
+            store = self._engine.shared_store(is_own_user=session.is_own_user)
+            return await self._take(
+                header, lambda pending: receive(pending, session, parts, context), context, store=store
+            )
         if self._bulk is not None and header.takes_bulk and self._bulk.takes(header.size_bytes):
             server = self._bulk
             return await self._take(header, lambda pending: receive_bulk(pending, server), context)
@@ -326,6 +316,8 @@ class StorageServicer:
             await pending.write(values)
 
         values = request.values
+        if request.header.allocates:
+            return await self._allocate(request, context)
         if len(values) > INLINE_BYTES:
             raise InvalidArgumentError(
                 f"an inline put has {len(values)} bytes, at most {INLINE_BYTES} expected; stream larger ones with Put",
@@ -334,19 +326,46 @@ class StorageServicer:
             )
         return pb.PutInlineResponse(put=await self._take(request.header, receive, context))
 
+    async def _allocate(self, request: pb.PutInlineRequest, context: Context) -> pb.PutInlineResponse:
+        """Store a put whose client fills its region later, and offer it that."""
+        blobs: list[Blob] = []
+
+        async def receive(pending: PendingPut) -> None:
+            blobs.append(pending.require_open().values)
+            await pending.end_filling()
+
+        session = self._session_for_put(request.header)
+        if session is None or not session.can_allocate:
+            raise PreconditionError(
+                "there is no region that this put could fill after its answer; put the data when it is complete"
+            )
+        _check_allocates(request)
+        answer = pb.PutInlineResponse(
+            put=await self._take(request.header, receive, context, store=self._engine.regions)
+        )
+        for blob in blobs:  # none where the put was here already
+            blob.pin()
+            offer = session.offer_for_a_while([blob.backing], blob.unpin)
+            answer.region.offer_id, answer.region.region = offer.offer_id, blob.backing.number
+        return answer
+
     def _session_for_put(self, header: pb.PutHeader) -> Session | None:
-        """Return the session in which the file descriptors of a put are to be sent; None: its bytes come in frames."""
+        """Return the session in which the memory of a put is to be shared; None: its bytes come in another way."""
         if self._shared_memory is None or header.size_bytes <= INLINE_BYTES:
             return None
         session = self._session(header.shared_memory_session)
-        if session is None or not self._shared_memory.takes_memory(self._engine.shared_memory_count):
+        count = self._engine.regions.fd_count + self._engine.memfds.fd_count
+        if session is None or not self._shared_memory.takes_memory(count):
             return None
         return session
 
     async def _take(
-        self, header: pb.PutHeader, receive: Receive, context: Context, *, shared: bool = False
+        self, header: pb.PutHeader, receive: Receive, context: Context, *, store: BlobStore | None = None
     ) -> pb.PutResponse:
-        """Reserve capacity for a put, let `receive` write its bytes, commit it; an error leaves nothing of it."""
+        """Reserve capacity for a put in a store, let `receive` write its bytes, commit it.
+
+        After an error nothing is left of it. The store is that of the engine's backing where none is given.
+        """
         check_id("put_id", header.put_id)
         _check_commit(header)
         commits = self._commits if header.HasField("commit") else None
@@ -382,7 +401,7 @@ class StorageServicer:
                 # What the client says is not believed: Commit refuses to make samples of a put that takes the reserve.
                 for_existing_rows=header.for_existing_rows
                 and not (commits and commits.makes_samples(header.commit.write)),
-                shared=shared,
+                store=store,
                 waiting=self._waiting.one(context),
             ) as pending:
                 if pending is None:
@@ -455,8 +474,8 @@ class StorageServicer:
         progress = Progress(self._stall_seconds, f"fewer than {LEAST_PROGRESS_BYTES} bytes of the answer were taken")
         with contextlib.ExitStack() as stack:
             reading = stack.enter_context(await self._driver.open(request))
-            session, fds, shared = self._shared_part(request, reading)
-            offer = None if session is None else stack.enter_context(contextlib.closing(session.offer(fds)))
+            session, memories, shared = self._shared_part(request, reading)
+            offer = None if session is None else stack.enter_context(contextlib.closing(session.offer(memories)))
             if offer is not None:
                 shared.offer_id = offer.offer_id
             transfer, without = None, _indexes(shared)
@@ -516,7 +535,7 @@ class StorageServicer:
     async def GetInline(self, request: pb.GetInlineRequest, context: Context) -> pb.GetInlineResponse:
         with contextlib.ExitStack() as stack:
             reading = stack.enter_context(await self._driver.open(request.get))
-            session, fds, shared = self._shared_part(request.get, reading)
+            session, memories, shared = self._shared_part(request.get, reading)
             without = _indexes(shared)
             size = reading.value_bytes(without)
             if size > INLINE_BYTES:
@@ -524,18 +543,20 @@ class StorageServicer:
             values = b"".join([chunk async for part in reading.parts(without) for chunk in part])
             header = _get_header(reading, shared)
             if session is not None:
-                header.shared.offer_id = session.lease(fds, stack.pop_all().close).offer_id
+                header.shared.offer_id = session.offer_for_a_while(memories, stack.pop_all().close).offer_id
             return pb.GetInlineResponse(header=header, values=values, size_bytes=size)
 
     def _shared_part(
         self, request: pb.GetRequest, reading: Reading
-    ) -> tuple[Session | None, Sequence[int], pb.SharedColumns]:
-        """Return the session in which a part of a read is to be offered, its memfds and columns; None: no part is."""
-        fds, columns = reading.shared_part() if request.shared_memory_session else ((), ())
+    ) -> tuple[Session | None, Sequence[SharedMemory], pb.SharedColumns]:
+        """Return the session in which a part of a read is to be offered, its memory and columns; None: no part is."""
+        memories, columns = reading.shared_part(with_regions=True) if request.shared_memory_session else ([], [])
         session = self._session(request.shared_memory_session) if columns else None
-        if session is None:
+        if session is not None and not session.is_own_user:
+            memories, columns = reading.shared_part(with_regions=False)
+        if session is None or not columns:
             return None, (), pb.SharedColumns()
-        return session, fds, pb.SharedColumns(memory_count=len(fds), columns=columns)
+        return session, memories, pb.SharedColumns(memories=[each.number for each in memories], columns=columns)
 
     def _session(self, session_id: bytes) -> Session | None:
         return self._shared_memory.session(session_id) if self._shared_memory is not None and session_id else None
@@ -646,12 +667,57 @@ def _check_commit(header: pb.PutHeader) -> None:
         )
 
 
+def _check_allocates(request: pb.PutInlineRequest) -> None:
+    """Refuse a put that is to be filled after its answer, if it has bytes or its bytes are needed before."""
+    header = request.header
+    has_objects = any(column.spec.layout == metadata_pb2.LAYOUT_OBJECT for column in header.columns)
+    for name, is_wrong in (("values", request.values), ("commit", header.HasField("commit")), ("columns", has_objects)):
+        if is_wrong:
+            raise InvalidArgumentError(
+                "a put that is filled after its answer has values, a commit, or columns of objects; expected none of "
+                "these: send columns of numbers alone, and Commit later",
+                field=name,
+            )
+
+
 async def _read_header(parts: AsyncIterator[Part]) -> pb.PutHeader:
     async for part in parts:
         if isinstance(part, pb.PutHeader):
             return part
         raise InvalidArgumentError(f"a put must begin with its header, got {_name(part)}", field="header")
     raise InvalidArgumentError("a put must begin with its header, got an empty stream", field="header")
+
+
+async def _read_end(parts: AsyncIterator[Part], way: str) -> None:
+    async for part in parts:
+        raise InvalidArgumentError(
+            f"the bytes of this put come over {way}; expected the end of the stream, got {_name(part)}", field="frame"
+        )
+
+
+async def _receive_region(pending: PendingPut, session: Session, parts: AsyncIterator[Part], context: Context) -> None:
+    """Have the client of a session fill the region of a put."""
+    region = pending.require_open().values.backing
+    with contextlib.closing(session.offer([region])) as offer:
+        awaits_end.set(True)
+        named = pb.RegionOffer(offer_id=offer.offer_id, region=region.number).SerializeToString()
+        await context.send_initial_metadata(((SEND_AS_KEY, SEND_AS_REGION), (REGION_KEY, named)))
+        await _read_end(parts, "shared memory")
+    if not offer.is_filled:
+        raise UnavailableError("the region of the put was not filled; it is tried again over gRPC")
+    await pending.end_filling()
+
+
+async def _receive_fd(pending: PendingPut, session: Session, parts: AsyncIterator[Part], context: Context) -> None:
+    """Have the client of a session send sealed memory."""
+    with session.awaiting(pending.put_id) as take_fd:
+        awaits_end.set(True)
+        await context.send_initial_metadata(((SEND_AS_KEY, SEND_AS_FD),))
+        await _read_end(parts, "shared memory")
+        try:
+            await pending.map_fd(take_fd())
+        except OSError as error:
+            raise UnavailableError(f"the shared memory of a put cannot be used: {error}") from error
 
 
 def _progress_bytes(part: Part) -> int:

@@ -29,11 +29,11 @@ from tq_service.results import MirrorStatus
 from tq_service.storage.blobs.memory import (
     Blob,
     BlobStore,
-    MemfdBlobs,
     MemoryBlobs,
     in_thread,
     is_temporary,
 )
+from tq_service.storage.blobs.shared import MemfdBlobs, RegionBlobs, SharedStore
 from tq_service.storage.index.admission import Admission
 from tq_service.storage.index.put import PendingPut, PutCells, RowSet, StoredColumn, StoredPut
 from tq_service.storage.index.put_table import (
@@ -123,6 +123,7 @@ class StorageEngine:
 
     Attributes:
         puts: the complete ones.
+        regions, memfds: stores of puts in memory shared with clients of this host.
         boot_id: 16 random bytes: what another boot stored is gone.
         run_id: 16 random bytes, new for every engine.
         storage_id: name of this storage service.
@@ -164,8 +165,9 @@ class StorageEngine:
         self._backing.on_fetched = self._on_fetched
         self._backing.on_looked_at = self._end_deferral
         self._store = self._backing.store
-        self._memfds = MemfdBlobs()
-        for store in (self._store, self._memfds):
+        self.regions = RegionBlobs(max_bytes)
+        self.memfds = MemfdBlobs()
+        for store in (self._store, self.regions, self.memfds):
             store.on_freed = self._admission.release
         self.puts = PutTable(put_ttl_seconds, clock, self._backing.load)
         self._pending: dict[bytes, PendingPut] = {}
@@ -189,7 +191,7 @@ class StorageEngine:
         deadline: float | None,
         owner: bytes = b"",
         token: str = "",
-        shared: bool = False,
+        store: BlobStore | None = None,
     ) -> PendingPut | None:
         """Reserve capacity for a put, waiting for it, see `Admission`; return None where it is complete already.
 
@@ -201,7 +203,7 @@ class StorageEngine:
             deadline: until when to wait, by the engine's clock; None: for as long as the caller is not cancelled.
             owner: the controller that is to commit it.
             token: the name of the producer's, which takes turns with others.
-            shared: whether the bytes come as shared memory, to be adopted, instead of being written.
+            store: where its bytes go, `regions` or `memfds`; None: the store of its backing.
 
         Raises:
             InvalidArgumentError: a row of msgpack is empty, or the put is there for another partition or of another
@@ -231,7 +233,7 @@ class StorageEngine:
             for_existing_rows=for_existing_rows,
             owner=owner,
         )
-        store = self._memfds if shared else self._store
+        store = store or self._store
         charge = stored.charge_in(store)
         try:
             await self._admission.reserve(
@@ -250,6 +252,7 @@ class StorageEngine:
         try:
             blob = await store.allocate(stored.blob_bytes(store))
             blob.charge = charge
+            self._bound_pools()
             stored.place(blob)
             if stored.row_count < _FILLED_AT_ONCE:
                 stored.fill_tables(columns)
@@ -263,6 +266,21 @@ class StorageEngine:
             else:
                 blob.release()
             raise
+
+    @property
+    def is_volatile(self) -> bool:
+        """Whether nothing keeps its puts beyond this process."""
+        return self._backing.is_volatile
+
+    def shared_store(self, *, is_own_user: bool) -> SharedStore:
+        """Return the store of puts in memory shared with a client of this process's user, or of another."""
+        return self.regions if is_own_user else self.memfds
+
+    def _bound_pools(self) -> None:
+        """Keep what is stored and what is held for reuse within the quota, whichever store had it before."""
+        if (most := self._admission.max_bytes) is not None:
+            pooled_bytes = self._store.pooled_bytes + self.regions.pooled_bytes
+            self.regions.give_up(self._admission.used_bytes + pooled_bytes - most)
 
     async def flush(self, pending: PendingPut, deadline: float | None = None) -> None:
         """Wait until the bytes of a put are where they outlive this process, before it is finished.
@@ -480,7 +498,8 @@ class StorageEngine:
         """Return pooled memory that was not needed; call it regularly."""
         now = self._clock()
         self._spill()
-        self._store.trim(max(now - self._trimmed_at, 0.0))
+        for store in (self._store, self.regions):
+            store.trim(max(now - self._trimmed_at, 0.0))
         self._trimmed_at = now
 
     def free(self, cells: Sequence[PutCells]) -> None:
@@ -526,7 +545,7 @@ class StorageEngine:
         if self._compaction is not None:
             await asyncio.wait([self._compaction])
         await self._backing.close()
-        for store in (self._store, self._memfds):
+        for store in (self._store, self.regions, self.memfds):
             await store.close()
 
     def open_read(self, runs: Sequence[CellRuns], put_ids: Sequence[bytes]) -> Reading:
@@ -570,15 +589,15 @@ class StorageEngine:
 
     @property
     def shared_memory_count(self) -> int:
-        """Number of memfds of puts in shared memory."""
-        return self._memfds.memory_count
+        """Number of puts in shared memory."""
+        return self.regions.blob_count + self.memfds.blob_count
 
     def stat(self) -> EngineStat:
         """Return sizes and counts."""
         return EngineStat(
             max_bytes=self._admission.max_bytes,
             used_bytes=self._admission.used_bytes,
-            pooled_bytes=self._store.pooled_bytes,
+            pooled_bytes=self._store.pooled_bytes + self.regions.pooled_bytes,
             put_count=len(self.puts),
             uncommitted_put_count=self.puts.uncommitted_count,
             damaged_put_count=len(self.damaged),

@@ -30,6 +30,7 @@ class PutHeader(google.protobuf.message.Message):
     PARTITION_ID_FIELD_NUMBER: builtins.int
     CONTROLLER_ID_FIELD_NUMBER: builtins.int
     TAKES_BULK_FIELD_NUMBER: builtins.int
+    ALLOCATES_FIELD_NUMBER: builtins.int
     put_id: builtins.bytes
     """16 random bytes that the client makes for this put and sends again with each retry."""
     row_count: builtins.int
@@ -41,8 +42,8 @@ class PutHeader(google.protobuf.message.Message):
     header carries the commit and that makes samples, it is not heeded; else Commit refuses to make samples of the put.
     """
     shared_memory_session: builtins.bytes
-    """The session on the socket for shared memory, of a client that can send it; else empty. Put only. One that is not
-    open is ignored: the bytes come in frames.
+    """The session on the socket for shared memory, of a client that can send it; else empty. Put only, and PutInline with
+    `allocates`. One that is not open is ignored: the bytes come in frames.
     """
     partition_id: builtins.str
     """The partition that the put is for: its commit must name the same."""
@@ -53,6 +54,12 @@ class PutHeader(google.protobuf.message.Message):
     """
     takes_bulk: builtins.bool
     """Whether the client reaches the bulk port, and would send the bytes there. Put only."""
+    allocates: builtins.bool
+    """Whether the client fills a region for this put only after its answer, and before its Commit; PutInline only, without
+    values, without `commit`, and without columns of objects. FAILED_PRECONDITION where there is no region for it:
+    `shared_memory_session` is not open or not of the service's user, or puts are kept beyond the process. The bytes are
+    those of older puts until they are filled.
+    """
     @property
     def columns(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[tq_service.v1.metadata_pb2.ColumnHeader]:
         """The columns, at least one, each name once, in the order in which their bytes follow."""
@@ -76,9 +83,10 @@ class PutHeader(google.protobuf.message.Message):
         partition_id: builtins.str = ...,
         controller_id: builtins.bytes = ...,
         takes_bulk: builtins.bool = ...,
+        allocates: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["commit", b"commit"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["columns", b"columns", "commit", b"commit", "controller_id", b"controller_id", "for_existing_rows", b"for_existing_rows", "partition_id", b"partition_id", "put_id", b"put_id", "row_count", b"row_count", "shared_memory_session", b"shared_memory_session", "size_bytes", b"size_bytes", "takes_bulk", b"takes_bulk"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["allocates", b"allocates", "columns", b"columns", "commit", b"commit", "controller_id", b"controller_id", "for_existing_rows", b"for_existing_rows", "partition_id", b"partition_id", "put_id", b"put_id", "row_count", b"row_count", "shared_memory_session", b"shared_memory_session", "size_bytes", b"size_bytes", "takes_bulk", b"takes_bulk"]) -> None: ...
 
 global___PutHeader = PutHeader
 
@@ -191,7 +199,7 @@ class PutInlineRequest(google.protobuf.message.Message):
     HEADER_FIELD_NUMBER: builtins.int
     VALUES_FIELD_NUMBER: builtins.int
     values: builtins.bytes
-    """The bytes of the columns one after the other, `size_bytes` of them."""
+    """The bytes of the columns one after the other, `size_bytes` of them; none with `allocates`."""
     @property
     def header(self) -> global___PutHeader:
         """The header that a stream would begin with."""
@@ -214,17 +222,23 @@ class PutInlineResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     PUT_FIELD_NUMBER: builtins.int
+    REGION_FIELD_NUMBER: builtins.int
     @property
     def put(self) -> global___PutResponse:
         """The answer that the stream would end with."""
+
+    @property
+    def region(self) -> global___RegionOffer:
+        """With `allocates`: the region of the put, to be taken within some seconds; unset where the put was here already."""
 
     def __init__(
         self,
         *,
         put: global___PutResponse | None = ...,
+        region: global___RegionOffer | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["put", b"put"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["put", b"put"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["put", b"put", "region", b"region"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["put", b"put", "region", b"region"]) -> None: ...
 
 global___PutInlineResponse = PutInlineResponse
 
@@ -271,6 +285,28 @@ class GetRequest(google.protobuf.message.Message):
 global___GetRequest = GetRequest
 
 @typing.final
+class RegionOffer(google.protobuf.message.Message):
+    """A region that the client takes over the socket for shared memory, and fills, while the call of its put lasts."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    OFFER_ID_FIELD_NUMBER: builtins.int
+    REGION_FIELD_NUMBER: builtins.int
+    offer_id: builtins.bytes
+    """Sent in TakeMemory on that socket."""
+    region: builtins.int
+    """The number that names the region, never that of another one in this instance of the service."""
+    def __init__(
+        self,
+        *,
+        offer_id: builtins.bytes = ...,
+        region: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["offer_id", b"offer_id", "region", b"region"]) -> None: ...
+
+global___RegionOffer = RegionOffer
+
+@typing.final
 class SharedColumn(google.protobuf.message.Message):
     """A column whose values are in shared memory: slices of it, one after the other."""
 
@@ -284,11 +320,11 @@ class SharedColumn(google.protobuf.message.Message):
     """Position of the column in the columns of the header."""
     @property
     def memory_indexes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """For each slice, the index of its memfd among those that are offered."""
+        """For each slice, the position of its memory among those that are offered."""
 
     @property
     def starts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """For each slice, where it starts in its memfd, in bytes."""
+        """For each slice, where it starts in its memory, in bytes."""
 
     @property
     def sizes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
@@ -308,17 +344,19 @@ global___SharedColumn = SharedColumn
 
 @typing.final
 class SharedColumns(google.protobuf.message.Message):
-    """Memory that the client receives over the socket for shared memory, while the call lasts."""
+    """Memory that the client takes over the socket for shared memory, while the call lasts."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     OFFER_ID_FIELD_NUMBER: builtins.int
-    MEMORY_COUNT_FIELD_NUMBER: builtins.int
+    MEMORIES_FIELD_NUMBER: builtins.int
     COLUMNS_FIELD_NUMBER: builtins.int
     offer_id: builtins.bytes
-    """Sent in ReceiveFds on that socket."""
-    memory_count: builtins.int
-    """Number of memfds that are offered."""
+    """Sent in TakeMemory on that socket."""
+    @property
+    def memories(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """What is offered: the number of each region, 0 for a memfd of another client."""
+
     @property
     def columns(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___SharedColumn]:
         """The columns whose values are in shared memory instead of the frames."""
@@ -327,10 +365,10 @@ class SharedColumns(google.protobuf.message.Message):
         self,
         *,
         offer_id: builtins.bytes = ...,
-        memory_count: builtins.int = ...,
+        memories: collections.abc.Iterable[builtins.int] | None = ...,
         columns: collections.abc.Iterable[global___SharedColumn] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["columns", b"columns", "memory_count", b"memory_count", "offer_id", b"offer_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["columns", b"columns", "memories", b"memories", "offer_id", b"offer_id"]) -> None: ...
 
 global___SharedColumns = SharedColumns
 
@@ -489,7 +527,7 @@ class StatResponse(google.protobuf.message.Message):
     shared_memory_socket: builtins.str
     """Path of the Unix socket on which clients of the same host share memory; empty where there is none."""
     shared_memory_count: builtins.int
-    """Number of memfds from clients that it holds."""
+    """Number of puts that it holds in shared memory."""
     damaged_put_count: builtins.int
     """Number of puts whose bytes are damaged, as far as they have been read since the start."""
     bulk_address: builtins.str

@@ -33,8 +33,9 @@ class StorageServiceStub:
     without it. Idempotent under `put_id` and the `request_id` of the commit. Blocks until there is capacity, at most
     until the deadline of the call. Then it sends initial metadata with the key `tq-send-as`, for which clients may
     wait with the frames; where the put is stored already, the answer comes instead. The value of the key is
-    "frames", or "fds" where the header names an open session: the bytes are then sent there as shared memory
-    (SendFds), and after that the stream ends without a frame. It is "bulk" where the header takes that: the key
+    "frames", or one of two where the header names an open session, and the stream ends without a frame: with "region"
+    the key `tq-region-bin` has a RegionOffer, and the client of the service's user fills that region; with "fd" a client
+    of another user sends there memory of its own (SendFd). It is "bulk" where the header takes that: the key
     `tq-ticket-bin` then has a BulkTicket, the bytes go over bulk connections, and after that the stream ends without a
     frame. A service may say "frames" all the same. After an error nothing is stored. Errors:
     INVALID_ARGUMENT (the stream is shorter, longer or other than declared), RESOURCE_EXHAUSTED (no capacity; with
@@ -49,7 +50,7 @@ class StorageServiceStub:
     """Stores one put of at most 256 KiB that comes whole, in one message: what Put does, for about half its cost.
     Changes, idempotence, blocking and errors are those of Put, and a put may be tried again by the other of the two.
     Larger puts are INVALID_ARGUMENT: while they wait for capacity, their bytes would be in memory that no quota
-    counts.
+    counts. With `allocates` the put is of any size, and its bytes come later, in shared memory.
     """
 
     Get: grpc.UnaryStreamMultiCallable[
@@ -59,7 +60,7 @@ class StorageServiceStub:
     """Reads cells. The first message is the header with specs, sizes and extents, the others are frames that together
     carry the values of the columns one after the other, in the order asked for. Changes nothing; what is being read
     stays readable to the end when it is cleared or overwritten meanwhile. With a session, columns that lie in shared
-    memory are offered there, and the call lasts until they are received. With a ticket in the header, the other
+    memory are offered there, and the call lasts until they are taken. With a ticket in the header, the other
     columns are received over bulk connections instead of in frames, and the call lasts as long. Else it does not
     block. Errors: DATA_LOSS
     (another boot of this service took the put, or its bytes are damaged), NOT_FOUND (PUT_NOT_FOUND: the put or a cell
@@ -97,8 +98,9 @@ class StorageServiceAsyncStub:
     without it. Idempotent under `put_id` and the `request_id` of the commit. Blocks until there is capacity, at most
     until the deadline of the call. Then it sends initial metadata with the key `tq-send-as`, for which clients may
     wait with the frames; where the put is stored already, the answer comes instead. The value of the key is
-    "frames", or "fds" where the header names an open session: the bytes are then sent there as shared memory
-    (SendFds), and after that the stream ends without a frame. It is "bulk" where the header takes that: the key
+    "frames", or one of two where the header names an open session, and the stream ends without a frame: with "region"
+    the key `tq-region-bin` has a RegionOffer, and the client of the service's user fills that region; with "fd" a client
+    of another user sends there memory of its own (SendFd). It is "bulk" where the header takes that: the key
     `tq-ticket-bin` then has a BulkTicket, the bytes go over bulk connections, and after that the stream ends without a
     frame. A service may say "frames" all the same. After an error nothing is stored. Errors:
     INVALID_ARGUMENT (the stream is shorter, longer or other than declared), RESOURCE_EXHAUSTED (no capacity; with
@@ -113,7 +115,7 @@ class StorageServiceAsyncStub:
     """Stores one put of at most 256 KiB that comes whole, in one message: what Put does, for about half its cost.
     Changes, idempotence, blocking and errors are those of Put, and a put may be tried again by the other of the two.
     Larger puts are INVALID_ARGUMENT: while they wait for capacity, their bytes would be in memory that no quota
-    counts.
+    counts. With `allocates` the put is of any size, and its bytes come later, in shared memory.
     """
 
     Get: grpc.aio.UnaryStreamMultiCallable[
@@ -123,7 +125,7 @@ class StorageServiceAsyncStub:
     """Reads cells. The first message is the header with specs, sizes and extents, the others are frames that together
     carry the values of the columns one after the other, in the order asked for. Changes nothing; what is being read
     stays readable to the end when it is cleared or overwritten meanwhile. With a session, columns that lie in shared
-    memory are offered there, and the call lasts until they are received. With a ticket in the header, the other
+    memory are offered there, and the call lasts until they are taken. With a ticket in the header, the other
     columns are received over bulk connections instead of in frames, and the call lasts as long. Else it does not
     block. Errors: DATA_LOSS
     (another boot of this service took the put, or its bytes are damaged), NOT_FOUND (PUT_NOT_FOUND: the put or a cell
@@ -163,8 +165,9 @@ class StorageServiceServicer(metaclass=abc.ABCMeta):
         without it. Idempotent under `put_id` and the `request_id` of the commit. Blocks until there is capacity, at most
         until the deadline of the call. Then it sends initial metadata with the key `tq-send-as`, for which clients may
         wait with the frames; where the put is stored already, the answer comes instead. The value of the key is
-        "frames", or "fds" where the header names an open session: the bytes are then sent there as shared memory
-        (SendFds), and after that the stream ends without a frame. It is "bulk" where the header takes that: the key
+        "frames", or one of two where the header names an open session, and the stream ends without a frame: with "region"
+        the key `tq-region-bin` has a RegionOffer, and the client of the service's user fills that region; with "fd" a client
+        of another user sends there memory of its own (SendFd). It is "bulk" where the header takes that: the key
         `tq-ticket-bin` then has a BulkTicket, the bytes go over bulk connections, and after that the stream ends without a
         frame. A service may say "frames" all the same. After an error nothing is stored. Errors:
         INVALID_ARGUMENT (the stream is shorter, longer or other than declared), RESOURCE_EXHAUSTED (no capacity; with
@@ -181,7 +184,7 @@ class StorageServiceServicer(metaclass=abc.ABCMeta):
         """Stores one put of at most 256 KiB that comes whole, in one message: what Put does, for about half its cost.
         Changes, idempotence, blocking and errors are those of Put, and a put may be tried again by the other of the two.
         Larger puts are INVALID_ARGUMENT: while they wait for capacity, their bytes would be in memory that no quota
-        counts.
+        counts. With `allocates` the put is of any size, and its bytes come later, in shared memory.
         """
 
     @abc.abstractmethod
@@ -193,7 +196,7 @@ class StorageServiceServicer(metaclass=abc.ABCMeta):
         """Reads cells. The first message is the header with specs, sizes and extents, the others are frames that together
         carry the values of the columns one after the other, in the order asked for. Changes nothing; what is being read
         stays readable to the end when it is cleared or overwritten meanwhile. With a session, columns that lie in shared
-        memory are offered there, and the call lasts until they are received. With a ticket in the header, the other
+        memory are offered there, and the call lasts until they are taken. With a ticket in the header, the other
         columns are received over bulk connections instead of in frames, and the call lasts as long. Else it does not
         block. Errors: DATA_LOSS
         (another boot of this service took the put, or its bytes are damaged), NOT_FOUND (PUT_NOT_FOUND: the put or a cell

@@ -476,8 +476,14 @@ TICKET_KEY: Final = "tq-ticket-bin"
 BULK_BYTES: Final = 2 << 20
 """Puts and gets of fewer bytes take as long in frames as over bulk connections."""
 
-SEND_AS_FDS: Final = "fds"
-"""Value of that key: as shared memory, in the session that the header names."""
+SEND_AS_REGION: Final = "region"
+"""Value of that key: into a region of shared memory, which `REGION_KEY` offers to the session that the header names."""
+
+REGION_KEY: Final = "tq-region-bin"
+"""Key of the initial metadata of such a put: a RegionOffer."""
+
+SEND_AS_FD: Final = "fd"
+"""Value of that key: as sealed memory, in the session that the header names."""
 
 INLINE_BYTES: Final = 256 << 10
 """Puts and gets up to this size, shared memory apart, go in one message (PutInline, GetInline).

@@ -1,12 +1,14 @@
-"""Memory shared by processes of one host: sealed memfds, whose file descriptors are sent over a Unix socket.
+"""Memory that processes of one host share: memfds, whose file descriptors are sent over a Unix socket.
 
-A put's columns lie one after the other, each from a multiple of 64 bytes on, in one memfd or in several of equal size.
-Once written it is sealed: no process, its writer included, can write, shrink or grow it any more, so readers may map it
-without being harmed by others, and a private mapping may be written to without changing what others see. The kernel
-frees the memory with the last file descriptor and mapping, however their processes end.
+A put's columns lie one after the other in one memfd, each from a multiple of 64 bytes on. There are two kinds:
 
-The memory is filled by `write`, not through a mapping: whole pages are then neither zeroed nor faulted in first.
-Mappings here keep no file descriptor open. Those of Python do, each its own: a process has not that many.
+- A *region* is made by the storage service, written by clients of its user, and used again for other puts. It cannot
+  change its size; who may write to it is a matter of trust and of turns, see `dataplane.shared_memory`.
+- *Sealed memory* is made by a client of another user, written once, and then sealed: no process can write, shrink or
+  grow it any more, its writer included.
+
+Readers map both privately: what they write changes no other process's view. Mappings here keep no file descriptor
+open. Those of Python do, each its own: a process has not that many.
 """
 
 from __future__ import annotations
@@ -21,9 +23,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from itertools import accumulate
-from typing import Any, Final, TypeAlias
+from pathlib import Path
+from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tq_service.errors import InvalidArgumentError
 from tq_service.wire.columns import Bytes, Column, iter_frames
@@ -33,80 +37,22 @@ _MAP_FIXED: Final = 0x10
 _MAP_NORESERVE: Final = 0x4000
 _READ_WRITE: Final = mmap.PROT_READ | mmap.PROT_WRITE
 
+PAGE_BYTES: Final = mmap.PAGESIZE
 
-def _map(fd: int | None, start: int, size: int, *, protection: int, address: int | None = None) -> int:
-    """Map a part of a file and return its address.
-
-    Args:
-        fd: the file; None: memory instead of one.
-        start: where the part starts in it, a multiple of a page.
-        size: bytes.
-        protection: of `mmap.PROT_*`.
-        address: what it takes the place of; None: where the system likes.
-
-    Raises:
-        OSError: the system refuses it.
-    """
-    flags = mmap.MAP_PRIVATE | _MAP_NORESERVE
-    flags |= (mmap.MAP_ANONYMOUS if fd is None else 0) | (0 if address is None else _MAP_FIXED)
-    found: int | None = _libc().mmap(address, size, protection, flags, -1 if fd is None else fd, start)
-    if found is None or found == _MAP_FAILED:
-        error = ctypes.get_errno()
-        raise OSError(error, f"{size} bytes cannot be mapped: {os.strerror(error)}")
-    return found
-
-
-def map_over(memory: mmap.mmap, start: int, fd: int, size: int) -> None:
-    """Put a file in the place of the part of an anonymous mapping that begins at `start`, a multiple of a page.
-
-    It can only be read from then on, and is unmapped with the rest.
-
-    Args:
-        memory: the anonymous mapping.
-        start: where in it the file goes.
-        fd: the file, which may be closed afterwards.
-        size: bytes of the file, from its beginning.
-
-    Raises:
-        OSError: the system refuses the mapping.
-    """
-    whole = (ctypes.c_char * len(memory)).from_buffer(memory)
-    _map(fd, 0, size, protection=mmap.PROT_READ, address=ctypes.addressof(whole) + start)
-
-
-@cache
-def _libc() -> Any:
-    library = ctypes.CDLL(None, use_errno=True)
-    library.mmap.restype = ctypes.c_void_p
-    library.mmap.argtypes = (
-        ctypes.c_void_p,
-        ctypes.c_size_t,
-        ctypes.c_int,
-        ctypes.c_int,
-        ctypes.c_int,
-        ctypes.c_long,
-    )
-    library.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-    return library
-
+_ALIGNMENT_BYTES: Final = 64
+_PIECE_BYTES: Final = 16 << 20  # that one thread copies; smaller memory is not worth a second one
+_MOST_THREADS: Final = 4
+_LARGE_CHUNK_BYTES: Final = 64 << 10  # worth a copy during which other threads of Python run
+_MOST_BUFFERS_OF_A_WRITE: Final = 1024  # IOV_MAX of Linux
+_STAT_BLOCK_BYTES: Final = 512  # the unit of st_blocks, whatever the file system
+_FILE_PAGE: Final = np.uint64(1 << 61)  # in /proc/self/pagemap: a page of the file, not a copy of this process
+_IN_USE: Final = np.uint64(3 << 62)  # there: a page in memory or in the swap
 
 if sys.platform == "linux":
     import fcntl
 
-    _SEALS: Final = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
-
-PAGE_BYTES: Final = mmap.PAGESIZE
-
-Piece: TypeAlias = tuple[int, int, int]
-"""A part of shared memory: file descriptor, where it starts, its size in bytes."""
-
-_ALIGNMENT_BYTES: Final = 64
-_GRAIN_BYTES: Final = 2 << 20  # a huge page
-_SEGMENT_BYTES: Final = 32 << 20
-_MOST_SEGMENTS: Final = 64
-_MOST_THREADS: Final = 4
-_MOST_BUFFERS_OF_A_WRITE: Final = 1024  # IOV_MAX of Linux
-_STAT_BLOCK_BYTES: Final = 512  # the unit of st_blocks, whatever the file system
+    _FIXED_SIZE: Final = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+    _SEALS: Final = _FIXED_SIZE | fcntl.F_SEAL_WRITE
 
 
 def is_supported() -> bool:
@@ -124,81 +70,231 @@ def check_supported() -> None:
         raise OSError("this system has no sealed memfds")
 
 
+# Mappings
+
+
+@cache
+def _libc() -> Any:
+    library = ctypes.CDLL(None, use_errno=True)
+    library.mmap.restype = ctypes.c_void_p
+    library.mmap.argtypes = (
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_long,
+    )
+    library.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+    library.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return library
+
+
+def _map(fd: int, size: int, protection: int, flags: int, address: int | None = None) -> int:
+    found: int | None = _libc().mmap(address, size, protection, flags, fd, 0)
+    if found is None or found == _MAP_FAILED:
+        raise _system_error(f"{size} bytes cannot be mapped")
+    return found
+
+
+def _system_error(what: str) -> OSError:
+    number = ctypes.get_errno()
+    return OSError(number, f"{what}: {os.strerror(number)}")
+
+
+def map_over(memory: mmap.mmap, fd: int, size: int, *, is_writable: bool) -> None:
+    """Map a file over an anonymous mapping, until that is unmapped.
+
+    Args:
+        memory: the anonymous mapping.
+        fd: the file, which may be closed afterwards.
+        size: bytes of the file, from its beginning.
+        is_writable: whether writes go to the file; else it can only be read.
+
+    Raises:
+        OSError: the system refuses the mapping.
+    """
+    whole = (ctypes.c_char * len(memory)).from_buffer(memory)
+    protection, kind = (_READ_WRITE, mmap.MAP_SHARED) if is_writable else (mmap.PROT_READ, mmap.MAP_PRIVATE)
+    _map(fd, size, protection, kind | _MAP_FIXED, ctypes.addressof(whole))
+
+
+class Mapping:
+    """All of a memfd, mapped in this process until the last reference to this object is gone.
+
+    Args:
+        fd: the memfd, which may be closed afterwards.
+        is_shared: whether writes go to the memfd; else they change only this mapping. Forked children do not inherit
+            a shared one: they could write to it when the memfd has bytes of another put.
+
+    Attributes:
+        address, size: its first byte in memory, and its number of bytes.
+
+    Raises:
+        OSError: the system refuses it.
+    """
+
+    def __init__(self, fd: int, *, is_shared: bool) -> None:
+        self.size = os.fstat(fd).st_size
+        self._unmap = _libc().munmap  # kept for the end of the process
+        kind = mmap.MAP_SHARED if is_shared else mmap.MAP_PRIVATE | _MAP_NORESERVE
+        self.address = _map(fd, self.size, _READ_WRITE, kind)
+        if is_shared:
+            _advise(self.address, self.size, mmap.MADV_DONTFORK)
+
+    def array(self, start: int, size: int, owner: object = None) -> Bytes:
+        """Return an array on a part of it, which keeps it, and `owner`, as long as the array or a view of it."""
+        return np.asarray(_Part(self, start, size, owner))
+
+    def discard_changes(self, first_page: int, end_page: int) -> None:
+        """Drop the pages of a range that were written to, of a mapping that is not shared: it has the memfd's again."""
+        page, count = self.address // PAGE_BYTES + first_page, end_page - first_page
+        changed = _changed_pages(page, count)
+        if changed is None:
+            _advise(page * PAGE_BYTES, count * PAGE_BYTES, mmap.MADV_DONTNEED)
+        elif changed.size:
+            for run in np.split(changed, np.flatnonzero(np.diff(changed) > 1) + 1):
+                _advise((page + int(run[0])) * PAGE_BYTES, len(run) * PAGE_BYTES, mmap.MADV_DONTNEED)
+
+    def __del__(self) -> None:
+        if hasattr(self, "address"):
+            self._unmap(self.address, self.size)
+
+
+class _Part:
+    """The base of an array on a mapping."""
+
+    def __init__(self, mapping: Mapping, start: int, size: int, owner: object) -> None:
+        self._kept = mapping, owner
+        self.__array_interface__ = {
+            "data": (mapping.address + start, False),
+            "shape": (size,),
+            "typestr": "|u1",
+            "version": 3,
+        }
+
+
+def _changed_pages(first_page: int, count: int) -> NDArray[np.intp] | None:
+    """Return which pages of a private mapping are this process's own; None if the system does not tell."""
+    try:
+        with Path("/proc/self/pagemap").open("rb", buffering=0) as pagemap:
+            entries = np.frombuffer(os.pread(pagemap.fileno(), 8 * count, 8 * first_page), np.uint64)
+    except OSError:
+        return None
+    return np.flatnonzero((entries & _IN_USE != 0) & (entries & _FILE_PAGE == 0)) if len(entries) == count else None
+
+
+# Making and filling memory
+
+
+def new_region(size: int) -> int:
+    """Return the file descriptor of new memory of `size` bytes, which no process can make longer or shorter.
+
+    The system allocates all of its pages now, and charges them to the control group of this process: no write to it
+    can fail later.
+
+    Raises:
+        OSError: the system lacks file descriptors, or memory.
+    """
+    fd = os.memfd_create("tq_service", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.fchmod(fd, 0o600)  # it is the service's user alone that may open it again below /proc
+        os.posix_fallocate(fd, 0, size)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _FIXED_SIZE)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def free_pages(memory: mmap.mmap) -> None:
+    """Give the pages of a region that is mapped writable back to the system, whoever else maps it."""
+    # Python's own madvise keeps the GIL: for 0.2 s with a region of 256 MiB.
+    whole = (ctypes.c_char * len(memory)).from_buffer(memory)
+    _advise(ctypes.addressof(whole), len(memory), mmap.MADV_REMOVE)
+
+
+def _advise(address: int, size: int, advice: int) -> None:
+    if _libc().madvise(address, size, advice):
+        raise _system_error(f"the mapping of {size} bytes cannot be advised ({advice})")
+
+
 def place_columns(sizes: Iterable[int]) -> tuple[list[int], int]:
     """Return where columns of so many bytes start in the memory of a put, and the size of that memory in bytes."""
     *starts, end = accumulate((-(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for size in sizes), initial=0)
     return starts, end
 
 
-def segment_sizes(size: int) -> list[int]:
-    """Return the sizes of the memfds that make up `size` bytes of memory: equal ones, and a last one of at most that.
-
-    Several, so that several threads can fill them: the system lets one thread at a time write to a memfd.
-    """
-    each = segment_bytes(size)
-    return [min(each, size - start) for start in range(0, size, each)]
-
-
-def segment_bytes(size: int) -> int:
-    """Return the size of all memfds but the last one of `size` bytes of memory."""
-    return max(_SEGMENT_BYTES, -(-size // (_MOST_SEGMENTS * _GRAIN_BYTES)) * _GRAIN_BYTES)
-
-
-def write_columns(columns: Sequence[Column]) -> list[int]:
-    """Return the file descriptors of new, sealed memory that has the columns as `place_columns` says.
-
-    Raises:
-        OSError: the system has no memory, or no file descriptors, left.
-    """
-    _, size = place_columns(column.value_bytes for column in columns)
-    segments = list(iter_frames(_placed(columns), segment_bytes(size), None))
-    thread_count = min(len(segments), _MOST_THREADS, len(os.sched_getaffinity(0)))
-    fds: list[int] = []
-    try:
-        for _ in segments:
-            fds.append(os.memfd_create("tq_service", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))  # noqa: PERF401  (all are closed)
-        if thread_count <= 1:
-            for fd, parts in zip(fds, segments, strict=True):
-                _fill(fd, parts)
-        else:
-            with ThreadPoolExecutor(thread_count, thread_name_prefix="tq-fill") as pool:
-                for _ in pool.map(_fill, fds, segments):
-                    pass
-    except BaseException:
-        close_all(fds)
-        raise
-    return fds
-
-
 def _placed(columns: Sequence[Column]) -> Iterator[memoryview]:
     """Yield the bytes of columns and, as `place_columns` says, what is between them.
 
-    All is written: a file that is made longer has a hole, which `check` refuses.
+    All is written: a file that is made longer has a hole, which `check` refuses, and a region has older bytes.
     """
     for column in columns:
         yield from column.chunks
         yield memoryview(bytes(-column.value_bytes % _ALIGNMENT_BYTES))
 
 
-def _fill(fd: int, parts: Sequence[memoryview]) -> None:
-    """Write a memfd and seal it."""
-    waiting, first = list(parts), 0
-    while first < len(waiting):
-        written = os.writev(fd, waiting[first : first + _MOST_BUFFERS_OF_A_WRITE])
-        while first < len(waiting) and written >= len(waiting[first]):
-            written -= len(waiting[first])
-            first += 1
-        if written:
-            waiting[first] = waiting[first][written:]
-    _seal(fd)
+def fill(target: Bytes, columns: Sequence[Column]) -> None:
+    """Copy columns into memory as `place_columns` says, in several threads if they are large."""
+    pieces = list(iter_frames(_placed(columns), _PIECE_BYTES, None))
+    thread_count = min(len(pieces), _MOST_THREADS, len(os.sched_getaffinity(0)))
+    targets = [target[number * _PIECE_BYTES :][:_PIECE_BYTES] for number in range(len(pieces))]
+    if thread_count <= 1:
+        for each, parts in zip(targets, pieces, strict=True):
+            _copy(each, parts)
+        return
+    with ThreadPoolExecutor(thread_count, thread_name_prefix="tq-fill") as pool:
+        for _ in pool.map(_copy, targets, pieces):
+            pass
+
+
+def _copy(target: Bytes, parts: Sequence[memoryview]) -> None:
+    view, at = target.data, 0
+    for part in parts:
+        end = at + len(part)
+        if len(part) < _LARGE_CHUNK_BYTES:
+            view[at:end] = part
+        else:
+            target[at:end] = np.frombuffer(part, np.uint8)
+        at = end
+
+
+def write_sealed(columns: Sequence[Column]) -> int:
+    """Return the file descriptor of new, sealed memory that has the columns as `place_columns` says.
+
+    It is filled by `write`, not through a mapping: if memory runs out, that is an error and not a signal.
+
+    Raises:
+        OSError: the system lacks memory or file descriptors.
+    """
+    fd = os.memfd_create("tq_service", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        waiting, first = list(_placed(columns)), 0
+        while first < len(waiting):
+            written = os.writev(fd, waiting[first : first + _MOST_BUFFERS_OF_A_WRITE])
+            while first < len(waiting) and written >= len(waiting[first]):
+                written -= len(waiting[first])
+                first += 1
+            if written:
+                waiting[first] = waiting[first][written:]
+        _seal(fd)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
 
 
 def _seal(fd: int) -> None:
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
 
 
-def check(fd: int, size: int) -> None:
-    """Check that a file descriptor is memory of `size` bytes that cannot change and that is there to be read.
+def check_sealed(fd: int, size: int | None = None) -> None:
+    """Check that a file descriptor is memory that is complete and cannot change.
+
+    Args:
+        fd: the file descriptor.
+        size: bytes that it must have; None: any number.
 
     Raises:
         InvalidArgumentError: it is something else.
@@ -213,6 +309,8 @@ def check(fd: int, size: int) -> None:
             f"shrinking, growing and further seals ({_SEALS:#x})"
         )
     status = os.fstat(fd)
+    if size is None:
+        size = status.st_size
     if status.st_size != size:
         raise InvalidArgumentError(f"shared memory of {status.st_size} bytes was sent; expected {size}")
     if status.st_blocks * _STAT_BLOCK_BYTES < size:
@@ -221,21 +319,6 @@ def check(fd: int, size: int) -> None:
             f"shared memory of {size} bytes was sent, of which {status.st_blocks * _STAT_BLOCK_BYTES} are "
             "there; write all of it before it is sealed"
         )
-
-
-def map_private(pieces: Sequence[Piece]) -> Bytes:
-    """Return pieces of shared memory one after the other, without a copy.
-
-    Writing to the array changes only this process's view. The memory lives as long as the array or a tensor on it; the
-    file descriptors are not needed any more.
-
-    Args:
-        pieces: all but the first start at 0, and all but the last end at a multiple of a page.
-
-    Raises:
-        OSError: the system refuses the mapping.
-    """
-    return np.asarray(_PrivateMapping(pieces))
 
 
 def read_into(fd: int, target: memoryview, start: int) -> None:
@@ -255,36 +338,3 @@ def close_all(fds: Iterable[int]) -> None:
     """Close file descriptors; the memory goes with its last one and its last mapping."""
     for fd in fds:
         os.close(fd)
-
-
-class _PrivateMapping:
-    """Pieces of memfds, mapped next to each other until the last array on them is gone.
-
-    Python's own mmap objects keep a file descriptor open each; a process that keeps thousands of tensors has not that
-    many.
-    """
-
-    def __init__(self, pieces: Sequence[Piece]) -> None:
-        _, start, _ = pieces[0]
-        before = start % PAGE_BYTES
-        size = sum(size for _, _, size in pieces)
-        self._size = before + size
-        self._unmap = _libc().munmap  # kept for the end of the process
-        # The whole range first, for the pieces to take the place of its parts.
-        self._address: int | None = _map(None, 0, self._size, protection=0)
-        at = self._address
-        for fd, first, length in pieces:
-            inside = first % PAGE_BYTES
-            _map(fd, first - inside, inside + length, protection=_READ_WRITE, address=at)
-            at += inside + length
-        self.__array_interface__ = {
-            "data": (self._address + before, False),
-            "shape": (size,),
-            "typestr": "|u1",
-            "version": 3,
-        }
-
-    def __del__(self) -> None:
-        address = getattr(self, "_address", None)
-        if address is not None:
-            self._unmap(address, self._size)

@@ -12,10 +12,12 @@ from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Literal, Self, TypeVar
+from weakref import WeakValueDictionary
 
 import grpc
 from google.protobuf.message import Message
 
+from tq_service.client.allocations import Allocations
 from tq_service.client.batch_meta import NO_NAMESPACE, BatchMeta, Namespace
 from tq_service.client.requests import PlacementGrant, request_of, seconds
 from tq_service.client.transport import (
@@ -267,6 +269,7 @@ class Base:
         self._calls = Calls(self.address, self._credentials, self._namespace)
         self._background_calls = BackgroundCalls()
         self._placement = PlacementGrant()
+        self._allocations: Allocations = WeakValueDictionary()
         self._refused_lists: deque[str] = deque(maxlen=_MOST_REFUSALS)  # partitions, see `put`
         if "torch" in sys.modules:  # else `get_data` may never be called, and torch takes seconds as well
             import_tensordict()

@@ -4,13 +4,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final, Literal
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from tq_service.client._sync.calls import Base
+from tq_service.client.allocations import Allocation, column_shapes, ordinary, take_allocation
 from tq_service.client.batch_meta import NAMED_AT_ONCE, BatchMeta, check_is_batch, in_parts, joined
+from tq_service.client.reads import to_batch
 from tq_service.client.requests import (
     GroupColumn,
     MetaGiven,
@@ -28,11 +32,13 @@ from tq_service.client.requests import (
 )
 from tq_service.client.transport import Deadline, unless_light
 from tq_service.client_probes import probes
+from tq_service.dataplane.driver import Allocated
 from tq_service.errors import (
     DataLossError,
     FieldMismatchError,
     InvalidArgumentError,
     PartitionNotFoundError,
+    PreconditionError,
     PutNotFoundError,
     TqError,
     UnavailableError,
@@ -42,7 +48,7 @@ from tq_service.schema import FieldSpec, KeyMode, SampleState
 from tq_service.v1 import commit_pb2
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1.metadata_pb2 import MetaColumn
-from tq_service.v1.storage_service_pb2 import PutHeader
+from tq_service.v1.storage_service_pb2 import PutHeader, PutResponse
 from tq_service.wire.columns import Column, put_header
 from tq_service.wire.encoding import encode_columns, has_lists
 from tq_service.wire.messages import read_message, to_duration
@@ -222,6 +228,22 @@ class SampleCalls(Base):
     def _put_where_placed(
         self, header: PutHeader, request: commit_pb2.CommitRequest, columns: Sequence[Column], deadline: Deadline
     ) -> commit_pb2.CommitResponse:
+        if self._allocations:
+            allocation = take_allocation(self._allocations, header.partition_id, columns)
+            if allocation is not None:
+                return self._commit_put(allocation.header, allocation.allocated.put, request, deadline)
+        place = self._place(header, deadline)
+        if place.embedded:
+            if not header.HasField("commit"):
+                header.commit.CopyFrom(request)
+            return (self._calls.endpoint().driver.put(header, columns, deadline)).commit
+        header.ClearField("commit")
+        address = self._placement.endpoint(place).address
+        answer = self._calls.endpoint(address).driver.put(header, columns, deadline)
+        return self._commit_put(header, answer, request, deadline)
+
+    def _place(self, header: PutHeader, deadline: Deadline) -> pb.PlacePutResponse:
+        """Return where a put goes, and say so in its header."""
         place = self._placement.place(header.size_bytes)
         if place is None:
             asked = pb.PlacePutRequest(
@@ -230,13 +252,12 @@ class SampleCalls(Base):
             place = self._calls.unary_once(pb.PlacePutResponse, asked, deadline)
             self._placement.renew(place)
         header.controller_id = place.controller_id
-        if place.embedded:
-            if not header.HasField("commit"):
-                header.commit.CopyFrom(request)
-            return (self._calls.endpoint().driver.put(header, columns, deadline)).commit
-        header.ClearField("commit")
-        address = self._placement.endpoint(place).address
-        answer = self._calls.endpoint(address).driver.put(header, columns, deadline)
+        return place
+
+    def _commit_put(
+        self, header: PutHeader, answer: PutResponse, request: commit_pb2.CommitRequest, deadline: Deadline
+    ) -> commit_pb2.CommitResponse:
+        """Commit a put that a storage service holds."""
         commit = commit_pb2.CommitRequest(
             request_id=request.request_id,
             write=request.write,
@@ -252,6 +273,62 @@ class SampleCalls(Base):
             )
         except UnavailableError as given_up:  # the message has the tries of the whole put, not those of this part
             raise given_up.__cause__ or given_up from None
+
+    def allocate(
+        self,
+        fields: Iterable[FieldSpec],
+        row_count: int,
+        *,
+        partition_id: str,
+        lengths: Mapping[str, ArrayLike] = MappingProxyType({}),
+        timeout: float | None = None,
+    ) -> Any:
+        """Return columns to be filled in place and put once: on the host of the service, that put copies nothing.
+
+        Put all of them, in the same order, to the same partition. The put is then only a commit, and the columns are
+        the stored data: do not write to them any more, allocate new ones. Where the service shares no memory with this
+        process, or keeps puts beyond its own (with a data directory or a mirror), they are ordinary memory, and the
+        put copies them; so is any other put of them. What they contain before they are filled is not defined. A
+        forked child must not use them.
+
+        The capacity is taken until the put is cleared, or for `put_ttl_seconds` of the service where it is not put:
+        then a put copies.
+
+        Args:
+            fields: name, dtype and row shape of each; of jagged fields with -1 in ragged dimensions.
+            row_count: number of samples.
+            partition_id: the partition that they are for.
+            lengths: of each jagged field the size of each row `(n,)`; with several ragged dimensions `(n, dims)`.
+            timeout: seconds until the call fails; None: the client's. It waits for capacity until then.
+
+        Returns:
+            A TensorDict of batch size `[n]`, or a dict, as `get_data` returns it.
+
+        Raises:
+            InvalidArgumentError: a field is of objects, or its size is not known.
+            QuotaExceededError: no capacity until the deadline, or more than the quota.
+        """
+        shapes = column_shapes(fields, row_count, lengths)
+        deadline = self._deadline(timeout)
+        header = put_header(new_id(), shapes, partition_id=self._namespace.full_name(partition_id))
+
+        def attempt() -> Allocated | None:
+            place = self._place(header, deadline)
+            address = "" if place.embedded else self._placement.endpoint(place).address
+            try:
+                return self._calls.endpoint(address).driver.allocate(header, deadline)
+            except PreconditionError:
+                return None
+            except TqError:
+                self._placement.end()
+                raise
+
+        allocated = self._calls.retried(attempt, deadline)
+        if allocated is None:
+            return to_batch(ordinary(shapes), row_count)
+        allocation = Allocation(header, shapes, allocated)
+        self._allocations[allocated.mapping.address] = allocation
+        return to_batch(allocation.received(), row_count)
 
     def insert(
         self,

@@ -1,7 +1,7 @@
 """The client's half: an fd channel to a storage service of the same host, opened by a handshake, never assumed.
 
-A put writes its columns into memfds and sends their file descriptors; a get receives those of the columns that it is
-offered.
+A put fills a region that it is offered, or sends sealed memory where the service is another user's; a get maps the
+memory that it is offered.
 """
 
 from __future__ import annotations
@@ -9,20 +9,32 @@ from __future__ import annotations
 import math
 import os
 import select
+import socket
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
 from tq_service.dataplane.shared_memory import messages
+from tq_service.dataplane.shared_memory.mapped import Lease, MappedRegions
 from tq_service.errors import TqError, UnavailableError
-from tq_service.internal.v1.shared_memory_pb2 import Hello, ReceiveFds, SendFds, SharedMemoryAnswer, SharedMemoryRequest
-from tq_service.v1.storage_service_pb2 import StatResponse
+from tq_service.internal.v1.shared_memory_pb2 import (
+    Filled,
+    Hello,
+    Release,
+    SendFd,
+    SharedMemoryAnswer,
+    SharedMemoryRequest,
+    TakeMemory,
+)
+from tq_service.v1.storage_service_pb2 import RegionOffer, StatResponse
 from tq_service.wire import shared_memory
 from tq_service.wire.columns import Column
+from tq_service.wire.shared_memory import Mapping
 
 SWITCH_VARIABLE: Final = "TQ_SHARED_MEMORY"
 _EXCHANGE_SECONDS: Final = 10.0
@@ -41,6 +53,8 @@ class FdChannel:
 
     Attributes:
         session_id: names the session in calls.
+        can_allocate: whether a put may be filled after its answer.
+        regions: what it has mapped.
 
     Raises:
         UnavailableError: no service answers there, or another one does.
@@ -51,6 +65,9 @@ class FdChannel:
         self._lock = threading.Lock()
         self._connection = messages.open_socket()
         weakref.finalize(self, self._connection.close).atexit = False  # clients need not be closed
+        self._releases = Releases(self._connection)
+        weakref.finalize(self, self._releases.close).atexit = False
+        self.regions = MappedRegions(self._releases.add)
         self._connection.settimeout(seconds)
         try:
             self._connection.connect(str(path))
@@ -60,6 +77,7 @@ class FdChannel:
         answer, _ = self._exchange(SharedMemoryRequest(hello=Hello(boot_id=boot_id)))
         self._connection.settimeout(_EXCHANGE_SECONDS)
         self.session_id = answer.hello.session_id
+        self.can_allocate = answer.hello.can_allocate
 
     @property
     def has_ended(self) -> bool:
@@ -71,43 +89,91 @@ class FdChannel:
         poll.register(fd, 0)  # hang-up, and that the number is no open file, are reported without being asked for
         return bool(poll.poll(0))
 
-    def send_fds(self, put_id: bytes, columns: Sequence[Column]) -> None:
-        """Write columns into memory and send its file descriptors as those of a put.
+    def send_sealed(self, put_id: bytes, columns: Sequence[Column]) -> None:
+        """Write columns into memory, seal it, and send its file descriptor as that of a put.
 
         Raises:
             UnavailableError: there is no memory left, or the session has ended; the put can go over the wire.
         """
         try:
-            fds = shared_memory.write_columns(columns)
+            fd = shared_memory.write_sealed(columns)
         except OSError as error:
             raise UnavailableError(f"no shared memory for a put: {error}") from None
         try:
-            self._exchange(SharedMemoryRequest(send_fds=SendFds(put_id=put_id)), fds)
+            self._exchange(SharedMemoryRequest(send_fd=SendFd(put_id=put_id)), [fd])
+        finally:
+            os.close(fd)
+
+    def fill(self, offer: RegionOffer, columns: Sequence[Column]) -> None:
+        """Copy columns into the region that a put is offered.
+
+        The service hears of the end of it also where it fails, or where the put was given up meanwhile.
+
+        Raises:
+            UnavailableError: the region is no longer offered or cannot be mapped, or the session has ended.
+        """
+        mapping = self._map_for_writing(offer)
+        try:
+            shared_memory.fill(mapping.array(0, mapping.size), columns)
+        except BaseException:
+            self._releases.add(offer.offer_id)
+            raise
+        self._exchange(SharedMemoryRequest(filled=Filled(offer_id=offer.offer_id)))
+
+    def allocate(self, offer: RegionOffer) -> tuple[Mapping, Lease]:
+        """Return the region that a put is offered, to be filled as long as the lease exists.
+
+        Raises:
+            UnavailableError: the region is no longer offered or cannot be mapped, or the session has ended.
+        """
+        return self._map_for_writing(offer), self.regions.begin_lease(offer.offer_id)
+
+    def _map_for_writing(self, offer: RegionOffer) -> Mapping:
+        """Take the region that a put is offered."""
+        mapping = self.regions.for_writing(offer.region)
+        fds = self.take(offer.offer_id, [0] if mapping is None else [])
+        try:
+            return mapping or self.regions.map_for_writing(offer.region, fds[0])
+        except OSError as error:
+            self._releases.add(offer.offer_id)
+            raise UnavailableError(f"the region of a put cannot be mapped: {error}") from None
         finally:
             shared_memory.close_all(fds)
 
-    def receive_fds(self, offer_id: bytes, count: int) -> list[int]:
-        """Return the file descriptors that a get offers; they are the caller's to close.
+    def take(self, offer_id: bytes, indexes: Sequence[int]) -> list[int]:
+        """Take what a put or get offers: its regions are leased to this session until they are filled or released.
+
+        Args:
+            offer_id: names the offer.
+            indexes: positions of the memory whose file descriptors are needed.
+
+        Returns:
+            These, in order; they are the caller's to close.
 
         Raises:
-            UnavailableError: they are no longer offered, or the session has ended.
+            UnavailableError: it is no longer offered, or the session has ended.
         """
         fds: list[int] = []
         try:
-            while len(fds) < count:
-                request = SharedMemoryRequest(receive_fds=ReceiveFds(offer_id=offer_id, received_count=len(fds)))
-                answer, received = self._exchange(request)
+            while True:
+                some = indexes[len(fds) : len(fds) + messages.MOST_FDS]
+                is_last = len(fds) + len(some) == len(indexes)
+                take = TakeMemory(offer_id=offer_id, indexes=some, is_last=is_last)
+                answer, received = self._exchange(SharedMemoryRequest(take_memory=take))
                 fds += received
-                if not received or len(received) != answer.receive_fds.fd_count:
-                    raise UnavailableError(f"got {len(fds)} of {count} file descriptors of shared memory")
+                self.regions.drop(answer.take_memory.dropped_regions)
+                if not len(received) == len(some) == answer.take_memory.fd_count:
+                    raise UnavailableError(f"got {len(fds)} of {len(indexes)} file descriptors of shared memory")
+                if is_last:
+                    return fds
         except BaseException:
             shared_memory.close_all(fds)
             raise
-        return fds
 
     def close(self) -> None:
-        """End the session."""
+        """End the session; regions that arrays are still on are not used again by the service."""
         self._connection.close()
+        self._releases.close()
 
     def _exchange(self, request: SharedMemoryRequest, fds: Sequence[int] = ()) -> tuple[SharedMemoryAnswer, list[int]]:
         with self._lock:
@@ -125,6 +191,35 @@ class FdChannel:
             shared_memory.close_all(answer_fds)
             raise UnavailableError(f"shared memory was refused: {answer.refusal.reason}")
         return answer, answer_fds
+
+
+class Releases:
+    """Tells the service which leases have ended, without waiting: arrays end in garbage collections, at any point.
+
+    Args:
+        connection: of the session.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection.dup()
+        self._connection.setblocking(False)
+        self._waiting: deque[bytes] = deque()
+
+    def add(self, offer_id: bytes) -> None:
+        """Have a lease released, now or with a later one where the connection is full."""
+        self._waiting.append(offer_id)
+        with suppress(IndexError, OSError):
+            while True:
+                offer_id = self._waiting.popleft()
+                try:
+                    messages.send(self._connection, SharedMemoryRequest(release=Release(offer_ids=[offer_id])))
+                except BlockingIOError:
+                    self._waiting.append(offer_id)
+                    return
+
+    def close(self) -> None:
+        """Send no more: the leases end with the session."""
+        self._connection.close()
 
 
 class HostLink:

@@ -1,8 +1,11 @@
 """The service's half: a Unix socket for clients of its host, and their sessions.
 
-A session takes file descriptors for puts, and sends those that gets offer, only while a Put or Get call with its
-session_id is under way, or for some seconds after a GetInline: what may be read and written is decided there, and what
-a client leaves behind goes with its call or its connection.
+A session takes and sends file descriptors only while a Put or Get call with its session_id is under way, or for some
+seconds after a GetInline: what may be read and written is decided there. What a client has taken is leased to its
+session, until it releases that or its connection ends:
+
+    Put or Get: offer -> TakeMemory: lease, the call goes on without it -> Filled or Release: released
+                                                                        -> end of the connection: not released
 """
 
 from __future__ import annotations
@@ -15,19 +18,22 @@ import os
 import resource
 import socket
 import stat
+import struct
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 from tq_service.dataplane.shared_memory import messages
 from tq_service.errors import InvalidArgumentError, TqError, UnavailableError
 from tq_service.internal.v1.shared_memory_pb2 import (
+    FilledAnswer,
     HelloAnswer,
-    ReceiveFdsAnswer,
     Refusal,
-    SendFdsAnswer,
+    SendFdAnswer,
     SharedMemoryAnswer,
     SharedMemoryRequest,
+    TakeMemoryAnswer,
 )
 from tq_service.log_message import LogMessage
 from tq_service.wire.shared_memory import close_all
@@ -40,7 +46,30 @@ _MOST_ACCEPTED_AT_ONCE: Final = 32
 _PAUSE_SECONDS: Final = 1.0
 _DRAIN_SECONDS: Final = 1.0
 _MOST_MEMORIES: Final = 16_384  # of the 65,530 mappings that Linux gives a process by default
-_LEASE_SECONDS: Final = 10.0
+_OFFER_SECONDS: Final = 10.0  # without a call
+_MOST_DROPPED: Final = 256  # of one message
+_CREDENTIALS: Final = struct.Struct("3i")  # pid, uid, gid
+
+
+class Memory(Protocol):
+    """What may be offered.
+
+    Attributes:
+        fd: its file descriptor.
+        number: of a region; 0: it is sealed memory.
+    """
+
+    fd: int
+    number: int
+
+    def sent_to(self, session: Session) -> None:
+        """Take note that a session has its file descriptor, and is to hear by `note_dropped` when it is dropped."""
+
+    def lease(self) -> None:
+        """Begin a lease: its bytes stay as they are."""
+
+    def end_lease(self, *, is_released: bool) -> None:
+        """End one; `is_released`: the client has said that it does not use the memory any more."""
 
 
 class SharedMemoryServer:
@@ -49,14 +78,16 @@ class SharedMemoryServer:
     Args:
         directory: where the socket is; users that may enter it may share memory.
         boot_id: the instance of the storage service, which clients name.
+        can_allocate: whether regions may be filled after the answer of their put.
 
     Attributes:
-        most_memories: how many memories the service should hold: each takes a file descriptor and two mappings, of
+        most_memories: how many memories the service should hold: each takes a file descriptor and a mapping, of
             which the system gives a process only so many.
         path: the socket.
     """
 
-    def __init__(self, directory: Path, boot_id: bytes) -> None:
+    def __init__(self, directory: Path, boot_id: bytes, *, can_allocate: bool = True) -> None:
+        self._can_allocate = can_allocate
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self.most_memories = _MOST_MEMORIES if files == resource.RLIM_INFINITY else min(files // 2, _MOST_MEMORIES)
         self._has_warned = False
@@ -160,7 +191,14 @@ class SharedMemoryServer:
                     continue
                 unproven.close()
             connection.setblocking(False)
-            session = Session(connection, self._boot_id, on_close=lambda closed: self._sessions.pop(closed.session_id))
+            is_own_user = peer_uid(connection) == os.geteuid()
+            session = Session(
+                connection,
+                self._boot_id,
+                is_own_user=is_own_user,
+                can_allocate=is_own_user and self._can_allocate,
+                on_close=lambda closed: self._sessions.pop(closed.session_id),
+            )
             self._sessions[session.session_id] = session
 
     def _pause(self) -> None:
@@ -173,6 +211,13 @@ class SharedMemoryServer:
     def _resume(self) -> None:
         if self._listener is not None:
             asyncio.get_running_loop().add_reader(self._listener, self._accept)
+
+
+def peer_uid(connection: socket.socket) -> int:
+    """Return the user of the process that has connected, as this process's user namespace knows it."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    uid: int = _CREDENTIALS.unpack(credentials)[1]
+    return uid
 
 
 def make_private(directory: Path) -> None:
@@ -210,11 +255,15 @@ class Session:
     Args:
         connection: does not block.
         boot_id: what the client must name.
+        is_own_user: whether the client is of the service's user.
+        can_allocate: whether regions may be filled after the answer of their put.
         on_close: called once, when the connection is gone.
 
     Attributes:
         session_id: names it; random, and known to its client alone.
         is_proven: whether an authorized call has named it.
+        can_allocate: as above.
+        is_own_user: as above; others are not to be offered regions, which their takers may write to.
     """
 
     def __init__(
@@ -222,33 +271,37 @@ class Session:
         connection: socket.socket,
         boot_id: bytes,
         *,
+        is_own_user: bool,
+        can_allocate: bool,
         on_close: Callable[[Session], object],
     ) -> None:
         self.session_id = os.urandom(16)
+        self.is_own_user = is_own_user
+        self.can_allocate = can_allocate
         self._connection = connection
         self._boot_id = boot_id
         self._on_close = on_close
         self.is_proven = False
         self._is_open = True
         self._has_said_hello = False
-        self._awaited: dict[bytes, list[int]] = {}  # the file descriptors that have come for a put, none so far
+        self._awaited: dict[bytes, list[int]] = {}  # the file descriptor that has come for a put, none so far
         self._offers: dict[bytes, Offer] = {}
+        self._leases: dict[bytes, Offer] = {}  # offers that were taken
+        self._dropped: deque[int] = deque()  # regions that its client has yet to unmap
         asyncio.get_running_loop().add_reader(connection, self._read)
 
     @contextlib.contextmanager
-    def awaiting(self, put_id: bytes) -> Iterator[Callable[[], list[int]]]:
-        """Wait for the file descriptors of a put within the `with`.
+    def awaiting(self, put_id: bytes) -> Iterator[Callable[[], int]]:
+        """Wait for the file descriptor of a put within the `with`.
 
-        It gives what returns them, which are the caller's then, or raises UnavailableError where they have not come or
-        the session has ended. Those that are not taken are closed at the end.
+        It gives what returns it, which is the caller's then, or raises UnavailableError where it has not come or the
+        session has ended. One that is not taken is closed at the end.
         """
 
-        def take() -> list[int]:
+        def take() -> int:
             if not fds:
                 raise UnavailableError("the shared memory of the put was not sent; it is tried again over gRPC")
-            taken = list(fds)
-            fds.clear()
-            return taken
+            return fds.pop()
 
         fds = self._awaited[put_id] = list[int]()
         try:
@@ -258,22 +311,22 @@ class Session:
                 del self._awaited[put_id]
             close_all(fds)
 
-    def lease(self, fds: Sequence[int], on_end: Callable[[], None]) -> Offer:
-        """Offer file descriptors until all were received, at most for some seconds.
+    def offer_for_a_while(self, memories: Sequence[Memory], on_end: Callable[[], None]) -> Offer:
+        """Offer memory until it was taken, at most for some seconds.
 
         Args:
-            fds: they must stay open until then.
-            on_end: called when no client needs them any more.
+            memories: their bytes must stay as they are until then.
+            on_end: called when it is no longer offered.
         """
-        offer = self.offer(fds)
-        timer = asyncio.get_running_loop().call_later(_LEASE_SECONDS, offer.close)
+        offer = self.offer(memories)
+        timer = asyncio.get_running_loop().call_later(_OFFER_SECONDS, offer.close)
         offer.on_end(timer.cancel)
         offer.on_end(on_end)
         return offer
 
-    def offer(self, fds: Sequence[int]) -> Offer:
-        """Offer file descriptors until the result is closed, before which they must stay open."""
-        offer = Offer(fds)
+    def offer(self, memories: Sequence[Memory]) -> Offer:
+        """Offer memory until it was taken or the result is closed, before which its bytes must stay as they are."""
+        offer = Offer(memories)
         self._offers[offer.offer_id] = offer
         offer.on_end(lambda: self._offers.pop(offer.offer_id, None))
         if not self._is_open:
@@ -288,10 +341,16 @@ class Session:
         asyncio.get_running_loop().remove_reader(self._connection)
         self._connection.close()
         self.end_offers()
+        for offer_id in list(self._leases):
+            self._end_lease(offer_id, is_released=False)
         self._on_close(self)
 
+    def note_dropped(self, region: int) -> None:
+        """Have the client unmap a region when it takes memory next."""
+        self._dropped.append(region)
+
     def end_offers(self) -> None:
-        """End what has been offered and not received."""
+        """End what has been offered and not taken."""
         for offer in list(self._offers.values()):
             offer.close()
 
@@ -304,11 +363,14 @@ class Session:
                 self.close()
                 return
             request, fds = received
+            if request.HasField("release") and self._has_said_hello and not fds:
+                for offer_id in request.release.offer_ids:
+                    self._end_lease(offer_id, is_released=True)
+                return
             answer, answer_fds = self._answer(request, fds)
             messages.send(self._connection, answer, answer_fds)
-            offer = self._offers.get(request.receive_fds.offer_id)
-            if offer is not None and request.receive_fds.received_count + len(answer_fds) == len(offer.fds):
-                offer.close()  # all was sent
+            if request.take_memory.is_last and answer.HasField("take_memory"):
+                self._begin_lease(self._offers[request.take_memory.offer_id])
             return
         except BlockingIOError:
             if received is None:
@@ -321,40 +383,71 @@ class Session:
 
     def _answer(self, request: SharedMemoryRequest, fds: list[int]) -> tuple[SharedMemoryAnswer, Sequence[int]]:
         kind = request.WhichOneof("request")
-        if kind == "send_fds" and self._has_said_hello:
-            awaited = self._awaited.get(request.send_fds.put_id)
-            if awaited is not None and fds and not awaited:
+        if kind == "send_fd" and self._has_said_hello:
+            awaited = self._awaited.get(request.send_fd.put_id)
+            if awaited is not None and len(fds) == 1 and not awaited:
                 awaited += fds
-                return SharedMemoryAnswer(send_fds=SendFdsAnswer()), ()
+                return SharedMemoryAnswer(send_fd=SendFdAnswer()), ()
             close_all(fds)
-            return _refuse(f"no put waits for {len(fds)} file descriptors; expected those of a put in progress, once")
+            return _refuse(f"no put waits for {len(fds)} file descriptors; expected that of a put in progress, once")
         close_all(fds)
         if kind == "hello":
             if request.hello.boot_id != self._boot_id:
                 return _refuse("another storage service listens here")
             self._has_said_hello = True
-            return SharedMemoryAnswer(hello=HelloAnswer(session_id=self.session_id)), ()
-        if kind == "receive_fds" and self._has_said_hello:
-            offer = self._offers.get(request.receive_fds.offer_id)
-            start = request.receive_fds.received_count
-            offered = () if offer is None else offer.fds[start : start + messages.MOST_FDS]
-            if not offered:
-                return _refuse("no get of this session offers that; it may be over")
-            return SharedMemoryAnswer(receive_fds=ReceiveFdsAnswer(fd_count=len(offered))), offered
+            hello = HelloAnswer(session_id=self.session_id, can_allocate=self.can_allocate)
+            return SharedMemoryAnswer(hello=hello), ()
+        if kind == "take_memory" and self._has_said_hello:
+            offer = self._offers.get(request.take_memory.offer_id)
+            if offer is None:
+                return _refuse("no put or get of this session offers that; it may be over")
+            indexes = request.take_memory.indexes
+            if len(indexes) > messages.MOST_FDS or max(indexes, default=0) >= len(offer.memories):
+                raise InvalidArgumentError(
+                    f"{len(indexes)} file descriptors up to number {max(indexes)} were asked for; expected at most "
+                    f"{messages.MOST_FDS} of {len(offer.memories)}"
+                )
+            offered = [offer.memories[index] for index in indexes]
+            for memory in offered:
+                memory.sent_to(self)
+            dropped = [self._dropped.popleft() for _ in range(min(len(self._dropped), _MOST_DROPPED))]
+            answer = TakeMemoryAnswer(fd_count=len(offered), dropped_regions=dropped)
+            return SharedMemoryAnswer(take_memory=answer), [memory.fd for memory in offered]
+        if kind == "filled" and self._has_said_hello:
+            offer = self._leases.get(request.filled.offer_id)
+            if offer is None:
+                return _refuse("this session has not taken the region that is said to be filled")
+            offer.is_filled = True
+            self._end_lease(offer.offer_id, is_released=True)
+            return SharedMemoryAnswer(filled=FilledAnswer()), ()
         raise InvalidArgumentError(f"got {kind or 'nothing known'} as the next request; expected a hello first")
+
+    def _begin_lease(self, offer: Offer) -> None:
+        """Lease what was taken: from now on the lease keeps its bytes as they are, and not what has offered it."""
+        for memory in offer.memories:
+            memory.lease()
+        self._leases[offer.offer_id] = offer
+        offer.close()
+
+    def _end_lease(self, offer_id: bytes, *, is_released: bool) -> None:
+        offer = self._leases.pop(offer_id, None)
+        for memory in () if offer is None else offer.memories:
+            memory.end_lease(is_released=is_released)
 
 
 class Offer:
-    """File descriptors that a client may receive.
+    """Memory that a client may take.
 
     Attributes:
-        offer_id: names it.
-        fds: what is offered.
+        offer_id: names it, and the lease that begins when it is taken.
+        memories: what is offered.
+        is_filled: whether the client has said that it has filled it.
     """
 
-    def __init__(self, fds: Sequence[int]) -> None:
+    def __init__(self, memories: Sequence[Memory]) -> None:
         self.offer_id = os.urandom(16)
-        self.fds = fds
+        self.memories = memories
+        self.is_filled = False
         self._ended = asyncio.Event()
         self._on_end = contextlib.ExitStack()
 
@@ -366,7 +459,7 @@ class Offer:
             self._on_end.callback(call)
 
     def close(self) -> None:
-        """End the offer: all was received, or no client can ask for it any more; a second call does nothing."""
+        """End the offer: it was taken, or no client can take it any more; a second call does nothing."""
         self._ended.set()
         self._on_end.close()
 

@@ -4,14 +4,13 @@ The index allocates a blob, writes it from its beginning to its end, pins it whi
 store gives the bytes back when it is released and no longer pinned. A new place is a `BlobStore` in a file, which
 `server/app.py` chooses and `tests/storage/test_blob_stores.py` tests. A store declares what else it can do:
 
-- `maps_fds`: its blobs take shared memory that a client has made (`Blob.map_fds`), instead of being written.
+- `is_shared`: clients of this host write its blobs, and map them (`Blob.shared`, in `shared.py`).
 - `is_durable`: its blobs outlive the process once they are flushed; so each begins with the tables of its put.
 
 And each blob says whether its bytes are memory of this process (`is_local`): the event loop reads and writes those
 through `view`. All others are read by threads, and written with `BlobStore.write`.
 
-Memory of this process is used again: freshly mapped memory costs more than the copy into it. Memory that clients of
-this host have made comes as sealed memfds.
+Memory is used again: freshly mapped memory costs more than the copy into it.
 """
 
 from __future__ import annotations
@@ -19,15 +18,14 @@ from __future__ import annotations
 import asyncio
 import errno
 import mmap
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any, ClassVar, Final, Generic, TypeAlias, TypeVar
+from typing import Any, ClassVar, Final, Generic, Protocol, TypeAlias, TypeVar
 
-from tq_service.errors import InvalidArgumentError, QuotaExceededError
-from tq_service.wire import shared_memory
-from tq_service.wire.shared_memory import map_over
+from tq_service.errors import QuotaExceededError
 
 RETRY_AFTER_SECONDS: Final = 1.0
 SMALL_BYTES: Final = 64 << 10
@@ -44,12 +42,62 @@ _TEMPORARY: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.E
 _HUGE_PAGES_FROM_BYTES: Final = 4 << 20
 _CLASSES_PER_DOUBLING: Final = 8
 _HALF_LIFE_SECONDS: Final = 2.5
+NO_FD: Final = -1
+"""In place of the file descriptor of memory that is closed, or has yet to come."""
+
 T = TypeVar("T")
-BackingT = TypeVar("BackingT")
 Buffer: TypeAlias = memoryview | bytes | bytearray
 Memory: TypeAlias = Buffer | mmap.mmap
 Span: TypeAlias = tuple[int, int]
 """Where bytes start in a blob, and how many they are."""
+
+
+class Session(Protocol):
+    """A session whose client may have mapped a region."""
+
+    def note_dropped(self, region: int) -> None:
+        """Take note that a region will not be used again."""
+
+
+class SharedMemory:
+    """Memory with a file descriptor, which clients may map to read it.
+
+    Args:
+        fd: belongs to this object.
+        size: of the memory, which is mapped later on, by `map`.
+
+    Attributes:
+        fd: as above.
+        memory: this process's mapping.
+        number: names a region; 0 for sealed memory.
+    """
+
+    __slots__ = ("fd", "memory", "number")
+
+    def __init__(self, fd: int, size: int) -> None:
+        self.fd = fd
+        self.number = 0
+        self.memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+    def sent_to(self, session: Session) -> None:
+        """Take note of a session that has its file descriptor; sealed memory is not kept mapped."""
+
+    def lease(self) -> None:
+        """Begin a lease of a client; sealed memory needs none, since its bytes never change."""
+
+    def end_lease(self, *, is_released: bool) -> None:
+        """End one; `is_released`: its client no longer uses the memory."""
+
+    def remove(self) -> None:
+        """Close and unmap it; the system frees the memory with its last mapping elsewhere."""
+        unmap(self.memory)
+        fd, self.fd = self.fd, NO_FD
+        if fd != NO_FD:
+            os.close(fd)
+
+    def __del__(self) -> None:
+        if getattr(self, "fd", NO_FD) != NO_FD:
+            os.close(self.fd)  # of a service that was stopped with its puts
 
 
 class Blob:
@@ -68,8 +116,7 @@ class Blob:
         store, size, memory, backing: as above.
         charge: bytes of the quota that it takes until it is freed; its owner may change them.
         is_damaged: whether what is behind it is not to be used again.
-        fds: file descriptors of its memory, where that is shared.
-        segment_bytes: size of what is behind each of them but the last.
+        shared: what clients of this host map; None: they cannot.
         tables: memory of the tables of its put; None: it is local and begins with them, or was recovered and not read.
         copy: what outlives the process in its place, freed with it.
     """
@@ -90,8 +137,7 @@ class Blob:
     is_local: ClassVar[bool] = True
     number: int = 0
     checksum: int = 0
-    fds: Sequence[int] = ()
-    segment_bytes: int = 0
+    shared: SharedMemory | None = None
 
     def __init__(self, store: BlobStore, size: int, memory: Memory = b"", backing: Any = None) -> None:
         self.store = store
@@ -154,15 +200,6 @@ class Blob:
         for at in range(start, self.size, PIECE_BYTES):
             yield at, view[at : at + PIECE_BYTES]
 
-    def map_fds(self, fds: Sequence[int]) -> None:
-        """Take over file descriptors of its memory, whatever comes of it; only where its store `maps_fds`.
-
-        Raises:
-            InvalidArgumentError: they are not sealed memory of the sizes announced.
-            OSError: the system refuses the mapping.
-        """
-        raise TypeError(f"{type(self.store).__name__} takes no shared memory")
-
     def pin(self) -> None:
         """Lease its bytes to a reader or a thread: they stay, even if it is released."""
         self._pin_count += 1
@@ -193,7 +230,7 @@ class BlobStore(ABC):
         pooled_bytes: bytes held for reuse.
     """
 
-    maps_fds: ClassVar[bool] = False
+    is_shared: ClassVar[bool] = False
     is_durable: ClassVar[bool] = False
 
     on_freed: Callable[[int], None] = staticmethod(lambda _: None)
@@ -272,11 +309,27 @@ async def in_thread(
 # Memory of this process
 
 
+class Removable(Protocol):
+    """What a thread makes for a blob, and removes."""
+
+    capacity: int
+
+    def remove(self) -> None:
+        """Give it up; it may block."""
+
+
+BackingT = TypeVar("BackingT")
+RemovableT = TypeVar("RemovableT", bound=Removable)
+
+
 class PooledStore(BlobStore, Generic[BackingT]):
     """A store that recycles what is behind its blobs, in size classes.
 
     Used and pooled bytes together never exceed the high-water mark of used bytes; the mark sinks with every `trim`, so
     that memory, or disk, is given back in time.
+
+    Attributes:
+        used_bytes: capacity of what blobs use.
     """
 
     def __init__(self) -> None:
@@ -350,11 +403,56 @@ class PooledStore(BlobStore, Generic[BackingT]):
         self._shrink()
 
     def _shrink(self) -> None:
-        """Drop what is pooled, largest first, until the high-water mark holds."""
-        while self.pooled_bytes and self.used_bytes + self.pooled_bytes > self._high_water_bytes:
+        self.give_up(self.used_bytes + self.pooled_bytes - self._high_water_bytes)
+
+    def give_up(self, size: int) -> None:
+        """Drop what is pooled, largest first, until that was at least so many bytes or nothing is left."""
+        target = self.pooled_bytes - size
+        while self.pooled_bytes and self.pooled_bytes > target:
             backing = self._recycled(max(self._pool))
             if backing is not None:
                 self._drop(backing)
+
+
+class ThreadedStore(PooledStore[RemovableT]):
+    """One whose backings are made by threads, since that takes long."""
+
+    _executor: ThreadPoolExecutor
+
+    async def _backing(self, capacity: int) -> RemovableT:
+        """Return a backing that was recycled or made; where none can be made, what is held for reuse is removed first.
+
+        Raises:
+            OSError: there is no space for it.
+        """
+        while (backing := self._recycled(capacity)) is None:
+            try:
+                await self._create(capacity)
+            except OSError as error:
+                unused = [each for pooled in self._pool.values() for each in pooled]
+                if not unused or not self._may_help(error):
+                    raise
+                self._pool.clear()
+                self.pooled_bytes = 0
+                await in_thread(self._executor, _remove_all, unused)
+                await self._create(capacity)
+        return backing
+
+    async def _create(self, capacity: int) -> None:
+        """Have one more backing for reuse."""
+        await in_thread(self._executor, self._make, capacity, then=lambda made: self.recycle(made, made.capacity))
+
+    def _may_help(self, error: OSError) -> bool:
+        """Whether a backing might be made after such an error if others were removed."""
+        return True
+
+    async def close(self) -> None:
+        await asyncio.to_thread(self._executor.shutdown)
+
+
+def _remove_all(backings: Iterable[Removable]) -> None:
+    for backing in backings:
+        backing.remove()
 
 
 class MemoryBlobs(PooledStore[mmap.mmap]):
@@ -364,7 +462,7 @@ class MemoryBlobs(PooledStore[mmap.mmap]):
         try:
             return self.allocate_now(size)
         except (OSError, MemoryError) as error:
-            raise _no_memory(size, error) from error
+            raise no_memory(size, error) from error
 
     def _make(self, capacity: int) -> mmap.mmap:
         memory = mmap.mmap(-1, capacity, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -392,100 +490,10 @@ def unmap(memory: mmap.mmap) -> None:
         memory.close()
 
 
-def _no_memory(size: int, error: BaseException) -> QuotaExceededError:
+def no_memory(size: int, error: BaseException) -> QuotaExceededError:
+    """Return the error of a put for which the system has no memory."""
     return QuotaExceededError(
         f"the machine has no memory for {size} bytes ({error}); lower max_bytes below what it has",
         retry_after_seconds=RETRY_AFTER_SECONDS,
         metadata={"limit_name": "memory", "got": str(size)},
     )
-
-
-# Memory shared with a client
-
-
-class MemfdBlob(Blob):
-    """Shared, read-only memory. Its range of addresses exists from `allocate` on; memfds are mapped there by `map_fds`.
-
-    Attributes:
-        fds: file descriptors of its memory; none before `map_fds` and after `close`.
-        segment_bytes: size of each of its memfds but the last.
-    """
-
-    __slots__ = ("fds", "segment_bytes")
-
-    memory: mmap.mmap
-
-    def __init__(self, store: MemfdBlobs, size: int) -> None:
-        self.fds: list[int] = []
-        super().__init__(store, size, mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
-        self.segment_bytes = shared_memory.segment_bytes(size)
-
-    def map_fds(self, fds: Sequence[int]) -> None:
-        """Map file descriptors, see `Blob.map_fds`."""
-        sizes = shared_memory.segment_sizes(self.size)
-        try:
-            if len(fds) != len(sizes):
-                raise InvalidArgumentError(f"{len(fds)} memfds were sent; expected {len(sizes)}", field="send_fds")
-            for number, (fd, size) in enumerate(zip(fds, sizes, strict=True)):
-                shared_memory.check(fd, size)
-                map_over(self.memory, number * self.segment_bytes, fd, size)
-        except BaseException:
-            shared_memory.close_all(fds)
-            raise
-        self.fds = list(fds)
-
-    def read_into(self, target: memoryview, start: int) -> None:
-        """Copy bytes from `start` on into `target`.
-
-        The system copies them from its files: reading them where they are mapped costs a page fault for every few
-        pages.
-
-        Raises:
-            OSError: the shared memory cannot be read.
-        """
-        while target:
-            number, offset = divmod(start, self.segment_bytes)
-            part = target[: self.segment_bytes - offset]
-            shared_memory.read_into(self.fds[number], part, offset)
-            start, target = start + len(part), target[len(part) :]
-
-    def __del__(self) -> None:
-        shared_memory.close_all(self.fds)  # of a service that was stopped with its puts
-
-    def close(self) -> None:
-        """Let go of the memory: it is freed when no reader has it mapped any more."""
-        memory, fds = self.memory, self.fds
-        super().close()
-        self.fds = []
-        if self.size >= UNMAPPED_IN_BACKGROUND_FROM_BYTES:
-            BACKGROUND.submit(unmap, memory)
-            BACKGROUND.submit(shared_memory.close_all, fds)  # the last one to close a memfd frees its pages
-        else:
-            shared_memory.close_all(fds)
-
-
-class MemfdBlobs(BlobStore):
-    """Blobs in shared memory.
-
-    Attributes:
-        memory_count: number of their memfds.
-    """
-
-    maps_fds = True
-    memory_count = 0
-
-    async def allocate(self, size: int) -> MemfdBlob:
-        try:
-            blob = MemfdBlob(self, size)
-        except (OSError, MemoryError) as error:
-            raise _no_memory(size, error) from error
-        self.memory_count += len(shared_memory.segment_sizes(size))
-        return blob
-
-    def free(self, blob: Blob) -> None:
-        if isinstance(blob, MemfdBlob):
-            self.memory_count -= len(shared_memory.segment_sizes(blob.size))
-            blob.close()
-        if blob.copy is not None:
-            blob.copy.release()
-        self.on_freed(blob.charge)

@@ -8,7 +8,6 @@ are in memory besides. Files are named by numbers of this service, never by anyt
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import os
 import re
@@ -28,8 +27,8 @@ from tq_service.storage.blobs.memory import (
     SMALL_BYTES,
     Blob,
     Buffer,
-    PooledStore,
     Span,
+    ThreadedStore,
     in_thread,
     is_temporary,
     size_class,
@@ -169,7 +168,7 @@ class SegmentBlob(Blob):
         return _refusal(self.size, error)
 
 
-class SegmentBlobs(PooledStore[Segment]):
+class SegmentBlobs(ThreadedStore[Segment]):
     """A directory of segments; small blobs are memory, to be written down with the records of their puts.
 
     Blobs begin with the tables of their puts, so that one number and one checksum stand for all of a put.
@@ -198,10 +197,7 @@ class SegmentBlobs(PooledStore[Segment]):
             if size < SMALL_BYTES:
                 self._check_capacity(size)
                 return self.allocate_now(size)
-            capacity = size_class(size)
-            while (segment := self._recycled(capacity)) is None:
-                await self._create(capacity)
-            return self._use(segment, size)
+            return self._use(await self._backing(size_class(size)), size)
         except OSError as error:
             raise _refusal(size, error) from error
 
@@ -214,21 +210,8 @@ class SegmentBlobs(PooledStore[Segment]):
         except OSError as error:
             raise blob.refusal(error) from error
 
-    async def _create(self, capacity: int) -> None:
-        """Have one more segment for reuse; on a full disk all others that are held for reuse are removed first."""
-        try:
-            await in_thread(self._executor, self._make, capacity, then=self._recycle_new)
-        except OSError as error:
-            unused = [segment for pooled in self._pool.values() for segment in pooled]
-            if is_temporary(error) or not unused:
-                raise
-            self._pool.clear()
-            self.pooled_bytes = 0
-            await in_thread(self._executor, _remove_all, unused)
-            await in_thread(self._executor, self._make, capacity, then=self._recycle_new)
-
-    def _recycle_new(self, segment: Segment) -> None:
-        self.recycle(segment, segment.capacity)
+    def _may_help(self, error: OSError) -> bool:
+        return not is_temporary(error)
 
     def _make(self, capacity: int) -> Segment:
         """Make a file of so many bytes; any thread may.
@@ -271,9 +254,6 @@ class SegmentBlobs(PooledStore[Segment]):
                 errno.ENOSPC,
                 f"the disk of {self._directory} has {free_bytes} bytes free; {self._min_free_bytes} stay so",
             )
-
-    async def close(self) -> None:
-        await asyncio.to_thread(self._executor.shutdown)
 
     # What outlives the process
 
@@ -375,11 +355,6 @@ def _refusal(size: int, error: OSError) -> TqError:
             retry_after_seconds=RETRY_AFTER_SECONDS,
         )
     return UnavailableError(f"the bytes of a put could not be written: {error}; put it again", reason="DISK_FAILED")
-
-
-def _remove_all(segments: Iterable[Segment]) -> None:
-    for segment in segments:
-        segment.remove()
 
 
 def _name(number: int) -> str:

@@ -11,7 +11,6 @@ in Python for each row, and its readers do it anyway.
 
 from __future__ import annotations
 
-import asyncio
 import codecs
 from collections.abc import Callable, Sequence
 from copy import copy
@@ -31,7 +30,8 @@ from tq_service.errors import (
     nearest,
 )
 from tq_service.schema import Encoding, FieldSpec
-from tq_service.storage.blobs.memory import PIECE_BYTES, Blob, BlobStore, Span, in_thread
+from tq_service.storage.blobs.memory import Blob, BlobStore, Span, in_thread
+from tq_service.storage.blobs.shared import MemfdBlob
 from tq_service.wire.columns import ColumnShape, extent_count, fixed_row_bytes
 from tq_service.wire.shared_memory import close_all, place_columns
 
@@ -277,7 +277,7 @@ class StoredPut:
     def _place_values(self, store: BlobStore) -> tuple[list[int], int]:
         """Return where the values of each column start among the values, and where they end."""
         sizes = [column.value_bytes for column in self.left_columns()]
-        if store.maps_fds:
+        if store.is_shared:
             return place_columns(sizes)
         *starts, end = accumulate(sizes, initial=0)
         return starts, end
@@ -488,8 +488,8 @@ def _wrong_row(name: str, row: int, what: str) -> InvalidArgumentError:
 class PendingPut:
     """Takes the bytes of a put, then `finish`, or `abort`.
 
-    They come in one of three ways: `write` in their order, `map_fds` of all at once, or threads fill its blob, and then
-    `end_filling`.
+    They come in one of three ways: `write` in their order, `map_fd` of all at once, or threads or other processes fill
+    its blob, and then `end_filling`.
 
     Waiting for capacity → open → done, or aborted from any but done. The call that reserved it aborts it unless it
     finished; an older stream of the same put is aborted by the newer one and learns it from its next call.
@@ -556,7 +556,7 @@ class PendingPut:
         """
         stored = self.require_open()
         blob, start, end = stored.values, self._filled, self._filled + len(data)
-        if blob.store.maps_fds:
+        if blob.store.is_shared:
             raise InvalidArgumentError("frames came for a put whose bytes are in shared memory", field="frame")
         if end > blob.size:
             raise InvalidArgumentError(
@@ -572,8 +572,8 @@ class PendingPut:
         self.require_open()
         self._filled = end
 
-    async def map_fds(self, fds: Sequence[int]) -> None:
-        """Take all bytes at once, as file descriptors of shared memory, which are closed when they are not needed.
+    async def map_fd(self, fd: int) -> None:
+        """Take all bytes at once, as the file descriptor of sealed memory, which is closed when it is not needed.
 
         Raises:
             InvalidArgumentError: they are not sealed memory of the size declared, the put is not to be shared, or a row
@@ -581,23 +581,18 @@ class PendingPut:
             CallCancelledError: a retry took over.
             OSError: the system refuses to map them.
         """
-        if self._stored is None or not self._stored.values.store.maps_fds:
-            close_all(fds)
+        values = None if self._stored is None else self._stored.values
+        if not isinstance(values, MemfdBlob):
+            close_all([fd])
             self.require_open()
             raise InvalidArgumentError(
-                "shared memory came for a put whose bytes are to come in frames", field="send_fds"
+                "sealed memory came for a put whose bytes are to come in another way", field="send_fd"
             )
-        self._stored.values.map_fds(fds)
-        view = self._stored.values.view()
-        for check in self._text_checks:
-            while check.next < check.end:
-                check.look_at(view[check.next : check.next + PIECE_BYTES], check.next)
-                await asyncio.sleep(0)
-                self.require_open()
-        self._filled = self.require_open().values.size
+        values.map_fd(fd)
+        await self.end_filling()
 
     async def end_filling(self) -> None:
-        """Take note that threads have filled the values in its blob.
+        """Take note that the values in its blob have been filled.
 
         Raises:
             InvalidArgumentError: a row of text is not UTF-8.
@@ -605,7 +600,8 @@ class PendingPut:
             CallCancelledError: a retry took over.
         """
         stored = self.require_open()
-        await in_thread(None, self._check_filled, stored.values, stored.values_at, pinned=[stored.values])
+        if self._text_checks or not stored.values.is_local:
+            await in_thread(None, self._check_filled, stored.values, stored.values_at, pinned=[stored.values])
         self._filled = self.require_open().values.size
 
     def _check_filled(self, blob: Blob, start: int) -> None:

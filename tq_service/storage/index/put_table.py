@@ -38,7 +38,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import lru_cache
 from itertools import islice, takewhile
-from typing import Final, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import ClassVar, Final, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -395,7 +395,10 @@ class Backing(Generic[SourceT]):
         on_fetched: called with the record and the bytes of each put that was fetched, which it keeps; returns the put,
             None where nothing of it is left.
         on_looked_at: called with each recovered put once it was looked at.
+        is_volatile: whether it keeps nothing.
     """
+
+    is_volatile: ClassVar[bool] = True
 
     def __init__(self, store: BlobStore) -> None:
         self.store = store
@@ -617,6 +620,7 @@ class PutJournal(Backing[Blob]):
         store: the engine's.
     """
 
+    is_volatile = False
     _log: PutLog  # from `recover` on
 
     def __init__(self, store: SegmentBlobs) -> None:

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from tq_service.errors import InvalidArgumentError, PutNotFoundError, TqError
 from tq_service.schema import FieldSpec, check_passed_on
-from tq_service.storage.blobs.memory import Blob
+from tq_service.storage.blobs.memory import Blob, SharedMemory
 from tq_service.storage.index.put import PutCells, Rows, RowSet, StoredColumn, StoredPut
 from tq_service.v1.storage_service_pb2 import SharedColumn
 from tq_service.wire.columns import (
@@ -250,21 +250,33 @@ class Reading(AbstractContextManager["Reading"]):
         put_id = next(self._put_ids[index] for index, blob in self._blobs.items() if blob is error.blob)
         return self._unreadable(put_id, error.blob, error.cause)
 
-    def shared_part(self) -> tuple[list[int], list[SharedColumn]]:
+    def shared_part(self, *, with_regions: bool) -> tuple[list[SharedMemory], list[SharedColumn]]:
         """Return the columns that lie in shared memory from end to end, in slices large enough to pay.
 
+        Args:
+            with_regions: whether regions count; else only sealed memory does.
+
         Returns:
-            The file descriptors of their memfds, open until `close`, and where in these the columns are.
+            Their memory, which stays as it is until `close`, and where in it the columns are.
         """
-        fds: dict[int, int] = {}  # each with its index
+        memories: dict[SharedMemory, int] = {}  # each with its index
         columns = []
         for index, span in enumerate(self._spans):
             if span.column.value_bytes >= max(_LEAST_COLUMN_BYTES, _LEAST_MEAN_SLICE_BYTES * len(span.sizes)):
                 distinct, put_of = np.unique(span.put_indexes, return_inverse=True)
-                blobs = [self._blobs[put] for put in distinct.tolist()]
-                if all(blob.fds for blob in blobs):
-                    columns.append(_shared_column(index, span, blobs, put_of, fds))
-        return list(fds), columns
+                shared = [self._blobs[put].shared for put in distinct.tolist()]
+                found = [each for each in shared if each is not None and (with_regions or not each.number)]
+                if len(found) == len(shared):
+                    own = np.array([memories.setdefault(each, len(memories)) for each in found])
+                    columns.append(
+                        SharedColumn(
+                            column_index=index,
+                            memory_indexes=own[put_of].tolist(),
+                            starts=span.starts.tolist(),
+                            sizes=span.sizes.tolist(),
+                        )
+                    )
+        return list(memories), columns
 
     def close(self) -> None:
         """Let go of what was read; a second call does nothing."""
@@ -553,28 +565,6 @@ def _alike(columns: Sequence[StoredColumn]) -> list[list[int]]:
 
 def _integers(values: list[int]) -> Rows:
     return np.array(values, np.int64)
-
-
-def _shared_column(
-    column_index: int, span: Spans, blobs: Sequence[Blob], put_of: Rows, fds: dict[int, int]
-) -> SharedColumn:
-    """Return the slices of a column in memfds, which are added to `fds`; `put_of`: for each slice its blob."""
-    starts, sizes = span.starts, span.sizes
-    segment_bytes = np.array([blob.segment_bytes for blob in blobs], np.int64)[put_of]
-    first_segments = starts // segment_bytes
-    counts = (starts + sizes - 1) // segment_bytes - first_segments + 1
-    owners = np.repeat(np.arange(len(counts)), counts)
-    segments = expand_runs(first_segments, counts)
-    segment_starts = segments * segment_bytes[owners]
-    first = np.maximum(starts[owners], segment_starts)
-    last = np.minimum((starts + sizes)[owners], segment_starts + segment_bytes[owners])
-    memories = [blobs[put].fds[segment] for put, segment in zip(put_of[owners], segments.tolist(), strict=True)]
-    return SharedColumn(
-        column_index=column_index,
-        memory_indexes=[fds.setdefault(fd, len(fds)) for fd in memories],
-        starts=(first - segment_starts).tolist(),
-        sizes=(last - first).tolist(),
-    )
 
 
 # Copying slices of blobs in a row: threads do it for files, and if it takes long.

@@ -98,6 +98,8 @@ class Mirror(Backing[PutObject]):
         clock: what deadlines are measured with.
     """
 
+    is_volatile = False
+
     def __init__(
         self,
         writer: ObjectWriter,

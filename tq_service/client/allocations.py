@@ -1,0 +1,139 @@
+"""Columns that a program fills in place: memory of a put which a storage service has reserved before its commit.
+
+allocate: shapes -> Put that is filled later -> arrays in its region -> put of exactly these: Commit
+-> put of anything else: an ordinary put
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final, TypeAlias
+from weakref import WeakValueDictionary
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from tq_service.dataplane.driver import Allocated
+from tq_service.dataplane.receiving import RECEIVE_BUFFERS, Received
+from tq_service.errors import InvalidArgumentError
+from tq_service.schema import FieldSpec, Layout
+from tq_service.v1.storage_service_pb2 import PutHeader
+from tq_service.wire.columns import Column, ColumnShape, fixed_row_bytes
+from tq_service.wire.shared_memory import place_columns
+
+_LAYOUTS: Final = (None, Layout.AUTO)
+
+
+def column_shapes(fields: Iterable[FieldSpec], row_count: int, lengths: Mapping[str, ArrayLike]) -> list[ColumnShape]:
+    """Return the columns of `row_count` rows of numbers.
+
+    Args:
+        fields: with dtype and row shape.
+        row_count: number of rows.
+        lengths: of jagged fields: the size of each row in the ragged dimension `(n,)`, or in several `(n, dims)`.
+
+    Raises:
+        InvalidArgumentError: a field lacks a dtype or row shape, or has objects; lengths are missing, too many, or
+            negative.
+    """
+    shapes = [_column_shape(spec, row_count, lengths.get(spec.name)) for spec in fields]
+    names = [shape.spec.name for shape in shapes]
+    if not names or len(set(names)) != len(names):
+        raise InvalidArgumentError(f"fields are {names}; expected at least one, each name once", field="fields")
+    if unknown := lengths.keys() - set(names):
+        raise InvalidArgumentError(f"lengths name {sorted(unknown)}; expected only {names}", field="lengths")
+    return shapes
+
+
+def _column_shape(spec: FieldSpec, row_count: int, lengths: ArrayLike | None) -> ColumnShape:
+    if not spec.dtype or spec.row_shape is None or spec.layout is Layout.OBJECT:
+        raise InvalidArgumentError(
+            f"field {spec.name!r} is {spec.describe()}; expected a dtype and a row shape, to know how large it is",
+            field="fields",
+        )
+    if spec.layout in _LAYOUTS:
+        spec = replace(spec, layout=Layout.JAGGED if spec.ragged_dims else Layout.DENSE)
+    if spec.layout is Layout.DENSE:
+        if lengths is not None:
+            raise InvalidArgumentError(
+                f"field {spec.name!r} is dense and has lengths; expected those of jagged fields alone", field="lengths"
+            )
+        shape = ColumnShape(
+            spec=spec, row_count=row_count, extents=None, value_bytes=row_count * (fixed_row_bytes(spec) or 0)
+        )
+    else:
+        if lengths is None:
+            raise InvalidArgumentError(
+                f"field {spec.name!r} is jagged and lacks lengths; give the size of each row", field="lengths"
+            )
+        extents = np.asarray(lengths, np.int64)
+        shape = ColumnShape(
+            spec=spec, row_count=row_count, extents=extents[:, None] if extents.ndim == 1 else extents, value_bytes=0
+        )
+        shape = replace(shape, value_bytes=int(shape.row_bytes().sum()))
+    shape.validate()
+    return shape
+
+
+class Allocation:
+    """The memory of one put, as long as an array on it exists.
+
+    Attributes:
+        header: of the put.
+        allocated: its memory, and the answer of its storage service.
+    """
+
+    def __init__(self, header: PutHeader, shapes: Sequence[ColumnShape], allocated: Allocated) -> None:
+        self.header = header
+        self.allocated = allocated
+        self._shapes = shapes
+        self._starts, _ = place_columns(shape.value_bytes for shape in shapes)
+
+    def received(self) -> list[Received]:
+        """Return the columns with their bytes, which keep the allocation."""
+        mapping = self.allocated.mapping
+        return [
+            (shape, mapping.array(start, shape.value_bytes, self))
+            for shape, start in zip(self._shapes, self._starts, strict=True)
+        ]
+
+    def holds(self, columns: Sequence[Column]) -> bool:
+        """Whether columns are those of the put, in its memory."""
+        return len(columns) == len(self._shapes) and all(
+            column.spec == shape.spec
+            and column.row_count == shape.row_count
+            and np.array_equal(_extents(column), _extents(shape))
+            and _address(column) == self.allocated.mapping.address + start
+            for column, shape, start in zip(columns, self._shapes, self._starts, strict=True)
+        )
+
+
+def _extents(shape: ColumnShape) -> Any:
+    return () if shape.extents is None else shape.extents
+
+
+def _address(column: Column) -> int | None:
+    """Return the address of the bytes of a column, None if they are in several pieces."""
+    chunks = [chunk for chunk in column.chunks if len(chunk)]
+    return np.frombuffer(chunks[0], np.uint8).ctypes.data if len(chunks) == 1 else None
+
+
+Allocations: TypeAlias = "WeakValueDictionary[int, Allocation]"
+"""Those of a client that were not put yet, by their address."""
+
+
+def take_allocation(allocations: Allocations, partition_id: str, columns: Sequence[Column]) -> Allocation | None:
+    """Return the allocation whose columns are about to be put, once; None if these are others."""
+    address = _address(columns[0])
+    allocation = None if address is None else allocations.get(address)
+    if address is None or allocation is None:
+        return None
+    if allocation.header.partition_id != partition_id or not allocation.holds(columns):
+        return None
+    return allocations.pop(address, None)
+
+
+def ordinary(shapes: Sequence[ColumnShape]) -> list[Received]:
+    """Return columns in memory of this process."""
+    return [(shape, RECEIVE_BUFFERS.take(shape.value_bytes)) for shape in shapes]

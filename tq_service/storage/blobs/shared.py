@@ -1,0 +1,283 @@
+"""Blobs that clients of this host map: regions, which the service makes and uses again, and sealed memfds of clients.
+
+A region stays warm: the next put finds its pages, and the page tables of the processes that map it. It is used again
+only if no process may still read or write its bytes, for which sessions have leases:
+
+    blob allocated -> region in use -> blob freed, no lease left ---------------------------------> pooled -> used again
+                                    -> blob freed, leased -> last lease released ------------------> pooled, or dropped
+                                                          -> memory needed -> abandoned until then -> dropped
+
+A session that ends with leases may leave a process that still maps their regions: these are dropped once they are free.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final
+from weakref import WeakSet
+
+from tq_service.storage.blobs.memory import (
+    BACKGROUND,
+    NO_FD,
+    UNMAPPED_IN_BACKGROUND_FROM_BYTES,
+    Blob,
+    BlobStore,
+    Session,
+    SharedMemory,
+    ThreadedStore,
+    no_memory,
+    size_class,
+)
+from tq_service.wire import shared_memory
+
+_THREAD_COUNT: Final = 2
+# A step of reinforcement learning takes minutes and begins with an empty store: if regions were dropped meanwhile, it
+# would begin with new pages, which take 5 to 20 times as long to fill as those of before.
+_KEPT_SECONDS: Final = 300.0
+# Sizes of batches vary: a region may be larger than requested by this factor, and twice the used bytes are kept.
+_MOST_SLACK: Final = 1.25
+_KEPT_SHARE: Final = 2
+
+
+class SharedBlob(Blob):
+    """A blob in shared memory."""
+
+    __slots__ = ()
+
+    backing: SharedMemory
+
+    @property
+    def shared(self) -> SharedMemory:  # type: ignore[override]
+        return self.backing
+
+
+class SharedStore(BlobStore):
+    """A store of such blobs.
+
+    Attributes:
+        blob_count: blobs that are not freed.
+    """
+
+    is_shared = True
+    blob_count = 0
+
+    @property
+    def fd_count(self) -> int:
+        """Number of file descriptors that it holds."""
+        return self.blob_count
+
+
+# Regions
+
+
+class Region(SharedMemory):
+    """A memfd of this service, written by clients of its user.
+
+    Args:
+        number: names it; used once in this instance.
+        capacity: bytes; a multiple of a page.
+        on_unleased: called when its last lease has ended.
+
+    Attributes:
+        capacity: as above.
+        lease_count: how many leases sessions have of it.
+        is_fit: whether it may be used again: no session with a lease of it has ended.
+        pooled_at: when it was last pooled, in the seconds of its store.
+
+    Raises:
+        OSError: the system lacks memory for it.
+    """
+
+    __slots__ = ("_on_unleased", "_sessions", "capacity", "is_fit", "lease_count", "pooled_at")
+
+    def __init__(self, number: int, capacity: int, on_unleased: Callable[[Region], None]) -> None:
+        super().__init__(shared_memory.new_region(capacity), capacity)
+        shared_memory.map_over(self.memory, self.fd, capacity, is_writable=True)
+        self.number = number
+        self.capacity = capacity
+        self.lease_count = 0
+        self.is_fit = True
+        self.pooled_at = 0.0
+        self._on_unleased = on_unleased
+        self._sessions: WeakSet[Session] = WeakSet()
+
+    def sent_to(self, session: Session) -> None:
+        """Take note of a session that has its file descriptor, to tell it when the region is dropped."""
+        self._sessions.add(session)
+
+    def note_dropped(self) -> None:
+        """Tell the sessions that have mapped it that it will not be used again."""
+        for session in self._sessions:
+            session.note_dropped(self.number)
+
+    def lease(self) -> None:
+        """Begin a lease: it is not used again before that has ended."""
+        self.lease_count += 1
+
+    def end_lease(self, *, is_released: bool) -> None:
+        """End one; if the client did not release it, the region is not used again."""
+        self.lease_count -= 1
+        self.is_fit &= is_released
+        if not self.lease_count:
+            self._on_unleased(self)
+
+    def remove(self) -> None:
+        """Close and unmap it, and free its pages, although clients keep mappings; they may not if some use these."""
+        if self.is_fit:
+            shared_memory.free_pages(self.memory)
+        super().remove()
+
+
+class RegionBlobs(ThreadedStore[Region], SharedStore):
+    """Blobs in regions.
+
+    A region whose blob was freed while it is leased counts as used, until its leases have ended or `max_bytes` would be
+    exceeded: then the one freed first is abandoned, and its memory belongs to its readers.
+
+    Args:
+        max_bytes: bytes of regions in use from which on some are abandoned; None: none are.
+    """
+
+    def __init__(self, max_bytes: int | None = None) -> None:
+        super().__init__()
+        self._max_bytes = math.inf if max_bytes is None else max_bytes
+        self._numbers = itertools.count(1)
+        self._seconds = 0.0  # since it began, as `trim` counts them
+        self._freed: dict[Region, None] = {}  # still leased; the blob freed first comes first
+        self._in_use: set[Region] = set()
+        self._executor = ThreadPoolExecutor(_THREAD_COUNT, thread_name_prefix="tq-region")
+
+    @property
+    def fd_count(self) -> int:
+        return len(self._in_use) + len(self._freed) + sum(map(len, self._pool.values()))
+
+    async def allocate(self, size: int) -> Blob:
+        try:
+            region = await self._backing(size_class(max(size, 1)))
+        except (OSError, MemoryError) as error:
+            raise no_memory(size, error) from error
+        return self._use(region, size)
+
+    def _wrap(self, backing: Region, size: int) -> Blob:
+        return SharedBlob(self, size, backing.memory, backing)
+
+    def _use(self, backing: Region, size: int) -> Blob:
+        self.blob_count += 1
+        self._in_use.add(backing)
+        self.used_bytes += backing.capacity
+        while self._freed and self.used_bytes > self._max_bytes:
+            abandoned = next(iter(self._freed))
+            del self._freed[abandoned]
+            self.used_bytes -= abandoned.capacity
+        self._high_water_bytes = max(self._high_water_bytes, self.used_bytes)
+        self._shrink()
+        return self._wrap(backing, size)
+
+    def _recycled(self, capacity: int) -> Region | None:
+        """Return the smallest region that is held for reuse, has this capacity, and is not much larger."""
+        fitting = (each for each in self._pool if capacity <= each <= capacity * _MOST_SLACK)
+        return super()._recycled(min(fitting, default=capacity))
+
+    def _shrink(self) -> None:
+        self.give_up(self.used_bytes + self.pooled_bytes - _KEPT_SHARE * self._high_water_bytes)
+
+    def _make(self, capacity: int) -> Region:
+        return Region(next(self._numbers), capacity, self._on_unleased)
+
+    def free(self, blob: Blob) -> None:
+        region: Region = blob.backing
+        blob.close()
+        self._in_use.discard(region)
+        self.blob_count -= 1
+        self._freed[region] = None
+        if not region.lease_count:
+            self._on_unleased(region)
+        if blob.copy is not None:
+            blob.copy.release()
+        self.on_freed(blob.charge)
+
+    def recycle(self, backing: Region, capacity: int) -> None:
+        backing.pooled_at = self._seconds
+        super().recycle(backing, capacity)
+
+    def trim(self, elapsed_seconds: float) -> None:
+        """Drop the regions that no put has needed for some minutes; the mark sinks to the rest."""
+        self._seconds += elapsed_seconds
+        for capacity, pooled in list(self._pool.items()):
+            due = sum(each.pooled_at <= self._seconds - _KEPT_SECONDS for each in pooled)  # the last one is used first
+            for region in pooled[:due]:
+                self._drop(region)
+            del pooled[:due]
+            self.pooled_bytes -= due * capacity
+            if not pooled:
+                del self._pool[capacity]
+        self._high_water_bytes = max(self.used_bytes, (self.used_bytes + self.pooled_bytes) // _KEPT_SHARE)
+
+    def _on_unleased(self, region: Region) -> None:
+        if region in self._freed:
+            del self._freed[region]
+            self.used_bytes -= region.capacity
+            if region.is_fit:
+                self.recycle(region, region.capacity)
+                self._shrink()
+            else:
+                self._drop(region)
+        elif region not in self._in_use:  # it was abandoned
+            self._drop(region)
+
+    def _drop(self, backing: Region) -> None:
+        backing.note_dropped()
+        BACKGROUND.submit(backing.remove)
+
+
+# Sealed memory
+
+
+class MemfdBlob(SharedBlob):
+    """Sealed memory of a client. Its range of addresses exists from `allocate` on; the memfd comes with `map_fd`."""
+
+    __slots__ = ()
+
+    def map_fd(self, fd: int) -> None:
+        """Take over the file descriptor of its memory, whatever comes of it.
+
+        Raises:
+            InvalidArgumentError: it is not sealed memory of the size announced.
+            OSError: the system refuses the mapping.
+        """
+        self.backing.fd = fd
+        shared_memory.check_sealed(fd, self.size)
+        shared_memory.map_over(self.backing.memory, fd, self.size, is_writable=False)
+
+    def read_into(self, target: memoryview, start: int) -> None:
+        """Copy bytes from `start` on into `target`, see `Blob.read_into`.
+
+        The system copies them from the memfd: a read through the mapping costs a page fault for every few pages.
+        """
+        shared_memory.read_into(self.backing.fd, target, start)
+
+
+class MemfdBlobs(SharedStore):
+    """Blobs in memory that clients of other users have made and sealed."""
+
+    async def allocate(self, size: int) -> MemfdBlob:
+        try:
+            backing = SharedMemory(NO_FD, max(size, 1))
+        except (OSError, MemoryError) as error:
+            raise no_memory(size, error) from error
+        self.blob_count += 1
+        return MemfdBlob(self, size, backing.memory, backing)
+
+    def free(self, blob: Blob) -> None:
+        self.blob_count -= 1
+        blob.close()
+        if blob.size >= UNMAPPED_IN_BACKGROUND_FROM_BYTES:  # the last one to close a memfd frees its pages
+            BACKGROUND.submit(blob.backing.remove)
+        else:
+            blob.backing.remove()
+        if blob.copy is not None:
+            blob.copy.release()
+        self.on_freed(blob.charge)
