@@ -395,6 +395,8 @@ def import_tensordict() -> None:
 def _left_after(values: Iterable[Any], left: int) -> int:
     """Return how many values more may be looked at after these; 0 or less if there are too many."""
     for value in values:
+        if value is None:  # which costs nothing, and most arguments are
+            continue
         left -= 1 + _copied_bytes(value) // _BYTES_A_VALUE
         if left > 0 and hasattr(value, "batch_size"):  # of tensordict: columns, or one value for each row
             is_columns = type(value).__name__ == "TensorDict"
@@ -455,6 +457,28 @@ def next_answer(call: Any) -> Any | None:
         if call.cancelled():
             return None
         raise
+
+
+class AsyncSignal(asyncio.Event):
+    """Wakes the coroutine that waits for it, or is about to."""
+
+    async def wait_until(self, deadline: Deadline) -> None:
+        """Wait until it is set since the last time, or the deadline is over."""
+        timer = asyncio.get_running_loop().call_at(deadline.at, self.set)
+        try:
+            await self.wait()
+        finally:
+            timer.cancel()
+        self.clear()
+
+
+class Signal(threading.Event):
+    """Wakes the thread that waits for it, or is about to."""
+
+    def wait_until(self, deadline: Deadline) -> None:
+        """Wait until it is set since the last time, or the deadline is over."""
+        self.wait(min(deadline.remaining(), threading.TIMEOUT_MAX))
+        self.clear()
 
 
 class AsyncBackgroundCalls:

@@ -124,7 +124,7 @@ class EngineDriver:
                 columns,
                 partition_id=header.partition_id,
                 for_existing_rows=for_existing_rows,
-                deadline=until,
+                deadline=0.0 if header.never_waits else until,
                 owner=header.controller_id,
                 token=token_name.get(),
                 shared=shared,

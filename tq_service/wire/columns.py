@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial, reduce
 from importlib.util import find_spec
+from itertools import chain
 from types import ModuleType
 from typing import Any, Final, TypeAlias
 
@@ -87,12 +88,18 @@ def dtype_name(dtype: Any, what: str) -> str:
     Raises:
         InvalidArgumentError: the dtype cannot be stored: quantized, smaller than a byte, or no number.
     """
-    name = dtype.name if isinstance(dtype, np.dtype) else str(dtype).removeprefix("torch.")
+    name = _name_of(dtype)
     if name not in DTYPE_SIZES:
         raise InvalidArgumentError(
             f"{what} has dtype {name!r}, which cannot be stored; convert it to one of {', '.join(sorted(DTYPE_SIZES))}"
         )
     return name
+
+
+@cache
+def _name_of(dtype: Any) -> str:
+    """Return the name of a dtype, which numpy takes long to find."""
+    return dtype.name if isinstance(dtype, np.dtype) else str(dtype).removeprefix("torch.")
 
 
 def tensor_bytes(tensor: Any) -> memoryview:
@@ -240,6 +247,20 @@ class Column(ColumnShape):
     """
 
     chunks: tuple[memoryview, ...]
+
+
+def stacked(parts: Sequence[Sequence[Column]]) -> list[Column]:
+    """Return the columns of several puts of the same fields as those of one, with copies of their bytes."""
+    return [
+        Column(
+            spec=columns[0].spec,
+            row_count=sum(column.row_count for column in columns),
+            extents=None if columns[0].extents is None else np.concatenate([column.extents for column in columns]),
+            value_bytes=sum(column.value_bytes for column in columns),
+            chunks=(memoryview(b"".join(chain.from_iterable(column.chunks for column in columns))),),
+        )
+        for columns in zip(*parts, strict=True)
+    ]
 
 
 def columns_digest(columns: Sequence[ColumnShape]) -> bytes:
