@@ -313,7 +313,11 @@ async def test_a_storage_service_that_fails_is_left_at_once(kind, failure):
         async with serving(FakeController(PlacePut=place, Commit=Script(commit_pb2.CommitResponse()))) as address:
             client = make_client(kind, address, timeout=20)
             await client.put({"x": torch.zeros(4)}, partition_id="p")
-            await client.put({"x": torch.zeros(4)}, partition_id="p")  # goes to the other one
+            if failure is DRAINING:
+                await client.put({"x": torch.zeros(4)}, partition_id="p")
+            else:
+                with pytest.raises(tq.QuotaExceededError):
+                    await client.put({"x": torch.zeros(4)}, partition_id="p")
             await client.put({"x": torch.zeros(4)}, partition_id="p")
             await client.aclose()
     assert len(place.requests) == 2

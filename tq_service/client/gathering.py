@@ -30,7 +30,18 @@ from typing import Any, Final
 from tq_service.client.batch_meta import BatchMeta, Namespace, joined
 from tq_service.client.requests import Write, new_id, write_message, written_meta
 from tq_service.client.transport import Deadline
-from tq_service.errors import CallCancelledError, DeadlineError, InternalError, TqError, UnavailableError
+from tq_service.errors import (
+    CallCancelledError,
+    DeadlineError,
+    DiskFullError,
+    InternalError,
+    LimitExceededError,
+    PermissionDeniedError,
+    ResourceExhaustedError,
+    TqError,
+    UnauthenticatedError,
+    UnavailableError,
+)
 from tq_service.v1 import commit_pb2
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1.storage_service_pb2 import PutHeader
@@ -41,8 +52,16 @@ MOST_ROWS: Final = 256
 
 _MOST_UNDER_WAY: Final = 2
 
-OUTCOME_UNKNOWN: Final = (UnavailableError, DeadlineError, CallCancelledError, InternalError)
-"""Errors of calls that may have been made all the same. After any other error nothing was written."""
+_OUTCOME_UNKNOWN: Final = (UnavailableError, DeadlineError, CallCancelledError, InternalError)
+_NOT_LOOKED_UP: Final = (LimitExceededError, DiskFullError, UnauthenticatedError, PermissionDeniedError)
+"""Errors of calls that were refused before the service looked whether an earlier try had been made."""
+
+
+def seconds_without_capacity(refusal: TqError) -> float | None:
+    """Return for how long there may be no capacity for a put that was refused; None where that is not why it was."""
+    if not isinstance(refusal, ResourceExhaustedError) or isinstance(refusal, _NOT_LOOKED_UP):
+        return None
+    return refusal.retry_after_seconds
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -212,6 +231,7 @@ class Batch:
         joint: as they are sent; None until then.
         answered: what the service answered; None where it refused them, so that each is sent by itself.
         is_over: whether it has.
+        may_be_made: whether what became of an earlier try is not known.
     """
 
     members: Sequence[Member]
@@ -219,6 +239,18 @@ class Batch:
     joint: JointPut | None = None
     answered: Answered | None = None
     is_over: bool = False
+    may_be_made: bool = False
+
+    def note(self, failure: TqError) -> None:
+        """Note why a try failed."""
+        if isinstance(failure, UnavailableError):
+            self.members[0].line.failure = failure
+        self.may_be_made |= isinstance(failure, _OUTCOME_UNKNOWN)
+
+    def is_refused_by(self, failure: TqError) -> bool:
+        """Whether nothing was written by a try that failed, nor by those before it."""
+        kinds = (*_OUTCOME_UNKNOWN, *_NOT_LOOKED_UP) if self.may_be_made else _OUTCOME_UNKNOWN
+        return not isinstance(failure, kinds)
 
 
 @dataclass(slots=True, eq=False)
@@ -238,11 +270,6 @@ class Line:
     leader: Member | None = None
     batches: set[Batch] = field(default_factory=set)
     failure: UnavailableError | None = None
-
-    def note(self, failure: TqError) -> None:
-        """Note why a try failed."""
-        if isinstance(failure, UnavailableError):
-            self.failure = failure
 
 
 class Lines:
@@ -267,6 +294,7 @@ class Lines:
         """Return the batch of a caller that leads: that which another one has left, or a new one of those that wait."""
         with self._lock:
             if leader.batch is not None:
+                leader.batch.may_be_made = True
                 return leader.batch
             line, put = leader.line, leader.put
             waiting = line.waiting

@@ -421,10 +421,11 @@ def write_message(writes: Sequence[Write], rows_per_put: int = 0) -> commit_pb2.
         state=first.state,
         rows_per_put=rows_per_put,
     )
-    columns = zip(*(write.meta_columns for write in writes), strict=True)
-    message.custom_meta.extend(
-        encode_meta_columns([parts[0] if len(parts) == 1 else concatenated(parts) for parts in columns])
-    )
+    if first.meta_columns:
+        columns = zip(*(write.meta_columns for write in writes), strict=True)
+        message.custom_meta.extend(
+            encode_meta_columns([parts[0] if len(parts) == 1 else concatenated(parts) for parts in columns])
+        )
     return message
 
 

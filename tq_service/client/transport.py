@@ -398,7 +398,9 @@ def _left_after(values: Iterable[Any], left: int) -> int:
         if value is None:  # which costs nothing, and most arguments are
             continue
         left -= 1 + _copied_bytes(value) // _BYTES_A_VALUE
-        if left > 0 and hasattr(value, "batch_size"):  # of tensordict: columns, or one value for each row
+        if isinstance(value, np.ndarray):
+            pass
+        elif left > 0 and hasattr(value, "batch_size"):  # of tensordict: columns, or one value for each row
             is_columns = type(value).__name__ == "TensorDict"
             left = _left_after(value.values(), left) if is_columns else left - math.prod(value.batch_size)
         elif left > 0 and isinstance(value, Mapping):
@@ -459,21 +461,36 @@ def next_answer(call: Any) -> Any | None:
         raise
 
 
-class AsyncSignal(asyncio.Event):
-    """Wakes the coroutine that waits for it, or is about to."""
+class AsyncSignal:
+    """Wakes the one coroutine that waits for it, or is about to."""
+
+    __slots__ = ("_is_set", "_waiter")
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._waiter: asyncio.Future[None] | None = None
+
+    def set(self) -> None:
+        """End the wait, or the next one."""
+        self._is_set = True
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     async def wait_until(self, deadline: Deadline) -> None:
         """Wait until it is set since the last time, or the deadline is over."""
-        timer = asyncio.get_running_loop().call_at(deadline.at, self.set)
-        try:
-            await self.wait()
-        finally:
-            timer.cancel()
-        self.clear()
+        if not self._is_set:
+            loop = asyncio.get_running_loop()
+            self._waiter = loop.create_future()
+            timer = loop.call_at(deadline.at, self.set)
+            try:
+                await self._waiter
+            finally:
+                timer.cancel()
+        self._is_set = False
 
 
 class Signal(threading.Event):
-    """Wakes the thread that waits for it, or is about to."""
+    """Wakes the one thread that waits for it, or is about to."""
 
     def wait_until(self, deadline: Deadline) -> None:
         """Wait until it is set since the last time, or the deadline is over."""

@@ -57,7 +57,8 @@ def has_torch() -> bool:
 
 def is_tensor(value: Any) -> bool:
     """Whether `value` is a torch tensor."""
-    return is_tensor_type(type(value))
+    torch = loaded_torch()
+    return torch is not None and isinstance(value, torch.Tensor)
 
 
 def is_tensor_type(kind: type) -> bool:

@@ -12,7 +12,7 @@ from google.protobuf.message import Message
 
 from tq_service.client._sync.calls import Base
 from tq_service.client.batch_meta import NAMED_AT_ONCE, BatchMeta, check_is_batch, in_parts, joined
-from tq_service.client.gathering import OUTCOME_UNKNOWN, Answered, JointPut, Lines, Member, Put
+from tq_service.client.gathering import Answered, JointPut, Lines, Member, Put, seconds_without_capacity
 from tq_service.client.requests import (
     GroupColumn,
     MetaGiven,
@@ -42,7 +42,6 @@ from tq_service.errors import (
     InvalidArgumentError,
     PartitionNotFoundError,
     PutNotFoundError,
-    ResourceExhaustedError,
     TqError,
     UnavailableError,
 )
@@ -51,15 +50,12 @@ from tq_service.schema import FieldSpec, KeyMode, SampleState
 from tq_service.v1 import commit_pb2
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1.metadata_pb2 import MetaColumn
-from tq_service.v1.storage_service_pb2 import PutHeader
-from tq_service.wire.columns import Column
 from tq_service.wire.encoding import encode_columns, has_lists
 from tq_service.wire.messages import read_message, to_duration
 from tq_service.wire.metadata import encode_meta_columns
 
 _COMMIT_PATIENCE_SECONDS: Final = 5.0
 _MOST_LOSSES: Final = 3
-_APART_SECONDS: Final = 1.0
 
 
 class SampleCalls(Base):
@@ -243,24 +239,23 @@ class SampleCalls(Base):
         try:
             if batch.joint is None:
                 batch.joint = JointPut([member.put for member in batch.members], is_gathered=True)
-            answer = self._send(batch.joint, leader.deadline, leader.line.note)
+            answer = self._send(batch.joint, leader.deadline, batch.note)
             answered = Answered(answer, self._namespace)
-        except OUTCOME_UNKNOWN:
-            raise
-        except ResourceExhaustedError as error:  # each waits for capacity by itself, as do those that come soon
-            self._keep_apart(leader.put.write.partition_id, error.retry_after_seconds)
-        except TqError:
-            if len(batch.members) == 1:
+        except TqError as error:
+            seconds = seconds_without_capacity(error)
+            if not batch.is_refused_by(error) or (seconds is None and len(batch.members) == 1):
                 raise
+            if seconds is not None:  # each waits for capacity by itself, as do those that come soon
+                self._keep_apart(leader.put.write.partition_id, seconds)
         lines.end(batch, answered)
 
-    def _keep_apart(self, full_partition_id: str, seconds: float | None) -> None:
-        """Have the next puts to a partition without capacity sent by themselves."""
+    def _keep_apart(self, full_partition_id: str, seconds: float) -> None:
+        """Have the next puts to a partition sent by themselves."""
         now = time.monotonic()
         for name, until in list(self._apart.items()):
             if until < now:
                 self._apart.pop(name, None)
-        self._apart[full_partition_id] = now + (seconds or _APART_SECONDS)
+        self._apart[full_partition_id] = now + seconds
 
     def _lines(self) -> Lines:
         """Return the lines of this event loop, or of this process; those of others that are over are forgotten."""
@@ -290,7 +285,7 @@ class SampleCalls(Base):
             if not joint.columns:
                 return self._calls.unary_once(joint.kind, joint.request, deadline)
             try:
-                return self._put_where_placed(joint.header, joint.request, joint.columns, deadline)
+                return self._put_where_placed(joint, deadline, note)
             except TqError as error:
                 self._placement.end()
                 # The put was lost before its commit, by a restart or since it waited for too long.
@@ -303,8 +298,9 @@ class SampleCalls(Base):
         return self._calls.retried(attempt, deadline, note)
 
     def _put_where_placed(
-        self, header: PutHeader, request: commit_pb2.CommitRequest, columns: Sequence[Column], deadline: Deadline
+        self, joint: JointPut, deadline: Deadline, note: Callable[[TqError], object]
     ) -> commit_pb2.CommitResponse:
+        header, request, columns = joint.header, joint.request, joint.columns
         place = self._placement.place(header.size_bytes)
         if place is None:
             asked = pb.PlacePutRequest(
@@ -331,7 +327,7 @@ class SampleCalls(Base):
         patience = Deadline.after(min(_COMMIT_PATIENCE_SECONDS, deadline.remaining()))
         try:
             return self._calls.retried(
-                lambda: self._calls.unary_once(commit_pb2.CommitResponse, commit, deadline), patience
+                lambda: self._calls.unary_once(commit_pb2.CommitResponse, commit, deadline), patience, note
             )
         except UnavailableError as given_up:  # the message has the tries of the whole put, not those of this part
             raise given_up.__cause__ or given_up from None
