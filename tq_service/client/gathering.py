@@ -42,6 +42,7 @@ from tq_service.errors import (
     UnauthenticatedError,
     UnavailableError,
 )
+from tq_service.schema import FieldSpec, Layout
 from tq_service.v1 import commit_pb2
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1.storage_service_pb2 import PutHeader
@@ -112,8 +113,13 @@ class Put:
             bool(write.group_column),
             f"{write.key_mode} {write.state} {write.group_size}",  # which may be anything, to be refused
             tuple((column.name, column.values.dtype.kind) for column in write.meta_columns),
-            tuple(column.spec for column in self.columns),
+            tuple(_rows_of(column.spec) for column in self.columns),
         )
+
+
+def _rows_of(spec: FieldSpec) -> Hashable:
+    """Return what the rows of puts have in common that can be those of one column, see `stacked`."""
+    return (spec.name, spec.dtype, len(spec.row_shape)) if spec.layout is Layout.DENSE and spec.row_shape else spec
 
 
 class JointPut:

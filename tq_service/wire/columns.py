@@ -251,17 +251,30 @@ class Column(ColumnShape):
 
 
 def stacked(parts: Sequence[Sequence[Column]]) -> list[Column]:
-    """Return the columns of several puts of the same fields as those of one, with copies of their bytes."""
-    return [
-        Column(
-            spec=columns[0].spec,
-            row_count=sum(column.row_count for column in columns),
-            extents=None if columns[0].extents is None else np.concatenate([column.extents for column in columns]),
-            value_bytes=sum(column.value_bytes for column in columns),
-            chunks=(memoryview(b"".join(chain.from_iterable(column.chunks for column in columns))),),
-        )
-        for columns in zip(*parts, strict=True)
-    ]
+    """Return the columns of several puts as those of one, with copies of their bytes.
+
+    Their specs are equal, but for the row shapes of dense columns: rows of several shapes are a jagged column.
+    """
+    return [_stacked_column(columns) for columns in zip(*parts, strict=True)]
+
+
+def _stacked_column(columns: Sequence[Column]) -> Column:
+    spec = columns[0].spec
+    extents = [column.extents for column in columns if column.extents is not None]
+    if any(column.spec != spec for column in columns):
+        shapes = np.array([column.spec.row_shape for column in columns], np.int64)
+        is_ragged = (shapes != shapes[0]).any(axis=0)
+        row_shape = tuple(np.where(is_ragged, -1, shapes[0]).tolist())
+        spec = replace(spec, layout=Layout.JAGGED, row_shape=row_shape)
+        extents = [np.repeat(shapes[:, is_ragged], [column.row_count for column in columns], axis=0)]
+    values = b"".join(chain.from_iterable(column.chunks for column in columns))
+    return Column(
+        spec=spec,
+        row_count=sum(column.row_count for column in columns),
+        extents=np.concatenate(extents) if extents else None,
+        value_bytes=len(values),
+        chunks=(memoryview(values),),
+    )
 
 
 def columns_digest(columns: Sequence[ColumnShape]) -> bytes:
