@@ -29,7 +29,7 @@ from typing import Any, Final
 
 from tq_service.client.batch_meta import BatchMeta, Namespace, joined
 from tq_service.client.requests import Write, new_id, write_message, written_meta
-from tq_service.client.transport import Deadline
+from tq_service.client.transport import Deadline, unavailable_until
 from tq_service.errors import (
     CallCancelledError,
     DeadlineError,
@@ -219,9 +219,9 @@ class Member:
 
     def overdue(self) -> TqError:
         """Return the error of a caller whose deadline is over."""
-        failure, timeout = self.line.failure, f"{self.deadline.timeout:g} s"
-        if failure is not None:
-            return UnavailableError(f"{failure.message}; tried for {timeout}", metadata=failure.metadata)
+        if self.line.failure is not None:
+            return unavailable_until(self.deadline, self.line.failure)
+        timeout = f"{self.deadline.timeout:g} s"
         if self.batch is None:
             return DeadlineError(f"the put was not sent within {timeout}, behind others that were not answered")
         return DeadlineError(f"the put was not answered within {timeout}; it may be made all the same")

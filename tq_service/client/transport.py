@@ -183,6 +183,11 @@ class Backoff:
         return UnavailableError(message, metadata=failure.metadata)
 
 
+def unavailable_until(deadline: Deadline, failure: UnavailableError) -> UnavailableError:
+    """Return the error of a call whose deadline is over, where another call has tried for it and failed."""
+    return UnavailableError(f"{failure.message}; tried for {deadline.timeout:g} s", metadata=failure.metadata)
+
+
 # What the service says, which names things as the protos have them, and what they are here.
 _IN_PYTHON: Final = {
     "with skip_missing": "missing='skip'",

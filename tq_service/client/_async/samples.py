@@ -80,6 +80,8 @@ class AsyncSampleCalls(AsyncBase):
         The samples are new ones, those of `metadata`, or those of `keys`. Columns that are there already are
         overwritten, which does not touch what has been consumed.
 
+        Small puts that wait at the same moment are sent as one, see `AsyncClient`.
+
         Do not change the data before this returns: large tensors are sent from where they are, and the async client
         encodes in a thread whatever takes long.
 
