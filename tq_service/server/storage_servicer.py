@@ -392,10 +392,11 @@ class StorageServicer:
             try:
                 stored = self._engine.complete_put(header.put_id, header.partition_id)
                 if commits is not None:
+                    put_id = header.put_id if pending is None else pending.put_id  # one object for all that keep it
                     answer.commit.CopyFrom(
                         await commits.commit_stored(
                             header.commit,
-                            Put(self._engine.storage_id, self._engine.boot_id, header.put_id),
+                            Put(self._engine.storage_id, self._engine.boot_id, put_id),
                             columns if pending is not None else stored.shapes(),  # a retry's header is not compared
                             for_existing_rows=stored.for_existing_rows,
                             check=lambda: self._engine.complete_put(header.put_id, header.partition_id),
