@@ -1,104 +1,212 @@
-"""How many single samples a second can many small workers commit, compared with calls of an echo?
+"""How many single samples a second can many small workers commit, and at what cost, compared with calls of an echo?
 
-One client process with one event loop plays all workers; each puts one sample after the other. An insert names a sample
-by its key and gives it custom_meta, without data: what a rollout worker does that announces a prompt.
+The workers are tasks of one or several client processes, each with one client; each puts one sample after the other.
+Puts that wait at the same moment in one process are sent as one; with `gathers_puts=False` each is a call of its own.
+An insert names a sample by its key and gives it custom_meta, without data: what a rollout worker does that announces a
+prompt.
 """
 
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import secrets
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
+from multiprocessing.connection import Connection
 
 import grpc
 import numpy as np
+import psutil
 
 import tq_service as tq
 from benchmarks.echo_server import echo_call, request_of
-from benchmarks.harness import Options, interleave_async, main, median, run_async, running
+from benchmarks.harness import Options, interleave, main, median, median_ratio, run_async, running
 from benchmarks.report import Cell, Plot, Report
 from tq_service.testing import ServiceProcess
 
-WORKER_COUNTS = (1, 8, 64, 256)
-_CALLS_A_WORKER_LEAST, _CALLS = 4, 1_024
+CLIENTS = ((1, 1), (1, 64), (1, 256), (8, 8), (64, 1))
+"""Client processes, and tasks of each."""
+
+_SECONDS, _QUICK_SECONDS, _START_SECONDS = 1.0, 0.2, 0.2
 _ECHO_SIZES = (190, 140)
-_PUT, _INSERT, _ECHO = "put of 1 sample", "insert of 1 sample with a key", "echo"
+_PUT, _ALONE, _INSERT, _ECHO = "put", "put by itself", "insert", "echo"
+_CASES = (_PUT, _ALONE, _INSERT, _ECHO)
+_ROW = {"x": np.arange(1)}
 
-Call = Callable[[str], Awaitable[object]]
-
-
-async def _rate(client: tq.AsyncClient, call: Call, worker_count: int, call_count: int) -> float:
-    """Return calls a second, made into a partition of their own that is cleared afterwards."""
-    partition_id = secrets.token_hex(8)
-    calls_a_worker = max(_CALLS_A_WORKER_LEAST, call_count // worker_count)
-
-    async def work() -> None:
-        for _ in range(calls_a_worker):
-            await call(partition_id)
-
-    await client.create_partition(partition_id)
-    started = time.perf_counter()
-    await asyncio.gather(*(work() for _ in range(worker_count)))
-    seconds = time.perf_counter() - started
-    await client.clear_partition(partition_id)
-    return worker_count * calls_a_worker / seconds
+Call = Callable[[], Awaitable[object]]
 
 
-async def _measure(options: Options, address: str, echo_address: str) -> Report:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """What client processes are to do: one case, with some tasks each, between two moments of the monotonic clock."""
+
+    case: str
+    task_count: int
+    partition_id: str
+    begin_at: float
+    end_at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What one process, or several, did: calls, and the processor time of clients and server in seconds."""
+
+    call_count: int
+    client_seconds: float
+    seconds: float = 0.0
+    server_seconds: float = 0.0
+
+    @property
+    def rate(self) -> float:
+        """Calls a second."""
+        return self.call_count / self.seconds
+
+
+def _serve_orders(orders: Connection, address: str, echo_address: str) -> None:
+    """Carry out orders until there are no more: the program of a client process."""
+    run_async(_carry_out_all(orders, address, echo_address))
+
+
+async def _carry_out_all(orders: Connection, address: str, echo_address: str) -> None:
     channel = grpc.aio.insecure_channel(echo_address)
-    echo, request, row = echo_call(channel), request_of(*_ECHO_SIZES), {"x": np.arange(1)}
-    async with tq.AsyncClient(address) as client:
-        calls: dict[str, Call] = {
-            _PUT: lambda partition_id: client.put(row, partition_id=partition_id),
-            _INSERT: lambda partition_id: client.put(
-                partition_id=partition_id, keys=[secrets.token_hex(8)], custom_meta=[{"version": 3}]
-            ),
-            _ECHO: lambda _: echo(request),
-        }
-        rows: list[list[Cell]] = []
-        for worker_count in WORKER_COUNTS:
-            call_count = _CALLS // 8 if options.quick or worker_count == 1 else _CALLS
-            cases = {name: partial(_rate, client, call, worker_count, call_count) for name, call in calls.items()}
-            rates = await interleave_async(cases, options.repeats)
-            ratios = [
-                median([one / other for one, other in zip(rates[name], rates[_ECHO], strict=True)])
-                for name in (_PUT, _INSERT)
-            ]
-            rows.append([worker_count, *(median(rates[name]) for name in calls), *ratios])
+    echo, request = echo_call(channel), request_of(*_ECHO_SIZES)
+    async with tq.AsyncClient(address) as client, tq.AsyncClient(address, gathers_puts=False) as alone:
+
+        def calls(partition_id: str) -> Mapping[str, Call]:
+            return {
+                _PUT: lambda: client.put(_ROW, partition_id=partition_id),
+                _ALONE: lambda: alone.put(_ROW, partition_id=partition_id),
+                _INSERT: lambda: client.put(
+                    partition_id=partition_id, keys=[secrets.token_hex(8)], custom_meta=[{"version": 3}]
+                ),
+                _ECHO: lambda: echo(request),
+            }
+
+        await asyncio.gather(*(call() for call in calls("warm").values()))
+        orders.send(None)
+        while (order := await asyncio.to_thread(orders.recv)) is not None:
+            orders.send(await _carry_out(order, calls(order.partition_id)[order.case]))
     await channel.close()
+
+
+async def _carry_out(order: Order, call: Call) -> Outcome:
+    async def work() -> int:
+        count = 0
+        while time.monotonic() < order.end_at:
+            await call()
+            count += 1
+        return count
+
+    await asyncio.sleep(order.begin_at - time.monotonic())
+    before = time.process_time()
+    counts = await asyncio.gather(*(work() for _ in range(order.task_count)))
+    return Outcome(call_count=sum(counts), client_seconds=time.process_time() - before)
+
+
+@contextmanager
+def _client_processes(count: int, address: str, echo_address: str) -> Iterator[list[Connection]]:
+    """Run so many client processes, which are connected; yield where orders go."""
+    spawn = multiprocessing.get_context("spawn")
+    with ExitStack() as stack:
+        ends = []
+        for _ in range(count):
+            own, other = spawn.Pipe()
+            process = spawn.Process(target=_serve_orders, args=(other, address, echo_address), daemon=True)
+            process.start()
+            stack.callback(process.join)
+            ends.append(own)
+        for end in ends:
+            end.recv()
+        yield ends
+        for end in ends:
+            end.send(None)
+
+
+def _measure(case: str, clients: list[Connection], task_count: int, server: psutil.Process, seconds: float) -> Outcome:
+    begin_at = time.monotonic() + _START_SECONDS
+    order = Order(
+        case=case,
+        task_count=task_count,
+        partition_id=secrets.token_hex(8),
+        begin_at=begin_at,
+        end_at=begin_at + seconds,
+    )
+    before = sum(server.cpu_times()[:2])
+    for client in clients:
+        client.send(order)
+    outcomes = [client.recv() for client in clients]
+    return Outcome(
+        call_count=sum(each.call_count for each in outcomes),
+        client_seconds=sum(each.client_seconds for each in outcomes),
+        seconds=time.monotonic() - begin_at,
+        server_seconds=sum(server.cpu_times()[:2]) - before,
+    )
+
+
+def _rows(options: Options, service: ServiceProcess, echo_address: str, echo_pid: int) -> Iterator[list[Cell]]:
+    servers = {case: psutil.Process(echo_pid if case == _ECHO else service.pid) for case in _CASES}
+    seconds = _QUICK_SECONDS if options.quick else _SECONDS
+    with tq.Client(service.address) as admin:
+        for process_count, task_count in CLIENTS[:2] if options.quick else CLIENTS:
+            with _client_processes(process_count, service.address, echo_address) as clients:
+                cases = {
+                    case: partial(_measure, case, clients, task_count, server, seconds)
+                    for case, server in servers.items()
+                }
+                outcomes = interleave(cases, options.repeats)
+            for partition in admin.list_partitions():
+                admin.clear_partition(partition.partition_id)
+            rates = {case: [each.rate for each in outcomes[case]] for case in _CASES}
+            put = outcomes[_PUT]
+            yield [
+                f"{process_count} of {task_count}",
+                *(median(rates[case]) for case in _CASES),
+                *(median_ratio(rates[case], rates[_ECHO]) for case in _CASES[:-1]),
+                median([each.server_seconds / each.call_count * 1e6 for each in put]),
+                median([each.client_seconds / each.call_count * 1e6 for each in put]),
+            ]
+
+
+def run(options: Options) -> Report:
+    """Measure."""
+    with ServiceProcess() as service, running("benchmarks.echo_server") as echo:
+        rows = list(_rows(options, service, echo.address, echo.pid))
     return Report(
         name="commits_per_second",
         question="How many single samples a second can many small workers commit, compared with calls of an echo?",
-        columns=["workers", f"{_PUT}, 1/s", f"{_INSERT}, 1/s", "echo, calls/s", "put / echo", "insert / echo"],
+        columns=[
+            "processes of tasks",
+            *(f"{case}, 1/s" for case in _CASES),
+            *(f"{case} / echo" for case in _CASES[:-1]),
+            "put: service, µs",
+            "put: client, µs",
+        ],
         rows=rows,
         notes=[
-            "one int64 a put; an insert has a key and one number of custom_meta; through tq.AsyncClient",
-            f"one client process with one event loop; the echo's request has {_ECHO_SIZES[0]} bytes, its answer "
-            f"{_ECHO_SIZES[1]}",
+            "one int64 a put; an insert has a key and one number of custom_meta; each process has one tq.AsyncClient",
+            "puts that wait at the same moment in a process are sent as one, inserts too; those by themselves are not",
+            "µs are processor time of all threads, per put",
+            f"the echo's request has {_ECHO_SIZES[0]} bytes, its answer {_ECHO_SIZES[1]}",
         ],
         plots=[
             Plot(
                 name="commits_per_second",
                 title="Single samples committed per second",
-                x_label="workers",
+                x_label="",
                 y_label="calls/s",
                 series={
-                    name: [(row[0], float(row[column] or 0)) for row in rows]
-                    for column, name in enumerate(calls, start=1)
+                    case: [(str(row[0]), float(row[column] or 0)) for row in rows]
+                    for column, case in enumerate(_CASES, start=1)
                 },
-                log_x=True,
+                bars=True,
             )
         ],
     )
-
-
-def run(options: Options) -> Report:
-    """Measure."""
-    with ServiceProcess() as server, running("benchmarks.echo_server") as echo:
-        return run_async(_measure(options, server.address, echo.address))
 
 
 if __name__ == "__main__":

@@ -85,8 +85,10 @@ class FieldSpec:
     def __post_init__(self) -> None:
         if not self.name:
             raise InvalidArgumentError("a field has an empty name; give every field a name", field="name")
-        self._check_word("layout", Layout)
-        self._check_word("encoding", Encoding)
+        if type(self.layout) is not Layout:
+            self._check_word("layout", Layout)
+        if self.encoding is not None:
+            self._check_word("encoding", Encoding)
         if self.encoding is not None and self.layout is not Layout.OBJECT:
             raise InvalidArgumentError(
                 f"field {self.name!r}: encoding {self.encoding.value!r} is of objects, and the layout is "

@@ -7,6 +7,7 @@ import pytest
 import torch
 from client_support import make_client
 
+from tq_service.client import gathering, requests
 from tq_service.client._async import fetches, samples
 from tq_service.client.transport import are_light
 from tq_service.config import ServeSettings
@@ -39,8 +40,10 @@ def threads(monkeypatch):
 
         monkeypatch.setattr(module, name, noting)
 
-    for name in ("encode_columns", "fill_write", "encode_meta_columns"):
-        note(samples, name)
+    note(samples, "encode_columns")
+    note(samples, "encode_meta_columns")
+    note(gathering, "write_message")
+    note(requests, "encode_meta_columns")
     for name in ("plan_reads", "merge_answers", "to_batch"):
         note(fetches, name)
     return noted
@@ -61,7 +64,7 @@ async def test_large_columns_are_encoded_and_decoded_by_a_thread(async_client, t
     back = await async_client.get_data(meta)
     assert len(back["x"]) == MANY
     here = threading.get_ident()
-    for name in ("encode_columns", "fill_write", "merge_answers", "to_batch"):
+    for name in ("encode_columns", "write_message", "merge_answers", "to_batch"):
         assert here not in threads[name], name
 
 
@@ -70,7 +73,7 @@ async def test_many_names_and_values_are_encoded_by_a_thread(async_client, threa
     batch = await async_client.insert("p", keys=[f"k{number}" for number in range(MANY)], custom_meta=meta)
     await async_client.set_custom_meta(batch, meta)
     await async_client.put({"x": np.arange(MANY)}, partition_id="q", custom_meta=meta)
-    assert threading.get_ident() not in threads["fill_write"] | threads["encode_meta_columns"]
+    assert threading.get_ident() not in threads["write_message"] | threads["encode_meta_columns"]
 
 
 async def test_small_puts_are_encoded_at_once(async_client, threads):
@@ -80,7 +83,7 @@ async def test_small_puts_are_encoded_at_once(async_client, threads):
     back = await async_client.get_data(batch, data_fields=["x", "t"])
     assert back["x"].tolist() == [0, 1, 2, 3]
     here = {threading.get_ident()}
-    assert threads["encode_columns"] == threads["fill_write"] == threads["encode_meta_columns"] == here
+    assert threads["encode_columns"] == threads["write_message"] == threads["encode_meta_columns"] == here
     await async_client.get_data(batch, data_fields=["x", "t"])
     assert threads["plan_reads"] == here
 

@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from tq_service.client.batch_meta import NO_NAMESPACE
-from tq_service.client.requests import fill_write, get_meta_request, listed, request_of
+from tq_service.client.requests import get_meta_request, listed, request_of, write_message, write_of
 from tq_service.errors import InvalidArgumentError
 from tq_service.v1 import controller_service_pb2 as pb
-from tq_service.v1.commit_pb2 import SampleWrite
 
 CLAIM: dict[str, Any] = {
     "partition_id": "p",
@@ -76,10 +75,9 @@ def test_what_cannot_be_sent_is_named(arguments: dict[str, Any], field: str, mes
 def test_an_empty_list_is_not_taken_for_one_that_is_not_given(name: str, empty: Any) -> None:
     others = {"keys": None, "groups": None, "group_size": None, "custom_meta": None, name: empty}
     with pytest.raises(InvalidArgumentError, match=f"{name} is empty, expected one for each of 2 samples"):
-        fill_write(SampleWrite(), NO_NAMESPACE, partition_id="p", row_count=2, **others)
-    write = SampleWrite()
-    fill_write(write, NO_NAMESPACE, partition_id="p", row_count=0, **others)
-    assert write.row_count == 0
+        write_of(NO_NAMESPACE, partition_id="p", row_count=2, **others)
+    write = write_of(NO_NAMESPACE, partition_id="p", row_count=0, **others)
+    assert write_message([write]).row_count == 0
 
 
 def test_what_is_not_given_is_not_sent() -> None:

@@ -48,7 +48,7 @@ def test_every_call_of_the_service_has_a_method():
     directories = (ROOT / "tq_service" / name for name in ("client/_sync", "dataplane"))
     paths = [path for directory in directories for path in directory.rglob("*.py")]
     source = "".join(path.read_text() for path in paths)
-    made = r"(?:unary|unary_once|_ask|_pages|method_of)\(\s*(?:\w+\.)?([A-Z]\w+)Response\b"
+    made = r"(?:unary|unary_once|_ask|_pages|method_of|Put)\(\s*(?:kind=)?(?:\w+\.)?([A-Z]\w+)Response\b"
     of_client = set(re.findall(made, source)) - {"HealthCheck"}
     of_dataplane = set(re.findall(r"\.storage\.([A-Z]\w+)|_SERVICE \+ \"(\w+)\"", source))
     assert of_client | {name for names in of_dataplane for name in names if name} == calls

@@ -28,6 +28,7 @@ class Network:
         self._loop = loop
         self._writers: set[asyncio.StreamWriter] = set()
         self._flowing = asyncio.Event()
+        self._answering = asyncio.Event()
         self._is_open = True
         self.delay_seconds = 0.0
         self.bytes_per_second: float | None = None
@@ -39,6 +40,7 @@ class Network:
     def __enter__(self) -> Network:
         async def start() -> None:
             self._flowing.set()
+            self._answering.set()
             self._server = await asyncio.start_server(self._connected, "127.0.0.1", 0)
             self.address = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
 
@@ -50,6 +52,7 @@ class Network:
             self._server.close()
             self._cut_all()
             self._flowing.set()
+            self._answering.set()
 
         self._loop.run(stop())
 
@@ -68,12 +71,17 @@ class Network:
         """Let nothing through from now on, as where the other side is gone without a word."""
         self._loop.loop.call_soon_threadsafe(self._flowing.clear)
 
+    def hold_answers(self) -> None:
+        """Let nothing from the target through from now on."""
+        self._loop.loop.call_soon_threadsafe(self._answering.clear)
+
     def mend(self) -> None:
         """Let everything through again, also what was on its way."""
 
         def mend() -> None:
             self._is_open = True
             self._flowing.set()
+            self._answering.set()
 
         self._loop.loop.call_soon_threadsafe(mend)
 
@@ -105,6 +113,8 @@ class Network:
                 if self.bytes_per_second is not None:
                     await asyncio.sleep(len(data) / self.bytes_per_second)
                 await self._flowing.wait()
+                if not from_client:
+                    await self._answering.wait()
                 writer.write(data)
                 await writer.drain()
                 if from_client:

@@ -44,7 +44,7 @@ def liar(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
         return put_header(*given, **more | {"for_existing_rows": True})
 
     def lie() -> None:
-        monkeypatch.setattr("tq_service.client._sync.samples.put_header", lying)
+        monkeypatch.setattr("tq_service.client.gathering.put_header", lying)
 
     return lie
 

@@ -493,6 +493,23 @@ async def test_one_row_puts_are_small(engine):
     assert engine.stat().put_count == 5000
 
 
+async def test_puts_that_share_their_columns_are_freed_by_themselves(engine):
+    data = {"x": np.arange(4), "t": ["a", "b", "c", "d"]}
+    for number in (1, 2, 3, 4):
+        await put(engine, number, data)
+    first, *others = (engine.puts[put_id(number)] for number in (1, 2, 3, 4))
+    assert all(other.columns is first.columns for other in others)
+    engine.free([cells(2, 1), cells(3, fields=["t"])])
+    assert read(engine, [1], runs(data, (0, 0, 4)))["t"] == data["t"]
+    assert read(engine, [2], runs(data, (0, 0, 1), (0, 2, 2)))["x"].tolist() == [0, 2, 3]
+    assert read(engine, [3], runs(["x"], (0, 0, 4)))["x"].tolist() == [0, 1, 2, 3]
+    for number, field in ((2, runs(data, (0, 1, 1))), (3, runs(["t"], (0, 0, 1)))):
+        with pytest.raises(PutNotFoundError):
+            read(engine, [number], field)
+    engine.free([cells(number) for number in (2, 3, 4)])
+    assert read(engine, [1], runs(data, (0, 0, 4)))["x"].tolist() == [0, 1, 2, 3]
+
+
 async def test_rows_beyond_4_gib_are_found(engine):
     """The region is mapped, but only its ends are touched."""
     row_bytes = 1 << 30

@@ -760,8 +760,8 @@ def _names(column: tuple[str, ...], size: int) -> list[str | None]:
     return [name or None for name in column] if column else [None] * size
 
 
-def overwritten(old: BatchMeta, new: BatchMeta) -> dict[str, Any]:
-    """Return what a write leaves of the samples' own columns: attributes of a batch."""
+def overwritten(old: BatchMeta, new: object) -> dict[str, Any]:
+    """Return what a write, which has the same attributes, leaves of the samples' own columns of a batch."""
     return {name: SAMPLE_COLUMNS[name].overwrite(getattr(old, name), getattr(new, name)) for name in OWN_COLUMNS}
 
 

@@ -6,8 +6,9 @@ import math
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
+from itertools import chain
 from typing import Any, Final, TypeAlias, TypeVar, cast
 
 import numpy as np
@@ -23,12 +24,11 @@ from tq_service.client.batch_meta import (
     CellLocations,
     Namespace,
     check_is_batch,
-    joined,
     overwritten,
 )
-from tq_service.custom_meta import MetaColumn, MetaValue
+from tq_service.custom_meta import MetaColumn, MetaValue, concatenated
 from tq_service.errors import InvalidArgumentError
-from tq_service.schema import check_named_rows
+from tq_service.schema import KeyMode, SampleState, check_named_rows
 from tq_service.v1 import commit_pb2, metadata_pb2
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.wire.messages import read_seconds, to_duration
@@ -340,43 +340,34 @@ class PlacementGrant:
         self._until = 0.0
 
 
-def written_meta(
-    answer: metadata_pb2.BatchMeta,
-    given: BatchMeta,
-    metadata: BatchMeta | None,
-    *,
-    namespace: Namespace,
-    all_meta: Sequence[metadata_pb2.BatchMeta] = (),
-) -> BatchMeta:
-    """Return the samples of a write.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Write:
+    """Which samples one call writes, and what it says of them beside their columns, as `SampleWrite` has it.
 
-    Args:
-        answer: what the server said: partition, incarnation, indexes and the fields of the put.
-        given: the keys, groups and custom_meta that were sent, which the service does not answer again.
-        metadata: the batch that was written to; None: new samples, or samples named by key.
-        namespace: of the client.
-        all_meta: what the server knows of the samples, in parts; empty: it was not asked.
+    Attributes:
+        partition_id: the service's name of the partition.
+        row_count: number of samples.
+        metadata: existing samples; None: new ones, or those of the keys.
+        key_column: keys, as `BatchMeta` has them; () where none are given.
+        group_column: groups, likewise.
+        meta_columns: custom_meta, likewise.
+        key_mode: what to do with keys that are known, or not.
+        group_size: number of members that completes each group.
+        state: that the samples get.
     """
-    if all_meta:
-        known = joined([BatchMeta.from_proto(part, namespace) for part in all_meta])
-        return known if metadata is None else replace(metadata, **{name: getattr(known, name) for name in _KNOWN})
-    answered = BatchMeta.from_proto(answer, namespace)
-    if metadata is None:
-        has_some = any(getattr(given, name) for name in OWN_COLUMNS)
-        return replace(answered, **overwritten(given, answered)) if has_some else answered
-    fields = {spec.name: spec for spec in (*metadata.fields, *answered.fields)}
-    return replace(
-        metadata,
-        fields=tuple(fields.values()),
-        # The put has moved some cells; `get_data` asks where they are now.
-        locations=CellLocations() if answered.fields else metadata.locations,
-        produced_columns=(),
-        **overwritten(metadata, given),
-    )
+
+    partition_id: str
+    row_count: int
+    metadata: BatchMeta | None = None
+    key_column: tuple[str, ...] = ()
+    group_column: tuple[str, ...] = ()
+    meta_columns: tuple[MetaColumn, ...] = ()
+    key_mode: KeyMode | None = None
+    group_size: int | None = None
+    state: SampleState | str | None = None
 
 
-def fill_write(
-    write: commit_pb2.SampleWrite,
+def write_of(
     namespace: Namespace,
     *,
     partition_id: str | None,
@@ -384,14 +375,13 @@ def fill_write(
     row_count: int | None,
     keys: NameColumn | None,
     groups: GroupColumn | None,
-    group_size: int | None,
     custom_meta: MetaGiven | None,
     **others: Any,
-) -> BatchMeta:
-    """Say in a write, which is empty, which samples are written; return what is said of them beside their data.
+) -> Write:
+    """Return a write of arguments of Python.
 
     `row_count` None stands for as many rows as `metadata`, else `keys`, `custom_meta` or `groups` have; `others` are
-    fields of the write.
+    attributes of the write.
     """
     given_keys = None if keys is None else listed("keys", keys)
     given_groups = None if groups is None else ["" if group is None else group for group in listed("groups", groups)]
@@ -402,23 +392,73 @@ def fill_write(
     rows = next(count for count in counts if count is not None)
     _check_names("keys", given_keys, rows)
     _check_names("groups", given_groups, rows)
-    write.MergeFrom(
-        request_of(
-            commit_pb2.SampleWrite,
-            partition_id=partition_of(namespace, partition_id, metadata),
-            incarnation=None if metadata is None else metadata.incarnation,
-            row_count=rows,
-            global_indexes=None if metadata is None else metadata.indexes,
-            claim=None if metadata is None else metadata.leased_claim,
-            keys=given_keys,
-            groups=given_groups,
-            group_size=group_size or 0,
-            **others,
-        )
+    return Write(
+        partition_id=partition_of(namespace, partition_id, metadata),
+        row_count=rows,
+        metadata=metadata,
+        key_column=tuple(given_keys or ()),
+        group_column=tuple(given_groups or ()),
+        meta_columns=tuple(meta_columns),
+        **others,
     )
-    write.custom_meta.extend(encode_meta_columns(meta_columns))
-    return BatchMeta(
-        key_column=tuple(given_keys or ()), group_column=tuple(given_groups or ()), meta_columns=tuple(meta_columns)
+
+
+def write_message(writes: Sequence[Write], rows_per_put: int = 0) -> commit_pb2.SampleWrite:
+    """Return the message of a write, or of several that are alike, one after the other; see `SampleWrite`."""
+    first = writes[0]
+    batches = [write.metadata for write in writes if write.metadata is not None]
+    message = request_of(
+        commit_pb2.SampleWrite,
+        partition_id=first.partition_id,
+        incarnation=batches[0].incarnation if batches else None,
+        row_count=sum(write.row_count for write in writes),
+        global_indexes=np.concatenate([batch.indexes for batch in batches]) if batches else None,
+        claim=batches[0].leased_claim if batches else None,
+        keys=list(chain.from_iterable(write.key_column for write in writes)),
+        key_mode=first.key_mode,
+        groups=list(chain.from_iterable(write.group_column for write in writes)),
+        group_size=first.group_size or 0,
+        state=first.state,
+        rows_per_put=rows_per_put,
+    )
+    if first.meta_columns:
+        columns = zip(*(write.meta_columns for write in writes), strict=True)
+        message.custom_meta.extend(
+            encode_meta_columns([parts[0] if len(parts) == 1 else concatenated(parts) for parts in columns])
+        )
+    return message
+
+
+def written_meta(answered: BatchMeta, known: BatchMeta | None, write: Write, indexes: Indexes) -> BatchMeta:
+    """Return the samples of a write.
+
+    Args:
+        answered: what the server said: partition, incarnation, and the fields of the put. The keys, groups and
+            custom_meta of the write are not among it.
+        known: what the server knows of the samples; None: it was not asked.
+        write: what was sent.
+        indexes: of the samples.
+    """
+    metadata = write.metadata
+    if known is not None:
+        return known if metadata is None else replace(metadata, **{name: getattr(known, name) for name in _KNOWN})
+    if metadata is None:
+        return BatchMeta(
+            partition_id=answered.partition_id,
+            namespace=answered.namespace,
+            incarnation=answered.incarnation,
+            indexes=indexes,
+            fields=answered.fields,
+            **{name: getattr(write, name) for name in OWN_COLUMNS},
+        )
+    fields = {spec.name: spec for spec in (*metadata.fields, *answered.fields)}
+    return replace(
+        metadata,
+        fields=tuple(fields.values()),
+        # The put has moved some cells; `get_data` asks where they are now.
+        locations=CellLocations() if answered.fields else metadata.locations,
+        produced_columns=(),
+        **overwritten(metadata, write),
     )
 
 

@@ -183,6 +183,11 @@ class Backoff:
         return UnavailableError(message, metadata=failure.metadata)
 
 
+def unavailable_until(deadline: Deadline, failure: UnavailableError) -> UnavailableError:
+    """Return the error of a call whose deadline is over, where another call has tried for it and failed."""
+    return UnavailableError(f"{failure.message}; tried for {deadline.timeout:g} s", metadata=failure.metadata)
+
+
 # What the service says, which names things as the protos have them, and what they are here.
 _IN_PYTHON: Final = {
     "with skip_missing": "missing='skip'",
@@ -395,8 +400,12 @@ def import_tensordict() -> None:
 def _left_after(values: Iterable[Any], left: int) -> int:
     """Return how many values more may be looked at after these; 0 or less if there are too many."""
     for value in values:
+        if value is None:  # which costs nothing, and most arguments are
+            continue
         left -= 1 + _copied_bytes(value) // _BYTES_A_VALUE
-        if left > 0 and hasattr(value, "batch_size"):  # of tensordict: columns, or one value for each row
+        if isinstance(value, np.ndarray):
+            pass
+        elif left > 0 and hasattr(value, "batch_size"):  # of tensordict: columns, or one value for each row
             is_columns = type(value).__name__ == "TensorDict"
             left = _left_after(value.values(), left) if is_columns else left - math.prod(value.batch_size)
         elif left > 0 and isinstance(value, Mapping):
@@ -455,6 +464,43 @@ def next_answer(call: Any) -> Any | None:
         if call.cancelled():
             return None
         raise
+
+
+class AsyncSignal:
+    """Wakes the one coroutine that waits for it, or is about to."""
+
+    __slots__ = ("_is_set", "_waiter")
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._waiter: asyncio.Future[None] | None = None
+
+    def set(self) -> None:
+        """End the wait, or the next one."""
+        self._is_set = True
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def wait_until(self, deadline: Deadline) -> None:
+        """Wait until it is set since the last time, or the deadline is over."""
+        if not self._is_set:
+            loop = asyncio.get_running_loop()
+            self._waiter = loop.create_future()
+            timer = loop.call_at(deadline.at, self.set)
+            try:
+                await self._waiter
+            finally:
+                timer.cancel()
+        self._is_set = False
+
+
+class Signal(threading.Event):
+    """Wakes the one thread that waits for it, or is about to."""
+
+    def wait_until(self, deadline: Deadline) -> None:
+        """Wait until it is set since the last time, or the deadline is over."""
+        self.wait(min(deadline.remaining(), threading.TIMEOUT_MAX))
+        self.clear()
 
 
 class AsyncBackgroundCalls:

@@ -139,12 +139,14 @@ class SampleWrite:
         global_indexes: existing samples `(n,)`; None: new ones, or those of `keys`.
         keys: unique names, in order.
         groups: groups of new samples in order, "" for none.
+        rows_per_put: rows of each of several puts that were gathered into this one; 0: it is one put.
         put: where the columns are, None for metadata and state only.
         columns: the columns of the put.
         claim: the leased claim that the samples of `global_indexes` are of; None: the write is not checked against one.
 
     Raises:
-        InvalidArgumentError: no sample is named where they must be existing ones.
+        InvalidArgumentError: no sample is named where they must be existing ones, or the rows are not those of whole
+            puts.
     """
 
     row_count: int
@@ -153,6 +155,7 @@ class SampleWrite:
     key_mode: KeyMode = "upsert"
     groups: Sequence[str] | None = None
     group_size: int = 0
+    rows_per_put: int = 0
     state: SampleState | None = None
     meta: Sequence[MetaColumn] = ()
     put: Put | None = None
@@ -168,6 +171,12 @@ class SampleWrite:
             raise InvalidArgumentError(
                 "key_mode is existing, but neither keys nor global_indexes name the samples; give one of them",
                 field="key_mode",
+            )
+        if self.rows_per_put < 0 or (self.rows_per_put and self.row_count % self.rows_per_put):
+            raise InvalidArgumentError(
+                f"rows_per_put is {self.rows_per_put}, expected 0 or a divisor of the {self.row_count} rows; gather "
+                f"puts of as many rows each",
+                field="rows_per_put",
             )
 
     @property
@@ -355,7 +364,7 @@ def _add_rows(write: SampleWrite, checked: CheckedWrite, step: Step) -> slice:
     if count == 0:
         return added
     had_groups = partition.groups.in_use
-    partition.insert_size_gcd = gcd(partition.insert_size_gcd, count)
+    partition.insert_size_gcd = gcd(partition.insert_size_gcd, *_new_counts(write, checked))
     if write.keys is not None:
         keys = write.keys
         if checked.positions is not None:
@@ -377,6 +386,16 @@ def _add_rows(write: SampleWrite, checked: CheckedWrite, step: Step) -> slice:
     if any(task.kept_groups is not None for task in partition.tasks.values()):
         _skip_rest(partition, np.arange(added.start, added.stop), step)
     return added
+
+
+def _new_counts(write: SampleWrite, checked: CheckedWrite) -> list[int]:
+    """Return how many new rows each of the puts has that a write is of."""
+    if not write.rows_per_put:
+        return [checked.new_count]
+    if checked.positions is None:
+        return [write.rows_per_put] * (write.row_count // write.rows_per_put)
+    counts: list[int] = np.count_nonzero(checked.positions.reshape(-1, write.rows_per_put) < 0, axis=1).tolist()
+    return counts
 
 
 def _set_state(partition: Partition, code: int, positions: Indexes, step: Step) -> None:
@@ -442,7 +461,7 @@ def check_write(partition: Partition, write: SampleWrite) -> CheckedWrite:
                 metadata={"partition_id": partition.partition_id, "global_index": str(failed[0])},
             )
     groups = None if write.groups is None else _check_groups(partition, write, write.groups, positions)
-    return CheckedWrite(
+    checked = CheckedWrite(
         partition=partition,
         positions=positions,
         new_count=new_count,
@@ -450,6 +469,16 @@ def check_write(partition: Partition, write: SampleWrite) -> CheckedWrite:
         specs=specs,
         mark=partition.mark,
     )
+    expected = partition.settings.expected_samples
+    if write.rows_per_put and expected is not None and new_count:
+        count = partition.inserted_count + sum(_new_counts(write, checked)[:-1])
+        if count >= expected:
+            raise PartitionSealedError(
+                f"partition {partition.partition_id!r} would be sealed with {count} samples before the last of the "
+                f"puts that were gathered, its expected_samples is {expected}; send each put by itself",
+                metadata={"partition_id": partition.partition_id},
+            )
+    return checked
 
 
 def _check_groups(

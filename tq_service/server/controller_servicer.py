@@ -488,7 +488,7 @@ def _named_indexes(
 
 def pack_answer(answer: Message) -> PackedAnswer:
     """Return what is kept of an answer: the name of its message in `tq_service.v1`, and its bytes."""
-    return answer.DESCRIPTOR.name, answer.SerializeToString()
+    return type(answer).__name__, answer.SerializeToString()  # one name for all, instead of a new one each
 
 
 def answer_bytes(packed: PackedAnswer) -> int:

@@ -96,6 +96,7 @@ def sample_write(
         key_mode=KEY_MODES.decode(write.key_mode) or "upsert",
         groups=list(write.groups) or None,
         group_size=write.group_size,
+        rows_per_put=0 if write.rows_per_put == write.row_count else write.rows_per_put,
         state=STATES.decode(write.state),
         meta=check_json(decode_meta_columns(write.custom_meta, write.row_count)),
         put=put,

@@ -557,6 +557,8 @@ class Commits:
     ) -> AsyncIterator[None]:
         """Wait until a partition has capacity for new samples, and keep it for the `async with` that writes them.
 
+        Puts that were gathered do not wait.
+
         Raises:
             InvalidArgumentError: too many samples have keys or groups.
             QuotaExceededError, StalenessLimitError: there was none until the call was about to end, or never is.
@@ -571,8 +573,9 @@ class Commits:
             return
         self._catalog.get(message.partition_id, message.incarnation)
         write = converters.sample_write(message)
+        until = 0.0 if message.rows_per_put else wait_until(context)
         with self._waiting.one(context):
-            capacity = await queue.enter(request.request_id, write, size_bytes, wait_until(context))
+            capacity = await queue.enter(request.request_id, write, size_bytes, until)
         with capacity:
             yield
 

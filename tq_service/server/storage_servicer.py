@@ -127,7 +127,7 @@ class EngineDriver:
                 columns,
                 partition_id=header.partition_id,
                 for_existing_rows=for_existing_rows,
-                deadline=until,
+                deadline=0.0 if header.never_waits else until,
                 owner=header.controller_id,
                 token=token_name.get(),
                 store=store,
@@ -411,10 +411,11 @@ class StorageServicer:
             try:
                 stored = self._engine.complete_put(header.put_id, header.partition_id)
                 if commits is not None:
+                    put_id = header.put_id if pending is None else pending.put_id  # one object for all that keep it
                     answer.commit.CopyFrom(
                         await commits.commit_stored(
                             header.commit,
-                            Put(self._engine.storage_id, self._engine.boot_id, header.put_id),
+                            Put(self._engine.storage_id, self._engine.boot_id, put_id),
                             columns if pending is not None else stored.shapes(),  # a retry's header is not compared
                             for_existing_rows=stored.for_existing_rows,
                             check=lambda: self._engine.complete_put(header.put_id, header.partition_id),

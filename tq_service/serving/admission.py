@@ -57,12 +57,14 @@ class Demand:
         value_bytes: bytes of their cells.
         versions: by column, the lowest and the highest version of the samples.
         groups: names of groups of the samples; of groups that have begun its members take nothing.
+        is_gathered: whether the samples are of several puts, none of which may be too far above another.
     """
 
     sample_count: int = 0
     value_bytes: int = 0
     versions: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     groups: tuple[str, ...] = ()
+    is_gathered: bool = False
 
 
 def sum_of(demands: Iterable[Demand | None]) -> Demand:
@@ -126,8 +128,9 @@ class Bound:
         A write that adds nothing never waits.
         """
         if self._lowest is not None:
-            highest = demand.versions.get(self._column, NO_VERSIONS)[1]
-            return highest - min(self._lowest.find(), others.versions.get(self._column, NO_VERSIONS)[0])
+            lowest, highest = demand.versions.get(self._column, NO_VERSIONS)
+            lowest = min(lowest if demand.is_gathered else math.inf, others.versions.get(self._column, NO_VERSIONS)[0])
+            return highest - min(self._lowest.find(), lowest)
         share = self.share(demand)
         return self.used() + share + self.share(others) if share else 0
 
@@ -193,6 +196,7 @@ def demand_of(partition: Partition, write: SampleWrite, value_bytes: int) -> Dem
         value_bytes=value_bytes * count // write.row_count,
         versions={each.name: _version_range(each, is_counted) for each in write.meta if each.name in bounding},
         groups=groups,
+        is_gathered=write.rows_per_put > 0,
     )
 
 

@@ -697,6 +697,7 @@ class StorageEngine:
     def _finish(self, pending: PendingPut, stored: StoredPut) -> None:
         del self._pending[pending.put_id]
         self._backing.record(pending.put_id, stored)
+        stored.share_columns()
         self.puts.add(pending.put_id, stored)
         self._written_bytes += stored.values.charge
         self._residents.add(pending.put_id)

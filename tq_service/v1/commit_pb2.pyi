@@ -73,6 +73,7 @@ class SampleWrite(google.protobuf.message.Message):
     STATE_FIELD_NUMBER: builtins.int
     CUSTOM_META_FIELD_NUMBER: builtins.int
     CLAIM_FIELD_NUMBER: builtins.int
+    ROWS_PER_PUT_FIELD_NUMBER: builtins.int
     partition_id: builtins.str
     """The partition, 1 to 512 printable characters. It is made with default settings where it does not exist."""
     incarnation: builtins.bytes
@@ -91,6 +92,12 @@ class SampleWrite(google.protobuf.message.Message):
     """The state that the samples get. Unset: new ones are live, existing ones keep theirs. A failed sample stays failed:
     to make it live or held is SAMPLE_FAILED, and values put for it are dropped without an error, since others of the
     same put are kept.
+    """
+    rows_per_put: builtins.int
+    """Number of rows of each of the puts that a client has gathered into this write; `row_count` is a multiple of it. The
+    write changes what these puts would change one after the other, or is refused as a whole, and they can be sent one
+    by one: it never waits for the capacity of its partition (RESOURCE_EXHAUSTED), and no put of it follows the one
+    that reaches `expected_samples` (PARTITION_SEALED). 0: the write is one put, and may wait.
     """
     @property
     def global_indexes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
@@ -130,9 +137,10 @@ class SampleWrite(google.protobuf.message.Message):
         state: tq_service.v1.metadata_pb2.SampleState.ValueType = ...,
         custom_meta: collections.abc.Iterable[tq_service.v1.metadata_pb2.MetaColumn] | None = ...,
         claim: tq_service.v1.metadata_pb2.LeasedClaim | None = ...,
+        rows_per_put: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["claim", b"claim"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["claim", b"claim", "custom_meta", b"custom_meta", "global_indexes", b"global_indexes", "group_size", b"group_size", "groups", b"groups", "incarnation", b"incarnation", "key_mode", b"key_mode", "keys", b"keys", "partition_id", b"partition_id", "row_count", b"row_count", "state", b"state"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["claim", b"claim", "custom_meta", b"custom_meta", "global_indexes", b"global_indexes", "group_size", b"group_size", "groups", b"groups", "incarnation", b"incarnation", "key_mode", b"key_mode", "keys", b"keys", "partition_id", b"partition_id", "row_count", b"row_count", "rows_per_put", b"rows_per_put", "state", b"state"]) -> None: ...
 
 global___SampleWrite = SampleWrite
 

@@ -17,7 +17,7 @@ from tq_service.v1 import metadata_pb2 as tq__service_dot_v1_dot_metadata__pb2
 from tq_service.v1 import method_rule_pb2 as tq__service_dot_v1_dot_method__rule__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#tq_service/v1/storage_service.proto\x12\rtq_service.v1\x1a\x1atq_service/v1/commit.proto\x1a\x1ctq_service/v1/metadata.proto\x1a\x1ftq_service/v1/method_rule.proto\"\xac\x02\n\tPutHeader\x12\x0e\n\x06put_id\x18\x01 \x01(\x0c\x12\x11\n\trow_count\x18\x02 \x01(\x03\x12,\n\x07\x63olumns\x18\x03 \x03(\x0b\x32\x1b.tq_service.v1.ColumnHeader\x12\x12\n\nsize_bytes\x18\x04 \x01(\x03\x12\x19\n\x11\x66or_existing_rows\x18\x05 \x01(\x08\x12,\n\x06\x63ommit\x18\x06 \x01(\x0b\x32\x1c.tq_service.v1.CommitRequest\x12\x1d\n\x15shared_memory_session\x18\x07 \x01(\x0c\x12\x14\n\x0cpartition_id\x18\x08 \x01(\t\x12\x15\n\rcontroller_id\x18\t \x01(\x0c\x12\x12\n\ntakes_bulk\x18\n \x01(\x08\x12\x11\n\tallocates\x18\x0b \x01(\x08\"[\n\nBulkTicket\x12\x0e\n\x06ticket\x18\x01 \x01(\x0c\x12\x12\n\nsize_bytes\x18\x02 \x01(\x03\x12\x13\n\x0brange_bytes\x18\x03 \x01(\x03\x12\x14\n\x0cstream_count\x18\x04 \x01(\x05\"Q\n\nPutRequest\x12*\n\x06header\x18\x01 \x01(\x0b\x32\x18.tq_service.v1.PutHeaderH\x00\x12\x0f\n\x05\x66rame\x18\x02 \x01(\x0cH\x00\x42\x06\n\x04part\"~\n\x0bPutResponse\x12/\n\x07storage\x18\x01 \x01(\x0b\x32\x1e.tq_service.v1.StorageEndpoint\x12-\n\x06\x63ommit\x18\x02 \x01(\x0b\x32\x1d.tq_service.v1.CommitResponse\x12\x0f\n\x07receipt\x18\x03 \x01(\x0c\"L\n\x10PutInlineRequest\x12(\n\x06header\x18\x01 \x01(\x0b\x32\x18.tq_service.v1.PutHeader\x12\x0e\n\x06values\x18\x02 \x01(\x0c\"h\n\x11PutInlineResponse\x12\'\n\x03put\x18\x01 \x01(\x0b\x32\x1a.tq_service.v1.PutResponse\x12*\n\x06region\x18\x02 \x01(\x0b\x32\x1a.tq_service.v1.RegionOffer\"\x88\x01\n\nGetRequest\x12\x0f\n\x07\x62oot_id\x18\x01 \x01(\x0c\x12\x0f\n\x07put_ids\x18\x02 \x03(\x0c\x12%\n\x04runs\x18\x03 \x03(\x0b\x32\x17.tq_service.v1.CellRuns\x12\x1d\n\x15shared_memory_session\x18\x04 \x01(\x0c\x12\x12\n\ntakes_bulk\x18\x05 \x01(\x08\"/\n\x0bRegionOffer\x12\x10\n\x08offer_id\x18\x01 \x01(\x0c\x12\x0e\n\x06region\x18\x02 \x01(\x04\"[\n\x0cSharedColumn\x12\x14\n\x0c\x63olumn_index\x18\x01 \x01(\r\x12\x16\n\x0ememory_indexes\x18\x02 \x03(\r\x12\x0e\n\x06starts\x18\x03 \x03(\x03\x12\r\n\x05sizes\x18\x04 \x03(\x03\"a\n\rSharedColumns\x12\x10\n\x08offer_id\x18\x01 \x01(\x0c\x12\x10\n\x08memories\x18\x02 \x03(\x04\x12,\n\x07\x63olumns\x18\x03 \x03(\x0b\x32\x1b.tq_service.v1.SharedColumn\"\xa3\x01\n\tGetHeader\x12\x11\n\trow_count\x18\x01 \x01(\x03\x12,\n\x07\x63olumns\x18\x02 \x03(\x0b\x32\x1b.tq_service.v1.ColumnHeader\x12,\n\x06shared\x18\x03 \x01(\x0b\x32\x1c.tq_service.v1.SharedColumns\x12\'\n\x04\x62ulk\x18\x04 \x01(\x0b\x32\x19.tq_service.v1.BulkTicket\"R\n\x0bGetResponse\x12*\n\x06header\x18\x01 \x01(\x0b\x32\x18.tq_service.v1.GetHeaderH\x00\x12\x0f\n\x05\x66rame\x18\x02 \x01(\x0cH\x00\x42\x06\n\x04part\":\n\x10GetInlineRequest\x12&\n\x03get\x18\x01 \x01(\x0b\x32\x19.tq_service.v1.GetRequest\"a\n\x11GetInlineResponse\x12(\n\x06header\x18\x01 \x01(\x0b\x32\x18.tq_service.v1.GetHeader\x12\x0e\n\x06values\x18\x02 \x01(\x0c\x12\x12\n\nsize_bytes\x18\x03 \x01(\x03\"\r\n\x0bStatRequest\"\xc7\x02\n\x0cStatResponse\x12/\n\x07storage\x18\x01 \x01(\x0b\x32\x1e.tq_service.v1.StorageEndpoint\x12\x11\n\tmax_bytes\x18\x02 \x01(\x03\x12\x12\n\nused_bytes\x18\x03 \x01(\x03\x12\x14\n\x0cpooled_bytes\x18\x04 \x01(\x03\x12\x11\n\tput_count\x18\x05 \x01(\x03\x12\x1d\n\x15uncommitted_put_count\x18\x06 \x01(\x03\x12\x1c\n\x14shared_memory_socket\x18\x07 \x01(\t\x12\x1b\n\x13shared_memory_count\x18\x08 \x01(\x03\x12\x19\n\x11\x64\x61maged_put_count\x18\t \x01(\x03\x12+\n\x06mirror\x18\n \x01(\x0b\x32\x1b.tq_service.v1.MirrorStatus\x12\x14\n\x0c\x62ulk_address\x18\x0b \x01(\t2\xcd\x04\n\x0eStorageService\x12\x86\x01\n\x03Put\x12\x19.tq_service.v1.PutRequest\x1a\x1a.tq_service.v1.PutResponse\"F\x90\x02\x02\xd2\xd7\x1b?\n\x02\x02\x05\x1a\x13header.partition_id\x1a header.commit.write.partition_id0\x01\x38\x01(\x01\x12\x96\x01\n\tPutInline\x12\x1f.tq_service.v1.PutInlineRequest\x1a .tq_service.v1.PutInlineResponse\"F\x90\x02\x02\xd2\xd7\x1b?\n\x02\x02\x05\x1a\x13header.partition_id\x1a header.commit.write.partition_id0\x01\x38\x01\x12W\n\x03Get\x12\x19.tq_service.v1.GetRequest\x1a\x1a.tq_service.v1.GetResponse\"\x17\x90\x02\x01\xd2\xd7\x1b\x10\n\x03\x01\x03\x05\"\x07put_ids@\x01\x30\x01\x12k\n\tGetInline\x12\x1f.tq_service.v1.GetInlineRequest\x1a .tq_service.v1.GetInlineResponse\"\x1b\x90\x02\x01\xd2\xd7\x1b\x14\n\x03\x01\x03\x05\"\x0bget.put_ids@\x01\x12S\n\x04Stat\x12\x1a.tq_service.v1.StatRequest\x1a\x1b.tq_service.v1.StatResponse\"\x12\x90\x02\x01\xd2\xd7\x1b\x0b\n\x05\x01\x02\x03\x04\x05\x10\x01@\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#tq_service/v1/storage_service.proto\x12\rtq_service.v1\x1a\x1atq_service/v1/commit.proto\x1a\x1ctq_service/v1/metadata.proto\x1a\x1ftq_service/v1/method_rule.proto\"\xc1\x02\n\tPutHeader\x12\x0e\n\x06put_id\x18\x01 \x01(\x0c\x12\x11\n\trow_count\x18\x02 \x01(\x03\x12,\n\x07\x63olumns\x18\x03 \x03(\x0b\x32\x1b.tq_service.v1.ColumnHeader\x12\x12\n\nsize_bytes\x18\x04 \x01(\x03\x12\x19\n\x11\x66or_existing_rows\x18\x05 \x01(\x08\x12,\n\x06\x63ommit\x18\x06 \x01(\x0b\x32\x1c.tq_service.v1.CommitRequest\x12\x1d\n\x15shared_memory_session\x18\x07 \x01(\x0c\x12\x14\n\x0cpartition_id\x18\x08 \x01(\t\x12\x15\n\rcontroller_id\x18\t \x01(\x0c\x12\x12\n\ntakes_bulk\x18\n \x01(\x08\x12\x11\n\tallocates\x18\x0b \x01(\x08\x12\x13\n\x0bnever_waits\x18\x0c \x01(\x08\"[\n\nBulkTicket\x12\x0e\n\x06ticket\x18\x01 \x01(\x0c\x12\x12\n\nsize_bytes\x18\x02 \x01(\x03\x12\x13\n\x0brange_bytes\x18\x03 \x01(\x03\x12\x14\n\x0cstream_count\x18\x04 \x01(\x05\"Q\n\nPutRequest\x12*\n\x06header\x18\x01 \x01(\x0b\x32\x18.tq_service.v1.PutHeaderH\x00\x12\x0f\n\x05\x66rame\x18\x02 \x01(\x0cH\x00\x42\x06\n\x04part\"~\n\x0bPutResponse\x12/\n\x07storage\x18\x01 \x01(\x0b\x32\x1e.tq_service.v1.StorageEndpoint\x12-\n\x06\x63ommit\x18\x02 \x01(\x0b\x32\x1d.tq_service.v1.CommitResponse\x12\x0f\n\x07receipt\x18\x03 \x01(\x0c\"L\n\x10PutInlineRequest\x12(\n\x06header\x18\x01 \x01(\x0b\x32\x18.tq_service.v1.PutHeader\x12\x0e\n\x06values\x18\x02 \x01(\x0c\"h\n\x11PutInlineResponse\x12\'\n\x03put\x18\x01 \x01(\x0b\x32\x1a.tq_service.v1.PutResponse\x12*\n\x06region\x18\x02 \x01(\x0b\x32\x1a.tq_service.v1.RegionOffer\"\x88\x01\n\nGetRequest\x12\x0f\n\x07\x62oot_id\x18\x01 \x01(\x0c\x12\x0f\n\x07put_ids\x18\x02 \x03(\x0c\x12%\n\x04runs\x18\x03 \x03(\x0b\x32\x17.tq_service.v1.CellRuns\x12\x1d\n\x15shared_memory_session\x18\x04 \x01(\x0c\x12\x12\n\ntakes_bulk\x18\x05 \x01(\x08\"/\n\x0bRegionOffer\x12\x10\n\x08offer_id\x18\x01 \x01(\x0c\x12\x0e\n\x06region\x18\x02 \x01(\x04\"[\n\x0cSharedColumn\x12\x14\n\x0c\x63olumn_index\x18\x01 \x01(\r\x12\x16\n\x0ememory_indexes\x18\x02 \x03(\r\x12\x0e\n\x06starts\x18\x03 \x03(\x03\x12\r\n\x05sizes\x18\x04 \x03(\x03\"a\n\rSharedColumns\x12\x10\n\x08offer_id\x18\x01 \x01(\x0c\x12\x10\n\x08memories\x18\x02 \x03(\x04\x12,\n\x07\x63olumns\x18\x03 \x03(\x0b\x32\x1b.tq_service.v1.SharedColumn\"\xa3\x01\n\tGetHeader\x12\x11\n\trow_count\x18\x01 \x01(\x03\x12,\n\x07\x63olumns\x18\x02 \x03(\x0b\x32\x1b.tq_service.v1.ColumnHeader\x12,\n\x06shared\x18\x03 \x01(\x0b\x32\x1c.tq_service.v1.SharedColumns\x12\'\n\x04\x62ulk\x18\x04 \x01(\x0b\x32\x19.tq_service.v1.BulkTicket\"R\n\x0bGetResponse\x12*\n\x06header\x18\x01 \x01(\x0b\x32\x18.tq_service.v1.GetHeaderH\x00\x12\x0f\n\x05\x66rame\x18\x02 \x01(\x0cH\x00\x42\x06\n\x04part\":\n\x10GetInlineRequest\x12&\n\x03get\x18\x01 \x01(\x0b\x32\x19.tq_service.v1.GetRequest\"a\n\x11GetInlineResponse\x12(\n\x06header\x18\x01 \x01(\x0b\x32\x18.tq_service.v1.GetHeader\x12\x0e\n\x06values\x18\x02 \x01(\x0c\x12\x12\n\nsize_bytes\x18\x03 \x01(\x03\"\r\n\x0bStatRequest\"\xc7\x02\n\x0cStatResponse\x12/\n\x07storage\x18\x01 \x01(\x0b\x32\x1e.tq_service.v1.StorageEndpoint\x12\x11\n\tmax_bytes\x18\x02 \x01(\x03\x12\x12\n\nused_bytes\x18\x03 \x01(\x03\x12\x14\n\x0cpooled_bytes\x18\x04 \x01(\x03\x12\x11\n\tput_count\x18\x05 \x01(\x03\x12\x1d\n\x15uncommitted_put_count\x18\x06 \x01(\x03\x12\x1c\n\x14shared_memory_socket\x18\x07 \x01(\t\x12\x1b\n\x13shared_memory_count\x18\x08 \x01(\x03\x12\x19\n\x11\x64\x61maged_put_count\x18\t \x01(\x03\x12+\n\x06mirror\x18\n \x01(\x0b\x32\x1b.tq_service.v1.MirrorStatus\x12\x14\n\x0c\x62ulk_address\x18\x0b \x01(\t2\xcd\x04\n\x0eStorageService\x12\x86\x01\n\x03Put\x12\x19.tq_service.v1.PutRequest\x1a\x1a.tq_service.v1.PutResponse\"F\x90\x02\x02\xd2\xd7\x1b?\n\x02\x02\x05\x1a\x13header.partition_id\x1a header.commit.write.partition_id0\x01\x38\x01(\x01\x12\x96\x01\n\tPutInline\x12\x1f.tq_service.v1.PutInlineRequest\x1a .tq_service.v1.PutInlineResponse\"F\x90\x02\x02\xd2\xd7\x1b?\n\x02\x02\x05\x1a\x13header.partition_id\x1a header.commit.write.partition_id0\x01\x38\x01\x12W\n\x03Get\x12\x19.tq_service.v1.GetRequest\x1a\x1a.tq_service.v1.GetResponse\"\x17\x90\x02\x01\xd2\xd7\x1b\x10\n\x03\x01\x03\x05\"\x07put_ids@\x01\x30\x01\x12k\n\tGetInline\x12\x1f.tq_service.v1.GetInlineRequest\x1a .tq_service.v1.GetInlineResponse\"\x1b\x90\x02\x01\xd2\xd7\x1b\x14\n\x03\x01\x03\x05\"\x0bget.put_ids@\x01\x12S\n\x04Stat\x12\x1a.tq_service.v1.StatRequest\x1a\x1b.tq_service.v1.StatResponse\"\x12\x90\x02\x01\xd2\xd7\x1b\x0b\n\x05\x01\x02\x03\x04\x05\x10\x01@\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,37 +35,37 @@ if _descriptor._USE_C_DESCRIPTORS == False:
   _globals['_STORAGESERVICE'].methods_by_name['Stat']._options = None
   _globals['_STORAGESERVICE'].methods_by_name['Stat']._serialized_options = b'\220\002\001\322\327\033\013\n\005\001\002\003\004\005\020\001@\001'
   _globals['_PUTHEADER']._serialized_start=146
-  _globals['_PUTHEADER']._serialized_end=446
-  _globals['_BULKTICKET']._serialized_start=448
-  _globals['_BULKTICKET']._serialized_end=539
-  _globals['_PUTREQUEST']._serialized_start=541
-  _globals['_PUTREQUEST']._serialized_end=622
-  _globals['_PUTRESPONSE']._serialized_start=624
-  _globals['_PUTRESPONSE']._serialized_end=750
-  _globals['_PUTINLINEREQUEST']._serialized_start=752
-  _globals['_PUTINLINEREQUEST']._serialized_end=828
-  _globals['_PUTINLINERESPONSE']._serialized_start=830
-  _globals['_PUTINLINERESPONSE']._serialized_end=934
-  _globals['_GETREQUEST']._serialized_start=937
-  _globals['_GETREQUEST']._serialized_end=1073
-  _globals['_REGIONOFFER']._serialized_start=1075
-  _globals['_REGIONOFFER']._serialized_end=1122
-  _globals['_SHAREDCOLUMN']._serialized_start=1124
-  _globals['_SHAREDCOLUMN']._serialized_end=1215
-  _globals['_SHAREDCOLUMNS']._serialized_start=1217
-  _globals['_SHAREDCOLUMNS']._serialized_end=1314
-  _globals['_GETHEADER']._serialized_start=1317
-  _globals['_GETHEADER']._serialized_end=1480
-  _globals['_GETRESPONSE']._serialized_start=1482
-  _globals['_GETRESPONSE']._serialized_end=1564
-  _globals['_GETINLINEREQUEST']._serialized_start=1566
-  _globals['_GETINLINEREQUEST']._serialized_end=1624
-  _globals['_GETINLINERESPONSE']._serialized_start=1626
-  _globals['_GETINLINERESPONSE']._serialized_end=1723
-  _globals['_STATREQUEST']._serialized_start=1725
-  _globals['_STATREQUEST']._serialized_end=1738
-  _globals['_STATRESPONSE']._serialized_start=1741
-  _globals['_STATRESPONSE']._serialized_end=2068
-  _globals['_STORAGESERVICE']._serialized_start=2071
-  _globals['_STORAGESERVICE']._serialized_end=2660
+  _globals['_PUTHEADER']._serialized_end=467
+  _globals['_BULKTICKET']._serialized_start=469
+  _globals['_BULKTICKET']._serialized_end=560
+  _globals['_PUTREQUEST']._serialized_start=562
+  _globals['_PUTREQUEST']._serialized_end=643
+  _globals['_PUTRESPONSE']._serialized_start=645
+  _globals['_PUTRESPONSE']._serialized_end=771
+  _globals['_PUTINLINEREQUEST']._serialized_start=773
+  _globals['_PUTINLINEREQUEST']._serialized_end=849
+  _globals['_PUTINLINERESPONSE']._serialized_start=851
+  _globals['_PUTINLINERESPONSE']._serialized_end=955
+  _globals['_GETREQUEST']._serialized_start=958
+  _globals['_GETREQUEST']._serialized_end=1094
+  _globals['_REGIONOFFER']._serialized_start=1096
+  _globals['_REGIONOFFER']._serialized_end=1143
+  _globals['_SHAREDCOLUMN']._serialized_start=1145
+  _globals['_SHAREDCOLUMN']._serialized_end=1236
+  _globals['_SHAREDCOLUMNS']._serialized_start=1238
+  _globals['_SHAREDCOLUMNS']._serialized_end=1335
+  _globals['_GETHEADER']._serialized_start=1338
+  _globals['_GETHEADER']._serialized_end=1501
+  _globals['_GETRESPONSE']._serialized_start=1503
+  _globals['_GETRESPONSE']._serialized_end=1585
+  _globals['_GETINLINEREQUEST']._serialized_start=1587
+  _globals['_GETINLINEREQUEST']._serialized_end=1645
+  _globals['_GETINLINERESPONSE']._serialized_start=1647
+  _globals['_GETINLINERESPONSE']._serialized_end=1744
+  _globals['_STATREQUEST']._serialized_start=1746
+  _globals['_STATREQUEST']._serialized_end=1759
+  _globals['_STATRESPONSE']._serialized_start=1762
+  _globals['_STATRESPONSE']._serialized_end=2089
+  _globals['_STORAGESERVICE']._serialized_start=2092
+  _globals['_STORAGESERVICE']._serialized_end=2681
 # @@protoc_insertion_point(module_scope)

@@ -31,6 +31,7 @@ class PutHeader(google.protobuf.message.Message):
     CONTROLLER_ID_FIELD_NUMBER: builtins.int
     TAKES_BULK_FIELD_NUMBER: builtins.int
     ALLOCATES_FIELD_NUMBER: builtins.int
+    NEVER_WAITS_FIELD_NUMBER: builtins.int
     put_id: builtins.bytes
     """16 random bytes that the client makes for this put and sends again with each retry."""
     row_count: builtins.int
@@ -60,6 +61,10 @@ class PutHeader(google.protobuf.message.Message):
     `shared_memory_session` is not open or not of the service's user, or puts are kept beyond the process. The bytes are
     those of older puts until they are filled.
     """
+    never_waits: builtins.bool
+    """Whether the put is RESOURCE_EXHAUSTED where it would have to wait for the capacity of the storage service. Unset: it
+    waits until shortly before the deadline of the call.
+    """
     @property
     def columns(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[tq_service.v1.metadata_pb2.ColumnHeader]:
         """The columns, at least one, each name once, in the order in which their bytes follow."""
@@ -84,9 +89,10 @@ class PutHeader(google.protobuf.message.Message):
         controller_id: builtins.bytes = ...,
         takes_bulk: builtins.bool = ...,
         allocates: builtins.bool = ...,
+        never_waits: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["commit", b"commit"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["allocates", b"allocates", "columns", b"columns", "commit", b"commit", "controller_id", b"controller_id", "for_existing_rows", b"for_existing_rows", "partition_id", b"partition_id", "put_id", b"put_id", "row_count", b"row_count", "shared_memory_session", b"shared_memory_session", "size_bytes", b"size_bytes", "takes_bulk", b"takes_bulk"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["allocates", b"allocates", "columns", b"columns", "commit", b"commit", "controller_id", b"controller_id", "for_existing_rows", b"for_existing_rows", "never_waits", b"never_waits", "partition_id", b"partition_id", "put_id", b"put_id", "row_count", b"row_count", "shared_memory_session", b"shared_memory_session", "size_bytes", b"size_bytes", "takes_bulk", b"takes_bulk"]) -> None: ...
 
 global___PutHeader = PutHeader
 

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial, reduce
 from importlib.util import find_spec
+from itertools import chain
 from types import ModuleType
 from typing import Any, Final, TypeAlias
 
@@ -56,7 +57,8 @@ def has_torch() -> bool:
 
 def is_tensor(value: Any) -> bool:
     """Whether `value` is a torch tensor."""
-    return is_tensor_type(type(value))
+    torch = loaded_torch()
+    return torch is not None and isinstance(value, torch.Tensor)
 
 
 def is_tensor_type(kind: type) -> bool:
@@ -87,12 +89,18 @@ def dtype_name(dtype: Any, what: str) -> str:
     Raises:
         InvalidArgumentError: the dtype cannot be stored: quantized, smaller than a byte, or no number.
     """
-    name = dtype.name if isinstance(dtype, np.dtype) else str(dtype).removeprefix("torch.")
+    name = _name_of(dtype)
     if name not in DTYPE_SIZES:
         raise InvalidArgumentError(
             f"{what} has dtype {name!r}, which cannot be stored; convert it to one of {', '.join(sorted(DTYPE_SIZES))}"
         )
     return name
+
+
+@cache
+def _name_of(dtype: Any) -> str:
+    """Return the name of a dtype, which numpy takes long to find."""
+    return dtype.name if isinstance(dtype, np.dtype) else str(dtype).removeprefix("torch.")
 
 
 def tensor_bytes(tensor: Any) -> memoryview:
@@ -240,6 +248,33 @@ class Column(ColumnShape):
     """
 
     chunks: tuple[memoryview, ...]
+
+
+def stacked(parts: Sequence[Sequence[Column]]) -> list[Column]:
+    """Return the columns of several puts as those of one, with copies of their bytes.
+
+    Their specs are equal, but for the row shapes of dense columns: rows of several shapes are a jagged column.
+    """
+    return [_stacked_column(columns) for columns in zip(*parts, strict=True)]
+
+
+def _stacked_column(columns: Sequence[Column]) -> Column:
+    spec = columns[0].spec
+    extents = [column.extents for column in columns if column.extents is not None]
+    if any(column.spec != spec for column in columns):
+        shapes = np.array([column.spec.row_shape for column in columns], np.int64)
+        is_ragged = (shapes != shapes[0]).any(axis=0)
+        row_shape = tuple(np.where(is_ragged, -1, shapes[0]).tolist())
+        spec = replace(spec, layout=Layout.JAGGED, row_shape=row_shape)
+        extents = [np.repeat(shapes[:, is_ragged], [column.row_count for column in columns], axis=0)]
+    values = b"".join(chain.from_iterable(column.chunks for column in columns))
+    return Column(
+        spec=spec,
+        row_count=sum(column.row_count for column in columns),
+        extents=np.concatenate(extents) if extents else None,
+        value_bytes=len(values),
+        chunks=(memoryview(values),),
+    )
 
 
 def columns_digest(columns: Sequence[ColumnShape]) -> bytes:

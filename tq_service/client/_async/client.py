@@ -37,6 +37,9 @@ class AsyncClient(AsyncPartitionCalls, AsyncSampleCalls, AsyncFetchCalls, AsyncC
             the same, such as "run-7", so that the "train" of one run is not that of another. Tokens and quotas are for
             the service's names: "run-7/train". None: `TQ_NAMESPACE`, else none; False: none, whatever it says: then
             partitions of all namespaces have their full names. A batch of another namespace is taken for what it is.
+        gathers_puts: whether small puts and inserts that wait at the same moment, in one event loop or in threads that
+            share the client, are sent as one. Each caller gets the same answer or error as by itself. False: each is
+            sent by itself.
         insecure: whether the token may be sent in plaintext to other machines, which raises InvalidArgumentError
             otherwise; None: whether `TQ_INSECURE` is true.
     """

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final, Literal
 
 import numpy as np
+from google.protobuf.message import Message
 from numpy.typing import ArrayLike
 
 from tq_service.client._async.calls import AsyncBase
 from tq_service.client.allocations import Allocation, column_shapes, ordinary, take_allocation
 from tq_service.client.batch_meta import NAMED_AT_ONCE, BatchMeta, check_is_batch, in_parts, joined
+from tq_service.client.gathering import Answered, JointPut, Lines, Member, Put, seconds_without_capacity
 from tq_service.client.reads import to_batch
 from tq_service.client.requests import (
     GroupColumn,
@@ -20,16 +22,22 @@ from tq_service.client.requests import (
     NameColumn,
     check_word,
     condition_messages,
-    fill_write,
     meta_columns_of,
     named_samples,
     new_id,
     partition_of,
     request_of,
     seconds,
-    written_meta,
+    write_of,
 )
-from tq_service.client.transport import Deadline, async_unless_light
+from tq_service.client.transport import (
+    AsyncSignal,
+    Deadline,
+    async_current_home,
+    async_is_over,
+    async_sleep,
+    async_unless_light,
+)
 from tq_service.client_probes import probes
 from tq_service.dataplane.driver import Allocated
 from tq_service.errors import (
@@ -48,7 +56,7 @@ from tq_service.v1 import commit_pb2
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1.metadata_pb2 import MetaColumn
 from tq_service.v1.storage_service_pb2 import PutHeader, PutResponse
-from tq_service.wire.columns import Column, put_header
+from tq_service.wire.columns import put_header
 from tq_service.wire.encoding import encode_columns, has_lists
 from tq_service.wire.messages import read_message, to_duration
 from tq_service.wire.metadata import encode_meta_columns
@@ -79,6 +87,8 @@ class AsyncSampleCalls(AsyncBase):
 
         The samples are new ones, those of `metadata`, or those of `keys`. Columns that are there already are
         overwritten, which does not touch what has been consumed.
+
+        Small puts that wait at the same moment are sent as one, see `AsyncClient`.
 
         Do not change the data before this returns: large tensors are sent from where they are, and the async client
         encodes in a thread whatever takes long.
@@ -138,7 +148,7 @@ class AsyncSampleCalls(AsyncBase):
         full_name = partition_of(self._namespace, partition_id, metadata)
         known = {} if metadata is None else {spec.name: spec for spec in metadata.fields}
 
-        def encode() -> tuple[Sequence[Column], PutHeader, BatchMeta]:
+        def encode() -> tuple[Put, JointPut | None]:
             columns = encode_columns(data, known) if data is not None else []
             for column in columns:
                 if metadata is not None and column.row_count != metadata.size:
@@ -147,12 +157,7 @@ class AsyncSampleCalls(AsyncBase):
                         "rows; put one row for each sample, or give the metadata of the samples that the rows are for",
                         field="data",
                     )
-            header = PutHeader()
-            if columns:
-                is_for_existing = metadata is not None or key_mode == "existing"
-                header = put_header(new_id(), columns, for_existing_rows=is_for_existing)
-            given = fill_write(
-                header.commit.write,
+            write = write_of(
                 self._namespace,
                 partition_id=partition_id,
                 metadata=metadata,
@@ -164,37 +169,36 @@ class AsyncSampleCalls(AsyncBase):
                 custom_meta=custom_meta,
                 state=state,
             )
-            return columns, header, given
+            put = Put(
+                columns=columns,
+                write=write,
+                for_existing_rows=metadata is not None or key_mode == "existing",
+                return_all_meta=return_meta == "all",
+            )
+            return put, self._alone(put)
 
         asks_first, refused, refused_specs = full_name in self._refused_lists and has_lists(data), None, None
         for knows_held in (asks_first, True):
             if knows_held:
                 known |= await self._held_fields(full_name, deadline)
-            columns, header, given = await async_unless_light(encode, data, keys, groups, custom_meta)
-            if refused is not None and refused_specs == [column.spec for column in columns]:
+            put, alone = await async_unless_light(encode, data, keys, groups, custom_meta)
+            if refused is not None and refused_specs == [column.spec for column in put.columns]:
                 raise refused  # not for its lists: the same again is refused again
-            request = header.commit  # where it goes if the storage service is the controller: a copy of it takes long
-            request.request_id = new_id()
-            request.return_all_meta = return_meta == "all"
-            header.partition_id = request.write.partition_id
-            if not columns:
-                answer = await self._calls.unary(commit_pb2.CommitResponse, request, deadline)
-                break
             began_at = time.perf_counter()
             try:
-                answer = await self._put_columns(header, request, columns, deadline)
+                written = await self._write(put, alone, deadline)
             except FieldMismatchError as error:
                 # A list is put again as its field holds rows, which only the service knows.
                 if knows_held or not has_lists(data):
                     raise
-                refused, refused_specs = error, [column.spec for column in columns]
+                refused, refused_specs = error, [column.spec for column in put.columns]
                 continue
-            for probe in probes:
-                probe.put(time.perf_counter() - began_at, header.size_bytes)
+            for probe in probes if put.columns else ():
+                probe.put(time.perf_counter() - began_at, put.size_bytes)
             break
         if knows_held and full_name not in self._refused_lists:
             self._refused_lists.append(full_name)  # is asked first from now on, so that lists are sent once
-        return written_meta(answer.meta, given, metadata, namespace=self._namespace, all_meta=answer.all_meta)
+        return written
 
     async def _held_fields(self, full_partition_id: str, deadline: Deadline) -> dict[str, FieldSpec]:
         """Return what the fields of a partition hold, none of one that is not there."""
@@ -203,34 +207,114 @@ class AsyncSampleCalls(AsyncBase):
         except PartitionNotFoundError:
             return {}
 
-    async def _put_columns(
-        self, header: PutHeader, request: commit_pb2.CommitRequest, columns: Sequence[Column], deadline: Deadline
-    ) -> commit_pb2.CommitResponse:
-        """Put columns and commit them, all again where a service is unavailable in the middle."""
+    def _alone(self, put: Put) -> JointPut | None:
+        """Return a put as it is sent by itself; None if it may be gathered with others."""
+        # A put of columns that were allocated is sent by itself: it copies nothing.
+        may_be_gathered = self.gathers_puts and put.likeness is not None and not self._allocations
+        is_gathered = may_be_gathered and time.monotonic() >= self._apart.get(put.write.partition_id, 0.0)
+        return None if is_gathered else JointPut((put,))
+
+    async def _write(self, put: Put, alone: JointPut | None, deadline: Deadline) -> BatchMeta:
+        """Write what a call puts: by itself, or together with what other calls put at the same moment."""
+        if alone is None:
+            likeness = put.likeness, self._credentials.metadata()
+            lines = self._lines()
+            member = lines.join(likeness, put, deadline, AsyncSignal())
+            try:
+                while not member.is_over:
+                    if member.leads:
+                        await self._lead(lines, member)
+                    elif deadline.remaining():
+                        await member.signal.wait_until(deadline)
+                    else:
+                        raise member.overdue()
+            finally:
+                lines.leave(member)
+            if (written := member.answer()) is not None:
+                return written
+            alone = JointPut((put,))
+        return Answered(await self._send(alone, deadline), self._namespace).part(put.write)
+
+    async def _lead(self, lines: Lines, leader: Member) -> None:
+        """Send the batch of a caller, and note what the service answers.
+
+        Raises:
+            TqError: it is not known what became of the batch, so that another caller goes on with it; or the service
+                refused it, and it has one put.
+        """
+        if leader.line.batches:
+            await async_sleep(0)  # those that put in this turn come along
+        batch = lines.take(leader)
+        answered = None
+        try:
+            if batch.joint is None:
+                batch.joint = JointPut([member.put for member in batch.members], is_gathered=True)
+            answer = await self._send(batch.joint, leader.deadline, batch.note)
+            answered = Answered(answer, self._namespace)
+        except TqError as error:
+            seconds = seconds_without_capacity(error)
+            if not batch.is_refused_by(error) or (seconds is None and len(batch.members) == 1):
+                raise
+            if seconds is not None:  # each waits for capacity by itself, as do those that come soon
+                self._keep_apart(leader.put.write.partition_id, seconds)
+        lines.end(batch, answered)
+
+    def _keep_apart(self, full_partition_id: str, seconds: float) -> None:
+        """Have the next puts to a partition sent by themselves."""
+        now = time.monotonic()
+        for name, until in list(self._apart.items()):
+            if until < now:
+                self._apart.pop(name, None)
+        self._apart[full_partition_id] = now + seconds
+
+    def _lines(self) -> Lines:
+        """Return the lines of this event loop, or of this process; those of others that are over are forgotten."""
+        home = async_current_home()
+        lines = self._lines_of.get(home)
+        if lines is None:
+            for other in list(self._lines_of):
+                if async_is_over(other):
+                    self._lines_of.pop(other, None)
+            lines = self._lines_of.setdefault(home, Lines())
+        return lines
+
+    async def _send(
+        self, joint: JointPut, deadline: Deadline, note: Callable[[TqError], object] = lambda failure: None
+    ) -> Any:
+        """Send puts and commit them, all again where a service is unavailable in the middle.
+
+        Args:
+            joint: the puts.
+            deadline: until when.
+            note: is called with the failure of each try.
+        """
         loss_count = 0
 
-        async def attempt() -> commit_pb2.CommitResponse:
+        async def attempt() -> Message:
             nonlocal loss_count
+            if not joint.columns:
+                return await self._calls.unary_once(joint.kind, joint.request, deadline)
             try:
-                return await self._put_where_placed(header, request, columns, deadline)
+                return await self._put_where_placed(joint, deadline, note)
             except TqError as error:
                 self._placement.end()
                 # The put was lost before its commit, by a restart or since it waited for too long.
                 if not isinstance(error, DataLossError | PutNotFoundError) or loss_count == _MOST_LOSSES:
                     raise
                 loss_count += 1
-                header.put_id = new_id()  # the service may still be freeing the bytes of the old one
+                joint.header.put_id = new_id()  # the service may still be freeing the bytes of the old one
                 raise UnavailableError(error.message) from error
 
-        return await self._calls.retried(attempt, deadline)
+        return await self._calls.retried(attempt, deadline, note)
 
     async def _put_where_placed(
-        self, header: PutHeader, request: commit_pb2.CommitRequest, columns: Sequence[Column], deadline: Deadline
+        self, joint: JointPut, deadline: Deadline, note: Callable[[TqError], object]
     ) -> commit_pb2.CommitResponse:
+        header, request, columns = joint.header, joint.request, joint.columns
         if self._allocations:
             allocation = take_allocation(self._allocations, header.partition_id, columns)
             if allocation is not None:
-                return await self._commit_put(allocation.header, allocation.allocated.put, request, deadline)
+                return await self._commit_put(allocation.header, allocation.allocated.put, request, deadline, note)
         place = await self._place(header, deadline)
         if place.embedded:
             if not header.HasField("commit"):
@@ -239,7 +323,7 @@ class AsyncSampleCalls(AsyncBase):
         header.ClearField("commit")
         address = self._placement.endpoint(place).address
         answer = await self._calls.endpoint(address).driver.put(header, columns, deadline)
-        return await self._commit_put(header, answer, request, deadline)
+        return await self._commit_put(header, answer, request, deadline, note)
 
     async def _place(self, header: PutHeader, deadline: Deadline) -> pb.PlacePutResponse:
         """Return where a put goes, and say so in its header."""
@@ -254,7 +338,12 @@ class AsyncSampleCalls(AsyncBase):
         return place
 
     async def _commit_put(
-        self, header: PutHeader, answer: PutResponse, request: commit_pb2.CommitRequest, deadline: Deadline
+        self,
+        header: PutHeader,
+        answer: PutResponse,
+        request: commit_pb2.CommitRequest,
+        deadline: Deadline,
+        note: Callable[[TqError], object],
     ) -> commit_pb2.CommitResponse:
         """Commit a put that a storage service holds."""
         commit = commit_pb2.CommitRequest(
@@ -268,7 +357,7 @@ class AsyncSampleCalls(AsyncBase):
         patience = Deadline.after(min(_COMMIT_PATIENCE_SECONDS, deadline.remaining()))
         try:
             return await self._calls.retried(
-                lambda: self._calls.unary_once(commit_pb2.CommitResponse, commit, deadline), patience
+                lambda: self._calls.unary_once(commit_pb2.CommitResponse, commit, deadline), patience, note
             )
         except UnavailableError as given_up:  # the message has the tries of the whole put, not those of this part
             raise given_up.__cause__ or given_up from None
@@ -357,11 +446,10 @@ class AsyncSampleCalls(AsyncBase):
             AlreadyExistsError: a key is known.
             PartitionSealedError: the partition is sealed.
         """
-        request = request_of(pb.InsertRequest)
+        deadline = self._deadline(timeout)
 
-        def encode() -> BatchMeta:
-            return fill_write(
-                request.write,
+        def encode() -> tuple[Put, JointPut | None]:
+            write = write_of(
                 self._namespace,
                 partition_id=partition_id,
                 row_count=row_count,
@@ -372,10 +460,11 @@ class AsyncSampleCalls(AsyncBase):
                 custom_meta=custom_meta,
                 state=state,
             )
+            put = Put(kind=pb.InsertResponse, write=write)
+            return put, self._alone(put)
 
-        given = await async_unless_light(encode, keys, groups, custom_meta)
-        answer = await self._calls.unary(pb.InsertResponse, request, self._deadline(timeout))
-        return written_meta(answer.meta, given, None, namespace=self._namespace)
+        put, alone = await async_unless_light(encode, keys, groups, custom_meta)
+        return await self._write(put, alone, deadline)
 
     async def set_custom_meta(
         self, metadata: BatchMeta, custom_meta: MetaGiven, *, timeout: float | None = None

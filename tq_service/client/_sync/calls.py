@@ -19,6 +19,7 @@ from google.protobuf.message import Message
 
 from tq_service.client.allocations import Allocations
 from tq_service.client.batch_meta import NO_NAMESPACE, BatchMeta, Namespace
+from tq_service.client.gathering import Lines
 from tq_service.client.requests import PlacementGrant, request_of, seconds
 from tq_service.client.transport import (
     CHANNEL_OPTIONS,
@@ -56,6 +57,8 @@ DEFAULT_TIMEOUT_SECONDS = 60.0
 # A server that answers "not yet" sooner than this is not waiting on our behalf: pause before asking again.
 _SHORT_POLL_SECONDS: Final = 0.05
 _MOST_REFUSALS: Final = 64
+_CLOSE_SECONDS: Final = 5.0
+_CLOSE_PAUSE_SECONDS: Final = 0.005
 
 
 class Endpoint:
@@ -175,13 +178,22 @@ class Calls:
         if channels is not None:
             leave(home, channels, lambda: close_all(channels))
 
-    def retried(self, attempt: Callable[[], T], deadline: Deadline) -> T:
-        """Return what `attempt` returns, trying again with back-off while it fails with UnavailableError."""
+    def retried(
+        self,
+        attempt: Callable[[], T],
+        deadline: Deadline,
+        note: Callable[[TqError], object] = lambda failure: None,
+    ) -> T:
+        """Return what `attempt` returns, trying again with back-off while it fails with UnavailableError.
+
+        Each failure is noted.
+        """
         backoff = Backoff(deadline)
         while True:
             try:
                 return attempt()
             except TqError as failure:
+                note(failure)
                 pause = backoff.after(failure)
             sleep(pause)
 
@@ -261,6 +273,7 @@ class Base:
         tls: Tls | Literal[False] | None = None,
         insecure: bool | None = None,
         namespace: str | Literal[False] | None = None,
+        gathers_puts: bool = True,
     ) -> None:
         self.address = resolve_address(address)
         self.timeout = seconds("timeout", timeout)
@@ -270,6 +283,9 @@ class Base:
         self._background_calls = BackgroundCalls()
         self._placement = PlacementGrant()
         self._allocations: Allocations = WeakValueDictionary()
+        self.gathers_puts = bool(gathers_puts)
+        self._lines_of: dict[Any, Lines] = {}  # of puts, by home
+        self._apart: dict[str, float] = {}  # partitions whose puts are sent by themselves, and until when
         self._refused_lists: deque[str] = deque(maxlen=_MOST_REFUSALS)  # partitions, see `put`
         if "torch" in sys.modules:  # else `get_data` may never be called, and torch takes seconds as well
             import_tensordict()
@@ -324,9 +340,21 @@ class Base:
             request.page_token, answer = answer.next_page_token, None
 
     def close(self) -> None:
-        """Make the calls that are due, such as releasing claims, and close the channels."""
+        """Make the calls that are due, such as releasing claims, and close the channels.
+
+        Puts that were gathered and not sent yet are sent first.
+        """
         self._background_calls.drain()
+        self._send_gathered()
         self._calls.close()
+
+    def _send_gathered(self) -> None:
+        """Wait until the puts that are gathered in this loop, or process, were answered; a few seconds at most."""
+        lines = self._lines_of.get(current_home()) if self._lines_of else None
+        gathered = [] if lines is None else lines.gathered()
+        patience = Deadline.after(_CLOSE_SECONDS)
+        while patience.remaining() and not all(member.is_gone for member in gathered):
+            sleep(_CLOSE_PAUSE_SECONDS)
 
     def __enter__(self) -> Self:
         return self
@@ -338,8 +366,10 @@ class Base:
 
     def __reduce__(self) -> tuple[object, ...]:
         arguments = self._credentials.arguments()
-        return partial(type(self), **arguments, namespace=self.namespace or False), (self.address, self.timeout)
+        arguments |= {"namespace": self.namespace or False, "gathers_puts": self.gathers_puts}
+        return partial(type(self), **arguments), (self.address, self.timeout)
 
     def __repr__(self) -> str:
         namespace = f", namespace={self.namespace!r}" if self.namespace else ""
-        return f"{type(self).__name__}({self.address!r}, timeout={self.timeout:g}{namespace})"
+        gathers = "" if self.gathers_puts else ", gathers_puts=False"
+        return f"{type(self).__name__}({self.address!r}, timeout={self.timeout:g}{namespace}{gathers})"

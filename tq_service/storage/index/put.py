@@ -15,7 +15,9 @@ import codecs
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
+from sys import intern
 from typing import Final
 
 import numpy as np
@@ -198,7 +200,7 @@ class StoredPut:
     Attributes:
         values: the blob of its values, once it is placed.
         tables_bytes: size of its tables.
-        columns: its columns by name; None for one that was freed whole.
+        columns: its columns by name; None for one that was freed whole. Puts of which nothing was freed share them.
         row_count: number of rows it was put with.
         partition_id: the partition it is for.
         live_bytes: bytes of live cells, with their part of the tables.
@@ -207,6 +209,7 @@ class StoredPut:
     """
 
     __slots__ = (
+        "_has_shared_columns",
         "columns",
         "for_existing_rows",
         "live_bytes",
@@ -235,10 +238,11 @@ class StoredPut:
                 size += column.tables_size()
         self.tables_bytes = size
         self.columns = columns
+        self._has_shared_columns = False
         self.row_count = row_count
-        self.partition_id = partition_id
+        self.partition_id = intern(partition_id)
         self.for_existing_rows = for_existing_rows
-        self.owner = owner
+        self.owner = _one_of(owner)
 
     def charge_in(self, store: BlobStore) -> int:
         """Return what its tables and values take, with what lies between columns in shared memory."""
@@ -253,12 +257,26 @@ class StoredPut:
 
         Its tables follow, unless it is recovered: the blob has them already.
         """
+        self._own_columns()
         self.values = values
         self.live_bytes = values.charge
         if not values.store.is_durable or not (is_recovered or values.is_local):
             values.tables = bytearray(self.tables_bytes) if self.tables_bytes else _NO_TABLES
         for column, start in zip(self.left_columns(), self._place_values(values.store)[0], strict=True):
             column.values_at = self.values_at + start
+
+    def share_columns(self) -> None:
+        """Have its columns in common with puts like it: a small one would take several times its bytes for them."""
+        columns = self.left_columns()
+        key = [(each.spec, each.value_bytes, each.table_at, each.values_at) for each in columns]
+        self.columns = _shared_columns(self.row_count, *key)
+        self._has_shared_columns = True
+
+    def _own_columns(self) -> None:
+        """Have columns of its own, which may be changed."""
+        if self._has_shared_columns:
+            self.columns = self.snapshot().columns
+            self._has_shared_columns = False
 
     def fill_tables(self, shapes: Sequence[ColumnShape]) -> None:
         """Make the tables of its columns, once it is placed; any thread may.
@@ -347,6 +365,7 @@ class StoredPut:
 
     def free(self, cells: PutCells) -> bool:
         """Free cells of it, those that are not there ignored; return whether any others are left."""
+        self._own_columns()
         names = {name for name in (cells.field_names or self.columns) if self.columns.get(name) is not None}
         if cells.rows is None:
             self._free_columns(names)
@@ -416,6 +435,22 @@ class StoredPut:
             if column is not None:
                 self.live_bytes -= column.bytes_of(self, column.row_set.live_positions())
                 self.columns[name] = None
+
+
+@lru_cache(maxsize=64)
+def _one_of(owner: bytes) -> bytes:
+    """Return one object for all puts of an owner."""
+    return owner
+
+
+@lru_cache(maxsize=256)
+def _shared_columns(row_count: int, *columns: tuple[FieldSpec, int, int, int]) -> dict[str, StoredColumn | None]:
+    """Return columns of so many rows, each by its spec, bytes, and where its tables and values are."""
+    row_set, shared = RowSet(row_count), dict[str, StoredColumn | None]()
+    for spec, value_bytes, table_at, values_at in columns:
+        shared[spec.name] = column = StoredColumn(spec, row_set, value_bytes)
+        column.table_at, column.values_at = table_at, values_at
+    return shared
 
 
 class TextCheck:

@@ -1,0 +1,691 @@
+"""Puts of one client that are sent as one: each caller gets what it would get alone, whatever becomes of the others."""
+
+import asyncio
+import pickle
+import threading
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+from client_support import make_client
+from fake_server import FakeController, FakeStorage, Script, abort_with, serving
+from hypothesis import given
+from hypothesis import strategies as st
+from live_server import LiveServer, LoopThread
+from property_settings import examples
+
+import tq_service as tq
+from tq_service.client.gathering import MOST_ROWS
+from tq_service.client.requests import new_id
+from tq_service.client.transport import current_home
+from tq_service.v1 import commit_pb2, metadata_pb2
+from tq_service.v1 import controller_service_pb2 as pb
+from tq_service.v1 import storage_service_pb2 as storage_pb
+from tq_service.wire.columns import INLINE_BYTES
+
+COUNT = 12
+
+
+class Sent:
+    """What a client sends, and holds back until `let_go`."""
+
+    def __init__(self, client, *, is_held=False):
+        self.real = getattr(client, "client", client)
+        self.joints = []
+        self._send = self.real._send
+        self._gate = asyncio.Event() if isinstance(self.real, tq.AsyncClient) else threading.Event()
+        self.real._send = self._hold if isinstance(self.real, tq.AsyncClient) else self._hold_thread
+        if not is_held:
+            self._gate.set()
+
+    async def _hold(self, joint, *others):
+        self.joints.append(joint)
+        await self._gate.wait()
+        return await self._send(joint, *others)
+
+    def _hold_thread(self, joint, *others):
+        self.joints.append(joint)
+        self._gate.wait()
+        return self._send(joint, *others)
+
+    def let_go(self):
+        self._gate.set()
+
+    @property
+    def row_counts(self):
+        return [joint.request.write.row_count for joint in self.joints]
+
+    async def until_sent(self, count):
+        """Wait until so many calls are about to be made."""
+        while True:
+            if len(self.joints) >= count:
+                return
+            await asyncio.sleep(0.001)
+
+    def line(self):
+        """Return the one line that the async client has in this loop."""
+        (line,) = self.real._lines_of[asyncio.get_running_loop()]._lines.values()
+        return line
+
+    async def until(self, count):
+        """Wait until so many puts are in lines, sent or not."""
+        home = asyncio.get_running_loop() if isinstance(self.real, tq.AsyncClient) else current_home()
+        while True:
+            lines = self.real._lines_of.get(home)
+            if lines is not None:
+                every = list(lines._lines.values())
+                members = [member for line in every for batch in line.batches for member in batch.waiting]
+                if len(members) + sum(len(line.waiting) for line in every) == count:
+                    return
+            await asyncio.sleep(0.001)
+
+
+async def at_once(client, calls, *others):
+    """Make calls at the same moment, so that all but the first two are gathered; return what each returns or raises."""
+    many_threads()
+    sent = Sent(client, is_held=True)
+    tasks = []
+    for number, call in enumerate(calls):
+        tasks.append(asyncio.ensure_future(client.put(**call)))
+        await sent.until(number + 1)
+    sent.let_go()
+    return sent, await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def seen(outcome):
+    """Return what a caller sees, in which partition and at which place the samples may be."""
+    if isinstance(outcome, tq.TqError):
+        return type(outcome), outcome.reason
+    fields = outcome.data_fields
+    return outcome.size, outcome.keys, outcome.groups, outcome.custom_meta, fields, sorted(outcome.produced)
+
+
+async def with_known_keys(client, name):
+    return await client.put(
+        {"x": np.arange(COUNT)}, partition_id=name, keys=[f"known{number}" for number in range(COUNT)]
+    )
+
+
+async def with_groups(client, name):
+    return await client.put(
+        {"x": np.arange(3)}, partition_id=name, keys=["a", "b", "c"], groups=["full", "full", "odd"], group_size=2
+    )
+
+
+async def with_a_cleared_sample(client, name):
+    meta = await with_known_keys(client, name)
+    await client.clear_samples(meta.select_samples([5]))
+    return meta
+
+
+async def with_a_failed_sample(client, name):
+    meta = await with_known_keys(client, name)
+    await client.put(metadata=meta.select_samples([5]), state="failed")
+    return meta
+
+
+async def sealed(client, name):
+    meta = await with_known_keys(client, name)
+    await client.seal_partition(name)
+    return meta
+
+
+async def leased(client, name):
+    await with_known_keys(client, name)
+    meta = await client.get_meta(partition_id=name, task_name="t", data_fields=["x"], batch_size=COUNT, lease=60)
+    await client.release(meta.select_samples([5]))
+    return meta
+
+
+def row(number):
+    return {"y": np.full((1, 2), number)}
+
+
+# What is there before, and what each caller puts: the one in the middle is refused.
+REFUSALS = {
+    "known key": (with_known_keys, lambda n, meta: {"keys": [f"new{n}" if n != 5 else "known0"], "key_mode": "new"}),
+    "unknown key": (
+        with_known_keys,
+        lambda n, meta: {"keys": [f"known{n}" if n != 5 else "other"], "key_mode": "existing"},
+    ),
+    "empty key": (with_known_keys, lambda n, meta: {"keys": [f"new{n}" if n != 5 else ""]}),
+    "key that is no text": (with_known_keys, lambda n, meta: {"keys": [f"new{n}" if n != 5 else "\ud800"]}),
+    "full group": (with_groups, lambda n, meta: {"groups": [f"g{n}" if n != 5 else "full"], "group_size": 2}),
+    "other group": (
+        with_groups,
+        lambda n, meta: {"keys": [f"k{n}" if n != 5 else "c"], "groups": [f"g{n}"], "group_size": 2},
+    ),
+    "cleared": (with_a_cleared_sample, lambda n, meta: {"metadata": meta.select_samples([n])}),
+    "failed": (with_a_failed_sample, lambda n, meta: {"metadata": meta.select_samples([n]), "state": "live"}),
+    "sealed": (sealed, lambda n, meta: {"keys": [f"known{n}" if n != 5 else "new"]}),
+    "lease": (leased, lambda n, meta: {"metadata": meta.select_samples([n])}),
+}
+
+
+@pytest.mark.parametrize("return_meta", ["written", "all"])
+@pytest.mark.parametrize("name", REFUSALS)
+async def test_a_refusal_reaches_its_caller_and_leaves_the_others_as_they_would_be_alone(client, name, return_meta):
+    prepare, call = REFUSALS[name]
+    outcomes = {}
+    for partition in ("gathered", "alone"):
+        meta = await prepare(client, partition)
+        calls = [
+            {"data": row(number), "return_meta": return_meta, "partition_id": partition, **call(number, meta)}
+            for number in range(COUNT)
+        ]
+        if partition == "gathered":
+            sent, outcomes[partition] = await at_once(client, calls)
+            assert max(sent.row_counts) > 1
+        else:
+            real = getattr(client, "client", client)
+            real.gathers_puts = False
+            outcomes[partition] = [
+                (await asyncio.gather(client.put(**each), return_exceptions=True))[0] for each in calls
+            ]
+    assert list(map(seen, outcomes["gathered"])) == list(map(seen, outcomes["alone"]))
+    assert [number for number, each in enumerate(outcomes["gathered"]) if isinstance(each, Exception)] == [5]
+    for number, meta in enumerate(outcomes["gathered"]):
+        if number != 5:
+            assert (await client.get_data(meta, data_fields=["y"]))["y"].tolist() == [[number, number]]
+
+
+KEYS = [f"known{number}" for number in range(4)]
+CALLS = st.fixed_dictionaries(
+    {"key": st.sampled_from(["", "new", "known", "unknown"]), "mode": st.sampled_from([None, "new", "existing"])},
+    optional={
+        "meta": st.integers(0, 3),
+        "group": st.booleans(),
+        "state": st.sampled_from(["live", "held"]),
+        "text": st.booleans(),
+        "rows": st.integers(1, 2),
+        "all": st.booleans(),
+        "length": st.integers(1, 3),
+    },
+)
+
+
+def call_of(drawn, number, partition):
+    rows = drawn.get("rows", 1)
+    names = {"new": f"new{number}-{{}}", "known": f"known{number}-{{}}", "unknown": f"unknown{number}-{{}}"}
+    call = {"data": {"x": np.full((rows, 1), number)}, "partition_id": partition}
+    if drawn.get("text"):
+        call["data"]["text"] = [f"{number}-{place}" for place in range(rows)]
+    if "length" in drawn:
+        call["data"]["tokens"] = np.full((rows, drawn["length"]), number)
+    if drawn["key"]:
+        call |= {"keys": [names[drawn["key"]].format(place) for place in range(rows)], "key_mode": drawn["mode"]}
+    if "meta" in drawn:
+        call["custom_meta"] = [{"number": number + drawn["meta"]}] * rows
+    if drawn.get("group") and drawn["key"] != "known":
+        call["groups"] = [f"g{number}"] * rows
+    if "state" in drawn:
+        call["state"] = drawn["state"]
+    if drawn.get("all"):
+        call["return_meta"] = "all"
+    return call
+
+
+@pytest.fixture(scope="module")
+def live_service():
+    loop = LoopThread()
+    with LiveServer(loop) as server:
+        yield server
+    loop.stop()
+
+
+@given(drawn=st.lists(CALLS, min_size=3, max_size=40))
+@examples(8)
+def test_whatever_is_put_at_once_ends_as_it_would_one_after_the_other(live_service, drawn):
+    async def put_all(*, gathers):
+        partition = new_id().hex()
+        async with tq.AsyncClient(live_service.address, timeout=60, gathers_puts=gathers) as client:
+            known = [f"known{number}-{place}" for number in range(len(drawn)) for place in range(2)]
+            await client.put({"x": np.zeros((len(known), 1), np.int64)}, partition_id=partition, keys=known)
+            calls = [client.put(**call_of(each, number, partition)) for number, each in enumerate(drawn)]
+            if gathers:
+                outcomes = await asyncio.gather(*calls, return_exceptions=True)
+            else:
+                outcomes = [(await asyncio.gather(call, return_exceptions=True))[0] for call in calls]
+            values = [
+                None if isinstance(each, Exception) else (await client.get_data(each, data_fields=["x"]))["x"].tolist()
+                for each in outcomes
+            ]
+            count = (await client.describe_partition(partition)).summary.inserted_count
+            return list(map(seen, outcomes)), values, count
+
+    gathered, alone = (asyncio.run(put_all(gathers=gathers)) for gathers in (True, False))
+    assert gathered == alone
+
+
+async def test_two_callers_with_one_new_key_are_told_apart(client):
+    calls = [
+        {"data": row(number), "partition_id": "p", "keys": [f"k{number % 11}"], "key_mode": "new"}
+        for number in range(COUNT)
+    ]
+    _, outcomes = await at_once(client, calls)
+    refused = [number for number, each in enumerate(outcomes) if isinstance(each, tq.AlreadyExistsError)]
+    assert len(refused) == 1
+    assert refused[0] in (0, 11)
+    assert len({each.global_indexes[0] for each in outcomes if not isinstance(each, Exception)}) == 11
+
+
+async def test_a_put_alone_is_sent_at_once_and_puts_that_differ_are_not_mixed(client):
+    sent = Sent(client)
+    await client.put({"x": [1]}, partition_id="p")
+    assert sent.row_counts == [1]
+    calls = [
+        {"data": {"x": [1]}, "partition_id": "p"},
+        {"data": {"x": [1]}, "partition_id": "q"},
+        {"data": {"x": [1, 2]}, "partition_id": "p"},
+        {"data": {"y": [1]}, "partition_id": "p"},
+        {"data": {"x": [1]}, "partition_id": "p", "keys": ["a"]},
+        {"data": {"x": [1]}, "partition_id": "p", "state": "held"},
+        {"data": {"x": [1]}, "partition_id": "p", "custom_meta": [{"a": 1}]},
+        {"data": {"x": [1]}, "partition_id": "p", "custom_meta": [{"a": "text"}]},
+        {"data": {"x": [1]}, "partition_id": "p", "custom_meta": [{"a": None}]},
+        {"data": {"x": [1]}, "partition_id": "p", "return_meta": "all"},
+    ]
+    await asyncio.gather(*(client.put(**call) for call in calls))
+    assert len(sent.joints) == 1 + len(calls)
+
+
+async def test_a_batch_is_bounded_in_rows_and_bytes(client):
+    sent, _ = await at_once(client, [{"data": {"x": np.arange(100)}, "partition_id": "p"}] * 20)
+    assert max(sent.row_counts) == MOST_ROWS // 100 * 100
+    size = INLINE_BYTES // 3
+    sent, _ = await at_once(client, [{"data": {"x": np.zeros((1, size), np.uint8)}, "partition_id": "q"}] * 20)
+    assert max(sent.row_counts) == 3
+    sent, _ = await at_once(client, [{"data": {"x": np.zeros((1, size), np.uint8)}, "partition_id": "q"}])
+    assert sent.row_counts == [1]
+
+
+async def test_a_client_that_does_not_gather_says_so_and_sends_each_put_by_itself(service):
+    async with tq.AsyncClient(service, gathers_puts=False) as client:
+        assert repr(client).endswith(", gathers_puts=False)")
+        assert not pickle.loads(pickle.dumps(client)).gathers_puts
+        assert pickle.loads(pickle.dumps(tq.AsyncClient(service))).gathers_puts
+        sent = Sent(client)
+        await asyncio.gather(*(client.put({"x": [1]}, partition_id="p") for _ in range(20)))
+        assert sent.row_counts == [1] * 20
+        assert {joint.request.write.rows_per_put for joint in sent.joints} == {0}
+
+
+async def test_samples_without_data_and_inserts_are_gathered_too(client):
+    many_threads()
+    sent = Sent(client, is_held=True)
+    puts = [
+        asyncio.ensure_future(client.put(partition_id="p", keys=[f"k{number}"], custom_meta=[{"n": number}]))
+        for number in range(COUNT)
+    ]
+    inserts = [asyncio.ensure_future(client.insert("q", keys=[f"k{number}"])) for number in range(COUNT)]
+    await sent.until(2 * COUNT)
+    sent.let_go()
+    for number, meta in enumerate(await asyncio.gather(*puts)):
+        assert (meta.keys, meta.custom_meta) == ([f"k{number}"], [{"n": number}])
+    for number, meta in enumerate(await asyncio.gather(*inserts)):
+        assert (meta.keys, meta.partition_id) == ([f"k{number}"], "q")
+    assert sum(sent.row_counts) == 2 * COUNT > len(sent.joints)
+    found, _ = await client.lookup_samples("p", [f"k{number}" for number in range(COUNT)])
+    assert found.custom_meta == [{"n": number} for number in range(COUNT)]
+
+
+# Cancellation and deadlines
+
+
+def number_of(member):
+    return int(np.frombuffer(member.put.columns[0].chunks[0], np.int64)[0])
+
+
+async def test_a_caller_that_is_cancelled_before_it_is_sent_leaves_the_batch(service):
+    async with tq.AsyncClient(service, timeout=30) as client:
+        sent = Sent(client, is_held=True)
+        calls = [asyncio.ensure_future(client.put({"x": [number]}, partition_id="p")) for number in range(COUNT)]
+        await sent.until_sent(2)
+        leaving = [number_of(member) for member in list(sent.line().waiting)[:2]]
+        for number in leaving:
+            calls[number].cancel()
+        await sent.until(COUNT - 2)
+        sent.let_go()
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)
+        assert [number for number, each in enumerate(outcomes) if isinstance(each, BaseException)] == leaving
+        assert (await client.describe_partition("p")).summary.inserted_count == COUNT - 2
+
+
+@pytest.mark.parametrize("is_leader", [True, False])
+async def test_a_caller_that_is_cancelled_afterwards_leaves_the_others_their_answer(service, is_leader):
+    async with tq.AsyncClient(service, timeout=30) as client:
+        sent = Sent(client, is_held=True)
+        calls = [asyncio.ensure_future(client.put({"x": [number]}, partition_id="p")) for number in range(COUNT)]
+        await sent.until_sent(2)
+        batch = max(sent.line().batches, key=lambda batch: len(batch.members))
+        number = number_of(next(member for member in batch.members if member.leads == is_leader))
+        calls[number].cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await calls[number]
+        sent.let_go()
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)
+        found = [each for each in outcomes if not isinstance(each, BaseException)]
+        assert len(found) == COUNT - 1
+        assert len({meta.global_indexes[0] for meta in found}) == COUNT - 1
+        assert (await client.describe_partition("p")).summary.inserted_count == COUNT  # once, by whoever led
+        if is_leader:
+            first, again = [joint for joint in sent.joints if joint is batch.joint]
+            assert first is again
+
+
+def answer(row_count):
+    meta = metadata_pb2.BatchMeta(partition_id="p", incarnation=b"i" * 16)
+    meta.global_indexes.extend(range(row_count))
+    return storage_pb.PutResponse(commit=commit_pb2.CommitResponse(meta=meta))
+
+
+class SlowStorage(FakeStorage):
+    """Answers puts as `behaviour` does, given how many came before and the request."""
+
+    def __init__(self, behaviour):
+        super().__init__()
+        self.behaviour = behaviour
+        self.requests = []
+
+    async def PutInline(self, request, context):  # noqa: N802  (the name of the rpc)
+        self.requests.append(request.SerializeToString())
+        await self.behaviour(len(self.requests), request, context)
+        return storage_pb.PutInlineResponse(put=answer(request.header.row_count))
+
+
+def embedded(storage):
+    place = pb.PlacePutResponse(storages=[metadata_pb2.StorageEndpoint()], embedded=True, controller_id=b"c" * 16)
+    return serving(FakeController(PlacePut=Script(place)), storage)
+
+
+def many_threads():
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(64))
+
+
+async def test_after_an_unknown_outcome_the_same_bytes_are_sent_again(kind):
+    async def behave(count, request, context):
+        if count % 2:
+            await abort_with(context, tq.UnavailableError("for now"))
+
+    many_threads()
+    storage = SlowStorage(behave)
+    async with embedded(storage) as address:
+        client = make_client(kind, address, timeout=30)
+        metas = await asyncio.gather(*(client.put({"x": [number]}, partition_id="p") for number in range(COUNT)))
+        await client.aclose()
+    assert [meta.size for meta in metas] == [1] * COUNT
+    times = Counter(storage.requests)
+    assert max(times.values()) > 1
+    headers = [storage_pb.PutInlineRequest.FromString(request).header for request in times]
+    assert sum(header.row_count for header in headers) == COUNT
+    assert len({header.commit.request_id for header in headers}) == len(headers)
+
+
+async def test_an_outcome_that_stays_unknown_is_not_put_again_by_itself(kind):
+    async def behave(count, request, context):
+        await abort_with(context, tq.InternalError("who knows"))
+
+    many_threads()
+    storage = SlowStorage(behave)
+    async with embedded(storage) as address:
+        client = make_client(kind, address, timeout=30)
+        calls = [client.put({"x": [number]}, partition_id="p") for number in range(COUNT)]
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)
+        await client.aclose()
+    assert set(map(type, outcomes)) == {tq.InternalError}
+    headers = [storage_pb.PutInlineRequest.FromString(request).header for request in set(storage.requests)]
+    assert sum(header.row_count for header in headers) == COUNT
+
+
+@pytest.mark.parametrize("refusal", [tq.LimitExceededError("too many calls"), tq.UnauthenticatedError("who is it")])
+async def test_a_call_that_is_not_let_in_does_not_say_what_became_of_the_try_before_it(kind, refusal):
+    async def behave(count, request, context):
+        await abort_with(context, refusal if request.SerializeToString() in storage.requests[:-1] else gone)
+
+    many_threads()
+    gone = tq.UnavailableError("the connection broke")
+    storage = SlowStorage(behave)
+    async with embedded(storage) as address:
+        client = make_client(kind, address, timeout=30)
+        calls = [client.put({"x": [number]}, partition_id="p") for number in range(COUNT)]
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)
+        await client.aclose()
+    assert {type(each) for each in outcomes} == {type(refusal)}
+    headers = [storage_pb.PutInlineRequest.FromString(request).header for request in set(storage.requests)]
+    assert sum(header.row_count for header in headers) == COUNT
+
+
+async def test_a_put_without_capacity_is_sent_by_itself_and_so_are_those_that_follow(kind):
+    async def behave(count, request, context):
+        if request.header.never_waits:
+            await abort_with(context, tq.QuotaExceededError("full", retry_after_seconds=60.0))
+
+    storage = SlowStorage(behave)
+    async with embedded(storage) as address:
+        client = make_client(kind, address, timeout=30)
+        for _ in range(3):
+            await client.put({"x": [1]}, partition_id="p")
+        await client.put({"x": [1]}, partition_id="q")
+        await client.aclose()
+    headers = [storage_pb.PutInlineRequest.FromString(request).header for request in storage.requests]
+    assert [header.never_waits for header in headers] == [True, False, False, False, True, False]
+    assert len({header.commit.request_id for header in headers}) == len(headers)
+
+
+async def test_each_caller_has_its_own_deadline(kind):
+    async def behave(count, request, context):
+        if count <= 2:
+            await let_go.wait()
+
+    many_threads()
+    let_go = asyncio.Event()
+    async with embedded(SlowStorage(behave)) as address:
+        client = make_client(kind, address, timeout=60)
+        sent = Sent(client)
+        patient = [asyncio.ensure_future(client.put({"x": [number]}, partition_id="p")) for number in range(4)]
+        await sent.until(4)
+        await sent.until_sent(2)
+        hasty = [asyncio.ensure_future(client.put({"x": [9]}, partition_id="p", timeout=0.2)) for _ in range(4)]
+        for call in hasty:
+            with pytest.raises(tq.DeadlineError, match=r"0\.2 s"):
+                await call
+        await sent.until(4)
+        let_go.set()
+        assert [meta.size for meta in await asyncio.gather(*patient)] == [1] * 4
+        assert sum({id(joint): joint.request.write.row_count for joint in sent.joints}.values()) == 4
+        await client.aclose()
+
+
+async def test_during_an_outage_each_caller_is_told_why(kind):
+    many_threads()
+    client = make_client(kind, "127.0.0.1:1", timeout=0.6)
+    outcomes = await asyncio.gather(
+        *(client.put({"x": [1]}, partition_id="p") for _ in range(COUNT)), return_exceptions=True
+    )
+    assert set(map(type, outcomes)) == {tq.UnavailableError}
+    assert all("cannot reach 127.0.0.1:1" in str(each) and "tried for 0.6 s" in str(each) for each in outcomes)
+    await client.aclose()
+
+
+async def test_closing_a_client_sends_what_was_gathered(kind, service):
+    many_threads()
+    client = make_client(kind, service, timeout=30)
+    sent = Sent(client, is_held=True)
+    calls = [asyncio.ensure_future(client.put({"x": [number]}, partition_id="p")) for number in range(COUNT)]
+    await sent.until(COUNT)
+    closing = asyncio.ensure_future(client.aclose())
+    await asyncio.sleep(0)
+    sent.let_go()
+    await closing
+    assert [meta.size for meta in await asyncio.gather(*calls)] == [1] * COUNT
+    with pytest.raises(tq.PreconditionError):
+        await client.put({"x": [1]}, partition_id="p")
+
+
+async def test_a_closed_client_does_not_wait_for_puts_that_nobody_answers(kind):
+    async def behave(count, request, context):
+        await asyncio.Event().wait()
+
+    many_threads()
+    async with embedded(SlowStorage(behave)) as address:
+        client = make_client(kind, address, timeout=600)
+        sent = Sent(client)
+        calls = [asyncio.ensure_future(client.put({"x": [number]}, partition_id="p")) for number in range(COUNT)]
+        await sent.until(COUNT)
+        await client.aclose()
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)
+    assert {type(each) for each in outcomes} <= {tq.CallCancelledError, tq.PreconditionError}
+
+
+# Limits
+
+
+async def test_puts_that_wait_for_capacity_do_not_wait_for_each_other(client):
+    limit = tq.StalenessLimit(task_name="t", max_samples=3)
+    await client.create_partition("p", staleness_limits=[limit])
+    many_threads()
+    calls = [
+        asyncio.ensure_future(client.put({"x": [number]}, partition_id="p", groups=[f"g{number}"]))
+        for number in range(COUNT)
+    ]
+    taken = []
+    while len(taken) < COUNT:
+        meta = await client.get_meta(
+            partition_id="p", task_name="t", data_fields=["x"], batch_size=1, max_wait=20, timeout=20
+        )
+        taken += (await client.get_data(meta))["x"].tolist()
+    await asyncio.gather(*calls)
+    assert sorted(taken) == list(range(COUNT))
+
+
+async def test_a_member_of_a_group_passes_puts_without_capacity(client):
+    limit = tq.StalenessLimit(task_name="t", max_samples=2)
+    await client.create_partition("p", staleness_limits=[limit])
+    many_threads()
+    await client.put({"x": [0]}, partition_id="p", groups=["begun"])
+    waiting = [
+        asyncio.ensure_future(client.put({"x": [1]}, partition_id="p", groups=[f"g{number}"], timeout=60))
+        for number in range(COUNT)
+    ]
+    while (await client.describe_partition("p")).waiting_put_count < COUNT - 1:
+        pass
+    assert (await client.put({"x": [2]}, partition_id="p", groups=["begun"], timeout=20)).size == 1
+    await client.clear_partition("p")
+    await asyncio.gather(*waiting, return_exceptions=True)
+
+
+async def test_a_partition_is_sealed_by_the_put_that_reaches_its_size(client):
+    await client.create_partition("p", expected_samples=8)
+    _, outcomes = await at_once(client, [{"data": {"x": [1]}, "partition_id": "p"}] * COUNT)
+    refused = [each for each in outcomes if isinstance(each, tq.PartitionSealedError)]
+    assert len(refused) == COUNT - 8
+    assert (await client.describe_partition("p")).summary.inserted_count == 8
+
+
+async def test_versions_that_are_too_far_apart_are_not_let_in_together(client):
+    limit = tq.StalenessLimit(task_name="t", max_versions=2)
+    await client.create_partition("p", staleness_limits=[limit])
+    many_threads()
+    sent = Sent(client, is_held=True)
+    calls = [
+        asyncio.ensure_future(
+            client.put({"x": [version]}, partition_id="p", custom_meta=[{"version": version}], timeout=2)
+        )
+        for version in (1, 2, 3, 4, 9, 10)
+    ]
+    await sent.until(6)
+    sent.let_go()
+    outcomes = await asyncio.gather(*calls, return_exceptions=True)
+    versions = [meta.custom_meta[0]["version"] for meta in outcomes if not isinstance(meta, Exception)]
+    assert max(versions) - min(versions) <= 2
+    assert {type(each) for each in outcomes if isinstance(each, Exception)} == {tq.StalenessLimitError}
+
+
+async def test_rows_of_several_puts_are_no_blocks_of_one(client):
+    await at_once(client, [{"data": {"x": [1, 2]}, "partition_id": "p"}] * COUNT)
+    with pytest.raises(tq.InvalidArgumentError, match="samples were put in steps of 2"):
+        await client.get_meta(
+            partition_id="p",
+            task_name="t",
+            data_fields=["x"],
+            batch_size=4,
+            sampler="grpo_group_n",
+            sampler_config={"n_samples_per_prompt": 4},
+            dp_rank=0,
+            dp_size=1,
+            batch_index=0,
+        )
+
+
+# Values
+
+
+async def test_values_of_every_kind_come_back_to_their_caller(client):
+    def data_of(number):
+        return {
+            "scalar": torch.tensor([number], dtype=torch.bfloat16),
+            "matrix": np.full((1, 2, 3), number),
+            "jagged": torch.nested.as_nested_tensor([torch.full((number + 1,), number)], layout=torch.jagged),
+            "tokens": [list(range(number % 3 + 1))],
+            "varied": torch.full((1, 2, number % 4), number),
+            "text": [f"text {number}"],
+            "object": [{"number": number, "list": [1] * number}],
+            "empty": torch.zeros(1, 0),
+        }
+
+    sent, metas = await at_once(client, [{"data": data_of(number), "partition_id": "p"} for number in range(COUNT)])
+    assert max(sent.row_counts) > 1
+    for number, meta in enumerate(metas):
+        back = await client.get_data(meta)
+        for name, values in data_of(number).items():
+            if isinstance(values, list) and name != "tokens":
+                assert list(back[name]) == values
+            else:
+                rows = values.unbind() if getattr(values, "is_nested", False) else values
+                assert torch.equal(torch.as_tensor(back[name][0]), torch.as_tensor(rows[0]))
+
+
+async def test_what_a_caller_changes_after_its_deadline_is_not_sent(kind):
+    async def behave(count, request, context):
+        if count <= 2:
+            await let_go.wait()
+            await abort_with(context, tq.UnavailableError("for now"))
+
+    many_threads()
+    let_go = asyncio.Event()
+    storage = SlowStorage(behave)
+    values = [np.array([number]) for number in range(COUNT)]
+    async with embedded(storage) as address:
+        client = make_client(kind, address, timeout=60)
+        sent = Sent(client)
+        calls = [
+            asyncio.ensure_future(client.put({"x": value}, partition_id="p", timeout=0.5 if number == 11 else 60))
+            for number, value in enumerate(values)
+        ]
+        await sent.until(COUNT)
+        with pytest.raises(tq.DeadlineError):
+            await calls[11]
+        values[11][:] = 99
+        let_go.set()
+        await asyncio.gather(*calls[:11])
+        await client.aclose()
+    sent_values = b"".join(storage_pb.PutInlineRequest.FromString(each).values for each in storage.requests)
+    assert 99 not in np.frombuffer(sent_values, np.int64)
+
+
+async def test_threads_that_share_a_client_each_get_their_samples(service):
+    def work(number):
+        return [client.put({"x": [number * 100 + turn]}, partition_id="p").global_indexes[0] for turn in range(20)]
+
+    with tq.Client(service, timeout=60) as client, ThreadPoolExecutor(16) as pool:
+        sent = Sent(client)
+        loop = asyncio.get_running_loop()
+        found = await asyncio.gather(*(loop.run_in_executor(pool, work, number) for number in range(16)))
+        indexes = [index for each in found for index in each]
+        assert sorted(indexes) == list(range(16 * 20))
+        assert len(sent.joints) < 16 * 20
+        named = [(number * 100 + turn) for number in range(16) for turn in range(20)]
+        meta = (await asyncio.to_thread(client.lookup_samples, "p", global_indexes=indexes))[0]
+        assert (await asyncio.to_thread(client.get_data, meta))["x"].tolist() == named

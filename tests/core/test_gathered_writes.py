@@ -1,0 +1,69 @@
+"""A write of several puts that were gathered does what these do one after the other, or is refused."""
+
+import contextlib
+
+import pytest
+from domain_support import insert, new_write, partition
+from hypothesis import given
+from hypothesis import strategies as st
+from property_settings import examples
+
+from tq_service.errors import InvalidArgumentError, PartitionSealedError
+from tq_service.schema import StalenessLimit
+from tq_service.serving.admission import bounds_of, demand_of, sum_of
+from tq_service.state.partition import Partition, PartitionSettings
+
+
+@pytest.mark.parametrize("rows_per_put", [-1, 4, 5])
+def test_the_rows_are_those_of_whole_puts(rows_per_put):
+    with pytest.raises(InvalidArgumentError, match=f"rows_per_put is {rows_per_put}, expected 0 or a divisor of the 6"):
+        new_write(6, rows_per_put=rows_per_put)
+
+
+KEYS = st.lists(st.sampled_from([f"k{number}" for number in range(12)]), unique=True, min_size=1, max_size=12)
+
+
+@given(
+    known=KEYS,
+    keys=KEYS,
+    rows_per_put=st.integers(1, 3),
+    expected=st.none() | st.integers(1, 16),
+    has_keys=st.booleans(),
+)
+@examples(200)
+def test_gathered_puts_leave_what_they_leave_one_after_the_other(known, keys, rows_per_put, expected, has_keys):
+    keys = keys[: len(keys) // rows_per_put * rows_per_put]
+    if not keys:
+        return
+    gathered, alone = (partition(expected_samples=expected) for _ in range(2))
+    for target in (gathered, alone):
+        with contextlib.suppress(PartitionSealedError):
+            insert(target, len(known), keys=known)
+    names = {"keys": keys} if has_keys else {}
+    refused = False
+    for first in range(0, len(keys), rows_per_put):
+        some = {name: each[first : first + rows_per_put] for name, each in names.items()}
+        try:
+            insert(alone, rows_per_put, **some)
+        except PartitionSealedError:
+            refused = True
+    if refused:
+        with pytest.raises(PartitionSealedError):
+            insert(gathered, len(keys), rows_per_put=rows_per_put, **names)
+        return
+    insert(gathered, len(keys), rows_per_put=rows_per_put, **names)
+    assert gathered.inserted_count == alone.inserted_count
+    assert gathered.insert_size_gcd == alone.insert_size_gcd
+    assert gathered.sealed == alone.sealed
+
+
+@pytest.mark.parametrize(("versions", "fits"), [([1, 2, 3], True), ([3, 1, 2], True), ([1, 9], False), ([9, 1], False)])
+def test_versions_of_gathered_puts_are_bounded_by_each_other(versions, fits):
+    limit = StalenessLimit(task_name="t", max_versions=2)
+    target = Partition("p", PartitionSettings(staleness_limits=(limit,)))
+    (bound,) = bounds_of(target)
+    entries = [{"version": version} for version in versions]
+    gathered = demand_of(target, new_write(len(versions), ("x",), meta=entries, rows_per_put=1), 8)
+    assert (bound.total(gathered, sum_of([])) <= bound.limit) == fits
+    one_put = demand_of(target, new_write(len(versions), ("x",), meta=entries), 8)
+    assert bound.total(one_put, sum_of([])) <= bound.limit

@@ -1,0 +1,373 @@
+"""Small puts of one client that are sent as one: which go together, and which of their callers sends them.
+
+Puts that are alike form a line. While fewer than two calls of a line are under way, a put that comes is sent at once,
+by its own caller. Else it waits, and the next call takes those that wait then: no timer is involved.
+
+    waiting -- the caller that leads takes it and sends a batch --> sent -- answered --> each has its part
+                                                                      | refused: nothing was written
+                                                                      v
+                                                              each is sent by itself
+
+One caller leads a batch: it sends, with its own deadline. If that is over, or the caller is cancelled, before it is
+known what became of the batch, another one leads, and sends the same bytes under the same id again.
+
+No put of a line waits for capacity at the service, where it would hold up the others: it is refused instead, sent by
+itself, and waits there without a place in the line.
+
+Here is what asyncio and threads share. A `Lines` is of one event loop, or one process, and guarded by its lock, which
+is never held while something is waited for, and never used in a forked child.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any, Final
+
+from tq_service.client.batch_meta import BatchMeta, Namespace, joined
+from tq_service.client.requests import Write, new_id, write_message, written_meta
+from tq_service.client.transport import Deadline, unavailable_until
+from tq_service.errors import (
+    CallCancelledError,
+    DeadlineError,
+    DiskFullError,
+    InternalError,
+    LimitExceededError,
+    PermissionDeniedError,
+    ResourceExhaustedError,
+    TqError,
+    UnauthenticatedError,
+    UnavailableError,
+)
+from tq_service.schema import FieldSpec, Layout
+from tq_service.v1 import commit_pb2
+from tq_service.v1 import controller_service_pb2 as pb
+from tq_service.v1.storage_service_pb2 import PutHeader
+from tq_service.wire.columns import INLINE_BYTES, Column, put_header, stacked
+
+MOST_ROWS: Final = 256
+"""Of one batch. It has at most `INLINE_BYTES` of values, too."""
+
+_MOST_UNDER_WAY: Final = 2
+
+_OUTCOME_UNKNOWN: Final = (UnavailableError, DeadlineError, CallCancelledError, InternalError)
+_NOT_LOOKED_UP: Final = (LimitExceededError, DiskFullError, UnauthenticatedError, PermissionDeniedError)
+"""Errors of calls that were refused before the service looked whether an earlier try had been made."""
+
+
+def seconds_without_capacity(refusal: TqError) -> float | None:
+    """Return for how long there may be no capacity for a put that was refused; None where that is not why it was."""
+    if not isinstance(refusal, ResourceExhaustedError) or isinstance(refusal, _NOT_LOOKED_UP):
+        return None
+    return refusal.retry_after_seconds
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Put:
+    """What one call puts.
+
+    Attributes:
+        kind: the answer, which tells the call: of Commit, which a put of columns includes, or of Insert.
+        columns: of new or existing samples; none: metadata alone.
+        write: the samples.
+        for_existing_rows: whether no sample can be new.
+        return_all_meta: whether the answer has all that is known of the samples.
+        size_bytes: bytes of all values.
+        likeness: what puts that may be sent as one have in common; None: this one is always sent by itself.
+    """
+
+    kind: type[commit_pb2.CommitResponse] | type[pb.InsertResponse] = commit_pb2.CommitResponse
+    columns: Sequence[Column] = ()
+    write: Write
+    for_existing_rows: bool = False
+    return_all_meta: bool = False
+    size_bytes: int = field(init=False)
+    likeness: Hashable | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.size_bytes = sum(column.value_bytes for column in self.columns)
+        self.likeness = self._likeness()
+
+    def _likeness(self) -> Hashable | None:
+        write, metadata = self.write, self.write.metadata
+        is_small = 0 < write.row_count <= MOST_ROWS and self.size_bytes <= INLINE_BYTES
+        if not is_small or not isinstance(write.partition_id, str):
+            return None
+        if any(column.json is not None or not column.present.all() for column in write.meta_columns):
+            return None  # of several types, or removed: such columns depend on the order of writes
+        samples = None
+        if metadata is not None:
+            is_leased = metadata.lease_seconds is not None
+            samples = metadata.incarnation, is_leased and (metadata.task_name, metadata.claim_id)
+        return (
+            self.kind,
+            self.return_all_meta,
+            self.for_existing_rows,
+            write.partition_id,
+            write.row_count,
+            samples,
+            bool(write.key_column),
+            bool(write.group_column),
+            f"{write.key_mode} {write.state} {write.group_size}",  # which may be anything, to be refused
+            tuple((column.name, column.values.dtype.kind) for column in write.meta_columns),
+            tuple(_rows_of(column.spec) for column in self.columns),
+        )
+
+
+def _rows_of(spec: FieldSpec) -> Hashable:
+    """Return what the rows of puts have in common that can be those of one column, see `stacked`."""
+    return (spec.name, spec.dtype, len(spec.row_shape)) if spec.layout is Layout.DENSE and spec.row_shape else spec
+
+
+class JointPut:
+    """One or several puts as they are sent: the same bytes at each try.
+
+    Attributes:
+        kind: the answer.
+        columns: of all puts; none: metadata alone.
+        header: of the put, with the commit in it; where there are no columns with nothing else.
+        request: the commit or insert.
+    """
+
+    def __init__(self, puts: Sequence[Put], *, is_gathered: bool = False) -> None:
+        first = puts[0]
+        self.kind = first.kind
+        self.columns = first.columns if len(puts) == 1 else stacked([put.columns for put in puts])
+        message = write_message([put.write for put in puts], first.write.row_count if is_gathered else 0)
+        self.header = PutHeader()
+        if self.columns:
+            self.header = put_header(
+                new_id(),
+                self.columns,
+                for_existing_rows=first.for_existing_rows,
+                partition_id=message.partition_id,
+                never_waits=is_gathered,
+            )
+        self.request: Any
+        if self.kind is pb.InsertResponse:
+            self.request = pb.InsertRequest(request_id=new_id(), write=message)
+        else:  # where it goes if the storage service is the controller: a copy of it takes long
+            self.request = self.header.commit
+            self.request.request_id = new_id()
+            self.request.return_all_meta = first.return_all_meta
+            self.request.write.MergeFrom(message)
+
+
+class Answered:
+    """What the service answered of one or several puts.
+
+    Args:
+        answer: of the service.
+        namespace: of the client.
+    """
+
+    def __init__(self, answer: Any, namespace: Namespace) -> None:
+        self._written = BatchMeta.from_proto(answer.meta, namespace)
+        all_meta = getattr(answer, "all_meta", ())
+        self._known = joined([BatchMeta.from_proto(part, namespace) for part in all_meta]) if all_meta else None
+
+    def part(self, write: Write, start: int = 0) -> BatchMeta:
+        """Return the samples of one put, of which `start` is the first row."""
+        written, known, rows = self._written, self._known, slice(start, start + write.row_count)
+        if known is not None and known.size > write.row_count:
+            known = known.select_samples(range(known.size)[rows])
+            known = known.select_fields([name for name, is_there in known.produced.items() if is_there.any()])
+        return written_meta(written, known, write, written.indexes[rows])
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """A put of a line, and its caller, who waits.
+
+    Attributes:
+        put: what is put.
+        deadline: of the caller.
+        signal: wakes the caller: an `AsyncSignal` or `Signal`.
+        line: where it is.
+        leads: whether the caller sends the batch, or is about to.
+        batch: what it was sent with, None while it waits.
+        start: its first row there.
+        is_gone: whether the caller waits no more.
+    """
+
+    put: Put
+    deadline: Deadline
+    signal: Any
+    line: Line
+    leads: bool = False
+    batch: Batch | None = None
+    start: int = 0
+    is_gone: bool = False
+
+    def lead(self) -> None:
+        """Have the caller send."""
+        self.leads = True
+        self.signal.set()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it is known what became of the put."""
+        return self.batch is not None and self.batch.is_over
+
+    def answer(self) -> BatchMeta | None:
+        """Return the samples, None where the put is to be sent by itself."""
+        answered = None if self.batch is None else self.batch.answered
+        return None if answered is None else answered.part(self.put.write, self.start)
+
+    def overdue(self) -> TqError:
+        """Return the error of a caller whose deadline is over."""
+        if self.line.failure is not None:
+            return unavailable_until(self.deadline, self.line.failure)
+        timeout = f"{self.deadline.timeout:g} s"
+        if self.batch is None:
+            return DeadlineError(f"the put was not sent within {timeout}, behind others that were not answered")
+        return DeadlineError(f"the put was not answered within {timeout}; it may be made all the same")
+
+
+@dataclass(slots=True, eq=False)
+class Batch:
+    """Puts that are sent as one.
+
+    Attributes:
+        members: the puts, in the order of their rows.
+        waiting: those whose callers wait.
+        joint: as they are sent; None until then.
+        answered: what the service answered; None where it refused them, so that each is sent by itself.
+        is_over: whether it has.
+        may_be_made: whether what became of an earlier try is not known.
+    """
+
+    members: Sequence[Member]
+    waiting: set[Member]
+    joint: JointPut | None = None
+    answered: Answered | None = None
+    is_over: bool = False
+    may_be_made: bool = False
+
+    def note(self, failure: TqError) -> None:
+        """Note why a try failed."""
+        if isinstance(failure, UnavailableError):
+            self.members[0].line.failure = failure
+        self.may_be_made |= isinstance(failure, _OUTCOME_UNKNOWN)
+
+    def is_refused_by(self, failure: TqError) -> bool:
+        """Whether nothing was written by a try that failed, nor by those before it."""
+        kinds = (*_OUTCOME_UNKNOWN, *_NOT_LOOKED_UP) if self.may_be_made else _OUTCOME_UNKNOWN
+        return not isinstance(failure, kinds)
+
+
+@dataclass(slots=True, eq=False)
+class Line:
+    """Puts that are alike.
+
+    Attributes:
+        likeness: what they have in common.
+        waiting: those that were not sent yet, in order of arrival.
+        leader: of these, the one whose caller is about to send.
+        batches: those that are under way.
+        failure: why the service is unavailable; None: it is not.
+    """
+
+    likeness: Hashable
+    waiting: deque[Member] = field(default_factory=deque)
+    leader: Member | None = None
+    batches: set[Batch] = field(default_factory=set)
+    failure: UnavailableError | None = None
+
+
+class Lines:
+    """The lines of the callers of one event loop, or of one process."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lines: dict[Hashable, Line] = {}
+
+    def join(self, likeness: Hashable, put: Put, deadline: Deadline, signal: Any) -> Member:
+        """Have a put wait with those that are alike. Its caller leads unless it is to wait, and calls `leave` last."""
+        with self._lock:
+            line = self._lines.get(likeness)
+            if line is None:
+                line = self._lines[likeness] = Line(likeness)
+            member = Member(put, deadline, signal, line)
+            line.waiting.append(member)
+            self._go_on(line)
+        return member
+
+    def take(self, leader: Member) -> Batch:
+        """Return the batch of a caller that leads: that which another one has left, or a new one of those that wait."""
+        with self._lock:
+            if leader.batch is not None:
+                leader.batch.may_be_made = True
+                return leader.batch
+            line, put = leader.line, leader.put
+            waiting = line.waiting
+            # Half of the line, so that the service works on one half while the other one is encoded.
+            most = (len(waiting) + sum(len(batch.members) for batch in line.batches) + 1) // 2
+            waiting.remove(leader)
+            members, size_bytes = [leader], put.size_bytes
+            while waiting and len(members) < min(most, MOST_ROWS // put.write.row_count):
+                size_bytes += waiting[0].put.size_bytes
+                if size_bytes > INLINE_BYTES:
+                    break
+                members.append(waiting.popleft())
+            batch = Batch(members, set(members))
+            for position, member in enumerate(members):
+                member.batch, member.start = batch, position * put.write.row_count
+            line.batches.add(batch)
+            line.leader = None
+            self._go_on(line)
+        return batch
+
+    def end(self, batch: Batch, answered: Answered | None) -> None:
+        """Note what the service has answered, None for a refusal, and wake all callers."""
+        with self._lock:
+            line = batch.members[0].line
+            line.failure = None
+            batch.answered = answered
+            for member in batch.waiting:
+                member.signal.set()
+            self._end(line, batch)
+
+    def leave(self, member: Member) -> None:
+        """End the wait of a caller; if it led, and what became of its batch is not known, another one leads."""
+        with self._lock:
+            line, batch = member.line, member.batch
+            member.is_gone = True
+            if batch is None:
+                line.waiting.remove(member)
+                if line.leader is member:
+                    line.leader = None
+                self._go_on(line)
+            elif not batch.is_over:
+                batch.waiting.discard(member)
+                if not batch.waiting:
+                    self._end(line, batch)
+                elif member.leads:
+                    _latest(batch.waiting).lead()
+
+    def gathered(self) -> list[Member]:
+        """Return the puts that were not sent yet."""
+        with self._lock:
+            return [member for line in self._lines.values() for member in line.waiting]
+
+    def _end(self, line: Line, batch: Batch) -> None:
+        batch.is_over = True
+        line.batches.discard(batch)
+        self._go_on(line)
+
+    def _go_on(self, line: Line) -> None:
+        """Have one of those that wait send, if fewer than two calls are under way; forget a line that is empty."""
+        if line.waiting:
+            if line.leader is None and len(line.batches) < _MOST_UNDER_WAY:
+                line.leader = _latest(islice(line.waiting, MOST_ROWS))
+                line.leader.lead()
+        elif not line.batches:
+            self._lines.pop(line.likeness, None)
+
+
+def _latest(members: Iterable[Member]) -> Member:
+    """Return whose deadline is the last."""
+    return max(members, key=lambda member: member.deadline.at)
