@@ -32,6 +32,7 @@ from tq_service.errors import FieldMismatchError, InvalidArgumentError
 from tq_service.schema import DTYPE_SIZES, Encoding, FieldSpec, Layout, check_range
 from tq_service.v1 import metadata_pb2
 from tq_service.v1.storage_service_pb2 import GetHeader, GetResponse, PutHeader, PutRequest
+from tq_service.wire.device import DeviceBytes, copied, to_cpu
 from tq_service.wire.metadata import ENCODINGS, LAYOUTS, decode_spec, encode_spec, encode_varint
 
 Bytes = NDArray[np.uint8]
@@ -63,6 +64,11 @@ def is_tensor_type(kind: type) -> bool:
     """Whether values of this type are torch tensors."""
     torch = loaded_torch()
     return torch is not None and issubclass(kind, torch.Tensor)
+
+
+def is_on_device(tensor: Any) -> bool:
+    """Whether the bytes of a tensor are on a CUDA device."""
+    return bool(tensor.device.type == "cuda")
 
 
 def subclass_problem(tensor: Any) -> str:
@@ -97,6 +103,8 @@ def dtype_name(dtype: Any, what: str) -> str:
 
 def tensor_bytes(tensor: Any) -> memoryview:
     """Return the values of a tensor as bytes in row-major order: a view if it is contiguous and on the CPU."""
+    if is_on_device(tensor):
+        return copied(DeviceBytes.of(tensor))
     plain = tensor.detach()
     if plain.device.type != "cpu":
         plain = plain.cpu()
@@ -107,6 +115,11 @@ def tensor_bytes(tensor: Any) -> memoryview:
     # Not reshape: a single value counts as contiguous with any stride, which view does not accept.
     view: memoryview = plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy().data
     return view
+
+
+def on_cpu(tensor: Any) -> Any:
+    """Return a tensor, without its gradient, on the CPU."""
+    return to_cpu(tensor) if is_on_device(tensor) else tensor.detach().cpu()
 
 
 def array_bytes(array: NDArray[Any]) -> memoryview:

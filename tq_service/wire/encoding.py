@@ -19,6 +19,7 @@ from tq_service.wire.columns import (
     dtype_name,
     is_tensor,
     is_tensor_type,
+    on_cpu,
     subclass_problem,
     tensor_bytes,
 )
@@ -237,7 +238,7 @@ def _encode_nested(name: str, values: Any) -> Column:
         except RuntimeError as error:
             raise _inconsistent(name, nested) from error
         return _encode_rows(name, rows, (ragged_dim,))
-    offsets = nested.offsets().cpu().numpy().astype(np.int64, copy=False)
+    offsets = on_cpu(nested.offsets()).numpy().astype(np.int64, copy=False)
     if offsets[0] < 0 or offsets[-1] > nested.values().shape[0] or (offsets[1:] < offsets[:-1]).any():
         raise _inconsistent(name, nested)
     packed = nested.values()[int(offsets[0]) : int(offsets[-1])]
@@ -408,7 +409,7 @@ def _concatenate(rows: list[Any]) -> Any:
         return np.concatenate(flat)
     torch = sys.modules["torch"]
     with torch.no_grad():
-        return torch.cat(flat if len({row.device for row in flat}) == 1 else [row.cpu() for row in flat])
+        return torch.cat(flat if len({row.device for row in flat}) == 1 else list(map(on_cpu, flat)))
 
 
 def _encode_objects(name: str, values: Sequence[Any], kinds: set[type]) -> Column:

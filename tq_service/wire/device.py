@@ -1,0 +1,491 @@
+"""Tensors on a CUDA device: their bytes to the host and back, through pinned memory, beside the caller's kernels.
+
+::
+
+    down    caller's stream ── event ──> copy stream ── a pinned block ── event ──> the thread that sends the block
+    up      pinned memory ──> copy stream ── one arena on the device ── event ──> the caller's stream
+
+A copy waits for one event of the caller's stream, and the caller's stream for one event of the copy: neither the device
+nor a stream is waited for as a whole. Pages that the driver has not pinned are copied several times slower, through
+pages of its own; so what is copied lies in pinned memory, of which a process has `TQ_PINNED_BYTES` at most. Where there
+is none left, or the system refuses to pin, pageable memory takes its place.
+
+Torch is imported only once a tensor is on a device, or a device is named.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import sys
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tq_service.errors import InvalidArgumentError
+from tq_service.log_message import LogMessage
+
+if TYPE_CHECKING:
+    import torch
+
+    Device: TypeAlias = torch.device
+    Tensor: TypeAlias = torch.Tensor
+
+T = TypeVar("T")
+Bytes: TypeAlias = NDArray[np.uint8]
+_log = logging.getLogger(__name__)
+
+LIMIT_VARIABLE: Final = "TQ_PINNED_BYTES"
+_DEFAULT_LIMIT_BYTES: Final = 1 << 30
+# Copied in a fraction of a millisecond, so that a transfer begins soon, and in which the cost of a call is not felt.
+_BLOCK_BYTES: Final = 8 << 20
+_GRAIN_BYTES: Final = 2 << 20  # a huge page
+# A block may be this much larger than what is asked for: batches are of like size, not of the same.
+_MOST_SLACK: Final = 1.25
+
+
+class Event(Protocol):
+    """A point in the work of a stream."""
+
+    def query(self) -> bool:
+        """Return whether the stream has reached it."""
+        ...
+
+    def synchronize(self) -> None:
+        """Block this thread until the stream has reached it."""
+        ...
+
+
+class Stream(Protocol):
+    """Work of a device, done in order."""
+
+    def wait_event(self, event: Any) -> None:
+        """Do what follows only after an event of another stream."""
+        ...
+
+
+class Accelerator(Protocol):
+    """What is used of `torch.cuda`; tests have another one, which works without a device."""
+
+    def find(self, name: Any) -> Device:
+        """Return the device of a name, with its index; InvalidArgumentError if there is none."""
+        ...
+
+    def current_stream(self, device: Device) -> Stream:
+        """Return the current stream of this thread."""
+        ...
+
+    def side_streams(self) -> list[Stream]:
+        """Return the current streams of this thread that are not the default streams of their devices."""
+        ...
+
+    def new_stream(self, device: Device) -> Stream:
+        """Return a new stream."""
+        ...
+
+    def using(self, stream: Stream) -> AbstractContextManager[Any]:
+        """Make it the current stream of this thread within a `with`."""
+        ...
+
+    def record(self, stream: Stream) -> Event:
+        """Return the event of all that the stream was given so far."""
+        ...
+
+    def empty(self, size: int, device: Device, stream: Stream) -> Tensor:
+        """Return bytes on the device, first used by the stream; torch's OutOfMemoryError if there are none left."""
+        ...
+
+    def copy(self, target: Tensor, source: Tensor, stream: Stream) -> None:
+        """Have the stream copy bytes of the host to a device, or back."""
+        ...
+
+    def used_by(self, tensor: Tensor, stream: Stream) -> None:
+        """Keep the memory of a tensor, once it is freed, until the stream has done what it was given before."""
+        ...
+
+    def register(self, address: int, size: int, device: Device) -> bool:
+        """Pin memory of this process; return whether the system granted it."""
+        ...
+
+    def unregister(self, address: int, device: Device) -> None:
+        """Unpin memory."""
+        ...
+
+
+def _torch() -> Any:
+    import torch  # noqa: PLC0415  (torch is optional and slow to import)
+
+    return torch
+
+
+class _Cuda:
+    """`torch.cuda`."""
+
+    def find(self, name: Any) -> Device:
+        torch = _torch()
+        try:
+            device: Device = torch.device(name)
+        except (RuntimeError, TypeError) as error:
+            raise InvalidArgumentError(
+                f"device is {name!r}; expected one such as 'cuda:0'. Torch says: {error}", field="device"
+            ) from None
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if device.type != "cuda" or (device.index or 0) >= count:
+            raise InvalidArgumentError(
+                f"device is {name!r}; expected 'cpu' or one of the {count} CUDA devices that torch sees, 'cuda:0' on. "
+                "Get the data without it, and move it",
+                field="device",
+            )
+        return device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
+
+    def current_stream(self, device: Device) -> Stream:
+        stream: Stream = _torch().cuda.current_stream(device)
+        return stream
+
+    def side_streams(self) -> list[Stream]:
+        cuda = getattr(sys.modules.get("torch"), "cuda", None)
+        if cuda is None or not cuda.is_initialized():
+            return []
+        streams = map(cuda.current_stream, range(cuda.device_count()))
+        return [stream for stream in streams if stream != cuda.default_stream(stream.device)]
+
+    def new_stream(self, device: Device) -> Stream:
+        stream: Stream = _torch().cuda.Stream(device)
+        return stream
+
+    def using(self, stream: Any) -> AbstractContextManager[Any]:
+        context: AbstractContextManager[Any] = _torch().cuda.stream(stream)
+        return context
+
+    def record(self, stream: Any) -> Event:
+        event: Event = stream.record_event(_torch().cuda.Event(blocking=True))  # a thread that waits for it sleeps
+        return event
+
+    def empty(self, size: int, device: Device, stream: Stream) -> Tensor:
+        torch = _torch()
+        with self.using(stream):
+            values: Tensor = torch.empty(size, dtype=torch.uint8, device=device)
+        return values
+
+    def copy(self, target: Tensor, source: Tensor, stream: Stream) -> None:
+        with self.using(stream):
+            target.copy_(source, non_blocking=True)
+
+    def used_by(self, tensor: Tensor, stream: Any) -> None:
+        tensor.record_stream(stream)
+
+    def register(self, address: int, size: int, device: Device) -> bool:
+        torch = _torch()
+        with torch.cuda.device(device):  # else the driver would make a context on the first device, too
+            if int(torch.cuda.cudart().cudaHostRegister(address, size, 0)) == 0:
+                return True
+            # The driver keeps the error for the next kernel of this thread, which would raise it: let it be this one.
+            with suppress(RuntimeError):
+                torch.zeros(1, device=device)
+        return False
+
+    def unregister(self, address: int, device: Device) -> None:
+        torch = _torch()
+        with torch.cuda.device(device):
+            torch.cuda.cudart().cudaHostUnregister(address)
+
+
+accelerator: Accelerator = _Cuda()
+
+
+def find_device(name: Any) -> Device | None:
+    """Return the device of a name, with its index; None for the CPU.
+
+    Raises:
+        InvalidArgumentError: there is no such device, or no torch.
+    """
+    if name is None or str(name) == "cpu":
+        return None
+    try:
+        return accelerator.find(name)
+    except ImportError:
+        raise InvalidArgumentError(
+            f"device is {name!r}, and torch is not installed; expected None. Install tq-service[data]", field="device"
+        ) from None
+
+
+def on_these_streams(work: Callable[[], T]) -> Callable[[], T]:
+    """Return the same work for another thread, where the streams are current that are current in this one."""
+    streams = accelerator.side_streams()
+    if not streams:
+        return work
+
+    def on_streams() -> T:
+        with ExitStack() as stack:
+            for stream in streams:
+                stack.enter_context(accelerator.using(stream))
+            return work()
+
+    return on_streams
+
+
+class Registration:
+    """Memory that is pinned until this object is gone; the mapping outlives it."""
+
+    __slots__ = ("__weakref__", "mapping")
+
+    def __init__(self, mapping: mmap.mmap) -> None:
+        self.mapping = mapping
+
+
+class PinnedMemory:
+    """Pins memory up to a limit: blocks of its own, which are used again, and mappings of others.
+
+    May be used by several threads. What garbage collection ends, at any point of any thread, only appends to a deque.
+
+    Args:
+        limit_bytes: most bytes together; None: `TQ_PINNED_BYTES`, then 1 GiB.
+    """
+
+    def __init__(self, limit_bytes: int | None = None) -> None:
+        self._limit = limit_bytes
+        self._lock = threading.Lock()  # of all below
+        self._ranges: dict[int, int] = {}  # the size of what is pinned, by its address
+        self._idle: list[Registration] = []
+        self._returned: deque[Registration] = deque()
+        self._unpinned: deque[int] = deque()
+        self._in_use: list[tuple[Event, Sequence[Any]]] = []
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes that are pinned."""
+        with self._lock:
+            self._tidy()
+            return sum(self._ranges.values())
+
+    def _limit_bytes(self) -> int:
+        if self._limit is None:
+            text = os.environ.get(LIMIT_VARIABLE) or str(_DEFAULT_LIMIT_BYTES)
+            if not text.isdecimal():
+                raise InvalidArgumentError(f"{LIMIT_VARIABLE} is {text!r}; expected a number of bytes. 0 pins none")
+            self._limit = int(text)
+        return self._limit
+
+    def take(self, size: int, device: Device) -> Bytes:
+        """Return an array of `size` bytes, pinned if possible; what they are is not defined.
+
+        Its memory is used again once neither it nor a view of it is left.
+        """
+        while size:
+            with self._lock:
+                self._tidy()
+                block = self._reused(size) or self._new(size, device)
+                waited_for = self._in_use[0][0] if block is None and self._in_use else None
+            if block is not None:
+                array: Bytes = np.frombuffer(block.mapping, np.uint8, size)
+                weakref.finalize(array, self._returned.append, block).atexit = False
+                return array
+            if waited_for is None:
+                break
+            waited_for.synchronize()
+        return np.empty(size, np.uint8)
+
+    def _reused(self, size: int) -> Registration | None:
+        most = size * _MOST_SLACK + _GRAIN_BYTES
+        found = next((block for block in self._idle if size <= len(block.mapping) <= most), None)
+        if found is not None:
+            self._idle.remove(found)
+        return found
+
+    def _new(self, size: int, device: Device) -> Registration | None:
+        size = -(-size // _GRAIN_BYTES) * _GRAIN_BYTES
+        if size > self._limit_bytes():
+            return None
+        while self._idle and self._is_over(size):
+            del self._idle[0]  # the one that is unused for longest
+            self._tidy()
+        if self._is_over(size):
+            return None
+        mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+        return self._register(mapping, device)
+
+    def _is_over(self, size: int) -> bool:
+        return sum(self._ranges.values()) + size > self._limit_bytes()
+
+    def register(self, mapping: mmap.mmap, device: Device) -> Registration | None:
+        """Pin a shared mapping of the caller until what is returned is gone; None where it stays pageable.
+
+        Not a private mapping of a file, which is copied whole by that, nor memory that is to be sealed, which fails.
+        """
+        with self._lock:
+            self._tidy()
+            return None if self._is_over(len(mapping)) else self._register(mapping, device)
+
+    def _register(self, mapping: mmap.mmap, device: Device) -> Registration | None:
+        address, size = np.frombuffer(mapping, np.uint8).ctypes.data, len(mapping)
+        if not accelerator.register(address, size, device):
+            self._limit = sum(self._ranges.values())  # it is not tried again
+            _log.warning(
+                LogMessage(
+                    "memory could not be pinned; copies to and from the device are slower", bytes=size, kept=self._limit
+                )
+            )
+            return None
+        self._ranges[address] = size
+        registration = Registration(mapping)
+        # The finalizer has the mapping, which is therefore unmapped after it.
+        unpin = partial(accelerator.unregister, address, device)
+        weakref.finalize(registration, _unpin, self._unpinned, address, unpin, mapping).atexit = False
+        return registration
+
+    def _tidy(self) -> None:
+        """Take note of what has come back, was unpinned, or is no longer in use."""
+        self._in_use = [(event, things) for event, things in self._in_use if not event.query()]
+        while self._returned:
+            self._idle.append(self._returned.popleft())
+        while self._unpinned:
+            del self._ranges[self._unpinned.popleft()]
+
+    def keep(self, event: Event, *things: Any) -> None:
+        """Keep things that a stream reads or writes until it has reached an event."""
+        with self._lock:
+            self._in_use.append((event, things))
+
+    def tidy(self) -> None:
+        """Let go of what no stream uses any more."""
+        with self._lock:
+            self._tidy()
+
+    def base_of(self, array: Bytes) -> int | None:
+        """Return the address of the pinned memory in which an array lies; None where it is pageable."""
+        with self._lock:
+            self._tidy()
+            start = array.ctypes.data
+            found = (base for base, size in self._ranges.items() if base <= start and start + array.size <= base + size)
+            return next(found, None)
+
+
+def _unpin(unpinned: deque[int], address: int, unpin: Callable[[], None], _mapping: mmap.mmap) -> None:
+    unpinned.append(address)
+    unpin()
+
+
+# Of this process, as the memory is; and its streams, which copy beside the kernels of callers.
+PINNED: Final = PinnedMemory()
+_streams: dict[tuple[Accelerator, Device, str], Stream] = {}
+
+
+def _copy_stream(device: Device, direction: str) -> Stream:
+    key = accelerator, device, direction
+    # Threads that race make two streams, and all use the first one stored.
+    return _streams.get(key) or _streams.setdefault(key, accelerator.new_stream(device))
+
+
+class DeviceBytes:
+    """The bytes of a tensor on a device, in row-major order, which are copied down where they are sent.
+
+    A slice is a part of them.
+    """
+
+    __slots__ = ("_ready", "_values")
+
+    def __init__(self, values: Tensor, ready: Event) -> None:
+        self._values = values
+        self._ready = ready
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> DeviceBytes:
+        """Return the bytes that a tensor has once the current stream has done what it was given so far."""
+        torch = _torch()
+        plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+        # Not reshape: a single value counts as contiguous with any stride, which view does not accept.
+        values = plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
+        return cls(values, accelerator.record(accelerator.current_stream(plain.device)))
+
+    def __len__(self) -> int:
+        return int(self._values.numel())
+
+    def __getitem__(self, part: slice) -> DeviceBytes:
+        return DeviceBytes(self._values[part], self._ready)
+
+    def begin(self) -> _Copy:
+        """Begin to copy them into one block."""
+        torch = _torch()
+        device = self._values.device
+        # Waited for here and not by the stream, where copies of other callers would wait as well.
+        self._ready.synchronize()
+        block, stream = PINNED.take(_BLOCK_BYTES, device)[: len(self)], _copy_stream(device, "down")
+        accelerator.copy(torch.from_numpy(block), self._values, stream)
+        event = accelerator.record(stream)
+        PINNED.keep(event, block, self._values)
+        return _Copy(block, event)
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """Bytes that are on their way to the host."""
+
+    block: Bytes
+    event: Event
+
+    def finish(self) -> memoryview:
+        """Wait for them."""
+        self.event.synchronize()
+        PINNED.tidy()
+        return self.block.data
+
+
+Chunk: TypeAlias = memoryview | DeviceBytes
+"""Bytes of a column, on the host or on a device."""
+
+
+def on_host(chunks: Iterable[Chunk]) -> Iterator[list[memoryview]]:
+    """Yield the bytes of chunks in their order, on the host, while those that come next are copied down.
+
+    Drop what was yielded before the next is asked for: its memory is used again then.
+    """
+    here: list[memoryview] = []
+    under_way: deque[_Copy] = deque()
+    for chunk in chunks:
+        if isinstance(chunk, memoryview):
+            while under_way:
+                yield [under_way.popleft().finish()]
+            here.append(chunk)
+            continue
+        if here:
+            yield here
+            here = []
+        for start in range(0, len(chunk), _BLOCK_BYTES):
+            under_way.append(chunk[start : start + _BLOCK_BYTES].begin())
+            if len(under_way) > 1:
+                yield [under_way.popleft().finish()]
+    while under_way:
+        yield [under_way.popleft().finish()]
+    if here:
+        yield here
+
+
+def copied(chunk: DeviceBytes) -> memoryview:
+    """Return bytes of a device in memory of the host that is the caller's."""
+    data, filled = np.empty(len(chunk), np.uint8), 0
+    for (view,) in on_host([chunk]):
+        data[filled : filled + len(view)] = view
+        filled += len(view)
+    return data.data
+
+
+def to_cpu(tensor: Tensor) -> Tensor:
+    """Return the values of a tensor on a device as a contiguous one on the CPU."""
+    torch = _torch()
+    data = copied(DeviceBytes.of(tensor))
+    if not len(data):
+        empty: Tensor = torch.empty(tensor.shape, dtype=tensor.dtype)
+        return empty
+    values: Tensor = torch.frombuffer(data, dtype=tensor.dtype).reshape(tensor.shape)
+    return values
