@@ -79,6 +79,13 @@ def test_each_kind_of_column_is_that_of_the_same_tensors_on_the_host(stand_in: S
         assert host_bytes(column) == host_bytes(expected), name
 
 
+def test_rows_on_a_device_are_put_together_there(stand_in: StandIn) -> None:
+    rows = [stand_in.put(torch.full((40_000,), number)) for number in range(50)]
+    column = encoded(x=rows)
+    host_bytes(column)
+    assert len([what for what, _ in stand_in.log if what == "down"]) == -(-column.value_bytes // (8 << 20))
+
+
 def test_pinned_memory_is_bounded_and_used_again(stand_in: StandIn) -> None:
     values = torch.arange(3 << 20)  # 24 MiB
     for _ in range(5):

@@ -11,7 +11,7 @@ makes them, as in psycopg. Things in which the two differ are here in two forms 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -45,8 +45,11 @@ from tq_service.wire.columns import (
     WAITING_BYTES,
     Column,
     FrameParts,
+    SourceColumn,
+    columns_on_host,
     decode_get_response,
     encode_part,
+    is_on_host,
     iter_frames,
     keep_frame_buffers,
 )
@@ -271,6 +274,10 @@ class PutCall:
             self._stream.cancel()
 
 
+def _chunks_of(columns: Sequence[Column]) -> Iterator[memoryview]:
+    return (chunk for column in columns for chunk in column.chunks)
+
+
 class _GrpcSteps:
     """The steps of puts and gets on one channel, and the unary calls of its storage service as `storage`.
 
@@ -314,10 +321,10 @@ class _GrpcSteps:
         self._link.close()
         self._bulk.close()
 
-    def _putting(self, header: PutHeader, columns: Sequence[Column], deadline: Deadline) -> Steps[PutResponse]:
+    def _putting(self, header: PutHeader, columns: Sequence[SourceColumn], deadline: Deadline) -> Steps[PutResponse]:
         keep_frame_buffers()
         if header.size_bytes <= INLINE_BYTES:
-            values = b"".join(chunk for column in columns for chunk in column.chunks)
+            values = b"".join(_chunks_of((yield from self._on_host(columns))))
             request = PutInlineRequest(header=header, values=values)
             if request.ByteSize() < PART_BYTES:
                 try:
@@ -343,11 +350,18 @@ class _GrpcSteps:
                 elif send_as.ticket is not None:
                     yield partial(self._in_thread, self._bulk.send, send_as.ticket, columns, deadline.remaining)
                 else:
-                    yield partial(call.send, iter_frames(chunk for column in columns for chunk in column.chunks))
+                    host_columns = yield from self._on_host(columns)
+                    yield partial(call.send, iter_frames(_chunks_of(host_columns)))
                 put = yield call.answer
                 return put
             finally:
                 call.cancel()
+
+    def _on_host(self, columns: Sequence[SourceColumn]) -> Steps[Sequence[Column]]:
+        if is_on_host(columns):
+            return columns
+        copied: list[Column] = yield partial(self._in_thread, columns_on_host, columns)
+        return copied
 
     def _getting(
         self, request: GetRequest, row_count: int, deadline: Deadline, size_bytes: int | None
@@ -424,7 +438,7 @@ class AsyncGrpcDriver(_GrpcSteps):
     _iter = staticmethod(aiter)
     _next = staticmethod(anext)
 
-    async def put(self, header: PutHeader, columns: Sequence[Column], deadline: Deadline) -> PutResponse:
+    async def put(self, header: PutHeader, columns: Sequence[SourceColumn], deadline: Deadline) -> PutResponse:
         """Store a put, see `AsyncDriver`."""
         return await async_run(self._putting(header, columns, deadline))
 
@@ -443,7 +457,7 @@ class GrpcDriver(_GrpcSteps):
     _iter = staticmethod(iter)
     _next = staticmethod(next)
 
-    def put(self, header: PutHeader, columns: Sequence[Column], deadline: Deadline) -> PutResponse:
+    def put(self, header: PutHeader, columns: Sequence[SourceColumn], deadline: Deadline) -> PutResponse:
         """Store a put, see `AsyncDriver`."""
         return run(self._putting(header, columns, deadline))
 

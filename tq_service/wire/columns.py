@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial, reduce
 from importlib.util import find_spec
 from types import ModuleType
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, TypeGuard, TypeVar
 
 import numpy as np
 from google.protobuf.message import DecodeError
@@ -32,10 +32,11 @@ from tq_service.errors import FieldMismatchError, InvalidArgumentError
 from tq_service.schema import DTYPE_SIZES, Encoding, FieldSpec, Layout, check_range
 from tq_service.v1 import metadata_pb2
 from tq_service.v1.storage_service_pb2 import GetHeader, GetResponse, PutHeader, PutRequest
-from tq_service.wire.device import DeviceBytes, copied, to_cpu
+from tq_service.wire.device import Chunk, DeviceBytes, copied, to_cpu
 from tq_service.wire.metadata import ENCODINGS, LAYOUTS, decode_spec, encode_spec, encode_varint
 
 Bytes = NDArray[np.uint8]
+C = TypeVar("C", memoryview, Chunk)
 
 _NUMPY_NAMES: Final = frozenset({
     "bool", "uint8", "int8", "uint16", "int16", "float16", "uint32", "int32", "float32",
@@ -245,14 +246,41 @@ class ColumnShape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Column(ColumnShape):
-    """A column with its bytes.
+class SourceColumn(ColumnShape):
+    """A column of a put, with its bytes.
 
     Attributes:
-        chunks: the bytes of the values in row order, views on the caller's tensors where possible.
+        chunks: the bytes of the values in row order, views on the caller's tensors where possible. Those on a device
+            are copied down where `on_host` goes over them.
     """
 
+    chunks: tuple[Chunk, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Column(SourceColumn):
+    """A column with its bytes, none of them on a device."""
+
     chunks: tuple[memoryview, ...]
+
+
+def is_on_host(columns: Sequence[SourceColumn]) -> TypeGuard[Sequence[Column]]:
+    """Whether no bytes of the columns are on a device."""
+    return not any(isinstance(chunk, DeviceBytes) for column in columns for chunk in column.chunks)
+
+
+def columns_on_host(columns: Sequence[SourceColumn]) -> list[Column]:
+    """Return the columns with all bytes on the host; waits for those that are copied down."""
+    return [
+        Column(
+            spec=column.spec,
+            row_count=column.row_count,
+            extents=column.extents,
+            value_bytes=column.value_bytes,
+            chunks=tuple(copied(chunk) if isinstance(chunk, DeviceBytes) else chunk for chunk in column.chunks),
+        )
+        for column in columns
+    ]
 
 
 def columns_digest(columns: Sequence[ColumnShape]) -> bytes:
@@ -553,8 +581,8 @@ decode_get_response: Final[Callable[[bytes], GetHeader | memoryview | Garbled]] 
 
 
 def iter_frames(
-    chunks: Iterable[memoryview], frame_bytes: int = DEFAULT_FRAME_BYTES, most_parts: int | None = MOST_FRAME_PARTS
-) -> Iterator[list[memoryview]]:
+    chunks: Iterable[C], frame_bytes: int = DEFAULT_FRAME_BYTES, most_parts: int | None = MOST_FRAME_PARTS
+) -> Iterator[list[C]]:
     """Cut chunks into frames of `frame_bytes`, the last one shorter: large chunks are cut, small ones put together.
 
     Args:
@@ -567,7 +595,7 @@ def iter_frames(
     """
     if frame_bytes <= 0:
         raise InvalidArgumentError(f"frame_bytes is {frame_bytes}; expected at least 1", field="frame_bytes")
-    parts: list[memoryview] = []
+    parts: list[C] = []
     capacity = frame_bytes
     for chunk in chunks:
         start, end = 0, len(chunk)

@@ -26,7 +26,8 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 
 from tq_service.errors import InvalidArgumentError
-from tq_service.wire.columns import Bytes, Column, iter_frames
+from tq_service.wire.columns import Bytes, SourceColumn, iter_frames
+from tq_service.wire.device import Chunk, on_host
 
 _MAP_FAILED: Final = ctypes.c_void_p(-1).value
 _MAP_FIXED: Final = 0x10
@@ -144,7 +145,7 @@ def segment_bytes(size: int) -> int:
     return max(_SEGMENT_BYTES, -(-size // (_MOST_SEGMENTS * _GRAIN_BYTES)) * _GRAIN_BYTES)
 
 
-def write_columns(columns: Sequence[Column]) -> list[int]:
+def write_columns(columns: Sequence[SourceColumn]) -> list[int]:
     """Return the file descriptors of new, sealed memory that has the columns as `place_columns` says.
 
     Raises:
@@ -170,7 +171,7 @@ def write_columns(columns: Sequence[Column]) -> list[int]:
     return fds
 
 
-def _placed(columns: Sequence[Column]) -> Iterator[memoryview]:
+def _placed(columns: Sequence[SourceColumn]) -> Iterator[Chunk]:
     """Yield the bytes of columns and, as `place_columns` says, what is between them.
 
     All is written: a file that is made longer has a hole, which `check` refuses.
@@ -180,9 +181,15 @@ def _placed(columns: Sequence[Column]) -> Iterator[memoryview]:
         yield memoryview(bytes(-column.value_bytes % _ALIGNMENT_BYTES))
 
 
-def _fill(fd: int, parts: Sequence[memoryview]) -> None:
+def _fill(fd: int, parts: Sequence[Chunk]) -> None:
     """Write a memfd and seal it."""
-    waiting, first = list(parts), 0
+    for views in on_host(parts):
+        _write(fd, views)
+    _seal(fd)
+
+
+def _write(fd: int, views: Sequence[memoryview]) -> None:
+    waiting, first = list(views), 0
     while first < len(waiting):
         written = os.writev(fd, waiting[first : first + _MOST_BUFFERS_OF_A_WRITE])
         while first < len(waiting) and written >= len(waiting[first]):
@@ -190,7 +197,6 @@ def _fill(fd: int, parts: Sequence[memoryview]) -> None:
             first += 1
         if written:
             waiting[first] = waiting[first][written:]
-    _seal(fd)
 
 
 def _seal(fd: int) -> None:

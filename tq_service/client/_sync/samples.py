@@ -43,7 +43,7 @@ from tq_service.v1 import commit_pb2
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1.metadata_pb2 import MetaColumn
 from tq_service.v1.storage_service_pb2 import PutHeader
-from tq_service.wire.columns import Column, put_header
+from tq_service.wire.columns import SourceColumn, put_header
 from tq_service.wire.encoding import encode_columns, has_lists
 from tq_service.wire.messages import read_message, to_duration
 from tq_service.wire.metadata import encode_meta_columns
@@ -133,7 +133,7 @@ class SampleCalls(Base):
         full_name = partition_of(self._namespace, partition_id, metadata)
         known = {} if metadata is None else {spec.name: spec for spec in metadata.fields}
 
-        def encode() -> tuple[Sequence[Column], PutHeader, BatchMeta]:
+        def encode() -> tuple[Sequence[SourceColumn], PutHeader, BatchMeta]:
             columns = encode_columns(data, known) if data is not None else []
             for column in columns:
                 if metadata is not None and column.row_count != metadata.size:
@@ -199,7 +199,7 @@ class SampleCalls(Base):
             return {}
 
     def _put_columns(
-        self, header: PutHeader, request: commit_pb2.CommitRequest, columns: Sequence[Column], deadline: Deadline
+        self, header: PutHeader, request: commit_pb2.CommitRequest, columns: Sequence[SourceColumn], deadline: Deadline
     ) -> commit_pb2.CommitResponse:
         """Put columns and commit them, all again where a service is unavailable in the middle."""
         loss_count = 0
@@ -220,7 +220,7 @@ class SampleCalls(Base):
         return self._calls.retried(attempt, deadline)
 
     def _put_where_placed(
-        self, header: PutHeader, request: commit_pb2.CommitRequest, columns: Sequence[Column], deadline: Deadline
+        self, header: PutHeader, request: commit_pb2.CommitRequest, columns: Sequence[SourceColumn], deadline: Deadline
     ) -> commit_pb2.CommitResponse:
         place = self._placement.place(header.size_bytes)
         if place is None:

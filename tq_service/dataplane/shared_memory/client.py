@@ -22,7 +22,7 @@ from tq_service.errors import TqError, UnavailableError
 from tq_service.internal.v1.shared_memory_pb2 import Hello, ReceiveFds, SendFds, SharedMemoryAnswer, SharedMemoryRequest
 from tq_service.v1.storage_service_pb2 import StatResponse
 from tq_service.wire import shared_memory
-from tq_service.wire.columns import Column
+from tq_service.wire.columns import SourceColumn
 
 SWITCH_VARIABLE: Final = "TQ_SHARED_MEMORY"
 _EXCHANGE_SECONDS: Final = 10.0
@@ -71,7 +71,7 @@ class FdChannel:
         poll.register(fd, 0)  # hang-up, and that the number is no open file, are reported without being asked for
         return bool(poll.poll(0))
 
-    def send_fds(self, put_id: bytes, columns: Sequence[Column]) -> None:
+    def send_fds(self, put_id: bytes, columns: Sequence[SourceColumn]) -> None:
         """Write columns into memory and send its file descriptors as those of a put.
 
         Raises:
