@@ -331,6 +331,8 @@ class WaitReports:
 
 
 _MOST_VALUES: Final = 128  # looked at, and encoded, in about the time that a thread takes to begin
+HEAVY: Final = range(_MOST_VALUES)
+"""An input of work that a thread does in any case."""
 _TEXTS: Final = (str, bytes, bytearray, memoryview)
 _BYTES_A_VALUE: Final = 4096  # copied in about the time that a value takes
 
@@ -381,7 +383,7 @@ def are_light(values: Iterable[Any]) -> bool:
 def answer_weight(value_count: int, value_bytes: int) -> range:
     """Return what weighs as much as values of so many bytes that were received; more if a library is imported first."""
     is_ready = "tensordict" in sys.modules or not has_tensordict()
-    return range(value_count + value_bytes // _BYTES_A_VALUE if is_ready else _MOST_VALUES)
+    return range(value_count + value_bytes // _BYTES_A_VALUE) if is_ready else HEAVY
 
 
 @cache

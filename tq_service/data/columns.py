@@ -111,10 +111,11 @@ def _flatten_nested(nested: Any, patterns: list[RowPattern]) -> FlatColumn:
     is_jagged = nested.layout is torch.jagged
     if is_jagged and nested.lengths() is None:
         dim = nested._ragged_idx - 1  # torch has no public name for it
-        values, offsets = nested.values(), nested.offsets()
-        first, last = int(offsets[0]), int(offsets[-1])
+        values, pattern = nested.values(), RowPattern.of_offsets(nested.offsets())
+        first, last = int(pattern.bounds[0]), int(pattern.bounds[-1])
         if first != 0 or last != values.shape[dim]:
-            values, offsets = values.narrow(dim, first, last - first), offsets - first
+            values = values.narrow(dim, first, last - first)
+            pattern = RowPattern.of_offsets(pattern.offsets - first, pattern.bounds - first)
     else:
         rows = list(nested.unbind())
         ragged = {dim for row in rows for dim, size in enumerate(row.shape) if size != rows[0].shape[dim]} or {0}
@@ -126,12 +127,17 @@ def _flatten_nested(nested: Any, patterns: list[RowPattern]) -> FlatColumn:
         else:
             values = nested.values().narrow(dim, 0, 0) if is_jagged else nested.new_empty(0)
         lengths = np.array([row.shape[dim] for row in rows], np.int64)
-        offsets = RowPattern.of_lengths(lengths, device=values.device).offsets
-    pattern = next((each for each in patterns if each.offsets is offsets or torch.equal(each.offsets, offsets)), None)
-    if pattern is None:
-        pattern = RowPattern.of_offsets(offsets)
-        patterns.append(pattern)
-    return JaggedColumn(values, pattern, dim + 1)
+        return JaggedColumn(values, _shared(RowPattern.of_lengths(lengths, beside=values), patterns), dim + 1)
+    return JaggedColumn(values, _shared(pattern, patterns), dim + 1)
+
+
+def _shared(pattern: RowPattern, patterns: list[RowPattern]) -> RowPattern:
+    """Return the pattern of those known that is the same, or the pattern, which is known from then on."""
+    for each in patterns:
+        if each.offsets.dtype == pattern.offsets.dtype and np.array_equal(each.bounds, pattern.bounds):
+            return each
+    patterns.append(pattern)
+    return pattern
 
 
 def object_bytes(value: Any) -> int:
@@ -171,9 +177,9 @@ def select_rows(flat: FlatBatch, positions: Positions) -> FlatBatch:
         if isinstance(column, torch.Tensor):
             return _copied(column, 0, ranges)
         if column.pattern not in jagged:
-            bounds, offsets = bounds_of(column.pattern), column.pattern.offsets
+            bounds, offsets = column.pattern.bounds, column.pattern.offsets
             starts, stops = bounds[:-1][positions], bounds[1:][positions]
-            pattern = RowPattern.of_lengths(stops - starts, dtype=offsets.dtype, device=offsets.device)
+            pattern = RowPattern.of_lengths(stops - starts, dtype=offsets.dtype, beside=offsets)
             jagged[column.pattern] = _ranges(starts, stops), pattern
         ranges_of_rows, pattern = jagged[column.pattern]
         return JaggedColumn(_copied(column.values, column.ragged_dim - 1, ranges_of_rows), pattern, column.ragged_dim)
@@ -188,12 +194,6 @@ def check_positions(row_count: int, positions: Positions) -> None:
             f"got positions {positions.min()} to {positions.max()} of a batch of {row_count} rows; "
             f"expected 0 to {row_count - 1}"
         )
-
-
-def bounds_of(pattern: RowPattern) -> NDArray[np.int64]:
-    """Return where rows begin and end `(n + 1,)`."""
-    bounds: NDArray[np.int64] = pattern.offsets.detach().cpu().numpy().astype(np.int64, copy=False)
-    return bounds
 
 
 def _ranges(starts: Positions, stops: Positions) -> list[tuple[int, int]]:

@@ -21,7 +21,7 @@ from typing import Any, Final, Protocol, TypeAlias, TypeVar
 import grpc
 
 from tq_service.dataplane.bulk.client import BulkLink
-from tq_service.dataplane.receiving import AnswerReader, AnswerSizes, Deadline, Received
+from tq_service.dataplane.receiving import AnswerReader, AnswerSizes, Deadline, Place, Received
 from tq_service.dataplane.shared_memory.client import FdChannel, HostLink
 from tq_service.errors import LimitExceededError, TqError, UnavailableError
 from tq_service.v1.storage_service_pb2 import (
@@ -364,11 +364,11 @@ class _GrpcSteps:
         return copied
 
     def _getting(
-        self, request: GetRequest, row_count: int, deadline: Deadline, size_bytes: int | None
+        self, request: GetRequest, row_count: int, deadline: Deadline, size_bytes: int | None, place: Place | None
     ) -> Steps[list[Received]]:
         keep_frame_buffers()
         yield from self._find_ways(deadline)
-        reader = AnswerReader(row_count)
+        reader = AnswerReader(row_count, place)
         with self._link.session() as session, self._errors(deadline):
             request.shared_memory_session = b"" if session is None else session.session_id
             if session is not None or size_bytes is None:
@@ -400,7 +400,10 @@ class _GrpcSteps:
             stream.cancel()
 
     def _take(self, part: Any, reader: AnswerReader, session: FdChannel | None, deadline: Deadline) -> Steps[None]:
-        reader.take(part)
+        if reader.places_next:
+            yield partial(self._in_thread, reader.take, part)
+        else:
+            reader.take(part)
         if reader.offer is not None:
             yield partial(self._in_thread, reader.receive_shared, session)
         if reader.ticket is not None:
@@ -443,10 +446,15 @@ class AsyncGrpcDriver(_GrpcSteps):
         return await async_run(self._putting(header, columns, deadline))
 
     async def get(
-        self, request: GetRequest, row_count: int, deadline: Deadline, size_bytes: int | None = None
+        self,
+        request: GetRequest,
+        row_count: int,
+        deadline: Deadline,
+        size_bytes: int | None = None,
+        place: Place | None = None,
     ) -> list[Received]:
-        """Return columns with their bytes, see `AsyncDriver`."""
-        return await async_run(self._getting(request, row_count, deadline, size_bytes))
+        """Return columns with their bytes, see `AsyncDriver`; `place` gives the memory that they are in."""
+        return await async_run(self._getting(request, row_count, deadline, size_bytes, place))
 
 
 class GrpcDriver(_GrpcSteps):
@@ -462,7 +470,12 @@ class GrpcDriver(_GrpcSteps):
         return run(self._putting(header, columns, deadline))
 
     def get(
-        self, request: GetRequest, row_count: int, deadline: Deadline, size_bytes: int | None = None
+        self,
+        request: GetRequest,
+        row_count: int,
+        deadline: Deadline,
+        size_bytes: int | None = None,
+        place: Place | None = None,
     ) -> list[Received]:
-        """Return columns with their bytes, see `AsyncDriver`."""
-        return run(self._getting(request, row_count, deadline, size_bytes))
+        """Return columns with their bytes, see `AsyncDriver`; `place` gives the memory that they are in."""
+        return run(self._getting(request, row_count, deadline, size_bytes, place))

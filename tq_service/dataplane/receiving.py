@@ -12,7 +12,7 @@ import os
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import pairwise
 from typing import Final, Protocol, TypeAlias
@@ -37,6 +37,9 @@ class Deadline(Protocol):
 
 Received: TypeAlias = tuple[ColumnShape, Bytes]
 """A column that was got, and its bytes."""
+
+Place: TypeAlias = Callable[[Sequence[ColumnShape]], Sequence[Bytes]]
+"""Returns memory for the values of each of some columns."""
 
 # Below this malloc reuses memory well enough, see `keep_frame_buffers`.
 _SMALL_BYTES: Final = 4 << 20
@@ -146,6 +149,7 @@ class AnswerReader:
 
     Args:
         row_count: number of rows asked for.
+        place: gives the memory that all values are copied to; None: into new memory, and shared memory is mapped.
 
     Attributes:
         offer: columns in shared memory, to be taken by `receive_shared` before the get can end; else None.
@@ -155,14 +159,21 @@ class AnswerReader:
     All methods raise InternalError for what a storage service may not send.
     """
 
-    def __init__(self, row_count: int) -> None:
+    def __init__(self, row_count: int, place: Place | None = None) -> None:
         self._row_count = row_count
+        self._place = place
+        self._places: Sequence[Bytes] | None = None
         self._columns: Sequence[ColumnShape] = ()
         self._receiver: ColumnReceiver | None = None
         self._shared: dict[int, Bytes] = {}
         self.offer: SharedColumns | None = None
         self.ticket: BulkTicket | None = None
         self.sent_bytes = 0
+
+    @property
+    def places_next(self) -> bool:
+        """Whether the next message makes it ask for memory, which may take long."""
+        return self._place is not None and self._receiver is None
 
     def take(self, part: GetHeader | memoryview | Garbled) -> None:
         """Take the next message."""
@@ -180,7 +191,12 @@ class AnswerReader:
         self._columns = decode_headers(header.columns, header.row_count, of_get=True)
         in_memory = {column.column_index for column in header.shared.columns}
         sent = [column for index, column in enumerate(self._columns) if index not in in_memory]
-        self._receiver = ColumnReceiver(sent, RECEIVE_BUFFERS.take)
+        allocate: Callable[[int], Bytes] = RECEIVE_BUFFERS.take
+        if self._place is not None:
+            places = self._places = self._place(self._columns)
+            of_sent = iter([places[index] for index in range(len(places)) if index not in in_memory])
+            allocate = lambda _size: next(of_sent)  # noqa: E731  (in the order of what is sent)
+        self._receiver = ColumnReceiver(sent, allocate)
         self.sent_bytes = sum(column.value_bytes for column in sent)
         self.offer = header.shared if in_memory else None
         self.ticket = header.bulk if header.HasField("bulk") else None
@@ -225,7 +241,7 @@ class AnswerReader:
         self.offer = None
 
     def _shared_values(self, column: SharedColumn, fds: Sequence[int]) -> Bytes:
-        """Return the values of a column: its slices mapped where they lie in one piece, else copied together."""
+        """Return the values of a column: its slices mapped, if they lie in one piece and may be, or copied together."""
         numbers, starts, sizes = column.memory_indexes, column.starts, column.sizes
         if column.column_index >= len(self._columns) or not len(numbers) == len(starts) == len(sizes) > 0:
             raise InternalError(
@@ -244,9 +260,12 @@ class AnswerReader:
                     f"a storage service offered {size} bytes from {start} on of memfd {number} of {len(fds)}"
                 )
         pieces = [(fds[number], start, size) for number, start, size in zip(numbers, starts, sizes, strict=True)]
-        if _is_one_piece(pieces, [memory_bytes[number] for number in numbers]):
+        if self._places is not None:
+            values = self._places[column.column_index]
+        elif _is_one_piece(pieces, [memory_bytes[number] for number in numbers]):
             return shared_memory.map_private(pieces)
-        values = RECEIVE_BUFFERS.take(shape.value_bytes)
+        else:
+            values = RECEIVE_BUFFERS.take(shape.value_bytes)
         filled = 0
         for fd, start, size in pieces:
             shared_memory.read_into(fd, values[filled : filled + size].data, start)

@@ -133,12 +133,20 @@ def array_bytes(array: NDArray[Any]) -> memoryview:
     return plain.reshape(-1).view(np.uint8).data
 
 
-def make_values(values: Bytes, dtype: str, shape: tuple[int, ...], *, as_torch: bool) -> Any:
+def make_values(values: Any, dtype: str, shape: tuple[int, ...], *, as_torch: bool) -> Any:
     """Return a tensor, or a numpy array, that shares bytes; a copy of them that are not writable and aligned.
+
+    Args:
+        values: an array of bytes; or, for a tensor on a device, a tensor of bytes there.
+        dtype: of the result.
+        shape: of the result.
+        as_torch: whether it is a tensor.
 
     Raises:
         InvalidArgumentError: only torch has the dtype, or this torch is too old to have it.
     """
+    if not isinstance(values, np.ndarray):
+        return values.view(_torch_dtype(dtype)).reshape(shape)
     if not values.flags.writeable or values.ctypes.data % 16:
         values = values.copy()
     if not as_torch:
@@ -149,12 +157,19 @@ def make_values(values: Bytes, dtype: str, shape: tuple[int, ...], *, as_torch: 
         return values.view(dtype).reshape(shape)
     import torch  # noqa: PLC0415  (torch is optional and slow to import)
 
-    torch_dtype = getattr(torch, dtype, None)
-    if not isinstance(torch_dtype, torch.dtype):
-        raise InvalidArgumentError(f"dtype {dtype!r} is unknown to torch {torch.__version__}; update torch")
+    torch_dtype = _torch_dtype(dtype)
     if not values.size:
         return torch.empty(shape, dtype=torch_dtype)
     return torch.from_numpy(values).view(torch_dtype).reshape(shape)
+
+
+def _torch_dtype(name: str) -> Any:
+    import torch  # noqa: PLC0415  (torch is optional and slow to import)
+
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise InvalidArgumentError(f"dtype {name!r} is unknown to torch {torch.__version__}; update torch")
+    return dtype
 
 
 Extents = NDArray[np.int64]

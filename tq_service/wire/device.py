@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, TypeVar
 
 import numpy as np
@@ -51,6 +52,7 @@ _BLOCK_BYTES: Final = 8 << 20
 _GRAIN_BYTES: Final = 2 << 20  # a huge page
 # A block may be this much larger than what is asked for: batches are of like size, not of the same.
 _MOST_SLACK: Final = 1.25
+_ALIGNMENT_BYTES: Final = 64
 
 
 class Event(Protocol):
@@ -275,12 +277,12 @@ class PinnedMemory:
             self._limit = int(text)
         return self._limit
 
-    def take(self, size: int, device: Device) -> Bytes:
-        """Return an array of `size` bytes, pinned if possible; what they are is not defined.
+    def take(self, size: int, device: Device) -> Bytes | None:
+        """Return a pinned array of `size` bytes, whatever these are; None where no more may be pinned.
 
         Its memory is used again once neither it nor a view of it is left.
         """
-        while size:
+        while True:
             with self._lock:
                 self._tidy()
                 block = self._reused(size) or self._new(size, device)
@@ -290,9 +292,8 @@ class PinnedMemory:
                 weakref.finalize(array, self._returned.append, block).atexit = False
                 return array
             if waited_for is None:
-                break
+                return None
             waited_for.synchronize()
-        return np.empty(size, np.uint8)
 
     def _reused(self, size: int) -> Registration | None:
         most = size * _MOST_SLACK + _GRAIN_BYTES
@@ -381,6 +382,11 @@ PINNED: Final = PinnedMemory()
 _streams: dict[tuple[Accelerator, Device, str], Stream] = {}
 
 
+def _block(device: Device) -> Bytes:
+    block = PINNED.take(_BLOCK_BYTES, device)
+    return np.empty(_BLOCK_BYTES, np.uint8) if block is None else block
+
+
 def _copy_stream(device: Device, direction: str) -> Stream:
     key = accelerator, device, direction
     # Threads that race make two streams, and all use the first one stored.
@@ -420,7 +426,7 @@ class DeviceBytes:
         device = self._values.device
         # Waited for here and not by the stream, where copies of other callers would wait as well.
         self._ready.synchronize()
-        block, stream = PINNED.take(_BLOCK_BYTES, device)[: len(self)], _copy_stream(device, "down")
+        block, stream = _block(device)[: len(self)], _copy_stream(device, "down")
         accelerator.copy(torch.from_numpy(block), self._values, stream)
         event = accelerator.record(stream)
         PINNED.keep(event, block, self._values)
@@ -489,3 +495,85 @@ def to_cpu(tensor: Tensor) -> Tensor:
         return empty
     values: Tensor = torch.frombuffer(data, dtype=tensor.dtype).reshape(tensor.shape)
     return values
+
+
+def upload(arrays: Sequence[Bytes], device: Device) -> list[Tensor]:
+    """Return bytes `(size,)` of the host as views of one arena on a device, each at a multiple of 64 bytes.
+
+    What lies together in pinned memory is copied as it lies, in one copy; all else through pinned blocks. The current
+    stream waits for the copies, this thread does not; do not write to the arrays after this.
+
+    Raises:
+        torch.OutOfMemoryError: the device has no memory left; nothing is kept.
+    """
+    spans: dict[int, list[int]] = {}
+    loose: list[int] = []
+    for index, array in enumerate(arrays):
+        is_aligned = array.size and array.ctypes.data % _ALIGNMENT_BYTES == 0
+        base = PINNED.base_of(array) if is_aligned else None
+        (loose if base is None else spans.setdefault(base, [])).append(index)
+    places = np.zeros(len(arrays), np.int64)
+    end = 0
+    copies: list[tuple[int, Bytes]] = []
+    for indexes in spans.values():
+        addresses = np.array([arrays[index].ctypes.data for index in indexes])
+        places[indexes] = addresses - addresses.min() + end
+        first = arrays[indexes[int(addresses.argmin())]]
+        size = int((addresses + [arrays[index].size for index in indexes]).max() - addresses.min())
+        copies.append((end, np.lib.stride_tricks.as_strided(first, (size,), (1,))))
+        end = aligned(end + size)
+    loose_at = end
+    for index in loose:
+        places[index] = end
+        end = aligned(end + arrays[index].size)
+    stream = _copy_stream(device, "up")
+    arena = accelerator.empty(end, device, stream)
+    for start, span in copies:
+        _copy_up(arena, start, span, stream)
+    for start, block in _blocks([(int(places[index]), arrays[index]) for index in loose], loose_at, end, device):
+        _copy_up(arena, start, block, stream)
+    event, current = accelerator.record(stream), accelerator.current_stream(device)
+    PINNED.keep(event, arrays)
+    current.wait_event(event)
+    accelerator.used_by(arena, current)
+    return [arena[start : start + array.size] for start, array in zip(places.tolist(), arrays, strict=True)]
+
+
+def copy_on_device(target: Tensor, source: Tensor) -> None:
+    """Have the current stream copy a tensor of a device to one of the same shape there."""
+    accelerator.copy(target.detach(), source, accelerator.current_stream(target.device))
+
+
+def pinned_arrays(sizes: Sequence[int], device: Device) -> list[Bytes] | None:
+    """Return arrays of these sizes in one pinned block, for `upload`; None where no more may be pinned."""
+    *starts, end = accumulate(map(aligned, sizes), initial=0)
+    block = PINNED.take(max(end, 1), device)
+    if block is None:
+        return None
+    return [block[start : start + size] for start, size in zip(starts, sizes, strict=True)]
+
+
+def aligned(size: int) -> int:
+    """Return the next multiple of the alignment of columns."""
+    return -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+
+
+def _copy_up(arena: Tensor, start: int, source: Bytes, stream: Stream) -> None:
+    accelerator.copy(arena[start : start + source.size], _torch().from_numpy(source), stream)
+    PINNED.keep(accelerator.record(stream), source)
+
+
+def _blocks(placed: Sequence[tuple[int, Bytes]], start: int, end: int, device: Device) -> Iterator[tuple[int, Bytes]]:
+    """Yield the bytes from `start` to `end` of an arena in pinned blocks, each with where it begins."""
+    waiting = deque(placed)
+    while start < end:
+        stop = min(start + _BLOCK_BYTES, end)
+        block = _block(device)[: stop - start]
+        while waiting and waiting[0][0] < stop:
+            at, array = waiting.popleft()
+            size = min(array.size, stop - at)
+            block[at - start : at - start + size] = array[:size]
+            if size < array.size:
+                waiting.appendleft((stop, array[size:]))
+        yield start, block
+        start = stop
