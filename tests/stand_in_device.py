@@ -17,16 +17,31 @@ import numpy as np
 import pytest
 import torch
 
-from tq_service.client import transport
+from tq_service.client import landing, reads, transport
 from tq_service.data import columns as data_columns
+from tq_service.data import on_device
 from tq_service.wire import columns, device, encoding
 
-MODULES = (columns, data_columns, encoding)  # those that ask whether a tensor is on a device
+MODULES = (columns, encoding, landing, on_device, reads)  # those that ask whether a tensor is on a device
 GARBAGE = 0xAB
+CONCATENATE = torch.cat
+COPIED = data_columns._copied
 
 
 class OnDevice(torch.Tensor):
-    """A tensor that is on the device; whatever is computed from it is, too."""
+    """A tensor that is on the device; whatever is computed from it is, too.
+
+    What reads its values is done by the current stream, after all that this was given before.
+    """
+
+    owner: StandIn | None = None
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        takes_rows = function is torch.Tensor.__getitem__ and isinstance(args[1], torch.Tensor)
+        if cls.owner is not None and (takes_rows or function in {torch.Tensor.clone, torch.Tensor.repeat_interleave}):
+            cls.owner.catch_up()
+        return super().__torch_function__(function, types, args, kwargs)
 
 
 class StandInStream:
@@ -42,10 +57,12 @@ class StandInStream:
         with self._owner.lock:
             self._waiting.append(work)
             self.given_count += 1
+            if self._owner.is_eager:
+                self.run()
 
     def wait_event(self, event: StandInEvent) -> None:
         self._owner.note("wait", self.name)
-        self.give(event.synchronize)
+        self.give(event.reach)
 
     def run(self, until: int | None = None) -> None:
         with self._owner.lock:
@@ -67,19 +84,23 @@ class StandInEvent:
                 self._stream.run(self._stream.done_count + 1)
             return self._stream.done_count >= self._until
 
+    def reach(self) -> None:
+        self._stream.run(self._until)
+
     def synchronize(self) -> None:
         self._owner.note("synchronize", self._stream.name)
-        self._stream.run(self._until)
+        self.reach()
 
 
 class StandIn:
     """An `Accelerator`, and what happened on it.
 
     Attributes:
-        log: what was done in order: "wait", "synchronize", "down" and "up", each with the name of a stream.
+        log: what was done in order: "synchronize" (by a thread), "used", "down" and "up", each with its stream.
         pinned: the size of what is pinned, by its address.
         most_pinned_bytes: the most that was pinned at once.
         refuses: whether it refuses to pin.
+        is_eager: whether streams work at once.
         free_bytes: what is left on the device; None: any number.
     """
 
@@ -88,7 +109,7 @@ class StandIn:
         self.log: list[tuple[str, str]] = []
         self.pinned: dict[int, int] = {}
         self.most_pinned_bytes = self.pin_count = 0
-        self.refuses = False
+        self.refuses = self.is_eager = False
         self.free_bytes: int | None = None
         self.default = StandInStream(self, "default")
         self._current = threading.local()
@@ -102,7 +123,7 @@ class StandIn:
     def find(self, name: Any) -> torch.device:
         if str(name) not in ("cuda", "cuda:0"):
             raise device.InvalidArgumentError(f"device is {name!r}; expected 'cuda:0'", field="device")
-        return torch.device("cpu")
+        return torch.device("cuda", 0)
 
     def current_stream(self, _device: torch.device) -> StandInStream:
         stack = getattr(self._current, "streams", None)
@@ -171,6 +192,23 @@ class StandIn:
             return self.has(tensor._values)
         return isinstance(tensor, OnDevice) or tensor.untyped_storage().data_ptr() in self._storages
 
+    def catch_up(self) -> None:
+        """Have the current stream do all that it was given."""
+        self.current_stream(torch.device("cpu")).run()
+
+    def concatenate(self, tensors: Any, dim: int = 0) -> torch.Tensor:
+        """Stand in for `torch.cat`."""
+        if not any(map(self.has, tensors)):
+            return CONCATENATE(tensors, dim=dim)
+        self.catch_up()
+        return self.put(CONCATENATE([tensor.as_subclass(torch.Tensor) for tensor in tensors], dim=dim))
+
+    def copied(self, values: torch.Tensor, dim: int, ranges: Any) -> torch.Tensor:
+        """Stand in for the copy of rows that a micro-batch gets."""
+        if not self.has(values):
+            return COPIED(values, dim, ranges)
+        return self.concatenate([values.narrow(dim, start, stop - start) for start, stop in ranges], dim)
+
     def later(self, values: torch.Tensor) -> torch.Tensor:
         """Return a tensor on the device that has its values once the current stream has run."""
         tensor = self.put(torch.full_like(values, 77))
@@ -208,6 +246,9 @@ def standing_in(monkeypatch: pytest.MonkeyPatch, limit_bytes: int = 64 << 20) ->
 
     monkeypatch.setattr(device, "accelerator", stand_in)
     monkeypatch.setattr(device, "PINNED", device.PinnedMemory(limit_bytes))
+    monkeypatch.setattr(OnDevice, "owner", stand_in)
+    monkeypatch.setattr(torch, "cat", stand_in.concatenate)
+    monkeypatch.setattr(data_columns, "_copied", stand_in.copied)
     monkeypatch.setattr(torch.Tensor, "cpu", refusing(real_cpu))
     monkeypatch.setattr(torch.Tensor, "numpy", refusing(real_numpy))
     copied_bytes = transport._copied_bytes
@@ -218,6 +259,5 @@ def standing_in(monkeypatch: pytest.MonkeyPatch, limit_bytes: int = 64 << 20) ->
         lambda value: heavy if isinstance(value, torch.Tensor) and stand_in.has(value) else copied_bytes(value),
     )
     for module in MODULES:
-        if hasattr(module, "is_on_device"):
-            monkeypatch.setattr(module, "is_on_device", stand_in.has)
+        monkeypatch.setattr(module, "is_on_device", stand_in.has)
     yield stand_in

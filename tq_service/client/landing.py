@@ -1,4 +1,4 @@
-"""Where the values of a get land, other than in new memory of the host: on a device, or in the caller's tensors."""
+"""Destinations of a get other than new memory of the host: a device, or the caller's tensors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Landing:
-    """Where the values of a get land.
+    """The destinations of the fields of a get.
 
     Attributes:
         device: of the fields that are not in `out`; None: the CPU.
@@ -40,10 +40,10 @@ class Landing:
 
     @classmethod
     def of(cls, device: Any, out: Any) -> Landing | None:
-        """Return where a caller of `get_data` wants values; None: in new memory of the host.
+        """Return the destinations that a caller of `get_data` named; None: new memory of the host.
 
         Raises:
-            InvalidArgumentError: there is no such device, or the tensors cannot be filled.
+            InvalidArgumentError: the device does not exist, or the tensors cannot be filled.
         """
         found = find_device(device)
         targets = {} if out is None else dict(out.items())
@@ -102,10 +102,7 @@ class Landing:
         return target.device if is_on_device(target) else None
 
     def place(self, columns: Sequence[ColumnShape]) -> list[Bytes]:
-        """Return memory of the host for the values of columns, as part of the answer to a get.
-
-        It is pinned for those that a device gets, and the caller's tensor if that takes all of a column.
-        """
+        """Return memory of the host to receive columns in: pinned for a device, or a tensor of the caller."""
         devices = [
             None if column.spec.layout is Layout.OBJECT else self.device_of(column.spec.name) for column in columns
         ]

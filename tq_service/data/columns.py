@@ -63,10 +63,43 @@ class FlatBatch:
         values = (column.values if isinstance(column, JaggedColumn) else column for column in columns)
         return [*(pattern.offsets for pattern in patterns), *values]
 
+    def tensors(self) -> list[torch.Tensor]:
+        """Return the tensors of the columns, offsets included, and the rows of columns that are lists of tensors."""
+        return [
+            tensor
+            for part in self.parts()
+            for tensor in ([part] if isinstance(part, torch.Tensor) else part if _is_all(torch.Tensor, part) else [])
+        ]
+
+    def replacing(self, kind: type, other: Callable[[Any], Any]) -> FlatBatch:
+        """Return the same batch with others in the place of its tensors, or of what has taken their place.
+
+        Args:
+            kind: of what is replaced.
+            other: returns what takes the place of one.
+        """
+        there: dict[RowPattern, RowPattern] = {}
+
+        def replaced(column: Any) -> Any:
+            if isinstance(column, JaggedColumn):
+                pattern = column.pattern
+                if pattern not in there:
+                    there[pattern] = replace(pattern, offsets=other(pattern.offsets))
+                return JaggedColumn(other(column.values), there[pattern], column.ragged_dim)
+            if isinstance(column, list):
+                return list(map(other, column)) if _is_all(kind, column) else column
+            return other(column)
+
+        return FlatBatch(self.row_count, {key: replaced(column) for key, column in self.columns.items()})
+
     @property
     def size_bytes(self) -> int:
         """Bytes of the tensors and of the objects, see `object_bytes`."""
         return object_bytes(self.parts())
+
+
+def _is_all(kind: type, rows: list[Any]) -> bool:
+    return all(isinstance(row, kind) for row in rows)
 
 
 def flatten(batch: TensorDict) -> FlatBatch:

@@ -265,8 +265,8 @@ class SourceColumn(ColumnShape):
     """A column of a put, with its bytes.
 
     Attributes:
-        chunks: the bytes of the values in row order, views on the caller's tensors where possible. Those on a device
-            are copied down where `on_host` goes over them.
+        chunks: the bytes of the values in row order, as views on the caller's tensors if possible. `on_host` copies
+            those on a device down.
     """
 
     chunks: tuple[Chunk, ...]

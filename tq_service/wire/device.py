@@ -1,16 +1,15 @@
-"""Tensors on a CUDA device: their bytes to the host and back, through pinned memory, beside the caller's kernels.
+"""Tensors on a CUDA device: copies to the host and back, through pinned memory, in parallel with the caller's kernels.
 
 ::
 
     down    caller's stream ── event ──> copy stream ── a pinned block ── event ──> the thread that sends the block
     up      pinned memory ──> copy stream ── one arena on the device ── event ──> the caller's stream
 
-A copy waits for one event of the caller's stream, and the caller's stream for one event of the copy: neither the device
-nor a stream is waited for as a whole. Pages that the driver has not pinned are copied several times slower, through
-pages of its own; so what is copied lies in pinned memory, of which a process has `TQ_PINNED_BYTES` at most. Where there
-is none left, or the system refuses to pin, pageable memory takes its place.
+A copy waits for one event of the caller's stream, and the caller's stream for one event of the copy. Nothing waits for
+the device, or for a stream to run empty. Copies of pageable memory are several times slower. A process pins at most
+`TQ_PINNED_BYTES`; if no more may be pinned, or the system refuses, pageable memory is used instead.
 
-Torch is imported only once a tensor is on a device, or a device is named.
+Torch is imported only if a tensor is on a device or a device is named.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,10 +46,10 @@ _log = logging.getLogger(__name__)
 
 LIMIT_VARIABLE: Final = "TQ_PINNED_BYTES"
 _DEFAULT_LIMIT_BYTES: Final = 1 << 30
-# Copied in a fraction of a millisecond, so that a transfer begins soon, and in which the cost of a call is not felt.
+# Takes a fraction of a millisecond to copy, and several times as long as the calls that start the copy.
 _BLOCK_BYTES: Final = 8 << 20
 _GRAIN_BYTES: Final = 2 << 20  # a huge page
-# A block may be this much larger than what is asked for: batches are of like size, not of the same.
+# A block may be this much larger than requested, since batches differ a little in size.
 _MOST_SLACK: Final = 1.25
 _ALIGNMENT_BYTES: Final = 64
 
@@ -71,15 +70,15 @@ class Stream(Protocol):
     """Work of a device, done in order."""
 
     def wait_event(self, event: Any) -> None:
-        """Do what follows only after an event of another stream."""
+        """Continue only after an event of another stream."""
         ...
 
 
 class Accelerator(Protocol):
-    """What is used of `torch.cuda`; tests have another one, which works without a device."""
+    """The functions of `torch.cuda` that are needed; tests replace them with a stand-in that needs no device."""
 
     def find(self, name: Any) -> Device:
-        """Return the device of a name, with its index; InvalidArgumentError if there is none."""
+        """Return the device of a name, with its index; raise InvalidArgumentError if it does not exist."""
         ...
 
     def current_stream(self, device: Device) -> Stream:
@@ -99,11 +98,11 @@ class Accelerator(Protocol):
         ...
 
     def record(self, stream: Stream) -> Event:
-        """Return the event of all that the stream was given so far."""
+        """Return the event after all work submitted to the stream so far."""
         ...
 
     def empty(self, size: int, device: Device, stream: Stream) -> Tensor:
-        """Return bytes on the device, first used by the stream; torch's OutOfMemoryError if there are none left."""
+        """Allocate bytes on the device for use by the stream; raise torch's OutOfMemoryError if the device is full."""
         ...
 
     def copy(self, target: Tensor, source: Tensor, stream: Stream) -> None:
@@ -111,7 +110,7 @@ class Accelerator(Protocol):
         ...
 
     def used_by(self, tensor: Tensor, stream: Stream) -> None:
-        """Keep the memory of a tensor, once it is freed, until the stream has done what it was given before."""
+        """Reuse the memory of a tensor, once it is freed, only after the work submitted to the stream so far."""
         ...
 
     def register(self, address: int, size: int, device: Device) -> bool:
@@ -138,7 +137,7 @@ class _Cuda:
             device: Device = torch.device(name)
         except (RuntimeError, TypeError) as error:
             raise InvalidArgumentError(
-                f"device is {name!r}; expected one such as 'cuda:0'. Torch says: {error}", field="device"
+                f"device is {name!r}; expected a name such as 'cuda:0' ({error})", field="device"
             ) from None
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if device.type != "cuda" or (device.index or 0) >= count:
@@ -208,7 +207,7 @@ def find_device(name: Any) -> Device | None:
     """Return the device of a name, with its index; None for the CPU.
 
     Raises:
-        InvalidArgumentError: there is no such device, or no torch.
+        InvalidArgumentError: the device does not exist, or torch is not installed.
     """
     if name is None or str(name) == "cpu":
         return None
@@ -221,7 +220,7 @@ def find_device(name: Any) -> Device | None:
 
 
 def on_these_streams(work: Callable[[], T]) -> Callable[[], T]:
-    """Return the same work for another thread, where the streams are current that are current in this one."""
+    """Return the same work for another thread, with the current streams of this thread."""
     streams = accelerator.side_streams()
     if not streams:
         return work
@@ -245,9 +244,9 @@ class Registration:
 
 
 class PinnedMemory:
-    """Pins memory up to a limit: blocks of its own, which are used again, and mappings of others.
+    """Pins memory up to a limit: blocks, which are reused, and mappings of callers.
 
-    May be used by several threads. What garbage collection ends, at any point of any thread, only appends to a deque.
+    Threads may share it. Finalizers can run at any point of any thread, so they only append to a deque.
 
     Args:
         limit_bytes: most bytes together; None: `TQ_PINNED_BYTES`, then 1 GiB.
@@ -256,7 +255,7 @@ class PinnedMemory:
     def __init__(self, limit_bytes: int | None = None) -> None:
         self._limit = limit_bytes
         self._lock = threading.Lock()  # of all below
-        self._ranges: dict[int, int] = {}  # the size of what is pinned, by its address
+        self._ranges: dict[int, int] = {}  # sizes of pinned memory by address
         self._idle: list[Registration] = []
         self._returned: deque[Registration] = deque()
         self._unpinned: deque[int] = deque()
@@ -278,9 +277,9 @@ class PinnedMemory:
         return self._limit
 
     def take(self, size: int, device: Device) -> Bytes | None:
-        """Return a pinned array of `size` bytes, whatever these are; None where no more may be pinned.
+        """Return a pinned array of `size` arbitrary bytes; None if no more may be pinned.
 
-        Its memory is used again once neither it nor a view of it is left.
+        Its memory is reused after the array and all views of it are gone.
         """
         while True:
             with self._lock:
@@ -307,7 +306,7 @@ class PinnedMemory:
         if size > self._limit_bytes():
             return None
         while self._idle and self._is_over(size):
-            del self._idle[0]  # the one that is unused for longest
+            del self._idle[0]  # the least recently used one
             self._tidy()
         if self._is_over(size):
             return None
@@ -320,9 +319,9 @@ class PinnedMemory:
         return sum(self._ranges.values()) + size > self._limit_bytes()
 
     def register(self, mapping: mmap.mmap, device: Device) -> Registration | None:
-        """Pin a shared mapping of the caller until what is returned is gone; None where it stays pageable.
+        """Pin a shared mapping as long as the returned object exists; None if the mapping stays pageable.
 
-        Not a private mapping of a file, which is copied whole by that, nor memory that is to be sealed, which fails.
+        Pinning copies a private mapping of a file, and a pinned memfd cannot be sealed: neither belongs here.
         """
         with self._lock:
             self._tidy()
@@ -331,7 +330,7 @@ class PinnedMemory:
     def _register(self, mapping: mmap.mmap, device: Device) -> Registration | None:
         address, size = np.frombuffer(mapping, np.uint8).ctypes.data, len(mapping)
         if not accelerator.register(address, size, device):
-            self._limit = sum(self._ranges.values())  # it is not tried again
+            self._limit = sum(self._ranges.values())  # no further attempts
             _log.warning(
                 LogMessage(
                     "memory could not be pinned; copies to and from the device are slower", bytes=size, kept=self._limit
@@ -340,13 +339,13 @@ class PinnedMemory:
             return None
         self._ranges[address] = size
         registration = Registration(mapping)
-        # The finalizer has the mapping, which is therefore unmapped after it.
+        # The finalizer owns the mapping too, so that memory is unpinned before it is unmapped.
         unpin = partial(accelerator.unregister, address, device)
         weakref.finalize(registration, _unpin, self._unpinned, address, unpin, mapping).atexit = False
         return registration
 
     def _tidy(self) -> None:
-        """Take note of what has come back, was unpinned, or is no longer in use."""
+        """Account for returned blocks, unpinned memory and completed copies."""
         self._in_use = [(event, things) for event, things in self._in_use if not event.query()]
         while self._returned:
             self._idle.append(self._returned.popleft())
@@ -354,17 +353,17 @@ class PinnedMemory:
             del self._ranges[self._unpinned.popleft()]
 
     def keep(self, event: Event, *things: Any) -> None:
-        """Keep things that a stream reads or writes until it has reached an event."""
+        """Keep things that a stream reads or writes until it reaches an event."""
         with self._lock:
             self._in_use.append((event, things))
 
     def tidy(self) -> None:
-        """Let go of what no stream uses any more."""
+        """Release things that `keep` holds for completed copies."""
         with self._lock:
             self._tidy()
 
     def base_of(self, array: Bytes) -> int | None:
-        """Return the address of the pinned memory in which an array lies; None where it is pageable."""
+        """Return the address of the pinned memory that contains an array; None if the array is pageable."""
         with self._lock:
             self._tidy()
             start = array.ctypes.data
@@ -377,7 +376,7 @@ def _unpin(unpinned: deque[int], address: int, unpin: Callable[[], None], _mappi
     unpin()
 
 
-# Of this process, as the memory is; and its streams, which copy beside the kernels of callers.
+# One per process, since the limit and the streams are shared by all clients and loaders.
 PINNED: Final = PinnedMemory()
 _streams: dict[tuple[Accelerator, Device, str], Stream] = {}
 
@@ -387,17 +386,15 @@ def _block(device: Device) -> Bytes:
     return np.empty(_BLOCK_BYTES, np.uint8) if block is None else block
 
 
-def _copy_stream(device: Device, direction: str) -> Stream:
+def copy_stream(device: Device, direction: Literal["up", "down"]) -> Stream:
+    """Return the stream of this process that copies to a device, or from it."""
     key = accelerator, device, direction
-    # Threads that race make two streams, and all use the first one stored.
+    # If two threads create a stream at the same time, both use the one that is stored first.
     return _streams.get(key) or _streams.setdefault(key, accelerator.new_stream(device))
 
 
 class DeviceBytes:
-    """The bytes of a tensor on a device, in row-major order, which are copied down where they are sent.
-
-    A slice is a part of them.
-    """
+    """The bytes of a tensor on a device, in row-major order; `on_host` copies them down. Slices are DeviceBytes too."""
 
     __slots__ = ("_ready", "_values")
 
@@ -407,7 +404,7 @@ class DeviceBytes:
 
     @classmethod
     def of(cls, tensor: Tensor) -> DeviceBytes:
-        """Return the bytes that a tensor has once the current stream has done what it was given so far."""
+        """Return the bytes of a tensor, as they are after the work submitted to the current stream so far."""
         torch = _torch()
         plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
         # Not reshape: a single value counts as contiguous with any stride, which view does not accept.
@@ -424,9 +421,9 @@ class DeviceBytes:
         """Begin to copy them into one block."""
         torch = _torch()
         device = self._values.device
-        # Waited for here and not by the stream, where copies of other callers would wait as well.
+        # This thread waits, not the stream: copies of other callers go over it too.
         self._ready.synchronize()
-        block, stream = _block(device)[: len(self)], _copy_stream(device, "down")
+        block, stream = _block(device)[: len(self)], copy_stream(device, "down")
         accelerator.copy(torch.from_numpy(block), self._values, stream)
         event = accelerator.record(stream)
         PINNED.keep(event, block, self._values)
@@ -452,9 +449,9 @@ Chunk: TypeAlias = memoryview | DeviceBytes
 
 
 def on_host(chunks: Iterable[Chunk]) -> Iterator[list[memoryview]]:
-    """Yield the bytes of chunks in their order, on the host, while those that come next are copied down.
+    """Yield the bytes of chunks on the host, in order, while the next block is copied down.
 
-    Drop what was yielded before the next is asked for: its memory is used again then.
+    Drop each list before requesting the next one, so that its memory can be reused.
     """
     here: list[memoryview] = []
     under_way: deque[_Copy] = deque()
@@ -478,7 +475,7 @@ def on_host(chunks: Iterable[Chunk]) -> Iterator[list[memoryview]]:
 
 
 def copied(chunk: DeviceBytes) -> memoryview:
-    """Return bytes of a device in memory of the host that is the caller's."""
+    """Copy bytes of a device into new memory of the host."""
     data, filled = np.empty(len(chunk), np.uint8), 0
     for (view,) in on_host([chunk]):
         data[filled : filled + len(view)] = view
@@ -500,11 +497,11 @@ def to_cpu(tensor: Tensor) -> Tensor:
 def upload(arrays: Sequence[Bytes], device: Device) -> list[Tensor]:
     """Return bytes `(size,)` of the host as views of one arena on a device, each at a multiple of 64 bytes.
 
-    What lies together in pinned memory is copied as it lies, in one copy; all else through pinned blocks. The current
-    stream waits for the copies, this thread does not; do not write to the arrays after this.
+    Arrays within one pinned mapping are copied together, in one copy; others through pinned blocks. The current stream
+    waits for the copies, this thread does not. Do not write to the arrays afterwards.
 
     Raises:
-        torch.OutOfMemoryError: the device has no memory left; nothing is kept.
+        torch.OutOfMemoryError: the device is full; nothing is kept.
     """
     spans: dict[int, list[int]] = {}
     loose: list[int] = []
@@ -526,7 +523,7 @@ def upload(arrays: Sequence[Bytes], device: Device) -> list[Tensor]:
     for index in loose:
         places[index] = end
         end = aligned(end + arrays[index].size)
-    stream = _copy_stream(device, "up")
+    stream = copy_stream(device, "up")
     arena = accelerator.empty(end, device, stream)
     for start, span in copies:
         _copy_up(arena, start, span, stream)
@@ -545,7 +542,7 @@ def copy_on_device(target: Tensor, source: Tensor) -> None:
 
 
 def pinned_arrays(sizes: Sequence[int], device: Device) -> list[Bytes] | None:
-    """Return arrays of these sizes in one pinned block, for `upload`; None where no more may be pinned."""
+    """Return arrays of these sizes in one pinned block, for `upload`; None if no more may be pinned."""
     *starts, end = accumulate(map(aligned, sizes), initial=0)
     block = PINNED.take(max(end, 1), device)
     if block is None:
@@ -564,7 +561,7 @@ def _copy_up(arena: Tensor, start: int, source: Bytes, stream: Stream) -> None:
 
 
 def _blocks(placed: Sequence[tuple[int, Bytes]], start: int, end: int, device: Device) -> Iterator[tuple[int, Bytes]]:
-    """Yield the bytes from `start` to `end` of an arena in pinned blocks, each with where it begins."""
+    """Yield the bytes from `start` to `end` of an arena in pinned blocks, each with its start."""
     waiting = deque(placed)
     while start < end:
         stop = min(start + _BLOCK_BYTES, end)

@@ -40,7 +40,7 @@ _OBJECT_KINDS: Final = "OUST"  # of numpy's dtypes
 def encode_columns(data: Any, known: Mapping[str, FieldSpec] | None = None) -> list[SourceColumn]:
     """Return the columns of a put, without copying tensors that are contiguous and on the CPU.
 
-    The bytes of tensors on a device stay there, as they are once the current stream has done what it was given so far.
+    Tensors on a device stay there; their bytes are those after the work submitted to the current stream so far.
 
     Args:
         data: a TensorDict of one batch dimension or a mapping of field names to columns of `n` rows each: a tensor or
