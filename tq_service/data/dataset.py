@@ -756,6 +756,8 @@ class StreamingDataLoader:
             self._stream.close()
             self._stream = None
         self._end_workers()
+        if self._feed is not None:
+            self._feed.release()
 
     def _warn_of_fetched_ahead(self, count: int) -> None:
         if count > 0:

@@ -133,6 +133,10 @@ class DeviceFeed:
         measured = batch.measured_bytes if batch.measured_bytes is not None else flat.size_bytes
         return replace(batch, data=data, arrival=arrival, measured_bytes=measured)
 
+    def release(self) -> None:
+        """Release the memory of the host whose copies are done."""
+        devices.PINNED.tidy()
+
     def split(self, split: Split) -> Split:
         """Return a function that splits batches on the device, on the current stream of its thread."""
 

@@ -246,7 +246,8 @@ class Registration:
 class PinnedMemory:
     """Pins memory up to a limit: blocks, which are reused, and mappings of callers.
 
-    Threads may share it. Finalizers can run at any point of any thread, so they only append to a deque.
+    Threads may share it. Finalizers can run at any point of any thread, so ours only append to a deque, and the lock is
+    reentrant for those of others.
 
     Args:
         limit_bytes: most bytes together; None: `TQ_PINNED_BYTES`, then 1 GiB.
@@ -254,12 +255,12 @@ class PinnedMemory:
 
     def __init__(self, limit_bytes: int | None = None) -> None:
         self._limit = limit_bytes
-        self._lock = threading.Lock()  # of all below
+        self._lock = threading.RLock()  # of all below
         self._ranges: dict[int, int] = {}  # sizes of pinned memory by address
         self._idle: list[Registration] = []
         self._returned: deque[Registration] = deque()
         self._unpinned: deque[int] = deque()
-        self._in_use: list[tuple[Event, Sequence[Any]]] = []
+        self._in_use: dict[Event, Sequence[Any]] = {}
 
     @property
     def pinned_bytes(self) -> int:
@@ -285,7 +286,7 @@ class PinnedMemory:
             with self._lock:
                 self._tidy()
                 block = self._reused(size) or self._new(size, device)
-                waited_for = self._in_use[0][0] if block is None and self._in_use else None
+                waited_for = next(iter(self._in_use), None) if block is None else None
             if block is not None:
                 array: Bytes = np.frombuffer(block.mapping, np.uint8, size)
                 weakref.finalize(array, self._returned.append, block).atexit = False
@@ -313,6 +314,10 @@ class PinnedMemory:
         mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             mapping.madvise(mmap.MADV_HUGEPAGE)
+        if hasattr(mmap, "MADV_DONTFORK"):
+            mapping.madvise(
+                mmap.MADV_DONTFORK
+            )  # else a write after a fork gets a new page, which is not the pinned one
         return self._register(mapping, device)
 
     def _is_over(self, size: int) -> bool:
@@ -341,12 +346,13 @@ class PinnedMemory:
         registration = Registration(mapping)
         # The finalizer owns the mapping too, so that memory is unpinned before it is unmapped.
         unpin = partial(accelerator.unregister, address, device)
-        weakref.finalize(registration, _unpin, self._unpinned, address, unpin, mapping).atexit = False
+        weakref.finalize(registration, _unpin, os.getpid(), self._unpinned, address, unpin, mapping).atexit = False
         return registration
 
     def _tidy(self) -> None:
         """Account for returned blocks, unpinned memory and completed copies."""
-        self._in_use = [(event, things) for event, things in self._in_use if not event.query()]
+        for event in [event for event in self._in_use if event.query()]:
+            self._in_use.pop(event, None)
         while self._returned:
             self._idle.append(self._returned.popleft())
         while self._unpinned:
@@ -355,7 +361,7 @@ class PinnedMemory:
     def keep(self, event: Event, *things: Any) -> None:
         """Keep things that a stream reads or writes until it reaches an event."""
         with self._lock:
-            self._in_use.append((event, things))
+            self._in_use[event] = things
 
     def tidy(self) -> None:
         """Release things that `keep` holds for completed copies."""
@@ -371,9 +377,10 @@ class PinnedMemory:
             return next(found, None)
 
 
-def _unpin(unpinned: deque[int], address: int, unpin: Callable[[], None], _mapping: mmap.mmap) -> None:
-    unpinned.append(address)
-    unpin()
+def _unpin(process_id: int, unpinned: deque[int], address: int, unpin: Callable[[], None], _mapping: mmap.mmap) -> None:
+    if os.getpid() == process_id:  # a forked child has no CUDA
+        unpinned.append(address)
+        unpin()
 
 
 # One per process, since the limit and the streams are shared by all clients and loaders.
