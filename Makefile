@@ -3,6 +3,7 @@
 #   make install            .venv with torch, the package and the tools
 #   make test               the tests, about 11 minutes on two cores
 #   make test-all           the tests, with those that are left to the night
+#   make test-cuda          the tests that need a GPU; without one they are skipped, and say so
 #   make properties         the property and model tests with thousands of examples each
 #   make demo               a tiny policy trained through the service, which is killed halfway; about two minutes
 #   make soak               an hour's worth of load in 5 minutes, in memory and durable: does the service stay small
@@ -39,10 +40,10 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install format lint typecheck generate accept-protos check test test-all properties chaos fuzz soak bench compare compat demo demo-verl manifests release clean FORCE
+.PHONY: help install format lint typecheck generate accept-protos check test test-all test-cuda properties chaos fuzz soak bench compare compat demo demo-verl manifests release clean FORCE
 
 help:
-	@sed -n '3,17s/^# *//p' Makefile
+	@sed -n '3,18s/^# *//p' Makefile
 	@echo "also: format lint typecheck generate bench clean"
 
 # A virtual environment whose interpreter is gone (after an upgrade of Python, or a move of the directory) is stale too.
@@ -119,6 +120,9 @@ check: lint typecheck $(HELM)
 test test-all: $(INSTALLED) $(NODE_PACKAGES) $(HELM) $(ETCD)
 	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder $(LINTS:%=--ignore=%) \
 		$(if $(filter test,$@),-m "not nightly")
+
+test-cuda: $(INSTALLED)
+	$(BIN)/python -m pytest -m cuda tests/cuda
 
 properties: $(INSTALLED)
 	$(BIN)/python -m pytest -m hypothesis --hypothesis-profile many --ignore tests/fuzz --timeout 3600 \

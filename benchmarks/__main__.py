@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import re
 import subprocess
 import sys
 import time
@@ -31,6 +32,9 @@ BENCHMARKS = (
     "bulk_by_storages",
     "same_host",
     "data_loader",
+    "gpu_by_put",
+    "gpu_by_get",
+    "gpu_by_loader",
     "kv_calls",
     "memory",
     "memory_bounds",
@@ -48,12 +52,13 @@ BENCHMARKS = (
     "planning_delay",
     "loop_stops",
 )
-OF_BULK = "bulk_by_"  # what follows is the option --by of `bulk.py`
+BY_OPTION = re.compile("(bulk|gpu)_by_(.*)")  # a benchmark, and its option --by
 RESULTS = ROOT / "benchmarks" / "results"
 
 
 def _run(name: str, flags: Sequence[str]) -> Report:
-    module = ["bulk", "--by", name.removeprefix(OF_BULK)] if name.startswith(OF_BULK) else [name]
+    by = BY_OPTION.fullmatch(name)
+    module = [name] if by is None else [by[1], "--by", by[2]]
     command = [sys.executable, "-m", f"benchmarks.{module[0]}", *module[1:], "--json", *flags]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
     return Report.from_json(done.stdout)

@@ -30,6 +30,7 @@ CLIENT_VARIABLES: Final = frozenset(
         "TQ_ADDRESS",
         "TQ_LOGGING_LEVEL",
         "TQ_NAMESPACE",
+        "TQ_PINNED_BYTES",
         "TQ_PRE_ALLOC_SAMPLE_NUM",
         "TQ_SHARED_MEMORY",
         "TQ_SHARED_MEMORY_DIR",

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from client_support import make_client
+from stand_in_device import standing_in
 
 from tq_service.client import gathering, requests
 from tq_service.client._async import fetches, samples
@@ -66,6 +67,18 @@ async def test_large_columns_are_encoded_and_decoded_by_a_thread(async_client, t
     here = threading.get_ident()
     for name in ("encode_columns", "write_message", "merge_answers", "to_batch"):
         assert here not in threads[name], name
+
+
+async def test_tensors_on_a_device_are_encoded_by_a_thread_in_the_order_of_the_callers_stream(
+    async_client, threads, monkeypatch
+):
+    with standing_in(monkeypatch) as stand_in:
+        side = stand_in.new_stream(torch.device("cpu"))
+        with stand_in.using(side):
+            meta = await async_client.put({"x": stand_in.later(torch.arange(4))}, partition_id="p")
+    assert threading.get_ident() not in threads["encode_columns"]
+    back = await async_client.get_data(meta)
+    assert back["x"].tolist() == [0, 1, 2, 3]
 
 
 async def test_many_names_and_values_are_encoded_by_a_thread(async_client, threads):

@@ -8,12 +8,15 @@ import sys
 from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 from service_rows import dataset_of, taken
+from stand_in_device import standing_in
 from torch.distributed.device_mesh import init_device_mesh
 
 import tq_service as tq
 from tq_service.data import StreamingDataLoader, fetch_batch, replicas
+from tq_service.wire import device
 
 claims: list[int] = []
 
@@ -72,12 +75,24 @@ try:
 except tq.UnavailableError as error:
     failed = f"{error}; noted {len(error.__notes__) if hasattr(error, '__notes__') else 0}"
 
+uploads: list[int] = []
+with pytest.MonkeyPatch.context() as patch, standing_in(patch) as stand_in:
+    stand_in.is_eager = True
+    upload = device.upload
+    patch.setattr(device, "upload", lambda arrays, where: uploads.append(len(arrays)) or upload(arrays, where))
+    there = StreamingDataLoader(loader_of().dataset, device="cuda:0")
+    items = list(there)
+    assert all(stand_in.has(data["index"]) and stand_in.has(data["scores"]) for data, _ in items)
+    on_device = indexes(items)
+
 alone = loader_of(replica_group=None, dp_group=mesh["dp"].get_group())
 print(
     json.dumps(
         {
             "given": given,
             "claimed": claimed,
+            "on_device": on_device,
+            "uploads": len(uploads),
             "again": again,
             "resumed": before + after,
             "state": state,

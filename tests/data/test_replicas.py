@@ -1,6 +1,7 @@
 """Ranks of torch.distributed, and replicas of a rank of which one asks for all, in four processes."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +21,7 @@ def answers(address: str, tmp_path_factory: pytest.TempPathFactory) -> list[dict
         subprocess.Popen(
             [sys.executable, str(PROGRAM), address, "replicas", str(rank), str(store)],
             stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": str(PROGRAM.parent.parent)},
             text=True,
         )
         for rank in range(4)
@@ -58,6 +60,12 @@ def test_a_reset_and_a_saved_state_give_the_same_to_all_replicas(answers: list[d
 def test_replicas_that_ask_themselves_get_the_same_too(answers: list[dict[str, Any]]) -> None:
     for answer in answers:
         assert answer["alone"] == answer["given"]
+
+
+def test_replicas_are_sent_batches_from_device_to_device(answers: list[dict[str, Any]]) -> None:
+    for answer in answers:
+        assert answer["on_device"] == answer["given"]
+        assert answer["uploads"] == 0  # the first one gets its batches there
 
 
 def test_an_error_of_the_first_replica_is_raised_by_all(answers: list[dict[str, Any]]) -> None:

@@ -19,7 +19,7 @@ from tq_service.dataplane.receiving import RECEIVE_BUFFERS, Received
 from tq_service.errors import InvalidArgumentError
 from tq_service.schema import FieldSpec, Layout
 from tq_service.v1.storage_service_pb2 import PutHeader
-from tq_service.wire.columns import Column, ColumnShape, fixed_row_bytes
+from tq_service.wire.columns import ColumnShape, SourceColumn, fixed_row_bytes
 from tq_service.wire.shared_memory import place_columns
 
 _LAYOUTS: Final = (None, Layout.AUTO)
@@ -98,7 +98,7 @@ class Allocation:
             for shape, start in zip(self._shapes, self._starts, strict=True)
         ]
 
-    def holds(self, columns: Sequence[Column]) -> bool:
+    def holds(self, columns: Sequence[SourceColumn]) -> bool:
         """Whether columns are those of the put, in its memory."""
         return len(columns) == len(self._shapes) and all(
             column.spec == shape.spec
@@ -113,17 +113,19 @@ def _extents(shape: ColumnShape) -> Any:
     return () if shape.extents is None else shape.extents
 
 
-def _address(column: Column) -> int | None:
-    """Return the address of the bytes of a column, None if they are in several pieces."""
-    chunks = [chunk for chunk in column.chunks if len(chunk)]
-    return np.frombuffer(chunks[0], np.uint8).ctypes.data if len(chunks) == 1 else None
+def _address(column: SourceColumn) -> int | None:
+    """Return the address of the bytes of a column, None if they are in several pieces or on a device."""
+    match [chunk for chunk in column.chunks if len(chunk)]:
+        case [memoryview() as view]:
+            return np.frombuffer(view, np.uint8).ctypes.data
+    return None
 
 
 Allocations: TypeAlias = "WeakValueDictionary[int, Allocation]"
 """Those of a client that were not put yet, by their address."""
 
 
-def take_allocation(allocations: Allocations, partition_id: str, columns: Sequence[Column]) -> Allocation | None:
+def take_allocation(allocations: Allocations, partition_id: str, columns: Sequence[SourceColumn]) -> Allocation | None:
     """Return the allocation whose columns are about to be put, once; None if these are others."""
     address = _address(columns[0])
     allocation = None if address is None else allocations.get(address)

@@ -46,7 +46,7 @@ from tq_service.schema import FieldSpec, Layout
 from tq_service.v1 import commit_pb2
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1.storage_service_pb2 import PutHeader
-from tq_service.wire.columns import INLINE_BYTES, Column, put_header, stacked
+from tq_service.wire.columns import INLINE_BYTES, SourceColumn, is_on_host, put_header, stacked
 
 MOST_ROWS: Final = 256
 """Of one batch. It has at most `INLINE_BYTES` of values, too."""
@@ -80,7 +80,7 @@ class Put:
     """
 
     kind: type[commit_pb2.CommitResponse] | type[pb.InsertResponse] = commit_pb2.CommitResponse
-    columns: Sequence[Column] = ()
+    columns: Sequence[SourceColumn] = ()
     write: Write
     for_existing_rows: bool = False
     return_all_meta: bool = False
@@ -94,7 +94,7 @@ class Put:
     def _likeness(self) -> Hashable | None:
         write, metadata = self.write, self.write.metadata
         is_small = 0 < write.row_count <= MOST_ROWS and self.size_bytes <= INLINE_BYTES
-        if not is_small or not isinstance(write.partition_id, str):
+        if not is_small or not isinstance(write.partition_id, str) or not is_on_host(self.columns):
             return None
         if any(column.json is not None or not column.present.all() for column in write.meta_columns):
             return None  # of several types, or removed: such columns depend on the order of writes

@@ -6,7 +6,7 @@ What callers get are tensors, nested tensors and lists that share the received b
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import pairwise
@@ -35,17 +35,22 @@ from tq_service.wire.columns import (
     extents_as,
     fixed_row_bytes,
     has_torch,
+    is_on_device,
     make_values,
     merge_specs,
     offsets_of,
+    on_cpu,
     row_shapes,
     with_ragged_dim,
 )
+from tq_service.wire.device import upload
 from tq_service.wire.metadata import ENCODINGS, CellRuns, Indexes, expand_runs
 from tq_service.wire.objects import decode_object, no_collection
 
 if TYPE_CHECKING:
     import torch
+
+    from tq_service.client.landing import Landing
 
 # Slices of fewer items on average are copied by an index of all items: a step in Python costs more than so many.
 _SCATTER_BELOW_ITEMS: Final = 64
@@ -260,16 +265,27 @@ def _empty_column(spec: FieldSpec) -> ColumnShape:
     return ColumnShape(spec=known, row_count=0, extents=extents, value_bytes=0)
 
 
-def to_batch(received: Sequence[Received], row_count: int, layout: ReadLayout | None = None) -> Any:
+def to_batch(
+    received: Sequence[Received],
+    row_count: int,
+    layout: ReadLayout | None = None,
+    landing: Landing | None = None,
+) -> Any:
     """Return received columns as a TensorDict `[row_count]`, or as a dict where torch or tensordict is missing.
 
     Without torch, columns are numpy arrays and lists of them. The layout is as in `get_data`; None: as the columns are.
 
     Raises:
         FieldMismatchError: rows of a column are to be dense and differ.
+        torch.OutOfMemoryError: a device has no memory left.
     """
     columns = [column if layout is None else _laid_out(column, layout) for column, _ in received]
-    data = decode_columns(columns, [buffer for _, buffer in received])
+    buffers = [buffer for _, buffer in received]
+    if landing is None:
+        data = decode_columns(columns, buffers)
+    else:
+        data = decode_columns(columns, buffers, as_torch=True, device_of=landing.device_of)
+        landing.fill(data)
     return to_tensordict(data, row_count) if has_tensordict() else data
 
 
@@ -305,31 +321,53 @@ class RowPattern:
 
     Attributes:
         offsets: `(n + 1,)`, where rows begin and end; nested tensors of one pattern share this tensor.
+        bounds: the same on the host.
         min_length: length of the shortest row, 0 where there are no rows.
         max_length: length of the longest row, 0 where there are no rows. Padding goes by it: of a nested tensor that
             does not know it, torch pads all rows to the size of dimension 0 of its values.
     """
 
     offsets: torch.Tensor
+    bounds: NDArray[np.int64]
     min_length: int
     max_length: int
 
     @classmethod
-    def of_offsets(cls, offsets: torch.Tensor, lengths: NDArray[np.int64] | None = None) -> RowPattern:
-        """Return the pattern of an offsets tensor; without `lengths`, one that is not on the CPU is waited for."""
-        if lengths is None:
-            lengths = np.diff(offsets.detach().cpu().numpy())
+    def of_offsets(cls, offsets: torch.Tensor, bounds: NDArray[np.int64] | None = None) -> RowPattern:
+        """Return the pattern of an offsets tensor.
+
+        Args:
+            offsets: `(n + 1,)`.
+            bounds: the same on the host; None: they are known if the offsets are of a nested tensor that was made here,
+                and else one that is not on the CPU is waited for.
+        """
+        if bounds is None:
+            bounds = _known_bounds().get(offsets)
+        if bounds is None:
+            bounds = on_cpu(offsets).numpy().astype(np.int64, copy=False)
+        lengths = np.diff(bounds)
         longest = int(lengths.max(initial=0))
-        return cls(offsets=offsets, min_length=int(lengths.min(initial=longest)), max_length=longest)
+        return cls(offsets=offsets, bounds=bounds, min_length=int(lengths.min(initial=longest)), max_length=longest)
 
     @classmethod
     def of_lengths(
-        cls, lengths: NDArray[np.int64], *, dtype: torch.dtype | None = None, device: torch.device | None = None
+        cls, lengths: NDArray[np.int64], *, dtype: torch.dtype | None = None, beside: torch.Tensor | None = None
     ) -> RowPattern:
-        """Return the pattern of rows of these lengths `(n,)`; its offsets are int64 on the CPU by default."""
+        """Return the pattern of rows of these lengths `(n,)`.
+
+        Args:
+            lengths: of the rows.
+            dtype: of the offsets; None: int64.
+            beside: a tensor on the device that the offsets are to be on; None: the CPU.
+        """
         import torch  # noqa: PLC0415  (torch is optional and slow to import)
 
-        return cls.of_offsets(torch.from_numpy(offsets_of(lengths)).to(device=device, dtype=dtype), lengths)
+        bounds = offsets_of(lengths)
+        offsets = torch.from_numpy(bounds).to(dtype)
+        if beside is not None and is_on_device(beside):
+            (values,) = upload([offsets.numpy().view(np.uint8)], beside.device)
+            offsets = values.view(offsets.dtype)
+        return cls.of_offsets(offsets if beside is None else offsets.to(beside.device), bounds)
 
     def nested(self, values: torch.Tensor, ragged_dim: int) -> torch.Tensor:
         """Return the nested tensor of some rows, which can be padded.
@@ -341,9 +379,19 @@ class RowPattern:
         import torch  # noqa: PLC0415  (torch is optional and slow to import)
 
         _hide_torch_notice()
+        if is_on_device(self.offsets):
+            _known_bounds()[self.offsets] = self.bounds
         return torch.nested.nested_tensor_from_jagged(
             values, self.offsets, jagged_dim=ragged_dim, min_seqlen=self.min_length, max_seqlen=self.max_length
         )
+
+
+@cache
+def _known_bounds() -> MutableMapping[torch.Tensor, NDArray[np.int64]]:
+    """Return the bounds of offsets on a device, which are not waited for again where their nested tensors are used."""
+    from torch.utils.weak import WeakIdKeyDictionary  # noqa: PLC0415  (torch is optional and slow to import)
+
+    return WeakIdKeyDictionary()
 
 
 @cache
@@ -357,7 +405,11 @@ def _hide_torch_notice() -> None:
 
 
 def decode_columns(
-    columns: Sequence[ColumnShape], buffers: Sequence[Bytes], *, as_torch: bool | None = None
+    columns: Sequence[ColumnShape],
+    buffers: Sequence[Bytes],
+    *,
+    as_torch: bool | None = None,
+    device_of: Callable[[str], Any] | None = None,
 ) -> dict[str, Any]:
     """Return the values of columns by field name.
 
@@ -365,6 +417,7 @@ def decode_columns(
         columns: the headers.
         buffers: the bytes of each column's values; tensors share them where they are writable and aligned.
         as_torch: whether to make tensors, else numpy arrays; None: where torch is installed.
+        device_of: returns the device on which the tensors of a field are to be, None for the CPU; objects stay there.
 
     Returns:
         Dense: a tensor or array `(n, ...)`. Jagged: with one ragged dimension a nested tensor (fields with the same
@@ -374,8 +427,23 @@ def decode_columns(
     Raises:
         InvalidArgumentError: bytes and headers do not agree, an object is garbled, or a dtype needs torch.
     """
-    decoder = _Decoder(as_torch=has_torch() if as_torch is None else as_torch)
-    return {column.spec.name: decoder.decode(column, buffer) for column, buffer in zip(columns, buffers, strict=True)}
+    is_torch = has_torch() if as_torch is None else as_torch
+    devices = [
+        None if device_of is None or column.spec.layout is Layout.OBJECT else device_of(column.spec.name)
+        for column in columns
+    ]
+    decoders = {device: _Decoder(as_torch=is_torch) for device in devices}
+    values: list[Any] = list(buffers)
+    for device, decoder in decoders.items():
+        if device is not None:
+            chosen = [index for index, each in enumerate(devices) if each == device]
+            tensors = decoder.upload([columns[index] for index in chosen], [buffers[index] for index in chosen], device)
+            for index, tensor in zip(chosen, tensors, strict=True):
+                values[index] = tensor
+    return {
+        column.spec.name: decoders[device].decode(column, buffer)
+        for column, buffer, device in zip(columns, values, devices, strict=True)
+    }
 
 
 def to_tensordict(columns: Mapping[str, Any], row_count: int) -> Any:
@@ -396,6 +464,11 @@ def object_stack(rows: Sequence[Any]) -> Any:
         return NonTensorStack(*(NonTensorData(row) for row in rows))
 
 
+def _is_nested(column: ColumnShape) -> bool:
+    """Whether a column of tensors is a nested tensor: ragged in one dimension."""
+    return len(column.spec.ragged_dims) == 1
+
+
 class _Decoder:
     """Makes values of columns; keeps the patterns it made, so that fields cut alike share one offsets tensor."""
 
@@ -408,7 +481,17 @@ class _Decoder:
         }
         self._patterns: dict[bytes, RowPattern] = {}
 
-    def decode(self, column: ColumnShape, buffer: Bytes) -> Any:
+    def upload(self, columns: Sequence[ColumnShape], buffers: Sequence[Bytes], device: Any) -> list[torch.Tensor]:
+        """Return the bytes of columns on a device, where the offsets of their rows are from then on."""
+        lengths = [column.extents[:, 0] for column in columns if column.extents is not None and _is_nested(column)]
+        bounds = {each.tobytes(): offsets_of(each) for each in lengths}
+        found = upload([*buffers, *(each.view(np.uint8) for each in bounds.values())], device)
+        for (key, each), offsets in zip(bounds.items(), found[len(buffers) :], strict=True):
+            self._patterns[key] = RowPattern.of_offsets(make_values(offsets, "int64", each.shape, as_torch=True), each)
+        return found[: len(buffers)]
+
+    def decode(self, column: ColumnShape, buffer: Any) -> Any:
+        """Return the values of a column, whose bytes may be on a device."""
         if len(buffer) != column.value_bytes:
             raise InvalidArgumentError(
                 f"field {column.spec.name!r} has {len(buffer)} bytes, its header says {column.value_bytes}"
@@ -418,10 +501,9 @@ class _Decoder:
             return make_values(buffer, column.spec.dtype, shape, as_torch=self._as_torch)
         if column.spec.layout is Layout.OBJECT:
             return self._decode_objects(column, buffer.data)
-        ragged_dims = column.spec.ragged_dims
-        if not self._as_torch or len(ragged_dims) != 1:
+        if not self._as_torch or not _is_nested(column):
             return self._decode_rows(column, buffer)
-        return self._decode_nested(column, column.extents[:, 0], buffer, ragged_dims[0])
+        return self._decode_nested(column, column.extents[:, 0], buffer, column.spec.ragged_dims[0])
 
     def _decode_objects(self, column: ColumnShape, buffer: memoryview) -> list[Any]:
         offsets, spec = column.row_offsets(), column.spec
@@ -442,7 +524,7 @@ class _Decoder:
             ) from None
         return rows
 
-    def _decode_rows(self, column: ColumnShape, values: Bytes) -> list[Any]:
+    def _decode_rows(self, column: ColumnShape, values: Any) -> list[Any]:
         """Return each row of a jagged column, all on the shared bytes."""
         flat = make_values(
             values, column.spec.dtype, (column.value_bytes // column.spec.itemsize,), as_torch=self._as_torch
@@ -451,7 +533,7 @@ class _Decoder:
         shapes = row_shapes(column.spec, column.extents, column.row_count).tolist()
         return [flat[start:end].reshape(shape) for (start, end), shape in zip(pairwise(bounds), shapes, strict=True)]
 
-    def _decode_nested(self, column: ColumnShape, lengths: NDArray[np.int64], values: Bytes, ragged_dim: int) -> Any:
+    def _decode_nested(self, column: ColumnShape, lengths: NDArray[np.int64], values: Any, ragged_dim: int) -> Any:
         import torch  # noqa: PLC0415  (torch is optional and slow to import)
 
         row_shape = list(column.spec.row_shape or ())

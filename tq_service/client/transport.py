@@ -39,6 +39,7 @@ from tq_service.results import WaitReason
 from tq_service.v1 import controller_service_pb2, storage_service_pb2
 from tq_service.wire.columns import is_tensor
 from tq_service.wire.connection import CONNECTION_OPTIONS, TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, Tls, cluster_options
+from tq_service.wire.device import on_these_streams
 from tq_service.wire.error_table import from_rpc_error, status_from_trailers
 
 T = TypeVar("T")
@@ -335,6 +336,8 @@ class WaitReports:
 
 
 _MOST_VALUES: Final = 128  # looked at, and encoded, in about the time that a thread takes to begin
+HEAVY: Final = range(_MOST_VALUES)
+"""An input of work that a thread does in any case."""
 _TEXTS: Final = (str, bytes, bytearray, memoryview)
 _BYTES_A_VALUE: Final = 4096  # copied in about the time that a value takes
 
@@ -365,8 +368,11 @@ def gather(calls: Sequence[Callable[[], T]]) -> list[T]:
 
 
 async def async_unless_light(work: Callable[[], T], *inputs: Any) -> T:
-    """Return what some work returns: a thread does it, so that the event loop goes on, unless its inputs are light."""
-    return work() if are_light(inputs) else await asyncio.to_thread(work)
+    """Return what some work returns: a thread does it, so that the event loop goes on, unless its inputs are light.
+
+    Tensors on a device are ordered as in the caller's thread: its current streams are those of the thread that works.
+    """
+    return work() if are_light(inputs) else await asyncio.to_thread(on_these_streams(work))
 
 
 def unless_light(work: Callable[[], T], *_inputs: Any) -> T:
@@ -382,7 +388,7 @@ def are_light(values: Iterable[Any]) -> bool:
 def answer_weight(value_count: int, value_bytes: int) -> range:
     """Return what weighs as much as values of so many bytes that were received; more if a library is imported first."""
     is_ready = "tensordict" in sys.modules or not has_tensordict()
-    return range(value_count + value_bytes // _BYTES_A_VALUE if is_ready else _MOST_VALUES)
+    return range(value_count + value_bytes // _BYTES_A_VALUE) if is_ready else HEAVY
 
 
 @cache

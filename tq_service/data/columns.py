@@ -63,10 +63,43 @@ class FlatBatch:
         values = (column.values if isinstance(column, JaggedColumn) else column for column in columns)
         return [*(pattern.offsets for pattern in patterns), *values]
 
+    def tensors(self) -> list[torch.Tensor]:
+        """Return the tensors of the columns, offsets included, and the rows of columns that are lists of tensors."""
+        return [
+            tensor
+            for part in self.parts()
+            for tensor in ([part] if isinstance(part, torch.Tensor) else part if _is_all(torch.Tensor, part) else [])
+        ]
+
+    def replacing(self, kind: type, other: Callable[[Any], Any]) -> FlatBatch:
+        """Return the same batch with others in the place of its tensors, or of what has taken their place.
+
+        Args:
+            kind: of what is replaced.
+            other: returns what takes the place of one.
+        """
+        there: dict[RowPattern, RowPattern] = {}
+
+        def replaced(column: Any) -> Any:
+            if isinstance(column, JaggedColumn):
+                pattern = column.pattern
+                if pattern not in there:
+                    there[pattern] = replace(pattern, offsets=other(pattern.offsets))
+                return JaggedColumn(other(column.values), there[pattern], column.ragged_dim)
+            if isinstance(column, list):
+                return list(map(other, column)) if _is_all(kind, column) else column
+            return other(column)
+
+        return FlatBatch(self.row_count, {key: replaced(column) for key, column in self.columns.items()})
+
     @property
     def size_bytes(self) -> int:
         """Bytes of the tensors and of the objects, see `object_bytes`."""
         return object_bytes(self.parts())
+
+
+def _is_all(kind: type, rows: list[Any]) -> bool:
+    return all(isinstance(row, kind) for row in rows)
 
 
 def flatten(batch: TensorDict) -> FlatBatch:
@@ -111,10 +144,11 @@ def _flatten_nested(nested: Any, patterns: list[RowPattern]) -> FlatColumn:
     is_jagged = nested.layout is torch.jagged
     if is_jagged and nested.lengths() is None:
         dim = nested._ragged_idx - 1  # torch has no public name for it
-        values, offsets = nested.values(), nested.offsets()
-        first, last = int(offsets[0]), int(offsets[-1])
+        values, pattern = nested.values(), RowPattern.of_offsets(nested.offsets())
+        first, last = int(pattern.bounds[0]), int(pattern.bounds[-1])
         if first != 0 or last != values.shape[dim]:
-            values, offsets = values.narrow(dim, first, last - first), offsets - first
+            values = values.narrow(dim, first, last - first)
+            pattern = RowPattern.of_offsets(pattern.offsets - first, pattern.bounds - first)
     else:
         rows = list(nested.unbind())
         ragged = {dim for row in rows for dim, size in enumerate(row.shape) if size != rows[0].shape[dim]} or {0}
@@ -126,12 +160,17 @@ def _flatten_nested(nested: Any, patterns: list[RowPattern]) -> FlatColumn:
         else:
             values = nested.values().narrow(dim, 0, 0) if is_jagged else nested.new_empty(0)
         lengths = np.array([row.shape[dim] for row in rows], np.int64)
-        offsets = RowPattern.of_lengths(lengths, device=values.device).offsets
-    pattern = next((each for each in patterns if each.offsets is offsets or torch.equal(each.offsets, offsets)), None)
-    if pattern is None:
-        pattern = RowPattern.of_offsets(offsets)
-        patterns.append(pattern)
-    return JaggedColumn(values, pattern, dim + 1)
+        return JaggedColumn(values, _shared(RowPattern.of_lengths(lengths, beside=values), patterns), dim + 1)
+    return JaggedColumn(values, _shared(pattern, patterns), dim + 1)
+
+
+def _shared(pattern: RowPattern, patterns: list[RowPattern]) -> RowPattern:
+    """Return the pattern of those known that is the same, or the pattern, which is known from then on."""
+    for each in patterns:
+        if each.offsets.dtype == pattern.offsets.dtype and np.array_equal(each.bounds, pattern.bounds):
+            return each
+    patterns.append(pattern)
+    return pattern
 
 
 def object_bytes(value: Any) -> int:
@@ -171,9 +210,9 @@ def select_rows(flat: FlatBatch, positions: Positions) -> FlatBatch:
         if isinstance(column, torch.Tensor):
             return _copied(column, 0, ranges)
         if column.pattern not in jagged:
-            bounds, offsets = bounds_of(column.pattern), column.pattern.offsets
+            bounds, offsets = column.pattern.bounds, column.pattern.offsets
             starts, stops = bounds[:-1][positions], bounds[1:][positions]
-            pattern = RowPattern.of_lengths(stops - starts, dtype=offsets.dtype, device=offsets.device)
+            pattern = RowPattern.of_lengths(stops - starts, dtype=offsets.dtype, beside=offsets)
             jagged[column.pattern] = _ranges(starts, stops), pattern
         ranges_of_rows, pattern = jagged[column.pattern]
         return JaggedColumn(_copied(column.values, column.ragged_dim - 1, ranges_of_rows), pattern, column.ragged_dim)
@@ -188,12 +227,6 @@ def check_positions(row_count: int, positions: Positions) -> None:
             f"got positions {positions.min()} to {positions.max()} of a batch of {row_count} rows; "
             f"expected 0 to {row_count - 1}"
         )
-
-
-def bounds_of(pattern: RowPattern) -> NDArray[np.int64]:
-    """Return where rows begin and end `(n + 1,)`."""
-    bounds: NDArray[np.int64] = pattern.offsets.detach().cpu().numpy().astype(np.int64, copy=False)
-    return bounds
 
 
 def _ranges(starts: Positions, stops: Positions) -> list[tuple[int, int]]:

@@ -17,6 +17,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from tq_service.client.transport import resolve_address, warn_of_wait
 from tq_service.client_probes import timed
 from tq_service.data.columns import ProcessBatch, micro_batch_count, split_micro_batches
+from tq_service.data.on_device import ArrivingItem, DeviceFeed, Split, UploadingFetcher, pinned
 from tq_service.data.packs import PackOptions, split_packs
 from tq_service.data.replicas import ReplicaGroup, ReplicaStream, rank_and_size
 from tq_service.data.source import (
@@ -41,8 +42,11 @@ from tq_service.data.source import (
 from tq_service.data.workers import WorkerPool, worker_context
 from tq_service.errors import InvalidArgumentError, StaleEpochError, StaleIncarnationError
 from tq_service.schema import BatchUnit, ReadLayout
+from tq_service.wire.device import find_device
 
 if TYPE_CHECKING:
+    import torch
+
     from tq_service.data.replicas import Ranks
     from tq_service.wire.connection import Tls
 
@@ -268,13 +272,18 @@ class StreamingDataset(IterableDataset[Any]):
                 "a StreamingDataset was iterated in a worker of torch's DataLoader, where every worker would yield the "
                 "same batches; use StreamingDataLoader(dataset, num_workers=...)"
             )
-        return self.iterate(lambda dataset: dataset.open_stream(InlineStream))
+        return self.iterate(lambda dataset: dataset.open_stream(InlineStream), self.split)
 
-    def iterate(self, open_stream: Callable[[StreamingDataset], BatchStream]) -> Iterator[Any]:
-        """Yield the micro-batches from the next batch on, fetched by the streams that `open_stream` opens."""
-        return timed(self._iterate(open_stream))
+    def iterate(self, open_stream: Callable[[StreamingDataset], BatchStream], split: Split) -> Iterator[Any]:
+        """Yield the micro-batches from the next batch on.
 
-    def _iterate(self, open_stream: Callable[[StreamingDataset], BatchStream]) -> Iterator[Any]:
+        Args:
+            open_stream: opens a stream of batches.
+            split: splits the batches that the stream has not split.
+        """
+        return timed(self._iterate(open_stream, split))
+
+    def _iterate(self, open_stream: Callable[[StreamingDataset], BatchStream], split: Split) -> Iterator[Any]:
         stream: BatchStream | None = None
         if self._delivered[0] < self._batch_index:  # another iterator began a batch: the rest is left out
             self._delivered = (self._batch_index, 0)
@@ -300,7 +309,7 @@ class StreamingDataset(IterableDataset[Any]):
                 size = self._source.request.micro_batch_size
                 micro_batches = self._deliver(
                     batch.index,
-                    self.split(batch) if batch.micro_batches is None else batch.micro_batches,
+                    split(batch) if batch.micro_batches is None else batch.micro_batches,
                     micro_batch_count(batch.meta, size) if self._follows_plan else None,
                 )
                 del batch  # not kept alive while the next one is waited for
@@ -315,11 +324,12 @@ class StreamingDataset(IterableDataset[Any]):
             if stream is not None:
                 stream.close()
 
-    def open_stream(self, open_rest: OpenRest) -> BatchStream:
+    def open_stream(self, open_rest: OpenRest, device: torch.device | None = None) -> BatchStream:
         """Return a stream from the next batch on: those in the buffer, and then the stream that `open_rest` opens.
 
         Args:
             open_rest: called with the source, the first batch_index, and the identity that its batches must have.
+            device: on which its batches are, see `may_upload_ahead`; None: the CPU.
         """
         kept = self._buffer.following(self._batch_index)
         first = self._batch_index + len(kept)
@@ -327,7 +337,7 @@ class StreamingDataset(IterableDataset[Any]):
         def open_fetched() -> BatchStream:
             return open_rest(self._source, first, self._identity)
 
-        rest = ReplicaStream(self._replicas, open_fetched, first) if self._replicas is not None else open_fetched()
+        rest = open_fetched() if self._replicas is None else ReplicaStream(self._replicas, open_fetched, first, device)
         return ReplayStream(kept, rest) if kept else rest
 
     def split(self, batch: FetchedBatch) -> Iterator[Any]:
@@ -338,6 +348,10 @@ class StreamingDataset(IterableDataset[Any]):
     def may_split_ahead(self) -> bool:
         """Whether another thread may split batches: process_batch_fn and collectives run in the consumer's."""
         return self._replicas is None and self._follows_plan
+
+    def may_upload_ahead(self, device: torch.device) -> bool:
+        """Whether batches may be on a device as they are read: replicas must be able to broadcast them there."""
+        return self._replicas is None or self._replicas.sends_from(device)
 
     def _accept(self, batch: FetchedBatch) -> None:
         """Count a batch as begun, check that it belongs to those before it, and keep it for a replay."""
@@ -400,7 +414,7 @@ class StreamingDataset(IterableDataset[Any]):
             if number > delivered_before:
                 self._batch_index = index + 1
                 self._delivered = (index, number) if number != count else (index + 1, 0)
-                yield micro_batch
+                yield micro_batch.receive() if isinstance(micro_batch, ArrivingItem) else micro_batch
             del micro_batch  # not kept alive while the next one is made
         # Not where another iterator has gone further meanwhile.
         if self._delivered[0] <= index:
@@ -598,6 +612,12 @@ class StreamingDataLoader:
             whose size is not known yet counts as much as the largest so far. When nothing is ahead, the next batch is
             fetched whatever its size.
         persistent_workers: keep the worker processes between iterators.
+        device: a CUDA device, such as "cuda:0", on which micro-batches and packs are yielded; objects stay on the CPU.
+            Batches are copied up ahead, each at once and out of pinned memory, and split there beside the step that
+            runs; the current stream of the thread that iterates waits for what it is given. So batches that are ahead,
+            or in the replay buffer, take memory of the device. None: the CPU.
+        pin_memory: whether micro-batches that stay on the CPU are in pinned memory, for the trainer to copy them up
+            itself. With `device` it makes no difference.
 
     Raises:
         InvalidArgumentError: an argument cannot be right.
@@ -612,6 +632,8 @@ class StreamingDataLoader:
         *,
         prefetch_bytes: int = 1 << 30,
         persistent_workers: bool = True,
+        device: Any = None,
+        pin_memory: bool = False,
     ) -> None:
         least_ahead = 1 if num_workers else 0
         for name, count, least, when in (
@@ -627,6 +649,14 @@ class StreamingDataLoader:
         self._context = worker_context(multiprocessing_context, dataset.source) if num_workers else None
         self._prefetch_bytes = prefetch_bytes
         self._persistent_workers = persistent_workers
+        found = find_device(device)
+        self._feed = None if found is None else DeviceFeed(found)
+        self._split: Split = dataset.split
+        if self._feed is not None:
+            self._split = self._feed.split(dataset.split)
+        elif pin_memory:
+            find_device("cuda")  # without one no memory can be pinned
+            self._split = pinned(dataset.split)
         self._stream: BatchStream | None = None
         # The stream that fetches, and how often the dataset had been moved when it was opened.
         self._fetching: tuple[InlineStream | PrefetchStream, int] | None = None
@@ -645,7 +675,7 @@ class StreamingDataLoader:
             Exception: whatever fetching raised, with its type; the next iterator asks for the same batch again.
         """
         try:
-            yield from self.dataset.iterate(self._open_stream)
+            yield from self.dataset.iterate(self._open_stream, self._split)
         except Exception:
             self._end_workers()
             raise
@@ -657,22 +687,33 @@ class StreamingDataLoader:
         """Return the one stream of this loader; the stream of another iterator is closed by it."""
         if self._stream is not None:
             self._stream.close()
-        self._stream = dataset.open_stream(self._open_rest)
+        self._stream = dataset.open_stream(self._open_rest, None if self._ahead is None else self._ahead.device)
         if self.prefetch_factor and dataset.may_split_ahead:
-            self._stream = MicroBatchPrefetcher(self._stream, dataset.split)
+            split = self._split if self._feed is None else self._feed.split_ahead(dataset.split)
+            self._stream = MicroBatchPrefetcher(self._stream, split)
         return self._stream
+
+    @property
+    def _ahead(self) -> DeviceFeed | None:
+        """What copies batches up as they are fetched; None: they are on the CPU until they are split."""
+        return self._feed if self._feed is not None and self.dataset.may_upload_ahead(self._feed.device) else None
 
     def _open_rest(self, source: BatchSource, batch_index: int, identity: StreamIdentity | None) -> BatchStream:
         stream: InlineStream | PrefetchStream
+        feed = self._ahead
+        here = source if feed is None else source.to_device(feed.device)
         if self.prefetch_factor:
-            fetchers: Sequence[Fetcher] = [BatchFetcher(source, identity)]
+            fetchers: Sequence[Fetcher] = [BatchFetcher(here, identity)]
             if self._context is not None:
-                self._pool = self._pool or WorkerPool(source, self.num_workers, self._context)
+                device = None if feed is None else feed.device
+                self._pool = self._pool or WorkerPool(source, self.num_workers, self._context, device)
                 fetchers = self._pool.fetchers(source, identity)
+            if feed is not None:
+                fetchers = [UploadingFetcher(fetcher, feed) for fetcher in fetchers]
             limit = PrefetchLimit(self.prefetch_factor * max(self.num_workers, 1), self._prefetch_bytes)
             stream = PrefetchStream(fetchers, batch_index, limit)
         else:
-            stream = InlineStream(source, batch_index, identity)
+            stream = InlineStream(here, batch_index, identity)
         self._fetching = stream, self.dataset.move_count
         return stream
 
@@ -715,6 +756,8 @@ class StreamingDataLoader:
             self._stream.close()
             self._stream = None
         self._end_workers()
+        if self._feed is not None:
+            self._feed.release()
 
     def _warn_of_fetched_ahead(self, count: int) -> None:
         if count > 0:

@@ -23,7 +23,6 @@ from tq_service.data.columns import (
     FlatColumn,
     JaggedColumn,
     Positions,
-    bounds_of,
     build,
     check_positions,
     flatten,
@@ -325,11 +324,6 @@ class _Packing:
         self._columns = {key: self._token_column(key, column, made) for key, column in flat.columns.items()}
         self._uses = {key: self._use(key, column) for key, column in self._columns.items()}
         self._check_names()
-        self._bounds = {
-            column.pattern: bounds_of(column.pattern)
-            for column in self._columns.values()
-            if isinstance(column, JaggedColumn)
-        }
 
     def _token_column(self, key: FieldKey, column: FlatColumn, made: dict[int, RowPattern]) -> FlatColumn:
         """Return a column jagged where it has a value for each token, also if all rows are alike.
@@ -447,7 +441,7 @@ class _Packing:
         check_positions(self.row_count, positions)
         options = self._options
         row_lengths = {
-            key: np.diff(self._bounds[column.pattern])[positions]
+            key: np.diff(column.pattern.bounds)[positions]
             for key, column in self._columns.items()
             if isinstance(column, JaggedColumn) and key not in options.keep_fields
         }
@@ -531,7 +525,7 @@ class _Packing:
             padding = places.view([-1 if at == dim else 1 for at in range(values.ndim)]).expand(shape)
         else:
             padding = _filled(values, shape, self._options.pad_value(key), key)
-        starts = self._bounds[column.pattern][positions]
+        starts = column.pattern.bounds[positions]
         samples = map(values.narrow, [dim] * lengths.size, starts.tolist(), lengths.tolist())
         return torch.cat([*samples, padding], dim=dim)
 
@@ -583,7 +577,7 @@ def unpack_sequences(packed: PackedSequences) -> TensorDict:
             f"got sample {packed.lengths.index(0)} without tokens, over which nothing is repeated; expected at least "
             "one token in each sample, or no repeat_fields"
         )
-    pattern = RowPattern.of_lengths(lengths, device=packed["cu_seqlens"].device)
+    pattern = RowPattern.of_lengths(lengths, beside=packed["cu_seqlens"])
     columns: dict[FieldKey, FlatColumn] = {}
     for key, use in packed.uses.items():
         values = packed.tensors.get(key)

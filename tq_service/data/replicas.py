@@ -9,15 +9,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from tq_service.data.columns import FlatBatch, build, flatten
+from tq_service.data.on_device import tensors_of
 from tq_service.data.source import BatchStream, End, ExceptionWrapper, FetchedBatch
 from tq_service.data.workers import BatchLayout, lay_out, open_batch
 from tq_service.errors import InvalidArgumentError
+from tq_service.wire import device as devices
 from tq_service.wire.columns import Bytes
 
 if TYPE_CHECKING:
@@ -51,7 +55,65 @@ def rank_and_size(group: Ranks) -> tuple[int, int]:
     return rank, size
 
 
-_Message = BatchLayout | End | ExceptionWrapper | Literal["waiting", "closed"]
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Stands for a tensor whose bytes begin at `start`."""
+
+    start: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    def tensor(self, data: torch.Tensor) -> torch.Tensor:
+        size = math.prod(self.shape) * self.dtype.itemsize
+        return data[self.start : self.start + size].view(self.dtype).reshape(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceBatchLayout:
+    """A batch whose tensors are sent from one device to another, without them.
+
+    Attributes:
+        index: its batch_index.
+        meta: its samples.
+        content: its columns, with places for tensors.
+        size_bytes: of all tensors, with the gaps between them.
+        batch_bytes: `FetchedBatch.size_bytes` of the batch.
+    """
+
+    index: int
+    meta: Any
+    content: FlatBatch
+    size_bytes: int
+    batch_bytes: int
+
+    def open(self, data: torch.Tensor) -> FetchedBatch:
+        """Return the batch, whose tensors are views of the bytes `(size_bytes,)`."""
+        content = self.content.replacing(_Place, lambda place: place.tensor(data))
+        return FetchedBatch(index=self.index, data=build(content), meta=self.meta, measured_bytes=self.batch_bytes)
+
+
+def _empty(size_bytes: int, device: torch.device) -> torch.Tensor:
+    return devices.accelerator.empty(size_bytes, device, devices.accelerator.current_stream(device))
+
+
+def lay_out_on(device: torch.device, batch: FetchedBatch) -> tuple[DeviceBatchLayout, torch.Tensor]:
+    """Return how a batch lies in its bytes on a device, and these, which are copied by the current stream."""
+    content = flatten(batch.data)
+    starts: dict[int, int] = {}
+    end = 0
+    for tensor in content.tensors():
+        starts[id(tensor)], end = end, devices.aligned(end + tensor.nbytes)
+    data = _empty(end, device)
+    for tensor in content.tensors():
+        place = _Place(starts[id(tensor)], tensor.dtype, tuple(tensor.shape))
+        place.tensor(data).copy_(tensor)
+    places = content.replacing(
+        torch.Tensor, lambda tensor: _Place(starts[id(tensor)], tensor.dtype, tuple(tensor.shape))
+    )
+    return DeviceBatchLayout(batch.index, batch.meta, places, end, batch.size_bytes), data
+
+
+_Message = BatchLayout | DeviceBatchLayout | End | ExceptionWrapper | Literal["waiting", "closed"]
 """A batch, of which the bytes follow; the end; an error; that there is no batch yet; that the stream was closed."""
 
 
@@ -78,7 +140,25 @@ class ReplicaGroup:
         self._group = group
         self._first = dist.get_global_rank(group, 0)
         self.asks = dist.get_rank(group) == 0
-        self._device = _device_of(group)
+        # Such as "cpu:gloo,cuda:nccl".
+        self._devices = [pair.partition(":")[0] for pair in str(dist.get_backend_config(group)).split(",")]
+        # Of what is on the CPU: that, if the group has a backend for it.
+        self._device = torch.device("cpu" if "cpu" in self._devices else self._devices[0])
+
+    def sends_from(self, device: torch.device) -> bool:
+        """Whether tensors of a device are sent as they are."""
+        return device.type in self._devices
+
+    def send_there(self, message: DeviceBatchLayout, data: torch.Tensor) -> None:
+        """Give all other replicas a batch, whose bytes are on a device."""
+        self._exchange(message)
+        self._broadcast(data)
+
+    def receive_there(self, message: DeviceBatchLayout, device: torch.device) -> FetchedBatch:
+        """Receive the bytes of a batch on a device."""
+        data = _empty(message.size_bytes, device)
+        self._broadcast(data)
+        return message.open(data)
 
     def send(self, message: _Message, parts: Sequence[Bytes] = ()) -> None:
         """Give all other replicas a message, and the parts of the batch if it is the layout of one."""
@@ -109,13 +189,6 @@ class ReplicaGroup:
         dist.broadcast(data, src=self._first, group=self._group)
 
 
-def _device_of(group: ProcessGroup) -> torch.device:
-    """Return the device of the tensors that the group can send: the CPU where it has a backend for it."""
-    # Such as "cpu:gloo,cuda:nccl".
-    devices = [pair.partition(":")[0] for pair in str(dist.get_backend_config(group)).split(",")]
-    return torch.device("cpu" if "cpu" in devices else devices[0])
-
-
 class ReplicaStream:
     """A stream of which the first replica reads the batches, and broadcasts them to the others.
 
@@ -126,11 +199,24 @@ class ReplicaStream:
         others                                           read() <─┘
 
     An error of the first replica is raised by all of them.
+
+    Args:
+        group: the replicas.
+        open_fetched: opens the inner stream.
+        batch_index: of the first batch.
+        device: on which the inner stream's batches are, so that the others receive them there; None: the CPU.
     """
 
-    def __init__(self, group: ReplicaGroup, open_fetched: Callable[[], BatchStream], batch_index: int) -> None:
+    def __init__(
+        self,
+        group: ReplicaGroup,
+        open_fetched: Callable[[], BatchStream],
+        batch_index: int,
+        device: torch.device | None = None,
+    ) -> None:
         self.next_index = batch_index
         self._group = group
+        self._device = device
         self.closed = False  # by `close` of this replica or, once a read has found out, of the first one
         self._inner = open_fetched() if group.asks else None
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="tq-replicas")
@@ -151,12 +237,19 @@ class ReplicaStream:
                 self._group.send("waiting")
             got = reading.result()
             message = got if isinstance(got, End) else "closed"
-            if isinstance(got, FetchedBatch):
+            data = None
+            if isinstance(got, FetchedBatch) and self._device is not None and got.arrival is not None:
+                got.arrival.hand_over(tensors_of(got.data))
+                message, data = lay_out_on(self._device, got)
+            elif isinstance(got, FetchedBatch):
                 message, parts = lay_out(got)
         except Exception as error:
             self._group.send(ExceptionWrapper.of(error))
             raise
-        self._group.send(message, parts)
+        if isinstance(message, DeviceBatchLayout) and data is not None:
+            self._group.send_there(message, data)
+        else:
+            self._group.send(message, parts)
         return got
 
     def _receive(self) -> FetchedBatch | End | None:
@@ -165,6 +258,8 @@ class ReplicaStream:
             message, data = self._group.receive()
         if isinstance(message, BatchLayout):
             return open_batch(message, data)
+        if isinstance(message, DeviceBatchLayout) and self._device is not None:
+            return self._group.receive_there(message, self._device)
         if isinstance(message, ExceptionWrapper):
             raise message.with_note("the first replica of this rank")
         if isinstance(message, End):

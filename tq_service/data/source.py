@@ -26,6 +26,7 @@ from tq_service.schema import BatchUnit, EndCounts, ReadLayout
 if TYPE_CHECKING:
     from tq_service.client import Client
     from tq_service.client.batch_meta import BatchMeta
+    from tq_service.data.on_device import Arrival
 
 FetchBatch = Callable[..., tuple[Any, Any]]
 """`fetch_batch_fn(**keywords) -> (data, meta)`; see `fetch_batch` for the keywords and the answer."""
@@ -70,7 +71,8 @@ class FetchedBatch:
         meta: the samples of `data`.
         micro_batches: its micro-batches, where they are split ahead of the consumer.
         on_consumed: called when the consumer begins with it, so that another batch may be fetched in its place.
-        measured_bytes: its `size_bytes`, where another process has measured them; None: they are to be measured.
+        measured_bytes: its `size_bytes`, where they have been measured before; None: they are to be measured.
+        arrival: where its tensors are on a device, the point behind which they are; see `DeviceFeed`.
     """
 
     index: int
@@ -79,6 +81,7 @@ class FetchedBatch:
     micro_batches: Iterator[Any] | None = None
     on_consumed: Callable[[], None] | None = None
     measured_bytes: int | None = None
+    arrival: Arrival | None = None
 
     @property
     def size_bytes(self) -> int:
@@ -168,11 +171,12 @@ class BatchRequest:
     timeout: float
     layout: ReadLayout | None = None
     max_uses: int | None = None
+    device: Any = None
 
     def keywords(self) -> dict[str, Any]:
         """Return the keyword arguments of fetch_batch_fn that the request gives."""
         named = {each.name: getattr(self, each.name) for each in fields(self)}
-        optional = {name: named.pop(name) for name in ("layout", "max_uses")}
+        optional = {name: named.pop(name) for name in ("layout", "max_uses", "device")}
         return named | {name: value for name, value in optional.items() if value is not None}
 
 
@@ -240,7 +244,13 @@ def _reasons(counts: EndCounts, request: BatchRequest) -> list[str]:
 
 
 def fetch_batch(
-    *, client: Client, max_wait: float, timeout: float, layout: ReadLayout | None = None, **claim: Any
+    *,
+    client: Client,
+    max_wait: float,
+    timeout: float,
+    layout: ReadLayout | None = None,
+    device: Any = None,
+    **claim: Any,
 ) -> tuple[TensorDict | None, BatchMeta]:
     """Claim one batch and fetch its data: what `fetch_batch_fn` does unless another is given.
 
@@ -248,7 +258,8 @@ def fetch_batch(
     added: `client` (a sync client of the calling thread or worker), `batch_index`, `partition_id`, `task_name`,
     `data_fields`, `batch_size`, `micro_batch_size`, `dp_rank`, `dp_size`, `sampler`, `sampler_config`, `where`,
     `order_by`, `drop_last`, `batch_unit`, `finite`, `max_wait`, `timeout`, `incarnation`, `epoch` (b"" and None
-    until the first batch has come), `layout` and `max_uses` where the dataset was given them, and `explain` (True)
+    until the first batch has come), `layout` and `max_uses` where the dataset was given them, `device` where the loader
+    was and it fetches in this process (data that is returned on the CPU is copied up), and `explain` (True)
     where the wait has lasted and the answer's `waiting_for` is to say why.
 
     Returns:
@@ -258,7 +269,8 @@ def fetch_batch(
     meta = client.get_meta(max_wait=max_wait, timeout=timeout, **claim)
     if meta.status != "batch":
         return None, meta
-    return client.get_data(meta, layout=layout, timeout=timeout), meta
+    where = {} if device is None else {"device": device}
+    return client.get_data(meta, layout=layout, timeout=timeout, **where), meta
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -284,6 +296,10 @@ class BatchSource:
     def of_partition(self, partition_id: str) -> BatchSource:
         """Return the same source for another partition."""
         return replace(self, request=replace(self.request, partition_id=partition_id))
+
+    def to_device(self, device: Any) -> BatchSource:
+        """Return the same source, of which batches are on a device as they are fetched."""
+        return replace(self, request=replace(self.request, device=device))
 
     def open_client(self) -> Any:
         """Return a new sync client."""
@@ -597,8 +613,10 @@ def _end(queue: PrefetchQueue[Any], sources: Sequence[Fetcher | BatchStream], th
 class Fetcher(Protocol):
     """Fetches batches in the thread that calls it, or by a worker process."""
 
-    fetched_until: int
-    """The batch_index behind the last batch that was fetched."""
+    @property
+    def fetched_until(self) -> int:
+        """The batch_index behind the last batch that was fetched."""
+        ...
 
     def request(self, batch_index: int) -> None:
         """Take notice of the batch that `fetch` is called for next, in the order of batches; does not wait."""

@@ -63,6 +63,7 @@ from tq_service.data.source import (
     StreamClosedError,
     StreamIdentity,
 )
+from tq_service.wire import device as devices
 from tq_service.wire.columns import Bytes, tensor_bytes
 
 _ALIGNMENT: Final = 64
@@ -219,10 +220,15 @@ class SharedBufferWriter:
 
 
 class SharedBufferReader:
-    """The buffers of one worker, in the parent."""
+    """The buffers of one worker, in the parent.
 
-    def __init__(self) -> None:
-        self._mappings: dict[int, mmap.mmap] = {}
+    Args:
+        device: to which batches are copied from the buffers, which are therefore pinned; None: none.
+    """
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._device = device
+        self._mappings: dict[int, tuple[mmap.mmap, devices.Registration | None]] = {}
         # Finalizers append to it, at any point of any thread; a deque needs no lock for that.
         self._released: deque[int] = deque()
 
@@ -238,16 +244,24 @@ class SharedBufferReader:
             del self._mappings[buffer_id]
         if descriptor is not None:
             try:
-                self._mappings[shared.buffer_id] = mmap.mmap(descriptor, shared.buffer_bytes, flags=_MAP_FLAGS)
+                mapping = mmap.mmap(descriptor, shared.buffer_bytes, flags=_MAP_FLAGS)
             finally:
                 os.close(descriptor)
-        array: Bytes = np.frombuffer(self._mappings[shared.buffer_id], np.uint8)
-        weakref.finalize(array, self._released.append, shared.buffer_id).atexit = False
+            pinned = None if self._device is None else devices.PINNED.register(mapping, self._device)
+            self._mappings[shared.buffer_id] = mapping, pinned
+        mapping, pinned = self._mappings[shared.buffer_id]
+        array: Bytes = np.frombuffer(mapping, np.uint8)
+        # The finalizer has the registration: the buffer stays pinned as long as a copy of it may run.
+        weakref.finalize(array, _release, self._released, shared.buffer_id, pinned).atexit = False
         return array
 
     def take_released(self) -> tuple[int, ...]:
         """Return the buffers that were released since the last call."""
         return tuple(self._released.popleft() for _ in range(len(self._released)))
+
+
+def _release(released: deque[int], buffer_id: int, _pinned: devices.Registration | None) -> None:
+    released.append(buffer_id)
 
 
 def _anonymous_file(size_bytes: int) -> int:
@@ -338,7 +352,7 @@ class _Worker:
     process: BaseProcess
     connection: Connection
     needs_main: bool
-    buffers: SharedBufferReader = field(default_factory=SharedBufferReader)
+    buffers: SharedBufferReader
     has_replied: bool = False
     last_received: threading.Event = field(default_factory=threading.Event)
     sending: threading.RLock = field(default_factory=threading.RLock)
@@ -382,10 +396,15 @@ class WorkerPool:
     partition changes later.
     """
 
-    def __init__(self, source: BatchSource, num_workers: int, context: BaseContext) -> None:
+    def __init__(
+        self, source: BatchSource, num_workers: int, context: BaseContext, device: torch.device | None = None
+    ) -> None:
         # Whether the pickle names the main module, as that of a function or class of it does.
         needs_main = context.get_start_method() != "fork" and b"__main__" in (_pickled(source) or b"__main__")
-        self._workers = [_start_worker(source, number, context, needs_main=needs_main) for number in range(num_workers)]
+        self._workers = [
+            _start_worker(source, number, context, SharedBufferReader(device), needs_main=needs_main)
+            for number in range(num_workers)
+        ]
         self._streams = itertools.count()
         self.close = weakref.finalize(self, _end_workers, self._workers)
         """Ends the workers; idempotent."""
@@ -461,7 +480,9 @@ class WorkerFetcher:
         self._worker.send(Stop(self._stream))
 
 
-def _start_worker(source: BatchSource, number: int, context: BaseContext, *, needs_main: bool) -> _Worker:
+def _start_worker(
+    source: BatchSource, number: int, context: BaseContext, buffers: SharedBufferReader, *, needs_main: bool
+) -> _Worker:
     connection, of_worker = context.Pipe()
     # Each context has it, though the stubs of their base class do not.
     make_process: Callable[..., BaseProcess] = context.Process  # type: ignore[attr-defined]
@@ -471,7 +492,7 @@ def _start_worker(source: BatchSource, number: int, context: BaseContext, *, nee
     else:
         _start_without_main(process)
     of_worker.close()
-    return _Worker(process=process, connection=connection, needs_main=needs_main)
+    return _Worker(process=process, connection=connection, needs_main=needs_main, buffers=buffers)
 
 
 _starting = threading.Lock()

@@ -12,7 +12,7 @@ makes them, as in psycopg. Things in which the two differ are here in two forms 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +22,7 @@ from typing import Any, Final, Protocol, TypeAlias, TypeVar
 import grpc
 
 from tq_service.dataplane.bulk.client import BulkLink
-from tq_service.dataplane.receiving import AnswerReader, AnswerSizes, Deadline, Received
+from tq_service.dataplane.receiving import AnswerReader, AnswerSizes, Deadline, Place, Received
 from tq_service.dataplane.shared_memory.client import FdChannel, HostLink
 from tq_service.dataplane.shared_memory.mapped import Lease
 from tq_service.errors import LimitExceededError, TqError, UnavailableError
@@ -50,8 +50,11 @@ from tq_service.wire.columns import (
     WAITING_BYTES,
     Column,
     FrameParts,
+    SourceColumn,
+    columns_on_host,
     decode_get_response,
     encode_part,
+    is_on_host,
     iter_frames,
     keep_frame_buffers,
 )
@@ -297,6 +300,10 @@ class PutCall:
             self._stream.cancel()
 
 
+def _chunks_of(columns: Sequence[Column]) -> Iterator[memoryview]:
+    return (chunk for column in columns for chunk in column.chunks)
+
+
 class _GrpcSteps:
     """The steps of puts and gets on one channel, and the unary calls of its storage service as `storage`.
 
@@ -340,10 +347,10 @@ class _GrpcSteps:
         self._link.close()
         self._bulk.close()
 
-    def _putting(self, header: PutHeader, columns: Sequence[Column], deadline: Deadline) -> Steps[PutResponse]:
+    def _putting(self, header: PutHeader, columns: Sequence[SourceColumn], deadline: Deadline) -> Steps[PutResponse]:
         keep_frame_buffers()
         if header.size_bytes <= INLINE_BYTES:
-            values = b"".join(chunk for column in columns for chunk in column.chunks)
+            values = b"".join(_chunks_of((yield from self._on_host(columns))))
             request = PutInlineRequest(header=header, values=values)
             if request.ByteSize() < PART_BYTES:
                 try:
@@ -371,7 +378,8 @@ class _GrpcSteps:
                 elif send_as.ticket is not None:
                     yield partial(self._in_thread, self._bulk.send, send_as.ticket, columns, deadline.remaining)
                 else:
-                    yield partial(call.send, iter_frames(chunk for column in columns for chunk in column.chunks))
+                    host_columns = yield from self._on_host(columns)
+                    yield partial(call.send, iter_frames(_chunks_of(host_columns)))
                 put = yield call.answer
                 return put
             finally:
@@ -394,12 +402,18 @@ class _GrpcSteps:
             mapping, lease = yield partial(self._in_thread, session.allocate, answer.region)
         return Allocated(answer.put, mapping, lease)
 
+    def _on_host(self, columns: Sequence[SourceColumn]) -> Steps[Sequence[Column]]:
+        if is_on_host(columns):
+            return columns
+        copied: list[Column] = yield partial(self._in_thread, columns_on_host, columns)
+        return copied
+
     def _getting(
-        self, request: GetRequest, row_count: int, deadline: Deadline, size_bytes: int | None
+        self, request: GetRequest, row_count: int, deadline: Deadline, size_bytes: int | None, place: Place | None
     ) -> Steps[list[Received]]:
         keep_frame_buffers()
         yield from self._find_ways(deadline)
-        reader = AnswerReader(row_count)
+        reader = AnswerReader(row_count, place)
         with self._link.session() as session, self._errors(deadline):
             request.shared_memory_session = b"" if session is None else session.session_id
             if session is not None or size_bytes is None:
@@ -431,7 +445,10 @@ class _GrpcSteps:
             stream.cancel()
 
     def _take(self, part: Any, reader: AnswerReader, session: FdChannel | None, deadline: Deadline) -> Steps[None]:
-        reader.take(part)
+        if reader.places_next:
+            yield partial(self._in_thread, reader.take, part)
+        else:
+            reader.take(part)
         if reader.offer is not None:
             yield partial(self._in_thread, reader.receive_shared, session)
         if reader.ticket is not None:
@@ -469,7 +486,7 @@ class AsyncGrpcDriver(_GrpcSteps):
     _iter = staticmethod(aiter)
     _next = staticmethod(anext)
 
-    async def put(self, header: PutHeader, columns: Sequence[Column], deadline: Deadline) -> PutResponse:
+    async def put(self, header: PutHeader, columns: Sequence[SourceColumn], deadline: Deadline) -> PutResponse:
         """Store a put, see `AsyncDriver`."""
         return await async_run(self._putting(header, columns, deadline))
 
@@ -481,10 +498,15 @@ class AsyncGrpcDriver(_GrpcSteps):
         return await async_run(self._allocating(header, deadline))
 
     async def get(
-        self, request: GetRequest, row_count: int, deadline: Deadline, size_bytes: int | None = None
+        self,
+        request: GetRequest,
+        row_count: int,
+        deadline: Deadline,
+        size_bytes: int | None = None,
+        place: Place | None = None,
     ) -> list[Received]:
-        """Return columns with their bytes, see `AsyncDriver`."""
-        return await async_run(self._getting(request, row_count, deadline, size_bytes))
+        """Return columns with their bytes, see `AsyncDriver`; `place` gives the memory that they are in."""
+        return await async_run(self._getting(request, row_count, deadline, size_bytes, place))
 
 
 class GrpcDriver(_GrpcSteps):
@@ -495,7 +517,7 @@ class GrpcDriver(_GrpcSteps):
     _iter = staticmethod(iter)
     _next = staticmethod(next)
 
-    def put(self, header: PutHeader, columns: Sequence[Column], deadline: Deadline) -> PutResponse:
+    def put(self, header: PutHeader, columns: Sequence[SourceColumn], deadline: Deadline) -> PutResponse:
         """Store a put, see `AsyncDriver`."""
         return run(self._putting(header, columns, deadline))
 
@@ -504,7 +526,12 @@ class GrpcDriver(_GrpcSteps):
         return run(self._allocating(header, deadline))
 
     def get(
-        self, request: GetRequest, row_count: int, deadline: Deadline, size_bytes: int | None = None
+        self,
+        request: GetRequest,
+        row_count: int,
+        deadline: Deadline,
+        size_bytes: int | None = None,
+        place: Place | None = None,
     ) -> list[Received]:
-        """Return columns with their bytes, see `AsyncDriver`."""
-        return run(self._getting(request, row_count, deadline, size_bytes))
+        """Return columns with their bytes, see `AsyncDriver`; `place` gives the memory that they are in."""
+        return run(self._getting(request, row_count, deadline, size_bytes, place))

@@ -11,7 +11,7 @@ import mmap
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Mapping as Mappings
 from contextlib import contextmanager, suppress
 from itertools import accumulate
@@ -38,6 +38,9 @@ class Deadline(Protocol):
 
 Received: TypeAlias = tuple[ColumnShape, Bytes]
 """A column that was got, and its bytes."""
+
+Place: TypeAlias = Callable[[Sequence[ColumnShape]], Sequence[Bytes]]
+"""Returns memory for the values of each of some columns."""
 
 # Below this malloc reuses memory well enough, see `keep_frame_buffers`.
 _SMALL_BYTES: Final = 4 << 20
@@ -147,6 +150,7 @@ class AnswerReader:
 
     Args:
         row_count: number of rows asked for.
+        place: gives the memory that all values are copied to; None: into new memory, and shared memory is mapped.
 
     Attributes:
         offer: columns in shared memory, to be taken by `receive_shared` before the get can end; else None.
@@ -156,14 +160,21 @@ class AnswerReader:
     All methods raise InternalError for what a storage service may not send.
     """
 
-    def __init__(self, row_count: int) -> None:
+    def __init__(self, row_count: int, place: Place | None = None) -> None:
         self._row_count = row_count
+        self._place = place
+        self._places: Sequence[Bytes] | None = None
         self._columns: Sequence[ColumnShape] = ()
         self._receiver: ColumnReceiver | None = None
         self._shared: dict[int, Bytes] = {}
         self.offer: SharedColumns | None = None
         self.ticket: BulkTicket | None = None
         self.sent_bytes = 0
+
+    @property
+    def places_next(self) -> bool:
+        """Whether the next message makes it ask for memory, which may take long."""
+        return self._place is not None and self._receiver is None
 
     def take(self, part: GetHeader | memoryview | Garbled) -> None:
         """Take the next message."""
@@ -181,7 +192,12 @@ class AnswerReader:
         self._columns = decode_headers(header.columns, header.row_count, of_get=True)
         in_memory = {column.column_index for column in header.shared.columns}
         sent = [column for index, column in enumerate(self._columns) if index not in in_memory]
-        self._receiver = ColumnReceiver(sent, RECEIVE_BUFFERS.take)
+        allocate: Callable[[int], Bytes] = RECEIVE_BUFFERS.take
+        if self._place is not None:
+            places = self._places = self._place(self._columns)
+            of_sent = iter([places[index] for index in range(len(places)) if index not in in_memory])
+            allocate = lambda _size: next(of_sent)  # noqa: E731  (in the order of what is sent)
+        self._receiver = ColumnReceiver(sent, allocate)
         self.sent_bytes = sum(column.value_bytes for column in sent)
         self.offer = header.shared if in_memory else None
         self.ticket = header.bulk if header.HasField("bulk") else None
@@ -270,12 +286,15 @@ class AnswerReader:
         return [ranges[number] for number in range(len(ranges))]
 
     def _shared_values(self, column: SharedColumn, mappings: Mappings[int, Mapping], lease: Lease) -> Bytes:
-        """Return the values of a column: where they lie if that is in one piece worth keeping, else a copy."""
+        """Return the values of a column: where they lie if that is one piece worth keeping and allowed, else a copy."""
         first, *others = slices = list(zip(column.memory_indexes, column.starts, column.sizes, strict=True))
         number, start, size = first
-        if not others and size >= mappings[number].size * _LEAST_SHARE_MAPPED:
+        if self._places is not None:
+            values = self._places[column.column_index]
+        elif not others and size >= mappings[number].size * _LEAST_SHARE_MAPPED:
             return mappings[number].array(start, size, lease)
-        values = RECEIVE_BUFFERS.take(sum(column.sizes))
+        else:
+            values = RECEIVE_BUFFERS.take(sum(column.sizes))
         sources = {number: mapping.array(0, mapping.size) for number, mapping in mappings.items()}
         ends = accumulate(column.sizes)
         for (number, start, size), end in zip(slices, ends, strict=True):

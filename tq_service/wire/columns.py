@@ -22,7 +22,7 @@ from functools import cache, lru_cache, partial, reduce
 from importlib.util import find_spec
 from itertools import chain
 from types import ModuleType
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, TypeGuard, TypeVar
 
 import numpy as np
 from google.protobuf.message import DecodeError
@@ -33,9 +33,11 @@ from tq_service.errors import FieldMismatchError, InvalidArgumentError
 from tq_service.schema import DTYPE_SIZES, Encoding, FieldSpec, Layout, check_range
 from tq_service.v1 import metadata_pb2
 from tq_service.v1.storage_service_pb2 import GetHeader, GetResponse, PutHeader, PutRequest
+from tq_service.wire.device import Chunk, DeviceBytes, copied, on_host, to_cpu
 from tq_service.wire.metadata import ENCODINGS, LAYOUTS, decode_spec, encode_spec, encode_varint
 
 Bytes = NDArray[np.uint8]
+C = TypeVar("C", memoryview, Chunk)
 
 _NUMPY_NAMES: Final = frozenset({
     "bool", "uint8", "int8", "uint16", "int16", "float16", "uint32", "int32", "float32",
@@ -65,6 +67,11 @@ def is_tensor_type(kind: type) -> bool:
     """Whether values of this type are torch tensors."""
     torch = loaded_torch()
     return torch is not None and issubclass(kind, torch.Tensor)
+
+
+def is_on_device(tensor: Any) -> bool:
+    """Whether the bytes of a tensor are on a CUDA device."""
+    return bool(tensor.device.type == "cuda")
 
 
 def subclass_problem(tensor: Any) -> str:
@@ -105,6 +112,8 @@ def _name_of(dtype: Any) -> str:
 
 def tensor_bytes(tensor: Any) -> memoryview:
     """Return the values of a tensor as bytes in row-major order: a view if it is contiguous and on the CPU."""
+    if is_on_device(tensor):
+        return copied(DeviceBytes.of(tensor))
     plain = tensor.detach()
     if plain.device.type != "cpu":
         plain = plain.cpu()
@@ -117,6 +126,11 @@ def tensor_bytes(tensor: Any) -> memoryview:
     return view
 
 
+def on_cpu(tensor: Any) -> Any:
+    """Return a tensor, without its gradient, on the CPU."""
+    return to_cpu(tensor) if is_on_device(tensor) else tensor.detach().cpu()
+
+
 def array_bytes(array: NDArray[Any]) -> memoryview:
     """Return the values of an array as little-endian bytes in row-major order: a view if they are so already."""
     plain = np.ascontiguousarray(array)
@@ -127,12 +141,20 @@ def array_bytes(array: NDArray[Any]) -> memoryview:
     return plain.reshape(-1).view(np.uint8).data
 
 
-def make_values(values: Bytes, dtype: str, shape: tuple[int, ...], *, as_torch: bool) -> Any:
+def make_values(values: Any, dtype: str, shape: tuple[int, ...], *, as_torch: bool) -> Any:
     """Return a tensor, or a numpy array, that shares bytes; a copy of them that are not writable and aligned.
+
+    Args:
+        values: an array of bytes; or, for a tensor on a device, a tensor of bytes there.
+        dtype: of the result.
+        shape: of the result.
+        as_torch: whether it is a tensor.
 
     Raises:
         InvalidArgumentError: only torch has the dtype, or this torch is too old to have it.
     """
+    if not isinstance(values, np.ndarray):
+        return values.view(_torch_dtype(dtype)).reshape(shape)
     if not values.flags.writeable or values.ctypes.data % 16:
         values = values.copy()
     if not as_torch:
@@ -143,12 +165,19 @@ def make_values(values: Bytes, dtype: str, shape: tuple[int, ...], *, as_torch: 
         return values.view(dtype).reshape(shape)
     import torch  # noqa: PLC0415  (torch is optional and slow to import)
 
-    torch_dtype = getattr(torch, dtype, None)
-    if not isinstance(torch_dtype, torch.dtype):
-        raise InvalidArgumentError(f"dtype {dtype!r} is unknown to torch {torch.__version__}; update torch")
+    torch_dtype = _torch_dtype(dtype)
     if not values.size:
         return torch.empty(shape, dtype=torch_dtype)
     return torch.from_numpy(values).view(torch_dtype).reshape(shape)
+
+
+def _torch_dtype(name: str) -> Any:
+    import torch  # noqa: PLC0415  (torch is optional and slow to import)
+
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise InvalidArgumentError(f"dtype {name!r} is unknown to torch {torch.__version__}; update torch")
+    return dtype
 
 
 Extents = NDArray[np.int64]
@@ -240,17 +269,25 @@ class ColumnShape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Column(ColumnShape):
-    """A column with its bytes.
+class SourceColumn(ColumnShape):
+    """A column of a put, with its bytes.
 
     Attributes:
-        chunks: the bytes of the values in row order, views on the caller's tensors where possible.
+        chunks: the bytes of the values in row order, as views on the caller's tensors if possible. `on_host` copies
+            those on a device down.
     """
+
+    chunks: tuple[Chunk, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Column(SourceColumn):
+    """A column with its bytes, none of them on a device."""
 
     chunks: tuple[memoryview, ...]
 
 
-def stacked(parts: Sequence[Sequence[Column]]) -> list[Column]:
+def stacked(parts: Sequence[Sequence[SourceColumn]]) -> list[Column]:
     """Return the columns of several puts as those of one, with copies of their bytes.
 
     Their specs are equal, but for the row shapes of dense columns: rows of several shapes are a jagged column.
@@ -258,7 +295,7 @@ def stacked(parts: Sequence[Sequence[Column]]) -> list[Column]:
     return [_stacked_column(columns) for columns in zip(*parts, strict=True)]
 
 
-def _stacked_column(columns: Sequence[Column]) -> Column:
+def _stacked_column(columns: Sequence[SourceColumn]) -> Column:
     spec = columns[0].spec
     extents = [column.extents for column in columns if column.extents is not None]
     if any(column.spec != spec for column in columns):
@@ -267,7 +304,8 @@ def _stacked_column(columns: Sequence[Column]) -> Column:
         row_shape = tuple(np.where(is_ragged, -1, shapes[0]).tolist())
         spec = replace(spec, layout=Layout.JAGGED, row_shape=row_shape)
         extents = [np.repeat(shapes[:, is_ragged], [column.row_count for column in columns], axis=0)]
-    values = b"".join(chain.from_iterable(column.chunks for column in columns))
+    chunks = chain.from_iterable(column.chunks for column in columns)
+    values = b"".join(chain.from_iterable(on_host(chunks)))
     return Column(
         spec=spec,
         row_count=sum(column.row_count for column in columns),
@@ -275,6 +313,25 @@ def _stacked_column(columns: Sequence[Column]) -> Column:
         value_bytes=len(values),
         chunks=(memoryview(values),),
     )
+
+
+def is_on_host(columns: Sequence[SourceColumn]) -> TypeGuard[Sequence[Column]]:
+    """Whether no bytes of the columns are on a device."""
+    return not any(isinstance(chunk, DeviceBytes) for column in columns for chunk in column.chunks)
+
+
+def columns_on_host(columns: Sequence[SourceColumn]) -> list[Column]:
+    """Return the columns with all bytes on the host; waits for those that are copied down."""
+    return [
+        Column(
+            spec=column.spec,
+            row_count=column.row_count,
+            extents=column.extents,
+            value_bytes=column.value_bytes,
+            chunks=tuple(copied(chunk) if isinstance(chunk, DeviceBytes) else chunk for chunk in column.chunks),
+        )
+        for column in columns
+    ]
 
 
 def columns_digest(columns: Sequence[ColumnShape]) -> bytes:
@@ -581,8 +638,8 @@ decode_get_response: Final[Callable[[bytes], GetHeader | memoryview | Garbled]] 
 
 
 def iter_frames(
-    chunks: Iterable[memoryview], frame_bytes: int = DEFAULT_FRAME_BYTES, most_parts: int | None = MOST_FRAME_PARTS
-) -> Iterator[list[memoryview]]:
+    chunks: Iterable[C], frame_bytes: int = DEFAULT_FRAME_BYTES, most_parts: int | None = MOST_FRAME_PARTS
+) -> Iterator[list[C]]:
     """Cut chunks into frames of `frame_bytes`, the last one shorter: large chunks are cut, small ones put together.
 
     Args:
@@ -595,7 +652,7 @@ def iter_frames(
     """
     if frame_bytes <= 0:
         raise InvalidArgumentError(f"frame_bytes is {frame_bytes}; expected at least 1", field="frame_bytes")
-    parts: list[memoryview] = []
+    parts: list[C] = []
     capacity = frame_bytes
     for chunk in chunks:
         start, end = 0, len(chunk)

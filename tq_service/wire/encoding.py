@@ -13,29 +13,34 @@ from numpy.typing import NDArray
 from tq_service.errors import InvalidArgumentError
 from tq_service.schema import Encoding, FieldSpec, Layout
 from tq_service.wire.columns import (
-    Column,
     Extents,
+    SourceColumn,
     array_bytes,
     dtype_name,
+    is_on_device,
     is_tensor,
     is_tensor_type,
+    on_cpu,
     subclass_problem,
     tensor_bytes,
 )
+from tq_service.wire.device import Chunk, DeviceBytes
 from tq_service.wire.metadata import exact_numbers
 from tq_service.wire.objects import encode_objects, no_collection
 
 T = TypeVar("T")
 _GATHER_BELOW_BYTES: Final = 64 << 10
-"""Lists of rows below this mean size are put together first; larger rows travel as views of their own."""
+"""Rows below this mean size, and all on a device, are put together first; larger ones travel as views of their own."""
 
 _AT_ONCE: Final = 1 << 16  # objects that Python goes over in one call, while no other thread runs
 _LISTS_AT_ONCE: Final = 1 << 10
 _OBJECT_KINDS: Final = "OUST"  # of numpy's dtypes
 
 
-def encode_columns(data: Any, known: Mapping[str, FieldSpec] | None = None) -> list[Column]:
+def encode_columns(data: Any, known: Mapping[str, FieldSpec] | None = None) -> list[SourceColumn]:
     """Return the columns of a put, without copying tensors that are contiguous and on the CPU.
+
+    Tensors on a device stay there; their bytes are those after the work submitted to the current stream so far.
 
     Args:
         data: a TensorDict of one batch dimension or a mapping of field names to columns of `n` rows each: a tensor or
@@ -121,7 +126,7 @@ def _fields_of_tensordict(data: Any) -> list[tuple[Any, Any]]:
     return fields
 
 
-def _encode_column(name: str, values: Any, known: FieldSpec | None) -> Column:
+def _encode_column(name: str, values: Any, known: FieldSpec | None) -> SourceColumn:
     if is_tensor(values):
         return _encode_nested(name, values) if values.is_nested else _encode_dense(name, values)
     if isinstance(values, np.ndarray) and values.dtype.kind not in _OBJECT_KINDS:
@@ -182,7 +187,7 @@ def non_tensor_rows(name: str, values: Any) -> list[Any]:
     return list(items)
 
 
-def _encode_dense(name: str, values: Any) -> Column:
+def _encode_dense(name: str, values: Any) -> SourceColumn:
     if not values.ndim:
         raise InvalidArgumentError(f"field {name!r} is a scalar; its first dimension must be the samples", field="data")
     dtype, chunk = _bytes_of(name, values)
@@ -190,10 +195,12 @@ def _encode_dense(name: str, values: Any) -> Column:
     return _column(spec, int(values.shape[0]), None, (chunk,))
 
 
-def _bytes_of(name: str, values: Any) -> tuple[str, memoryview]:
+def _bytes_of(name: str, values: Any) -> tuple[str, Chunk]:
     _check_values(name, values)
     dtype = dtype_name(values.dtype, f"field {name!r}")
-    return dtype, tensor_bytes(values) if is_tensor(values) else array_bytes(values)
+    if not is_tensor(values):
+        return dtype, array_bytes(values)
+    return dtype, DeviceBytes.of(values) if is_on_device(values) else tensor_bytes(values)
 
 
 def _check_values(name: str, values: Any) -> None:
@@ -212,8 +219,8 @@ def _check_values(name: str, values: Any) -> None:
         raise InvalidArgumentError(f"field {name!r} has {problem}", field="data")
 
 
-def _column(spec: FieldSpec, row_count: int, extents: Extents | None, chunks: tuple[memoryview, ...]) -> Column:
-    return Column(
+def _column(spec: FieldSpec, row_count: int, extents: Extents | None, chunks: tuple[Chunk, ...]) -> SourceColumn:
+    return SourceColumn(
         spec=spec,
         row_count=row_count,
         extents=extents,
@@ -222,7 +229,7 @@ def _column(spec: FieldSpec, row_count: int, extents: Extents | None, chunks: tu
     )
 
 
-def _encode_nested(name: str, values: Any) -> Column:
+def _encode_nested(name: str, values: Any) -> SourceColumn:
     """Encode a nested tensor; the usual form, ragged in the first dimension and packed, without a copy."""
     torch = sys.modules["torch"]
     nested = values.detach()
@@ -237,7 +244,7 @@ def _encode_nested(name: str, values: Any) -> Column:
         except RuntimeError as error:
             raise _inconsistent(name, nested) from error
         return _encode_rows(name, rows, (ragged_dim,))
-    offsets = nested.offsets().cpu().numpy().astype(np.int64, copy=False)
+    offsets = on_cpu(nested.offsets()).numpy().astype(np.int64, copy=False)
     if offsets[0] < 0 or offsets[-1] > nested.values().shape[0] or (offsets[1:] < offsets[:-1]).any():
         raise _inconsistent(name, nested)
     packed = nested.values()[int(offsets[0]) : int(offsets[-1])]
@@ -256,7 +263,7 @@ def _inconsistent(name: str, nested: Any) -> InvalidArgumentError:
     )
 
 
-def _encode_list(name: str, values: Sequence[Any], known: FieldSpec | None) -> Column:
+def _encode_list(name: str, values: Sequence[Any], known: FieldSpec | None) -> SourceColumn:
     if not values:
         return _encode_dense(name, np.zeros(0, np.float32))  # refused for its 0 rows, with all others
     kinds = _kinds(values)
@@ -287,7 +294,7 @@ def _is_non_tensor(value: Any) -> bool:
     return _is_tensordict(value) and bool(sys.modules["tensordict"].utils.is_non_tensor(value))
 
 
-def _encode_tensors(name: str, values: Sequence[Any], kinds: set[type], known: FieldSpec | None) -> Column | None:
+def _encode_tensors(name: str, values: Sequence[Any], kinds: set[type], known: FieldSpec | None) -> SourceColumn | None:
     """Return rows of tensors, arrays, numbers or lists of numbers as a column of tensors; None if they are others."""
     # Of their few types first, since there are many of them.
     are_arrays = all(issubclass(kind, np.ndarray) or is_tensor_type(kind) for kind in kinds)
@@ -310,7 +317,7 @@ def _as_numbers(values: Sequence[Any], kinds: set[type]) -> NDArray[Any] | None:
     return np.concatenate(list(map(np.array, _parts(values)))) if is_numpy else exact_numbers(values, kinds)
 
 
-def _encode_number_lists(name: str, values: Sequence[list[Any]], known: FieldSpec | None) -> Column | None:
+def _encode_number_lists(name: str, values: Sequence[list[Any]], known: FieldSpec | None) -> SourceColumn | None:
     """Return rows of lists of numbers as a column of tensors; None if they are other lists.
 
     Lists that are all empty may be lists of anything, and not all nested lists have a shape: both are tensors only in a
@@ -345,7 +352,7 @@ def _unnested(row: list[Any]) -> tuple[tuple[int, ...], list[Any]]:
     return shape, items
 
 
-def _encode_arrays(name: str, values: Sequence[Any]) -> Column:
+def _encode_arrays(name: str, values: Sequence[Any]) -> SourceColumn:
     rows = list(values)
     for row in {type(row): row for row in rows}.values():
         _check_values(name, row)
@@ -370,7 +377,7 @@ def _as_tensor(name: str, array: NDArray[Any]) -> Any:
     return sys.modules["torch"].from_numpy(np.array(array, dtype))  # a copy in the byte order of the machine
 
 
-def _encode_rows(name: str, rows: list[Any], ragged_dims: Sequence[int] = ()) -> Column:
+def _encode_rows(name: str, rows: list[Any], ragged_dims: Sequence[int] = ()) -> SourceColumn:
     """Encode rows of one dtype and of one or more dimensions as a column.
 
     Args:
@@ -379,7 +386,8 @@ def _encode_rows(name: str, rows: list[Any], ragged_dims: Sequence[int] = ()) ->
         ragged_dims: are ragged, besides those in which rows differ; where there are none the column is dense.
     """
     shapes = [tuple(row.shape) for row in rows]
-    if sum(row.nbytes for row in rows) < _GATHER_BELOW_BYTES * len(rows):
+    on_device = is_tensor(rows[0]) and any(map(is_on_device, rows))
+    if on_device or sum(row.nbytes for row in rows) < _GATHER_BELOW_BYTES * len(rows):
         rows = [_concatenate(rows)]
     dtypes, chunks = zip(*(_bytes_of(name, row) for row in rows), strict=True)
     return _tensor_column(name, dtypes[0], shapes, chunks, ragged_dims)
@@ -389,9 +397,9 @@ def _tensor_column(
     name: str,
     dtype: str,
     row_shapes: Sequence[tuple[int, ...]],
-    chunks: tuple[memoryview, ...],
+    chunks: tuple[Chunk, ...],
     ragged_dims: Sequence[int] = (),
-) -> Column:
+) -> SourceColumn:
     shapes = np.array(row_shapes, np.int64).reshape(len(row_shapes), -1)
     is_ragged = (shapes != shapes[0]).any(axis=0)
     is_ragged[list(ragged_dims)] = True
@@ -408,10 +416,10 @@ def _concatenate(rows: list[Any]) -> Any:
         return np.concatenate(flat)
     torch = sys.modules["torch"]
     with torch.no_grad():
-        return torch.cat(flat if len({row.device for row in flat}) == 1 else [row.cpu() for row in flat])
+        return torch.cat(flat if len({row.device for row in flat}) == 1 else list(map(on_cpu, flat)))
 
 
-def _encode_objects(name: str, values: Sequence[Any], kinds: set[type]) -> Column:
+def _encode_objects(name: str, values: Sequence[Any], kinds: set[type]) -> SourceColumn:
     if kinds == {str}:
         try:
             return _objects_column(name, Encoding.TEXT, values, lambda part, _: [text.encode() for text in part])
@@ -427,7 +435,7 @@ def _encode_objects(name: str, values: Sequence[Any], kinds: set[type]) -> Colum
 
 def _objects_column(
     name: str, encoding: Encoding, values: Sequence[Any], encode: Callable[[Sequence[Any], int], list[bytes]]
-) -> Column:
+) -> SourceColumn:
     """Return a column of objects; `encode` is given some of them, and the position of the first."""
     sizes, chunks = [], []
     for number, part in enumerate(_parts(values)):

@@ -30,7 +30,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tq_service.errors import InvalidArgumentError
-from tq_service.wire.columns import Bytes, Column, iter_frames
+from tq_service.wire.columns import Bytes, SourceColumn, iter_frames
+from tq_service.wire.device import Chunk, on_host
 
 _MAP_FAILED: Final = ctypes.c_void_p(-1).value
 _MAP_FIXED: Final = 0x10
@@ -225,7 +226,7 @@ def place_columns(sizes: Iterable[int]) -> tuple[list[int], int]:
     return starts, end
 
 
-def _placed(columns: Sequence[Column]) -> Iterator[memoryview]:
+def _placed(columns: Sequence[SourceColumn]) -> Iterator[Chunk]:
     """Yield the bytes of columns and, as `place_columns` says, what is between them.
 
     All is written: a file that is made longer has a hole, which `check` refuses, and a region has older bytes.
@@ -235,7 +236,7 @@ def _placed(columns: Sequence[Column]) -> Iterator[memoryview]:
         yield memoryview(bytes(-column.value_bytes % _ALIGNMENT_BYTES))
 
 
-def fill(target: Bytes, columns: Sequence[Column]) -> None:
+def fill(target: Bytes, columns: Sequence[SourceColumn]) -> None:
     """Copy columns into memory as `place_columns` says, in several threads if they are large."""
     pieces = list(iter_frames(_placed(columns), _PIECE_BYTES, None))
     thread_count = min(len(pieces), _MOST_THREADS, len(os.sched_getaffinity(0)))
@@ -249,18 +250,19 @@ def fill(target: Bytes, columns: Sequence[Column]) -> None:
             pass
 
 
-def _copy(target: Bytes, parts: Sequence[memoryview]) -> None:
+def _copy(target: Bytes, parts: Sequence[Chunk]) -> None:
     view, at = target.data, 0
-    for part in parts:
-        end = at + len(part)
-        if len(part) < _LARGE_CHUNK_BYTES:
-            view[at:end] = part
-        else:
-            target[at:end] = np.frombuffer(part, np.uint8)
-        at = end
+    for views in on_host(parts):
+        for part in views:
+            end = at + len(part)
+            if len(part) < _LARGE_CHUNK_BYTES:
+                view[at:end] = part
+            else:
+                target[at:end] = np.frombuffer(part, np.uint8)
+            at = end
 
 
-def write_sealed(columns: Sequence[Column]) -> int:
+def write_sealed(columns: Sequence[SourceColumn]) -> int:
     """Return the file descriptor of new, sealed memory that has the columns as `place_columns` says.
 
     It is filled by `write`, not through a mapping: if memory runs out, that is an error and not a signal.
@@ -270,19 +272,24 @@ def write_sealed(columns: Sequence[Column]) -> int:
     """
     fd = os.memfd_create("tq_service", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        waiting, first = list(_placed(columns)), 0
-        while first < len(waiting):
-            written = os.writev(fd, waiting[first : first + _MOST_BUFFERS_OF_A_WRITE])
-            while first < len(waiting) and written >= len(waiting[first]):
-                written -= len(waiting[first])
-                first += 1
-            if written:
-                waiting[first] = waiting[first][written:]
+        for views in on_host(_placed(columns)):
+            _write(fd, views)
         _seal(fd)
     except BaseException:
         os.close(fd)
         raise
     return fd
+
+
+def _write(fd: int, views: Sequence[memoryview]) -> None:
+    waiting, first = list(views), 0
+    while first < len(waiting):
+        written = os.writev(fd, waiting[first : first + _MOST_BUFFERS_OF_A_WRITE])
+        while first < len(waiting) and written >= len(waiting[first]):
+            written -= len(waiting[first])
+            first += 1
+        if written:
+            waiting[first] = waiting[first][written:]
 
 
 def _seal(fd: int) -> None:

@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 
 from tq_service.client._sync.calls import Base
 from tq_service.client.batch_meta import BatchMeta, StorageRef, in_parts, joined
+from tq_service.client.landing import Landing
 from tq_service.client.reads import (
     StorageRead,
     each_once,
@@ -23,7 +24,7 @@ from tq_service.client.reads import (
     unread_samples,
 )
 from tq_service.client.requests import check_word, listed, named_samples, partition_of, request_of
-from tq_service.client.transport import Deadline, answer_weight, gather, unless_light
+from tq_service.client.transport import HEAVY, Deadline, answer_weight, gather, unless_light
 from tq_service.client_probes import probes
 from tq_service.dataplane.receiving import Received
 from tq_service.errors import (
@@ -36,7 +37,7 @@ from tq_service.errors import (
     UnavailableError,
     nearest,
 )
-from tq_service.schema import ReadLayout
+from tq_service.schema import FieldSpec, ReadLayout
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.wire.metadata import Indexes
 
@@ -55,6 +56,8 @@ class FetchCalls(Base):
         missing: Literal["error", "skip"] = "error",
         missing_fields: Literal["error", "skip"] = "error",
         layout: ReadLayout | None = None,
+        device: Any = None,
+        out: Any = None,
         timeout: float | None = None,
     ) -> Any:
         """Get the data of samples, in their order; one that is named several times is fetched once.
@@ -73,6 +76,12 @@ class FetchCalls(Base):
                 are: of a dense field dense tensors, of one that was put or declared jagged, or of which rows of any put
                 differ in shape, nested ones. Else as these rows are: "auto": dense where all of them are alike, else
                 jagged; "dense": dense, an error where they differ; "jagged": nested tensors, also where all are alike.
+            device: a CUDA device, such as "cuda:0", where the tensors are to be; objects stay on the CPU. The bytes are
+                received in pinned memory and copied up at once, on a stream that the caller's current stream waits for;
+                this call does not. None, "cpu": the CPU.
+            out: by field, contiguous tensors of the dtype and shape `(n, ...)` of dense fields, on the CPU or a device,
+                that are filled and returned in the place of new ones. Those of a call that failed while it received may
+                have been written to.
             timeout: seconds until the call fails; None: the client's.
 
         Returns:
@@ -83,7 +92,10 @@ class FetchCalls(Base):
         Raises:
             PartitionNotFoundError, FieldNotFoundError, KeyNotFoundError, SampleNotFoundError: nothing has this name.
             CellNotFoundError: a sample lacks one of the fields; `missing` or `missing_fields` may leave it out.
-            FieldMismatchError: rows differ in shape that are to be dense.
+            FieldMismatchError: rows differ in shape that are to be dense, or a tensor of `out` has another dtype or
+                shape than its field; it is not changed.
+            InvalidArgumentError: there is no such device, or `out` cannot be filled.
+            torch.OutOfMemoryError: the device has no memory left; what was received is freed.
             StaleIncarnationError: the partition of `metadata` was created again.
             DataLossError: the storage service that held them came back empty; names the samples.
             UnavailableError: the controller, or the storage service that holds them, did not answer until the timeout.
@@ -94,6 +106,7 @@ class FetchCalls(Base):
         check_word("missing", missing, ("error", "skip"))
         check_word("missing_fields", missing_fields, ("error", "skip"))
         check_word("layout", layout, (None, *get_args(ReadLayout)))
+        landing = None if device is None and out is None else Landing.of(device, out)
         name, named = named_samples(metadata=metadata, keys=keys, global_indexes=global_indexes)
         if name is None:
             raise InvalidArgumentError(
@@ -114,7 +127,7 @@ class FetchCalls(Base):
                         metadata={"partition_id": partition, "field_name": unknown[0]},
                     )
                 )
-            return to_batch(empty_columns([specs[name] for name in wanted or specs if name in specs]), 0, layout)
+            return self._empty([specs[name] for name in wanted or specs if name in specs], 0, layout, landing)
         locate = partial(
             self._locate,
             deadline,
@@ -131,7 +144,7 @@ class FetchCalls(Base):
         stale: BatchMeta | None = None
         while True:
             try:
-                fetched = self._fetch(located, fields, missing_fields, layout, deadline)
+                fetched = self._fetch(located, fields, missing_fields, deadline, layout=layout, landing=landing)
                 for probe in probes:
                     probe.fetched(time.perf_counter() - began_at)
                 return fetched
@@ -155,15 +168,20 @@ class FetchCalls(Base):
         located: BatchMeta,
         fields: Sequence[str] | None,
         missing_fields: str,
-        layout: ReadLayout | None,
         deadline: Deadline,
+        *,
+        layout: ReadLayout | None,
+        landing: Landing | None,
     ) -> Any:
         specs = {spec.name: spec for spec in located.fields}
         wanted = list(specs) if fields is None else list(fields)
         if missing_fields == "skip":
             wanted = [name for name in wanted if name in specs]
+        known = [specs[name] for name in wanted if name in specs]
         if not located.size or not wanted:
-            return to_batch(empty_columns([specs[name] for name in wanted if name in specs]), located.size, layout)
+            return self._empty(known, located.size, layout, landing)
+        if landing is not None:
+            landing.check(known, located.size, layout)
 
         def plan() -> tuple[BatchMeta, Indexes | None, Sequence[StorageRead]]:
             distinct, order = each_once(located)
@@ -172,7 +190,9 @@ class FetchCalls(Base):
             return distinct, order, plan_reads(distinct.locations, wanted)
 
         distinct, order, reads = unless_light(plan, range(located.size * len(wanted)))
-        answers = gather([partial(self._read, distinct, read, read.size_bytes(specs), deadline) for read in reads])
+        answers = gather(
+            [partial(self._read, distinct, read, read.size_bytes(specs), landing, deadline) for read in reads]
+        )
         value_bytes = sum(column.value_bytes for answer in answers for column, _ in answer)
         for probe in probes:
             probe.received(value_bytes)
@@ -181,12 +201,25 @@ class FetchCalls(Base):
             received = merge_answers(reads, answers, wanted, specs)
             if order is not None:
                 received = [take_rows(column, order) for column in received]
-            return to_batch(received, located.size, layout)
+            return to_batch(received, located.size, layout, landing)
 
-        return unless_light(decode, answer_weight(located.size * len(wanted), value_bytes))
+        weight = answer_weight(located.size * len(wanted), value_bytes) if landing is None else HEAVY
+        return unless_light(decode, weight)
+
+    def _empty(
+        self, specs: Sequence[FieldSpec], row_count: int, layout: ReadLayout | None, landing: Landing | None
+    ) -> Any:
+        if landing is not None:
+            landing.check(specs, row_count, layout)
+        return to_batch(empty_columns(specs), row_count, layout, landing)
 
     def _read(
-        self, located: BatchMeta, read: StorageRead, size_bytes: int | None, deadline: Deadline
+        self,
+        located: BatchMeta,
+        read: StorageRead,
+        size_bytes: int | None,
+        landing: Landing | None,
+        deadline: Deadline,
     ) -> list[Received]:
         """Read from one storage service; while it does not answer, ask the controller where it is now."""
         storage, loss_count = read.storage, 0
@@ -197,7 +230,8 @@ class FetchCalls(Base):
                 if storage.is_away:
                     raise UnavailableError("it has not announced itself since the controller started")
                 driver = self._calls.endpoint(storage.address).driver
-                return driver.get(read.request, read.positions.size, deadline, size_bytes)
+                place = None if landing is None else landing.place
+                return driver.get(read.request, read.positions.size, deadline, size_bytes, place)
             except DataLossError as error:
                 # Another storage service may have taken the puts over, or be about to.
                 now = self._find_storage(located, read, deadline)

@@ -24,8 +24,9 @@ from tq_service.addresses import hosts_and_ports
 from tq_service.dataplane.bulk.connection import BulkConnection, Integers, Moved
 from tq_service.errors import UnavailableError
 from tq_service.v1.storage_service_pb2 import BulkTicket, StatResponse
-from tq_service.wire.columns import Bytes, Column
+from tq_service.wire.columns import Bytes, C, SourceColumn
 from tq_service.wire.connection import Tls
+from tq_service.wire.device import Chunk, on_host
 
 SWITCH_VARIABLE: Final = "TQ_BULK"
 _CONNECT_SECONDS: Final = 1.0
@@ -107,14 +108,18 @@ class BulkLink:
             self._is_enabled, self._port = False, None
         _close_all(self._idle)
 
-    def send(self, ticket: BulkTicket, columns: Sequence[Column], remaining: Remaining) -> None:
+    def send(self, ticket: BulkTicket, columns: Sequence[SourceColumn], remaining: Remaining) -> None:
         """Send the bytes of a put.
 
         Raises:
             UnavailableError: not all of them went. The next calls go in frames, and fail if the data is at fault.
         """
-        chunks = [chunk for column in columns for chunk in column.chunks if len(chunk)]
-        self._move(ticket, chunks, lambda connection, parts, moved: connection.send(parts, moved), remaining)
+
+        def send(connection: BulkConnection, parts: Sequence[Chunk], moved: Moved) -> None:
+            for views in on_host(parts):
+                connection.send(views, moved)
+
+        self._move(ticket, [chunk for column in columns for chunk in column.chunks if len(chunk)], send, remaining)
 
     def receive(self, ticket: BulkTicket, buffers: Sequence[Bytes], remaining: Remaining) -> None:
         """Receive the bytes of a get into memory.
@@ -132,8 +137,8 @@ class BulkLink:
     def _move(
         self,
         ticket: BulkTicket,
-        chunks: Sequence[memoryview],
-        move: Callable[[BulkConnection, Sequence[memoryview], Moved], None],
+        chunks: Sequence[C],
+        move: Callable[[BulkConnection, Sequence[C], Moved], None],
         remaining: Remaining,
     ) -> None:
         """Move the ranges of a transfer in several threads; together these chunks are its bytes."""
@@ -237,7 +242,7 @@ def _target(announced: str, address: str) -> tuple[str, int] | None:
     return None
 
 
-def _clip(chunks: Sequence[memoryview], ends: Integers, start: int, end: int) -> list[memoryview]:
+def _clip(chunks: Sequence[C], ends: Integers, start: int, end: int) -> list[C]:
     """Return the part from `start` to `end` of chunks that lie one after the other; `ends`: where each ends."""
     first, last = int(np.searchsorted(ends, start, "right")), int(np.searchsorted(ends, end, "left"))
     parts = list(chunks[first : last + 1])

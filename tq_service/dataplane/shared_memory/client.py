@@ -33,7 +33,7 @@ from tq_service.internal.v1.shared_memory_pb2 import (
 )
 from tq_service.v1.storage_service_pb2 import RegionOffer, StatResponse
 from tq_service.wire import shared_memory
-from tq_service.wire.columns import Column
+from tq_service.wire.columns import SourceColumn
 from tq_service.wire.shared_memory import Mapping
 
 SWITCH_VARIABLE: Final = "TQ_SHARED_MEMORY"
@@ -89,7 +89,7 @@ class FdChannel:
         poll.register(fd, 0)  # hang-up, and that the number is no open file, are reported without being asked for
         return bool(poll.poll(0))
 
-    def send_sealed(self, put_id: bytes, columns: Sequence[Column]) -> None:
+    def send_sealed(self, put_id: bytes, columns: Sequence[SourceColumn]) -> None:
         """Write columns into memory, seal it, and send its file descriptor as that of a put.
 
         Raises:
@@ -104,7 +104,7 @@ class FdChannel:
         finally:
             os.close(fd)
 
-    def fill(self, offer: RegionOffer, columns: Sequence[Column]) -> None:
+    def fill(self, offer: RegionOffer, columns: Sequence[SourceColumn]) -> None:
         """Copy columns into the region that a put is offered.
 
         The service hears of the end of it also where it fails, or where the put was given up meanwhile.

@@ -1,0 +1,217 @@
+"""Tensors of a device through the service, on each way that bytes take, with a stand-in for the device."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from live_server import AnyClient, ClientKind, LiveServer, StartServer
+from stand_in_device import StandIn, standing_in
+
+from tq_service.dataplane import driver
+from tq_service.errors import InvalidArgumentError, UnavailableError
+from tq_service.wire import device
+
+WAYS = {
+    "inline or frames": {"shared_memory": "off", "bulk": "off"},
+    "bulk": {"shared_memory": "off"},
+    "shared memory": {"shared_memory": "on"},
+}
+FIRST = torch.arange(1 << 19).reshape(4, -1)  # 4 MiB
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
+    with standing_in(monkeypatch) as stand_in:
+        yield stand_in
+
+
+@pytest.fixture(params=WAYS)
+def client(start_server: StartServer, client_kind: ClientKind, request: pytest.FixtureRequest) -> AnyClient:
+    """A client of either kind that has found the way."""
+    server: LiveServer = start_server(**WAYS[request.param], max_bytes=1 << 30)
+    client = server.client(client_kind)
+    client.put({"x": FIRST}, partition_id="first")
+    client.get_data(client.lookup_samples("first")[0])
+    while request.param == "bulk" and not is_bulk_up(client):
+        time.sleep(0.01)
+    return client
+
+
+def is_bulk_up(client: AnyClient) -> bool:
+    homes = client.real._calls._channels.values()
+    return any(endpoint.driver._bulk.is_up for endpoints in homes for endpoint in endpoints.values())
+
+
+@pytest.mark.parametrize("rows", [4, 4000], ids=["small", "large"])
+def test_a_put_from_the_device_is_a_put_from_the_host(client: AnyClient, stand_in: StandIn, rows: int) -> None:
+    wide = torch.arange(rows * 512).reshape(rows, 512)
+    ragged = [torch.full((number % 7,), number, dtype=torch.float32) for number in range(rows)]
+    on_device = {
+        "wide": stand_in.later(wide),
+        "host": wide.to(torch.int32),
+        "nested": stand_in.nested(ragged),
+        "list": [stand_in.put(row) for row in ragged],
+        "objects": [{"number": number} for number in range(rows)],
+    }
+    meta = client.put(on_device, partition_id="p")
+    back = client.get_data(meta)
+    assert torch.equal(back["wide"], wide)
+    assert torch.equal(back["host"], wide.to(torch.int32))
+    for name in ("nested", "list"):
+        assert all(map(torch.equal, back[name].unbind(), ragged))
+    assert back["objects"][-1] == {"number": rows - 1}
+    assert device.PINNED.pinned_bytes <= 64 << 20
+    assert not device.PINNED._in_use  # nothing of the caller is kept
+
+
+def test_a_put_that_was_broken_off_is_copied_down_again(
+    client: AnyClient, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    putting, tries = driver._GrpcSteps._putting, []
+
+    def broken_off_once(*args: Any) -> Any:
+        tries.append(args)
+        answer = yield from putting(*args)
+        if len(tries) == 1:
+            raise UnavailableError("broken off")
+        return answer
+
+    monkeypatch.setattr(driver._GrpcSteps, "_putting", broken_off_once)
+    values = torch.arange(4 << 20).reshape(4, -1)  # 32 MiB
+    meta = client.put({"x": stand_in.later(values)}, partition_id="p")
+    assert len(tries) == 2
+    assert torch.equal(client.get_data(meta)["x"], values)
+
+
+def columns_of(rows: int) -> dict[str, Any]:
+    return {
+        "wide": torch.arange(rows * 512).reshape(rows, 512),
+        "half": torch.arange(rows).to(torch.bfloat16),
+        "flags": torch.arange(rows) % 3 == 0,
+        "ragged": [torch.full((number % 7,), number, dtype=torch.float32) for number in range(rows)],
+        "alike": [torch.full((number % 7,), -number) for number in range(rows)],
+        "last": [torch.full((3, number % 5), number, dtype=torch.int16) for number in range(rows)],
+        "several": [torch.full((number % 3, number % 5), number) for number in range(rows)],
+        "objects": [{"tensor": torch.arange(number % 3)} for number in range(rows)],
+    }
+
+
+@pytest.mark.parametrize("rows", [4, 4000], ids=["small", "large"])
+def test_a_get_to_the_device_is_a_get_to_the_host(client: AnyClient, stand_in: StandIn, rows: int) -> None:
+    meta = client.put(columns_of(rows), partition_id="p")
+    expected = client.get_data(meta)
+    stand_in.log.clear()
+    got = client.get_data(meta, device="cuda:0")
+    assert ("used", "default") in stand_in.log
+    assert "synchronize" not in [what for what, _ in stand_in.log]  # the copy may be done later than the call
+    for name, dtype in (("wide", torch.int64), ("half", torch.bfloat16), ("flags", torch.bool)):
+        assert stand_in.read(got[name]).dtype == dtype
+        assert torch.equal(stand_in.read(got[name]), expected[name])
+    for name in ("ragged", "alike", "last"):
+        assert stand_in.has(got[name].offsets())
+        for ours, theirs in zip(got[name].unbind(), expected[name].unbind(), strict=True):
+            assert torch.equal(ours, theirs)
+    assert got["ragged"].offsets() is got["alike"].offsets()
+    assert all(map(torch.equal, map(stand_in.read, got["several"]), expected["several"]))
+    assert all(torch.equal(*pair) for pair in zip_tensors(got["objects"], expected["objects"]))
+    assert not any(stand_in.has(row["tensor"]) for row in got["objects"])
+
+
+def zip_tensors(left: Any, right: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    return ((one["tensor"], other["tensor"]) for one, other in zip(left, right, strict=True))
+
+
+def test_one_copy_takes_the_columns_and_one_the_offsets(client: AnyClient, stand_in: StandIn) -> None:
+    meta = client.put({name: columns_of(4000)[name] for name in ("wide", "ragged", "half")}, partition_id="p")
+    stand_in.log.clear()
+    got = client.get_data(meta, device="cuda")
+    stand_in.default.run()
+    assert [what for what, _ in stand_in.log if what == "up"] == ["up", "up"]
+    assert torch.equal(stand_in.read(got["wide"]), columns_of(4000)["wide"])
+
+
+def test_the_arena_is_not_written_before_its_memory_is_free(client: AnyClient, stand_in: StandIn) -> None:
+    """Blocks of pinned memory come back after their copy: many gets, of which each is read after the next one."""
+    values = torch.arange(1 << 20).reshape(8, -1)  # 8 MiB
+    metas = [client.put({"x": values + number}, partition_id="p") for number in range(4)]
+    waiting: list[tuple[int, Any]] = []
+    for number in range(24):
+        waiting.append((number % 4, client.get_data(metas[number % 4], device="cuda:0")))
+        if len(waiting) == 3:
+            index, data = waiting.pop(0)
+            assert torch.equal(stand_in.read(data["x"]), values + index)
+    assert stand_in.most_pinned_bytes <= 64 << 20
+
+
+def test_a_device_without_memory_gives_everything_back(client: AnyClient, stand_in: StandIn) -> None:
+    meta = client.put({"x": FIRST}, partition_id="p")
+    stand_in.free_bytes = 1000
+    with pytest.raises(torch.OutOfMemoryError):
+        client.get_data(meta, device="cuda:0")
+    stand_in.free_bytes = None
+    pinned = device.PINNED.pinned_bytes
+    for _ in range(5):
+        got = client.get_data(meta, device="cuda:0")
+        assert torch.equal(stand_in.read(got["x"]), FIRST)
+    assert device.PINNED.pinned_bytes == pinned  # the block of the failed call was used again
+
+
+def test_a_get_without_pinned_memory(client: AnyClient, stand_in: StandIn) -> None:
+    stand_in.refuses = True
+    meta = client.put(columns_of(1000), partition_id="p")
+    got = client.get_data(meta, device="cuda:0")
+    assert torch.equal(stand_in.read(got["wide"]), columns_of(1000)["wide"])
+    assert stand_in.pinned == {}
+
+
+def test_tensors_of_the_caller_are_filled(client: AnyClient, stand_in: StandIn) -> None:
+    data = columns_of(1000)
+    meta = client.put(data, partition_id="p")
+    out = {
+        "wide": torch.zeros(1000, 512, dtype=torch.int64),
+        "flags": stand_in.put(torch.zeros(1000, dtype=torch.bool)),
+    }
+    stand_in.default.run()
+    address = out["wide"].data_ptr()
+    got = client.get_data(meta, out=out)
+    assert got["wide"].data_ptr() == address
+    assert torch.equal(out["wide"], data["wide"])
+    assert torch.equal(stand_in.read(out["flags"]), data["flags"])
+    assert torch.equal(got["half"], data["half"])
+    assert not stand_in.has(got["half"])
+    twice = client.get_data(
+        partition_id="p", global_indexes=[1, 0, 1], data_fields=["wide"], out={"wide": out["wide"][:3]}
+    )
+    assert torch.equal(twice["wide"], data["wide"][[1, 0, 1]])
+    empty = client.get_data(meta.select_samples([]), data_fields=["half"], out={"half": torch.empty(0).bfloat16()})
+    assert empty["half"].shape == (0,)
+
+
+@pytest.mark.parametrize(
+    ("out", "message"),
+    [
+        (
+            {"wide": torch.zeros(4, 511, dtype=torch.int64)},
+            r"out\['wide'\] is int64 \[4, 511\]; expected int64 \[4, 512\]",
+        ),
+        ({"wide": torch.zeros(4, 512)}, r"out\['wide'\] is float32 \[4, 512\]; expected int64 \[4, 512\]"),
+        ({"wide": torch.zeros(512, 4, dtype=torch.int64).t()}, r"out\['wide'\] is not contiguous"),
+        ({"wide": [1, 2]}, r"out\['wide'\] is a list; expected a tensor"),
+        ({"ragged": torch.zeros(4)}, r"out has field 'ragged' \(.*\); expected dense fields only"),
+        ({"objects": torch.zeros(4)}, r"out has field 'objects' \(.*\); expected dense fields only"),
+        ({"other": torch.zeros(4)}, "out has field 'other', which is not fetched"),
+    ],
+)
+def test_wrong_tensors_are_refused_before_anything_is_fetched(
+    server: LiveServer, client_kind: ClientKind, stand_in: StandIn, out: dict[str, Any], message: str
+) -> None:
+    client = server.client(client_kind)
+    meta = client.put(columns_of(4), partition_id="p")
+    good = torch.full((4,), 7).to(torch.bfloat16)
+    with pytest.raises(InvalidArgumentError, match=message):
+        client.get_data(meta, out={"half": good, **out})
+    assert good.tolist() == [7, 7, 7, 7]

@@ -1,0 +1,134 @@
+"""Destinations of a get other than new memory of the host: a device, or the caller's tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tq_service.dataplane.receiving import RECEIVE_BUFFERS
+from tq_service.errors import FieldMismatchError, InvalidArgumentError
+from tq_service.schema import FieldSpec, Layout, ReadLayout
+from tq_service.wire.columns import (
+    Bytes,
+    ColumnShape,
+    dtype_name,
+    is_on_device,
+    is_tensor,
+    subclass_problem,
+    tensor_bytes,
+)
+from tq_service.wire.device import copy_on_device, find_device, pinned_arrays
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Landing:
+    """The destinations of the fields of a get.
+
+    Attributes:
+        device: of the fields that are not in `out`; None: the CPU.
+        out: by field, the caller's tensors that are filled.
+    """
+
+    device: torch.device | None
+    out: Mapping[str, torch.Tensor]
+
+    @classmethod
+    def of(cls, device: Any, out: Any) -> Landing | None:
+        """Return the destinations that a caller of `get_data` named; None: new memory of the host.
+
+        Raises:
+            InvalidArgumentError: the device does not exist, or the tensors cannot be filled.
+        """
+        found = find_device(device)
+        targets = {} if out is None else dict(out.items())
+        for name, target in targets.items():
+            problem = (
+                f"a {type(target).__name__}; expected a tensor"
+                if not is_tensor(target)
+                else "a nested tensor; expected a plain one"
+                if target.is_nested
+                else "not contiguous; expected a contiguous tensor"
+                if not target.is_contiguous()
+                else subclass_problem(target)
+            )
+            if problem:
+                raise InvalidArgumentError(f"out[{name!r}] is {problem}", field="out", metadata={"field_name": name})
+        return cls(found, targets) if found is not None or targets else None
+
+    def check(self, specs: Sequence[FieldSpec], row_count: int, layout: ReadLayout | None) -> None:
+        """Check that the tensors of `out` take `row_count` rows of these fields.
+
+        Raises:
+            InvalidArgumentError: a field is not fetched, or has rows that differ in size.
+            FieldMismatchError: a tensor has another dtype or shape.
+        """
+        fetched = {spec.name: spec for spec in specs}
+        for name, target in self.out.items():
+            spec = fetched.get(name)
+            about = {"field_name": name}
+            if spec is None:
+                raise InvalidArgumentError(
+                    f"out has field {name!r}, which is not fetched; expected some of {', '.join(map(repr, fetched))}",
+                    field="out",
+                    metadata=about,
+                )
+            if spec.layout is not Layout.DENSE or spec.row_shape is None or layout == "jagged":
+                raise InvalidArgumentError(
+                    f"out has field {name!r} ({spec.describe()}); expected dense fields only. Leave it out, and take "
+                    "it from the result",
+                    field="out",
+                    metadata=about,
+                )
+            expected = f"{spec.dtype} {[row_count, *spec.row_shape]}"
+            got = f"{dtype_name(target.dtype, f'out[{name!r}]')} {list(target.shape)}"
+            if got != expected:
+                raise FieldMismatchError(
+                    f"out[{name!r}] is {got}; expected {expected}. Make it with torch.empty of this shape and dtype",
+                    field="out",
+                    metadata={**about, "got": got, "expected": expected},
+                )
+
+    def device_of(self, name: str) -> torch.device | None:
+        """Return the device that a field is copied to; None: it stays on the CPU."""
+        target = self.out.get(name)
+        if target is None:
+            return self.device
+        return target.device if is_on_device(target) else None
+
+    def place(self, columns: Sequence[ColumnShape]) -> list[Bytes]:
+        """Return memory of the host to receive columns in: pinned for a device, or a tensor of the caller."""
+        devices = [
+            None if column.spec.layout is Layout.OBJECT else self.device_of(column.spec.name) for column in columns
+        ]
+        first = next((device for device in devices if device is not None), None)
+        if first is None:
+            return list(map(self._of_host, columns))
+        sizes = [0 if device is None else column.value_bytes for column, device in zip(columns, devices, strict=True)]
+        pinned = pinned_arrays(sizes, first)
+        return [
+            self._of_host(column) if pinned is None or device is None else pinned[index]
+            for index, (column, device) in enumerate(zip(columns, devices, strict=True))
+        ]
+
+    def _of_host(self, column: ColumnShape) -> Bytes:
+        target = self.out.get(column.spec.name)
+        takes_all = target is not None and not is_on_device(target) and target.nbytes == column.value_bytes
+        if target is None or not takes_all or not target.nbytes:
+            return RECEIVE_BUFFERS.take(column.value_bytes)
+        return np.frombuffer(tensor_bytes(target), np.uint8)
+
+    def fill(self, data: dict[str, Any]) -> None:
+        """Put the caller's tensors, filled, in the place of decoded columns."""
+        for name, target in self.out.items():
+            values = data[name]
+            if is_on_device(target):
+                copy_on_device(target, values)
+            elif values.data_ptr() != target.data_ptr():
+                target.detach().copy_(values)
+            data[name] = target

@@ -1,0 +1,222 @@
+"""Batches on a device: copied up and split in parallel with the running step, on separate streams.
+
+::
+
+    fetching thread    a batch, copied up ── event ─┐
+    splitting thread                                └─> its micro-batches ── event ─┐
+    consumer's thread                                                               └─> the consumer's stream
+
+Each of the three uses another stream. Work on the default stream would wait for the consumer's kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+
+from tq_service.client.reads import RowPattern
+from tq_service.data.columns import FlatBatch, build, flatten
+from tq_service.data.packs import PackedMicroBatch
+from tq_service.data.source import End, FetchedBatch, Fetcher
+from tq_service.wire import device as devices
+from tq_service.wire.columns import Bytes, is_on_device, tensor_bytes
+
+Split = Callable[[FetchedBatch], Iterator[Any]]
+"""Returns the items that the loader yields for a batch, made one by one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A point in the work of a stream, behind which tensors are on a device.
+
+    Attributes:
+        device: the device.
+        event: the point.
+    """
+
+    device: torch.device
+    event: devices.Event
+
+    def hand_over(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Let the current stream use tensors: it waits for them, and their memory stays until it has used them."""
+        stream = devices.accelerator.current_stream(self.device)
+        stream.wait_event(self.event)
+        for tensor in tensors:
+            devices.accelerator.used_by(tensor, stream)
+
+
+@dataclass(frozen=True, slots=True)
+class ArrivingItem:
+    """An item of a loader and its tensors, which the consumer's stream may not use yet."""
+
+    item: Any
+    tensors: Sequence[torch.Tensor]
+    arrival: Arrival
+
+    def receive(self) -> Any:
+        """Return it to the consumer, in whose thread this is called."""
+        self.arrival.hand_over(self.tensors)
+        return self.item
+
+
+def tensors_of(item: Any) -> list[torch.Tensor]:
+    """Return the tensors on a device of a batch, a micro-batch with its meta, or a pack."""
+    if isinstance(item, tuple):
+        return [tensor for each in item for tensor in tensors_of(each)]
+    if isinstance(item, PackedMicroBatch):
+        return [tensor for value in item.tensors.values() for tensor in _parts_of(value) if is_on_device(tensor)]
+    return list(filter(is_on_device, flatten(item).tensors())) if isinstance(item, TensorDict) else []
+
+
+def _parts_of(value: Any) -> list[torch.Tensor]:
+    return [value.values(), value.offsets()] if value.is_nested else [value]
+
+
+def upload_batch(flat: FlatBatch, device: torch.device) -> FlatBatch:
+    """Copy the tensors of a batch up, and return the batch; the current stream waits for the copies.
+
+    Columns of objects stay on the CPU, except rows that all are tensors.
+    """
+    tensors = [tensor for tensor in flat.tensors() if not is_on_device(tensor)]
+    if not tensors:
+        return flat
+    found = devices.upload([_host_bytes(tensor) for tensor in tensors], device)
+    there = {
+        id(tensor): values.view(tensor.dtype).reshape(tensor.shape)
+        for tensor, values in zip(tensors, found, strict=True)
+    }
+    return flat.replacing(torch.Tensor, lambda tensor: there.get(id(tensor), tensor))
+
+
+def _host_bytes(tensor: torch.Tensor) -> Bytes:
+    data = tensor_bytes(tensor)
+    return np.frombuffer(data, np.uint8) if len(data) else np.empty(0, np.uint8)
+
+
+class DeviceFeed:
+    """Brings the batches of one loader to a device.
+
+    Args:
+        device: the device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    @cached_property
+    def _stream(self) -> devices.Stream:
+        return devices.accelerator.new_stream(self.device)
+
+    def copying(self) -> AbstractContextManager[Any]:
+        """Make the stream that copies up the current one of this thread."""
+        return devices.accelerator.using(devices.copy_stream(self.device, "up"))
+
+    def splitting(self) -> AbstractContextManager[Any]:
+        """Make the stream that splits batches the current one of this thread."""
+        return devices.accelerator.using(self._stream)
+
+    def upload(self, batch: FetchedBatch) -> FetchedBatch:
+        """Return a batch on the device, with its arrival; a batch that is not a TensorDict is returned unchanged."""
+        if not isinstance(batch.data, TensorDict) or batch.arrival is not None:
+            return batch
+        flat = flatten(batch.data)
+        data = build(upload_batch(flat, self.device))
+        stream = devices.accelerator.current_stream(self.device)
+        arrival = Arrival(self.device, devices.accelerator.record(stream))
+        measured = batch.measured_bytes if batch.measured_bytes is not None else flat.size_bytes
+        return replace(batch, data=data, arrival=arrival, measured_bytes=measured)
+
+    def release(self) -> None:
+        """Release the memory of the host whose copies are done."""
+        devices.PINNED.tidy()
+
+    def split(self, split: Split) -> Split:
+        """Return a function that splits batches on the device, on the current stream of its thread."""
+
+        def split_there(batch: FetchedBatch) -> Iterator[Any]:
+            uploaded = self.upload(batch)
+            if uploaded.arrival is not None:
+                uploaded.arrival.hand_over(tensors_of(uploaded.data))
+            return split(uploaded)
+
+        return split_there
+
+    def split_ahead(self, split: Split) -> Split:
+        """Return a function that splits batches on the feed's stream, into `ArrivingItem`s."""
+        split_there = self.split(split)
+
+        def split_beside(batch: FetchedBatch) -> Iterator[Any]:
+            with self.splitting():
+                items = split_there(batch)
+            del batch
+            while (arriving := self._next_of(items)) is not None:
+                yield arriving
+                del arriving
+
+        return split_beside
+
+    def _next_of(self, items: Iterator[Any]) -> ArrivingItem | None:
+        with self.splitting():
+            for item in items:
+                arrival = Arrival(self.device, devices.accelerator.record(self._stream))
+                return ArrivingItem(item, tensors_of(item), arrival)
+        return None
+
+
+class UploadingFetcher:
+    """Fetches batches by another fetcher and copies them up, on the stream for copies."""
+
+    def __init__(self, fetcher: Fetcher, feed: DeviceFeed) -> None:
+        self._fetcher = fetcher
+        self._feed = feed
+
+    @property
+    def fetched_until(self) -> int:
+        """The batch_index behind the last batch that was fetched."""
+        return self._fetcher.fetched_until
+
+    def request(self, batch_index: int) -> None:
+        """Take notice of the batch that `fetch` is called for next."""
+        self._fetcher.request(batch_index)
+
+    def fetch(self, batch_index: int, is_wanted: Callable[[], bool]) -> FetchedBatch | End:
+        """Wait for a batch, or the end, and return it; the copy of its tensors may not be done."""
+        with self._feed.copying():
+            fetched = self._fetcher.fetch(batch_index, is_wanted)
+            return fetched if isinstance(fetched, End) else self._feed.upload(fetched)
+
+    def close(self) -> None:
+        """End the call of `fetch` in progress in another thread. Idempotent."""
+        self._fetcher.close()
+
+
+def pinned(split: Split) -> Split:
+    """Return a function that splits batches into items in pinned memory, which the consumer copies up itself."""
+
+    def split_pinned(batch: FetchedBatch) -> Iterator[Any]:
+        return map(_pinned_item, split(batch))
+
+    return split_pinned
+
+
+def _pinned_item(item: Any) -> Any:
+    if isinstance(item, PackedMicroBatch):
+        return replace(item, tensors=_pinned_item(item.tensors))
+    if isinstance(item, TensorDict):
+        return item.apply(_pinned_tensor)
+    return tuple(map(_pinned_item, item)) if type(item) is tuple else item
+
+
+def _pinned_tensor(tensor: Any) -> torch.Tensor:
+    """Return a copy in pinned memory from torch, which is not reused while a copy that its owner started runs."""
+    if not tensor.is_nested:
+        pinned_copy: torch.Tensor = tensor.pin_memory()
+        return pinned_copy
+    return RowPattern.of_offsets(tensor.offsets()).nested(tensor.values().pin_memory(), tensor._ragged_idx)
