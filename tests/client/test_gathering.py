@@ -5,6 +5,7 @@ import pickle
 import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,9 +18,9 @@ from live_server import LiveServer, LoopThread
 from property_settings import examples
 
 import tq_service as tq
-from tq_service.client.gathering import MOST_ROWS
+from tq_service.client.gathering import MOST_ROWS, Lines
 from tq_service.client.requests import new_id
-from tq_service.client.transport import current_home
+from tq_service.client.transport import Deadline, current_home
 from tq_service.v1 import commit_pb2, metadata_pb2
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1 import storage_service_pb2 as storage_pb
@@ -689,3 +690,19 @@ async def test_threads_that_share_a_client_each_get_their_samples(service):
         named = [(number * 100 + turn) for number in range(16) for turn in range(20)]
         meta = (await asyncio.to_thread(client.lookup_samples, "p", global_indexes=indexes))[0]
         assert (await asyncio.to_thread(client.get_data, meta))["x"].tolist() == named
+
+
+def test_a_caller_is_woken_only_when_its_put_is_over():
+    class Noting:
+        woken = None
+
+        def set(self):
+            self.woken = None if self.woken is None else member.is_over
+
+    lines, put = Lines(), SimpleNamespace(size_bytes=0, write=SimpleNamespace(row_count=1))
+    signal = Noting()
+    member = lines.join("alike", put, Deadline.after(60), signal)
+    batch = lines.take(member)
+    signal.woken = False
+    lines.end(batch, None)
+    assert signal.woken

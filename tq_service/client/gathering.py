@@ -327,9 +327,9 @@ class Lines:
             line = batch.members[0].line
             line.failure = None
             batch.answered = answered
-            for member in batch.waiting:
-                member.signal.set()
             self._end(line, batch)
+            for member in batch.waiting:  # last, since their threads look at the batch without the lock
+                member.signal.set()
 
     def leave(self, member: Member) -> None:
         """End the wait of a caller; if it led, and what became of its batch is not known, another one leads."""
