@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import gc
 import mmap
+import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from stand_in_device import StandIn, standing_in
 
+import tq_service
 from tq_service.errors import InvalidArgumentError
 from tq_service.wire import device
 from tq_service.wire.columns import Column
@@ -113,6 +116,11 @@ def test_a_limit_that_is_no_number_is_refused(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("TQ_PINNED_BYTES", "1GiB")
     with pytest.raises(InvalidArgumentError, match="TQ_PINNED_BYTES is '1GiB'; expected a number of bytes"):
         device.PinnedMemory().take(1, HERE)
+
+
+def test_nothing_waits_for_a_whole_device() -> None:
+    sources = [path.read_text() for path in Path(tq_service.__file__).parent.rglob("*.py")]
+    assert not [source for source in sources if re.search(r"cuda\.synchronize|empty_cache|memory_stats", source)]
 
 
 def test_a_block_is_not_used_again_before_its_copy_is_done(stand_in: StandIn) -> None:

@@ -71,19 +71,18 @@ class Landing:
         fetched = {spec.name: spec for spec in specs}
         for name, target in self.out.items():
             spec = fetched.get(name)
-            about = {"field_name": name}
             if spec is None:
                 raise InvalidArgumentError(
                     f"out has field {name!r}, which is not fetched; expected some of {', '.join(map(repr, fetched))}",
                     field="out",
-                    metadata=about,
+                    metadata={"field_name": name},
                 )
             if spec.layout is not Layout.DENSE or spec.row_shape is None or layout == "jagged":
                 raise InvalidArgumentError(
                     f"out has field {name!r} ({spec.describe()}); expected dense fields only. Leave it out, and take "
                     "it from the result",
                     field="out",
-                    metadata=about,
+                    metadata={"field_name": name},
                 )
             expected = f"{spec.dtype} {[row_count, *spec.row_shape]}"
             got = f"{dtype_name(target.dtype, f'out[{name!r}]')} {list(target.shape)}"
@@ -91,7 +90,7 @@ class Landing:
                 raise FieldMismatchError(
                     f"out[{name!r}] is {got}; expected {expected}. Make it with torch.empty of this shape and dtype",
                     field="out",
-                    metadata={**about, "got": got, "expected": expected},
+                    metadata={"field_name": name, "got": got, "expected": expected},
                 )
 
     def device_of(self, name: str) -> torch.device | None:

@@ -144,7 +144,9 @@ def _flatten_nested(nested: Any, patterns: list[RowPattern]) -> FlatColumn:
     is_jagged = nested.layout is torch.jagged
     if is_jagged and nested.lengths() is None:
         dim = nested._ragged_idx - 1  # torch has no public name for it
-        values, pattern = nested.values(), RowPattern.of_offsets(nested.offsets())
+        values, offsets = nested.values(), nested.offsets()
+        known = next((each for each in patterns if each.offsets is offsets), None)
+        pattern = RowPattern.of_offsets(offsets) if known is None else known
         first, last = int(pattern.bounds[0]), int(pattern.bounds[-1])
         if first != 0 or last != values.shape[dim]:
             values = values.narrow(dim, first, last - first)

@@ -24,32 +24,12 @@ from tensordict import TensorDict
 from tq_service.client.reads import RowPattern
 from tq_service.data.columns import FlatBatch, build, flatten
 from tq_service.data.packs import PackedMicroBatch
-from tq_service.data.source import End, FetchedBatch, Fetcher
+from tq_service.data.source import Arrival, End, FetchedBatch, Fetcher
 from tq_service.wire import device as devices
 from tq_service.wire.columns import Bytes, is_on_device, tensor_bytes
 
 Split = Callable[[FetchedBatch], Iterator[Any]]
 """Returns the items that the loader yields for a batch, made one by one."""
-
-
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """A point in the work of a stream, behind which tensors are on a device.
-
-    Attributes:
-        device: the device.
-        event: the point.
-    """
-
-    device: torch.device
-    event: devices.Event
-
-    def hand_over(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Let the current stream use tensors: it waits for them, and their memory stays until it has used them."""
-        stream = devices.accelerator.current_stream(self.device)
-        stream.wait_event(self.event)
-        for tensor in tensors:
-            devices.accelerator.used_by(tensor, stream)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +42,7 @@ class ArrivingItem:
 
     def receive(self) -> Any:
         """Return it to the consumer, in whose thread this is called."""
-        self.arrival.hand_over(self.tensors)
+        self.arrival.take(self.tensors)
         return self.item
 
 
@@ -143,7 +123,7 @@ class DeviceFeed:
         def split_there(batch: FetchedBatch) -> Iterator[Any]:
             uploaded = self.upload(batch)
             if uploaded.arrival is not None:
-                uploaded.arrival.hand_over(tensors_of(uploaded.data))
+                uploaded.arrival.take(tensors_of(uploaded.data))
             return split(uploaded)
 
         return split_there

@@ -239,7 +239,7 @@ class ReplicaStream:
             message = got if isinstance(got, End) else "closed"
             data = None
             if isinstance(got, FetchedBatch) and self._device is not None and got.arrival is not None:
-                got.arrival.hand_over(tensors_of(got.data))
+                got.arrival.take(tensors_of(got.data))
                 message, data = lay_out_on(self._device, got)
             elif isinstance(got, FetchedBatch):
                 message, parts = lay_out(got)

@@ -22,11 +22,13 @@ from tq_service.data.columns import flatten, object_bytes
 from tq_service.errors import NothingDeliveredError
 from tq_service.results import WaitReason
 from tq_service.schema import BatchUnit, EndCounts, ReadLayout
+from tq_service.wire import device as devices
 
 if TYPE_CHECKING:
+    import torch
+
     from tq_service.client import Client
     from tq_service.client.batch_meta import BatchMeta
-    from tq_service.data.on_device import Arrival
 
 FetchBatch = Callable[..., tuple[Any, Any]]
 """`fetch_batch_fn(**keywords) -> (data, meta)`; see `fetch_batch` for the keywords and the answer."""
@@ -61,6 +63,26 @@ class StreamIdentity:
         return cls(getattr(meta, "incarnation", b""), getattr(meta, "epoch", 0))
 
 
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A point in the work of a stream, behind which tensors are on a device.
+
+    Attributes:
+        device: the device.
+        event: the point.
+    """
+
+    device: torch.device
+    event: devices.Event
+
+    def take(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Let the current stream use tensors: it waits for them, and their memory stays until it has used them."""
+        stream = devices.accelerator.current_stream(self.device)
+        stream.wait_event(self.event)
+        for tensor in tensors:
+            devices.accelerator.used_by(tensor, stream)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchedBatch:
     """The part of one rank of one batch.
@@ -72,7 +94,7 @@ class FetchedBatch:
         micro_batches: its micro-batches, where they are split ahead of the consumer.
         on_consumed: called when the consumer begins with it, so that another batch may be fetched in its place.
         measured_bytes: its `size_bytes`, where they have been measured before; None: they are to be measured.
-        arrival: where its tensors are on a device, the point behind which they are; see `DeviceFeed`.
+        arrival: where its tensors are on a device, the point behind which they are; see `Arrival`.
     """
 
     index: int

@@ -207,10 +207,11 @@ def find_device(name: Any) -> Device | None:
     """Return the device of a name, with its index; None for the CPU.
 
     Raises:
-        InvalidArgumentError: the device does not exist, or torch is not installed.
+        InvalidArgumentError: the device does not exist, torch is not installed, or `TQ_PINNED_BYTES` is not a number.
     """
     if name is None or str(name) == "cpu":
         return None
+    PINNED.check_limit()
     try:
         return accelerator.find(name)
     except ImportError:
@@ -268,6 +269,10 @@ class PinnedMemory:
         with self._lock:
             self._tidy()
             return sum(self._ranges.values())
+
+    def check_limit(self) -> None:
+        """Read the limit; raise InvalidArgumentError if `TQ_PINNED_BYTES` is not a number."""
+        self._limit_bytes()
 
     def _limit_bytes(self) -> int:
         if self._limit is None:

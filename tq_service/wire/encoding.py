@@ -386,8 +386,8 @@ def _encode_rows(name: str, rows: list[Any], ragged_dims: Sequence[int] = ()) ->
         ragged_dims: are ragged, besides those in which rows differ; where there are none the column is dense.
     """
     shapes = [tuple(row.shape) for row in rows]
-    on_device = is_tensor(rows[0]) and any(map(is_on_device, rows))
-    if on_device or sum(row.nbytes for row in rows) < _GATHER_BELOW_BYTES * len(rows):
+    is_small = sum(row.nbytes for row in rows) < _GATHER_BELOW_BYTES * len(rows)
+    if is_small or (is_tensor(rows[0]) and any(map(is_on_device, rows))):
         rows = [_concatenate(rows)]
     dtypes, chunks = zip(*(_bytes_of(name, row) for row in rows), strict=True)
     return _tensor_column(name, dtypes[0], shapes, chunks, ragged_dims)
