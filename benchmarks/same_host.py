@@ -3,7 +3,8 @@
 One process puts, another one gets. A get that maps memory costs next to nothing until the memory is read, so the time
 until every byte was read, by a sum over the array, is shown as well. Memory that the system must hand out first costs
 more than the copy, so both are shown: puts that take the place of a cleared one, as in the long run, and puts beside
-which all others stay, as in the first steps after a start.
+which all others stay, as in the first steps after a start. Columns that were filled in place are put at the cost of
+calls, and so beside unary calls of an echo.
 """
 
 from __future__ import annotations
@@ -14,14 +15,17 @@ import time
 from collections.abc import Callable
 from functools import partial
 
+import grpc
 import numpy as np
 import torch
 
 import tq_service as tq
-from benchmarks.harness import Options, interleave, main, median, median_ratio
+from benchmarks.echo_server import METHOD, request_of
+from benchmarks.harness import Options, interleave, main, median, median_ratio, running
 from benchmarks.peer import Peer, Program, peer, program
 from benchmarks.peer_environment import RAY
 from benchmarks.report import Aim, Cell, Plot, Report
+from tq_service.schema import FieldSpec
 from tq_service.testing import ServiceProcess
 
 ROW_COUNT, ROW_LENGTH = 256, 1 << 18
@@ -30,6 +34,9 @@ _WANTED = {"put": 1.8, "get": 1.0, "get and read every byte": 1.0}
 _MEMORIES = {"the last one was cleared": True, "nothing is cleared": False}
 # What is not cleared takes memory until the end, on both sides.
 _MOST_REPEATS = 7
+
+_ECHO_SIZES = 200, 200
+_ECHO_COUNT = 20
 
 # Seconds of a put, of a get, and of a get with reading every byte.
 Times = tuple[float, float, float]
@@ -63,7 +70,36 @@ class RoundTrip:
         return put_seconds, get_seconds, read_seconds
 
 
-def _measure(options: Options, address: str, reader: Program, ray: Peer) -> Report:
+class InPlace:
+    """Columns that are allocated, filled and put, and unary calls of an echo."""
+
+    def __init__(self, client: tq.Client, channel: grpc.Channel) -> None:
+        self._client = client
+        self._fields = [FieldSpec("x", dtype="float32", row_shape=(ROW_LENGTH,))]
+        self._echo = channel.unary_unary(METHOD)
+        self._request = request_of(*_ECHO_SIZES)
+
+    def allocate_and_put(self) -> float:
+        """Return the seconds of both calls; what fills the columns is left out."""
+        started = time.perf_counter()
+        data = self._client.allocate(self._fields, ROW_COUNT, partition_id="in place")
+        seconds = time.perf_counter() - started
+        data["x"].fill_(1.0)
+        started = time.perf_counter()
+        self._client.put(data, partition_id="in place")
+        seconds += time.perf_counter() - started
+        self._client.clear_partition("in place")
+        return seconds
+
+    def echo(self) -> float:
+        """Return the seconds of a call."""
+        started = time.perf_counter()
+        for _ in range(_ECHO_COUNT):
+            self._echo(self._request)
+        return (time.perf_counter() - started) / _ECHO_COUNT
+
+
+def _measure(options: Options, address: str, channel: grpc.Channel, reader: Program, ray: Peer) -> Report:
     reader.ask("connect", address=address)
     with tq.Client(address, timeout=60.0) as client:
         round_trip = RoundTrip(client, partial(reader.ask, "read"))
@@ -75,6 +111,8 @@ def _measure(options: Options, address: str, reader: Program, ray: Peer) -> Repo
             if ray.is_there:
                 cases[f"Ray, {memory}"] = partial(ray.ask, "round_trip", reuse=reuse)
         times = interleave(cases, min(options.repeats, _MOST_REPEATS))
+        in_place = InPlace(client, channel)
+        calls = interleave({"put": in_place.allocate_and_put, "echo": in_place.echo}, 3 * options.repeats)
     rates = {name: SIZE_BYTES / 1e9 / np.asarray(repeats) for name, repeats in times.items()}
     rows: list[list[Cell]] = []
     for memory, (column, verb) in itertools.product(_MEMORIES, enumerate(_WANTED)):
@@ -84,10 +122,10 @@ def _measure(options: Options, address: str, reader: Program, ray: Peer) -> Repo
             theirs = rates[f"Ray, {memory}"][:, column]
             peers = [median(theirs), median_ratio(ours, theirs)]
         rows.append([memory, verb, median(ours), *peers])
-    return _report(rows, ray)
+    return _report(rows, median_ratio(calls["put"], calls["echo"]), ray)
 
 
-def _report(rows: list[list[Cell]], ray: Peer) -> Report:
+def _report(rows: list[list[Cell]], echo_count: float, ray: Peer) -> Report:
     size = f"{SIZE_BYTES >> 20} MiB"
     series = {"tq_service": _bars(rows, 2), **({"Ray": _bars(rows, 3)} if ray.is_there else {})}
     return Report(
@@ -98,6 +136,7 @@ def _report(rows: list[list[Cell]], ray: Peer) -> Report:
         notes=[
             f"{size} of dense float32 in {ROW_COUNT} rows; one process puts, another gets; GB are 10^9 bytes",
             "reading: numpy's sum over the array, on both sides",
+            f"allocating {size} and putting what was filled in place took as long as {echo_count:.1f} unary echoes",
             "Ray: numpy arrays, which its readers map without a copy",
             *ray.notes,
         ],
@@ -108,6 +147,14 @@ def _report(rows: list[list[Cell]], ray: Peer) -> Report:
                 wanted=_WANTED[str(verb)],
             )
             for memory, verb, _, _, ratio in rows
+        ]
+        + [
+            Aim(
+                what=f"allocate {size} and put it, in unary echoes",
+                measured=echo_count,
+                wanted=3.0,
+                at_least=False,
+            )
         ],
         plots=[
             Plot(
@@ -132,10 +179,12 @@ def run(options: Options) -> Report:
     """Measure."""
     with (
         ServiceProcess() as server,
+        running("benchmarks.echo_server") as echo,
+        grpc.insecure_channel(echo.address) as channel,
         program("benchmarks.same_host_reader") as reader,
         peer(RAY, "benchmarks.ray_peer", options) as ray,
     ):
-        return _measure(options, server.address, reader, ray)
+        return _measure(options, server.address, channel, reader, ray)
 
 
 if __name__ == "__main__":

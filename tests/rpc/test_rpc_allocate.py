@@ -73,13 +73,16 @@ def stored(server: LiveServer) -> RegionBlobs:
 def copies(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The sizes of what is copied into regions."""
     sizes: list[int] = []
-    real = shared_memory.fill
 
-    def noting(target: Any, columns: Any) -> None:
-        sizes.append(sum(column.value_bytes for column in columns))
-        real(target, columns)
+    def noting(real: Any) -> Any:
+        def note(target: Any, columns: Any) -> None:
+            sizes.append(sum(column.value_bytes for column in columns))
+            real(target, columns)
 
-    monkeypatch.setattr(shared_memory, "fill", noting)
+        return note
+
+    for name in ("fill", "write"):
+        monkeypatch.setattr(shared_memory, name, noting(getattr(shared_memory, name)))
     return sizes
 
 

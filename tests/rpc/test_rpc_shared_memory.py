@@ -247,7 +247,7 @@ def test_no_memory_is_taken_before_there_is_capacity(
 
         return note
 
-    for name in ("fill", "write_sealed"):
+    for name in ("fill", "write"):
         monkeypatch.setattr(shared_memory, name, noting(getattr(shared_memory, name)))
     server = start_server(max_bytes=8 << 20)
     client, waiting = server.client(client_kind), server.client(client_kind)
@@ -269,8 +269,7 @@ def test_without_memory_or_a_session_the_bytes_are_sent(client: AnyClient, monke
         raise OSError("no memory left")
 
     with monkeypatch.context() as patch:
-        patch.setattr(shared_memory, "write_sealed", fail)
-        patch.setattr(mapped, "Mapping", fail)
+        patch.setattr(shared_memory, "write", fail)
         meta = client.put(DATA, partition_id="p")
     assert shared_memory_count(client) == 0
     assert_rows(client.get_data(meta), list(range(ROWS)))

@@ -302,7 +302,7 @@ def test_a_failure_leaves_no_file_descriptor(columns, monkeypatch):
         raise OSError("no memory")
 
     before = open_files()
-    monkeypatch.setattr(os, "writev", fail)
+    monkeypatch.setattr(os, "pwritev", fail)
     with pytest.raises(OSError, match="no memory"):
         shared_memory.write_sealed(columns)
     assert open_files() <= before

@@ -262,34 +262,39 @@ def _copy(target: Bytes, parts: Sequence[Chunk]) -> None:
             at = end
 
 
+def write(fd: int, columns: Sequence[SourceColumn]) -> None:
+    """Write columns into a memfd as `place_columns` says: without a mapping, whose first use costs page faults.
+
+    Raises:
+        OSError: the system lacks memory.
+    """
+    at = 0
+    for views in on_host(_placed(columns)):
+        waiting, first = list(views), 0
+        while first < len(waiting):
+            written = os.pwritev(fd, waiting[first : first + _MOST_BUFFERS_OF_A_WRITE], at)
+            at += written
+            while first < len(waiting) and written >= len(waiting[first]):
+                written -= len(waiting[first])
+                first += 1
+            if written:
+                waiting[first] = waiting[first][written:]
+
+
 def write_sealed(columns: Sequence[SourceColumn]) -> int:
     """Return the file descriptor of new, sealed memory that has the columns as `place_columns` says.
-
-    It is filled by `write`, not through a mapping: if memory runs out, that is an error and not a signal.
 
     Raises:
         OSError: the system lacks memory or file descriptors.
     """
     fd = os.memfd_create("tq_service", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        for views in on_host(_placed(columns)):
-            _write(fd, views)
+        write(fd, columns)
         _seal(fd)
     except BaseException:
         os.close(fd)
         raise
     return fd
-
-
-def _write(fd: int, views: Sequence[memoryview]) -> None:
-    waiting, first = list(views), 0
-    while first < len(waiting):
-        written = os.writev(fd, waiting[first : first + _MOST_BUFFERS_OF_A_WRITE])
-        while first < len(waiting) and written >= len(waiting[first]):
-            written -= len(waiting[first])
-            first += 1
-        if written:
-            waiting[first] = waiting[first][written:]
 
 
 def _seal(fd: int) -> None:

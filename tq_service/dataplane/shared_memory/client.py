@@ -112,12 +112,21 @@ class FdChannel:
         Raises:
             UnavailableError: the region is no longer offered or cannot be mapped, or the session has ended.
         """
-        mapping = self._map_for_writing(offer)
+        mapping = self.regions.for_writing(offer.region)
+        fds = self.take(offer.offer_id, [0] if mapping is None else [])
         try:
-            shared_memory.fill(mapping.array(0, mapping.size), columns)
-        except BaseException:
+            if mapping is None and self.regions.is_new(offer.region):
+                shared_memory.write(fds[0], columns)
+            else:
+                mapping = mapping or self.regions.map_for_writing(offer.region, fds[0])
+                shared_memory.fill(mapping.array(0, mapping.size), columns)
+        except BaseException as error:
             self._releases.add(offer.offer_id)
+            if isinstance(error, OSError):
+                raise UnavailableError(f"the region of a put cannot be used: {error}") from None
             raise
+        finally:
+            shared_memory.close_all(fds)
         self._exchange(SharedMemoryRequest(filled=Filled(offer_id=offer.offer_id)))
 
     def allocate(self, offer: RegionOffer) -> tuple[Mapping, Lease]:
@@ -126,16 +135,12 @@ class FdChannel:
         Raises:
             UnavailableError: the region is no longer offered or cannot be mapped, or the session has ended.
         """
-        return self._map_for_writing(offer), self.regions.begin_lease(offer.offer_id)
-
-    def _map_for_writing(self, offer: RegionOffer) -> Mapping:
-        """Take the region that a put is offered."""
         mapping = self.regions.for_writing(offer.region)
         fds = self.take(offer.offer_id, [0] if mapping is None else [])
+        lease = self.regions.begin_lease(offer.offer_id)
         try:
-            return mapping or self.regions.map_for_writing(offer.region, fds[0])
+            return mapping or self.regions.map_for_writing(offer.region, fds[0]), lease
         except OSError as error:
-            self._releases.add(offer.offer_id)
             raise UnavailableError(f"the region of a put cannot be mapped: {error}") from None
         finally:
             shared_memory.close_all(fds)

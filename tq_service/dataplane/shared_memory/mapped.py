@@ -1,6 +1,6 @@
 """The memory of a session that a client has mapped, and the ranges that its arrays use.
 
-A region is mapped once to write to it, and once or more to read it; mappings stay, with their page tables, for
+A region is mapped once to write to it again, and once or more to read it; mappings stay, with their page tables, for
 the next puts and gets. Arrays of a get are on private mappings, in ranges that no other get uses at the time: writes
 of a program to its arrays are in copies of pages of that range. When the last array is gone, the copies
 are dropped, and the lease of the get is released.
@@ -92,11 +92,12 @@ class ReadMapping:
 
 
 class _Region:
-    """The mappings of one region."""
+    """The mappings of one region, and whether it was written before."""
 
-    __slots__ = ("for_reading", "for_writing")
+    __slots__ = ("for_reading", "for_writing", "was_written")
 
     def __init__(self) -> None:
+        self.was_written = False
         self.for_writing: Mapping | None = None
         self.for_reading: list[ReadMapping] = []
 
@@ -120,6 +121,13 @@ class MappedRegions:
         """
         with self._lock:
             return self._region(number).for_writing
+
+    def is_new(self, number: int) -> bool:
+        """Whether a region is about to be written for the first time: mapping it pays once it comes back."""
+        with self._lock:
+            region = self._region(number)
+            was_written, region.was_written = region.was_written, True
+            return not was_written
 
     def map_for_writing(self, number: int, fd: int) -> Mapping:
         """Return the same, mapped now if it was not.
