@@ -34,8 +34,8 @@ class StorageServiceStub:
     until the deadline of the call. Then it sends initial metadata with the key `tq-send-as`, for which clients may
     wait with the frames; where the put is stored already, the answer comes instead. The value of the key is
     "frames", or one of two where the header names an open session, and the stream ends without a frame: with "region"
-    the key `tq-region-bin` has a RegionOffer, and the client of the service's user fills that region; with "fd" a client
-    of another user sends there memory of its own (SendFd). It is "bulk" where the header takes that: the key
+    the key `tq-region-bin` has a RegionOffer, and the client of the service's user fills that region; with "fd" a
+    client of another user sends there memory of its own (SendFd). It is "bulk" where the header takes that: the key
     `tq-ticket-bin` then has a BulkTicket, the bytes go over bulk connections, and after that the stream ends without a
     frame. A service may say "frames" all the same. After an error nothing is stored. Errors:
     INVALID_ARGUMENT (the stream is shorter, longer or other than declared), RESOURCE_EXHAUSTED (no capacity; with
@@ -99,8 +99,8 @@ class StorageServiceAsyncStub:
     until the deadline of the call. Then it sends initial metadata with the key `tq-send-as`, for which clients may
     wait with the frames; where the put is stored already, the answer comes instead. The value of the key is
     "frames", or one of two where the header names an open session, and the stream ends without a frame: with "region"
-    the key `tq-region-bin` has a RegionOffer, and the client of the service's user fills that region; with "fd" a client
-    of another user sends there memory of its own (SendFd). It is "bulk" where the header takes that: the key
+    the key `tq-region-bin` has a RegionOffer, and the client of the service's user fills that region; with "fd" a
+    client of another user sends there memory of its own (SendFd). It is "bulk" where the header takes that: the key
     `tq-ticket-bin` then has a BulkTicket, the bytes go over bulk connections, and after that the stream ends without a
     frame. A service may say "frames" all the same. After an error nothing is stored. Errors:
     INVALID_ARGUMENT (the stream is shorter, longer or other than declared), RESOURCE_EXHAUSTED (no capacity; with
@@ -166,8 +166,8 @@ class StorageServiceServicer(metaclass=abc.ABCMeta):
         until the deadline of the call. Then it sends initial metadata with the key `tq-send-as`, for which clients may
         wait with the frames; where the put is stored already, the answer comes instead. The value of the key is
         "frames", or one of two where the header names an open session, and the stream ends without a frame: with "region"
-        the key `tq-region-bin` has a RegionOffer, and the client of the service's user fills that region; with "fd" a client
-        of another user sends there memory of its own (SendFd). It is "bulk" where the header takes that: the key
+        the key `tq-region-bin` has a RegionOffer, and the client of the service's user fills that region; with "fd" a
+        client of another user sends there memory of its own (SendFd). It is "bulk" where the header takes that: the key
         `tq-ticket-bin` then has a BulkTicket, the bytes go over bulk connections, and after that the stream ends without a
         frame. A service may say "frames" all the same. After an error nothing is stored. Errors:
         INVALID_ARGUMENT (the stream is shorter, longer or other than declared), RESOURCE_EXHAUSTED (no capacity; with
