@@ -58,8 +58,8 @@ class PutHeader(google.protobuf.message.Message):
     allocates: builtins.bool
     """Whether the client fills a region for this put only after its answer, and before its Commit; PutInline only,
     without values, without `commit`, and without columns of objects. FAILED_PRECONDITION where there is no region for
-    it: `shared_memory_session` is not open or not of the service's user, or puts are kept beyond the process. The bytes
-    are those of older puts until they are filled.
+    it: `shared_memory_session` is not open or not of the service's user, or puts are kept beyond the process. The
+    bytes are those of older puts until they are filled.
     """
     never_waits: builtins.bool
     """Whether the put is RESOURCE_EXHAUSTED where it would have to wait for the capacity of the storage service. Unset:
