@@ -338,8 +338,10 @@ async def test_releases_that_the_connection_cannot_take_are_sent_later(server):
         patch.setattr(client_side.messages, "send", _block)
         for offer in offers[:2]:
             client.regions.begin_lease(offer.offer_id)
+    assert [memory.ends for memory in memories] == [[], [], []]
     client.regions.begin_lease(offers[2].offer_id)
-    await settled(lambda: all(memory.ends == [True] for memory in memories))
+    await settled(lambda: all(memory.ends for memory in memories))
+    assert [memory.ends for memory in memories] == [[True]] * 3
 
 
 def _block(*_):

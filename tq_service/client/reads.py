@@ -277,7 +277,7 @@ def to_batch(
 
     Raises:
         FieldMismatchError: rows of a column are to be dense and differ.
-        torch.OutOfMemoryError: a device has no memory left.
+        torch.OutOfMemoryError: a device is full.
     """
     columns = [column if layout is None else _laid_out(column, layout) for column, _ in received]
     buffers = [buffer for _, buffer in received]

@@ -319,10 +319,8 @@ class PinnedMemory:
         mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             mapping.madvise(mmap.MADV_HUGEPAGE)
-        if hasattr(mmap, "MADV_DONTFORK"):
-            mapping.madvise(
-                mmap.MADV_DONTFORK
-            )  # else a write after a fork gets a new page, which is not the pinned one
+        if hasattr(mmap, "MADV_DONTFORK"):  # else a write after a fork gets a new page, which is not pinned
+            mapping.madvise(mmap.MADV_DONTFORK)
         return self._register(mapping, device)
 
     def _is_over(self, size: int) -> bool:

@@ -93,8 +93,8 @@ class AsyncFetchCalls(AsyncBase):
             CellNotFoundError: a sample lacks one of the fields; `missing` or `missing_fields` may leave it out.
             FieldMismatchError: rows differ in shape that are to be dense, or a tensor of `out` has another dtype or
                 shape than its field; it is not changed.
-            InvalidArgumentError: there is no such device, or `out` cannot be filled.
-            torch.OutOfMemoryError: the device has no memory left; what was received is freed.
+            InvalidArgumentError: the device does not exist, or `out` cannot be filled.
+            torch.OutOfMemoryError: the device is full; the received data is freed.
             StaleIncarnationError: the partition of `metadata` was created again.
             DataLossError: the storage service that held them came back empty; names the samples.
             UnavailableError: the controller, or the storage service that holds them, did not answer until the timeout.

@@ -209,13 +209,12 @@ class AsyncSampleCalls(AsyncBase):
 
     def _alone(self, put: Put) -> JointPut | None:
         """Return a put as it is sent by itself; None if it may be gathered with others."""
-        # A put of columns that were allocated is sent by itself: it copies nothing.
-        may_be_gathered = self.gathers_puts and put.likeness is not None and not self._allocations
+        may_be_gathered = self.gathers_puts and put.likeness is not None
         is_gathered = may_be_gathered and time.monotonic() >= self._apart.get(put.write.partition_id, 0.0)
         return None if is_gathered else JointPut((put,))
 
     async def _write(self, put: Put, alone: JointPut | None, deadline: Deadline) -> BatchMeta:
-        """Write what a call puts: by itself, or together with what other calls put at the same moment."""
+        """Write the put of one call: by itself, or together with puts of other calls at the same moment."""
         if alone is None:
             likeness = put.likeness, self._credentials.metadata()
             lines = self._lines()
