@@ -52,15 +52,23 @@ async def opened(**given: float) -> Scripted:
 async def test_calls_run_beside_each_other_up_to_the_bound() -> None:
     store = await opened(threads=2)
     both = threading.Barrier(3)
-    store.call = lambda: both.wait(10)
+    begun = threading.Semaphore(0)
+
+    def call_with_others() -> int:
+        begun.release()
+        return both.wait(10)
+
+    def call_last() -> int:
+        begun.release()
+        return 3
+
+    store.call = call_with_others
     running = [asyncio.create_task(store.copies(["a"])) for _ in range(2)]
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
-    store.call = lambda: 3
+    for _ in running:
+        assert await asyncio.to_thread(begun.acquire, timeout=10)
+    store.call = call_last
     third = asyncio.create_task(store.copies(["a"]))
-    for _ in range(5):
-        await asyncio.sleep(0)
-    assert len([each for each in threading.enumerate() if each.name == "tq-scripted"]) == 2
+    assert not await asyncio.to_thread(begun.acquire, timeout=0.1)
     assert not third.done()
     await asyncio.to_thread(both.wait, 10)
     assert await third == [3]
