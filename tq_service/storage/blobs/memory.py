@@ -64,7 +64,7 @@ class SharedMemory:
 
     Args:
         fd: belongs to this object.
-        size: of the memory, which is mapped later on, by `map`.
+        size: of the memory; its owner maps it over the range of addresses reserved here.
 
     Attributes:
         fd: as above.
