@@ -44,6 +44,7 @@ from tq_service.samplers import (
     SequentialSampler,
 )
 from tq_service.schema import EndCounts, FieldSpec, Layout
+from tq_service.serving import planner
 from tq_service.serving.catalog import Catalog
 from tq_service.serving.status import consumption_of
 from tq_service.state import ledger
@@ -103,6 +104,8 @@ class Call:
         self.answer_epoch = None
         self.answer = None
         self.error = None
+        self.verdict = None  # of an end that a queue worker was given while it waited: None, or what is wrong with it
+        self.is_judged = False
         where = () if asking.least_version is None else (Condition("version", ">=", (asking.least_version,)),)
         self.request = asks(
             rank,
@@ -126,6 +129,8 @@ class Call:
             if asking.lease is None
             else LeaseTerms(seconds=asking.lease, max_deliveries=asking.max_deliveries),
         )
+        if rank is None and not name:
+            JudgedWaiter.calls.setdefault(request_id, []).append(self)
         self.future = asyncio.ensure_future(self._run(max_wait))
 
     async def _run(self, max_wait):
@@ -147,12 +152,37 @@ class Call:
             if self.name:
                 assert self.answer in driver.named_answers[self.life, self.task, self.name]
             elif self.rank is None:
-                driver.check_end(self.task, self.asking, self.answer)
+                self.judge(self.answer)
+                if self.verdict is not None:
+                    raise self.verdict
             else:  # a reset may have come between the end and its arrival here
                 ends = driver.ends[self.life, self.task].items()
                 assert self.answer in [end for epoch, end in ends if epoch >= asked_epoch]
         elif claimed.partition is not None and not self.asking.slow:
             driver.check_nothing_to_give(self.task, self.asking)
+
+    def judge(self, end):
+        """Compare the end that a queue worker is given with the model, in the moment in which it is found."""
+        if self.is_judged:
+            return
+        self.is_judged = True
+        try:
+            self.driver.check_end(self.task, self.asking, end)
+        except AssertionError as wrong:
+            self.verdict = wrong
+
+
+class JudgedWaiter(planner.Waiter):
+    """Has an end judged when it is found: the call hears of it a turn of the loop later, after the next change."""
+
+    __slots__ = ()
+    calls = {}  # request_id -> the calls of queue workers without a name
+
+    def end(self, outcome):
+        if self.is_waiting and isinstance(outcome, EndCounts):
+            for call in self.calls.get(self.request.request_id, ()):
+                call.judge(outcome)
+        super().end(outcome)
 
 
 class Driver:
@@ -172,6 +202,8 @@ class Driver:
         self.named_answers = defaultdict(list)  # (life, task, claim_name) -> rows or ends, one in each epoch
         self.asked_by = {}
         self.life = 0
+        planner.Waiter = JudgedWaiter  # other tests in this process wait with it as with its base
+        JudgedWaiter.calls.clear()
         self.model = self.partition = None
         self.skipped_seconds = 0.0
         self._real_time = asyncio.get_running_loop().time

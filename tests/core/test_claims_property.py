@@ -319,7 +319,7 @@ class Interleaving:
         if claim is not None and rng.random() < 0.5:
             rows = np.array(rng.sample(claim.rows, rng.randint(1, len(claim.rows))), np.int64)
         named = set() if rows is None else set(rows.tolist()) & model.rows.keys()
-        if request_id in task.expired and named - claim.held - claim.returned:
+        if named and request_id in task.expired and named - claim.held - claim.returned:
             with pytest.raises(LeaseExpiredError):
                 release(self.driver.catalog, real, request_id, rows)
             return

@@ -114,6 +114,21 @@ async def test_lines_that_came_later_have_no_turn_while_a_line_holds_them():
     assert next_of(queue) is third
 
 
+async def test_a_turn_of_a_line_that_all_have_left_does_not_cost_the_others_theirs():
+    """What has changed meanwhile is looked at in the same round: no other may come for long."""
+    queue, loop = WaitQueue(), asyncio.get_running_loop()
+    waiters = [Waiter(asks(batch_size=size), loop.create_future()) for size in (1, 2)]
+    left, waiting = (queue.join(waiter, NOT_LOOKED) for waiter in waiters)
+    queue.is_stale = True
+    assert next_of(queue) is left  # of two turns that are due
+    assert queue.next(lambda line: line is left) is waiting
+    queue.put(left)
+    waiters[0].end(NotYet())
+    queue.is_stale, queue._turns_left = True, 1
+    assert next_of(queue) is waiting
+    assert (next_of(queue), queue.is_stale) == (None, False)
+
+
 async def test_a_line_has_one_state_and_leaves_it_by_what_it_waits_for():
     queue, waiter = WaitQueue(), Waiter(asks(), asyncio.get_running_loop().create_future())
     line = queue.join(waiter, NOT_LOOKED)

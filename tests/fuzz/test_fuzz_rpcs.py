@@ -133,7 +133,7 @@ def test_odd_calls_between_services(storage: FuzzedService, method: MethodDescri
         attack()
     assert health.failures == []
     assert storage.process.exit_code is None
-    assert storage.faults() == ""
+    assert storage.faults(but="a put is damaged") == ""  # a controller that knows of puts which are not here says so
 
 
 def check(service: FuzzedService, method: MethodDescriptor, call: Call) -> bool:

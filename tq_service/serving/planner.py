@@ -319,14 +319,15 @@ class WaitQueue:
         return bool(self._turns) and (self.holder is None or self._turns[0][0] < self.holder.order)
 
     def next(self, may_be_served: Callable[[Line], bool]) -> Line | None:
-        """Return the line whose turn it is, which is parked then; None if no line has one."""
-        if self.is_stale and (self._turns_left <= 0 or not self.has_turn):
-            self.is_stale = False
-            for line in self.by_spec.values():
-                if line.state is LineState.PARKED and may_be_served(line):
-                    self.put(line)
-            self._turns_left = max(len(self._turns), len(self.by_spec) // _LINES_A_TURN)
-        while self.has_turn:
+        """Return the line whose turn it is, which is parked then; None if no line has one, and nothing is stale."""
+        while self.is_stale or self.has_turn:
+            if self.is_stale and (self._turns_left <= 0 or not self.has_turn):
+                self.is_stale = False
+                for line in self.by_spec.values():
+                    if line.state is LineState.PARKED and may_be_served(line):
+                        self.put(line)
+                self._turns_left = max(len(self._turns), len(self.by_spec) // _LINES_A_TURN)
+                continue
             order, line = heapq.heappop(self._turns)
             if line.state is LineState.QUEUED:
                 line.state = LineState.PARKED
