@@ -5,6 +5,7 @@ import random
 from collections import Counter, defaultdict
 from contextlib import suppress
 from dataclasses import asdict
+from typing import ClassVar
 
 import numpy as np
 from digest import keys_of
@@ -176,7 +177,7 @@ class JudgedWaiter(planner.Waiter):
     """Has an end judged when it is found: the call hears of it a turn of the loop later, after the next change."""
 
     __slots__ = ()
-    calls = {}  # request_id -> the calls of queue workers without a name
+    calls: ClassVar = {}  # request_id -> the calls of queue workers without a name
 
     def end(self, outcome):
         if self.is_waiting and isinstance(outcome, EndCounts):
