@@ -68,7 +68,7 @@ class Actor:
 class Producer(Actor):
     """Puts samples, some with their reward in a second put; tags some; some are held, and cleared again.
 
-    A part of the puts are of one sample and made at once, so that the client gathers them.
+    In a part of its rounds it puts many single samples at once, so that the client gathers them.
     """
 
     kind = "producer"
@@ -105,9 +105,9 @@ class Producer(Actor):
             await self.client.put({REWARD: rewards_of(keys)}, metadata=meta)
         self.log.write("reward_done", keys=keys)
         if self.rng.random() < 0.4:
-            for tag in self.rng.sample(range(len(TAGS)), 2):
-                self.log.write("tag", keys=keys, tag=tag)
-                await self.client.set_custom_meta(meta, [{"tag": TAGS[tag]}] * len(keys))
+            for other in self.rng.sample(range(len(TAGS)), 2):
+                self.log.write("tag", keys=keys, tag=other)
+                await self.client.set_custom_meta(meta, [{"tag": TAGS[other]}] * len(keys))
                 self.log.write("tag_done", keys=keys)
         if is_held and self.rng.random() < 0.5:
             self.log.write("clear", keys=keys)
