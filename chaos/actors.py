@@ -22,6 +22,8 @@ LEASE_SECONDS: Final = 3.0
 _ALL_FIELDS: Final = [*FIELDS, REWARD]
 _MAX_WAIT_SECONDS: Final = 20.0
 _MOST_ROWS: Final = 6
+_GATHERED_SHARE: Final = 0.2
+_GATHERED_PUTS: Final = 16
 _LONGEST_PAUSE_SECONDS: Final = 0.06
 
 
@@ -64,7 +66,10 @@ class Actor:
 
 
 class Producer(Actor):
-    """Puts samples, some with their reward in a second put; tags some; some are held, and cleared again."""
+    """Puts samples, some with their reward in a second put; tags some; some are held, and cleared again.
+
+    In a part of its rounds it puts many single samples at once, so that the client gathers them.
+    """
 
     kind = "producer"
 
@@ -72,16 +77,20 @@ class Producer(Actor):
         """Put until it has to stop."""
         begun = sum(event["what"] == "put" for event in self.past)
         while not self.stopping():
-            await self._put_one(begun)
-            begun += 1
+            is_gathered = self.rng.random() < _GATHERED_SHARE
+            tag, count = begun % len(TAGS), _GATHERED_PUTS if is_gathered else 1
+            async with asyncio.TaskGroup() as puts:
+                for serial in range(begun, begun + count):
+                    row_count = 1 if is_gathered else self.rng.randint(1, _MOST_ROWS)
+                    puts.create_task(self._put_one(serial, row_count, tag))
+            begun += count
             await asyncio.sleep(self.rng.uniform(0, _LONGEST_PAUSE_SECONDS))
 
-    async def _put_one(self, serial: int) -> None:
-        keys = [key_of(self.number, serial, row) for row in range(self.rng.randint(1, _MOST_ROWS))]
+    async def _put_one(self, serial: int, row_count: int, tag: int) -> None:
+        keys = [key_of(self.number, serial, row) for row in range(row_count)]
         is_held = self.rng.random() < 0.15
         has_reward = is_held or self.rng.random() < 0.7
         data = columns_of(keys) | ({REWARD: rewards_of(keys)} if has_reward else {})
-        tag = serial % len(TAGS)
         self.log.write("put", keys=keys, is_held=is_held, tag=tag)
         meta = await self.client.put(
             data,
@@ -96,9 +105,9 @@ class Producer(Actor):
             await self.client.put({REWARD: rewards_of(keys)}, metadata=meta)
         self.log.write("reward_done", keys=keys)
         if self.rng.random() < 0.4:
-            for tag in self.rng.sample(range(len(TAGS)), 2):
-                self.log.write("tag", keys=keys, tag=tag)
-                await self.client.set_custom_meta(meta, [{"tag": TAGS[tag]}] * len(keys))
+            for other in self.rng.sample(range(len(TAGS)), 2):
+                self.log.write("tag", keys=keys, tag=other)
+                await self.client.set_custom_meta(meta, [{"tag": TAGS[other]}] * len(keys))
                 self.log.write("tag_done", keys=keys)
         if is_held and self.rng.random() < 0.5:
             self.log.write("clear", keys=keys)

@@ -2,7 +2,6 @@
 
 import asyncio
 import pickle
-import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -12,6 +11,7 @@ import pytest
 import torch
 from client_support import make_client
 from fake_server import FakeController, FakeStorage, Script, abort_with, serving
+from gathered_puts import COUNT, REFUSALS, Sent, assert_alike, at_once, many_threads, outcomes_of, row, seen, values_of
 from hypothesis import given
 from hypothesis import strategies as st
 from live_server import LiveServer, LoopThread
@@ -20,176 +20,20 @@ from property_settings import examples
 import tq_service as tq
 from tq_service.client.gathering import MOST_ROWS, Lines
 from tq_service.client.requests import new_id
-from tq_service.client.transport import Deadline, current_home
+from tq_service.client.transport import Deadline
 from tq_service.v1 import commit_pb2, metadata_pb2
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1 import storage_service_pb2 as storage_pb
 from tq_service.wire.columns import INLINE_BYTES
 
-COUNT = 12
-
-
-class Sent:
-    """What a client sends, and holds back until `let_go`."""
-
-    def __init__(self, client, *, is_held=False):
-        self.real = getattr(client, "client", client)
-        self.joints = []
-        self._send = self.real._send
-        self._gate = asyncio.Event() if isinstance(self.real, tq.AsyncClient) else threading.Event()
-        self.real._send = self._hold if isinstance(self.real, tq.AsyncClient) else self._hold_thread
-        if not is_held:
-            self._gate.set()
-
-    async def _hold(self, joint, *others):
-        self.joints.append(joint)
-        await self._gate.wait()
-        return await self._send(joint, *others)
-
-    def _hold_thread(self, joint, *others):
-        self.joints.append(joint)
-        self._gate.wait()
-        return self._send(joint, *others)
-
-    def let_go(self):
-        self._gate.set()
-
-    @property
-    def row_counts(self):
-        return [joint.request.write.row_count for joint in self.joints]
-
-    async def until_sent(self, count):
-        """Wait until so many calls are about to be made."""
-        while True:
-            if len(self.joints) >= count:
-                return
-            await asyncio.sleep(0.001)
-
-    def line(self):
-        """Return the one line that the async client has in this loop."""
-        (line,) = self.real._lines_of[asyncio.get_running_loop()]._lines.values()
-        return line
-
-    async def until(self, count):
-        """Wait until so many puts are in lines, sent or not."""
-        home = asyncio.get_running_loop() if isinstance(self.real, tq.AsyncClient) else current_home()
-        while True:
-            lines = self.real._lines_of.get(home)
-            if lines is not None:
-                every = list(lines._lines.values())
-                members = [member for line in every for batch in line.batches for member in batch.waiting]
-                if len(members) + sum(len(line.waiting) for line in every) == count:
-                    return
-            await asyncio.sleep(0.001)
-
-
-async def at_once(client, calls, *others):
-    """Make calls at the same moment, so that all but the first two are gathered; return what each returns or raises."""
-    many_threads()
-    sent = Sent(client, is_held=True)
-    tasks = []
-    for number, call in enumerate(calls):
-        tasks.append(asyncio.ensure_future(client.put(**call)))
-        await sent.until(number + 1)
-    sent.let_go()
-    return sent, await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def seen(outcome):
-    """Return what a caller sees, in which partition and at which place the samples may be."""
-    if isinstance(outcome, tq.TqError):
-        return type(outcome), outcome.reason
-    fields = outcome.data_fields
-    return outcome.size, outcome.keys, outcome.groups, outcome.custom_meta, fields, sorted(outcome.produced)
-
-
-async def with_known_keys(client, name):
-    return await client.put(
-        {"x": np.arange(COUNT)}, partition_id=name, keys=[f"known{number}" for number in range(COUNT)]
-    )
-
-
-async def with_groups(client, name):
-    return await client.put(
-        {"x": np.arange(3)}, partition_id=name, keys=["a", "b", "c"], groups=["full", "full", "odd"], group_size=2
-    )
-
-
-async def with_a_cleared_sample(client, name):
-    meta = await with_known_keys(client, name)
-    await client.clear_samples(meta.select_samples([5]))
-    return meta
-
-
-async def with_a_failed_sample(client, name):
-    meta = await with_known_keys(client, name)
-    await client.put(metadata=meta.select_samples([5]), state="failed")
-    return meta
-
-
-async def sealed(client, name):
-    meta = await with_known_keys(client, name)
-    await client.seal_partition(name)
-    return meta
-
-
-async def leased(client, name):
-    await with_known_keys(client, name)
-    meta = await client.get_meta(partition_id=name, task_name="t", data_fields=["x"], batch_size=COUNT, lease=60)
-    await client.release(meta.select_samples([5]))
-    return meta
-
-
-def row(number):
-    return {"y": np.full((1, 2), number)}
-
-
-# What is there before, and what each caller puts: the one in the middle is refused.
-REFUSALS = {
-    "known key": (with_known_keys, lambda n, meta: {"keys": [f"new{n}" if n != 5 else "known0"], "key_mode": "new"}),
-    "unknown key": (
-        with_known_keys,
-        lambda n, meta: {"keys": [f"known{n}" if n != 5 else "other"], "key_mode": "existing"},
-    ),
-    "empty key": (with_known_keys, lambda n, meta: {"keys": [f"new{n}" if n != 5 else ""]}),
-    "key that is no text": (with_known_keys, lambda n, meta: {"keys": [f"new{n}" if n != 5 else "\ud800"]}),
-    "full group": (with_groups, lambda n, meta: {"groups": [f"g{n}" if n != 5 else "full"], "group_size": 2}),
-    "other group": (
-        with_groups,
-        lambda n, meta: {"keys": [f"k{n}" if n != 5 else "c"], "groups": [f"g{n}"], "group_size": 2},
-    ),
-    "cleared": (with_a_cleared_sample, lambda n, meta: {"metadata": meta.select_samples([n])}),
-    "failed": (with_a_failed_sample, lambda n, meta: {"metadata": meta.select_samples([n]), "state": "live"}),
-    "sealed": (sealed, lambda n, meta: {"keys": [f"known{n}" if n != 5 else "new"]}),
-    "lease": (leased, lambda n, meta: {"metadata": meta.select_samples([n])}),
-}
-
 
 @pytest.mark.parametrize("return_meta", ["written", "all"])
 @pytest.mark.parametrize("name", REFUSALS)
 async def test_a_refusal_reaches_its_caller_and_leaves_the_others_as_they_would_be_alone(client, name, return_meta):
-    prepare, call = REFUSALS[name]
-    outcomes = {}
-    for partition in ("gathered", "alone"):
-        meta = await prepare(client, partition)
-        calls = [
-            {"data": row(number), "return_meta": return_meta, "partition_id": partition, **call(number, meta)}
-            for number in range(COUNT)
-        ]
-        if partition == "gathered":
-            sent, outcomes[partition] = await at_once(client, calls)
-            assert max(sent.row_counts) > 1
-        else:
-            real = getattr(client, "client", client)
-            real.gathers_puts = False
-            outcomes[partition] = [
-                (await asyncio.gather(client.put(**each), return_exceptions=True))[0] for each in calls
-            ]
-    assert list(map(seen, outcomes["gathered"])) == list(map(seen, outcomes["alone"]))
-    assert [number for number, each in enumerate(outcomes["gathered"]) if isinstance(each, Exception)] == [5]
-    for number, meta in enumerate(outcomes["gathered"]):
-        if number != 5:
-            assert (await client.get_data(meta, data_fields=["y"]))["y"].tolist() == [[number, number]]
+    gathered = await outcomes_of(client, name, "gathered", return_meta, gathers=True)
+    alone = await outcomes_of(client, name, "alone", return_meta, gathers=False)
+    assert_alike(gathered, alone)
+    assert await values_of(client, gathered) == await values_of(client, alone)
 
 
 KEYS = [f"known{number}" for number in range(4)]
@@ -399,10 +243,6 @@ class SlowStorage(FakeStorage):
 def embedded(storage):
     place = pb.PlacePutResponse(storages=[metadata_pb2.StorageEndpoint()], embedded=True, controller_id=b"c" * 16)
     return serving(FakeController(PlacePut=Script(place)), storage)
-
-
-def many_threads():
-    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(64))
 
 
 async def test_after_an_unknown_outcome_the_same_bytes_are_sent_again(kind):

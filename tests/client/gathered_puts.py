@@ -1,0 +1,231 @@
+"""Puts of one client at the same moment, one of which is refused."""
+
+import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+import tq_service as tq
+from tq_service.client.transport import current_home
+
+COUNT = 12
+REFUSED = 5
+
+
+def many_threads():
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(64))
+
+
+class Sent:
+    """What a client sends, and holds back until `let_go`."""
+
+    def __init__(self, client, *, is_held=False):
+        self.real = getattr(client, "client", client)
+        self.joints = []
+        self._send = self.real._send
+        self._gate = asyncio.Event() if isinstance(self.real, tq.AsyncClient) else threading.Event()
+        self.real._send = self._hold if isinstance(self.real, tq.AsyncClient) else self._hold_thread
+        if not is_held:
+            self._gate.set()
+
+    async def _hold(self, joint, *others):
+        self.joints.append(joint)
+        await self._gate.wait()
+        return await self._send(joint, *others)
+
+    def _hold_thread(self, joint, *others):
+        self.joints.append(joint)
+        self._gate.wait()
+        return self._send(joint, *others)
+
+    def let_go(self):
+        self._gate.set()
+
+    @property
+    def row_counts(self):
+        return [joint.request.write.row_count for joint in self.joints]
+
+    async def until_sent(self, count):
+        """Wait until so many calls are about to be made."""
+        while True:
+            if len(self.joints) >= count:
+                return
+            await asyncio.sleep(0.001)
+
+    def line(self):
+        """Return the one line that the async client has in this loop."""
+        (line,) = self.real._lines_of[asyncio.get_running_loop()]._lines.values()
+        return line
+
+    async def until(self, count):
+        """Wait until so many puts are in lines, sent or not."""
+        home = asyncio.get_running_loop() if isinstance(self.real, tq.AsyncClient) else current_home()
+        while True:
+            lines = self.real._lines_of.get(home)
+            if lines is not None:
+                every = list(lines._lines.values())
+                members = [member for line in every for batch in line.batches for member in batch.waiting]
+                if len(members) + sum(len(line.waiting) for line in every) == count:
+                    return
+            await asyncio.sleep(0.001)
+
+
+async def at_once(client, calls, *others):
+    """Make calls at the same moment, so that all but the first two are gathered; return what each returns or raises."""
+    many_threads()
+    sent = Sent(client, is_held=True)
+    tasks = []
+    for number, call in enumerate(calls):
+        tasks.append(asyncio.ensure_future(client.put(**call)))
+        await sent.until(number + 1)
+    sent.let_go()
+    return sent, await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def seen(outcome):
+    """Return what a caller sees, in which partition and at which place the samples may be."""
+    if isinstance(outcome, tq.TqError):
+        return type(outcome), outcome.reason
+    fields = outcome.data_fields
+    return outcome.size, outcome.keys, outcome.groups, outcome.custom_meta, fields, sorted(outcome.produced)
+
+
+async def with_known_keys(client, name):
+    return await client.put(
+        {"x": np.arange(COUNT)}, partition_id=name, keys=[f"known{number}" for number in range(COUNT)]
+    )
+
+
+async def with_groups(client, name):
+    return await client.put(
+        {"x": np.arange(3)}, partition_id=name, keys=["a", "b", "c"], groups=["full", "full", "odd"], group_size=2
+    )
+
+
+async def with_a_cleared_sample(client, name):
+    meta = await with_known_keys(client, name)
+    await client.clear_samples(meta.select_samples([REFUSED]))
+    return meta
+
+
+async def with_a_failed_sample(client, name):
+    meta = await with_known_keys(client, name)
+    await client.put(metadata=meta.select_samples([REFUSED]), state="failed")
+    return meta
+
+
+async def sealed(client, name):
+    meta = await with_known_keys(client, name)
+    await client.seal_partition(name)
+    return meta
+
+
+async def leased(client, name):
+    await with_known_keys(client, name)
+    meta = await client.get_meta(partition_id=name, task_name="t", data_fields=["x"], batch_size=COUNT, lease=60)
+    await client.release(meta.select_samples([REFUSED]))
+    return meta
+
+
+async def with_y(client, name):
+    meta = await with_known_keys(client, name)
+    await client.put({"y": np.zeros((1, 2), np.int64)}, metadata=meta.select_samples([REFUSED]))
+    await client.seal_partition(name)
+    return meta
+
+
+async def with_a_closed_group(client, name):
+    await client.put({"x": np.arange(1)}, partition_id=name, groups=["closed"])
+    await client.close_groups(name, ["closed"])
+
+
+async def with_a_larger_group(client, name):
+    await client.put({"x": np.arange(1)}, partition_id=name, groups=["larger"], group_size=3)
+
+
+async def with_a_declared_field(client, name):
+    await client.create_partition(name, fields=[tq.FieldSpec("y", "int64", "dense", (2,))])
+
+
+async def with_a_staleness_limit(client, name):
+    await client.create_partition(name, staleness_limits=[tq.StalenessLimit(task_name="t", max_versions=2)])
+
+
+def row(number):
+    return {"y": np.full((1, 2), number)}
+
+
+# What is there before, and what each caller puts: the one in the middle is refused.
+REFUSALS = {
+    "known key": (
+        with_known_keys,
+        lambda n, meta: {"keys": [f"new{n}" if n != REFUSED else "known0"], "key_mode": "new"},
+    ),
+    "unknown key": (
+        with_known_keys,
+        lambda n, meta: {"keys": [f"known{n}" if n != REFUSED else "other"], "key_mode": "existing"},
+    ),
+    "empty key": (with_known_keys, lambda n, meta: {"keys": [f"new{n}" if n != REFUSED else ""]}),
+    "key that is no text": (with_known_keys, lambda n, meta: {"keys": [f"new{n}" if n != REFUSED else "\ud800"]}),
+    "full group": (with_groups, lambda n, meta: {"groups": [f"g{n}" if n != REFUSED else "full"], "group_size": 2}),
+    "other group": (
+        with_groups,
+        lambda n, meta: {"keys": [f"k{n}" if n != REFUSED else "c"], "groups": [f"g{n}"], "group_size": 2},
+    ),
+    "closed group": (with_a_closed_group, lambda n, meta: {"groups": [f"g{n}" if n != REFUSED else "closed"]}),
+    "other group size": (
+        with_a_larger_group,
+        lambda n, meta: {"groups": [f"g{n}" if n != REFUSED else "larger"], "group_size": 2},
+    ),
+    "key twice": (
+        with_known_keys,
+        lambda n, meta: {"data": {"y": np.full((2, 2), n)}, "keys": [f"a{n}", f"b{n}" if n != REFUSED else f"a{n}"]},
+    ),
+    "other shape": (
+        with_a_declared_field,
+        lambda n, meta: {"data": {"y": np.full((1, 2 if n != REFUSED else 3), n)}},
+    ),
+    "version": (
+        with_a_staleness_limit,
+        lambda n, meta: {
+            "custom_meta": [{"version": 0 if n != REFUSED else 9}],
+            "timeout": 60 if n != REFUSED else 1,  # it waits for the limit
+        },
+    ),
+    "cleared": (with_a_cleared_sample, lambda n, meta: {"metadata": meta.select_samples([n])}),
+    "failed": (with_a_failed_sample, lambda n, meta: {"metadata": meta.select_samples([n]), "state": "live"}),
+    "sealed": (sealed, lambda n, meta: {"keys": [f"known{n}" if n != REFUSED else "new"]}),
+    "sealed field": (with_y, lambda n, meta: {"keys": [f"known{n}"]}),
+    "lease": (leased, lambda n, meta: {"metadata": meta.select_samples([n])}),
+}
+
+
+async def outcomes_of(client, name, partition_id, return_meta, *, gathers):
+    """Return what each caller sees where one of them is refused: at the same moment, or one after the other."""
+    prepare, call = REFUSALS[name]
+    meta = await prepare(client, partition_id)
+    calls = [
+        {"data": row(number), "return_meta": return_meta, "partition_id": partition_id, **call(number, meta)}
+        for number in range(COUNT)
+    ]
+    getattr(client, "client", client).gathers_puts = gathers
+    if gathers:
+        sent, outcomes = await at_once(client, calls)
+        assert max(sent.row_counts) > len(call(0, meta).get("keys", [0]))
+        return outcomes
+    return [(await asyncio.gather(client.put(**each), return_exceptions=True))[0] for each in calls]
+
+
+async def values_of(client, outcomes):
+    """Return the rows of each caller whose put was made."""
+    return [
+        (await client.get_data(each, data_fields=["y"]))["y"].tolist()
+        for each in outcomes
+        if not isinstance(each, Exception)
+    ]
+
+
+def assert_alike(gathered, alone):
+    assert list(map(seen, gathered)) == list(map(seen, alone))
+    assert [number for number, each in enumerate(gathered) if isinstance(each, Exception)] == [REFUSED]
