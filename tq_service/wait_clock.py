@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from typing import Final
+from typing import Final, TypeAlias
 
 
 class WaitClock:
@@ -22,6 +24,10 @@ class WaitClock:
 
 wait_clock: Final[ContextVar[WaitClock | None]] = ContextVar("wait_clock", default=None)
 """The clock of the call that is handled; None where nothing measures it."""
+
+
+Waits: TypeAlias = "Callable[[], AbstractContextManager[None]]"
+"""Makes what a call enters for the time that it waits, such as to be counted."""
 
 
 class Waiting:

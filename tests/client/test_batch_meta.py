@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tq_service.client.batch_meta import SAMPLE_COLUMNS, BatchMeta, joined
+from tq_service.client.batch_meta import SAMPLE_COLUMNS, BatchMeta, Pack, Step, joined
 from tq_service.errors import InvalidArgumentError
 from tq_service.v1 import metadata_pb2 as pb
 from tq_service.wire.metadata import encode_meta_columns, encode_produced, rows_to_meta_columns
@@ -227,3 +227,15 @@ def test_it_is_pickled_whole_and_immutable():
         meta.epoch = 3
     with pytest.raises(ValueError, match="read-only"):
         meta.indexes[0] = 3
+
+
+@pytest.mark.parametrize("size", [2, 1000])
+def test_equal_steps_are_read_alike_whatever_their_size(size):
+    message = pb.Step(packs=[pb.Pack(rows=range(size), lengths=range(1, size + 1), padding_tokens=3)])
+    step = Step.from_proto(message)
+    assert step == Step(
+        packs=(Pack(positions=tuple(range(size)), lengths=tuple(range(1, size + 1)), padding_tokens=3),)
+    )
+    message.packs[0].padding_tokens = 4
+    assert Step.from_proto(message).packs[0].padding_tokens == 4
+    assert step.packs[0].padding_tokens == 3

@@ -194,6 +194,22 @@ def test_calls_beyond_what_may_wait_are_refused_and_the_others_go_on(
     until(lambda: server.app.waiting.count == 0)
 
 
+def test_a_claim_that_need_not_wait_is_answered_when_no_more_may_wait(start_server: StartServer) -> None:
+    server = start_server(max_waiting_calls=1)
+    client = server.client()
+    client.insert("train", 1)
+    client.put({"x": np.zeros(2)}, partition_id="train")
+    waiting = waiting_claim(server)
+    until(lambda: server.app.waiting.count == 1)
+    arguments = {"partition_id": "train", "task_name": "task", "data_fields": ["x"], "batch_size": 1}
+    assert client.get_meta(**arguments, max_wait=5).size == 1
+    with pytest.raises(tq.LimitExceededError):
+        client.get_meta(**arguments | {"batch_size": 9}, max_wait=5, timeout=1)
+    assert server.app.waiting.count == 1
+    waiting.cancel()
+    until(lambda: server.app.waiting.count == 0)
+
+
 def test_metadata_beyond_the_limit_is_refused_and_the_connection_stays(start_server: StartServer) -> None:
     server = start_server(max_metadata_bytes=4096)
     list_partitions = server.controller.ListPartitions

@@ -139,6 +139,9 @@ def test_no_method_but_those_that_wait_is_refused_for_waiting_calls(start_server
         "partition_id": "train",
         "write": commit_pb2.SampleWrite(partition_id="train", row_count=1),
         "max_wait": {"seconds": 1},
+        "task_name": "task",
+        "data_fields": ["missing"],
+        "batch_size": 1,
         "get": storage_pb.GetRequest(boot_id=server.app.storage.engine.boot_id),
     }
     server.app.waiting.count = 1

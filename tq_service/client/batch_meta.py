@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import lru_cache
 from itertools import chain
 from typing import Any, Final, Literal, NamedTuple
 
@@ -39,6 +40,7 @@ _STATUSES: Final[dict[int, Status]] = {pb.BATCH_STATUS_NOT_YET: "not_yet", pb.BA
 NAMED_AT_ONCE: Final = 16_384
 NAMESPACE_VARIABLE: Final = "TQ_NAMESPACE"
 SEPARATOR: Final = "/"
+_REMEMBERED_STEP_BYTES: Final = 512
 _NO_INDEXES: Final = np.zeros(0, np.int64)
 
 
@@ -214,19 +216,30 @@ class Step:
 
     packs: tuple[Pack, ...]
 
-    @classmethod
-    def from_proto(cls, message: pb.Step) -> Step:
+    @staticmethod
+    def from_proto(message: pb.Step) -> Step:
         """Return the step of a message."""
-        return cls(
-            packs=tuple(
-                Pack(
-                    positions=tuple(pack.rows),
-                    lengths=tuple(pack.lengths) if pack.rows and len(pack.lengths) == len(pack.rows) else None,
-                    padding_tokens=pack.padding_tokens,
-                )
-                for pack in message.packs
+        serialized = message.SerializeToString(deterministic=True)
+        return _remembered_step(serialized) if len(serialized) <= _REMEMBERED_STEP_BYTES else _read_step(message)
+
+
+@lru_cache(maxsize=256)
+def _remembered_step(serialized: bytes) -> Step:
+    """Return a step read before: plain micro-batches are the same in every batch."""
+    return _read_step(pb.Step.FromString(serialized))
+
+
+def _read_step(message: pb.Step) -> Step:
+    return Step(
+        packs=tuple(
+            Pack(
+                positions=tuple(pack.rows),
+                lengths=tuple(pack.lengths) if pack.rows and len(pack.lengths) == len(pack.rows) else None,
+                padding_tokens=pack.padding_tokens,
             )
+            for pack in message.packs
         )
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -382,9 +395,9 @@ class BatchMeta:
         """Return the batch of a message that a client of a namespace got."""
         indexes = read_indexes(message)
         columns: dict[str, Any] = {
-            name: column.decode(getattr(message, column.message_field), indexes.size)
+            name: column.decode(values, indexes.size)
             for name, column in SAMPLE_COLUMNS.items()
-            if column.message_field
+            if column.message_field and (values := getattr(message, column.message_field))
         }
         return cls(
             status=_STATUSES.get(message.status, "batch"),
@@ -404,7 +417,7 @@ class BatchMeta:
             consumption=consumption,
             waiting_for=waiting_for,
             revision=revision,
-            produced_columns=decode_produced(message.produced, indexes.size),
+            produced_columns=decode_produced(message.produced, indexes.size) if message.produced else (),
             **columns,
         )
 

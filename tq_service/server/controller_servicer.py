@@ -6,6 +6,8 @@ import asyncio
 import time
 import weakref
 from collections.abc import Awaitable, Callable, Collection, Sequence
+from contextlib import nullcontext
+from functools import partial
 from itertools import chain
 from typing import Any, Final, TypeAlias, TypeVar, get_type_hints
 
@@ -312,12 +314,6 @@ class ControllerServicer(
     async def GetMeta(self, request: pb.GetMetaRequest, context: Context) -> pb.GetMetaResponse:
         max_wait = read_seconds("max_wait", request.max_wait)
         check_range("max_wait", max_wait, 0)
-        if not max_wait:
-            return await self._claim(request, context, max_wait)
-        with self._waiting.one(context):  # before all that costs, so that one too many costs little
-            return await self._claim(request, context, min(max_wait, self._settings.max_wait_cap_seconds))
-
-    async def _claim(self, request: pb.GetMetaRequest, context: Context, max_wait: float) -> pb.GetMetaResponse:
         spec = converters.claim_spec(request)
         sampler = await self._registry.resolve_json(spec.batch_spec.sampler, spec.batch_spec.sampler_config)
         claim = converters.claim_request(request, spec, sampler)
@@ -325,7 +321,13 @@ class ControllerServicer(
         remaining = context.time_remaining()
         if remaining is not None and remaining <= 0:  # no client would get what is delivered now
             raise DeadlineError("the call's deadline had passed when it arrived")
-        claimed = await self.catalog.claim(request.partition_id, request.incarnation, claim, max_wait)
+        claimed = await self.catalog.claim(
+            request.partition_id,
+            request.incarnation,
+            claim,
+            min(max_wait, self._settings.max_wait_cap_seconds),
+            partial(self._waiting.one, context) if max_wait else nullcontext,
+        )
         meta = converters.claim_meta(
             request.partition_id, claimed, claim.task_name, spec.data_fields, self.storages.endpoint_of,
             now=asyncio.get_running_loop().time(),

@@ -22,6 +22,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, TypeVar
@@ -58,7 +59,7 @@ from tq_service.state.cells import CellsSnapshot, Freed
 from tq_service.state.ledger import Claim, TaskLedger, check_epoch
 from tq_service.state.partition import Listeners, Partition, PartitionSettings, PartitionSnapshot
 from tq_service.state.plan import ClaimRequest
-from tq_service.wait_clock import Waiting
+from tq_service.wait_clock import Waiting, Waits
 
 _LEAST_STALE_DEADLINES = 64
 _MOST_EXPIRED_A_TURN = 64
@@ -685,9 +686,22 @@ class Catalog:
         return 0 if planner is None else planner.waiting_count
 
     async def claim(
-        self, partition_id: str, incarnation: bytes, request: ClaimRequest, max_wait_seconds: float
+        self,
+        partition_id: str,
+        incarnation: bytes,
+        request: ClaimRequest,
+        max_wait_seconds: float,
+        waits: Waits = nullcontext,
     ) -> Claimed:
-        """Return a claim, waiting for the partition and for its samples up to `max_wait_seconds` together."""
+        """Return a claim, waiting for the partition and for its samples up to `max_wait_seconds` together.
+
+        Args:
+            partition_id: the partition.
+            incarnation: that of the partition; empty: any.
+            request: the claim.
+            max_wait_seconds: after them it is answered with `NotYet`.
+            waits: entered for the time that the call waits; what it raises ends the call and changes nothing.
+        """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + max_wait_seconds
         if incarnation and partition_id not in self._partitions:
@@ -697,7 +711,7 @@ class Catalog:
                 f"partition {partition_id!r} of incarnation {incarnation.hex()} was cleared; drop what you hold of it",
                 metadata={"partition_id": partition_id, "got": incarnation.hex()},
             )
-        partition = await self.arrival(partition_id, deadline, request)
+        partition = await self.arrival(partition_id, deadline, request, waits)
         if partition is None:
             return Claimed(None, NotYet())
         partition.check_incarnation(incarnation)
@@ -705,14 +719,16 @@ class Catalog:
         if name not in partition.tasks:
             check_epoch(name, 0, request.epoch)
         try:
-            answer = await self.planner(partition, name).claim(request, max(0.0, deadline - loop.time()))
+            answer = await self.planner(partition, name).claim(request, max(0.0, deadline - loop.time()), waits)
         except TqError:
             self._forget_unused(partition, name)
             raise
         return Claimed(partition, answer)
 
-    async def arrival(self, partition_id: str, deadline: float, claim: ClaimRequest | None = None) -> Partition | None:
-        """Return a partition once it is there; None where it is not by a time of the event loop.
+    async def arrival(
+        self, partition_id: str, deadline: float, claim: ClaimRequest | None = None, waits: Waits = nullcontext
+    ) -> Partition | None:
+        """Return a partition once it exists, waiting inside `waits()`; None if it does not by a time of the event loop.
 
         Raises:
             UnavailableError: the server is shutting down.
@@ -721,18 +737,19 @@ class Catalog:
         while (partition := self._partitions.get(partition_id)) is None:
             check_name("partition_id", partition_id)  # lest one that can never appear is waited for
             self.check_not_draining()
-            arrival: asyncio.Future[bool] = loop.create_future()
-            waiting = self._arrivals.setdefault(partition_id, {})
-            waiting[arrival] = claim
-            try:
-                with Waiting():
-                    await asyncio.wait((arrival,), timeout=deadline - loop.time())
-                if not arrival.done() or not arrival.result():
-                    return None
-            finally:
-                waiting.pop(arrival, None)
-                if not waiting and self._arrivals.get(partition_id) is waiting:
-                    del self._arrivals[partition_id]
+            with waits():
+                arrival: asyncio.Future[bool] = loop.create_future()
+                waiting = self._arrivals.setdefault(partition_id, {})
+                waiting[arrival] = claim
+                try:
+                    with Waiting():
+                        await asyncio.wait((arrival,), timeout=deadline - loop.time())
+                    if not arrival.done() or not arrival.result():
+                        return None
+                finally:
+                    waiting.pop(arrival, None)
+                    if not waiting and self._arrivals.get(partition_id) is waiting:
+                        del self._arrivals[partition_id]
         self.check_not_draining()
         return partition
 

@@ -25,6 +25,7 @@ import math
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
@@ -64,7 +65,7 @@ from tq_service.state.plan import (
     Sampler,
     View,
 )
-from tq_service.wait_clock import Waiting
+from tq_service.wait_clock import Waiting, Waits
 
 _STEPS_A_TURN = 16
 _TURN_SECONDS = 0.002
@@ -509,8 +510,8 @@ class Planner:
 
     # A call
 
-    async def claim(self, request: ClaimRequest, max_wait_seconds: float) -> Answer:
-        """Return the recorded answer, or wait for one; `NotYet` when the time is over."""
+    async def claim(self, request: ClaimRequest, max_wait_seconds: float, waits: Waits = nullcontext) -> Answer:
+        """Return the recorded answer, or wait for one inside `waits()`; `NotYet` when the time is over."""
         self.last_request = request
         recorded = self._recorded(request)
         if recorded is not None:
@@ -522,7 +523,8 @@ class Planner:
         is_ahead = request.rank is not None and request.rank.batch_index > self.task.next_batch_index
         is_serving = self._dispatching is not None or self._queue.holder is not None
         if is_ahead or is_serving or request.spec in self._queue.by_spec:
-            return await self._wait(request, NOT_LOOKED, max_wait_seconds)
+            with waits():
+                return await self._wait(request, NOT_LOOKED, max_wait_seconds)
         found = self._find_at_once(request)
         if isinstance(found, Planned | EndFound):
             answer = self._record(request, found)
@@ -530,7 +532,8 @@ class Planner:
             return answer
         if found is not None and max_wait_seconds <= 0:
             return NotYet()
-        return await self._wait(request, found, max_wait_seconds)
+        with waits():
+            return await self._wait(request, found, max_wait_seconds)
 
     async def _wait(self, request: ClaimRequest, miss: Miss | None, max_wait_seconds: float) -> Answer:
         """Wait for an answer, given why there is none yet; None: it must be planned off the loop."""

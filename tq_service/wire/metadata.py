@@ -277,8 +277,9 @@ _JSON: Final = 2
 _REMOVED: Final = 3
 
 
+@lru_cache(maxsize=1024)
 def encode_spec(spec: FieldSpec) -> pb.FieldSpec:
-    """Return a field spec as protobuf."""
+    """Return a field spec as protobuf: one message for all callers, which they copy and do not change."""
     return pb.FieldSpec(
         name=spec.name,
         dtype=spec.dtype,
