@@ -105,7 +105,7 @@ class Call:
         self.answer_epoch = None
         self.answer = None
         self.error = None
-        self.verdict = None  # of an end that a queue worker was given while it waited: None, or what is wrong with it
+        self.fault = None  # in an end that a queue worker was given while it waited
         self.is_judged = False
         where = () if asking.least_version is None else (Condition("version", ">=", (asking.least_version,)),)
         self.request = asks(
@@ -154,8 +154,8 @@ class Call:
                 assert self.answer in driver.named_answers[self.life, self.task, self.name]
             elif self.rank is None:
                 self.judge(self.answer)
-                if self.verdict is not None:
-                    raise self.verdict
+                if self.fault is not None:
+                    raise self.fault
             else:  # a reset may have come between the end and its arrival here
                 ends = driver.ends[self.life, self.task].items()
                 assert self.answer in [end for epoch, end in ends if epoch >= asked_epoch]
@@ -170,7 +170,7 @@ class Call:
         try:
             self.driver.check_end(self.task, self.asking, end)
         except AssertionError as wrong:
-            self.verdict = wrong
+            self.fault = wrong
 
 
 class JudgedWaiter(planner.Waiter):
@@ -179,11 +179,11 @@ class JudgedWaiter(planner.Waiter):
     __slots__ = ()
     calls: ClassVar = {}  # request_id -> the calls of queue workers without a name
 
-    def end(self, outcome):
-        if self.is_waiting and isinstance(outcome, EndCounts):
+    def end(self, result):
+        if self.is_waiting and isinstance(result, EndCounts):
             for call in self.calls.get(self.request.request_id, ()):
-                call.judge(outcome)
-        super().end(outcome)
+                call.judge(result)
+        super().end(result)
 
 
 class Driver:
