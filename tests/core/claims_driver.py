@@ -105,7 +105,7 @@ class Call:
         self.answer_epoch = None
         self.answer = None
         self.error = None
-        self.fault = None  # in an end that a queue worker was given while it waited
+        self.fault = None  # in what it was told when there was nothing for it
         self.is_judged = False
         where = () if asking.least_version is None else (Condition("version", ">=", (asking.least_version,)),)
         self.request = asks(
@@ -130,8 +130,7 @@ class Call:
             if asking.lease is None
             else LeaseTerms(seconds=asking.lease, max_deliveries=asking.max_deliveries),
         )
-        if rank is None and not name:
-            JudgedWaiter.calls.setdefault(request_id, []).append(self)
+        JudgedWaiter.calls.setdefault(request_id, []).append(self)
         self.future = asyncio.ensure_future(self._run(max_wait))
 
     async def _run(self, max_wait):
@@ -154,34 +153,38 @@ class Call:
                 assert self.answer in driver.named_answers[self.life, self.task, self.name]
             elif self.rank is None:
                 self.judge(self.answer)
-                if self.fault is not None:
-                    raise self.fault
             else:  # a reset may have come between the end and its arrival here
                 ends = driver.ends[self.life, self.task].items()
                 assert self.answer in [end for epoch, end in ends if epoch >= asked_epoch]
-        elif claimed.partition is not None and not self.asking.slow:
-            driver.check_nothing_to_give(self.task, self.asking)
+        elif claimed.partition is not None:
+            self.judge(self.answer)
+        if self.fault is not None:
+            raise self.fault
 
-    def judge(self, end):
-        """Compare the end that a queue worker is given with the model, in the moment in which it is found."""
+    def judge(self, answer):
+        """Compare an end, or nothing yet, with the model, in the moment in which it is found."""
         if self.is_judged:
             return
         self.is_judged = True
         try:
-            self.driver.check_end(self.task, self.asking, end)
+            if isinstance(answer, EndCounts):
+                self.driver.check_end(self.task, self.asking, answer)
+            elif not self.asking.slow:
+                self.driver.check_nothing_to_give(self.task, self.asking)
         except AssertionError as wrong:
             self.fault = wrong
 
 
 class JudgedWaiter(planner.Waiter):
-    """Has an end judged when it is found: the call hears of it a turn of the loop later, after the next change."""
+    """Has ends and waits in vain judged when they are over: calls hear of it a turn later, after the next change."""
 
     __slots__ = ()
-    calls: ClassVar = {}  # request_id -> the calls of queue workers without a name
+    calls: ClassVar = {}  # request_id -> the calls
 
     def end(self, result):
-        if self.is_waiting and isinstance(result, EndCounts):
-            for call in self.calls.get(self.request.request_id, ()):
+        for call in self.calls.get(self.request.request_id, ()) if self.is_waiting else ():
+            is_own_end = isinstance(result, EndCounts) and call.rank is None and not call.name
+            if is_own_end or isinstance(result, planner.NotYet):
                 call.judge(result)
         super().end(result)
 
