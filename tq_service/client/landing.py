@@ -20,8 +20,7 @@ from tq_service.wire.columns import (
     subclass_problem,
     tensor_bytes,
 )
-from tq_service.wire.device import PINNED, copy_on_device, find_device
-from tq_service.wire.shared_memory import place_columns
+from tq_service.wire.device import copy_on_device, find_device, pinned_arrays
 
 if TYPE_CHECKING:
     import torch
@@ -110,11 +109,10 @@ class Landing:
         if first is None:
             return list(map(self._of_host, columns))
         sizes = [0 if device is None else column.value_bytes for column, device in zip(columns, devices, strict=True)]
-        starts, size = place_columns(sizes)
-        block = PINNED.take(max(size, 1), first)
+        pinned = pinned_arrays(sizes, first)
         return [
-            self._of_host(column) if block is None or device is None else block[start : start + column.value_bytes]
-            for column, device, start in zip(columns, devices, starts, strict=True)
+            self._of_host(column) if pinned is None or device is None else pinned[index]
+            for index, (column, device) in enumerate(zip(columns, devices, strict=True))
         ]
 
     def _of_host(self, column: ColumnShape) -> Bytes:

@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TypeAlias, TypeVar
 
 import numpy as np
@@ -548,6 +549,15 @@ def upload(arrays: Sequence[Bytes], device: Device) -> list[Tensor]:
 def copy_on_device(target: Tensor, source: Tensor) -> None:
     """Have the current stream copy a tensor of a device to one of the same shape there."""
     accelerator.copy(target.detach(), source, accelerator.current_stream(target.device))
+
+
+def pinned_arrays(sizes: Sequence[int], device: Device) -> list[Bytes] | None:
+    """Return arrays of these sizes in one pinned block, for `upload`; None if no more may be pinned."""
+    *starts, end = accumulate(map(aligned, sizes), initial=0)
+    block = PINNED.take(max(end, 1), device)
+    if block is None:
+        return None
+    return [block[start : start + size] for start, size in zip(starts, sizes, strict=True)]
 
 
 def aligned(size: int) -> int:
