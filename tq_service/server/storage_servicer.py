@@ -761,10 +761,8 @@ def _put_cells(cells: storage_control_pb2.PutCells) -> PutCells:
     """Return cells of a put.
 
     Raises:
-        InvalidArgumentError: the put_id is none, first rows and counts do not belong together, or are more rows than a
-            put may have.
+        InvalidArgumentError: first rows and counts do not belong together, or are more rows than a put may have.
     """
-    check_passed_on("put_id", cells.put_id)
     if len(cells.first_rows) != len(cells.row_counts):
         raise InvalidArgumentError(
             f"the cells of a put have {len(cells.first_rows)} first rows and {len(cells.row_counts)} counts; give "
