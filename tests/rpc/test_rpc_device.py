@@ -153,11 +153,10 @@ def test_a_device_without_memory_gives_everything_back(client: AnyClient, stand_
     with pytest.raises(torch.OutOfMemoryError):
         client.get_data(meta, device="cuda:0")
     stand_in.free_bytes = None
-    pinned = device.PINNED.pinned_bytes
     for _ in range(5):
         got = client.get_data(meta, device="cuda:0")
         assert torch.equal(stand_in.read(got["x"]), FIRST)
-    assert device.PINNED.pinned_bytes == pinned  # the block of the failed call was used again
+    assert device.PINNED.pinned_bytes <= 8 << 20  # one block: the failed call has given its own back
 
 
 def test_a_get_without_pinned_memory(client: AnyClient, stand_in: StandIn) -> None:
