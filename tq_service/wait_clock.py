@@ -26,8 +26,8 @@ wait_clock: Final[ContextVar[WaitClock | None]] = ContextVar("wait_clock", defau
 """The clock of the call that is handled; None where nothing measures it."""
 
 
-Waits: TypeAlias = "Callable[[], AbstractContextManager[None]]"
-"""Makes what a call enters for the time that it waits, such as to be counted."""
+WhileWaiting: TypeAlias = Callable[[], AbstractContextManager[None]]
+"""Returns a context manager that a call holds while it waits, for example to be counted."""
 
 
 class Waiting:

@@ -176,7 +176,10 @@ class Call:
 
 
 class JudgedWaiter(planner.Waiter):
-    """Has ends and waits in vain judged when they are over: calls hear of it a turn later, after the next change."""
+    """Has a call judge an end, or nothing yet, when that is found: its caller goes on after the driver's next change.
+
+    The fixture `judged_waiters` puts it in the place of its base.
+    """
 
     __slots__ = ()
     calls: ClassVar = {}  # request_id -> the calls
@@ -206,7 +209,6 @@ class Driver:
         self.named_answers = defaultdict(list)  # (life, task, claim_name) -> rows or ends, one in each epoch
         self.asked_by = {}
         self.life = 0
-        planner.Waiter = JudgedWaiter  # other tests in this process wait with it as with its base
         JudgedWaiter.calls.clear()
         self.model = self.partition = None
         self.skipped_seconds = 0.0

@@ -26,6 +26,8 @@ from tq_service.state import table as table_module
 from tq_service.state.ledger import Claim
 from tq_service.state.plan import RankPlan
 
+pytestmark = pytest.mark.usefixtures("judged_waiters")
+
 STEPS = (
     *["insert"] * 6, *["columns"] * 5, *["ask"] * 8, "ask_ahead", "replay", "retry", "leave", "leave_late", "look",
     "disagree", "release", "fail", "hold", "free", "set_meta", "seal", "close_group", "reset", "clear", "clear_all",

@@ -14,6 +14,8 @@ from tq_service.samplers import PlanRunner
 from tq_service.serving.catalog import Catalog
 from tq_service.state import ledger
 
+pytestmark = pytest.mark.usefixtures("judged_waiters")
+
 
 class Journal(list):
     """A log of groups in memory."""

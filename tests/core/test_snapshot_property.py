@@ -21,6 +21,8 @@ from tq_service.state import table as table_module
 from tq_service.state.ledger import Claim
 from tq_service.state.partition import Partition
 
+pytestmark = pytest.mark.usefixtures("judged_waiters")
+
 
 def restored(partitions, path):
     """Return the catalog that a snapshot makes."""

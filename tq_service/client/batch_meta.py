@@ -10,7 +10,6 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import lru_cache
 from itertools import chain
 from typing import Any, Final, Literal, NamedTuple
 
@@ -40,7 +39,6 @@ _STATUSES: Final[dict[int, Status]] = {pb.BATCH_STATUS_NOT_YET: "not_yet", pb.BA
 NAMED_AT_ONCE: Final = 16_384
 NAMESPACE_VARIABLE: Final = "TQ_NAMESPACE"
 SEPARATOR: Final = "/"
-_REMEMBERED_STEP_BYTES: Final = 512
 _NO_INDEXES: Final = np.zeros(0, np.int64)
 
 
@@ -216,30 +214,19 @@ class Step:
 
     packs: tuple[Pack, ...]
 
-    @staticmethod
-    def from_proto(message: pb.Step) -> Step:
+    @classmethod
+    def from_proto(cls, message: pb.Step) -> Step:
         """Return the step of a message."""
-        serialized = message.SerializeToString(deterministic=True)
-        return _remembered_step(serialized) if len(serialized) <= _REMEMBERED_STEP_BYTES else _read_step(message)
-
-
-@lru_cache(maxsize=256)
-def _remembered_step(serialized: bytes) -> Step:
-    """Return a step read before: plain micro-batches are the same in every batch."""
-    return _read_step(pb.Step.FromString(serialized))
-
-
-def _read_step(message: pb.Step) -> Step:
-    return Step(
-        packs=tuple(
-            Pack(
-                positions=tuple(pack.rows),
-                lengths=tuple(pack.lengths) if pack.rows and len(pack.lengths) == len(pack.rows) else None,
-                padding_tokens=pack.padding_tokens,
+        return cls(
+            packs=tuple(
+                Pack(
+                    positions=tuple(pack.rows),
+                    lengths=tuple(pack.lengths) if pack.rows and len(pack.lengths) == len(pack.rows) else None,
+                    padding_tokens=pack.padding_tokens,
+                )
+                for pack in message.packs
             )
-            for pack in message.packs
         )
-    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,7 +59,7 @@ from tq_service.state.cells import CellsSnapshot, Freed
 from tq_service.state.ledger import Claim, TaskLedger, check_epoch
 from tq_service.state.partition import Listeners, Partition, PartitionSettings, PartitionSnapshot
 from tq_service.state.plan import ClaimRequest
-from tq_service.wait_clock import Waiting, Waits
+from tq_service.wait_clock import Waiting, WhileWaiting
 
 _LEAST_STALE_DEADLINES = 64
 _MOST_EXPIRED_A_TURN = 64
@@ -691,7 +691,7 @@ class Catalog:
         incarnation: bytes,
         request: ClaimRequest,
         max_wait_seconds: float,
-        waits: Waits = nullcontext,
+        while_waiting: WhileWaiting = nullcontext,
     ) -> Claimed:
         """Return a claim, waiting for the partition and for its samples up to `max_wait_seconds` together.
 
@@ -700,7 +700,7 @@ class Catalog:
             incarnation: that of the partition; empty: any.
             request: the claim.
             max_wait_seconds: after them it is answered with `NotYet`.
-            waits: entered for the time that the call waits; what it raises ends the call and changes nothing.
+            while_waiting: held while the call waits. If it cannot be entered, the call fails and nothing has changed.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + max_wait_seconds
@@ -711,7 +711,7 @@ class Catalog:
                 f"partition {partition_id!r} of incarnation {incarnation.hex()} was cleared; drop what you hold of it",
                 metadata={"partition_id": partition_id, "got": incarnation.hex()},
             )
-        partition = await self.arrival(partition_id, deadline, request, waits)
+        partition = await self.arrival(partition_id, deadline, request, while_waiting)
         if partition is None:
             return Claimed(None, NotYet())
         partition.check_incarnation(incarnation)
@@ -719,16 +719,20 @@ class Catalog:
         if name not in partition.tasks:
             check_epoch(name, 0, request.epoch)
         try:
-            answer = await self.planner(partition, name).claim(request, max(0.0, deadline - loop.time()), waits)
+            answer = await self.planner(partition, name).claim(request, max(0.0, deadline - loop.time()), while_waiting)
         except TqError:
             self._forget_unused(partition, name)
             raise
         return Claimed(partition, answer)
 
     async def arrival(
-        self, partition_id: str, deadline: float, claim: ClaimRequest | None = None, waits: Waits = nullcontext
+        self,
+        partition_id: str,
+        deadline: float,
+        claim: ClaimRequest | None = None,
+        while_waiting: WhileWaiting = nullcontext,
     ) -> Partition | None:
-        """Return a partition once it exists, waiting inside `waits()`; None if it does not by a time of the event loop.
+        """Return a partition once it exists, None if it does not by a time of the event loop.
 
         Raises:
             UnavailableError: the server is shutting down.
@@ -737,7 +741,7 @@ class Catalog:
         while (partition := self._partitions.get(partition_id)) is None:
             check_name("partition_id", partition_id)  # lest one that can never appear is waited for
             self.check_not_draining()
-            with waits():
+            with while_waiting():
                 arrival: asyncio.Future[bool] = loop.create_future()
                 waiting = self._arrivals.setdefault(partition_id, {})
                 waiting[arrival] = claim

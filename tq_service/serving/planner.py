@@ -65,7 +65,7 @@ from tq_service.state.plan import (
     Sampler,
     View,
 )
-from tq_service.wait_clock import Waiting, Waits
+from tq_service.wait_clock import Waiting, WhileWaiting
 
 _STEPS_A_TURN = 16
 _TURN_SECONDS = 0.002
@@ -510,8 +510,10 @@ class Planner:
 
     # A call
 
-    async def claim(self, request: ClaimRequest, max_wait_seconds: float, waits: Waits = nullcontext) -> Answer:
-        """Return the recorded answer, or wait for one inside `waits()`; `NotYet` when the time is over."""
+    async def claim(
+        self, request: ClaimRequest, max_wait_seconds: float, while_waiting: WhileWaiting = nullcontext
+    ) -> Answer:
+        """Return the recorded answer, or wait for one inside `while_waiting()`; `NotYet` when the time is over."""
         self.last_request = request
         recorded = self._recorded(request)
         if recorded is not None:
@@ -523,7 +525,7 @@ class Planner:
         is_ahead = request.rank is not None and request.rank.batch_index > self.task.next_batch_index
         is_serving = self._dispatching is not None or self._queue.holder is not None
         if is_ahead or is_serving or request.spec in self._queue.by_spec:
-            with waits():
+            with while_waiting():
                 return await self._wait(request, NOT_LOOKED, max_wait_seconds)
         found = self._find_at_once(request)
         if isinstance(found, Planned | EndFound):
@@ -532,7 +534,7 @@ class Planner:
             return answer
         if found is not None and max_wait_seconds <= 0:
             return NotYet()
-        with waits():
+        with while_waiting():
             return await self._wait(request, found, max_wait_seconds)
 
     async def _wait(self, request: ClaimRequest, miss: Miss | None, max_wait_seconds: float) -> Answer:
