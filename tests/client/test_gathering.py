@@ -365,6 +365,35 @@ async def test_closing_a_client_sends_what_was_gathered(kind, service):
         await client.put({"x": [1]}, partition_id="p")
 
 
+async def test_closing_a_client_awaits_puts_that_are_answered_after_what_was_gathered(kind):
+    is_second_there, is_third_there, is_closing = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def behave(count, request, context):
+        if count == 2:
+            is_second_there.set()
+            await is_third_there.wait()
+            await asyncio.sleep(0.3)
+        elif count > 2:
+            is_third_there.set()
+        elif count == 1:
+            await is_closing.wait()
+
+    many_threads()
+    storage = SlowStorage(behave)
+    async with embedded(storage) as address:
+        client = make_client(kind, address, timeout=30)
+        sent = Sent(client)
+        calls = [asyncio.ensure_future(client.put({"x": [number]}, partition_id="p")) for number in range(COUNT)]
+        await sent.until(COUNT)
+        await is_second_there.wait()
+        closing = asyncio.ensure_future(client.aclose())
+        await asyncio.sleep(0)
+        is_closing.set()
+        await closing
+        assert [meta.size for meta in await asyncio.gather(*calls)] == [1] * COUNT
+        assert len(storage.requests) > 2
+
+
 async def test_a_closed_client_does_not_wait_for_puts_that_nobody_answers(kind):
     async def behave(count, request, context):
         await asyncio.Event().wait()

@@ -349,9 +349,10 @@ class Lines:
                     _latest(batch.waiting).lead()
 
     def gathered(self) -> list[Member]:
-        """Return the puts that were not sent yet."""
+        """Return the puts of lines in which some were not sent yet; those that were sent may be answered last."""
         with self._lock:
-            return [member for line in self._lines.values() for member in line.waiting]
+            lines = [line for line in self._lines.values() if line.waiting]
+            return [member for line in lines for some in (line, *line.batches) for member in some.waiting]
 
     def _end(self, line: Line, batch: Batch) -> None:
         batch.is_over = True

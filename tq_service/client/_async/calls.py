@@ -341,14 +341,14 @@ class AsyncBase:
     async def aclose(self) -> None:
         """Make the calls that are due, such as releasing claims, and close the channels.
 
-        Puts that were gathered and not sent yet are sent first.
+        Puts that were gathered and not sent yet are sent first. It awaits their answers, and those of the puts before.
         """
         await self._background_calls.drain()
         await self._send_gathered()
         await self._calls.aclose()
 
     async def _send_gathered(self) -> None:
-        """Wait until the puts that are gathered in this loop, or process, were answered; a few seconds at most."""
+        """Wait until the puts that gather in this loop, or process, were answered; a few seconds at most."""
         lines = self._lines_of.get(async_current_home()) if self._lines_of else None
         gathered = [] if lines is None else lines.gathered()
         patience = Deadline.after(_CLOSE_SECONDS)
