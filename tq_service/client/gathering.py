@@ -352,7 +352,8 @@ class Lines:
         """Return the puts of lines in which some were not sent yet; those that were sent may be answered last."""
         with self._lock:
             lines = [line for line in self._lines.values() if line.waiting]
-            return [member for line in lines for some in (line, *line.batches) for member in some.waiting]
+            sent = [member for line in lines for batch in line.batches for member in batch.waiting]
+            return [*sent, *(member for line in lines for member in line.waiting)]
 
     def _end(self, line: Line, batch: Batch) -> None:
         batch.is_over = True
