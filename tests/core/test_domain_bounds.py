@@ -189,6 +189,17 @@ async def test_the_deadline_says_which_bound_and_when_to_try_again():
     assert line.waiting_count == 0
 
 
+async def test_a_put_that_must_not_wait_is_refused_in_the_turn_in_which_it_comes():
+    train = bounded(max_bytes=10)
+    line = AdmissionQueue(train)
+    insert(train, 1, [column("x", 8)])
+    put = asyncio.ensure_future(line.enter(new_id(), new_write(1, [column("x", 4)]), 4, 0.0))
+    await asyncio.sleep(0)
+    assert (put.done(), line.waiting_count) == (True, 0)  # nobody sees it wait
+    with pytest.raises(QuotaExceededError):
+        await put
+
+
 class Clock:
     def __init__(self):
         self.now = 1000.0

@@ -234,7 +234,7 @@ def test_more_than_the_quota(client_kind: Any, start_server: StartServer) -> Non
         client.allocate([x], 5, partition_id="p")
     kept = client.allocate([x], 3, partition_id="p")
     with pytest.raises(tq.QuotaExceededError, match="no capacity"):
-        client.allocate([x], 3, partition_id="p", timeout=0.5)
+        client.allocate([x], 3, partition_id="p", timeout=2)
     client.put(kept, partition_id="p")
 
 

@@ -395,8 +395,8 @@ class AdmissionQueue:
         if self._end_error is not None:
             self.end(self._end_error)
         try:
-            if not entering.admitted.done():
-                timeout = None if deadline is None else max(0.0, deadline - self._clock())
+            timeout = None if deadline is None else deadline - self._clock()
+            if not entering.admitted.done() and (timeout is None or timeout > 0):
                 with Waiting():
                     await asyncio.wait((entering.admitted,), timeout=timeout)
             if not entering.admitted.done():
