@@ -107,6 +107,19 @@ async def test_an_extended_lease_runs_out_when_it_was_extended_to():
     assert bench.task.leased_count == 0
 
 
+async def test_a_snapshot_has_a_lease_as_it_was_before_it_was_extended():
+    """It is written in a thread, while leases of the task go on."""
+    SkippingTime()
+    bench = Bench()
+    bench.insert(1)
+    request = asks(**leased(100.0))
+    await bench.planner.claim(request, 0)
+    (before,) = bench.task.snapshot().claims
+    assert extend(bench.catalog, bench.task, request.request_id, 500.0) == 1
+    assert before.lease.seconds == 100.0
+    assert bench.task.claims[request.request_id].lease.seconds == 500.0
+
+
 @pytest.mark.parametrize("end", [lambda catalog: catalog.drain(), lambda catalog: catalog.remove("train", b"")])
 async def test_nothing_runs_out_once_the_catalog_drains_or_the_partition_was_cleared(end):
     time, bench = SkippingTime(), Bench()

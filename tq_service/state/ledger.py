@@ -263,6 +263,11 @@ class Claim:
         return self.lease is not None or not self.plan.is_reusing
 
     @property
+    def may_change(self) -> bool:
+        """Whether more of it may change than what is derived: its terms, and what of it was returned or is reused."""
+        return self.lease is not None or self.plan.is_reusing
+
+    @property
     def mark(self) -> int:
         """What stands in the `claim` column for the samples it has been given and holds."""
         return self.serial if self.lease is None else -self.serial
@@ -422,14 +427,14 @@ class TaskLedger(TaskFacts):
         return TaskFacts(**{each.name: getattr(self, each.name) for each in fields(TaskFacts)})
 
     def snapshot(self) -> TaskSnapshot:
-        """Return all that the task has on record, as it is now: pointers to its records.
+        """Return all that the task has on record, as it is now: pointers to its records, copies of those that change.
 
         Its columns are in the snapshot of the table.
         """
         return TaskSnapshot(
             facts=self.facts,
             batches=list(self.batches.values()),
-            claims=[copy(claim) if claim.plan.is_reusing else claim for claim in self.claims.values()],
+            claims=[copy(claim) if claim.may_change else claim for claim in self.claims.values()],
             names=list(self.names.items()),
             past_names=list(self.past_names.items()),
             reusing=list(self._reusing),
