@@ -455,6 +455,7 @@ class TaskLedger(TaskFacts):
         for claim in chain(snapshot.batches, snapshot.claims):
             claim.batch_spec = specs.setdefault(claim.batch_spec, claim.batch_spec)
             self._add(claim)
+            claim.leased_count = 0  # a snapshot that was not written down has what another ledger counted
             self._count_leased(claim, rows_of.get(-claim.serial, 0))
             claim.remaining = rows_of.get(claim.serial, 0) + claim.leased_count
             if claim.plan.consumed is not None and claim.lease is None:
