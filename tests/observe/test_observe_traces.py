@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -58,9 +59,17 @@ def spans(exporter: InMemorySpanExporter) -> Iterator[InMemorySpanExporter]:
     untrace()
 
 
-def ended(exporter: InMemorySpanExporter, live: LiveServer) -> tuple[ReadableSpan, ...]:
-    live.settle()
-    return exporter.get_finished_spans()
+def ended(exporter: InMemorySpanExporter, live: LiveServer, calls: int = 1) -> tuple[ReadableSpan, ...]:
+    """The spans that have ended, once those of `calls` calls of the service are among them.
+
+    A caller has its answer before the service's span ends, by a few turns of the loop or more on a busy machine."""
+    deadline = time.monotonic() + 20
+    while True:
+        live.settle()
+        found = exporter.get_finished_spans()
+        if sum(span.kind is trace.SpanKind.SERVER for span in found) >= calls or time.monotonic() > deadline:
+            return found
+        time.sleep(0.005)
 
 
 @pytest.fixture
@@ -75,7 +84,7 @@ def test_calls_of_the_service_are_below_those_of_the_client(
     client.put({"x": np.arange(4)}, partition_id=name)
     meta = client.get_meta(partition_id=name, **ASKS)
     client.get_data(meta)
-    found = ended(spans, live)
+    found = ended(spans, live, calls=3)
     of_client = {span.name: span for span in found if span.kind is trace.SpanKind.CLIENT}
     assert set(of_client) == {"tq_service.put", "tq_service.get_meta", "tq_service.get_data"}
     assert dict(of_client["tq_service.get_meta"].attributes or {}) == {
@@ -132,7 +141,7 @@ def test_calls_without_a_trace_have_one_of_their_own(live: LiveServer, exporter:
     (span,) = ended(exporter, live)
     assert span.parent is None
     live.controller.ListSamplers(ListSamplersRequest(), metadata=[("traceparent", "garbage")])
-    assert len(ended(exporter, live)) == 2
+    assert len(ended(exporter, live, calls=2)) == 2
 
 
 def test_without_it_nothing_is_wrapped() -> None:
