@@ -1,7 +1,7 @@
 """BatchMeta: selecting, cutting and joining keep every sample together with all that is known about it."""
 
 import pickle
-from dataclasses import FrozenInstanceError, replace
+from dataclasses import FrozenInstanceError, fields, replace
 
 import numpy as np
 import pytest
@@ -227,6 +227,29 @@ def test_it_is_pickled_whole_and_immutable():
         meta.epoch = 3
     with pytest.raises(ValueError, match="read-only"):
         meta.indexes[0] = 3
+
+
+@pytest.mark.parametrize(
+    "change", [lambda meta: meta, lambda meta: meta.select_samples([4, 1]), lambda meta: meta.chunk(2)]
+)
+def test_what_is_read_late_is_as_if_it_was_read_at_once(change):
+    late, early = make(), make()
+    for each in fields(early):
+        getattr(early, each.name)
+    assert early == late
+    late, early = make(), pickle.loads(pickle.dumps(early))
+    whole = [BatchMeta.concat(each) if isinstance(each, list) else each for each in (change(late), change(early))]
+    assert whole[0] == whole[1]
+    assert facts(whole[0]) == facts(whole[1])
+    assert whole[0].steps == whole[1].steps
+
+
+def test_what_cannot_be_read_is_refused_when_it_is_asked_for():
+    meta = make(custom_meta=[pb.MetaColumn(name="v", kinds=b"\1", int64_values=pb.Int64Values(values=[1, 2, 3]))])
+    assert meta.micro_batches == [[0, 1], [2, 3], [4, 5]]
+    for _ in range(2):
+        with pytest.raises(InvalidArgumentError):
+            _ = meta.custom_meta
 
 
 @pytest.mark.parametrize("size", [2, 1000])

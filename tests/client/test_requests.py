@@ -90,6 +90,34 @@ def test_what_is_not_given_is_not_sent() -> None:
     assert get_meta_request(**CLAIM).request_id != request.request_id
 
 
+@pytest.mark.parametrize(
+    "own",
+    [
+        {},
+        {"dp_rank": 3, "batch_index": 7},
+        {"claim_name": "rank0/batch3", "lease": 1.5, "max_deliveries": 2},
+        {"sampler_config": {"n": 2}, "where": [("v", ">=", 1)], "order_by": ["-v"]},
+        {"batch_size": np.int64(2), "data_fields": np.array(["a"])},
+    ],
+)
+def test_a_repeated_request_differs_in_its_id_alone(own: dict[str, Any]) -> None:
+    first, second = (get_meta_request(**{**CLAIM, **own}) for _ in range(2))
+    assert first.request_id != second.request_id
+    second.request_id = first.request_id
+    assert first == second
+    for name in own:
+        assert first.HasField(name) if name in {"dp_rank", "batch_index", "lease"} else getattr(first, name)
+
+
+@pytest.mark.parametrize("wrong", [{"batch_size": 2.0}, {"batch_size": [2]}, {"max_uses": 0}, {"claim_name": ""}])
+def test_a_wrong_argument_is_refused_beside_an_equal_right_one(wrong: dict[str, Any]) -> None:
+    for _ in range(2):
+        get_meta_request(**CLAIM)
+        with pytest.raises(InvalidArgumentError) as caught:
+            get_meta_request(**{**CLAIM, **wrong})
+        assert caught.value.field == next(iter(wrong))
+
+
 def test_conditions_have_the_types_of_their_values() -> None:
     where = [
         ("a", "in", np.array([1, 2])),

@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from itertools import chain
 from typing import Any, Final, Literal, NamedTuple
 
@@ -26,6 +27,7 @@ from tq_service.wire.messages import read_message, read_seconds
 from tq_service.wire.metadata import (
     CellRuns,
     Indexes,
+    decode_integers,
     decode_meta_columns,
     decode_produced,
     decode_spec,
@@ -40,6 +42,7 @@ NAMED_AT_ONCE: Final = 16_384
 NAMESPACE_VARIABLE: Final = "TQ_NAMESPACE"
 SEPARATOR: Final = "/"
 _NO_INDEXES: Final = np.zeros(0, np.int64)
+_NO_INDEXES.setflags(write=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,6 +307,10 @@ class Numbers(SampleColumn):
         return np.concatenate(known) if len(known) == len(sizes) else None
 
 
+class _Unread(partial[Any]):
+    """Reads an attribute of a batch from its message, which it keeps until then."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class BatchMeta:
     """Samples of one partition, in order, and what is known about them. Immutable, comparable, picklable.
@@ -342,8 +349,8 @@ class BatchMeta:
     namespace: str = ""
     incarnation: bytes = b""
     epoch: int = 0
-    indexes: NDArray[np.int64] = field(default_factory=_NO_INDEXES.copy)
-    dropped_indexes: NDArray[np.int64] = field(default_factory=_NO_INDEXES.copy)
+    indexes: NDArray[np.int64] = field(default_factory=lambda: _NO_INDEXES)
+    dropped_indexes: NDArray[np.int64] = field(default_factory=lambda: _NO_INDEXES)
     fields: tuple[FieldSpec, ...] = ()
     steps: tuple[Step, ...] = ()
     end: EndCounts | None = None
@@ -379,13 +386,20 @@ class BatchMeta:
         waiting_for: WaitReason | None = None,
         revision: Revision | None = None,
     ) -> BatchMeta:
-        """Return the batch of a message that a client of a namespace got."""
+        """Return the batch of a message that a client of a namespace got; the message must not change any more.
+
+        Steps, locations and columns are read when they are first asked for: few callers need all of them.
+        """
         indexes = read_indexes(message)
-        columns: dict[str, Any] = {
-            name: column.decode(values, indexes.size)
+        unread: dict[str, Any] = {
+            name: _Unread(column.decode, values, indexes.size)
             for name, column in SAMPLE_COLUMNS.items()
             if column.message_field and (values := getattr(message, column.message_field))
         }
+        if message.steps:
+            unread["steps"] = _Unread(_read_steps, message.steps)
+        if message.HasField("locations"):
+            unread["locations"] = _Unread(CellLocations.from_proto, message.locations)
         return cls(
             status=_STATUSES.get(message.status, "batch"),
             partition_id=namespace.own_name(message.partition_id),
@@ -393,11 +407,9 @@ class BatchMeta:
             incarnation=message.incarnation,
             epoch=message.epoch,
             indexes=indexes,
-            dropped_indexes=np.fromiter(message.dropped_indexes, np.int64, len(message.dropped_indexes)),
+            dropped_indexes=decode_integers(message.dropped_indexes) if message.dropped_indexes else _NO_INDEXES,
             fields=tuple(map(decode_spec, message.fields)),
-            steps=tuple(Step.from_proto(step) for step in message.steps),
             end=read_message(EndCounts, message.end) if message.HasField("end") else None,
-            locations=CellLocations.from_proto(message.locations),
             claim_id=claim_id,
             task_name=task_name,
             lease_seconds=read_seconds("lease", message.lease) if message.HasField("lease") else None,
@@ -405,7 +417,7 @@ class BatchMeta:
             waiting_for=waiting_for,
             revision=revision,
             produced_columns=decode_produced(message.produced, indexes.size) if message.produced else (),
-            **columns,
+            **unread,
         )
 
     @property
@@ -648,6 +660,31 @@ SAMPLE_COLUMNS: Final[Mapping[str, SampleColumn]] = {
     each.name: each.metadata["column"] for each in fields(BatchMeta) if "column" in each.metadata
 }
 OWN_COLUMNS: Final = [name for name, column in SAMPLE_COLUMNS.items() if column.is_of_sample]
+
+
+class _ReadOnce:
+    """An attribute of `BatchMeta` that may be unread; threads that read it at the same time read the same."""
+
+    def __init__(self, slot: Any) -> None:
+        self._slot = slot
+
+    def __get__(self, batch: BatchMeta, _kind: type[BatchMeta]) -> Any:
+        value = self._slot.__get__(batch)
+        if type(value) is _Unread:
+            value = value()
+            self._slot.__set__(batch, value)
+        return value
+
+    def __set__(self, batch: BatchMeta, value: Any) -> None:
+        self._slot.__set__(batch, value)
+
+
+for _name in ("steps", "locations", *SAMPLE_COLUMNS):
+    setattr(BatchMeta, _name, _ReadOnce(getattr(BatchMeta, _name)))
+
+
+def _read_steps(messages: Iterable[pb.Step]) -> tuple[Step, ...]:
+    return tuple(map(Step.from_proto, messages))
 
 
 def _select_steps(steps: Sequence[Step], new_position: NDArray[np.int64]) -> tuple[Step, ...]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from itertools import chain
 from typing import Any, Final, TypeAlias, TypeVar, cast
 
@@ -66,14 +66,13 @@ def request_of(kind: type[Request], **arguments: Any) -> Request:
     Raises:
         InvalidArgumentError: an argument cannot be what its field holds.
     """
-    converters, required = _rules(kind.DESCRIPTOR)
-    for name, convert in converters.items():
-        if name in arguments:
-            arguments[name] = convert(arguments[name])
-    for name in required:
-        if arguments.get(name, "") is None:  # which protobuf takes for 0 or ""
+    rules = _rules(kind.DESCRIPTOR)
+    for name, value in arguments.items():
+        if (convert := rules.converters.get(name)) is not None:
+            arguments[name] = convert(value)
+        elif value is None and name in rules.required:  # which protobuf takes for 0 or ""
             raise InvalidArgumentError(f"{name} is None, which it cannot be", field=name)
-    if "request_id" in kind.DESCRIPTOR.fields_by_name:
+    if rules.has_request_id:
         arguments["request_id"] = new_id()
     try:
         return kind(**arguments)
@@ -83,19 +82,28 @@ def request_of(kind: type[Request], **arguments: Any) -> Request:
         raise InvalidArgumentError(f"the arguments cannot be sent: {error}") from None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rules:
+    """What makes lists and enums of arguments, which other fields must be given, and whether there is a request id."""
+
+    converters: Mapping[str, Converter]
+    required: Collection[str]
+    has_request_id: bool
+
+
 @cache
-def _rules(descriptor: Descriptor) -> tuple[dict[str, Converter], list[str]]:
-    """Return what makes lists and enums of arguments, and which other fields must be given."""
+def _rules(descriptor: Descriptor) -> _Rules:
     converters: dict[str, Converter] = {}
-    required = []
+    required = set()
     for field in descriptor.fields:
         if field.default_value == []:
             converters[field.name] = partial(listed, field.name)
         elif field.enum_type is not None and field.enum_type.name in _ENUMS:
             converters[field.name] = partial(_ENUMS[field.enum_type.name].encode, name=field.name)
         elif field.type in _EXPECTED and field.containing_oneof is None:
-            required.append(field.name)
-    return converters, required
+            required.add(field.name)
+    has_request_id = "request_id" in descriptor.fields_by_name
+    return _Rules(converters=converters, required=required, has_request_id=has_request_id)
 
 
 _EXPECTED: Final = {
@@ -161,7 +169,7 @@ def listed(name: str, values: Any) -> list[Any]:
     Raises:
         InvalidArgumentError: it is none, or a single string, whose letters are hardly meant.
     """
-    if values is None or isinstance(values, list):
+    if values is None or isinstance(values, list | tuple):
         return list(values or ())
     if isinstance(values, str | bytes) or not isinstance(values, Iterable):
         what = "list of strings" if isinstance(values, str) else "list"
@@ -201,41 +209,69 @@ def partition_of(namespace: Namespace, partition_id: str | None, metadata: Batch
     return full_name
 
 
-def get_meta_request(**arguments: Any) -> pb.GetMetaRequest:
+def get_meta_request(
+    *,
+    data_fields: Sequence[str],
+    sampler_config: Mapping[str, Any] | None,
+    where: Iterable[tuple[str, str, Any]],
+    order_by: Iterable[str],
+    claim_name: str | None,
+    dp_rank: int | None = None,
+    batch_index: int | None = None,
+    **alike: Any,
+) -> pb.GetMetaRequest:
     """Return the request for a batch, of the arguments of `get_meta`; `max_wait` is set at each poll."""
-    for name, expected in _NOT_ZERO.items():
-        _check_not_zero(name, arguments[name], expected)
-    order_by, config, lease = listed("order_by", arguments["order_by"]), arguments["sampler_config"], arguments["lease"]
-    arguments |= {
-        "sampler_config": _struct("sampler_config", config) if config else None,
-        "where": condition_messages(arguments["where"]),
-        "order_by": [_order(position, column) for position, column in enumerate(order_by)],
-        "lease": None if lease is None else lease_duration(lease),
-    }
+    own: dict[str, Any] = {"dp_rank": dp_rank, "batch_index": batch_index}
+    if claim_name is not None:
+        own["claim_name"] = _not_zero("claim_name", claim_name)
+    if sampler_config:
+        own["sampler_config"] = _struct("sampler_config", sampler_config)
+    if conditions := condition_messages(where):
+        own["where"] = conditions
+    if columns := listed("order_by", order_by):
+        own["order_by"] = [_order(*each) for each in enumerate(columns)]
+    request = request_of(pb.GetMetaRequest, **own)
+    alike["data_fields"] = tuple(listed("data_fields", data_fields))
+    try:
+        request.MergeFromString(_serialized_claim(**alike))
+    except TypeError:  # an argument is of a type that cannot be remembered, as are most wrong ones
+        request.MergeFromString(_serialized_claim.__wrapped__(**alike))
+    return request
+
+
+@lru_cache(maxsize=256, typed=True)
+def _serialized_claim(**arguments: Any) -> bytes:
+    """Return what requests for batches have in common, serialized; a rank asks alike for each of its batches."""
+    for name in ("max_deliveries", "max_uses"):
+        _not_zero(name, arguments[name])
+    lease = arguments["lease"]
+    arguments["lease"] = None if lease is None else lease_duration(lease)
     given = {name: value for name, value in arguments.items() if value is not None or name not in _MAY_BE_NONE}
-    return request_of(pb.GetMetaRequest, **given)
+    alike = request_of(pb.GetMetaRequest, **given)
+    alike.ClearField("request_id")
+    return alike.SerializeToString()
 
 
 # Arguments of `get_meta` that may be None, which the request has as 0 or "": so they are not sent.
-_MAY_BE_NONE: Final = {"min_batch_size", "micro_batch_size", "sampler", "max_deliveries", "claim_name", "max_uses"}
+_MAY_BE_NONE: Final = {"min_batch_size", "micro_batch_size", "sampler", "max_deliveries", "max_uses"}
 _NOT_ZERO: Final = {
     "max_deliveries": "at least 1",
     "max_uses": "at least 1",
     "claim_name": "1 to 512 printable characters",
+    "lease": "a positive number of seconds",
 }
 
 
 def lease_duration(lease: float) -> Duration:
     """Return the span of a lease of some seconds."""
-    span = seconds("lease", lease)
-    _check_not_zero("lease", span, "a positive number of seconds")
-    return to_duration(span)
+    return to_duration(_not_zero("lease", seconds("lease", lease)))
 
 
-def _check_not_zero(name: str, value: float | str | None, expected: str) -> None:
-    """Refuse a value that would stand for none in the request."""
+def _not_zero(name: str, value: Given) -> Given:
+    """Return a value; refuse one that would stand for none in the request."""
     if value in (0, ""):
-        raise InvalidArgumentError(f"{name} is {'empty' if value == '' else 0}, expected {expected}", field=name)
+        raise InvalidArgumentError(f"{name} is {'empty' if value == '' else 0}, expected {_NOT_ZERO[name]}", field=name)
+    return value
 
 
 def check_leased(metadata: BatchMeta) -> None:

@@ -187,12 +187,13 @@ class AsyncCalls:
 
         Each failure is noted.
         """
-        backoff = Backoff(deadline)
+        backoff: Backoff | None = None
         while True:
             try:
                 return await attempt()
             except TqError as failure:
                 note(failure)
+                backoff = backoff or Backoff(deadline)
                 pause = backoff.after(failure)
             await async_sleep(pause)
 
@@ -204,12 +205,13 @@ class AsyncCalls:
         deadline: Deadline,
     ) -> T:
         """Return what `attempt` returns, given the seconds to wait: again while it is "not yet" and some are left."""
-        backoff = Backoff(deadline)
+        backoff: Backoff | None = None
         while True:
             asked = time.monotonic()
             answer = await self.retried(lambda: attempt(wait.remaining()), deadline)
             if not is_not_yet(answer) or not wait.remaining():
                 return answer
+            backoff = backoff or Backoff(deadline)
             if time.monotonic() - asked < _SHORT_POLL_SECONDS:
                 await async_sleep(min(backoff.pause(), wait.remaining()))
 

@@ -188,12 +188,13 @@ class Calls:
 
         Each failure is noted.
         """
-        backoff = Backoff(deadline)
+        backoff: Backoff | None = None
         while True:
             try:
                 return attempt()
             except TqError as failure:
                 note(failure)
+                backoff = backoff or Backoff(deadline)
                 pause = backoff.after(failure)
             sleep(pause)
 
@@ -205,12 +206,13 @@ class Calls:
         deadline: Deadline,
     ) -> T:
         """Return what `attempt` returns, given the seconds to wait: again while it is "not yet" and some are left."""
-        backoff = Backoff(deadline)
+        backoff: Backoff | None = None
         while True:
             asked = time.monotonic()
             answer = self.retried(lambda: attempt(wait.remaining()), deadline)
             if not is_not_yet(answer) or not wait.remaining():
                 return answer
+            backoff = backoff or Backoff(deadline)
             if time.monotonic() - asked < _SHORT_POLL_SECONDS:
                 sleep(min(backoff.pause(), wait.remaining()))
 
