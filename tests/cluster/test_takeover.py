@@ -157,7 +157,8 @@ def test_a_standby_takes_over_what_was_acknowledged_and_the_storage_service_goes
         "dp_rank": 0,
         "dp_size": 2,
     }
-    batches = [client.get_meta(**claim, batch_index=index) for index in range(2)]
+    batches = client.get_meta(**claim, batch_index=0, batch_count=2)
+    assert [batch.size for batch in batches] == [2, 2]
     client.clear_samples(metas[2])
     wait_for(lambda: storage.client().storage_stat(storage.address).put_count == 2)
     controller_id = leader.app.controller.storages.controller_id  # type: ignore[union-attr]
@@ -166,6 +167,7 @@ def test_a_standby_takes_over_what_was_acknowledged_and_the_storage_service_goes
     assert standby.app.controller.storages.controller_id == controller_id  # type: ignore[union-attr]
     client = standby.client(timeout=60.0)
     assert [client.get_meta(**claim, batch_index=index) for index in range(2)] == batches
+    assert client.get_meta(**claim, batch_index=0, batch_count=2) == batches
     put(client, 3)
     got = client.get_data(partition_id="train", keys=["1_0", "3_3"], data_fields=["x"])
     assert np.asarray(got["x"]).tolist() == [[1, 1], [3, 3]]

@@ -218,10 +218,13 @@ def get_meta_request(
     claim_name: str | None,
     dp_rank: int | None = None,
     batch_index: int | None = None,
+    batch_count: int | None = None,
     **alike: Any,
 ) -> pb.GetMetaRequest:
     """Return the request for a batch, of the arguments of `get_meta`; `max_wait` is set at each poll."""
     own: dict[str, Any] = {"dp_rank": dp_rank, "batch_index": batch_index}
+    if batch_count is not None:
+        own["batch_count"] = _not_zero("batch_count", batch_count)
     if claim_name is not None:
         own["claim_name"] = _not_zero("claim_name", claim_name)
     if sampler_config:
@@ -255,6 +258,7 @@ def _serialized_claim(**arguments: Any) -> bytes:
 # Arguments of `get_meta` that may be None, which the request has as 0 or "": so they are not sent.
 _MAY_BE_NONE: Final = {"min_batch_size", "micro_batch_size", "sampler", "max_deliveries", "max_uses"}
 _NOT_ZERO: Final = {
+    "batch_count": "1 to 64",
     "max_deliveries": "at least 1",
     "max_uses": "at least 1",
     "claim_name": "1 to 512 printable characters",

@@ -328,16 +328,16 @@ class ControllerServicer(
             min(max_wait, self._settings.max_wait_cap_seconds),
             partial(self._waiting.one, context) if max_wait else nullcontext,
         )
-        meta = converters.claim_meta(
+        answer = converters.claim_answer(
             request.partition_id, claimed, claim.task_name, spec.data_fields, self.storages.endpoint_of,
             now=asyncio.get_running_loop().time(),
         )  # fmt: skip
         if claimed.partition is not None and isinstance(claimed.answer, Claim):
             self._retract_if_unsent(context, claimed.partition, claim.task_name, claim.request_id)
-        if not (request.explain and isinstance(claimed.answer, NotYet)):
-            return pb.GetMetaResponse(meta=meta)
-        reason = await self._explainer.explain(request.partition_id, claim, self._shown_names())
-        return pb.GetMetaResponse(meta=meta, reason=to_message(pb.WaitReason, reason))
+        if request.explain and isinstance(claimed.answer, NotYet):
+            reason = await self._explainer.explain(request.partition_id, claim, self._shown_names())
+            answer.reason.CopyFrom(to_message(pb.WaitReason, reason))
+        return answer
 
     async def Explain(self, request: pb.ExplainRequest, context: Context) -> pb.ExplainResponse:
         check_name("partition_id", request.partition_id)

@@ -18,6 +18,7 @@ from tq_service.samplers.options import whole_numbers
 from tq_service.schema import MOST_SAMPLES, EndCounts, FieldSpec, Layout, check_range
 from tq_service.serving.catalog import Claimed
 from tq_service.serving.lookup import Page, Selection, no_page_token
+from tq_service.serving.planner import Answer
 from tq_service.serving.status import consumption_states
 from tq_service.state.cells import CellRuns, ColumnWrite, Put
 from tq_service.state.ledger import Claim
@@ -51,11 +52,12 @@ from tq_service.wire.metadata import (
 
 _REMEMBERED_REQUEST_BYTES: Final = 1024
 _MOST_CLAIM_BYTES: Final = 256 * 1024  # what is asked for is kept while the call waits, and with its batches
+_MOST_RANGE_BYTES: Final = 1 << 20  # of the batches of one answer, if they are several
 _RANK_FIELDS: Final = ("dp_rank", "dp_size", "batch_index")
 # Of GetMetaRequest: what differs between calls of the ranks of one task.
 _FIELDS_OF_ONE_CALL: Final = (
     "request_id", "partition_id", "incarnation", "task_name", "epoch", "dp_rank", "batch_index", "max_wait", "lease",
-    "max_deliveries", "claim_name", "explain",
+    "max_deliveries", "claim_name", "explain", "batch_count",
 )  # fmt: skip
 # Of LookupSamplesRequest: what does not say which samples are meant.
 _FIELDS_OF_A_PAGE: Final = ("page_size", "page_token", "missing_ok", "task_name", "min_count", "max_wait")
@@ -192,6 +194,7 @@ def claim_request(request: pb.GetMetaRequest, spec: ClaimSpec, sampler: Sampler)
         epoch=request.epoch if request.HasField("epoch") else None,
         lease=lease,
         claim_name=request.claim_name,
+        batch_count=request.batch_count or 1,
     )
 
 
@@ -260,7 +263,7 @@ def written_meta(written: Written) -> metadata_pb2.BatchMeta:
     return meta
 
 
-def claim_meta(
+def claim_answer(
     partition_id: str,
     claimed: Claimed,
     task_name: str,
@@ -268,11 +271,34 @@ def claim_meta(
     endpoints: Endpoints,
     *,
     now: float,
-) -> metadata_pb2.BatchMeta:
+) -> pb.GetMetaResponse:
     """Return what a claim answers; `now` by the clock of the event loop."""
-    partition, answer = claimed.partition, claimed.answer
+    partition = claimed.partition
     if partition is None:
-        return metadata_pb2.BatchMeta(status=metadata_pb2.BATCH_STATUS_NOT_YET, partition_id=partition_id)
+        meta = metadata_pb2.BatchMeta(status=metadata_pb2.BATCH_STATUS_NOT_YET, partition_id=partition_id)
+        return pb.GetMetaResponse(meta=meta)
+    response = pb.GetMetaResponse(
+        meta=_claim_meta(partition, claimed.answer, task_name, data_fields, endpoints, now=now)
+    )
+    size_bytes = response.ByteSize() if claimed.more else 0
+    for answer in claimed.more:
+        meta = _claim_meta(partition, answer, task_name, data_fields, endpoints, now=now)
+        size_bytes += meta.ByteSize()
+        if size_bytes > _MOST_RANGE_BYTES:
+            break
+        response.more.append(meta)
+    return response
+
+
+def _claim_meta(
+    partition: Partition,
+    answer: Answer,
+    task_name: str,
+    data_fields: Sequence[str],
+    endpoints: Endpoints,
+    *,
+    now: float,
+) -> metadata_pb2.BatchMeta:
     epoch = partition.tasks[task_name].epoch
     if isinstance(answer, RankPlan | Claim):
         part = answer if isinstance(answer, RankPlan) else answer.plan.part()

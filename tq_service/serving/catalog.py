@@ -51,14 +51,14 @@ from tq_service.machine.samples import (
     check_write,
 )
 from tq_service.machine.state_machine import Change, IdempotencyCache, RequestAnswered, State, StateMachine, Step
-from tq_service.schema import check_name, check_passed_on
+from tq_service.schema import EndCounts, check_name, check_passed_on
 from tq_service.serving.admission import AdmissionQueue, starvation
 from tq_service.serving.history import ChangeHistory
 from tq_service.serving.planner import Answer, LoopYielder, NotYet, Planner, RunsPlans
 from tq_service.state.cells import CellsSnapshot, Freed
 from tq_service.state.ledger import Claim, TaskLedger, check_epoch
 from tq_service.state.partition import Listeners, Partition, PartitionSettings, PartitionSnapshot
-from tq_service.state.plan import ClaimRequest
+from tq_service.state.plan import ClaimRequest, RankPlan
 from tq_service.wait_clock import Waiting, WhileWaiting
 
 _LEAST_STALE_DEADLINES = 64
@@ -243,10 +243,11 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True, slots=True)
 class Claimed:
-    """The answer to a claim; no partition where it does not exist yet."""
+    """The answer to a claim, and those behind it of a range; no partition where it does not exist yet."""
 
     partition: Partition | None
     answer: Answer
+    more: Sequence[RankPlan | EndCounts] = ()
 
 
 class _Serving:
@@ -604,7 +605,9 @@ class Catalog:
         if task_name not in planners:
             task = self.task(partition, task_name)
             commit = partial(self._commit_in, partition)
-            planners[task_name] = Planner(partition, task, self._runner, commit, self.on_batch)
+            planners[task_name] = Planner(
+                partition, task, self._runner, commit=commit, group=self.machine.group, on_batch=self.on_batch
+            )
         return planners[task_name]
 
     def task(self, partition: Partition, task_name: str) -> TaskLedger:
@@ -719,11 +722,15 @@ class Catalog:
         if name not in partition.tasks:
             check_epoch(name, 0, request.epoch)
         try:
-            answer = await self.planner(partition, name).claim(request, max(0.0, deadline - loop.time()), while_waiting)
+            planner = self.planner(partition, name)
+            epoch = planner.task.epoch
+            answer = await planner.claim(request, max(0.0, deadline - loop.time()), while_waiting)
         except TqError:
             self._forget_unused(partition, name)
             raise
-        return Claimed(partition, answer)
+        # Where the epoch has ended since, its batch is not followed by those of the next one.
+        is_followed = request.batch_count > 1 and isinstance(answer, RankPlan) and planner.task.epoch == epoch
+        return Claimed(partition, answer, planner.following(request) if is_followed else ())
 
     async def arrival(
         self,

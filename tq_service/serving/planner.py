@@ -25,7 +25,7 @@ import math
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
@@ -76,6 +76,7 @@ _MOST_BATCHES_A_TURN = 64
 _MOST_PLAN_SECONDS = 0.25  # of a plan off the loop, before others have their turns and the next one may begin
 _CLOSED_AT_ONCE = 1 << 12  # rows that changed, as many as gaps are closed for in a step
 _MOST_BATCHES_AHEAD = 256  # loaders ask for prefetch_factor * num_workers; the batches before it are planned as well
+_RANGE_SECONDS: Final = 0.004  # of the processor, after which a step plans no further batch of a range
 _RATE_SECONDS: Final = 10.0
 _PINNED_SECONDS: Final = 0.01  # between two looks whether the last reader has unpinned the table
 _FEW_ROWS = 1 << 13  # whose end the event loop looks for by itself
@@ -144,7 +145,7 @@ class Waiter:
     @property
     def batch_index(self) -> int:
         """The batch that a rank waits for; -1: it is a queue worker."""
-        return -1 if self.request.rank is None else self.request.rank.batch_index
+        return self.request.batch_index
 
     def end(self, outcome: Answer | TqError) -> None:
         """Answer the call, or end it with an error, unless it has left."""
@@ -444,7 +445,9 @@ class Planner:
         partition: Partition,
         task: TaskLedger,
         runner: RunsPlans,
+        *,
         commit: Callable[[Change, Any], Any],
+        group: Callable[[], AbstractContextManager[None]],
         on_batch: Callable[[str, RecentBatch], None],
     ) -> None:
         """Serve a task from now on.
@@ -455,12 +458,14 @@ class Planner:
             runner: runs samplers.
             commit: makes a change of the partition, given what its `prepare` would return, or None; without effect
                 once the partition was cleared.
+            group: has the changes of a `with` block in one group; see `StateMachine.group`.
             on_batch: called with the name of the sampler and each batch that was recorded for ranks.
         """
         self._partition = partition
         self.task = task
         self._runner = runner
         self._commit = commit
+        self._group = group
         self._on_batch = on_batch
         self.last_request: ClaimRequest | None = None
         self.deliveries = DeliveryRate()
@@ -520,22 +525,63 @@ class Planner:
             return recorded
         if self._gone is not None:
             raise self._gone()
-        # Before it joins a line, a call may be served if others have no turn now, and none asks alike: all waiting
-        # claims wait for a change then, so that no turn is taken away.
-        is_ahead = request.rank is not None and request.rank.batch_index > self.task.next_batch_index
-        is_serving = self._dispatching is not None or self._queue.holder is not None
-        if is_ahead or is_serving or request.spec in self._queue.by_spec:
+        if request.batch_index > self.task.next_batch_index or self._has_turns(request.spec):
             with while_waiting():
                 return await self._wait(request, NOT_LOOKED, max_wait_seconds)
         found = self._find_at_once(request)
         if isinstance(found, Planned | EndFound):
-            answer = self._record(request, found)
+            with self._group():
+                answer = self._record(request, found)
+                self._plan_following(request)
             self._advance()
             return answer
         if found is not None and max_wait_seconds <= 0:
             return NotYet()
         with while_waiting():
             return await self._wait(request, found, max_wait_seconds)
+
+    def following(self, request: ClaimRequest) -> list[RankPlan | EndCounts]:
+        """Return the answers of a range behind its first, up to one that is not ready or is refused.
+
+        Those that can be had in this step of the event loop are planned in it, in one group of changes.
+        """
+        if self._gone is None and not self._has_turns(request.spec):
+            with self._group():
+                self._plan_following(request)
+            self._advance()
+        answers: list[RankPlan | EndCounts] = []
+        with suppress(TqError):  # of a call for that batch
+            for each in request.following():
+                answer = self._recorded(each)
+                if isinstance(answer, RankPlan | EndCounts):
+                    answers.append(answer)
+                if not isinstance(answer, RankPlan):
+                    break
+        return answers
+
+    def _plan_following(self, request: ClaimRequest) -> None:
+        """Plan the batches of a range behind its first, as far as nothing is to be waited for; within a group."""
+        task, last = self.task, request.batch_index + request.batch_count - 1
+        began_at = time.thread_time()  # a process that has to wait for a processor keeps nobody waiting by planning
+        while request.batch_index < (batch_index := task.next_batch_index) <= last and task.end is None:
+            try:
+                found = self._find_at_once(request)
+            except TqError:  # of a call for that batch
+                return
+            if not isinstance(found, Planned | EndFound):
+                return
+            self._record(request, found)
+            is_late = time.thread_time() - began_at > _RANGE_SECONDS
+            if is_late or task.next_batch_index == batch_index:  # the end, or the partition was cleared
+                return
+
+    def _has_turns(self, spec: ClaimSpec) -> bool:
+        """Whether a call must have its turn in a line: others have theirs now, or wait and ask alike.
+
+        Otherwise all waiting claims wait for a change, so that no turn is taken away.
+        """
+        is_serving = self._dispatching is not None or self._queue.holder is not None
+        return is_serving or spec in self._queue.by_spec
 
     async def _wait(self, request: ClaimRequest, miss: Miss | None, max_wait_seconds: float) -> Answer:
         """Wait for an answer, given why there is none yet; None: it must be planned off the loop."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, ClassVar, Final, Protocol, cast
 
@@ -34,6 +34,7 @@ from tq_service.schema import (
 
 MAX_LEASE_SECONDS: Final = 86_400.0
 _MOST_RANKS: Final = 65_536
+_MOST_BATCHES: Final = 64  # of one call
 
 Indexes = NDArray[np.int64]
 
@@ -618,9 +619,11 @@ class ClaimRequest:
         epoch: the epoch the caller means, None for whichever.
         lease: how a queue worker leases its samples, None where they are done once they are delivered.
         claim_name: of a queue worker's claim, which is the same whenever it is asked for by this name; empty: none.
+        batch_count: the most batches that a rank takes, from that of `rank` on.
 
     Raises:
-        InvalidArgumentError: the id or a name is none, or a rank asks for a lease, or for a claim by name.
+        InvalidArgumentError: the id or a name is none, a rank asks for a lease, or for a claim by name, or a queue
+            worker for several batches.
     """
 
     request_id: bytes
@@ -631,10 +634,18 @@ class ClaimRequest:
     epoch: int | None = None
     lease: LeaseTerms | None = None
     claim_name: str = ""
+    batch_count: int = 1
 
     def __post_init__(self) -> None:
         check_name("task_name", self.task_name)
         check_id("request_id", self.request_id)
+        check_range("batch_count", self.batch_count, 1, _MOST_BATCHES)
+        if self.rank is None and self.batch_count > 1:
+            raise InvalidArgumentError(
+                f"batch_count is {self.batch_count}, expected 1 for a queue worker, whose claims have a request_id "
+                "each. Make a call for each claim, or ask for a larger batch_size.",
+                field="batch_count",
+            )
         if self.rank is not None and self.lease is not None:
             raise InvalidArgumentError(
                 "lease is for queue workers; the batches of ranks are not leased, a rank that asks again gets the same",
@@ -658,3 +669,14 @@ class ClaimRequest:
     def plan_request(self) -> PlanRequest:
         """What the sampler is asked for."""
         return self.spec.plan_request
+
+    @property
+    def batch_index(self) -> int:
+        """The first batch that a rank asks for; -1: it is a queue worker."""
+        return -1 if self.rank is None else self.rank.batch_index
+
+    def following(self) -> Iterator[ClaimRequest]:
+        """Return a request for each batch of a range but the first."""
+        if self.rank is not None:
+            for index in range(self.rank.batch_index + 1, self.rank.batch_index + self.batch_count):
+                yield replace(self, rank=replace(self.rank, batch_index=index), batch_count=1)

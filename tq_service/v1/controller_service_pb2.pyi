@@ -475,6 +475,7 @@ class GetMetaRequest(google.protobuf.message.Message):
     CLAIM_NAME_FIELD_NUMBER: builtins.int
     MAX_USES_FIELD_NUMBER: builtins.int
     EXPLAIN_FIELD_NUMBER: builtins.int
+    BATCH_COUNT_FIELD_NUMBER: builtins.int
     request_id: builtins.bytes
     """16 random bytes that the client makes for this change and sends again with each retry. Of other lengths:
     INVALID_ARGUMENT.
@@ -537,6 +538,13 @@ class GetMetaRequest(google.protobuf.message.Message):
     """Whether NOT_YET comes with its reason. It takes a pass over the samples of the partition: leave it out in the first
     seconds of a wait.
     """
+    batch_count: builtins.int
+    """Ranks: the most batches to answer with, from `batch_index` on; 1 to 64. The call waits for the first. It adds those
+    behind it that are planned already, and plans those that are ready at once, up to the end, or to 1 MiB of answer.
+    Each is recorded by itself: asked for again, alone or in another range, it is the same. So a range that is asked for
+    again begins with the same batches, and may have more. A batch that is planned early has no samples that come later.
+    0: 1.
+    """
     @property
     def data_fields(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Fields that a sample must have to be ready; the answer says where these cells are. At least one, each once. One
@@ -593,9 +601,10 @@ class GetMetaRequest(google.protobuf.message.Message):
         claim_name: builtins.str = ...,
         max_uses: builtins.int = ...,
         explain: builtins.bool = ...,
+        batch_count: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_batch_index", b"_batch_index", "_dp_rank", b"_dp_rank", "_dp_size", b"_dp_size", "_epoch", b"_epoch", "batch_index", b"batch_index", "dp_rank", b"dp_rank", "dp_size", b"dp_size", "epoch", b"epoch", "lease", b"lease", "max_wait", b"max_wait", "sampler_config", b"sampler_config"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_batch_index", b"_batch_index", "_dp_rank", b"_dp_rank", "_dp_size", b"_dp_size", "_epoch", b"_epoch", "batch_index", b"batch_index", "batch_size", b"batch_size", "batch_unit", b"batch_unit", "claim_name", b"claim_name", "data_fields", b"data_fields", "dp_rank", b"dp_rank", "dp_size", b"dp_size", "drop_last", b"drop_last", "epoch", b"epoch", "explain", b"explain", "finite", b"finite", "incarnation", b"incarnation", "lease", b"lease", "max_deliveries", b"max_deliveries", "max_uses", b"max_uses", "max_wait", b"max_wait", "micro_batch_size", b"micro_batch_size", "min_batch_size", b"min_batch_size", "order_by", b"order_by", "partition_id", b"partition_id", "request_id", b"request_id", "sampler", b"sampler", "sampler_config", b"sampler_config", "task_name", b"task_name", "where", b"where"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_batch_index", b"_batch_index", "_dp_rank", b"_dp_rank", "_dp_size", b"_dp_size", "_epoch", b"_epoch", "batch_count", b"batch_count", "batch_index", b"batch_index", "batch_size", b"batch_size", "batch_unit", b"batch_unit", "claim_name", b"claim_name", "data_fields", b"data_fields", "dp_rank", b"dp_rank", "dp_size", b"dp_size", "drop_last", b"drop_last", "epoch", b"epoch", "explain", b"explain", "finite", b"finite", "incarnation", b"incarnation", "lease", b"lease", "max_deliveries", b"max_deliveries", "max_uses", b"max_uses", "max_wait", b"max_wait", "micro_batch_size", b"micro_batch_size", "min_batch_size", b"min_batch_size", "order_by", b"order_by", "partition_id", b"partition_id", "request_id", b"request_id", "sampler", b"sampler", "sampler_config", b"sampler_config", "task_name", b"task_name", "where", b"where"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_batch_index", b"_batch_index"]) -> typing.Literal["batch_index"] | None: ...
     @typing.overload
@@ -615,6 +624,7 @@ class GetMetaResponse(google.protobuf.message.Message):
 
     META_FIELD_NUMBER: builtins.int
     REASON_FIELD_NUMBER: builtins.int
+    MORE_FIELD_NUMBER: builtins.int
     @property
     def meta(self) -> tq_service.v1.metadata_pb2.BatchMeta:
         """The status, and with a batch its samples, their metadata and where their cells are."""
@@ -623,14 +633,21 @@ class GetMetaResponse(google.protobuf.message.Message):
     def reason(self) -> global___WaitReason:
         """With NOT_YET, where `explain` asked for it: why there is nothing yet."""
 
+    @property
+    def more(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[tq_service.v1.metadata_pb2.BatchMeta]:
+        """With BATCH, where `batch_count` asked for them: the batches behind it, in order; the last one may be the END. They
+        stop before a batch that is not ready, or is refused: a call for that one waits, or fails.
+        """
+
     def __init__(
         self,
         *,
         meta: tq_service.v1.metadata_pb2.BatchMeta | None = ...,
         reason: global___WaitReason | None = ...,
+        more: collections.abc.Iterable[tq_service.v1.metadata_pb2.BatchMeta] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["meta", b"meta", "reason", b"reason"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["meta", b"meta", "reason", b"reason"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["meta", b"meta", "more", b"more", "reason", b"reason"]) -> None: ...
 
 global___GetMetaResponse = GetMetaResponse
 

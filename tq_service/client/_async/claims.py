@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, overload
 
 from tq_service.client._async.calls import AsyncBase
 from tq_service.client.batch_meta import BatchMeta
@@ -28,6 +28,7 @@ _UNKNOWN_OUTCOMES: Final = (CallCancelledError, DeadlineError, InternalError, Un
 class AsyncClaimCalls(AsyncBase):
     """The part of the client for consumers. See `AsyncClient`."""
 
+    @overload
     async def get_meta(
         self,
         *,
@@ -43,6 +44,7 @@ class AsyncClaimCalls(AsyncBase):
         dp_rank: int | None = None,
         dp_size: int | None = None,
         batch_index: int | None = None,
+        batch_count: None = None,
         drop_last: bool = False,
         where: Iterable[tuple[str, str, Any]] = (),
         order_by: Iterable[str] = (),
@@ -57,7 +59,68 @@ class AsyncClaimCalls(AsyncBase):
         explain: bool | None = None,
         on_wait: Callable[[WaitReason], object] | None = None,
         timeout: float | None = None,
-    ) -> BatchMeta:
+    ) -> BatchMeta: ...
+
+    @overload
+    async def get_meta(
+        self,
+        *,
+        partition_id: str,
+        task_name: str,
+        data_fields: Sequence[str],
+        batch_size: int,
+        batch_unit: BatchUnit = "sample",
+        micro_batch_size: int | None = None,
+        sampler: str | None = None,
+        sampler_config: Mapping[str, Any] | None = None,
+        dp_rank: int,
+        dp_size: int,
+        batch_index: int,
+        batch_count: int,
+        drop_last: bool = False,
+        where: Iterable[tuple[str, str, Any]] = (),
+        order_by: Iterable[str] = (),
+        finite: bool = False,
+        incarnation: bytes = b"",
+        epoch: int | None = None,
+        max_uses: int | None = None,
+        max_wait: float = DEFAULT_MAX_WAIT_SECONDS,
+        explain: bool | None = None,
+        on_wait: Callable[[WaitReason], object] | None = None,
+        timeout: float | None = None,
+    ) -> list[BatchMeta]: ...
+
+    async def get_meta(
+        self,
+        *,
+        partition_id: str,
+        task_name: str,
+        data_fields: Sequence[str],
+        batch_size: int,
+        min_batch_size: int | None = None,
+        batch_unit: BatchUnit = "sample",
+        micro_batch_size: int | None = None,
+        sampler: str | None = None,
+        sampler_config: Mapping[str, Any] | None = None,
+        dp_rank: int | None = None,
+        dp_size: int | None = None,
+        batch_index: int | None = None,
+        batch_count: int | None = None,
+        drop_last: bool = False,
+        where: Iterable[tuple[str, str, Any]] = (),
+        order_by: Iterable[str] = (),
+        finite: bool = False,
+        incarnation: bytes = b"",
+        epoch: int | None = None,
+        lease: float | None = None,
+        max_deliveries: int | None = None,
+        claim_name: str | None = None,
+        max_uses: int | None = None,
+        max_wait: float = DEFAULT_MAX_WAIT_SECONDS,
+        explain: bool | None = None,
+        on_wait: Callable[[WaitReason], object] | None = None,
+        timeout: float | None = None,
+    ) -> BatchMeta | list[BatchMeta]:
         """Ask for a batch: with `dp_rank`, `dp_size` and `batch_index` as a trainer rank, without as a queue worker.
 
         A rank that asks again gets the same answer. A queue worker's claim is released when its call is cancelled or
@@ -76,6 +139,9 @@ class AsyncClaimCalls(AsyncBase):
             dp_rank: the rank that asks.
             dp_size: number of ranks.
             batch_index: which batch, counted from 0 in the epoch.
+            batch_count: ranks: ask for up to so many batches, at most 64, from `batch_index` on: for the first, and for
+                those behind it that are ready at that moment. None: for one batch. What is claimed early has no samples
+                that come later, so ask for no more than will be used soon.
             drop_last: whether the last batch, if short, is left out.
             where: conditions `(column, operator, value)` on custom_meta, all of which must hold; operators are
                 ==, !=, <, <=, >, >= and "in" with a list of values.
@@ -101,7 +167,8 @@ class AsyncClaimCalls(AsyncBase):
             timeout: seconds beyond `max_wait` until the call fails; None: the client's.
 
         Returns:
-            The batch; look at its `status` first: "batch", "not_yet" or "end".
+            The batch; look at its `status` first: "batch", "not_yet" or "end". With `batch_count` a list of at least
+            one: batches in order, of which the last may be the "end"; or "not_yet" alone.
 
         Raises:
             InvalidArgumentError: an argument is wrong; also MissingLengthError.
@@ -136,6 +203,7 @@ class AsyncClaimCalls(AsyncBase):
             max_deliveries=max_deliveries,
             claim_name=claim_name,
             max_uses=max_uses,
+            batch_count=batch_count,
         )
         if lease is not None:
             import_tensordict()  # lest the lease pay for it, with the first `get_data` of the process
@@ -157,7 +225,10 @@ class AsyncClaimCalls(AsyncBase):
         )
         for probe in probes:
             probe.claimed(time.perf_counter() - began_at, meta.status)
-        return meta
+        if batch_count is None:
+            return meta
+        more = (BatchMeta.from_proto(each, self._namespace, task_name=request.task_name) for each in answer.more)
+        return [meta, *more]
 
     async def _poll(
         self,

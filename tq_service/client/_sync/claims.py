@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, overload
 
 from tq_service.client._sync.calls import Base
 from tq_service.client.batch_meta import BatchMeta
@@ -29,6 +29,7 @@ _UNKNOWN_OUTCOMES: Final = (CallCancelledError, DeadlineError, InternalError, Un
 class ClaimCalls(Base):
     """The part of the client for consumers. See `Client`."""
 
+    @overload
     def get_meta(
         self,
         *,
@@ -44,6 +45,7 @@ class ClaimCalls(Base):
         dp_rank: int | None = None,
         dp_size: int | None = None,
         batch_index: int | None = None,
+        batch_count: None = None,
         drop_last: bool = False,
         where: Iterable[tuple[str, str, Any]] = (),
         order_by: Iterable[str] = (),
@@ -58,7 +60,68 @@ class ClaimCalls(Base):
         explain: bool | None = None,
         on_wait: Callable[[WaitReason], object] | None = None,
         timeout: float | None = None,
-    ) -> BatchMeta:
+    ) -> BatchMeta: ...
+
+    @overload
+    def get_meta(
+        self,
+        *,
+        partition_id: str,
+        task_name: str,
+        data_fields: Sequence[str],
+        batch_size: int,
+        batch_unit: BatchUnit = "sample",
+        micro_batch_size: int | None = None,
+        sampler: str | None = None,
+        sampler_config: Mapping[str, Any] | None = None,
+        dp_rank: int,
+        dp_size: int,
+        batch_index: int,
+        batch_count: int,
+        drop_last: bool = False,
+        where: Iterable[tuple[str, str, Any]] = (),
+        order_by: Iterable[str] = (),
+        finite: bool = False,
+        incarnation: bytes = b"",
+        epoch: int | None = None,
+        max_uses: int | None = None,
+        max_wait: float = DEFAULT_MAX_WAIT_SECONDS,
+        explain: bool | None = None,
+        on_wait: Callable[[WaitReason], object] | None = None,
+        timeout: float | None = None,
+    ) -> list[BatchMeta]: ...
+
+    def get_meta(
+        self,
+        *,
+        partition_id: str,
+        task_name: str,
+        data_fields: Sequence[str],
+        batch_size: int,
+        min_batch_size: int | None = None,
+        batch_unit: BatchUnit = "sample",
+        micro_batch_size: int | None = None,
+        sampler: str | None = None,
+        sampler_config: Mapping[str, Any] | None = None,
+        dp_rank: int | None = None,
+        dp_size: int | None = None,
+        batch_index: int | None = None,
+        batch_count: int | None = None,
+        drop_last: bool = False,
+        where: Iterable[tuple[str, str, Any]] = (),
+        order_by: Iterable[str] = (),
+        finite: bool = False,
+        incarnation: bytes = b"",
+        epoch: int | None = None,
+        lease: float | None = None,
+        max_deliveries: int | None = None,
+        claim_name: str | None = None,
+        max_uses: int | None = None,
+        max_wait: float = DEFAULT_MAX_WAIT_SECONDS,
+        explain: bool | None = None,
+        on_wait: Callable[[WaitReason], object] | None = None,
+        timeout: float | None = None,
+    ) -> BatchMeta | list[BatchMeta]:
         """Ask for a batch: with `dp_rank`, `dp_size` and `batch_index` as a trainer rank, without as a queue worker.
 
         A rank that asks again gets the same answer. A queue worker's claim is released when its call is cancelled or
@@ -77,6 +140,9 @@ class ClaimCalls(Base):
             dp_rank: the rank that asks.
             dp_size: number of ranks.
             batch_index: which batch, counted from 0 in the epoch.
+            batch_count: ranks: ask for up to so many batches, at most 64, from `batch_index` on: for the first, and for
+                those behind it that are ready at that moment. None: for one batch. What is claimed early has no samples
+                that come later, so ask for no more than will be used soon.
             drop_last: whether the last batch, if short, is left out.
             where: conditions `(column, operator, value)` on custom_meta, all of which must hold; operators are
                 ==, !=, <, <=, >, >= and "in" with a list of values.
@@ -102,7 +168,8 @@ class ClaimCalls(Base):
             timeout: seconds beyond `max_wait` until the call fails; None: the client's.
 
         Returns:
-            The batch; look at its `status` first: "batch", "not_yet" or "end".
+            The batch; look at its `status` first: "batch", "not_yet" or "end". With `batch_count` a list of at least
+            one: batches in order, of which the last may be the "end"; or "not_yet" alone.
 
         Raises:
             InvalidArgumentError: an argument is wrong; also MissingLengthError.
@@ -137,6 +204,7 @@ class ClaimCalls(Base):
             max_deliveries=max_deliveries,
             claim_name=claim_name,
             max_uses=max_uses,
+            batch_count=batch_count,
         )
         if lease is not None:
             import_tensordict()  # lest the lease pay for it, with the first `get_data` of the process
@@ -158,7 +226,10 @@ class ClaimCalls(Base):
         )
         for probe in probes:
             probe.claimed(time.perf_counter() - began_at, meta.status)
-        return meta
+        if batch_count is None:
+            return meta
+        more = (BatchMeta.from_proto(each, self._namespace, task_name=request.task_name) for each in answer.more)
+        return [meta, *more]
 
     def _poll(
         self,
