@@ -53,7 +53,7 @@ class FakeService:
         self.changed = threading.Condition()
         self.partitions: dict[str, FakePartition] = {}
         self.waiting = threading.Event()
-        self.claim_count = 0
+        self.claims: list[tuple[int, int]] = []  # first batch_index and batch_count of each call
         self.layouts: set[str | None] = set()
         self.open_client_count = 0
         self.cuts: Callable[[int, int], list[list[int]]] | None = None
@@ -122,11 +122,24 @@ class FakeClient:
         with service.changed:
             service.open_client_count += 1
 
-    def get_meta(self, *, max_wait: float, timeout: float, **claim: Any) -> BatchMeta:
+    def get_meta(self, *, batch_count: int | None = None, **claim: Any) -> Any:
+        with self._service.changed:
+            self._service.claims.append((claim["batch_index"], batch_count or 1))
+            first = self._claim(**claim)
+            if batch_count is None:
+                return first
+            metas = [first]
+            while len(metas) < batch_count and metas[-1].status == "batch":
+                following = self._service.plan({**claim, "batch_index": claim["batch_index"] + len(metas)})
+                if following is None:
+                    break
+                metas.append(following)
+            return metas
+
+    def _claim(self, *, max_wait: float, timeout: float, **claim: Any) -> BatchMeta:
         service = self._service
         deadline = time.monotonic() + max_wait
         with service.changed:
-            service.claim_count += 1
             while True:
                 meta = service.plan(claim)
                 if meta is not None:

@@ -197,10 +197,10 @@ def test_reset_out_of_the_buffer_asks_for_the_end_only(service: FakeService) -> 
     service.put("train@0", token_rows(12), seal=True)
     dataset = dataset_of(service, replay_buffer_bytes=1 << 20)
     indexes(dataset)
-    asked = service.claim_count
+    asked = len(service.claims)
     dataset.reset()
     assert len(indexes(dataset)) == 6
-    assert service.claim_count == asked + 1
+    assert len(service.claims) == asked + 1
 
 
 def test_the_buffer_is_not_changed_by_the_trainer(service: FakeService, loader_of: Any) -> None:

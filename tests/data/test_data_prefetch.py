@@ -75,6 +75,40 @@ def test_fetches_nothing_ahead_beyond_the_bytes() -> None:
     loader.close()
 
 
+def test_batches_that_may_be_fetched_ahead_are_claimed_together() -> None:
+    service = filled(80)
+    loader = loader_of(service, prefetch_factor=6)
+    iterator = iter(loader)
+    items = [next(iterator)]
+    for thread in prefetch_threads():
+        thread.join(0.05)
+    # The size of the first batch says how many are admitted: six ahead, and the one in use.
+    assert service.claims[:2] == [(0, 1), (1, 5)] or service.claims[:2] == [(0, 1), (1, 6)]
+    assert max(first + count for first, count in service.claims) <= 1 + 6
+    items += iterator
+    assert [item[0]["index"].tolist() for item in items] == [list(range(at, at + 4)) for at in range(0, 80, 4)]
+    loader.close()
+
+
+def test_the_end_of_a_range_is_the_end() -> None:
+    service = filled(10)
+    assert [len(data) for data, _ in loader_of(service, prefetch_factor=6)] == [4, 4, 2]
+    assert service.claims[0] == (0, 1)
+    assert sum(first > 0 for first, _ in service.claims) == 1
+
+
+def test_a_loader_that_was_closed_with_batches_claimed_ahead_continues_with_them() -> None:
+    service = filled(40)
+    first = loader_of(service, prefetch_factor=6)
+    got = [next(iter(first))[0]["index"].tolist()]
+    state = first.state_dict()
+    first.close()
+    second = loader_of(service, prefetch_factor=6)
+    second.load_state_dict(state)
+    got += [data["index"].tolist() for data, _ in second]
+    assert got == [list(range(at, at + 4)) for at in range(0, 40, 4)]
+
+
 @pytest.mark.parametrize("how", ["end", "break", "close", "with", "exception", "garbage", "garbage while waiting"])
 def test_the_thread_ends(how: str) -> None:
     service = filled(40, seal=how == "end")

@@ -6,9 +6,11 @@ from tq_service.data.source import PrefetchLimit
 def begin_all(limit: PrefetchLimit) -> int:
     """Begin as many batches as are admitted."""
     begun = 0
+    further_count = limit.further_count()
     while limit.admits():
         limit.begin()
         begun += 1
+    assert begun == further_count or (further_count, begun) == (0, 1)
     return begun
 
 

@@ -166,10 +166,10 @@ class UploadingFetcher:
         """Take notice of the batch that `fetch` is called for next."""
         self._fetcher.request(batch_index)
 
-    def fetch(self, batch_index: int, is_wanted: Callable[[], bool]) -> FetchedBatch | End:
+    def fetch(self, batch_index: int, is_wanted: Callable[[], bool], batch_count: int) -> FetchedBatch | End:
         """Wait for a batch, or the end, and return it; the copy of its tensors may not be done."""
         with self._feed.copying():
-            fetched = self._fetcher.fetch(batch_index, is_wanted)
+            fetched = self._fetcher.fetch(batch_index, is_wanted, batch_count)
             return fetched if isinstance(fetched, End) else self._feed.upload(fetched)
 
     def close(self) -> None:

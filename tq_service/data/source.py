@@ -44,6 +44,7 @@ _RETRY_SECONDS = 0.05
 
 # A call waits no longer than this, however long it may, so that why it waits is asked in time.
 _LONGEST_CALL_SECONDS = 10.0
+_MOST_CLAIMED: Final = 64  # batches by one call
 
 
 class StreamClosedError(Exception):
@@ -265,6 +266,32 @@ def _reasons(counts: EndCounts, request: BatchRequest) -> list[str]:
     return [f"{skipped[name]} {text}" for name, text in texts.items() if name in skipped]
 
 
+class ClaimsAhead:
+    """Batches of a rank that were claimed with the one before them, and are yet to be fetched.
+
+    Attributes:
+        batch_count: how many batches the next claim may ask for.
+        until: the batch_index behind the last batch that was claimed.
+    """
+
+    def __init__(self) -> None:
+        self.batch_count = 1
+        self.until = 0
+        self._metas: dict[int, BatchMeta] = {}
+
+    def claim(self, client: Client, *, batch_index: int, **claim: Any) -> BatchMeta:
+        """Return a batch, claimed before or now, with as many behind it as are ready and wanted."""
+        if batch_index in self._metas:
+            return self._metas.pop(batch_index)
+        if self.batch_count > 1:
+            metas = client.get_meta(batch_index=batch_index, batch_count=self.batch_count, **claim)
+        else:
+            metas = [client.get_meta(batch_index=batch_index, **claim)]
+        self.until = batch_index + sum(meta.status == "batch" for meta in metas)
+        self._metas = dict(enumerate(metas, batch_index))
+        return self._metas.pop(batch_index)
+
+
 def fetch_batch(
     *,
     client: Client,
@@ -272,6 +299,7 @@ def fetch_batch(
     timeout: float,
     layout: ReadLayout | None = None,
     device: Any = None,
+    ahead: ClaimsAhead | None = None,
     **claim: Any,
 ) -> tuple[TensorDict | None, BatchMeta]:
     """Claim one batch and fetch its data: what `fetch_batch_fn` does unless another is given.
@@ -282,13 +310,15 @@ def fetch_batch(
     `order_by`, `drop_last`, `batch_unit`, `finite`, `max_wait`, `timeout`, `incarnation`, `epoch` (b"" and None
     until the first batch has come), `layout` and `max_uses` where the dataset was given them, `device` where the loader
     was and it fetches in this process (data that is returned on the CPU is copied up), and `explain` (True)
-    where the wait has lasted and the answer's `waiting_for` is to say why.
+    where the wait has lasted and the answer's `waiting_for` is to say why. Only this function itself is given `ahead`,
+    the batches that it has claimed and not fetched.
 
     Returns:
         The data and its meta. The data is None where the meta is no batch: with status "not_yet" the function is
         called again, with "end" the iteration ends. `(None, None)` means "not_yet".
     """
-    meta = client.get_meta(max_wait=max_wait, timeout=timeout, **claim)
+    ahead = ahead or ClaimsAhead()
+    meta = ahead.claim(client, max_wait=max_wait, timeout=timeout, **claim)
     if meta.status != "batch":
         return None, meta
     where = {} if device is None else {"device": device}
@@ -340,7 +370,7 @@ class BatchFetcher:
     of another one.
 
     Attributes:
-        fetched_until: the batch_index behind the last batch that was fetched.
+        fetched_until: the batch_index behind the last batch that was fetched, or claimed to be fetched.
         closed: whether `close` was called.
     """
 
@@ -348,18 +378,20 @@ class BatchFetcher:
         self._source = source
         self._client: Any = None
         self._identity = identity
+        self._ahead = ClaimsAhead()
         self.fetched_until = 0
         self.closed = False
 
     def request(self, batch_index: int) -> None:
         """Do nothing: `fetch` asks for the batch."""
 
-    def fetch(self, batch_index: int, is_wanted: Callable[[], bool]) -> FetchedBatch | End:
+    def fetch(self, batch_index: int, is_wanted: Callable[[], bool], batch_count: int = 1) -> FetchedBatch | End:
         """Wait for a batch, or the end, and return it.
 
         Args:
             batch_index: which batch.
             is_wanted: asked before each call; waiting ends once it is false.
+            batch_count: how many batches may be claimed together, from this one on, to be fetched next.
 
         Raises:
             StreamClosedError: the batch is not wanted any more.
@@ -369,6 +401,8 @@ class BatchFetcher:
             self._client = self._source.open_client()
         reports, request = WaitReports(), self._source.request
         max_wait = min(request.max_wait, _LONGEST_CALL_SECONDS)
+        self._ahead.batch_count = min(batch_count, _MOST_CLAIMED)
+        claiming = {"ahead": self._ahead} if self._source.fetch_batch_fn is fetch_batch else {}
         while is_wanted():
             asked_at = time.monotonic()
             explaining = {"explain": True} if reports.is_due_after(max_wait) else {}
@@ -378,6 +412,7 @@ class BatchFetcher:
                 incarnation=self._identity.incarnation if self._identity else b"",
                 epoch=self._identity.epoch if self._identity else None,
                 **explaining,
+                **claiming,
                 **request.keywords() | {"max_wait": max_wait},
             )
             status = "not_yet" if meta is None else meta.status
@@ -389,7 +424,8 @@ class BatchFetcher:
                     "client.get_data(meta) for empty batches too, since every rank needs them"
                 )
             if status == "batch":
-                self._identity, self.fetched_until = StreamIdentity.of(meta), batch_index + 1
+                self._identity = StreamIdentity.of(meta)
+                self.fetched_until = max(batch_index + 1, self._ahead.until)
                 return FetchedBatch(index=batch_index, data=data, meta=meta)
             reason: WaitReason | None = getattr(meta, "waiting_for", None)
             if reason is not None:
@@ -455,12 +491,15 @@ class PrefetchLimit:
 
     def admits(self) -> bool:
         """Whether another batch may be begun."""
-        ahead = self._under_way + self._arrived
-        if ahead == 0:
-            return True
-        if ahead >= self._max_batches or self._largest_bytes is None:
-            return False
-        return self._arrived_bytes + (self._under_way + 1) * self._largest_bytes <= self._max_bytes
+        return self._under_way + self._arrived == 0 or self.further_count() > 0
+
+    def further_count(self) -> int:
+        """Return how many batches may be begun beside those that are ahead."""
+        if self._largest_bytes is None:
+            return 0
+        by_number = self._max_batches - self._under_way - self._arrived
+        by_bytes = (self._max_bytes - self._arrived_bytes) // max(1, self._largest_bytes) - self._under_way
+        return max(0, min(by_number, by_bytes))
 
     def begin(self) -> None:
         """Count a batch that is requested from now on."""
@@ -513,6 +552,11 @@ class PrefetchQueue(Generic[T]):
         self._begun_count += 1
         on_begun(self._begun_count - 1)
         return self._begun_count - 1
+
+    def further_count(self) -> int:
+        """Return how many items the limit admits beside those that were begun."""
+        with self._changed:
+            return self._limit.further_count()
 
     @contextmanager
     def filling(self, number: int) -> Iterator[None]:
@@ -637,15 +681,18 @@ class Fetcher(Protocol):
 
     @property
     def fetched_until(self) -> int:
-        """The batch_index behind the last batch that was fetched."""
+        """The batch_index behind the last batch that was fetched, or claimed to be fetched."""
         ...
 
     def request(self, batch_index: int) -> None:
         """Take notice of the batch that `fetch` is called for next, in the order of batches; does not wait."""
         ...
 
-    def fetch(self, batch_index: int, is_wanted: Callable[[], bool]) -> FetchedBatch | End:
-        """Wait for a batch, or the end, and return it; StreamClosedError once it is not wanted any more."""
+    def fetch(self, batch_index: int, is_wanted: Callable[[], bool], batch_count: int) -> FetchedBatch | End:
+        """Wait for a batch, or the end, and return it; StreamClosedError once it is not wanted any more.
+
+        Up to `batch_count` batches, from this one on, may be claimed with it.
+        """
         ...
 
     def close(self) -> None:
@@ -691,7 +738,8 @@ def _fetch_ahead(first_index: int, fetcher: Fetcher, queue: PrefetchQueue[Fetche
         while (number := queue.begin(request) if following is None else following) is not None:
             following = None
             with queue.filling(number):
-                fetched = fetcher.fetch(first_index + number, lambda: not queue.closed)
+                batch_count = 1 + queue.further_count()
+                fetched = fetcher.fetch(first_index + number, lambda: not queue.closed, batch_count)
                 if isinstance(fetched, End):
                     queue.put(number, fetched)
                     queue.end(number + 1)

@@ -451,8 +451,10 @@ class WorkerFetcher:
                 )
             )
 
-    def fetch(self, batch_index: int, is_wanted: Callable[[], bool]) -> FetchedBatch | End:
+    def fetch(self, batch_index: int, is_wanted: Callable[[], bool], batch_count: int = 1) -> FetchedBatch | End:
         """Wait for the batch that was requested, or the end, and return it; once `close` was called it ends soon.
+
+        The worker claims no other batch with it: others may fetch those behind it.
 
         Raises:
             StreamClosedError: the batch is not wanted any more.
