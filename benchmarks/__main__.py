@@ -19,6 +19,7 @@ from benchmarks.report import Report, aim_text
 
 BENCHMARKS = (
     "claims_per_second",
+    "stages",
     "claim_cost_by_partition_size",
     "latency",
     "waiting_clients",
