@@ -1,220 +1,311 @@
-"""How many batches a second can ranks claim, beside TransferQueue and a gRPC echo?
+"""How many batches a second can ranks claim, and at what cost, beside TransferQueue and a gRPC echo?
 
-One client process with one event loop plays all ranks: each asks for its batches one after the other, all ranks at the
-same time. The echo gets the same load with messages of the same sizes; it knows no protobuf and keeps no state.
-TransferQueue gets the same load from a process of its own, with fewer claims: its claims cost what the partition holds,
-and become cheaper as it is consumed, so that they are measured when half of it is.
+The ranks are tasks of one or several client processes, each with one `tq.AsyncClient`; each asks for its batches one
+after the other, all ranks at the same time, one by one or in ranges. The echo gets as many calls as there are batches,
+with messages of the sizes of one claim; it knows no protobuf and keeps no state. TransferQueue gets the same load from
+a process of its own, with fewer claims: its claims cost what the partition holds, and become cheaper as it is consumed,
+so that they are measured when half of it is.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
+import multiprocessing
 import secrets
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
+from multiprocessing.connection import Connection
 
 import grpc
 import numpy as np
+import psutil
 
 import tq_service as tq
 from benchmarks.echo_server import echo_call, request_of
-from benchmarks.harness import (
-    Options,
-    interleave_async,
-    main,
-    median,
-    median_ratio,
-)
-from benchmarks.peer import Peer, run_beside_transfer_queue
+from benchmarks.harness import Options, interleave, main, median, median_ratio, run_async, running
+from benchmarks.peer import TRANSFER_QUEUE, Peer, peer
 from benchmarks.report import Aim, Cell, Plot, Report
-from tq_service.v1.controller_service_pb2 import GetMetaRequest
-from tq_service.v1.controller_service_pb2_grpc import ControllerServiceStub
+from tq_service.testing import ServiceProcess
 
 SAMPLE_COUNT = 32_768
 BATCH_SIZE = 8
-RANK_COUNTS = (1, 8, 64, 512)
-PEER_RANK_COUNTS = (8, 64)
-_CLAIMS_A_REPEAT = 1_536
-_MOST_CLAIMS_OF_ONE_RANK = 512
+_ECHO_SIZES = (110, 145)
+_CLAIMS_A_REPEAT, _CLAIMS_OF_ONE_RANK, _QUICK_SHARE = 1_536, 512, 8
 _PEER_CLAIMS_A_REPEAT = 192
+_PEER_RANK_COUNTS = (8, 64)
+_START_SECONDS = 0.2
+_CLAIM, _ECHO, _PEER = "claim", "echo", "TransferQueue"
 
-Call = Callable[[int, int], Awaitable[object]]
-
-
-async def _rate(rank_count: int, claim_count: int, call: Call) -> float:
-    """Return calls a second of `rank_count` ranks that make `claim_count` calls together."""
-    batch_count = claim_count // rank_count
-
-    async def consume(rank: int) -> None:
-        for batch_index in range(batch_count):
-            await call(rank, batch_index)
-
-    started = time.perf_counter()
-    await asyncio.gather(*(consume(rank) for rank in range(rank_count)))
-    return batch_count * rank_count / (time.perf_counter() - started)
+Call = Callable[[int, int], Awaitable[int]]
+"""Makes the call of a rank for its batches from an index on; returns of how many batches it was."""
 
 
-class _Load:
-    """The ways to make the same load."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Clients:
+    """Client processes, the ranks in each, and for how many batches each call asks."""
 
-    def __init__(self, address: str, echo_address: str, transfer_queue: Peer) -> None:
-        self._channel = grpc.aio.insecure_channel(address)
-        self._echo_channel = grpc.aio.insecure_channel(echo_address)
-        self._stub = ControllerServiceStub(self._channel)
-        self._echo = echo_call(self._echo_channel)
-        self._client = tq.AsyncClient(address)
-        self._transfer_queue = transfer_queue
-        self.message_sizes = (0, 0)
+    process_count: int
+    rank_count: int
+    batch_count: int = 1
 
-    async def start(self) -> None:
-        await self._client.put({"x": np.arange(SAMPLE_COUNT)}, partition_id="claims")
-        request = self._request("sizes", 1, 0, 0)
-        answer = await self._stub.GetMeta(request)
-        self.message_sizes = (request.ByteSize(), answer.ByteSize())
-        if self._transfer_queue.is_there:
-            self._transfer_queue.ask("fill", partition_id="claims", sample_count=SAMPLE_COUNT)
+    @property
+    def dp_size(self) -> int:
+        """Ranks in all processes."""
+        return self.process_count * self.rank_count
 
-    async def stop(self) -> None:
-        await self._client.aclose()
-        await self._channel.close()
-        await self._echo_channel.close()
+    @property
+    def is_compared(self) -> bool:
+        """Whether TransferQueue gets the same load."""
+        return (self.process_count, self.batch_count) == (1, 1) and self.rank_count in _PEER_RANK_COUNTS
 
-    @staticmethod
-    def _request(task: str, rank_count: int, rank: int, batch_index: int) -> GetMetaRequest:
-        return GetMetaRequest(
-            request_id=os.urandom(16),
-            partition_id="claims",
-            task_name=task,
-            data_fields=["x"],
-            batch_size=BATCH_SIZE,
-            dp_rank=rank,
-            dp_size=rank_count,
-            batch_index=batch_index,
-            max_wait={"seconds": 30},
-        )
+    def __str__(self) -> str:
+        return f"{self.process_count} of {self.rank_count}" + f", ranges of {self.batch_count}" * (self.batch_count > 1)
 
-    async def stubs(self, rank_count: int, claim_count: int) -> float:
-        """Claim through the generated stubs."""
-        task = secrets.token_hex(8)
 
-        async def call(rank: int, batch_index: int) -> None:
-            answer = await self._stub.GetMeta(self._request(task, rank_count, rank, batch_index))
-            if len(answer.meta.global_indexes) != BATCH_SIZE:
-                raise RuntimeError(f"got {len(answer.meta.global_indexes)} samples, expected {BATCH_SIZE}")
+ONE_RANK, RANGES, TOGETHER = Clients(process_count=1, rank_count=1), 16, Clients(process_count=1, rank_count=64)
+CLIENTS = (
+    ONE_RANK,
+    Clients(process_count=1, rank_count=1, batch_count=4),
+    Clients(process_count=1, rank_count=1, batch_count=RANGES),
+    Clients(process_count=1, rank_count=8),
+    TOGETHER,
+    Clients(process_count=8, rank_count=8),
+    Clients(process_count=1, rank_count=512),
+)
 
-        return await _rate(rank_count, claim_count, call)
 
-    async def client(self, rank_count: int, claim_count: int) -> float:
-        """Claim through `tq.AsyncClient`."""
-        task = secrets.token_hex(8)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """What a client process is to do from a moment of the monotonic clock on: calls of its ranks."""
 
-        async def call(rank: int, batch_index: int) -> None:
-            await self._client.get_meta(
-                partition_id="claims",
-                task_name=task,
-                data_fields=["x"],
-                batch_size=BATCH_SIZE,
-                dp_rank=rank,
-                dp_size=rank_count,
-                batch_index=batch_index,
-                max_wait=30.0,
+    case: str
+    clients: Clients
+    task_name: str
+    first_rank: int
+    batches_of_a_rank: int
+    begin_at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What one process, or several, did: batches, and the processor time of clients and server in seconds."""
+
+    batch_count: int
+    client_seconds: float
+    seconds: float = 0.0
+    server_seconds: float = 0.0
+
+    @property
+    def rate(self) -> float:
+        """Batches a second."""
+        return self.batch_count / self.seconds
+
+
+def _serve_orders(orders: Connection, address: str, echo_address: str) -> None:
+    """Carry out orders until there are no more: the program of a client process."""
+    run_async(_carry_out_all(orders, address, echo_address))
+
+
+async def _carry_out_all(orders: Connection, address: str, echo_address: str) -> None:
+    channel = grpc.aio.insecure_channel(echo_address)
+    echo, request = echo_call(channel), request_of(*_ECHO_SIZES)
+
+    async def call_echo(_rank: int, _batch_index: int) -> int:
+        await echo(request)
+        return 1
+
+    async with tq.AsyncClient(address) as client:
+        await asyncio.gather(client.list_partitions(), call_echo(0, 0))
+        orders.send(None)
+        while (order := await asyncio.to_thread(orders.recv)) is not None:
+            orders.send(await _carry_out(order, call_echo if order.case == _ECHO else _claims(client, order)))
+    await channel.close()
+
+
+def _claims(client: tq.AsyncClient, order: Order) -> Call:
+    asks = partial(
+        client.get_meta, partition_id="claims", task_name=order.task_name, data_fields=["x"], batch_size=BATCH_SIZE,
+        dp_size=order.clients.dp_size,
+    )  # fmt: skip
+
+    async def claim(rank: int, batch_index: int) -> int:
+        batches = await asks(dp_rank=rank, batch_index=batch_index)
+        return len([batches])
+
+    async def claim_range(rank: int, batch_index: int) -> int:
+        batches = await asks(dp_rank=rank, batch_index=batch_index, batch_count=order.clients.batch_count)
+        return len(batches)
+
+    return claim if order.clients.batch_count == 1 else claim_range
+
+
+async def _carry_out(order: Order, call: Call) -> Outcome:
+    async def consume(rank: int) -> int:
+        batch_index = 0
+        while batch_index < order.batches_of_a_rank:
+            batch_index += await call(rank, batch_index)
+        return batch_index
+
+    await asyncio.sleep(order.begin_at - time.monotonic())
+    before = time.process_time()
+    counts = await asyncio.gather(*(consume(order.first_rank + rank) for rank in range(order.clients.rank_count)))
+    return Outcome(batch_count=sum(counts), client_seconds=time.process_time() - before)
+
+
+@contextmanager
+def _client_processes(count: int, address: str, echo_address: str) -> Iterator[list[Connection]]:
+    """Run so many client processes, which are connected; yield where orders go."""
+    spawn = multiprocessing.get_context("spawn")
+    with ExitStack() as stack:
+        ends = []
+        for _ in range(count):
+            own, other = spawn.Pipe()
+            process = spawn.Process(target=_serve_orders, args=(other, address, echo_address), daemon=True)
+            process.start()
+            stack.callback(process.join)
+            ends.append(own)
+        for end in ends:
+            end.recv()
+        yield ends
+        for end in ends:
+            end.send(None)
+
+
+def _measure(case: str, clients: Clients, ends: Sequence[Connection], server: psutil.Process, calls: int) -> Outcome:
+    begin_at, task_name = time.monotonic() + _START_SECONDS, secrets.token_hex(8)
+    before = sum(server.cpu_times()[:2])
+    for number, end in enumerate(ends):
+        end.send(
+            Order(
+                case=case,
+                clients=clients,
+                task_name=task_name,
+                first_rank=number * clients.rank_count,
+                batches_of_a_rank=calls // clients.dp_size,
+                begin_at=begin_at,
             )
-
-        return await _rate(rank_count, claim_count, call)
-
-    async def echo(self, rank_count: int, claim_count: int) -> float:
-        """Make the same number of echo calls."""
-        request = request_of(*self.message_sizes)
-
-        async def call(_rank: int, _batch_index: int) -> None:
-            await self._echo(request)
-
-        return await _rate(rank_count, claim_count, call)
-
-    async def transfer_queue(self, rank_count: int, claim_count: int) -> float:
-        """Have TransferQueue's client claim; nothing else happens meanwhile."""
-        claim_count = min(claim_count, _PEER_CLAIMS_A_REPEAT)
-        seconds = self._transfer_queue.ask(
-            "claims",
-            partition_id="claims",
-            rank_count=rank_count,
-            claim_count=claim_count,
-            batch_size=BATCH_SIZE,
-            consumed_count=SAMPLE_COUNT // 2,
         )
-        return claim_count / float(seconds)
+    outcomes = [end.recv() for end in ends]
+    return Outcome(
+        batch_count=sum(each.batch_count for each in outcomes),
+        client_seconds=sum(each.client_seconds for each in outcomes),
+        seconds=time.monotonic() - begin_at,
+        server_seconds=sum(server.cpu_times()[:2]) - before,
+    )
 
 
-async def _measure(options: Options, address: str, echo_address: str, transfer_queue: Peer) -> Report:
-    load = _Load(address, echo_address, transfer_queue)
-    await load.start()
-    rows: list[list[Cell]] = []
-    for rank_count in RANK_COUNTS:
-        claim_count = _CLAIMS_A_REPEAT if rank_count > 1 else _MOST_CLAIMS_OF_ONE_RANK
-        claim_count = max(claim_count // 8, rank_count) if options.quick else claim_count
-        calls = {"stubs": load.stubs, "client": load.client, "echo": load.echo}
-        if transfer_queue.is_there and rank_count in PEER_RANK_COUNTS:
-            calls["peer"] = load.transfer_queue
-        cases = {name: partial(call, rank_count, claim_count) for name, call in calls.items()}
-        rates = await interleave_async(cases, options.repeats)
-        stubs, client, echo = (median(rates[name]) for name in ("stubs", "client", "echo"))
-        peers = [median(rates["peer"]), median_ratio(rates["client"], rates["peer"])] if "peer" in rates else [None] * 2
-        rows.append([rank_count, stubs, client, echo, median_ratio(rates["stubs"], rates["echo"]), *peers])
-    await load.stop()
-    return _report(rows, load.message_sizes, transfer_queue)
+def _ask_peer(transfer_queue: Peer, rank_count: int) -> Outcome:
+    """Have TransferQueue's client claim; nothing else happens meanwhile."""
+    seconds = transfer_queue.ask(
+        "claims",
+        partition_id="claims",
+        rank_count=rank_count,
+        claim_count=_PEER_CLAIMS_A_REPEAT,
+        batch_size=BATCH_SIZE,
+        consumed_count=SAMPLE_COUNT // 2,
+    )
+    return Outcome(batch_count=_PEER_CLAIMS_A_REPEAT, client_seconds=0.0, seconds=float(seconds))
 
 
-def _report(rows: list[list[Cell]], message_sizes: tuple[int, int], transfer_queue: Peer) -> Report:
-    of_ranks = {row[0]: row for row in rows}
-    series = {
-        name: [(row[0], float(row[column])) for row in rows if isinstance(row[column], float)]
-        for column, name in (
-            (1, "GetMeta, generated stubs"),
-            (2, "GetMeta, tq.AsyncClient"),
-            (3, "grpc.aio echo"),
-            (5, "TransferQueue"),
-        )
-    }
+def _row(
+    clients: Clients, options: Options, service: tuple[str, int], echo: tuple[str, int], transfer_queue: Peer
+) -> list[Cell]:
+    """Return a row of the table, given the address and the process id of both servers."""
+    count = _CLAIMS_OF_ONE_RANK if clients.dp_size == 1 else _CLAIMS_A_REPEAT
+    count = max(count // _QUICK_SHARE, clients.dp_size) if options.quick else count
+    with _client_processes(clients.process_count, service[0], echo[0]) as ends:
+        cases = {
+            case: partial(_measure, case, clients, ends, psutil.Process(pid), count)
+            for case, (_, pid) in ((_CLAIM, service), (_ECHO, echo))
+        }
+        if transfer_queue.is_there and clients.is_compared:
+            cases[_PEER] = partial(_ask_peer, transfer_queue, clients.rank_count)
+        outcomes = interleave(cases, options.repeats)
+    rates = {case: [each.rate for each in found] for case, found in outcomes.items()}
+    peers = [median(rates[_PEER]), median_ratio(rates[_CLAIM], rates[_PEER])] if _PEER in rates else [None] * 2
+    return [
+        str(clients),
+        median(rates[_CLAIM]),
+        median(rates[_ECHO]),
+        median_ratio(rates[_CLAIM], rates[_ECHO]),
+        *(
+            median([each.server_seconds / each.batch_count * 1e6 for each in outcomes[case]])
+            for case in cases
+            if case != _PEER
+        ),
+        median([each.client_seconds / each.batch_count * 1e6 for each in outcomes[_CLAIM]]),
+        *peers,
+    ]
+
+
+def run(options: Options) -> Report:
+    """Measure."""
+    with (
+        ServiceProcess() as service,
+        running("benchmarks.echo_server") as echo,
+        peer(TRANSFER_QUEUE, "benchmarks.transfer_queue_peer", options) as transfer_queue,
+    ):
+        with tq.Client(service.address) as client:
+            client.put({"x": np.arange(SAMPLE_COUNT)}, partition_id="claims")
+        if transfer_queue.is_there:
+            transfer_queue.ask("fill", partition_id="claims", sample_count=SAMPLE_COUNT)
+        rows = [
+            _row(clients, options, (service.address, service.pid), (echo.address, echo.pid), transfer_queue)
+            for clients in CLIENTS
+        ]
+        return _report(rows, transfer_queue)
+
+
+def _report(rows: list[list[Cell]], transfer_queue: Peer) -> Report:
+    by_clients = dict(zip(CLIENTS, rows, strict=True))
+    of_range = by_clients[Clients(process_count=1, rank_count=1, batch_count=RANGES)]
     return Report(
         name="claims_per_second",
-        question="How many batches a second can ranks claim, beside TransferQueue and a gRPC echo?",
+        question="How many batches a second can ranks claim, and at what cost, beside TransferQueue and a gRPC echo?",
         columns=[
-            "ranks",
-            "stubs, claims/s",
-            "AsyncClient, claims/s",
+            "processes of ranks",
+            "claims/s",
             "echo, calls/s",
-            "stubs / echo",
+            "claims / echo",
+            "service, µs",
+            "echo, µs",
+            "client, µs",
             "TransferQueue, claims/s",
-            "AsyncClient / TransferQueue",
+            "claims / TransferQueue",
         ],
         rows=rows,
         notes=[
-            f"{SAMPLE_COUNT:,} samples, batches of {BATCH_SIZE}, one client process with one event loop",
-            f"request of {message_sizes[0]} bytes, answer of {message_sizes[1]} bytes",
+            f"{SAMPLE_COUNT:,} samples, batches of {BATCH_SIZE}; each process has one tq.AsyncClient",
+            "a claim is one batch of one rank; in ranges, one call claims several; the echo has a call for each",
+            "µs are processor time of all threads, for each batch",
+            f"the echo's request has {_ECHO_SIZES[0]} bytes, its answer {_ECHO_SIZES[1]}",
             "TransferQueue: when half of the samples are consumed; before that its claims are dearer, later cheaper",
             *transfer_queue.notes,
         ],
         aims=[
-            Aim(what="claims/s of 64 ranks", measured=_number(of_ranks[64][1]), wanted=2_000),
-            Aim(what="claims/s of 64 ranks / echo", measured=_number(of_ranks[64][4]), wanted=0.6),
+            Aim(what="claims/s of 64 ranks", measured=_number(by_clients[TOGETHER][1]), wanted=2_000),
+            Aim(what=f"claims/s of one rank in ranges of {RANGES} / echo", measured=_number(of_range[3]), wanted=1.5),
             *(
-                Aim(
-                    what=f"claims/s of {count} ranks / TransferQueue", measured=_number(of_ranks[count][6]), wanted=15.0
-                )
-                for count in PEER_RANK_COUNTS
+                Aim(what=f"claims/s of {clients.rank_count} ranks / TransferQueue", measured=_number(row[8]), wanted=15)
+                for clients, row in by_clients.items()
+                if clients.is_compared
             ),
         ],
         plots=[
             Plot(
                 name="claims_per_second",
                 title="Claims per second",
-                x_label="ranks",
+                x_label="",
                 y_label="calls/s",
-                series={name: points for name, points in series.items() if points},
-                log_x=True,
+                series={
+                    name: [(str(row[0]), float(row[column])) for row in rows if isinstance(row[column], float)]
+                    for column, name in ((1, "get_meta, tq.AsyncClient"), (2, "grpc.aio echo"))
+                },
+                bars=True,
             )
         ],
         without=transfer_queue.absent,
@@ -223,11 +314,6 @@ def _report(rows: list[list[Cell]], message_sizes: tuple[int, int], transfer_que
 
 def _number(cell: Cell) -> float | None:
     return cell if isinstance(cell, float) else None
-
-
-def run(options: Options) -> Report:
-    """Measure."""
-    return run_beside_transfer_queue(_measure, options)
 
 
 if __name__ == "__main__":
