@@ -28,7 +28,7 @@ from tq_service.client.batch_meta import (
 )
 from tq_service.custom_meta import MetaColumn, MetaValue, concatenated
 from tq_service.errors import InvalidArgumentError
-from tq_service.schema import KeyMode, SampleState, check_named_rows
+from tq_service.schema import KeyMode, Published, SampleState, check_named_rows
 from tq_service.v1 import commit_pb2, metadata_pb2
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.wire.messages import read_seconds, to_duration
@@ -208,7 +208,6 @@ def get_meta_request(**arguments: Any) -> pb.GetMetaRequest:
     order_by, config, lease = listed("order_by", arguments["order_by"]), arguments["sampler_config"], arguments["lease"]
     arguments |= {
         "sampler_config": _struct("sampler_config", config) if config else None,
-        "where": condition_messages(arguments["where"]),
         "order_by": [_order(position, column) for position, column in enumerate(order_by)],
         "lease": None if lease is None else lease_duration(lease),
     }
@@ -217,7 +216,15 @@ def get_meta_request(**arguments: Any) -> pb.GetMetaRequest:
 
 
 # Arguments of `get_meta` that may be None, which the request has as 0 or "": so they are not sent.
-_MAY_BE_NONE: Final = {"min_batch_size", "micro_batch_size", "sampler", "max_deliveries", "claim_name", "max_uses"}
+_MAY_BE_NONE: Final = {
+    "min_batch_size",
+    "micro_batch_size",
+    "sampler",
+    "max_deliveries",
+    "claim_name",
+    "max_uses",
+    "policy",
+}
 _NOT_ZERO: Final = {
     "max_deliveries": "at least 1",
     "max_uses": "at least 1",
@@ -254,18 +261,22 @@ def _order(position: int, column: Any) -> pb.Order:
     return request_of(pb.Order, column=column.removeprefix("-"), descending=column.startswith("-"))
 
 
-def condition_messages(where: Iterable[tuple[str, str, Any]]) -> list[pb.Condition]:
-    """Return conditions on custom_meta as messages."""
-    return [_condition(position, condition) for position, condition in enumerate(listed("where", where))]
+def condition_messages(where: Iterable[tuple[str, str, Any]], namespace: Namespace) -> list[pb.Condition]:
+    """Return conditions on custom_meta as messages; policies are named in a namespace."""
+    conditions = enumerate(listed("where", where))
+    return [_condition(position, condition, namespace) for position, condition in conditions]
 
 
-def _condition(position: int, condition: Any) -> pb.Condition:
+def _condition(position: int, condition: Any, namespace: Namespace) -> pb.Condition:
     name = f"where[{position}]"
     if not isinstance(condition, tuple | list) or len(condition) != 3:
         raise InvalidArgumentError(
             f"{name} is {condition!r}, expected (column, operator, value) such as ('version', '>=', 3)", field="where"
         )
     column, comparison, value = condition
+    if isinstance(value, Published):
+        published = request_of(pb.PublishedVersion, policy=namespace.full_name(value.policy), offset=value.offset)
+        return request_of(pb.Condition, column=column, operator=OPERATORS.encode(comparison, name), published=published)
     values = listed(f"{name} with 'in'", value) if comparison == "in" else [value]
     return request_of(
         pb.Condition,

@@ -586,6 +586,11 @@ class Planner:
         if self.is_idle:
             self._partition.on_change.discard(self.wake)
 
+    def has_planned(self, request: ClaimRequest) -> bool:
+        """Whether the batch that a rank asks for was planned, or none will be any more."""
+        is_planned = request.rank is not None and request.rank.batch_index < self.task.next_batch_index
+        return is_planned or self.task.end is not None
+
     def retract(self, request_id: bytes) -> None:
         """Release a queue claim whose answer did not reach its client, unless a retry was given the same.
 

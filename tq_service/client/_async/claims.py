@@ -8,12 +8,20 @@ from typing import Any, Final
 
 from tq_service.client._async.calls import AsyncBase
 from tq_service.client.batch_meta import BatchMeta
-from tq_service.client.requests import check_leased, get_meta_request, lease_duration, listed, request_of, seconds
+from tq_service.client.requests import (
+    check_leased,
+    condition_messages,
+    get_meta_request,
+    lease_duration,
+    listed,
+    request_of,
+    seconds,
+)
 from tq_service.client.transport import Deadline, WaitReports, import_tensordict, warn_of_wait
 from tq_service.client_probes import probes
 from tq_service.errors import CallCancelledError, DeadlineError, InternalError, TqError, UnavailableError
 from tq_service.results import ConsumptionStatus, ProductionStatus, WaitReason
-from tq_service.schema import BatchUnit
+from tq_service.schema import DEFAULT_POLICY, BatchUnit
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1.metadata_pb2 import BATCH_STATUS_NOT_YET
 from tq_service.wire.messages import read_message, to_duration
@@ -53,6 +61,8 @@ class AsyncClaimCalls(AsyncBase):
         max_deliveries: int | None = None,
         claim_name: str | None = None,
         max_uses: int | None = None,
+        not_before_version: int | None = None,
+        policy: str = DEFAULT_POLICY,
         max_wait: float = DEFAULT_MAX_WAIT_SECONDS,
         explain: bool | None = None,
         on_wait: Callable[[WaitReason], object] | None = None,
@@ -78,7 +88,7 @@ class AsyncClaimCalls(AsyncBase):
             batch_index: which batch, counted from 0 in the epoch.
             drop_last: whether the last batch, if short, is left out.
             where: conditions `(column, operator, value)` on custom_meta, all of which must hold; operators are
-                ==, !=, <, <=, >, >= and "in" with a list of values.
+                ==, !=, <, <=, >, >= and "in" with a list of values. <, <=, > and >= take a `Published` too.
             order_by: custom_meta columns by which ready samples are ordered, "-column" for largest first.
             finite: also end when every sample inserted so far is consumed, without waiting for the seal.
             incarnation: that of the partition; empty: whichever.
@@ -93,6 +103,9 @@ class AsyncClaimCalls(AsyncBase):
             max_uses: how often a sample is delivered to the task before it counts as consumed; until then it stays
                 ready for later batches. With a lease a delivery counts once it is acknowledged. None: once, or as the
                 sampler says.
+            not_before_version: a version of `policy` that must be published before the batch is planned; until then
+                the call waits as for samples. None: none.
+            policy: that of `not_before_version`, in the client's namespace.
             max_wait: seconds to wait for a batch; then the answer is "not_yet".
             explain: whether "not_yet" comes with its reason, `BatchMeta.reason` and `waiting_for`, for which the
                 service looks at all samples of the partition; None: after a wait of 10 s or more.
@@ -127,7 +140,7 @@ class AsyncClaimCalls(AsyncBase):
             dp_size=dp_size,
             batch_index=batch_index,
             drop_last=drop_last,
-            where=where,
+            where=condition_messages(where, self._namespace),
             order_by=order_by,
             finite=finite,
             incarnation=incarnation,
@@ -136,6 +149,8 @@ class AsyncClaimCalls(AsyncBase):
             max_deliveries=max_deliveries,
             claim_name=claim_name,
             max_uses=max_uses,
+            not_before_version=not_before_version,
+            policy=None if not_before_version is None else self._namespace.full_name(policy),
         )
         if lease is not None:
             import_tensordict()  # lest the lease pay for it, with the first `get_data` of the process
