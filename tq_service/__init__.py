@@ -38,6 +38,7 @@ from tq_service.errors import (
     PartitionNotFoundError,
     PartitionSealedError,
     PermissionDeniedError,
+    PolicyNotFoundError,
     PreconditionError,
     PutNotFoundError,
     QuotaExceededError,
@@ -58,6 +59,7 @@ from tq_service.errors import (
     UnauthenticatedError,
     UnavailableError,
     UnsupportedObjectError,
+    VersionError,
 )
 from tq_service.version import VERSION
 
@@ -66,7 +68,7 @@ if TYPE_CHECKING:
     from tq_service.client.traces import trace
     from tq_service.custom_meta import JSON_NULL
     from tq_service.observe.clients import instrument
-    from tq_service.schema import FieldSpec, Layout, SampleState, StalenessLimit
+    from tq_service.schema import FieldSpec, Layout, Published, SampleState, StalenessLimit
     from tq_service.wire.connection import Tls
     from tq_service.wire.objects import register_object_codec
 
@@ -107,7 +109,9 @@ __all__ = [
     "PartitionNotFoundError",
     "PartitionSealedError",
     "PermissionDeniedError",
+    "PolicyNotFoundError",
     "PreconditionError",
+    "Published",
     "PutNotFoundError",
     "QuotaExceededError",
     "RankDisagreementError",
@@ -130,6 +134,7 @@ __all__ = [
     "UnauthenticatedError",
     "UnavailableError",
     "UnsupportedObjectError",
+    "VersionError",
     "__version__",
     "instrument",
     "register_object_codec",
@@ -140,7 +145,7 @@ __all__ = [
 # Imported when they are asked for: the command line, health probes above all, does without clients and numpy.
 _LAZY: Final = {
     **dict.fromkeys(("AsyncClient", "BatchMeta", "Client"), "tq_service.client"),
-    **dict.fromkeys(("FieldSpec", "Layout", "StalenessLimit", "SampleState"), "tq_service.schema"),
+    **dict.fromkeys(("FieldSpec", "Layout", "Published", "StalenessLimit", "SampleState"), "tq_service.schema"),
     "JSON_NULL": "tq_service.custom_meta",
     "Tls": "tq_service.wire.connection",
     "instrument": "tq_service.observe.clients",

@@ -449,6 +449,7 @@ class _Limits(_Section):
         65_536, ge=1, description="Of these, puts not committed yet whose controller is another process."
     )
     max_partitions: int = Field(10_000, ge=1, description="Partitions.")
+    max_policies: int = Field(1_000, ge=1, description="Policies with published versions.")
     max_samples: int = Field(
         50_000_000,
         ge=1,

@@ -115,6 +115,12 @@ class CellNotFoundError(NotFoundError):
     reason = "CELL_NOT_FOUND"
 
 
+class PolicyNotFoundError(NotFoundError):
+    """Nobody has published a version of the policy."""
+
+    reason = "POLICY_NOT_FOUND"
+
+
 class TaskNotFoundError(NotFoundError):
     """The task has not asked for anything of the partition yet, or is not one of those it was created with."""
 
@@ -151,6 +157,12 @@ class StaleEpochError(PreconditionError):
     """The task's consumption was reset since the caller saw it."""
 
     reason = "STALE_EPOCH"
+
+
+class VersionError(PreconditionError):
+    """A policy has a higher version than the one that was to be published."""
+
+    reason = "VERSION_GOES_BACK"
 
 
 class RankDisagreementError(PreconditionError):

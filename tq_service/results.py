@@ -80,6 +80,7 @@ class WaitCode(StrEnum):
         TOO_FEW_READY: fewer samples are ready than are asked for.
         GROUPS_INCOMPLETE: too few groups have all their samples ready.
         SAMPLER_WAITS: enough samples are ready, and the sampler does not plan a batch yet.
+        VERSION_NOT_PUBLISHED: the claim waits for a version of a policy that is not published yet.
     """
 
     PARTITION_NOT_FOUND = "PARTITION_NOT_FOUND"
@@ -89,6 +90,7 @@ class WaitCode(StrEnum):
     TOO_FEW_READY = "TOO_FEW_READY"
     GROUPS_INCOMPLETE = "GROUPS_INCOMPLETE"
     SAMPLER_WAITS = "SAMPLER_WAITS"
+    VERSION_NOT_PUBLISHED = "VERSION_NOT_PUBLISHED"
 
 
 class Lack(Enum):
@@ -278,6 +280,8 @@ class TaskStatus:
             how far producers are ahead of the task; None where that is None.
         leasing_claim_count: claims that have samples under a lease.
         leases: the 20 of these that were delivered first, in order; empty in what `watch` yields.
+        trained_batch_count: batches of this epoch that were trained, see `advance`.
+        saved_batch_count: batches of this epoch that a checkpoint of the trainer covers, see `advance`.
     """
 
     task_name: str
@@ -299,6 +303,38 @@ class TaskStatus:
     staleness_versions: float | None = None
     leasing_claim_count: int = 0
     leases: tuple[ClaimLease, ...] = ()
+    trained_batch_count: int = 0
+    saved_batch_count: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerProgress:
+    """How far the trainer that is the ranks of a task has come in this epoch.
+
+    Attributes:
+        trained_batch_count: batches that were trained.
+        saved_batch_count: batches that a checkpoint of the trainer covers.
+        planned_batch_count: batches that were planned.
+    """
+
+    trained_batch_count: int
+    saved_batch_count: int
+    planned_batch_count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyStatus:
+    """The published version of a policy.
+
+    Attributes:
+        policy: its name.
+        version: the number of its weights.
+        published_ago_seconds: how long ago it was published.
+    """
+
+    policy: str
+    version: int
+    published_ago_seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -537,6 +573,7 @@ class ServiceStatus:
             the first calls; at most 32 of a partition.
         revision: from which `watch` goes on from the whole status.
         controllers: those of its cluster, that which leads first; none where the controller is alone.
+        policies: the published versions, in the order of the names of their policies.
     """
 
     service: ServiceInfo
@@ -545,6 +582,7 @@ class ServiceStatus:
     waits: tuple[PartitionWait, ...]
     revision: Revision
     controllers: tuple[ControllerStatus, ...] = ()
+    policies: tuple[PolicyStatus, ...] = ()
 
     @property
     def own_storages(self) -> list[StorageStatus]:

@@ -52,6 +52,7 @@ KeyMode = Literal["upsert", "new", "existing"]
 ReadLayout = Literal["auto", "dense", "jagged"]
 Operator = Literal["==", "!=", "<", "<=", ">", ">=", "in"]
 Scalar = int | float | bool | str
+DEFAULT_POLICY: Final = "default"
 
 # Bytes of one element by torch's name of the dtype. Sub-byte dtypes have no per-row byte boundary and are left out.
 DTYPE_SIZES: dict[str, int] = {
@@ -60,6 +61,19 @@ DTYPE_SIZES: dict[str, int] = {
     "uint32": 4, "int32": 4, "float32": 4, "complex32": 4,
     "uint64": 8, "int64": 8, "float64": 8, "complex64": 8, "complex128": 16,
 }  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """Stands for the published version of a policy, plus an offset, in a condition.
+
+    Attributes:
+        policy: its name.
+        offset: added to the version; -2 with ">=" is for samples that are at most two versions old.
+    """
+
+    policy: str = DEFAULT_POLICY
+    offset: int = 0
 
 
 @dataclass(frozen=True, slots=True)

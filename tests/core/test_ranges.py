@@ -11,13 +11,14 @@ from hypothesis import strategies as st
 from property_settings import examples
 
 from tq_service.errors import InvalidArgumentError, RankDisagreementError, SamplerError, SamplesClearedError
+from tq_service.machine.policies import VersionPublished
 from tq_service.machine.state_machine import State, StateMachine, decode_group
 from tq_service.samplers import PlanRunner, Sampler, SequentialSampler
 from tq_service.schema import EndCounts
 from tq_service.serving.catalog import Catalog
 from tq_service.serving.planner import NotYet
 from tq_service.state.partition import PartitionSettings
-from tq_service.state.plan import RankPlan
+from tq_service.state.plan import NotBefore, RankPlan
 
 BATCH_SIZE = 2
 
@@ -53,8 +54,8 @@ def new_catalog():
     return catalog
 
 
-async def ask(catalog, first, count, *, rank=(0, 1), wait=0.0, **arguments):
-    request = replace(asks((*rank, first), **arguments), batch_count=count)
+async def ask(catalog, first, count, *, rank=(0, 1), wait=0.0, not_before=None, **arguments):
+    request = replace(asks((*rank, first), **arguments), batch_count=count, not_before=not_before)
     claimed = await catalog.claim("train", b"", request, wait)
     return [claimed.answer, *claimed.more]
 
@@ -163,6 +164,16 @@ async def test_a_batch_of_an_epoch_that_ended_meanwhile_is_not_followed_by_those
     insert(catalog, 9)
     assert rows(await waiting) == [[0, 1]]
     assert rows(await following[0]) == [[0, 1], [3, 4], [5, 6]]
+
+
+async def test_batches_behind_one_that_was_planned_wait_for_their_version_too(catalog):
+    insert(catalog, 9)
+    await ask(catalog, 0, 1)
+    not_before = NotBefore(policy="default", version=1)
+    assert rows(await ask(catalog, 0, 3, not_before=not_before)) == [[0, 1]]
+    assert rows(await ask(catalog, 1, 3, not_before=not_before)) == ["NotYet"]
+    catalog.publish(VersionPublished(policy="default", version=1), [])
+    assert rows(await ask(catalog, 0, 3, not_before=not_before)) == [[0, 1], [2, 3], [4, 5]]
 
 
 @pytest.mark.parametrize("count", [-1, 65])

@@ -30,11 +30,15 @@ class Counted:
 
 
 def loader_of(
-    service: FakeService, fetch: Any = fetch_batch, max_wait: float = 0.2, **options: Any
+    service: FakeService,
+    fetch: Any = fetch_batch,
+    max_wait: float = 0.2,
+    version_lag: int | None = None,
+    **options: Any,
 ) -> StreamingDataLoader:
     dataset = StreamingDataset(
         batch_size=4, data_fields=FIELDS, partition_id="train@0", task_name="t", client_factory=service.connect,
-        fetch_batch_fn=fetch, max_wait=max_wait,
+        fetch_batch_fn=fetch, max_wait=max_wait, version_lag=version_lag,
     )  # fmt: skip
     return StreamingDataLoader(dataset, **options)
 
@@ -88,6 +92,13 @@ def test_batches_that_may_be_fetched_ahead_are_claimed_together() -> None:
     items += iterator
     assert [item[0]["index"].tolist() for item in items] == [list(range(at, at + 4)) for at in range(0, 80, 4)]
     loader.close()
+
+
+def test_batches_that_wait_for_versions_of_their_own_are_claimed_one_by_one() -> None:
+    service = filled(40)
+    items = list(loader_of(service, version_lag=1, prefetch_factor=6))
+    assert len(items) == 10
+    assert {count for _, count in service.claims} == {1}
 
 
 def test_the_end_of_a_range_is_the_end() -> None:

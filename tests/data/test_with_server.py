@@ -108,6 +108,52 @@ def test_finite_mode_and_step(address: str, partition: str) -> None:
         client.clear_partition(other)
 
 
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_no_batch_is_planned_further_ahead_of_the_published_version_than_the_lag(
+    address: str, partition: str, num_workers: int
+) -> None:
+    """Also over a state and another partition: the versions go on where batches begin with 0 again."""
+    other, policy = f"{partition}-next", f"policy of {partition}"
+    fill(address, partition, 24)
+    fill(address, other, 16)
+
+    def planned(client: tq.Client, name: str) -> int:
+        (task,) = client.describe_partition(name).tasks
+        return task.planned_batch_count
+
+    def trained(client: tq.Client, loader: StreamingDataLoader, name: str, version: int, count: int) -> int:
+        for _, meta in loader:
+            if meta.global_indexes and meta.global_indexes[-1] % 8 == 7:  # the last micro-batch
+                assert planned(client, name) <= loader.dataset.batch_index + 1
+                version += 1
+                client.publish_version(version, policy=policy)
+                count -= 1
+                if not count:
+                    break
+        return version
+
+    options: dict[str, Any] = {
+        "batch_size": 8, "micro_batch_size": 3, "version_lag": 1, "first_version": 5, "policy": policy,
+        "max_wait": 0.2,
+    }  # fmt: skip
+    with tq.Client(address) as client:
+        client.publish_version(5, policy=policy)
+        with StreamingDataLoader(
+            dataset_of(address, partition, **options), num_workers=num_workers, prefetch_factor=4
+        ) as loader:
+            assert trained(client, loader, partition, 5, 1) == 6
+            state = loader.state_dict()
+        with StreamingDataLoader(
+            dataset_of(address, partition, **options | {"first_version": 0}), num_workers=num_workers, prefetch_factor=4
+        ) as loader:
+            loader.load_state_dict(state)
+            assert trained(client, loader, partition, 6, 9) == 8
+            loader.step(other)
+            assert trained(client, loader, other, 8, 9) == 10
+        client.clear_partition(other)
+        client.remove_policy(policy)
+
+
 def leased_batch(
     *, client: tq.Client, partition_id: str, task_name: str, data_fields: list[str], batch_size: int,
     micro_batch_size: int, max_wait: float, **others: Any,

@@ -278,6 +278,8 @@ def _facts(task: TaskStatus, partition: PartitionDescription) -> Iterator[tuple[
     yield "skipped", f"{task.skipped_count:,}"
     yield "epoch", f"{task.epoch}"
     yield "batches planned", f"{task.planned_batch_count:,} for {task.dp_size} ranks" if task.dp_size else "-"
+    if task.trained_batch_count or task.saved_batch_count:
+        yield "batches trained", f"{task.trained_batch_count:,}, {task.saved_batch_count:,} in a checkpoint"
     oldest, ahead = task.oldest_version, task.staleness_versions
     version = "-" if oldest is None else f"{oldest:g}"
     yield "oldest version", f"{version}, the newest is {ahead:g} above it" if ahead else version

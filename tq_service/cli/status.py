@@ -141,6 +141,7 @@ def _show_on_screen(address: str, statuses: Iterator[ServiceStatus | TqError]) -
 
 
 _LEAST_WIDTH: Final = 60
+_MOST_POLICIES: Final = 8  # in the header
 _MOST_NAME: Final = 24  # longer names of tasks have a line of their own
 _PIPED_COLUMNS: Final = 80
 _LEAST_RATE: Final = 0.05
@@ -186,7 +187,13 @@ def header_of(status: ServiceStatus, address: str) -> list[str]:
         + (f", {silent} silent" if silent else ""),
         *_mirror_lines(status),
         *map(_controller_line, status.controllers),
+        *(
+            f"policy {each.policy} at version {each.version:,}, published {span(each.published_ago_seconds)} ago"
+            for each in status.policies[:_MOST_POLICIES]
+        ),
     ]
+    if (others := len(status.policies) - _MOST_POLICIES) > 0:
+        lines.append(f"{others} other policies")
     return [part for line in lines for part in _wrapped(line, terminal_width())]
 
 

@@ -99,10 +99,10 @@ class Namespace:
         return full_name.startswith(self.prefix)
 
     def explain(self, failure: TqError) -> TqError:
-        """Return an error of the service with the partition's own name in its metadata; its message has full names."""
+        """Return an error of the service with own names in its metadata; its message has full names."""
         if self.name:
-            if "partition_id" in failure.metadata:
-                failure.metadata["partition_id"] = self.own_name(failure.metadata["partition_id"])
+            for named in {"partition_id", "policy"} & failure.metadata.keys():
+                failure.metadata[named] = self.own_name(failure.metadata[named])
             if self.prefix in failure.message:
                 failure.message += f" ({self.prefix!r} is the namespace of this client)"
         return failure

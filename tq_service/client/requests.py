@@ -19,6 +19,7 @@ from google.protobuf.struct_pb2 import Struct
 from numpy.typing import NDArray
 
 from tq_service.client.batch_meta import (
+    NO_NAMESPACE,
     OWN_COLUMNS,
     BatchMeta,
     CellLocations,
@@ -28,7 +29,7 @@ from tq_service.client.batch_meta import (
 )
 from tq_service.custom_meta import MetaColumn, MetaValue, concatenated
 from tq_service.errors import InvalidArgumentError
-from tq_service.schema import KeyMode, SampleState, check_named_rows
+from tq_service.schema import DEFAULT_POLICY, KeyMode, Published, SampleState, check_named_rows
 from tq_service.v1 import commit_pb2, metadata_pb2
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.wire.messages import read_seconds, to_duration
@@ -219,17 +220,25 @@ def get_meta_request(
     dp_rank: int | None = None,
     batch_index: int | None = None,
     batch_count: int | None = None,
+    not_before_version: int | None = None,
+    policy: str = DEFAULT_POLICY,
+    namespace: Namespace = NO_NAMESPACE,
     **alike: Any,
 ) -> pb.GetMetaRequest:
-    """Return the request for a batch, of the arguments of `get_meta`; `max_wait` is set at each poll."""
+    """Return the request for a batch, of the arguments of `get_meta`; `max_wait` is set at each poll.
+
+    Policies are named in `namespace`.
+    """
     own: dict[str, Any] = {"dp_rank": dp_rank, "batch_index": batch_index}
+    if not_before_version is not None:
+        own |= {"not_before_version": not_before_version, "policy": namespace.full_name(policy)}
     if batch_count is not None:
         own["batch_count"] = _not_zero("batch_count", batch_count)
     if claim_name is not None:
         own["claim_name"] = _not_zero("claim_name", claim_name)
     if sampler_config:
         own["sampler_config"] = _struct("sampler_config", sampler_config)
-    if conditions := condition_messages(where):
+    if conditions := condition_messages(where, namespace):
         own["where"] = conditions
     if columns := listed("order_by", order_by):
         own["order_by"] = [_order(*each) for each in enumerate(columns)]
@@ -294,18 +303,22 @@ def _order(position: int, column: Any) -> pb.Order:
     return request_of(pb.Order, column=column.removeprefix("-"), descending=column.startswith("-"))
 
 
-def condition_messages(where: Iterable[tuple[str, str, Any]]) -> list[pb.Condition]:
-    """Return conditions on custom_meta as messages."""
-    return [_condition(position, condition) for position, condition in enumerate(listed("where", where))]
+def condition_messages(where: Iterable[tuple[str, str, Any]], namespace: Namespace) -> list[pb.Condition]:
+    """Return conditions on custom_meta as messages; policies are named in a namespace."""
+    conditions = enumerate(listed("where", where))
+    return [_condition(position, condition, namespace) for position, condition in conditions]
 
 
-def _condition(position: int, condition: Any) -> pb.Condition:
+def _condition(position: int, condition: Any, namespace: Namespace) -> pb.Condition:
     name = f"where[{position}]"
     if not isinstance(condition, tuple | list) or len(condition) != 3:
         raise InvalidArgumentError(
             f"{name} is {condition!r}, expected (column, operator, value) such as ('version', '>=', 3)", field="where"
         )
     column, comparison, value = condition
+    if isinstance(value, Published):
+        published = request_of(pb.PublishedVersion, policy=namespace.full_name(value.policy), offset=value.offset)
+        return request_of(pb.Condition, column=column, operator=OPERATORS.encode(comparison, name), published=published)
     values = listed(f"{name} with 'in'", value) if comparison == "in" else [value]
     return request_of(
         pb.Condition,

@@ -41,7 +41,7 @@ from tq_service.data.source import (
 )
 from tq_service.data.workers import WorkerPool, worker_context
 from tq_service.errors import InvalidArgumentError, StaleEpochError, StaleIncarnationError
-from tq_service.schema import BatchUnit, ReadLayout
+from tq_service.schema import DEFAULT_POLICY, BatchUnit, ReadLayout
 from tq_service.wire.device import find_device
 
 if TYPE_CHECKING:
@@ -119,6 +119,11 @@ class StreamingDataset(IterableDataset[Any]):
         order_by: custom_meta columns that order ready samples.
         drop_last: leave out the last batch if it is short.
         batch_unit: whether `batch_size` counts samples or groups.
+        version_lag: how many batches may be planned ahead of the published version of `policy`, whatever is fetched
+            ahead; 0 is on-policy. The trainer publishes a version after each batch (`Client.publish_version`). None: no
+            bound.
+        first_version: the version with which batch `start_batch_index` is trained, for `version_lag`.
+        policy: the policy that is trained.
         replay_buffer_bytes: most bytes of batches, the first ones, that are kept in memory for `reset()`. Tensors,
             arrays and texts count. 0: none are kept, and `reset()` fetches the same batches again.
         max_wait: seconds that one call waits for a batch before it is made again, 10 at the most.
@@ -162,6 +167,9 @@ class StreamingDataset(IterableDataset[Any]):
         order_by: Sequence[Any] = (),
         drop_last: bool = False,
         batch_unit: BatchUnit = "sample",
+        version_lag: int | None = None,
+        first_version: int = 0,
+        policy: str = DEFAULT_POLICY,
         replay_buffer_bytes: int = 0,
         max_wait: float = 2.0,
         timeout: float = 120.0,
@@ -192,6 +200,8 @@ class StreamingDataset(IterableDataset[Any]):
             ("start_batch_index", start_batch_index, 0),
             ("replay_buffer_bytes", replay_buffer_bytes, 0),
             ("max_uses", max_uses, 1),
+            ("version_lag", version_lag, 0),
+            ("first_version", first_version, 0),
         ):
             _require(count is None or count >= least, name, count, f"at least {least}")
         _require(0 <= dp_rank < dp_size, "dp_rank", dp_rank, f"0 to {dp_size - 1}, below dp_size")
@@ -223,6 +233,9 @@ class StreamingDataset(IterableDataset[Any]):
                 timeout=timeout,
                 layout=layout,
                 max_uses=max_uses,
+                version_lag=version_lag,
+                first_version=first_version - start_batch_index,
+                policy=policy,
             ),
             fetch_batch_fn=fetch_batch_fn or fetch_batch,
             client_factory=client_factory,
@@ -429,7 +442,8 @@ class StreamingDataset(IterableDataset[Any]):
         is asked for again: do not clear its samples before the state behind it is saved.
         """
         batch_index, micro_batch_index = self._delivered
-        identity = self._identity or StreamIdentity()
+        identity, request = self._identity or StreamIdentity(), self._source.request
+        versions = {} if request.version_lag is None else {"first_version": request.first_version}
         return {
             **self._state_must_fit(),
             "partition_id": self.partition_id,
@@ -437,6 +451,7 @@ class StreamingDataset(IterableDataset[Any]):
             "epoch": identity.epoch,
             "batch_index": batch_index,
             "micro_batch_index": micro_batch_index,
+            **versions,
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -456,12 +471,14 @@ class StreamingDataset(IterableDataset[Any]):
             incarnation = bytes.fromhex(state_dict["incarnation"])
             epoch = int(state_dict["epoch"])
             position = int(state_dict["batch_index"]), int(state_dict["micro_batch_index"])
+            first_version = 0 if self._source.request.version_lag is None else int(state_dict["first_version"])
         except (KeyError, TypeError, ValueError) as error:
             raise InvalidArgumentError(
                 f"state_dict: got {dict(state_dict)!r}; expected what state_dict() returned", field="state_dict"
             ) from error
         _require(min(position) >= 0, "state_dict", f"position {position}", "no negative number")
         self.step(partition_id)
+        self._source = self._source.of_version(first_version)
         self._identity = StreamIdentity(incarnation, epoch) if incarnation else None
         self._batch_index, _ = self._delivered = position
 
@@ -475,6 +492,8 @@ class StreamingDataset(IterableDataset[Any]):
 
         A batch that is fetched again needs its samples: `SamplesClearedError` if they were cleared meanwhile.
         """
+        request = self._source.request  # the versions go on, whereas batches begin with 0 again
+        self._source = self._source.of_version(request.first_version + self._batch_index)
         self._batch_index = 0
         self._delivered = (0, 0)
         self._moves += 1

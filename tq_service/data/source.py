@@ -21,7 +21,7 @@ from tq_service.client.transport import WaitReports
 from tq_service.data.columns import flatten, object_bytes
 from tq_service.errors import NothingDeliveredError
 from tq_service.results import WaitReason
-from tq_service.schema import BatchUnit, EndCounts, ReadLayout
+from tq_service.schema import DEFAULT_POLICY, BatchUnit, EndCounts, ReadLayout
 from tq_service.wire import device as devices
 
 if TYPE_CHECKING:
@@ -174,7 +174,12 @@ class BatchStream(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRequest:
-    """What a rank asks for, the same for each of its batches; the names are those of `Client.get_meta`."""
+    """What a rank asks for, the same for each of its batches; the names are those of `Client.get_meta`.
+
+    Attributes, besides those:
+        version_lag: how many batches may be planned ahead of the published version of `policy`; None: any number.
+        first_version: the version with which batch 0 is trained.
+    """
 
     partition_id: str
     task_name: str
@@ -195,11 +200,17 @@ class BatchRequest:
     layout: ReadLayout | None = None
     max_uses: int | None = None
     device: Any = None
+    version_lag: int | None = None
+    first_version: int = 0
+    policy: str = DEFAULT_POLICY
 
-    def keywords(self) -> dict[str, Any]:
-        """Return the keyword arguments of fetch_batch_fn that the request gives."""
+    def keywords(self, batch_index: int) -> dict[str, Any]:
+        """Return the keyword arguments of fetch_batch_fn that the request gives for a batch."""
         named = {each.name: getattr(self, each.name) for each in fields(self)}
+        lag, first, policy = (named.pop(name) for name in ("version_lag", "first_version", "policy"))
         optional = {name: named.pop(name) for name in ("layout", "max_uses", "device")}
+        if lag is not None and (version := first + batch_index - lag) > 0:
+            optional |= {"not_before_version": version, "policy": policy}
         return named | {name: value for name, value in optional.items() if value is not None}
 
 
@@ -308,10 +319,11 @@ def fetch_batch(
     added: `client` (a sync client of the calling thread or worker), `batch_index`, `partition_id`, `task_name`,
     `data_fields`, `batch_size`, `micro_batch_size`, `dp_rank`, `dp_size`, `sampler`, `sampler_config`, `where`,
     `order_by`, `drop_last`, `batch_unit`, `finite`, `max_wait`, `timeout`, `incarnation`, `epoch` (b"" and None
-    until the first batch has come), `layout` and `max_uses` where the dataset was given them, `device` where the loader
-    was and it fetches in this process (data that is returned on the CPU is copied up), and `explain` (True)
-    where the wait has lasted and the answer's `waiting_for` is to say why. Only this function itself is given `ahead`,
-    the batches that it has claimed and not fetched.
+    until the first batch has come), `layout` and `max_uses` where the dataset was given them, `not_before_version` and
+    `policy` where it was given a `version_lag`, `device` where the loader was given one and it fetches in this process
+    (data that is returned on the CPU is copied up), and `explain` (True) where the wait has lasted and the answer's
+    `waiting_for` is to say why. Only this function itself is given `ahead`, the batches that it has claimed and not
+    fetched.
 
     Returns:
         The data and its meta. The data is None where the meta is no batch: with status "not_yet" the function is
@@ -348,6 +360,10 @@ class BatchSource:
     def of_partition(self, partition_id: str) -> BatchSource:
         """Return the same source for another partition."""
         return replace(self, request=replace(self.request, partition_id=partition_id))
+
+    def of_version(self, first_version: int) -> BatchSource:
+        """Return the same source, whose batch 0 is trained with another version."""
+        return replace(self, request=replace(self.request, first_version=first_version))
 
     def to_device(self, device: Any) -> BatchSource:
         """Return the same source, of which batches are on a device as they are fetched."""
@@ -401,7 +417,8 @@ class BatchFetcher:
             self._client = self._source.open_client()
         reports, request = WaitReports(), self._source.request
         max_wait = min(request.max_wait, _LONGEST_CALL_SECONDS)
-        self._ahead.batch_count = min(batch_count, _MOST_CLAIMED)
+        # With a version lag each batch waits for a version of its own.
+        self._ahead.batch_count = min(batch_count, _MOST_CLAIMED) if request.version_lag is None else 1
         claiming = {"ahead": self._ahead} if self._source.fetch_batch_fn is fetch_batch else {}
         while is_wanted():
             asked_at = time.monotonic()
@@ -413,7 +430,7 @@ class BatchFetcher:
                 epoch=self._identity.epoch if self._identity else None,
                 **explaining,
                 **claiming,
-                **request.keywords() | {"max_wait": max_wait},
+                **request.keywords(batch_index) | {"max_wait": max_wait},
             )
             status = "not_yet" if meta is None else meta.status
             if status == "end":

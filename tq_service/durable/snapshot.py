@@ -37,6 +37,7 @@ from tq_service.state.cells import Put
 from tq_service.state.ledger import Claim, PastName, RecordedPlan, Steps, TaskFacts, TaskSnapshot
 from tq_service.state.partition import PartitionFacts, PartitionSnapshot
 from tq_service.state.plan import BatchSpec, Indexes
+from tq_service.state.policies import Policy
 from tq_service.state.table import ColumnSnapshot, TableSnapshot
 from tq_service.wire.columns import ColumnShape
 from tq_service.wire.objects import no_collection
@@ -54,11 +55,13 @@ class ServiceSnapshot:
 
     Attributes:
         partitions: of the controller.
+        policies: of the controller.
         answers: of the controller, for retries; each packed as (name of the message, bytes).
         puts: the records of the storage engine.
     """
 
     partitions: Sequence[PartitionSnapshot] = ()
+    policies: Sequence[Policy] = ()
     answers: Iterable[Entry] = ()
     puts: Iterable[bytes] = ()
 
@@ -218,8 +221,9 @@ class TaskRecords:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceRecords:
-    """More answers and puts of a `ServiceSnapshot`."""
+    """More policies, answers and puts of a `ServiceSnapshot`."""
 
+    policies: list[Policy] = field(default_factory=list)
     answers: list[Entry] = field(default_factory=list)
     puts: list[bytes] = field(default_factory=list)
 
@@ -309,6 +313,8 @@ def write_state(writer: RecordWriter, snapshot: ServiceSnapshot) -> None:
     for partition in snapshot.partitions:
         for record in _partition_records(partition):
             write_record(writer, record)
+    for policies in gathered(snapshot.policies, _IDS_A_RECORD):
+        write_record(writer, ServiceRecords(policies=policies))
     for answers in gathered(snapshot.answers, _IDS_A_RECORD):
         write_record(writer, ServiceRecords(answers=answers))
     for puts in gathered(snapshot.puts, _PUT_BYTES_A_RECORD, len):
@@ -318,6 +324,7 @@ def write_state(writer: RecordWriter, snapshot: ServiceSnapshot) -> None:
 def read_state(records: Iterable[Any]) -> ServiceSnapshot:
     """Return the state from its records."""
     partitions: list[tuple[PartitionHeader, _Parts, list[TaskSnapshot]]] = []
+    policies: list[Policy] = []
     answers: list[Entry] = []
     puts: list[bytes] = []
     storages: dict[tuple[str, bytes], tuple[str, bytes]] = {}
@@ -338,6 +345,7 @@ def read_state(records: Iterable[Any]) -> ServiceSnapshot:
                 for each in fields(record):
                     getattr(partitions[-1][2][-1], each.name).extend(getattr(record, each.name))
             case ServiceRecords():
+                policies += record.policies
                 answers += record.answers
                 puts += record.puts
             case _:
@@ -350,7 +358,7 @@ def read_state(records: Iterable[Any]) -> ServiceSnapshot:
         )
         for header, parts, tasks in partitions
     ]
-    return ServiceSnapshot(partitions=restored, answers=answers, puts=puts)
+    return ServiceSnapshot(partitions=restored, policies=policies, answers=answers, puts=puts)
 
 
 def _with_puts(values: NDArray[Any], storages: dict[tuple[str, bytes], tuple[str, bytes]]) -> NDArray[Any]:

@@ -22,7 +22,7 @@ import logging
 import struct
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, cast
 
@@ -42,9 +42,9 @@ from tq_service.journal.files import FileBackend, quarantine, segment_numbers, s
 from tq_service.journal.log import Log, Record
 from tq_service.log_message import LogMessage
 from tq_service.machine.samples import StateReplaced
-from tq_service.machine.state_machine import Entry, decode_group
+from tq_service.machine.state_machine import decode_group
 from tq_service.serving.catalog import Catalog
-from tq_service.state.partition import Partition, PartitionSnapshot
+from tq_service.state.partition import Partition
 from tq_service.storage.index.put_table import PutJournal, left_puts
 from tq_service.wire.objects import no_collection
 
@@ -291,7 +291,7 @@ class StateStore:
                 damages.append(error)
                 continue
             if self._catalog is not None:
-                self._catalog.adopt(list(map(Partition.restore, snapshot.partitions)))
+                self._catalog.adopt(list(map(Partition.restore, snapshot.partitions)), snapshot.policies)
                 self._catalog.answers.restore(snapshot.answers)
                 self._catalog.machine.state.snapshot_number = number
             elif snapshot.partitions:
@@ -477,8 +477,7 @@ class StateStore:
 
     async def snapshot_restored(
         self,
-        partitions: Callable[[], Sequence[PartitionSnapshot]],
-        answers: Callable[[], Iterable[Entry]],
+        restored: Callable[[ServiceSnapshot], ServiceSnapshot],
         appear: Callable[[], None],
     ) -> None:
         """Write a snapshot of now in which the catalog has other partitions, before they are seen in it.
@@ -487,15 +486,15 @@ class StateStore:
         `appear` is called or this raises: the log would have it after a snapshot that it does not fit.
 
         Args:
-            partitions: returns what will be in the catalog, in the step in which the snapshot is taken.
-            answers: returns what will be in the request log, in that step.
+            restored: returns the state that will be, of the one that there is in the step in which the snapshot is
+                taken.
             appear: puts it there; called once that is durable, before there can be another snapshot.
 
         Raises:
             DiskFullError: there is no space for it; nothing is written of them.
         """
         try:
-            await self.take_snapshot(lambda: replace(self._now(), partitions=partitions(), answers=answers()), appear)
+            await self.take_snapshot(lambda: restored(self._now()), appear)
         except OSError as error:
             raise DiskFullError(
                 f"what was restored cannot be written to the data directory ({error}); free space, and restore it "
@@ -551,6 +550,7 @@ class StateStore:
     def _now(self) -> ServiceSnapshot:
         return ServiceSnapshot(
             partitions=() if self._catalog is None else self._catalog.snapshot(),
+            policies=() if self._catalog is None else list(self._catalog.policies.values()),
             answers=() if self._catalog is None else self._catalog.answers.snapshot(),
             puts=() if self._puts is None else map(b"".join, self._puts.records()),
         )

@@ -297,6 +297,41 @@ class ConsumptionReset(TaskChange):
         return task.epoch
 
 
+class TaskAdvanced(TaskChange):
+    """The trainer that is the task has come further.
+
+    Attributes:
+        trained: the last batch_index that was trained, with all before it; None: not said.
+        saved: the last batch_index that a checkpoint of the trainer covers, with all before it; None: not said.
+    """
+
+    trained: int | None = None
+    saved: int | None = None
+
+    def check(self, partition: Partition, task: TaskLedger) -> tuple[int, int] | None:
+        """Return both marks, -1 for one that is not given; None if neither is higher than before.
+
+        Raises:
+            InvalidArgumentError: a batch was never planned.
+        """
+        last = task.next_batch_index - 1
+        for name, index in (("trained", self.trained), ("saved", self.saved)):
+            if index is not None and not 0 <= index <= last:
+                planned = f"expected 0 to {last}" if last >= 0 else "and no batch has been planned"
+                raise InvalidArgumentError(
+                    f"{name} is {index}; {planned}, the batches of task {task.name!r} in partition "
+                    f"{self.partition_id!r}. Give the batch_index of the last batch that is done.",
+                    field=name,
+                    metadata={"got": str(index), "expected": f"0 to {last}"},
+                )
+        trained, saved = (-1 if index is None else index for index in (self.trained, self.saved))
+        return (trained, saved) if trained > task.trained or saved > task.saved else None
+
+    def make(self, partition: Partition, task: TaskLedger, found: tuple[int, int], step: Step) -> None:
+        """Record them."""
+        task.advance(*found)
+
+
 class DeadLettersRequeued(TaskChange):
     """Dead-lettered samples of a task can be claimed again, as if they had never been delivered.
 

@@ -56,7 +56,7 @@ class PartitionCreated(Change):
 
     def apply(self, state: State, prepared: Partition, step: Step) -> Partition:
         """Have it in the state."""
-        state.partitions[self.partition_id] = prepared
+        state.add_partition(prepared)
         step.created.append(prepared)
         return prepared
 

@@ -31,7 +31,13 @@ from typing import Any, ClassVar, Final, NamedTuple, Protocol, TypeAlias, datacl
 
 from numpy.typing import NDArray
 
-from tq_service.errors import InvalidArgumentError, PartitionNotFoundError, TqError, nearest
+from tq_service.errors import (
+    InvalidArgumentError,
+    PartitionNotFoundError,
+    PolicyNotFoundError,
+    TqError,
+    nearest,
+)
 from tq_service.journal import codec
 from tq_service.log_message import LogMessage
 from tq_service.schema import check_id
@@ -39,6 +45,7 @@ from tq_service.state.cells import Freed
 from tq_service.state.ledger import Claim
 from tq_service.state.partition import Partition
 from tq_service.state.plan import Indexes
+from tq_service.state.policies import Policy
 
 _AT_SECONDS: Final = struct.Struct("<d")
 _MOST_RECORD_BYTES: Final = (1 << 20) - 1
@@ -173,16 +180,33 @@ class State:
 
     Attributes:
         partitions: by name.
+        policies: by name.
         answers: of mutating requests, for retries.
         snapshot_number: of the snapshot that it comes from; 0: of none.
     """
 
-    __slots__ = ("answers", "partitions", "snapshot_number")
+    __slots__ = ("answers", "partitions", "policies", "snapshot_number")
 
     def __init__(self, answers: IdempotencyCache | None = None) -> None:
         self.partitions: dict[str, Partition] = {}
+        self.policies: dict[str, Policy] = {}
         self.snapshot_number = 0
         self.answers = IdempotencyCache(600.0) if answers is None else answers
+
+    def add_partition(self, partition: Partition) -> None:
+        """Have a partition, whose conditions can compare with what is published."""
+        partition.policies = self.policies
+        self.partitions[partition.partition_id] = partition
+
+    def policy(self, name: str) -> Policy:
+        """Return a policy of which a version must be published."""
+        policy = self.policies.get(name)
+        if policy is None:
+            raise PolicyNotFoundError(
+                f"policy {name!r} has no version; its trainer has to publish one first; {nearest(name, self.policies)}",
+                metadata={"policy": name},
+            )
+        return policy
 
     def partition(self, partition_id: str, incarnation: bytes = b"") -> Partition:
         """Return a partition that must be there, in the incarnation the caller means; empty means whichever."""
@@ -211,6 +235,7 @@ class Step:
         written: partition and global indexes of rows that were added or written to.
         removed: partition and global indexes of rows that were removed, and their keys, None where none had one.
         tasks: partition and name of tasks that went on; None for the name: all of the partition.
+        policies: names of policies of which a version was published, or that were removed.
     """
 
     at_seconds: float
@@ -223,6 +248,7 @@ class Step:
     written: list[WrittenRows] = field(default_factory=list)
     removed: list[tuple[Partition, Indexes, NDArray[Any] | None]] = field(default_factory=list)
     tasks: list[ChangedTask] = field(default_factory=list)
+    policies: list[str] = field(default_factory=list)
 
     def note_change(self, partition: Partition) -> None:
         """Have all waiting claims of a partition look again, whichever rows have changed."""

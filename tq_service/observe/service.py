@@ -17,6 +17,7 @@ import platform
 import time
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any, Final, TypeAlias
 
 from prometheus_client.metrics_core import (
@@ -34,6 +35,7 @@ from tq_service.serving.catalog import Catalog
 from tq_service.serving.sweep import Slices
 from tq_service.state.ledger import TaskLedger
 from tq_service.state.partition import Partition
+from tq_service.state.policies import Policies
 from tq_service.state.table import FAILED, HELD, LIVE
 from tq_service.storage.engine import EngineStat
 
@@ -44,6 +46,7 @@ _LAG_PERIOD_SECONDS: Final = 0.1
 _GROUP: Final = ("partition_group",)
 _TASK: Final = ("partition_group", "task")
 _METHOD: Final = ("grpc_type", "grpc_service", "grpc_method")
+_MOST_POLICIES: Final = 64
 _MOST_FORMER: Final = 1024  # groups of which partitions are gone, and their tasks
 
 # The metrics of a group of partitions, and of a task in all of them. The counters count since the start.
@@ -264,6 +267,7 @@ class ServiceMetrics:
     def add_partitions(self, catalog: Catalog, backlogs: Backlogs) -> None:
         """Show the partitions of a controller, those that were recovered, and what its tasks have left."""
         self._partitions = PartitionGroups(catalog), backlogs
+        self.parts.append(lambda: of_policies(catalog.policies) if self.leads() else ())
         imbalance, padding = self._instruments.imbalance, self._instruments.padding
 
         def count(sampler: str, batch: Any) -> None:
@@ -387,6 +391,12 @@ class ServiceMetrics:
             left -= len(shown[group])
         shown_count = _LINES_OF_GROUP * len(shown) + _LINES_OF_TASK * sum(map(len, shown.values()))
         return shown, total_count - shown_count
+
+
+def of_policies(policies: Policies) -> Iterator[Metric]:
+    """Yield the metrics of policies, the first ones of them."""
+    versions = {(name,): policy.version for name, policy in islice(policies.items(), _MOST_POLICIES)}
+    yield _gauge("policy_version", "The version of a policy that is published.", versions, ("policy",))
 
 
 def of_storages(counts: Mapping[str, int], lost: int, taken_over: int) -> Iterator[Metric]:

@@ -87,13 +87,15 @@ class Readiness:
     ) -> None:
         self.table = partition.table
         self.values_of = partition.meta.typed
-        self.key: ScanKey = (batch_spec.data_fields, batch_spec.where, length)
+        where = partition.resolved(batch_spec.where)
+        self.key: ScanKey = (batch_spec.data_fields, where, length)
+        self._may_hold_later = [condition.may_hold_later(partition.policies) for condition in batch_spec.where]
         self.partition = partition
         self.task = task
         self.requirements = [
             Requirement(Lack.FIELD, name, partial(partition.cells.produced, (name,))) for name in batch_spec.data_fields
         ]
-        for each in batch_spec.where:
+        for each in where:
             self.requirements.append(Requirement(Lack.WHERE, each.column, partial(self._holds, each)))
         if length is not None:
             self.requirements.append(Requirement(Lack.LENGTH, length.key, self.has_length))
@@ -119,9 +121,10 @@ class Readiness:
     def excluded(self, rows: Rows) -> NDArray[np.bool_]:
         """Return the rows that `where` rules out for good: by a value, or for lack of one when their data is there."""
         mask = np.zeros(self.table.index[rows].size, np.bool_)
-        for condition in self.key[1]:
+        for condition, may_hold_later in zip(self.key[1], self._may_hold_later, strict=True):
             holds, present = self.partition.meta.holds(condition, rows)
-            mask |= ~holds & (present | self.partition.cells.produced(self.key[0], rows))
+            is_known = present & (not may_hold_later)
+            mask |= ~holds & (is_known | (~present & self.partition.cells.produced(self.key[0], rows)))
         return mask
 
     def has_length(self, rows: Rows) -> NDArray[np.bool_]:

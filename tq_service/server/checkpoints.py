@@ -106,6 +106,11 @@ class Checkpoints:
         with self._storages.puts.holding_frees():
             # In one step with the line above.
             partitions, answers = self._catalog.snapshot(), self._catalog.answers.snapshot()
+            policies = [
+                replace(policy, name=policy.name.removeprefix(prefix))
+                for policy in self._catalog.policies.values()
+                if policy.name.startswith(prefix)
+            ]
             if prefix:  # answers name partitions in full, and are for retries of calls about them
                 partitions, answers = _renamed(partitions, lambda name: name.removeprefix(prefix), prefix), iter(())
             copied: list[PartitionSnapshot] = []
@@ -127,7 +132,7 @@ class Checkpoints:
                         answer.value_bytes += block.value_bytes
                     copied.append(plan.partition())
                     answer.put_count += len(plan.blocks)
-                await _in_thread(writer.finish, ServiceSnapshot(partitions=copied, answers=answers))
+                await _in_thread(writer.finish, ServiceSnapshot(partitions=copied, policies=policies, answers=answers))
         return answer
 
     async def _copy_block(self, writer: CheckpointWriter, block: Block) -> None:
@@ -241,14 +246,21 @@ class Checkpoints:
         """Make what is restored durable, and then visible, all in one step, in place of what has its prefix."""
         catalog, answers = self._catalog, checkpoint.state.answers
 
-        def take() -> list[PartitionSnapshot]:
+        policies = [replace(policy, name=prefix + policy.name) for policy in checkpoint.state.policies]
+
+        def restored(now: ServiceSnapshot) -> ServiceSnapshot:
             catalog.prepare_replacement(partitions)
-            others = [each for each in catalog.snapshot() if not each.facts.partition_id.startswith(prefix)]
-            return [*others, *(partition.snapshot() for partition in partitions)]
+            others = [each for each in now.partitions if not each.facts.partition_id.startswith(prefix)]
+            return replace(
+                now,
+                partitions=[*others, *(partition.snapshot() for partition in partitions)],
+                policies=[*(policy for policy in now.policies if not policy.name.startswith(prefix)), *policies],
+                answers=merged(answers, now.answers, own),
+            )
 
         def appear() -> None:
             self._storages.puts.mark_committed(puts)
-            catalog.replace(partitions, prefix)
+            catalog.replace(partitions, policies, prefix)
             catalog.end_replacement()
             catalog.start_leases()
             catalog.answers.restore(answers)
@@ -260,9 +272,7 @@ class Checkpoints:
                 catalog.prepare_replacement(partitions)
                 appear()
             else:
-                await self._store.snapshot_restored(
-                    take, lambda: merged(answers, catalog.answers.snapshot(), own), appear
-                )
+                await self._store.snapshot_restored(restored, appear)
         finally:
             catalog.end_replacement()
 

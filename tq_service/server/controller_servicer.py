@@ -25,9 +25,11 @@ from tq_service.machine.claims import (
     ClaimReleased,
     ConsumptionReset,
     DeadLettersRequeued,
+    TaskAdvanced,
 )
+from tq_service.machine.policies import PolicyRemoved, VersionPublished
 from tq_service.machine.samples import GroupsClosed, MetaSet, PartitionSealed
-from tq_service.results import ControllerStatus, PartitionWait
+from tq_service.results import ControllerStatus, PartitionWait, PolicyStatus
 from tq_service.samplers import PlanRunner, SamplerRegistry
 from tq_service.schema import check_id, check_name, check_range
 from tq_service.server import converters
@@ -47,6 +49,7 @@ from tq_service.serving.status import consumption_of, description_of, production
 from tq_service.state.ledger import Claim
 from tq_service.state.partition import Partition, PartitionSettings
 from tq_service.state.plan import Indexes
+from tq_service.state.policies import Policy
 from tq_service.v1 import commit_pb2, controller_service_pb2_grpc
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.version import BUILD
@@ -189,6 +192,10 @@ class ControllerServicer(
             answer.service.CopyFrom(self._info(revision.instance_id, for_all_partitions=is_shown("")))
             answer.controllers.extend(to_message(pb.ControllerStatus, each) for each in self._controllers())
             answer.storages.extend(to_message(pb.StorageStatus, each) for each in self.storages.statuses())
+            names_shown = [name for name in self.catalog.policies if name.startswith(request.prefix) and is_shown(name)]
+            for name in sorted(names_shown):
+                policy = self._policy_status(self.catalog.policies[name])
+                answer.policies.append(to_message(pb.PolicyStatus, policy))
         known = self._shown_names() if request.explain else None
         there = (each for name in page if (each := self.catalog.find(name, missing_ok=True)) is not None)
         await self.backlogs.refresh(task for partition in there for task in tasks_with_versions(partition))
@@ -415,6 +422,53 @@ class ControllerServicer(
     @_once
     def ResetConsumption(self, request: pb.ResetConsumptionRequest) -> pb.ResetConsumptionResponse:
         return pb.ResetConsumptionResponse(epoch=self.catalog.commit(read_message(ConsumptionReset, request)))
+
+    # Policies, and how far their trainers have come
+
+    @_once
+    def Advance(self, request: pb.AdvanceRequest) -> pb.AdvanceResponse:
+        partition = self.catalog.get(request.partition_id, request.incarnation)
+        task = partition.known_task(request.task_name)
+        if request.HasField("epoch"):
+            task.check_epoch(request.epoch)
+        if not (request.HasField("trained") or request.HasField("saved")):
+            raise InvalidArgumentError("neither trained nor saved is given; give one, or both", field="trained")
+        self.catalog.commit(read_message(TaskAdvanced, request))
+        return pb.AdvanceResponse(
+            trained_batch_count=task.trained + 1,
+            saved_batch_count=task.saved + 1,
+            planned_batch_count=task.next_batch_index,
+        )
+
+    @_once
+    def PublishVersion(self, request: pb.PublishVersionRequest) -> pb.PublishVersionResponse:
+        trained = [(each.partition_id, each.task_name, each.batch_index) for each in request.trained]
+        self.catalog.publish(read_message(VersionPublished, request), trained)
+        return pb.PublishVersionResponse(version=request.version)
+
+    async def GetVersion(self, request: pb.GetVersionRequest, context: Context) -> pb.GetVersionResponse:
+        check_name("policy", request.policy)
+        check_range("at_least", request.at_least, 0)
+        max_wait = read_seconds("max_wait", request.max_wait)
+        check_range("max_wait", max_wait, 0)
+        deadline = asyncio.get_running_loop().time() + min(max_wait, self._settings.max_wait_cap_seconds)
+        waiting = partial(self._waiting.one, context)
+        policy = await self.catalog.versions.until(request.policy, request.at_least, deadline, waiting)
+        if policy is None:
+            policy = self.catalog.policy(request.policy)  # raises
+        return to_message(pb.GetVersionResponse, self._policy_status(policy))
+
+    @_once
+    def RemovePolicy(self, request: pb.RemovePolicyRequest) -> pb.RemovePolicyResponse:
+        if not request.missing_ok:
+            self.catalog.policy(request.policy)
+        removed = request.policy in self.catalog.policies
+        self.catalog.commit(PolicyRemoved(policy=request.policy))
+        return pb.RemovePolicyResponse(removed=removed)
+
+    def _policy_status(self, policy: Policy) -> PolicyStatus:
+        ago = self.catalog.machine.now_seconds() - policy.published_at
+        return PolicyStatus(policy=policy.name, version=policy.version, published_ago_seconds=max(0.0, ago))
 
     @_once
     def RequeueDeadLettered(self, request: pb.RequeueDeadLetteredRequest) -> pb.RequeueDeadLetteredResponse:

@@ -15,7 +15,7 @@ from tq_service.errors import InvalidArgumentError
 from tq_service.machine.samples import SampleWrite, Written
 from tq_service.samplers import Sampler
 from tq_service.samplers.options import whole_numbers
-from tq_service.schema import MOST_SAMPLES, EndCounts, FieldSpec, Layout, check_range
+from tq_service.schema import DEFAULT_POLICY, MOST_SAMPLES, EndCounts, FieldSpec, Layout, check_range
 from tq_service.serving.catalog import Claimed
 from tq_service.serving.lookup import Page, Selection, no_page_token
 from tq_service.serving.planner import Answer
@@ -31,6 +31,7 @@ from tq_service.state.plan import (
     Indexes,
     LeasedClaim,
     LeaseTerms,
+    NotBefore,
     Rank,
     RankPlan,
 )
@@ -57,7 +58,7 @@ _RANK_FIELDS: Final = ("dp_rank", "dp_size", "batch_index")
 # Of GetMetaRequest: what differs between calls of the ranks of one task.
 _FIELDS_OF_ONE_CALL: Final = (
     "request_id", "partition_id", "incarnation", "task_name", "epoch", "dp_rank", "batch_index", "max_wait", "lease",
-    "max_deliveries", "claim_name", "explain", "batch_count",
+    "max_deliveries", "claim_name", "explain", "not_before_version", "policy", "batch_count",
 )  # fmt: skip
 # Of LookupSamplesRequest: what does not say which samples are meant.
 _FIELDS_OF_A_PAGE: Final = ("page_size", "page_token", "missing_ok", "task_name", "min_count", "max_wait")
@@ -195,6 +196,9 @@ def claim_request(request: pb.GetMetaRequest, spec: ClaimSpec, sampler: Sampler)
         lease=lease,
         claim_name=request.claim_name,
         batch_count=request.batch_count or 1,
+        not_before=NotBefore(policy=request.policy or DEFAULT_POLICY, version=request.not_before_version)
+        if request.HasField("not_before_version")
+        else None,
     )
 
 

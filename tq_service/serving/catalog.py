@@ -40,7 +40,8 @@ from tq_service.errors import (
     TqError,
     UnavailableError,
 )
-from tq_service.machine.claims import LeaseExpired, TaskForgotten, TaskSeen
+from tq_service.machine.claims import LeaseExpired, TaskAdvanced, TaskForgotten, TaskSeen
+from tq_service.machine.policies import VersionPublished
 from tq_service.machine.samples import (
     CheckedWrite,
     PartitionCleared,
@@ -55,10 +56,12 @@ from tq_service.schema import EndCounts, check_name, check_passed_on
 from tq_service.serving.admission import AdmissionQueue, starvation
 from tq_service.serving.history import ChangeHistory
 from tq_service.serving.planner import Answer, LoopYielder, NotYet, Planner, RunsPlans
+from tq_service.serving.versions import Enders, VersionWaits
 from tq_service.state.cells import CellsSnapshot, Freed
 from tq_service.state.ledger import Claim, TaskLedger, check_epoch
 from tq_service.state.partition import Listeners, Partition, PartitionSettings, PartitionSnapshot
-from tq_service.state.plan import ClaimRequest, RankPlan
+from tq_service.state.plan import ClaimRequest, ClaimSpec, NotBefore, RankPlan
+from tq_service.state.policies import Policies, Policy
 from tq_service.wait_clock import Waiting, WhileWaiting
 
 _LEAST_STALE_DEADLINES = 64
@@ -66,6 +69,7 @@ _MOST_EXPIRED_A_TURN = 64
 _FREED_AT_ONCE: Final = 1 << 16  # samples
 
 _NUMBER_BYTES = 8
+_MOST_TRAINED: Final = 64  # tasks that one call names
 # What is named in a partition, by argument: the limit of its number, what it is called, and what to do instead.
 _NAMED = {
     "fields": ("max_fields", "fields", "put what differs from sample to sample as an object field"),
@@ -81,6 +85,7 @@ class Limits:
 
     Attributes:
         max_partitions: partitions there may be.
+        max_policies: policies there may be.
         max_samples: samples there may be in all of them.
         max_fields: fields of one partition.
         max_tasks: tasks of one partition.
@@ -90,6 +95,7 @@ class Limits:
     """
 
     max_partitions: int = 10_000
+    max_policies: int = 1_000
     max_samples: int = 50_000_000
     max_fields: int = 1_024
     max_tasks: int = 256
@@ -258,7 +264,7 @@ class _Serving:
         self.planners: dict[str, Planner] = {}
         self.admission_queue = AdmissionQueue(partition, self._deadlock) if partition.settings.is_bounded else None
         self.lease_timer = LeaseTimer(partition.tasks, expire)
-        self.enders: set[Callable[[Callable[[], TqError]], None]] = set()  # of look-ups that wait
+        self.enders: Enders = set()  # of look-ups, and claims, that wait for something else than a plan
 
     def _deadlock(self, task_name: str, asking: ClaimRequest | None) -> str:
         """Return why a task cannot consume before more samples come; of no task in particular, any such; "" if none."""
@@ -285,6 +291,8 @@ class Catalog:
     Attributes:
         machine: what makes all changes.
         answers: of mutating requests, for retries.
+        policies: the published versions, by the name of their policy.
+        versions: the calls that wait for one.
         history: what has changed since when.
         on_freed: called with cells that no sample has any more, once that was appended to the log.
         on_batch: called with the name of the sampler and each batch that was recorded for ranks.
@@ -302,6 +310,8 @@ class Catalog:
         self.on_partition = Listeners()
         self._state = self.machine.state
         self._partitions = self._state.partitions
+        self.policies: Policies = self._state.policies
+        self.versions = VersionWaits(self._state.policies)
         self.history = ChangeHistory(self._state)
         self.answers = self._state.answers
         self._runner = runner
@@ -352,6 +362,8 @@ class Catalog:
             partition.on_change()
         for partition in step.consumed:
             partition.on_consumed()
+        for policy in step.policies:
+            self.versions.wake(policy)
         if self.history.given_out:
             self.history.note(step)
         if step.freed:
@@ -528,6 +540,32 @@ class Catalog:
         queue = self.admission_queue(partition_id)
         return 0 if queue is None else queue.waiting_count
 
+    # Policies
+
+    def policy(self, name: str) -> Policy:
+        """Return a policy of which a version must be published."""
+        return self._state.policy(name)
+
+    def publish(self, published: VersionPublished, trained: Sequence[tuple[str, str, int]]) -> None:
+        """Publish a version, and record how far its trainers have come: partition, task and last batch of each.
+
+        Raises:
+            TqError: one of them is refused; then nothing is changed.
+        """
+        if len(trained) > _MOST_TRAINED:
+            raise InvalidArgumentError(
+                f"trained names {len(trained)} tasks, expected at most {_MOST_TRAINED}; call advance for the others",
+                field="trained",
+            )
+        if published.policy not in self.policies:
+            self.limits.check_count("max_policies", "policies", len(self.policies) + 1, "remove those that are done")
+        advances = [
+            TaskAdvanced(partition_id=partition_id, task_name=task_name, trained=batch_index)
+            for partition_id, task_name, batch_index in trained
+        ]
+        changes = [(change, change.prepare(self._state)) for change in (*advances, published)]
+        self.machine.commit_all([(change, prepared) for change, prepared in changes if prepared is not None])
+
     # Snapshots
 
     def snapshot(self) -> list[PartitionSnapshot]:
@@ -554,11 +592,14 @@ class Catalog:
         finally:
             self._closed_prefix = None
 
-    def adopt(self, restored: Sequence[Partition]) -> None:
-        """Take over partitions, all in one step; no listener is called."""
+    def adopt(self, restored: Sequence[Partition], policies: Iterable[Policy]) -> None:
+        """Take over partitions and policies, all in one step; no listener is called."""
         self._most_samples = math.inf
+        for policy in policies:
+            self._state.policies[policy.name] = policy
+            self.versions.wake(policy.name)
         for partition in restored:
-            self._partitions[partition.partition_id] = partition
+            self._state.add_partition(partition)
             self._appear(partition)
             self.on_partition(partition, "restored")
 
@@ -581,8 +622,10 @@ class Catalog:
         for each in retracted:
             self.retract(*each)
 
-    def replace(self, restored: Sequence[Partition], prefix: str) -> None:
+    def replace(self, restored: Sequence[Partition], policies: Iterable[Policy], prefix: str) -> None:
         """Take over partitions in place of those whose names begin so, in one step; what waits on these gets an error.
+
+        Policies likewise, but for the errors: what waits for a version goes on waiting.
 
         It is not written down: the snapshot that has the new partitions is where the log goes on.
         """
@@ -592,7 +635,9 @@ class Catalog:
             del self._partitions[partition.partition_id]
             freed += partition.cells.puts.all()
             self._disappear(partition)
-        self.adopt(restored)
+        for name in [name for name in self.policies if name.startswith(prefix)]:
+            del self._state.policies[name]
+        self.adopt(restored, policies)
         if self.history.given_out:
             self.history.note(Step(self.machine.now_seconds(), created=[*restored], cleared=replaced))
         self.on_freed(freed)
@@ -673,7 +718,12 @@ class Catalog:
         """Return one of the waiting claims that ask alike, and their number; empty `task_name`: of all tasks."""
         planners = self._serving_of(partition).planners
         names = [task_name] if task_name else list(planners)
-        return [each for name in names if name in planners for each in planners[name].waiting_claims()]
+        waiting = [each for name in names if name in planners for each in planners[name].waiting_claims()]
+        alike: dict[tuple[str, ClaimSpec, NotBefore | None], list[ClaimRequest]] = {}
+        for request in self.versions.claims(partition):
+            if task_name in {"", request.task_name}:
+                alike.setdefault((request.task_name, request.spec, request.not_before), []).append(request)
+        return [*waiting, *((requests[0], len(requests)) for requests in alike.values())]
 
     def awaited_names(self) -> KeysView[str]:
         """Return the names of partitions that are not there and are waited for."""
@@ -686,7 +736,8 @@ class Catalog:
     def waiting_count(self, partition: Partition, task_name: str) -> int:
         """Return the number of calls that wait for a task."""
         planner = self.known_planner(partition, task_name)
-        return 0 if planner is None else planner.waiting_count
+        count = 0 if planner is None else planner.waiting_count
+        return count + sum(request.task_name == task_name for request in self.versions.claims(partition))
 
     async def claim(
         self,
@@ -718,9 +769,20 @@ class Catalog:
         if partition is None:
             return Claimed(None, NotYet())
         partition.check_incarnation(incarnation)
-        name = request.task_name
+        name, not_before = request.task_name, request.not_before
         if name not in partition.tasks:
             check_epoch(name, 0, request.epoch)
+        if not_before is not None and not self.planner(partition, name).has_planned(request):
+            await self.versions.until(
+                not_before.policy,
+                not_before.version,
+                deadline,
+                while_waiting,
+                claim=(partition, request),
+                enders=self.enders(partition),
+            )
+            if not self.versions.is_published(not_before.policy, not_before.version):
+                return Claimed(partition, NotYet())
         try:
             planner = self.planner(partition, name)
             epoch = planner.task.epoch
@@ -730,7 +792,10 @@ class Catalog:
             raise
         # Where the epoch has ended since, its batch is not followed by those of the next one.
         is_followed = request.batch_count > 1 and isinstance(answer, RankPlan) and planner.task.epoch == epoch
-        return Claimed(partition, answer, planner.following(request) if is_followed else ())
+        if not is_followed:
+            return Claimed(partition, answer)
+        may_plan = not_before is None or self.versions.is_published(not_before.policy, not_before.version)
+        return Claimed(partition, answer, planner.following(request, may_plan=may_plan))
 
     async def arrival(
         self,
@@ -764,7 +829,7 @@ class Catalog:
         self.check_not_draining()
         return partition
 
-    def enders(self, partition: Partition) -> set[Callable[[Callable[[], TqError]], None]]:
+    def enders(self, partition: Partition) -> Enders:
         """Return what is called with an error once a partition is cleared, or the server shuts down."""
         return self._serving_of(partition).enders
 
@@ -773,6 +838,7 @@ class Catalog:
         self._is_draining = True
         for serving in self._serving.values():
             serving.end(_draining_error)
+        self.versions.end(_draining_error)
         for arrivals in self._arrivals.values():
             for arrival in arrivals:
                 if not arrival.done():

@@ -26,7 +26,7 @@ from tq_service.serving.planner import RunsPlans
 from tq_service.serving.sweep import Slices, sweep
 from tq_service.state.ledger import TaskLedger
 from tq_service.state.partition import Partition
-from tq_service.state.plan import ClaimRequest, Indexes, LengthSource
+from tq_service.state.plan import ClaimRequest, Indexes, LengthSource, NotBefore
 from tq_service.state.table import HELD, LIVE
 
 _SHARED_ROWS: Final = 65_536  # of a partition of more than these explanations are shared
@@ -94,6 +94,14 @@ class Explainer:
 
     async def _reason(self, partition: Partition, request: ClaimRequest) -> WaitReason:
         """Return why a claim of a partition waits, as it was just seen where many rows are to be looked at."""
+        if (text := self._lacking_version(request.not_before)) is not None:
+            return WaitReason(
+                code=WaitCode.VERSION_NOT_PUBLISHED,
+                text=text,
+                task_name=request.task_name,
+                data_fields=request.spec.data_fields,
+                sealed=partition.sealed,
+            )
         if partition.table.count <= _SHARED_ROWS:
             return await self._look(partition, request)
         # Not by the partition itself, which would stay in memory after it was cleared.
@@ -102,6 +110,19 @@ class Explainer:
             self._recent[key] = asyncio.ensure_future(self._look(partition, request))
             asyncio.get_running_loop().call_later(_FRESH_SECONDS, self._recent.pop, key)
         return await asyncio.shield(self._recent[key])
+
+    def _lacking_version(self, wanted: NotBefore | None) -> str | None:
+        """Return what is published instead of the version that a claim waits for; None if it waits for none."""
+        if wanted is None or self._catalog.versions.is_published(wanted.policy, wanted.version):
+            return None
+        policy = self._catalog.policies.get(wanted.policy)
+        if policy is None:
+            known = nearest(wanted.policy, self._catalog.policies)
+            return f"it waits for version {wanted.version} of policy {wanted.policy!r}, which has no version; {known}"
+        return (
+            f"it waits for version {wanted.version} of policy {wanted.policy!r}, of which {policy.version} is "
+            f"published; its trainer has to publish the next ones"
+        )
 
     async def _look(self, partition: Partition, request: ClaimRequest) -> WaitReason:
         slices, task = Slices(), self._catalog.task(partition, request.task_name)

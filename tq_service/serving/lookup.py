@@ -15,7 +15,7 @@ import heapq
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, cast
 
 import numpy as np
@@ -168,7 +168,7 @@ class Selection:
     def _holds(self, partition: Partition, positions: Indexes) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
         mask = np.ones(positions.size, np.bool_)
         rows = as_slice(positions)
-        for condition in self.where:
+        for condition in partition.resolved(self.where):
             mask &= partition.meta.holds(condition, rows)[0]
         return mask
 
@@ -461,7 +461,8 @@ class LookupWait:
 
     def __init__(self, partition: Partition, selection: Selection, min_count: int) -> None:
         self._partition = partition
-        self._selection = selection
+        # It compares with the versions that are published now, since rows are looked at once.
+        self._selection = selection = replace(selection, where=partition.resolved(selection.where))
         self._min_count = min_count
         self._found: set[int] = set()  # global indexes; some may have been cleared since
         if selection.is_named:

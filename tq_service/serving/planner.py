@@ -540,12 +540,13 @@ class Planner:
         with while_waiting():
             return await self._wait(request, found, max_wait_seconds)
 
-    def following(self, request: ClaimRequest) -> list[RankPlan | EndCounts]:
+    def following(self, request: ClaimRequest, *, may_plan: bool) -> list[RankPlan | EndCounts]:
         """Return the answers of a range behind its first, up to one that is not ready or is refused.
 
-        Those that can be had in this step of the event loop are planned in it, in one group of changes.
+        Where it may be planned, those that can be had in this step of the event loop are planned in it, in one group of
+        changes.
         """
-        if self._gone is None and not self._has_turns(request.spec):
+        if may_plan and self._gone is None and not self._has_turns(request.spec):
             with self._group():
                 self._plan_following(request)
             self._advance()
@@ -631,6 +632,11 @@ class Planner:
         self._queue.forget_if_unused(line)
         if self.is_idle:
             self._partition.on_change.discard(self.wake)
+
+    def has_planned(self, request: ClaimRequest) -> bool:
+        """Whether the batch that a rank asks for was planned, or none will be any more."""
+        is_planned = request.rank is not None and request.rank.batch_index < self.task.next_batch_index
+        return is_planned or self.task.end is not None
 
     def retract(self, request_id: bytes) -> None:
         """Release a queue claim whose answer did not reach its client, unless a retry was given the same.

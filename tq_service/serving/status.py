@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -200,12 +200,8 @@ def status_of(
         leases: the first of its claims that lease samples.
     """
     dead_lettered = partition.table.index[task.dead_lettered()[:_MOST_DEAD_LETTERED]]
-    live: dict[str, Any] = {"waiting_count": 0}
-    if (planner := catalog.known_planner(partition, task.name)) is not None:
-        live = {
-            "waiting_count": planner.waiting_count,
-            "delivered_per_second": planner.deliveries.per_second(time.monotonic()),
-        }
+    planner = catalog.known_planner(partition, task.name)
+    rate = 0.0 if planner is None else planner.deliveries.per_second(time.monotonic())
     return TaskStatus(
         task_name=task.name,
         epoch=task.epoch,
@@ -224,7 +220,10 @@ def status_of(
         leasing_claim_count=len(task.leases),
         recent_batches=tuple(task.recent_batches),
         leases=leases,
-        **live,
+        trained_batch_count=task.trained + 1,
+        saved_batch_count=task.saved + 1,
+        waiting_count=catalog.waiting_count(partition, task.name),
+        delivered_per_second=rate,
     )
 
 

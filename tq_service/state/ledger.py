@@ -331,6 +331,8 @@ class TaskFacts:
         dropped_count: rows that plans of this epoch left out, cleared ones included.
         last_forgotten: the last batch_index whose record was dropped although its rows are there; -1: none was.
         serial: the last one given to a claim.
+        trained: the last batch_index up to which batches were trained; -1: none was.
+        saved: the last batch_index up to which a checkpoint of the trainer covers batches; -1: none does.
     """
 
     name: str
@@ -347,6 +349,8 @@ class TaskFacts:
     dropped_count: int = 0
     last_forgotten: int = -1
     serial: int = LAST_RESERVED
+    trained: int = -1
+    saved: int = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -680,6 +684,10 @@ class TaskLedger(TaskFacts):
                 self.last_forgotten = oldest.batch_index
             self._forget(oldest, "forgotten")
 
+    def advance(self, trained: int, saved: int) -> None:
+        """Record how far the trainer has come; marks that are not higher than before stay."""
+        self.trained, self.saved = max(self.trained, trained), max(self.saved, saved)
+
     # What becomes of a claim
 
     def left(self, claim: Claim) -> Indexes:
@@ -873,7 +881,7 @@ class TaskLedger(TaskFacts):
         if not keep_consumed and not self.uses.is_blank:
             self.uses.write(slice(0, self._table.count), 0)
         self.leased_count = self.redelivered_count = self.dead_lettered_count = self.dropped_count = 0
-        self.last_forgotten = -1
+        self.last_forgotten = self.trained = self.saved = -1
         self._forget_records()
         if keep_consumed:
             claims = self.claim[: self._table.count]

@@ -27,7 +27,8 @@ from tq_service.schema import FieldSpec, Layout, StalenessLimit, check_name, che
 from tq_service.state.cells import CellTable, CustomMeta
 from tq_service.state.groups import GroupTable, KeyIndex
 from tq_service.state.ledger import TaskLedger, TaskSnapshot, task_columns
-from tq_service.state.plan import Indexes, differences, shown
+from tq_service.state.plan import Condition, Indexes, differences, shown
+from tq_service.state.policies import Policies
 from tq_service.state.table import FAILED, HELD, LIVE, RowTable, Table, TableSnapshot, distinct
 
 _log = logging.getLogger(__name__)
@@ -166,6 +167,7 @@ class Partition:
         on_rows: called, while a change is applied, with the global indexes of rows that were written, or reopened, as a
             range where all of them are new.
         on_reset: called, while a change is applied, with the name of a task that starts from all rows again.
+        policies: those of the service, for conditions that compare with a published version; set by its owner.
     """
 
     def __init__(self, partition_id: str, settings: PartitionSettings, incarnation: bytes = b"") -> None:
@@ -189,6 +191,7 @@ class Partition:
         self.on_consumed = Listeners()
         self.on_rows = Listeners()
         self.on_reset = Listeners()
+        self.policies: Policies = {}
         for name in settings.tasks:
             self.open_task(name)
 
@@ -285,6 +288,10 @@ class Partition:
         return self.state_counts[LIVE] + self.state_counts[HELD]
 
     # Reading
+
+    def resolved(self, where: Sequence[Condition]) -> tuple[Condition, ...]:
+        """Return conditions that compare with the versions that are published now."""
+        return tuple(condition.resolved(self.policies) for condition in where)
 
     def positions_of(self, indexes: Indexes, *, may_repeat: bool = False) -> Indexes:
         """Return the positions of samples that must be there; each is named once, unless it `may_repeat`."""

@@ -24,6 +24,7 @@ from tq_service.schema import (
     Blocks,
     FieldSpec,
     Operator,
+    Published,
     Scalar,
     StalenessLimit,
     check_id,
@@ -31,6 +32,7 @@ from tq_service.schema import (
     check_range,
     check_unique,
 )
+from tq_service.state.policies import Policies
 
 MAX_LEASE_SECONDS: Final = 86_400.0
 _MOST_RANKS: Final = 65_536
@@ -286,9 +288,17 @@ class Sampler(ABC):
         """Return the plan of one batch, or None where fewer than `request.min_size` units are ready."""
 
 
+# Comparisons that come to hold for more samples as the version that they compare with grows, and for fewer.
+_GROWING: Final = frozenset({"<", "<="})
+_SHRINKING: Final = frozenset({">", ">="})
+
+
 @dataclass(frozen=True, slots=True)
 class Condition:
     """What a sample must satisfy; one without a value does not.
+
+    Attributes:
+        published: what is compared with instead of values: a version that is published when samples are looked at.
 
     Raises:
         InvalidArgumentError: something is missing, values are of several types, or more than the operator takes.
@@ -296,9 +306,13 @@ class Condition:
 
     column: str
     operator: Operator
-    values: tuple[Scalar, ...]
+    values: tuple[Scalar, ...] = ()
+    published: Published | None = None
 
     def __post_init__(self) -> None:
+        if self.published is not None:
+            self._check_published(self.published)
+            return
         if not self.operator or not self.column:
             raise InvalidArgumentError(
                 f"where: got column {self.column!r} and operator {self.operator!r}; give both", field="where"
@@ -314,6 +328,29 @@ class Condition:
             raise InvalidArgumentError(
                 f"where: column {self.column!r} is compared with text and numbers; use one type", field="where"
             )
+
+    def _check_published(self, published: Published) -> None:
+        check_name("policy", published.policy)
+        if self.values or not self.column or self.operator not in _GROWING | _SHRINKING:
+            raise InvalidArgumentError(
+                f"where: column {self.column!r} {self.operator} is compared with the published version of policy "
+                f"{published.policy!r} and {len(self.values)} values; expected a column, one of <, <=, > and >=, and "
+                f"the version alone",
+                field="where",
+            )
+
+    def resolved(self, policies: Policies) -> Condition:
+        """Return it with the version that is published now as its value; it never holds if nobody has published one."""
+        if self.published is None:
+            return self
+        policy = policies.get(self.published.policy)
+        version = math.nan if policy is None else policy.version + self.published.offset
+        return Condition(self.column, self.operator, (version,))
+
+    def may_hold_later(self, policies: Policies) -> bool:
+        """Whether it may come to hold for a value for which it does not, since versions grow."""
+        published = self.published
+        return published is not None and (self.operator in _GROWING or published.policy not in policies)
 
     def holds(self, data: NDArray[Any]) -> NDArray[np.bool_]:
         """Return where the condition holds `(n,)`, for values that are present."""
@@ -447,7 +484,10 @@ def shown(value: object) -> str:
         case bool():
             return str(value).lower()
         case Condition():
-            return f"{value.column} {value.operator} {shown(value.values)}"
+            compared = value.values if value.published is None else value.published
+            return f"{value.column} {value.operator} {shown(compared)}"
+        case Published():
+            return f"published({value.policy}) {value.offset:+d}"
         case Order():
             return f"{value.column} descending" if value.descending else value.column
         case FieldSpec():
@@ -611,6 +651,18 @@ def check_data_fields(names: Sequence[str]) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NotBefore:
+    """A version of a policy that must be published before a batch is planned."""
+
+    policy: str
+    version: int
+
+    def __post_init__(self) -> None:
+        check_name("policy", self.policy)
+        check_range("not_before_version", self.version, 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ClaimRequest:
     """What a GetMeta call asks for.
 
@@ -619,6 +671,7 @@ class ClaimRequest:
         epoch: the epoch the caller means, None for whichever.
         lease: how a queue worker leases its samples, None where they are done once they are delivered.
         claim_name: of a queue worker's claim, which is the same whenever it is asked for by this name; empty: none.
+        not_before: what must be published first; None: nothing.
         batch_count: the most batches that a rank takes, from that of `rank` on.
 
     Raises:
@@ -634,6 +687,7 @@ class ClaimRequest:
     epoch: int | None = None
     lease: LeaseTerms | None = None
     claim_name: str = ""
+    not_before: NotBefore | None = None
     batch_count: int = 1
 
     def __post_init__(self) -> None:

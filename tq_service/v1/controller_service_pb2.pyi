@@ -401,6 +401,7 @@ class Condition(google.protobuf.message.Message):
     COLUMN_FIELD_NUMBER: builtins.int
     OPERATOR_FIELD_NUMBER: builtins.int
     VALUES_FIELD_NUMBER: builtins.int
+    PUBLISHED_FIELD_NUMBER: builtins.int
     column: builtins.str
     """Name of a custom_meta column; one that no sample has yet is satisfied by none."""
     operator: global___Operator.ValueType
@@ -409,16 +410,46 @@ class Condition(google.protobuf.message.Message):
     def values(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___MetaValue]:
         """What to compare with: exactly one value, or any number with OPERATOR_IN."""
 
+    @property
+    def published(self) -> global___PublishedVersion:
+        """What to compare with instead of `values`, by OPERATOR_LT, _LE, _GT or _GE: a version that is published when samples
+        are looked at. For a batch that is once, when it is planned, so all ranks compare with the same.
+        """
+
     def __init__(
         self,
         *,
         column: builtins.str = ...,
         operator: global___Operator.ValueType = ...,
         values: collections.abc.Iterable[global___MetaValue] | None = ...,
+        published: global___PublishedVersion | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["column", b"column", "operator", b"operator", "values", b"values"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["published", b"published"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["column", b"column", "operator", b"operator", "published", b"published", "values", b"values"]) -> None: ...
 
 global___Condition = Condition
+
+@typing.final
+class PublishedVersion(google.protobuf.message.Message):
+    """The published version of a policy, plus an offset. As long as the policy has no version, no sample satisfies it."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    POLICY_FIELD_NUMBER: builtins.int
+    OFFSET_FIELD_NUMBER: builtins.int
+    policy: builtins.str
+    """The policy. Empty: "default"."""
+    offset: builtins.int
+    """Added to the version; may be negative."""
+    def __init__(
+        self,
+        *,
+        policy: builtins.str = ...,
+        offset: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["offset", b"offset", "policy", b"policy"]) -> None: ...
+
+global___PublishedVersion = PublishedVersion
 
 @typing.final
 class Order(google.protobuf.message.Message):
@@ -475,6 +506,8 @@ class GetMetaRequest(google.protobuf.message.Message):
     CLAIM_NAME_FIELD_NUMBER: builtins.int
     MAX_USES_FIELD_NUMBER: builtins.int
     EXPLAIN_FIELD_NUMBER: builtins.int
+    NOT_BEFORE_VERSION_FIELD_NUMBER: builtins.int
+    POLICY_FIELD_NUMBER: builtins.int
     BATCH_COUNT_FIELD_NUMBER: builtins.int
     request_id: builtins.bytes
     """16 random bytes that the client makes for this change and sends again with each retry. Of other lengths:
@@ -538,6 +571,12 @@ class GetMetaRequest(google.protobuf.message.Message):
     """Whether NOT_YET comes with its reason. It takes a pass over the samples of the partition: leave it out in the first
     seconds of a wait.
     """
+    not_before_version: builtins.int
+    """The version of `policy` that must be published before the batch is planned, 0 or more: until then it is NOT_YET, as
+    where there are too few samples. Unset: none.
+    """
+    policy: builtins.str
+    """The policy of `not_before_version`. Empty: "default"."""
     batch_count: builtins.int
     """Ranks: the most batches to answer with, from `batch_index` on; 1 to 64. The call waits for the first. It adds those
     behind it that are planned already, and plans those that are ready at once, up to the end, or to 1 MiB of answer.
@@ -601,10 +640,12 @@ class GetMetaRequest(google.protobuf.message.Message):
         claim_name: builtins.str = ...,
         max_uses: builtins.int = ...,
         explain: builtins.bool = ...,
+        not_before_version: builtins.int | None = ...,
+        policy: builtins.str = ...,
         batch_count: builtins.int = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_batch_index", b"_batch_index", "_dp_rank", b"_dp_rank", "_dp_size", b"_dp_size", "_epoch", b"_epoch", "batch_index", b"batch_index", "dp_rank", b"dp_rank", "dp_size", b"dp_size", "epoch", b"epoch", "lease", b"lease", "max_wait", b"max_wait", "sampler_config", b"sampler_config"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_batch_index", b"_batch_index", "_dp_rank", b"_dp_rank", "_dp_size", b"_dp_size", "_epoch", b"_epoch", "batch_count", b"batch_count", "batch_index", b"batch_index", "batch_size", b"batch_size", "batch_unit", b"batch_unit", "claim_name", b"claim_name", "data_fields", b"data_fields", "dp_rank", b"dp_rank", "dp_size", b"dp_size", "drop_last", b"drop_last", "epoch", b"epoch", "explain", b"explain", "finite", b"finite", "incarnation", b"incarnation", "lease", b"lease", "max_deliveries", b"max_deliveries", "max_uses", b"max_uses", "max_wait", b"max_wait", "micro_batch_size", b"micro_batch_size", "min_batch_size", b"min_batch_size", "order_by", b"order_by", "partition_id", b"partition_id", "request_id", b"request_id", "sampler", b"sampler", "sampler_config", b"sampler_config", "task_name", b"task_name", "where", b"where"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_batch_index", b"_batch_index", "_dp_rank", b"_dp_rank", "_dp_size", b"_dp_size", "_epoch", b"_epoch", "_not_before_version", b"_not_before_version", "batch_index", b"batch_index", "dp_rank", b"dp_rank", "dp_size", b"dp_size", "epoch", b"epoch", "lease", b"lease", "max_wait", b"max_wait", "not_before_version", b"not_before_version", "sampler_config", b"sampler_config"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_batch_index", b"_batch_index", "_dp_rank", b"_dp_rank", "_dp_size", b"_dp_size", "_epoch", b"_epoch", "_not_before_version", b"_not_before_version", "batch_count", b"batch_count", "batch_index", b"batch_index", "batch_size", b"batch_size", "batch_unit", b"batch_unit", "claim_name", b"claim_name", "data_fields", b"data_fields", "dp_rank", b"dp_rank", "dp_size", b"dp_size", "drop_last", b"drop_last", "epoch", b"epoch", "explain", b"explain", "finite", b"finite", "incarnation", b"incarnation", "lease", b"lease", "max_deliveries", b"max_deliveries", "max_uses", b"max_uses", "max_wait", b"max_wait", "micro_batch_size", b"micro_batch_size", "min_batch_size", b"min_batch_size", "not_before_version", b"not_before_version", "order_by", b"order_by", "partition_id", b"partition_id", "policy", b"policy", "request_id", b"request_id", "sampler", b"sampler", "sampler_config", b"sampler_config", "task_name", b"task_name", "where", b"where"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_batch_index", b"_batch_index"]) -> typing.Literal["batch_index"] | None: ...
     @typing.overload
@@ -613,6 +654,8 @@ class GetMetaRequest(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: typing.Literal["_dp_size", b"_dp_size"]) -> typing.Literal["dp_size"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_epoch", b"_epoch"]) -> typing.Literal["epoch"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_not_before_version", b"_not_before_version"]) -> typing.Literal["not_before_version"] | None: ...
 
 global___GetMetaRequest = GetMetaRequest
 
@@ -673,7 +716,8 @@ class WaitReason(google.protobuf.message.Message):
     code: builtins.str
     """Stable, in capitals: PARTITION_NOT_FOUND; NO_SAMPLES: the partition has none; FIELD_NEVER_PUT: no sample has a
     field that is asked for; ALL_CONSUMED: nothing is left of an open partition; TOO_FEW_READY; GROUPS_INCOMPLETE: too
-    few groups are ready as a whole; SAMPLER_WAITS: enough samples are ready, of which the sampler makes no batch yet.
+    few groups are ready as a whole; SAMPLER_WAITS: enough samples are ready, of which the sampler makes no batch yet;
+    VERSION_NOT_PUBLISHED: a version that is asked for with `not_before_version`.
     """
     text: builtins.str
     """A sentence for people, with names and counts; it may change."""
@@ -2002,6 +2046,8 @@ class TaskStatus(google.protobuf.message.Message):
     STALENESS_VERSIONS_FIELD_NUMBER: builtins.int
     LEASING_CLAIM_COUNT_FIELD_NUMBER: builtins.int
     LEASES_FIELD_NUMBER: builtins.int
+    TRAINED_BATCH_COUNT_FIELD_NUMBER: builtins.int
+    SAVED_BATCH_COUNT_FIELD_NUMBER: builtins.int
     task_name: builtins.str
     """Name of the task."""
     epoch: builtins.int
@@ -2041,6 +2087,10 @@ class TaskStatus(google.protobuf.message.Message):
     """
     leasing_claim_count: builtins.int
     """Number of claims that have samples under a lease."""
+    trained_batch_count: builtins.int
+    """Number of batches of this epoch that were trained, see Advance."""
+    saved_batch_count: builtins.int
+    """Number of batches of this epoch that a checkpoint of the trainer covers, see Advance."""
     @property
     def dead_lettered_indexes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Indexes of dead-lettered samples that are not cleared; at most the first hundred."""
@@ -2077,9 +2127,11 @@ class TaskStatus(google.protobuf.message.Message):
         staleness_versions: builtins.float | None = ...,
         leasing_claim_count: builtins.int = ...,
         leases: collections.abc.Iterable[global___ClaimLease] | None = ...,
+        trained_batch_count: builtins.int = ...,
+        saved_batch_count: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_oldest_version", b"_oldest_version", "_staleness_versions", b"_staleness_versions", "oldest_version", b"oldest_version", "staleness_versions", b"staleness_versions"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_oldest_version", b"_oldest_version", "_staleness_versions", b"_staleness_versions", "complete", b"complete", "consumed_count", b"consumed_count", "dead_lettered_count", b"dead_lettered_count", "dead_lettered_indexes", b"dead_lettered_indexes", "delivered_per_second", b"delivered_per_second", "dp_size", b"dp_size", "epoch", b"epoch", "leased_count", b"leased_count", "leases", b"leases", "leasing_claim_count", b"leasing_claim_count", "oldest_version", b"oldest_version", "pending_count", b"pending_count", "planned_batch_count", b"planned_batch_count", "recent_batches", b"recent_batches", "redelivered_count", b"redelivered_count", "skipped_count", b"skipped_count", "staleness_versions", b"staleness_versions", "task_name", b"task_name", "waiting_count", b"waiting_count"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_oldest_version", b"_oldest_version", "_staleness_versions", b"_staleness_versions", "complete", b"complete", "consumed_count", b"consumed_count", "dead_lettered_count", b"dead_lettered_count", "dead_lettered_indexes", b"dead_lettered_indexes", "delivered_per_second", b"delivered_per_second", "dp_size", b"dp_size", "epoch", b"epoch", "leased_count", b"leased_count", "leases", b"leases", "leasing_claim_count", b"leasing_claim_count", "oldest_version", b"oldest_version", "pending_count", b"pending_count", "planned_batch_count", b"planned_batch_count", "recent_batches", b"recent_batches", "redelivered_count", b"redelivered_count", "saved_batch_count", b"saved_batch_count", "skipped_count", b"skipped_count", "staleness_versions", b"staleness_versions", "task_name", b"task_name", "trained_batch_count", b"trained_batch_count", "waiting_count", b"waiting_count"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_oldest_version", b"_oldest_version"]) -> typing.Literal["oldest_version"] | None: ...
     @typing.overload
@@ -2595,6 +2647,7 @@ class GetStatusResponse(google.protobuf.message.Message):
     NEXT_PAGE_TOKEN_FIELD_NUMBER: builtins.int
     REVISION_FIELD_NUMBER: builtins.int
     CONTROLLERS_FIELD_NUMBER: builtins.int
+    POLICIES_FIELD_NUMBER: builtins.int
     next_page_token: builtins.str
     """Sent back as `page_token` for the next page. Empty: this is the last one."""
     @property
@@ -2623,6 +2676,12 @@ class GetStatusResponse(google.protobuf.message.Message):
         controller.
         """
 
+    @property
+    def policies(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___PolicyStatus]:
+        """The published versions, in the order of the names of their policies that begin with `prefix`. On the first page
+        alone.
+        """
+
     def __init__(
         self,
         *,
@@ -2633,11 +2692,303 @@ class GetStatusResponse(google.protobuf.message.Message):
         next_page_token: builtins.str = ...,
         revision: global___Revision | None = ...,
         controllers: collections.abc.Iterable[global___ControllerStatus] | None = ...,
+        policies: collections.abc.Iterable[global___PolicyStatus] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["revision", b"revision", "service", b"service"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["controllers", b"controllers", "next_page_token", b"next_page_token", "partitions", b"partitions", "revision", b"revision", "service", b"service", "storages", b"storages", "waits", b"waits"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["controllers", b"controllers", "next_page_token", b"next_page_token", "partitions", b"partitions", "policies", b"policies", "revision", b"revision", "service", b"service", "storages", b"storages", "waits", b"waits"]) -> None: ...
 
 global___GetStatusResponse = GetStatusResponse
+
+@typing.final
+class PolicyStatus(google.protobuf.message.Message):
+    """The published version of a policy."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    POLICY_FIELD_NUMBER: builtins.int
+    VERSION_FIELD_NUMBER: builtins.int
+    PUBLISHED_AGO_FIELD_NUMBER: builtins.int
+    policy: builtins.str
+    """The policy, with the namespace that it was published in."""
+    version: builtins.int
+    """The number of the weights that are in use."""
+    @property
+    def published_ago(self) -> google.protobuf.duration_pb2.Duration:
+        """How long ago it was published."""
+
+    def __init__(
+        self,
+        *,
+        policy: builtins.str = ...,
+        version: builtins.int = ...,
+        published_ago: google.protobuf.duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["published_ago", b"published_ago"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["policy", b"policy", "published_ago", b"published_ago", "version", b"version"]) -> None: ...
+
+global___PolicyStatus = PolicyStatus
+
+@typing.final
+class AdvanceRequest(google.protobuf.message.Message):
+    """Says how far the trainer of a task has come. At least one of the marks is set."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    PARTITION_ID_FIELD_NUMBER: builtins.int
+    INCARNATION_FIELD_NUMBER: builtins.int
+    TASK_NAME_FIELD_NUMBER: builtins.int
+    EPOCH_FIELD_NUMBER: builtins.int
+    TRAINED_FIELD_NUMBER: builtins.int
+    SAVED_FIELD_NUMBER: builtins.int
+    request_id: builtins.bytes
+    """16 random bytes that the client makes for this change and sends again with each retry. Of other lengths:
+    INVALID_ARGUMENT.
+    """
+    partition_id: builtins.str
+    """The partition; it must exist."""
+    incarnation: builtins.bytes
+    """Fails with STALE_INCARNATION where the partition has another incarnation, since it was cleared and made again.
+    Empty: any.
+    """
+    task_name: builtins.str
+    """The task whose ranks have trained."""
+    epoch: builtins.int
+    """Fails with STALE_EPOCH where the task is at another epoch. Unset: any."""
+    trained: builtins.int
+    """The last batch_index that was trained, with all before it; it was planned. Unset: as before."""
+    saved: builtins.int
+    """The last batch_index that a checkpoint of the trainer covers, with all before it; it was planned. Unset: as before."""
+    def __init__(
+        self,
+        *,
+        request_id: builtins.bytes = ...,
+        partition_id: builtins.str = ...,
+        incarnation: builtins.bytes = ...,
+        task_name: builtins.str = ...,
+        epoch: builtins.int | None = ...,
+        trained: builtins.int | None = ...,
+        saved: builtins.int | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_epoch", b"_epoch", "_saved", b"_saved", "_trained", b"_trained", "epoch", b"epoch", "saved", b"saved", "trained", b"trained"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_epoch", b"_epoch", "_saved", b"_saved", "_trained", b"_trained", "epoch", b"epoch", "incarnation", b"incarnation", "partition_id", b"partition_id", "request_id", b"request_id", "saved", b"saved", "task_name", b"task_name", "trained", b"trained"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_epoch", b"_epoch"]) -> typing.Literal["epoch"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_saved", b"_saved"]) -> typing.Literal["saved"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_trained", b"_trained"]) -> typing.Literal["trained"] | None: ...
+
+global___AdvanceRequest = AdvanceRequest
+
+@typing.final
+class AdvanceResponse(google.protobuf.message.Message):
+    """Answers how far the trainer has come."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TRAINED_BATCH_COUNT_FIELD_NUMBER: builtins.int
+    SAVED_BATCH_COUNT_FIELD_NUMBER: builtins.int
+    PLANNED_BATCH_COUNT_FIELD_NUMBER: builtins.int
+    trained_batch_count: builtins.int
+    """Number of batches of the epoch that were trained."""
+    saved_batch_count: builtins.int
+    """Number of batches of the epoch that a checkpoint of the trainer covers."""
+    planned_batch_count: builtins.int
+    """Number of batches of the epoch that were planned."""
+    def __init__(
+        self,
+        *,
+        trained_batch_count: builtins.int = ...,
+        saved_batch_count: builtins.int = ...,
+        planned_batch_count: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["planned_batch_count", b"planned_batch_count", "saved_batch_count", b"saved_batch_count", "trained_batch_count", b"trained_batch_count"]) -> None: ...
+
+global___AdvanceResponse = AdvanceResponse
+
+@typing.final
+class TrainedBatches(google.protobuf.message.Message):
+    """The batches of a task that were trained."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PARTITION_ID_FIELD_NUMBER: builtins.int
+    TASK_NAME_FIELD_NUMBER: builtins.int
+    BATCH_INDEX_FIELD_NUMBER: builtins.int
+    partition_id: builtins.str
+    """The partition; it must exist."""
+    task_name: builtins.str
+    """The task whose ranks have trained."""
+    batch_index: builtins.int
+    """The last batch_index that was trained, with all before it; it was planned."""
+    def __init__(
+        self,
+        *,
+        partition_id: builtins.str = ...,
+        task_name: builtins.str = ...,
+        batch_index: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["batch_index", b"batch_index", "partition_id", b"partition_id", "task_name", b"task_name"]) -> None: ...
+
+global___TrainedBatches = TrainedBatches
+
+@typing.final
+class PublishVersionRequest(google.protobuf.message.Message):
+    """A version of a policy that is in use from now on."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    POLICY_FIELD_NUMBER: builtins.int
+    VERSION_FIELD_NUMBER: builtins.int
+    REWIND_FIELD_NUMBER: builtins.int
+    TRAINED_FIELD_NUMBER: builtins.int
+    request_id: builtins.bytes
+    """16 random bytes that the client makes for this change and sends again with each retry. Of other lengths:
+    INVALID_ARGUMENT.
+    """
+    policy: builtins.str
+    """The policy: 1 to 512 printable characters, named like partitions. One that is new is added."""
+    version: builtins.int
+    """The number of its weights, 0 or more."""
+    rewind: builtins.bool
+    """Whether the version may be lower than the one before, since the trainer has gone back to a checkpoint."""
+    @property
+    def trained(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TrainedBatches]:
+        """What was trained to make it; at most 64."""
+
+    def __init__(
+        self,
+        *,
+        request_id: builtins.bytes = ...,
+        policy: builtins.str = ...,
+        version: builtins.int = ...,
+        rewind: builtins.bool = ...,
+        trained: collections.abc.Iterable[global___TrainedBatches] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["policy", b"policy", "request_id", b"request_id", "rewind", b"rewind", "trained", b"trained", "version", b"version"]) -> None: ...
+
+global___PublishVersionRequest = PublishVersionRequest
+
+@typing.final
+class PublishVersionResponse(google.protobuf.message.Message):
+    """Answers that the version is published."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: builtins.int
+    version: builtins.int
+    """As in the request."""
+    def __init__(
+        self,
+        *,
+        version: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["version", b"version"]) -> None: ...
+
+global___PublishVersionResponse = PublishVersionResponse
+
+@typing.final
+class GetVersionRequest(google.protobuf.message.Message):
+    """Asks for the published version of a policy."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    POLICY_FIELD_NUMBER: builtins.int
+    AT_LEAST_FIELD_NUMBER: builtins.int
+    MAX_WAIT_FIELD_NUMBER: builtins.int
+    policy: builtins.str
+    """Its name, such as "default"."""
+    at_least: builtins.int
+    """The version to be waited for, 0 or more. Unset: any."""
+    @property
+    def max_wait(self) -> google.protobuf.duration_pb2.Duration:
+        """For how long the call may wait for it; the service may shorten it (60 s). Unset: it answers at once."""
+
+    def __init__(
+        self,
+        *,
+        policy: builtins.str = ...,
+        at_least: builtins.int | None = ...,
+        max_wait: google.protobuf.duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_at_least", b"_at_least", "at_least", b"at_least", "max_wait", b"max_wait"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_at_least", b"_at_least", "at_least", b"at_least", "max_wait", b"max_wait", "policy", b"policy"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_at_least", b"_at_least"]) -> typing.Literal["at_least"] | None: ...
+
+global___GetVersionRequest = GetVersionRequest
+
+@typing.final
+class GetVersionResponse(google.protobuf.message.Message):
+    """The published version of a policy."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: builtins.int
+    PUBLISHED_AGO_FIELD_NUMBER: builtins.int
+    version: builtins.int
+    """The version; lower than `at_least` where that was not published in time."""
+    @property
+    def published_ago(self) -> google.protobuf.duration_pb2.Duration:
+        """How long ago it was published."""
+
+    def __init__(
+        self,
+        *,
+        version: builtins.int = ...,
+        published_ago: google.protobuf.duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["published_ago", b"published_ago"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["published_ago", b"published_ago", "version", b"version"]) -> None: ...
+
+global___GetVersionResponse = GetVersionResponse
+
+@typing.final
+class RemovePolicyRequest(google.protobuf.message.Message):
+    """Names the policy to be removed."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    POLICY_FIELD_NUMBER: builtins.int
+    MISSING_OK_FIELD_NUMBER: builtins.int
+    request_id: builtins.bytes
+    """16 random bytes that the client makes for this change and sends again with each retry. Of other lengths:
+    INVALID_ARGUMENT.
+    """
+    policy: builtins.str
+    """Its name; one that nobody has published is POLICY_NOT_FOUND."""
+    missing_ok: builtins.bool
+    """Whether it may be missing."""
+    def __init__(
+        self,
+        *,
+        request_id: builtins.bytes = ...,
+        policy: builtins.str = ...,
+        missing_ok: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["missing_ok", b"missing_ok", "policy", b"policy", "request_id", b"request_id"]) -> None: ...
+
+global___RemovePolicyRequest = RemovePolicyRequest
+
+@typing.final
+class RemovePolicyResponse(google.protobuf.message.Message):
+    """Answers that the policy is removed."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REMOVED_FIELD_NUMBER: builtins.int
+    removed: builtins.bool
+    """Whether there was one."""
+    def __init__(
+        self,
+        *,
+        removed: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["removed", b"removed"]) -> None: ...
+
+global___RemovePolicyResponse = RemovePolicyResponse
 
 @typing.final
 class ListSamplersRequest(google.protobuf.message.Message):

@@ -78,6 +78,26 @@ class ControllerServiceStub(object):
                 request_serializer=tq__service_dot_v1_dot_controller__service__pb2.ResetConsumptionRequest.SerializeToString,
                 response_deserializer=tq__service_dot_v1_dot_controller__service__pb2.ResetConsumptionResponse.FromString,
                 )
+        self.Advance = channel.unary_unary(
+                '/tq_service.v1.ControllerService/Advance',
+                request_serializer=tq__service_dot_v1_dot_controller__service__pb2.AdvanceRequest.SerializeToString,
+                response_deserializer=tq__service_dot_v1_dot_controller__service__pb2.AdvanceResponse.FromString,
+                )
+        self.PublishVersion = channel.unary_unary(
+                '/tq_service.v1.ControllerService/PublishVersion',
+                request_serializer=tq__service_dot_v1_dot_controller__service__pb2.PublishVersionRequest.SerializeToString,
+                response_deserializer=tq__service_dot_v1_dot_controller__service__pb2.PublishVersionResponse.FromString,
+                )
+        self.GetVersion = channel.unary_unary(
+                '/tq_service.v1.ControllerService/GetVersion',
+                request_serializer=tq__service_dot_v1_dot_controller__service__pb2.GetVersionRequest.SerializeToString,
+                response_deserializer=tq__service_dot_v1_dot_controller__service__pb2.GetVersionResponse.FromString,
+                )
+        self.RemovePolicy = channel.unary_unary(
+                '/tq_service.v1.ControllerService/RemovePolicy',
+                request_serializer=tq__service_dot_v1_dot_controller__service__pb2.RemovePolicyRequest.SerializeToString,
+                response_deserializer=tq__service_dot_v1_dot_controller__service__pb2.RemovePolicyResponse.FromString,
+                )
         self.RequeueDeadLettered = channel.unary_unary(
                 '/tq_service.v1.ControllerService/RequeueDeadLettered',
                 request_serializer=tq__service_dot_v1_dot_controller__service__pb2.RequeueDeadLetteredRequest.SerializeToString,
@@ -285,6 +305,44 @@ class ControllerServiceServicer(object):
         """Starts the next epoch of a task. Changes: its plans are dropped and, unless `keep_consumed`, its samples claimable
         again. Idempotent under `request_id`. Does not block. Errors: NOT_FOUND, FAILED_PRECONDITION (the task is at
         another epoch).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Advance(self, request, context):
+        """Says how far the ranks of a task have trained. Changes: the last batch that was trained, and the last that a
+        checkpoint of the trainer covers; a lower one than before changes nothing. Idempotent under `request_id`,
+        does not block. Errors: NOT_FOUND (partition or task), INVALID_ARGUMENT (a batch that was never planned),
+        FAILED_PRECONDITION (STALE_INCARNATION; STALE_EPOCH: the task was reset since).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PublishVersion(self, request, context):
+        """Records that a version of the weights of a policy is in use, and with it how far the trainers of it have come, in
+        one step. Changes: the version, what Advance changes; claims that wait for it, or whose conditions compare with it,
+        may go on. The same version again changes nothing. Idempotent under `request_id`, does not block. Errors:
+        FAILED_PRECONDITION (VERSION_GOES_BACK: the policy has a higher version, and `rewind` is unset), RESOURCE_EXHAUSTED
+        (too many policies), INVALID_ARGUMENT, and those of Advance; then the version is not published either.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetVersion(self, request, context):
+        """Returns the published version of a policy: a long poll of up to `max_wait`, which the server may shorten, until a
+        version is reached. Changes nothing. Errors: NOT_FOUND (POLICY_NOT_FOUND: nobody has published one until then),
+        RESOURCE_EXHAUSTED (too many calls wait).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RemovePolicy(self, request, context):
+        """Removes a policy, as where a run is over; its next version may be any. Changes: it has no version. Idempotent under
+        `request_id`, does not block. Errors: NOT_FOUND (POLICY_NOT_FOUND, unless `missing_ok`).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -515,6 +573,26 @@ def add_ControllerServiceServicer_to_server(servicer, server):
                     servicer.ResetConsumption,
                     request_deserializer=tq__service_dot_v1_dot_controller__service__pb2.ResetConsumptionRequest.FromString,
                     response_serializer=tq__service_dot_v1_dot_controller__service__pb2.ResetConsumptionResponse.SerializeToString,
+            ),
+            'Advance': grpc.unary_unary_rpc_method_handler(
+                    servicer.Advance,
+                    request_deserializer=tq__service_dot_v1_dot_controller__service__pb2.AdvanceRequest.FromString,
+                    response_serializer=tq__service_dot_v1_dot_controller__service__pb2.AdvanceResponse.SerializeToString,
+            ),
+            'PublishVersion': grpc.unary_unary_rpc_method_handler(
+                    servicer.PublishVersion,
+                    request_deserializer=tq__service_dot_v1_dot_controller__service__pb2.PublishVersionRequest.FromString,
+                    response_serializer=tq__service_dot_v1_dot_controller__service__pb2.PublishVersionResponse.SerializeToString,
+            ),
+            'GetVersion': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetVersion,
+                    request_deserializer=tq__service_dot_v1_dot_controller__service__pb2.GetVersionRequest.FromString,
+                    response_serializer=tq__service_dot_v1_dot_controller__service__pb2.GetVersionResponse.SerializeToString,
+            ),
+            'RemovePolicy': grpc.unary_unary_rpc_method_handler(
+                    servicer.RemovePolicy,
+                    request_deserializer=tq__service_dot_v1_dot_controller__service__pb2.RemovePolicyRequest.FromString,
+                    response_serializer=tq__service_dot_v1_dot_controller__service__pb2.RemovePolicyResponse.SerializeToString,
             ),
             'RequeueDeadLettered': grpc.unary_unary_rpc_method_handler(
                     servicer.RequeueDeadLettered,
@@ -803,6 +881,74 @@ class ControllerService(object):
         return grpc.experimental.unary_unary(request, target, '/tq_service.v1.ControllerService/ResetConsumption',
             tq__service_dot_v1_dot_controller__service__pb2.ResetConsumptionRequest.SerializeToString,
             tq__service_dot_v1_dot_controller__service__pb2.ResetConsumptionResponse.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def Advance(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/tq_service.v1.ControllerService/Advance',
+            tq__service_dot_v1_dot_controller__service__pb2.AdvanceRequest.SerializeToString,
+            tq__service_dot_v1_dot_controller__service__pb2.AdvanceResponse.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def PublishVersion(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/tq_service.v1.ControllerService/PublishVersion',
+            tq__service_dot_v1_dot_controller__service__pb2.PublishVersionRequest.SerializeToString,
+            tq__service_dot_v1_dot_controller__service__pb2.PublishVersionResponse.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def GetVersion(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/tq_service.v1.ControllerService/GetVersion',
+            tq__service_dot_v1_dot_controller__service__pb2.GetVersionRequest.SerializeToString,
+            tq__service_dot_v1_dot_controller__service__pb2.GetVersionResponse.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def RemovePolicy(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/tq_service.v1.ControllerService/RemovePolicy',
+            tq__service_dot_v1_dot_controller__service__pb2.RemovePolicyRequest.SerializeToString,
+            tq__service_dot_v1_dot_controller__service__pb2.RemovePolicyResponse.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 

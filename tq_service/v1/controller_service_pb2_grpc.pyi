@@ -144,6 +144,44 @@ class ControllerServiceStub:
     another epoch).
     """
 
+    Advance: grpc.UnaryUnaryMultiCallable[
+        tq_service.v1.controller_service_pb2.AdvanceRequest,
+        tq_service.v1.controller_service_pb2.AdvanceResponse,
+    ]
+    """Says how far the ranks of a task have trained. Changes: the last batch that was trained, and the last that a
+    checkpoint of the trainer covers; a lower one than before changes nothing. Idempotent under `request_id`,
+    does not block. Errors: NOT_FOUND (partition or task), INVALID_ARGUMENT (a batch that was never planned),
+    FAILED_PRECONDITION (STALE_INCARNATION; STALE_EPOCH: the task was reset since).
+    """
+
+    PublishVersion: grpc.UnaryUnaryMultiCallable[
+        tq_service.v1.controller_service_pb2.PublishVersionRequest,
+        tq_service.v1.controller_service_pb2.PublishVersionResponse,
+    ]
+    """Records that a version of the weights of a policy is in use, and with it how far the trainers of it have come, in
+    one step. Changes: the version, what Advance changes; claims that wait for it, or whose conditions compare with it,
+    may go on. The same version again changes nothing. Idempotent under `request_id`, does not block. Errors:
+    FAILED_PRECONDITION (VERSION_GOES_BACK: the policy has a higher version, and `rewind` is unset), RESOURCE_EXHAUSTED
+    (too many policies), INVALID_ARGUMENT, and those of Advance; then the version is not published either.
+    """
+
+    GetVersion: grpc.UnaryUnaryMultiCallable[
+        tq_service.v1.controller_service_pb2.GetVersionRequest,
+        tq_service.v1.controller_service_pb2.GetVersionResponse,
+    ]
+    """Returns the published version of a policy: a long poll of up to `max_wait`, which the server may shorten, until a
+    version is reached. Changes nothing. Errors: NOT_FOUND (POLICY_NOT_FOUND: nobody has published one until then),
+    RESOURCE_EXHAUSTED (too many calls wait).
+    """
+
+    RemovePolicy: grpc.UnaryUnaryMultiCallable[
+        tq_service.v1.controller_service_pb2.RemovePolicyRequest,
+        tq_service.v1.controller_service_pb2.RemovePolicyResponse,
+    ]
+    """Removes a policy, as where a run is over; its next version may be any. Changes: it has no version. Idempotent under
+    `request_id`, does not block. Errors: NOT_FOUND (POLICY_NOT_FOUND, unless `missing_ok`).
+    """
+
     RequeueDeadLettered: grpc.UnaryUnaryMultiCallable[
         tq_service.v1.controller_service_pb2.RequeueDeadLetteredRequest,
         tq_service.v1.controller_service_pb2.RequeueDeadLetteredResponse,
@@ -434,6 +472,44 @@ class ControllerServiceAsyncStub:
     """Starts the next epoch of a task. Changes: its plans are dropped and, unless `keep_consumed`, its samples claimable
     again. Idempotent under `request_id`. Does not block. Errors: NOT_FOUND, FAILED_PRECONDITION (the task is at
     another epoch).
+    """
+
+    Advance: grpc.aio.UnaryUnaryMultiCallable[
+        tq_service.v1.controller_service_pb2.AdvanceRequest,
+        tq_service.v1.controller_service_pb2.AdvanceResponse,
+    ]
+    """Says how far the ranks of a task have trained. Changes: the last batch that was trained, and the last that a
+    checkpoint of the trainer covers; a lower one than before changes nothing. Idempotent under `request_id`,
+    does not block. Errors: NOT_FOUND (partition or task), INVALID_ARGUMENT (a batch that was never planned),
+    FAILED_PRECONDITION (STALE_INCARNATION; STALE_EPOCH: the task was reset since).
+    """
+
+    PublishVersion: grpc.aio.UnaryUnaryMultiCallable[
+        tq_service.v1.controller_service_pb2.PublishVersionRequest,
+        tq_service.v1.controller_service_pb2.PublishVersionResponse,
+    ]
+    """Records that a version of the weights of a policy is in use, and with it how far the trainers of it have come, in
+    one step. Changes: the version, what Advance changes; claims that wait for it, or whose conditions compare with it,
+    may go on. The same version again changes nothing. Idempotent under `request_id`, does not block. Errors:
+    FAILED_PRECONDITION (VERSION_GOES_BACK: the policy has a higher version, and `rewind` is unset), RESOURCE_EXHAUSTED
+    (too many policies), INVALID_ARGUMENT, and those of Advance; then the version is not published either.
+    """
+
+    GetVersion: grpc.aio.UnaryUnaryMultiCallable[
+        tq_service.v1.controller_service_pb2.GetVersionRequest,
+        tq_service.v1.controller_service_pb2.GetVersionResponse,
+    ]
+    """Returns the published version of a policy: a long poll of up to `max_wait`, which the server may shorten, until a
+    version is reached. Changes nothing. Errors: NOT_FOUND (POLICY_NOT_FOUND: nobody has published one until then),
+    RESOURCE_EXHAUSTED (too many calls wait).
+    """
+
+    RemovePolicy: grpc.aio.UnaryUnaryMultiCallable[
+        tq_service.v1.controller_service_pb2.RemovePolicyRequest,
+        tq_service.v1.controller_service_pb2.RemovePolicyResponse,
+    ]
+    """Removes a policy, as where a run is over; its next version may be any. Changes: it has no version. Idempotent under
+    `request_id`, does not block. Errors: NOT_FOUND (POLICY_NOT_FOUND, unless `missing_ok`).
     """
 
     RequeueDeadLettered: grpc.aio.UnaryUnaryMultiCallable[
@@ -748,6 +824,52 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         """Starts the next epoch of a task. Changes: its plans are dropped and, unless `keep_consumed`, its samples claimable
         again. Idempotent under `request_id`. Does not block. Errors: NOT_FOUND, FAILED_PRECONDITION (the task is at
         another epoch).
+        """
+
+    @abc.abstractmethod
+    def Advance(
+        self,
+        request: tq_service.v1.controller_service_pb2.AdvanceRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[tq_service.v1.controller_service_pb2.AdvanceResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.AdvanceResponse]]:
+        """Says how far the ranks of a task have trained. Changes: the last batch that was trained, and the last that a
+        checkpoint of the trainer covers; a lower one than before changes nothing. Idempotent under `request_id`,
+        does not block. Errors: NOT_FOUND (partition or task), INVALID_ARGUMENT (a batch that was never planned),
+        FAILED_PRECONDITION (STALE_INCARNATION; STALE_EPOCH: the task was reset since).
+        """
+
+    @abc.abstractmethod
+    def PublishVersion(
+        self,
+        request: tq_service.v1.controller_service_pb2.PublishVersionRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[tq_service.v1.controller_service_pb2.PublishVersionResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.PublishVersionResponse]]:
+        """Records that a version of the weights of a policy is in use, and with it how far the trainers of it have come, in
+        one step. Changes: the version, what Advance changes; claims that wait for it, or whose conditions compare with it,
+        may go on. The same version again changes nothing. Idempotent under `request_id`, does not block. Errors:
+        FAILED_PRECONDITION (VERSION_GOES_BACK: the policy has a higher version, and `rewind` is unset), RESOURCE_EXHAUSTED
+        (too many policies), INVALID_ARGUMENT, and those of Advance; then the version is not published either.
+        """
+
+    @abc.abstractmethod
+    def GetVersion(
+        self,
+        request: tq_service.v1.controller_service_pb2.GetVersionRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[tq_service.v1.controller_service_pb2.GetVersionResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.GetVersionResponse]]:
+        """Returns the published version of a policy: a long poll of up to `max_wait`, which the server may shorten, until a
+        version is reached. Changes nothing. Errors: NOT_FOUND (POLICY_NOT_FOUND: nobody has published one until then),
+        RESOURCE_EXHAUSTED (too many calls wait).
+        """
+
+    @abc.abstractmethod
+    def RemovePolicy(
+        self,
+        request: tq_service.v1.controller_service_pb2.RemovePolicyRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[tq_service.v1.controller_service_pb2.RemovePolicyResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.RemovePolicyResponse]]:
+        """Removes a policy, as where a run is over; its next version may be any. Changes: it has no version. Idempotent under
+        `request_id`, does not block. Errors: NOT_FOUND (POLICY_NOT_FOUND, unless `missing_ok`).
         """
 
     @abc.abstractmethod

@@ -8,12 +8,19 @@ from typing import Any, Final, overload
 
 from tq_service.client._async.calls import AsyncBase
 from tq_service.client.batch_meta import BatchMeta
-from tq_service.client.requests import check_leased, get_meta_request, lease_duration, listed, request_of, seconds
+from tq_service.client.requests import (
+    check_leased,
+    get_meta_request,
+    lease_duration,
+    listed,
+    request_of,
+    seconds,
+)
 from tq_service.client.transport import Deadline, WaitReports, import_tensordict, warn_of_wait
 from tq_service.client_probes import probes
 from tq_service.errors import CallCancelledError, DeadlineError, InternalError, TqError, UnavailableError
 from tq_service.results import ConsumptionStatus, ProductionStatus, WaitReason
-from tq_service.schema import BatchUnit
+from tq_service.schema import DEFAULT_POLICY, BatchUnit
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1.metadata_pb2 import BATCH_STATUS_NOT_YET
 from tq_service.wire.messages import read_message, to_duration
@@ -55,6 +62,8 @@ class AsyncClaimCalls(AsyncBase):
         max_deliveries: int | None = None,
         claim_name: str | None = None,
         max_uses: int | None = None,
+        not_before_version: int | None = None,
+        policy: str = DEFAULT_POLICY,
         max_wait: float = DEFAULT_MAX_WAIT_SECONDS,
         explain: bool | None = None,
         on_wait: Callable[[WaitReason], object] | None = None,
@@ -84,6 +93,8 @@ class AsyncClaimCalls(AsyncBase):
         incarnation: bytes = b"",
         epoch: int | None = None,
         max_uses: int | None = None,
+        not_before_version: int | None = None,
+        policy: str = DEFAULT_POLICY,
         max_wait: float = DEFAULT_MAX_WAIT_SECONDS,
         explain: bool | None = None,
         on_wait: Callable[[WaitReason], object] | None = None,
@@ -116,6 +127,8 @@ class AsyncClaimCalls(AsyncBase):
         max_deliveries: int | None = None,
         claim_name: str | None = None,
         max_uses: int | None = None,
+        not_before_version: int | None = None,
+        policy: str = DEFAULT_POLICY,
         max_wait: float = DEFAULT_MAX_WAIT_SECONDS,
         explain: bool | None = None,
         on_wait: Callable[[WaitReason], object] | None = None,
@@ -144,7 +157,7 @@ class AsyncClaimCalls(AsyncBase):
                 that come later, so ask for no more than will be used soon.
             drop_last: whether the last batch, if short, is left out.
             where: conditions `(column, operator, value)` on custom_meta, all of which must hold; operators are
-                ==, !=, <, <=, >, >= and "in" with a list of values.
+                ==, !=, <, <=, >, >= and "in" with a list of values. <, <=, > and >= take a `Published` too.
             order_by: custom_meta columns by which ready samples are ordered, "-column" for largest first.
             finite: also end when every sample inserted so far is consumed, without waiting for the seal.
             incarnation: that of the partition; empty: whichever.
@@ -159,6 +172,9 @@ class AsyncClaimCalls(AsyncBase):
             max_uses: how often a sample is delivered to the task before it counts as consumed; until then it stays
                 ready for later batches. With a lease a delivery counts once it is acknowledged. None: once, or as the
                 sampler says.
+            not_before_version: a version of `policy` that must be published before the batch is planned; until then
+                the call waits as for samples. None: none.
+            policy: that of `not_before_version`, in the client's namespace.
             max_wait: seconds to wait for a batch; then the answer is "not_yet".
             explain: whether "not_yet" comes with its reason, `BatchMeta.reason` and `waiting_for`, for which the
                 service looks at all samples of the partition; None: after a wait of 10 s or more.
@@ -204,6 +220,9 @@ class AsyncClaimCalls(AsyncBase):
             claim_name=claim_name,
             max_uses=max_uses,
             batch_count=batch_count,
+            not_before_version=not_before_version,
+            policy=policy,
+            namespace=self._namespace,
         )
         if lease is not None:
             import_tensordict()  # lest the lease pay for it, with the first `get_data` of the process

@@ -5,11 +5,14 @@ from __future__ import annotations
 from tq_service.client._async.claims import AsyncClaimCalls
 from tq_service.client._async.fetches import AsyncFetchCalls
 from tq_service.client._async.partitions import AsyncPartitionCalls
+from tq_service.client._async.policies import AsyncPolicyCalls
 from tq_service.client._async.samples import AsyncSampleCalls
 from tq_service.client._async.watching import AsyncWatchCalls
 
 
-class AsyncClient(AsyncPartitionCalls, AsyncSampleCalls, AsyncFetchCalls, AsyncClaimCalls, AsyncWatchCalls):
+class AsyncClient(
+    AsyncPartitionCalls, AsyncSampleCalls, AsyncFetchCalls, AsyncClaimCalls, AsyncPolicyCalls, AsyncWatchCalls
+):
     """A client of the service at one address. Use it in a `with` block, or close it.
 
     Every call has a deadline of `timeout` seconds (`get_meta`: beyond its `max_wait`), and is tried again with back-off

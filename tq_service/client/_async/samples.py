@@ -566,7 +566,7 @@ class AsyncSampleCalls(AsyncBase):
                 f"custom_meta instead",
                 field="max_wait",
             )
-        conditions = condition_messages(where)
+        conditions = condition_messages(where, self._namespace)
         parts: list[BatchMeta] = []
         missing: list[Any] = []
         for some in in_parts(named):
@@ -659,7 +659,7 @@ class AsyncSampleCalls(AsyncBase):
             keys=keys,
             groups=groups,
             skipped_by=skipped_by,
-            where=condition_messages(where),
+            where=condition_messages(where, self._namespace),
             missing_ok=missing_ok,
             claim=None if metadata is None else metadata.leased_claim,
         )

@@ -9,12 +9,19 @@ from typing import Any, Final, overload
 
 from tq_service.client._sync.calls import Base
 from tq_service.client.batch_meta import BatchMeta
-from tq_service.client.requests import check_leased, get_meta_request, lease_duration, listed, request_of, seconds
+from tq_service.client.requests import (
+    check_leased,
+    get_meta_request,
+    lease_duration,
+    listed,
+    request_of,
+    seconds,
+)
 from tq_service.client.transport import Deadline, WaitReports, import_tensordict, warn_of_wait
 from tq_service.client_probes import probes
 from tq_service.errors import CallCancelledError, DeadlineError, InternalError, TqError, UnavailableError
 from tq_service.results import ConsumptionStatus, ProductionStatus, WaitReason
-from tq_service.schema import BatchUnit
+from tq_service.schema import DEFAULT_POLICY, BatchUnit
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1.metadata_pb2 import BATCH_STATUS_NOT_YET
 from tq_service.wire.messages import read_message, to_duration
@@ -56,6 +63,8 @@ class ClaimCalls(Base):
         max_deliveries: int | None = None,
         claim_name: str | None = None,
         max_uses: int | None = None,
+        not_before_version: int | None = None,
+        policy: str = DEFAULT_POLICY,
         max_wait: float = DEFAULT_MAX_WAIT_SECONDS,
         explain: bool | None = None,
         on_wait: Callable[[WaitReason], object] | None = None,
@@ -85,6 +94,8 @@ class ClaimCalls(Base):
         incarnation: bytes = b"",
         epoch: int | None = None,
         max_uses: int | None = None,
+        not_before_version: int | None = None,
+        policy: str = DEFAULT_POLICY,
         max_wait: float = DEFAULT_MAX_WAIT_SECONDS,
         explain: bool | None = None,
         on_wait: Callable[[WaitReason], object] | None = None,
@@ -117,6 +128,8 @@ class ClaimCalls(Base):
         max_deliveries: int | None = None,
         claim_name: str | None = None,
         max_uses: int | None = None,
+        not_before_version: int | None = None,
+        policy: str = DEFAULT_POLICY,
         max_wait: float = DEFAULT_MAX_WAIT_SECONDS,
         explain: bool | None = None,
         on_wait: Callable[[WaitReason], object] | None = None,
@@ -145,7 +158,7 @@ class ClaimCalls(Base):
                 that come later, so ask for no more than will be used soon.
             drop_last: whether the last batch, if short, is left out.
             where: conditions `(column, operator, value)` on custom_meta, all of which must hold; operators are
-                ==, !=, <, <=, >, >= and "in" with a list of values.
+                ==, !=, <, <=, >, >= and "in" with a list of values. <, <=, > and >= take a `Published` too.
             order_by: custom_meta columns by which ready samples are ordered, "-column" for largest first.
             finite: also end when every sample inserted so far is consumed, without waiting for the seal.
             incarnation: that of the partition; empty: whichever.
@@ -160,6 +173,9 @@ class ClaimCalls(Base):
             max_uses: how often a sample is delivered to the task before it counts as consumed; until then it stays
                 ready for later batches. With a lease a delivery counts once it is acknowledged. None: once, or as the
                 sampler says.
+            not_before_version: a version of `policy` that must be published before the batch is planned; until then
+                the call waits as for samples. None: none.
+            policy: that of `not_before_version`, in the client's namespace.
             max_wait: seconds to wait for a batch; then the answer is "not_yet".
             explain: whether "not_yet" comes with its reason, `BatchMeta.reason` and `waiting_for`, for which the
                 service looks at all samples of the partition; None: after a wait of 10 s or more.
@@ -205,6 +221,9 @@ class ClaimCalls(Base):
             claim_name=claim_name,
             max_uses=max_uses,
             batch_count=batch_count,
+            not_before_version=not_before_version,
+            policy=policy,
+            namespace=self._namespace,
         )
         if lease is not None:
             import_tensordict()  # lest the lease pay for it, with the first `get_data` of the process

@@ -6,11 +6,12 @@ from __future__ import annotations
 from tq_service.client._sync.claims import ClaimCalls
 from tq_service.client._sync.fetches import FetchCalls
 from tq_service.client._sync.partitions import PartitionCalls
+from tq_service.client._sync.policies import PolicyCalls
 from tq_service.client._sync.samples import SampleCalls
 from tq_service.client._sync.watching import WatchCalls
 
 
-class Client(PartitionCalls, SampleCalls, FetchCalls, ClaimCalls, WatchCalls):
+class Client(PartitionCalls, SampleCalls, FetchCalls, ClaimCalls, PolicyCalls, WatchCalls):
     """A client of the service at one address. Use it in a `with` block, or close it.
 
     Every call has a deadline of `timeout` seconds (`get_meta`: beyond its `max_wait`), and is tried again with back-off

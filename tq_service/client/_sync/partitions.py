@@ -210,6 +210,8 @@ class PartitionCalls(Base):
         named: list[Any] = [*(described.summary for described in answer.partitions), *answer.waits]
         for each in named:
             each.partition_id = self._namespace.own_name(each.partition_id)
+        for published in answer.policies:
+            published.policy = self._namespace.own_name(published.policy)
         return read_message(ServiceStatus, answer)
 
     def list_samplers(self, *, timeout: float | None = None) -> list[SamplerDescription]:

@@ -112,9 +112,15 @@ def method_of(described: MethodDescriptor) -> Method:
         put_ids = _reader(rule.put_ids_field, described.input_type, FieldDescriptor.TYPE_BYTES)
 
     def partitions(request: Any) -> Sequence[str]:
-        found = [read(request) for read in names]
+        found: list[str] = []
+        for read in names:
+            value = read(request)
+            if isinstance(value, str):
+                found.append(value)
+            else:
+                found += value or ()
         # A request without any of the messages that name partitions names "", which no token is for.
-        return [name for name in found if name is not None] or [""]
+        return found or [""]
 
     return Method(
         name=f"/{described.containing_service.full_name}/{described.name}",
@@ -134,6 +140,8 @@ def method_of(described: MethodDescriptor) -> Method:
 def _reader(path: str, message: Descriptor, kind: int) -> Callable[[Any], Any]:
     """Return what reads the value at a path of a message, None if a message on the way is absent, or it is another one.
 
+    The path may name a field of a repeated message, for the list of its values.
+
     The decoder of a stream may return a part of a message instead of the message, as those of wire/columns.py do; the
     value is then looked for in that part.
 
@@ -141,17 +149,22 @@ def _reader(path: str, message: Descriptor, kind: int) -> Callable[[Any], Any]:
         ValueError: the message has no such field.
     """
     *parents, last = path.split(".")
-    ways = {GetMessageClass(message): parents}
+    ways, is_repeated = {GetMessageClass(message): parents}, False
     for depth, name in enumerate(parents):
         parent = message.fields_by_name.get(name)
         if parent is None or parent.message_type is None:
             raise ValueError(f"{message.full_name} has no message {name!r}; correct {path!r} in its rule")
         message = parent.message_type
+        is_repeated = parent.is_repeated
         if depth == 0:
             ways[GetMessageClass(message)] = parents[1:]
     value = message.fields_by_name.get(last)
     if value is None or value.type != kind:
         raise ValueError(f"{message.full_name} has no such field as {last!r}; correct {path!r} in its rule")
+
+    if is_repeated:
+        (name,) = parents
+        return lambda request: [getattr(each, last) for each in getattr(request, name)]
 
     def read(request: Any) -> Any:
         way = ways.get(type(request))

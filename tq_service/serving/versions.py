@@ -1,0 +1,119 @@
+"""Calls that wait until a version of a policy is published."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from tq_service.errors import TqError
+from tq_service.state.partition import Partition
+from tq_service.state.plan import ClaimRequest
+from tq_service.state.policies import Policies, Policy
+from tq_service.wait_clock import Waiting, WhileWaiting
+
+Enders: TypeAlias = set[Callable[[Callable[[], TqError]], None]]
+
+
+@dataclass(slots=True, eq=False)
+class VersionWait:
+    """One call.
+
+    Attributes:
+        at_least: the version that it waits for.
+        claim: what it claims then, and of which partition; None: it only asks for the version.
+    """
+
+    at_least: int
+    claim: tuple[Partition, ClaimRequest] | None
+    reached: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+    def end(self, error: Callable[[], TqError]) -> None:
+        """End it with an error, unless it is over."""
+        if not self.reached.done():
+            self.reached.set_exception(error())
+
+
+class VersionWaits:
+    """The calls that wait for versions. Confined to one event loop.
+
+    Args:
+        policies: the published versions; `wake` is called when one of them has changed.
+    """
+
+    def __init__(self, policies: Policies) -> None:
+        self._policies = policies
+        self._waiting: dict[str, dict[VersionWait, None]] = {}  # by policy
+        self._end_error: Callable[[], TqError] | None = None
+
+    def wake(self, policy: str) -> None:
+        """End the waits for the version that a policy has now, and for lower ones."""
+        for wait in self._waiting.get(policy, ()):
+            if self.is_published(policy, wait.at_least) and not wait.reached.done():
+                wait.reached.set_result(None)
+
+    def end(self, error: Callable[[], TqError]) -> None:
+        """End all waits, and those to come, with an error."""
+        self._end_error = error
+        for waits in self._waiting.values():
+            for wait in waits:
+                wait.end(error)
+
+    def is_published(self, policy: str, at_least: int) -> bool:
+        """Whether a version of a policy, or a later one, is published."""
+        known = self._policies.get(policy)
+        return known is not None and known.version >= at_least
+
+    def claims(self, partition: Partition) -> list[ClaimRequest]:
+        """Return the claims of a partition that wait for a version, in order of arrival for each policy."""
+        waits = [wait.claim for waits in self._waiting.values() for wait in waits if wait.claim is not None]
+        return [request for asked, request in waits if asked is partition]
+
+    async def until(
+        self,
+        policy: str,
+        at_least: int,
+        deadline: float,
+        while_waiting: WhileWaiting = nullcontext,
+        *,
+        claim: tuple[Partition, ClaimRequest] | None = None,
+        enders: Enders | None = None,
+    ) -> Policy | None:
+        """Return a policy once a version of it is published, or as it is at a deadline; None if it has no version.
+
+        Args:
+            policy: its name.
+            at_least: the version.
+            deadline: by the clock of the event loop.
+            while_waiting: held while the call waits.
+            claim: see `VersionWait`.
+            enders: what ends the wait with an error while it lasts.
+
+        Raises:
+            TqError: the wait was ended.
+        """
+        loop = asyncio.get_running_loop()
+        if self.is_published(policy, at_least) or loop.time() >= deadline:
+            return self._policies.get(policy)
+        if self._end_error is not None:
+            raise self._end_error()
+        with while_waiting():
+            wait = VersionWait(at_least, claim)
+            waits = self._waiting.setdefault(policy, {})
+            waits[wait] = None
+            if enders is not None:
+                enders.add(wait.end)
+            try:
+                with Waiting():
+                    await asyncio.wait((wait.reached,), timeout=deadline - loop.time())
+                if wait.reached.done():
+                    wait.reached.result()
+                return self._policies.get(policy)
+            finally:
+                del waits[wait]
+                if not waits:
+                    self._waiting.pop(policy, None)
+                if enders is not None:
+                    enders.discard(wait.end)
