@@ -323,6 +323,19 @@ class TrainerProgress:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RestartedRanks:
+    """Where the ranks of a task go on that have restarted.
+
+    Attributes:
+        epoch: of the task.
+        batch_index: the first batch that they ask for.
+    """
+
+    epoch: int
+    batch_index: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyStatus:
     """The published version of a policy.
 

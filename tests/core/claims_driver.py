@@ -276,7 +276,7 @@ class Driver:
             return claim
 
         def released(claim, positions):
-            if partition is self.partition:
+            if partition is self.partition and claim.request_id:
                 rows = partition.table.index[positions].tolist()
                 self.model.release(self.model.task(name), claim.request_id, None if claim.lease is None else rows)
             nack(claim, positions)

@@ -12,6 +12,7 @@ from tq_service.machine.claims import (
     ClaimReleased,
     ConsumptionReset,
     LeaseExpired,
+    RanksRestarted,
     SamplesClaimed,
     TaskSeen,
 )
@@ -191,6 +192,11 @@ def expire(target, task, request_id):
 def reset(target, task, *, keep_consumed):
     """Start the next epoch of a task and return it."""
     return _of_task(target, task, ConsumptionReset, keep_consumed=keep_consumed)
+
+
+def restart_ranks(target, task, *, dp_size, trained):
+    """Have other ranks of a task go on behind a batch."""
+    _of_task(target, task, RanksRestarted, dp_size=dp_size, trained=trained)
 
 
 def batch_spec(**arguments):

@@ -300,6 +300,16 @@ class Model:
         task.names, task.past_names = {}, {}
         task.reusing, task.reused_batches, task.forgotten = [], set(), -1
 
+    def restart_ranks(self, name, dp_size, trained):
+        """Only for tasks that consume what they are given, once."""
+        task = self.task(name)
+        dropped = [row for parts in task.batches[trained + 1 :] for part in parts for row in part]
+        task.consumed -= set(dropped)
+        task.consumed_count -= len(dropped)
+        del task.batches[trained + 1 :]
+        task.epoch += 1
+        task.dp_size, task.end, task.forgotten = dp_size, None, min(task.forgotten, trained)
+
     # What is ready
 
     def is_open(self, task, row):

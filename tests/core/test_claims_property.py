@@ -12,7 +12,7 @@ from unittest import mock
 import numpy as np
 import pytest
 from claims_driver import NAME, Driver
-from domain_support import ack, clear, close_groups, extend, new_id, release, reset, seal, turns
+from domain_support import ack, clear, close_groups, extend, new_id, release, reset, restart_ranks, seal, turns
 from hypothesis import given
 from hypothesis import strategies as st
 from model import Asking
@@ -30,8 +30,8 @@ pytestmark = pytest.mark.usefixtures("judged_waiters")
 
 STEPS = (
     *["insert"] * 6, *["columns"] * 5, *["ask"] * 8, "ask_ahead", "replay", "retry", "leave", "leave_late", "look",
-    "disagree", "release", "fail", "hold", "free", "set_meta", "seal", "close_group", "reset", "clear", "clear_all",
-    "overwrite", "turn", "turn", "ack", "ack", "ack", "extend", "pass_time", *["ask_named"] * 3,
+    "disagree", "release", "fail", "hold", "free", "set_meta", "seal", "close_group", "reset", "restart", "clear",
+    "clear_all", "overwrite", "turn", "turn", "ack", "ack", "ack", "extend", "pass_time", *["ask_named"] * 3,
 )  # fmt: skip
 # Workers that lease, and crash, in partitions that soon come to their end.
 LEASE_STEPS = (
@@ -388,6 +388,18 @@ class Interleaving:
         keep_consumed = rng.random() < 0.5
         self.driver.model.reset(name, keep_consumed=keep_consumed)
         reset(self.driver.catalog, self.driver.partition.tasks[name], keep_consumed=keep_consumed)
+
+    async def restart(self, rng):
+        """Ranks are replaced, or have crashed some batches after what they had trained."""
+        ranked = [name for name, ways in self.driver.tasks.items() if ways[0].dp_size]
+        known = [name for name in ranked if name in self.driver.partition.tasks]
+        known = [name for name in known if not self.driver.model.task(name).reused_batches]
+        if known:
+            name = rng.choice(known)
+            trained = rng.randint(-1, len(self.driver.model.task(name).batches) - 1)
+            dp_size = self.driver.tasks[name][0].dp_size
+            self.driver.model.restart_ranks(name, dp_size, trained)
+            restart_ranks(self.driver.catalog, self.driver.partition.tasks[name], dp_size=dp_size, trained=trained)
 
     async def turn(self, rng):
         await turns(rng.randint(0, 3))

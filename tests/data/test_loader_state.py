@@ -127,7 +127,6 @@ def test_reset_and_step_begin_a_fresh_state(service: FakeService) -> None:
     [
         ({"batch_size": 2}, "batch_size 4; expected 2"),
         ({"micro_batch_size": 1}, "micro_batch_size 2; expected 1"),
-        ({"dp_size": 2}, "dp_size 1; expected 2"),
         ({"task_name": "critic"}, "task_name 'update_actor'; expected 'critic'"),
     ],
 )
@@ -142,7 +141,7 @@ def test_a_state_of_other_batches_is_refused(service: FakeService, changes: dict
 
 
 @pytest.mark.parametrize(
-    "broken", [{"partition_id": None}, {"batch_index": -1}, {"incarnation": "xyz"}, {"epoch": "?"}]
+    "broken", [{"partition_id": None}, {"dp_size": None}, {"batch_index": -1}, {"incarnation": "xyz"}, {"epoch": "?"}]
 )
 def test_what_is_no_state_is_refused(service: FakeService, broken: dict[str, Any]) -> None:
     dataset = dataset_of(service)
@@ -210,3 +209,71 @@ def test_a_state_of_a_partition_that_was_cleared_is_stale(address: str) -> None:
     second.load_state_dict(state)
     with pytest.raises(tq.StaleIncarnationError):
         next(iter(second))
+
+
+def train(loaders: list[StreamingDataLoader], batches: int) -> list[int]:
+    """Return the samples that all ranks train in so many batches, or up to the end."""
+    trained: list[int] = []
+    for loader in loaders:
+        first = loader.dataset.batch_index
+        for micro_batch, _ in loader:
+            trained += micro_batch["index"].tolist()
+            if loader.state_dict()["batch_index"] == first + batches:
+                break
+    return sorted(trained)
+
+
+def test_a_state_is_gone_on_from_with_another_number_of_ranks(address: str) -> None:
+    """What ranks had fetched ahead is trained by others; nothing is lost, and nothing trained twice."""
+    partition = "other ranks"
+    fill(address, partition, 40)
+
+    def ranks(dp_size: int, batch_size: int) -> list[StreamingDataLoader]:
+        return [
+            StreamingDataLoader(
+                served_dataset(
+                    address, partition, batch_size=batch_size, micro_batch_size=2, dp_rank=rank, dp_size=dp_size
+                ),
+                prefetch_factor=3,
+            )
+            for rank in range(dp_size)
+        ]
+
+    before = ranks(2, 4)
+    assert train(before, 2) == list(range(16))
+    states = [loader.state_dict() for loader in before]
+    assert states[0] == states[1]
+    assert train(before, 1) == list(range(16, 24))  # and then they crash, some batches ahead
+    for dp_size, batch_size in ((3, 4), (1, 8), (4, 2)):  # each crashes before it saves a state
+        after = ranks(dp_size, batch_size)
+        for loader in after:
+            loader.load_state_dict(states[0])
+        size = dp_size * batch_size
+        assert train(after, 1) == list(range(16, 16 + size))
+    assert after[0].state_dict()["epoch"] == 3
+    with pytest.raises(tq.StaleEpochError):
+        next(iter(before[0]))
+    assert train(after, 100) == list(range(24, 40))
+    for loader in (*before, *after):
+        loader.close()
+    with tq.Client(address) as client:
+        assert client.check_consumption(partition, "update_actor").complete
+        client.clear_partition(partition)
+
+
+def test_a_state_within_a_batch_has_other_ranks_begin_it_again(address: str, caplog: pytest.LogCaptureFixture) -> None:
+    partition = "within a batch"
+    fill(address, partition, 8)
+    first = served_dataset(address, partition, batch_size=4, micro_batch_size=2)
+    assert take(iter(first), 3) == [[0, 1], [2, 3], [4, 5]]
+    second = served_dataset(address, partition, batch_size=2, micro_batch_size=2, dp_size=2)
+    second.load_state_dict(first.state_dict())
+    assert "was saved within batch 1: this batch is planned anew" in caplog.text
+    assert take(iter(second), 1) == [[4, 5]]
+    with tq.Client(address) as client:
+        client.clear_partition(partition)
+    third = served_dataset(address, partition, batch_size=4, micro_batch_size=2)
+    untouched = third.state_dict()
+    with pytest.raises(tq.PartitionNotFoundError):
+        third.load_state_dict(second.state_dict())
+    assert third.state_dict() == untouched

@@ -52,10 +52,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_OTHER_DP_SIZE: Final = (
-    "; to resume with another number of ranks, clear each micro-batch once it is trained, call "
-    "reset_consumption(partition_id, task_name) once, and start the loaders without a state (docs/data_loading.md)"
-)
+_MAY_CHANGE_WITH_RANKS: Final = {"dp_size", "batch_size", "micro_batch_size"}
 
 OpenRest = Callable[[BatchSource, int, StreamIdentity | None], BatchStream]
 """Opens a stream of a source, given the first batch_index and the identity that its batches must have."""
@@ -457,15 +454,24 @@ class StreamingDataset(IterableDataset[Any]):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue behind the last micro-batch that was delivered when the state was saved.
 
+        With another `dp_size`, and then maybe other sizes of batches, the ranks restart behind the last whole batch
+        (`Client.restart_ranks`): all ranks load the same state, and the first one has the service plan anew.
+
         If the partition was cleared or the task reset since then, the next batch raises `StaleIncarnationError` or
         `StaleEpochError`.
 
         Raises:
-            InvalidArgumentError: the state is of another task, number of ranks or size of batches, or is none.
+            InvalidArgumentError: the state is of another task or size of batches, or is none.
+            StaleIncarnationError, StaleEpochError: with another `dp_size`, the same at once.
         """
+        dp_size = state_dict.get("dp_size")
+        _require(isinstance(dp_size, int), "state_dict", f"dp_size {dp_size!r}", "a number of ranks")
+        restarts = dp_size != self._source.request.dp_size
         for name, expected in self._state_must_fit().items():
-            got, remedy = state_dict.get(name), _OTHER_DP_SIZE if name == "dp_size" else ""
-            _require(got == expected, "state_dict", f"{name} {got!r}", f"{expected!r}, as this dataset has{remedy}")
+            if restarts and name in _MAY_CHANGE_WITH_RANKS:
+                continue
+            got = state_dict.get(name)
+            _require(got == expected, "state_dict", f"{name} {got!r}", f"{expected!r}, as this dataset has")
         try:
             partition_id = str(state_dict["partition_id"])
             incarnation = bytes.fromhex(state_dict["incarnation"])
@@ -477,10 +483,34 @@ class StreamingDataset(IterableDataset[Any]):
                 f"state_dict: got {dict(state_dict)!r}; expected what state_dict() returned", field="state_dict"
             ) from error
         _require(min(position) >= 0, "state_dict", f"position {position}", "no negative number")
+        if restarts:
+            epoch, position = self._restart_ranks(partition_id, incarnation, epoch, *position), (position[0], 0)
         self.step(partition_id)
         self._source = self._source.of_version(first_version)
         self._identity = StreamIdentity(incarnation, epoch) if incarnation else None
         self._batch_index, _ = self._delivered = position
+
+    def _restart_ranks(
+        self, partition_id: str, incarnation: bytes, epoch: int, batch_index: int, micro_batch_index: int
+    ) -> int:
+        """Have the ranks of the task go on with a batch, in the number of this dataset; return their epoch."""
+        request = self._source.request
+        if micro_batch_index:
+            _log.warning(
+                "the state is of dp_size other than %s, and was saved within batch %s: this batch is planned anew, so "
+                "samples of its first %s micro-batches are trained again",
+                request.dp_size, batch_index, micro_batch_index,
+            )  # fmt: skip
+        with self._source.open_client() as client:
+            restarted = client.restart_ranks(
+                partition_id,
+                request.task_name,
+                dp_size=request.dp_size,
+                trained=batch_index - 1,
+                incarnation=incarnation,
+                epoch=epoch,
+            )
+        return int(restarted.epoch)
 
     def _state_must_fit(self) -> dict[str, Any]:
         """Return what must be the same where a state is loaded: otherwise its numbers mean other samples."""

@@ -15,10 +15,10 @@ import numpy as np
 from tq_service.errors import InvalidArgumentError, LeaseExpiredError, PreconditionError
 from tq_service.machine.state_machine import Change, State, Step
 from tq_service.planning.grouping import Grouping, groups_in_runs
-from tq_service.schema import EndCounts
+from tq_service.schema import EndCounts, check_range
 from tq_service.state.ledger import Claim, RecordedPlan, TaskLedger
 from tq_service.state.partition import Partition
-from tq_service.state.plan import BatchSpec, Indexes, LeasedClaim, LeaseTerms
+from tq_service.state.plan import MOST_RANKS, BatchSpec, Indexes, LeasedClaim, LeaseTerms
 from tq_service.state.table import DEAD_LETTERED, DROPPED, FAILED, LIVE, distinct, is_open
 
 _MOST_NAMED = 20
@@ -330,6 +330,50 @@ class TaskAdvanced(TaskChange):
     def make(self, partition: Partition, task: TaskLedger, found: tuple[int, int], step: Step) -> None:
         """Record them."""
         task.advance(*found)
+
+
+class RanksRestarted(TaskChange):
+    """Other ranks of a task go on behind what was trained; those before are refused, since the epoch is another one.
+
+    Attributes:
+        dp_size: number of the ranks.
+        trained: the last batch_index that was trained; -1: none was.
+        epoch: the epoch of the ranks before; if it has ended and its successor has as many ranks, they have restarted
+            already. None: they restart in any case.
+    """
+
+    dp_size: int
+    trained: int
+    epoch: int | None = None
+
+    def check(self, partition: Partition, task: TaskLedger) -> Any | None:
+        """Return None if they have restarted already.
+
+        Raises:
+            StaleEpochError: the task has not reached that epoch.
+            InvalidArgumentError: a number is out of its range.
+        """
+        check_range("dp_size", self.dp_size, 1, MOST_RANKS)
+        if self.epoch is not None and self.epoch != task.epoch:
+            if self.epoch > task.epoch:
+                task.check_epoch(self.epoch)
+            if task.dp_size == self.dp_size:
+                return None
+        last = task.next_batch_index - 1
+        if not -1 <= self.trained <= last:
+            raise InvalidArgumentError(
+                f"trained is {self.trained}; expected -1 to {last}, the batches of task {task.name!r} in partition "
+                f"{self.partition_id!r} that were planned. Give the batch_index of the last batch that was trained.",
+                field="trained",
+                metadata={"got": str(self.trained), "expected": f"-1 to {last}"},
+            )
+        return True
+
+    def make(self, partition: Partition, task: TaskLedger, found: Any, step: Step) -> None:
+        """Restart them."""
+        reopened = task.restart_ranks(self.dp_size, self.trained)
+        _reopen(partition, task, reopened, reopened, step)
+        step.note_change(partition)
 
 
 class DeadLettersRequeued(TaskChange):

@@ -25,6 +25,7 @@ from tq_service.machine.claims import (
     ClaimReleased,
     ConsumptionReset,
     DeadLettersRequeued,
+    RanksRestarted,
     TaskAdvanced,
 )
 from tq_service.machine.policies import PolicyRemoved, VersionPublished
@@ -439,6 +440,14 @@ class ControllerServicer(
             saved_batch_count=task.saved + 1,
             planned_batch_count=task.next_batch_index,
         )
+
+    @_once
+    def RestartRanks(self, request: pb.RestartRanksRequest) -> pb.RestartRanksResponse:
+        partition = self.catalog.get(request.partition_id, request.incarnation)
+        task = partition.known_task(request.task_name)
+        trained = request.trained if request.HasField("trained") else task.trained
+        self.catalog.commit(read_message(RanksRestarted, request, trained=trained))
+        return pb.RestartRanksResponse(epoch=task.epoch, batch_index=trained + 1)
 
     @_once
     def PublishVersion(self, request: pb.PublishVersionRequest) -> pb.PublishVersionResponse:

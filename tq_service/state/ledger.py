@@ -78,10 +78,7 @@ _MOST_RECENT: Final = 16
 _MOST_BATCHES_WITHOUT_ROWS = 16  # short batches come at the end of an epoch, so there is rarely more than one
 _MOST_REUSING, _MOST_REUSING_ROWS = 1 << 10, 1 << 22  # records of plans that deliver what they do not consume
 _NO_ROWS: Final = np.zeros(0, np.int64)
-_OTHER_DP_SIZE: Final = (
-    ". To resume with another number of ranks, clear the samples that were trained, reset the consumption of the task "
-    "once, and have all ranks begin with batch_index 0 (docs/data_loading.md)"
-)
+_OTHER_DP_SIZE: Final = ". To continue with another number of ranks, restart the ranks (docs/asynchronous_rl.md)"
 
 MOST_PAST_NAMES: Final = 65_536
 """Most names of a task that stand for no claim any more and are remembered; the oldest ones are forgotten."""
@@ -490,6 +487,9 @@ class TaskLedger(TaskFacts):
         batch = self.batches.get(rank.batch_index)
         if batch is None:
             raise self._loss_error("forgotten" if rank.batch_index <= self.last_forgotten else "cleared")
+        if rank.dp_size != len(batch.plan.sizes):
+            what = f"batch_index {rank.batch_index}, which was planned before the ranks of task {self.name!r} restarted"
+            raise _disagreement("dp_size", rank.dp_size, len(batch.plan.sizes), what)
         self._check_alike(request, batch, f"batch_index {rank.batch_index}")
         part = batch.plan.part(rank.dp_rank)
         if batch.plan.is_reusing or batch.remaining < batch.rows.size:  # some of its samples may have been cleared
@@ -891,6 +891,29 @@ class TaskLedger(TaskFacts):
             self.consumed_count, self.backlog = 0, open_count
         self.kept_count = self.consumed_count
         return reopened
+
+    def restart_ranks(self, dp_size: int, trained: int) -> Indexes:
+        """Start the next epoch for other ranks, in which what was trained stays; return the positions of reopened rows.
+
+        Args:
+            dp_size: their number.
+            trained: the last batch_index that was trained; those behind it are planned anew, from the next index on.
+        """
+        reopened = [np.zeros(0, np.int64)]
+        for index in range(trained + 1, self.next_batch_index):
+            if (batch := self.batches.get(index)) is not None:
+                reopened.append(self.left(batch))
+                self.nack(batch, reopened[-1])
+                if index in self.batches:  # a record that is kept though its rows are gone
+                    self._forget(batch, "cleared")
+        self._without_rows = [index for index in self._without_rows if index <= trained]
+        recent = [batch for batch in self.recent_batches if batch.batch_index <= trained]
+        self.recent_batches = deque(recent, maxlen=_MOST_RECENT)
+        self.epoch += 1
+        self.dp_size, self.next_batch_index, self.end = dp_size, trained + 1, None
+        self.trained, self.saved = trained, min(self.saved, trained)
+        self.last_forgotten = min(self.last_forgotten, trained)
+        return np.concatenate(reopened)
 
     # Rows that come and go
 

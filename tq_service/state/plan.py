@@ -35,7 +35,7 @@ from tq_service.schema import (
 from tq_service.state.policies import Policies
 
 MAX_LEASE_SECONDS: Final = 86_400.0
-_MOST_RANKS: Final = 65_536
+MOST_RANKS: Final = 65_536
 _MOST_BATCHES: Final = 64  # of one call
 
 Indexes = NDArray[np.int64]
@@ -513,7 +513,7 @@ class Rank:
     batch_index: int
 
     def __post_init__(self) -> None:
-        check_range("dp_size", self.dp_size, 1, _MOST_RANKS)
+        check_range("dp_size", self.dp_size, 1, MOST_RANKS)
         check_range("dp_rank", self.dp_rank, 0, self.dp_size - 1, hint=", less than dp_size")
         check_range("batch_index", self.batch_index, 0, hint="; count from 0")
 

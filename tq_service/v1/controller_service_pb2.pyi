@@ -2808,6 +2808,81 @@ class AdvanceResponse(google.protobuf.message.Message):
 global___AdvanceResponse = AdvanceResponse
 
 @typing.final
+class RestartRanksRequest(google.protobuf.message.Message):
+    """Says which ranks go on, and behind which batch."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    PARTITION_ID_FIELD_NUMBER: builtins.int
+    INCARNATION_FIELD_NUMBER: builtins.int
+    TASK_NAME_FIELD_NUMBER: builtins.int
+    EPOCH_FIELD_NUMBER: builtins.int
+    DP_SIZE_FIELD_NUMBER: builtins.int
+    TRAINED_FIELD_NUMBER: builtins.int
+    request_id: builtins.bytes
+    """16 random bytes that the client makes for this change and sends again with each retry. Of other lengths:
+    INVALID_ARGUMENT.
+    """
+    partition_id: builtins.str
+    """The partition; it must exist."""
+    incarnation: builtins.bytes
+    """Fails with STALE_INCARNATION where the partition has another incarnation, since it was cleared and made again.
+    Empty: any.
+    """
+    task_name: builtins.str
+    """The task whose ranks they are."""
+    epoch: builtins.int
+    """The epoch of the ranks before. If it is over, and the task has `dp_size` ranks, nothing is changed. Unset: the ranks
+    restart in any case.
+    """
+    dp_size: builtins.int
+    """How many ranks there are from now on, 1 or more."""
+    trained: builtins.int
+    """The last batch_index that was trained, with all before it; -1: none was. Unset: as Advance has said."""
+    def __init__(
+        self,
+        *,
+        request_id: builtins.bytes = ...,
+        partition_id: builtins.str = ...,
+        incarnation: builtins.bytes = ...,
+        task_name: builtins.str = ...,
+        epoch: builtins.int | None = ...,
+        dp_size: builtins.int = ...,
+        trained: builtins.int | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_epoch", b"_epoch", "_trained", b"_trained", "epoch", b"epoch", "trained", b"trained"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_epoch", b"_epoch", "_trained", b"_trained", "dp_size", b"dp_size", "epoch", b"epoch", "incarnation", b"incarnation", "partition_id", b"partition_id", "request_id", b"request_id", "task_name", b"task_name", "trained", b"trained"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_epoch", b"_epoch"]) -> typing.Literal["epoch"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_trained", b"_trained"]) -> typing.Literal["trained"] | None: ...
+
+global___RestartRanksRequest = RestartRanksRequest
+
+@typing.final
+class RestartRanksResponse(google.protobuf.message.Message):
+    """Answers where the ranks go on."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: builtins.int
+    BATCH_INDEX_FIELD_NUMBER: builtins.int
+    epoch: builtins.int
+    """The epoch, which the ranks send with their claims."""
+    batch_index: builtins.int
+    """The first batch_index that they ask for; if they had restarted already, that of the first of them."""
+    def __init__(
+        self,
+        *,
+        epoch: builtins.int = ...,
+        batch_index: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["batch_index", b"batch_index", "epoch", b"epoch"]) -> None: ...
+
+global___RestartRanksResponse = RestartRanksResponse
+
+@typing.final
 class TrainedBatches(google.protobuf.message.Message):
     """The batches of a task that were trained."""
 

@@ -83,6 +83,11 @@ class ControllerServiceStub(object):
                 request_serializer=tq__service_dot_v1_dot_controller__service__pb2.AdvanceRequest.SerializeToString,
                 response_deserializer=tq__service_dot_v1_dot_controller__service__pb2.AdvanceResponse.FromString,
                 )
+        self.RestartRanks = channel.unary_unary(
+                '/tq_service.v1.ControllerService/RestartRanks',
+                request_serializer=tq__service_dot_v1_dot_controller__service__pb2.RestartRanksRequest.SerializeToString,
+                response_deserializer=tq__service_dot_v1_dot_controller__service__pb2.RestartRanksResponse.FromString,
+                )
         self.PublishVersion = channel.unary_unary(
                 '/tq_service.v1.ControllerService/PublishVersion',
                 request_serializer=tq__service_dot_v1_dot_controller__service__pb2.PublishVersionRequest.SerializeToString,
@@ -315,6 +320,18 @@ class ControllerServiceServicer(object):
         checkpoint of the trainer covers; a lower one than before changes nothing. Idempotent under `request_id`,
         does not block. Errors: NOT_FOUND (partition or task), INVALID_ARGUMENT (a batch that was never planned),
         FAILED_PRECONDITION (STALE_INCARNATION; STALE_EPOCH: the task was reset since).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RestartRanks(self, request, context):
+        """Has other ranks of a task, as many as before or another number, go on behind what was trained. Changes: the next
+        epoch of the task begins, so claims of the ranks before are refused (STALE_EPOCH, or RANKS_DISAGREE); batches behind
+        `trained` are dropped, and their samples claimable again; the next batch_index is the one behind `trained`; what was
+        trained stays consumed. Idempotent under `request_id`, and with `epoch` also over several ranks that ask for the
+        same. Does not block. Errors: NOT_FOUND (partition or task), INVALID_ARGUMENT (a batch that was never planned),
+        FAILED_PRECONDITION (STALE_INCARNATION; STALE_EPOCH: the task has not reached `epoch`).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -578,6 +595,11 @@ def add_ControllerServiceServicer_to_server(servicer, server):
                     servicer.Advance,
                     request_deserializer=tq__service_dot_v1_dot_controller__service__pb2.AdvanceRequest.FromString,
                     response_serializer=tq__service_dot_v1_dot_controller__service__pb2.AdvanceResponse.SerializeToString,
+            ),
+            'RestartRanks': grpc.unary_unary_rpc_method_handler(
+                    servicer.RestartRanks,
+                    request_deserializer=tq__service_dot_v1_dot_controller__service__pb2.RestartRanksRequest.FromString,
+                    response_serializer=tq__service_dot_v1_dot_controller__service__pb2.RestartRanksResponse.SerializeToString,
             ),
             'PublishVersion': grpc.unary_unary_rpc_method_handler(
                     servicer.PublishVersion,
@@ -898,6 +920,23 @@ class ControllerService(object):
         return grpc.experimental.unary_unary(request, target, '/tq_service.v1.ControllerService/Advance',
             tq__service_dot_v1_dot_controller__service__pb2.AdvanceRequest.SerializeToString,
             tq__service_dot_v1_dot_controller__service__pb2.AdvanceResponse.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def RestartRanks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/tq_service.v1.ControllerService/RestartRanks',
+            tq__service_dot_v1_dot_controller__service__pb2.RestartRanksRequest.SerializeToString,
+            tq__service_dot_v1_dot_controller__service__pb2.RestartRanksResponse.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 

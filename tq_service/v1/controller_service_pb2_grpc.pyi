@@ -154,6 +154,18 @@ class ControllerServiceStub:
     FAILED_PRECONDITION (STALE_INCARNATION; STALE_EPOCH: the task was reset since).
     """
 
+    RestartRanks: grpc.UnaryUnaryMultiCallable[
+        tq_service.v1.controller_service_pb2.RestartRanksRequest,
+        tq_service.v1.controller_service_pb2.RestartRanksResponse,
+    ]
+    """Has other ranks of a task, as many as before or another number, go on behind what was trained. Changes: the next
+    epoch of the task begins, so claims of the ranks before are refused (STALE_EPOCH, or RANKS_DISAGREE); batches behind
+    `trained` are dropped, and their samples claimable again; the next batch_index is the one behind `trained`; what was
+    trained stays consumed. Idempotent under `request_id`, and with `epoch` also over several ranks that ask for the
+    same. Does not block. Errors: NOT_FOUND (partition or task), INVALID_ARGUMENT (a batch that was never planned),
+    FAILED_PRECONDITION (STALE_INCARNATION; STALE_EPOCH: the task has not reached `epoch`).
+    """
+
     PublishVersion: grpc.UnaryUnaryMultiCallable[
         tq_service.v1.controller_service_pb2.PublishVersionRequest,
         tq_service.v1.controller_service_pb2.PublishVersionResponse,
@@ -482,6 +494,18 @@ class ControllerServiceAsyncStub:
     checkpoint of the trainer covers; a lower one than before changes nothing. Idempotent under `request_id`,
     does not block. Errors: NOT_FOUND (partition or task), INVALID_ARGUMENT (a batch that was never planned),
     FAILED_PRECONDITION (STALE_INCARNATION; STALE_EPOCH: the task was reset since).
+    """
+
+    RestartRanks: grpc.aio.UnaryUnaryMultiCallable[
+        tq_service.v1.controller_service_pb2.RestartRanksRequest,
+        tq_service.v1.controller_service_pb2.RestartRanksResponse,
+    ]
+    """Has other ranks of a task, as many as before or another number, go on behind what was trained. Changes: the next
+    epoch of the task begins, so claims of the ranks before are refused (STALE_EPOCH, or RANKS_DISAGREE); batches behind
+    `trained` are dropped, and their samples claimable again; the next batch_index is the one behind `trained`; what was
+    trained stays consumed. Idempotent under `request_id`, and with `epoch` also over several ranks that ask for the
+    same. Does not block. Errors: NOT_FOUND (partition or task), INVALID_ARGUMENT (a batch that was never planned),
+    FAILED_PRECONDITION (STALE_INCARNATION; STALE_EPOCH: the task has not reached `epoch`).
     """
 
     PublishVersion: grpc.aio.UnaryUnaryMultiCallable[
@@ -836,6 +860,20 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         checkpoint of the trainer covers; a lower one than before changes nothing. Idempotent under `request_id`,
         does not block. Errors: NOT_FOUND (partition or task), INVALID_ARGUMENT (a batch that was never planned),
         FAILED_PRECONDITION (STALE_INCARNATION; STALE_EPOCH: the task was reset since).
+        """
+
+    @abc.abstractmethod
+    def RestartRanks(
+        self,
+        request: tq_service.v1.controller_service_pb2.RestartRanksRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[tq_service.v1.controller_service_pb2.RestartRanksResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.RestartRanksResponse]]:
+        """Has other ranks of a task, as many as before or another number, go on behind what was trained. Changes: the next
+        epoch of the task begins, so claims of the ranks before are refused (STALE_EPOCH, or RANKS_DISAGREE); batches behind
+        `trained` are dropped, and their samples claimable again; the next batch_index is the one behind `trained`; what was
+        trained stays consumed. Idempotent under `request_id`, and with `epoch` also over several ranks that ask for the
+        same. Does not block. Errors: NOT_FOUND (partition or task), INVALID_ARGUMENT (a batch that was never planned),
+        FAILED_PRECONDITION (STALE_INCARNATION; STALE_EPOCH: the task has not reached `epoch`).
         """
 
     @abc.abstractmethod

@@ -9,7 +9,7 @@ from tq_service.client._sync.calls import Base
 from tq_service.client.requests import request_of, seconds
 from tq_service.client.transport import Deadline
 from tq_service.errors import InvalidArgumentError, PolicyNotFoundError
-from tq_service.results import TrainerProgress
+from tq_service.results import RestartedRanks, TrainerProgress
 from tq_service.schema import DEFAULT_POLICY
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.wire.messages import read_message, to_duration
@@ -156,3 +156,49 @@ class PolicyCalls(Base):
             epoch=epoch,
         )
         return read_message(TrainerProgress, answer)
+
+    def restart_ranks(
+        self,
+        partition_id: str,
+        task_name: str,
+        *,
+        dp_size: int,
+        trained: int | None = None,
+        incarnation: bytes = b"",
+        epoch: int | None = None,
+        timeout: float | None = None,
+    ) -> RestartedRanks:
+        """Have other ranks of a task go on behind what was trained, in another number or as many as before.
+
+        The next epoch of the task begins: claims of the ranks before are refused. What was trained stays consumed;
+        batches that were only delivered, or fetched ahead, are planned anew. `StreamingDataLoader.load_state_dict`
+        calls it for a state with another `dp_size`.
+
+        Args:
+            partition_id: the partition.
+            task_name: the task.
+            dp_size: number of the ranks.
+            trained: the last batch_index that was trained, with all before it; -1: none was. None: as `advance` has
+                said.
+            incarnation: that of the partition; empty: whichever.
+            epoch: that of the ranks before, with which each of the new ranks may make this call: the first one has
+                them restart. None: they restart with each call.
+            timeout: seconds until the call fails; None: the client's.
+
+        Raises:
+            InvalidArgumentError: a batch was never planned, or `dp_size` is out of its range.
+            PartitionNotFoundError, TaskNotFoundError: it does not exist.
+            StaleIncarnationError: the partition was cleared and created again. StaleEpochError: the task has not
+                reached `epoch`.
+        """
+        answer = self._ask(
+            pb.RestartRanksResponse,
+            timeout,
+            partition_id=partition_id,
+            task_name=task_name,
+            dp_size=dp_size,
+            trained=trained,
+            incarnation=incarnation,
+            epoch=epoch,
+        )
+        return read_message(RestartedRanks, answer)

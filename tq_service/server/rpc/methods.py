@@ -155,7 +155,7 @@ def _reader(path: str, message: Descriptor, kind: int) -> Callable[[Any], Any]:
         if parent is None or parent.message_type is None:
             raise ValueError(f"{message.full_name} has no message {name!r}; correct {path!r} in its rule")
         message = parent.message_type
-        is_repeated = parent.is_repeated
+        is_repeated = parent.default_value == []
         if depth == 0:
             ways[GetMessageClass(message)] = parents[1:]
     value = message.fields_by_name.get(last)
