@@ -693,13 +693,14 @@ class ClaimRequest:
     def __post_init__(self) -> None:
         check_name("task_name", self.task_name)
         check_id("request_id", self.request_id)
-        check_range("batch_count", self.batch_count, 1, _MOST_BATCHES)
-        if self.rank is None and self.batch_count > 1:
-            raise InvalidArgumentError(
-                f"batch_count is {self.batch_count}, expected 1 for a queue worker, whose claims have a request_id "
-                "each. Make a call for each claim, or ask for a larger batch_size.",
-                field="batch_count",
-            )
+        if self.batch_count != 1:
+            check_range("batch_count", self.batch_count, 1, _MOST_BATCHES)
+            if self.rank is None:
+                raise InvalidArgumentError(
+                    f"batch_count is {self.batch_count}, expected 1 for a queue worker, whose claims have a request_id "
+                    "each. Make a call for each claim, or ask for a larger batch_size.",
+                    field="batch_count",
+                )
         if self.rank is not None and self.lease is not None:
             raise InvalidArgumentError(
                 "lease is for queue workers; the batches of ranks are not leased, a rank that asks again gets the same",
