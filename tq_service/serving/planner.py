@@ -567,11 +567,11 @@ class Planner:
         while request.batch_index < (batch_index := task.next_batch_index) <= last and task.end is None:
             try:
                 found = self._find_at_once(request)
+                if not isinstance(found, Planned | EndFound):
+                    return
+                self._record(request, found)
             except TqError:  # of a call for that batch
                 return
-            if not isinstance(found, Planned | EndFound):
-                return
-            self._record(request, found)
             is_late = time.thread_time() - began_at > _RANGE_SECONDS
             if is_late or task.next_batch_index == batch_index:  # the end, or the partition was cleared
                 return
