@@ -51,7 +51,7 @@ SERVICE_STAGES: Final[Stages] = {
 CLIENT_STAGES: Final[Stages] = {
     "get_meta: rest": ("tq_service.client._async.claims:AsyncClaimCalls.get_meta",),
     "get_meta: request": ("tq_service.client._async.claims:get_meta_request",),
-    "get_meta: batch": ("tq_service.client.batch_meta:BatchMeta.from_proto",),
+    "BatchMeta of an answer": ("tq_service.client.batch_meta:BatchMeta.from_proto",),
     "put: rest": ("tq_service.client._async.samples:AsyncSampleCalls.put",),
     "put: answer": ("tq_service.client.gathering:written_meta",),
     "call: retries": ("tq_service.client._async.calls:AsyncCalls.retried",),
