@@ -190,7 +190,6 @@ class Member:
         leads: whether the caller sends the batch, or is about to.
         batch: what it was sent with, None while it waits.
         start: its first row there.
-        is_gone: whether the caller waits no more.
     """
 
     put: Put
@@ -200,7 +199,6 @@ class Member:
     leads: bool = False
     batch: Batch | None = None
     start: int = 0
-    is_gone: bool = False
 
     def lead(self) -> None:
         """Have the caller send."""
@@ -284,6 +282,7 @@ class Lines:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._lines: dict[Hashable, Line] = {}
+        self._awaited: list[tuple[set[Member], Any]] = []  # by clients that close, each with its signal
 
     def join(self, likeness: Hashable, put: Put, deadline: Deadline, signal: Any) -> Member:
         """Have a put wait with those that are alike. Its caller leads unless it is to wait, and calls `leave` last."""
@@ -335,7 +334,11 @@ class Lines:
         """End the wait of a caller; if it led, and what became of its batch is not known, another one leads."""
         with self._lock:
             line, batch = member.line, member.batch
-            member.is_gone = True
+            for members, signal in self._awaited:
+                members.discard(member)
+                if not members:
+                    signal.set()
+            self._awaited = [each for each in self._awaited if each[0]]
             if batch is None:
                 line.waiting.remove(member)
                 if line.leader is member:
@@ -348,12 +351,19 @@ class Lines:
                 elif member.leads:
                     _latest(batch.waiting).lead()
 
-    def gathered(self) -> list[Member]:
-        """Return the puts of lines in which some were not sent yet; those that were sent may be answered last."""
+    def await_gathered(self, signal: Any) -> None:
+        """Set a signal once the callers of gathered puts wait no more; at once if no put is gathered.
+
+        These are the puts of lines in which some were not sent yet: those that were sent may be answered last.
+        """
         with self._lock:
             lines = [line for line in self._lines.values() if line.waiting]
-            sent = [member for line in lines for batch in line.batches for member in batch.waiting]
-            return [*sent, *(member for line in lines for member in line.waiting)]
+            members = {member for line in lines for batch in line.batches for member in batch.waiting}
+            members.update(member for line in lines for member in line.waiting)
+            if members:
+                self._awaited.append((members, signal))
+            else:
+                signal.set()
 
     def _end(self, line: Line, batch: Batch) -> None:
         batch.is_over = True

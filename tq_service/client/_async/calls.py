@@ -24,6 +24,7 @@ from tq_service.client.transport import (
     CHANNEL_OPTIONS,
     CLUSTER_CHANNEL_OPTIONS,
     AsyncBackgroundCalls,
+    AsyncSignal,
     Backoff,
     Deadline,
     Outage,
@@ -57,7 +58,6 @@ DEFAULT_TIMEOUT_SECONDS = 60.0
 _SHORT_POLL_SECONDS: Final = 0.05
 _MOST_REFUSALS: Final = 64
 _CLOSE_SECONDS: Final = 5.0
-_CLOSE_PAUSE_SECONDS: Final = 0.005
 
 
 class AsyncEndpoint:
@@ -352,10 +352,9 @@ class AsyncBase:
     async def _send_gathered(self) -> None:
         """Wait until the puts that gather in this loop, or process, were answered; a few seconds at most."""
         lines = self._lines_of.get(async_current_home()) if self._lines_of else None
-        gathered = [] if lines is None else lines.gathered()
-        patience = Deadline.after(_CLOSE_SECONDS)
-        while patience.remaining() and not all(member.is_gone for member in gathered):
-            await async_sleep(_CLOSE_PAUSE_SECONDS)
+        if lines is not None:
+            lines.await_gathered(signal := AsyncSignal())
+            await signal.wait_until(Deadline.after(_CLOSE_SECONDS))
 
     async def __aenter__(self) -> Self:
         return self

@@ -28,6 +28,7 @@ from tq_service.client.transport import (
     Backoff,
     Deadline,
     Outage,
+    Signal,
     current_home,
     error_of,
     import_tensordict,
@@ -58,7 +59,6 @@ DEFAULT_TIMEOUT_SECONDS = 60.0
 _SHORT_POLL_SECONDS: Final = 0.05
 _MOST_REFUSALS: Final = 64
 _CLOSE_SECONDS: Final = 5.0
-_CLOSE_PAUSE_SECONDS: Final = 0.005
 
 
 class Endpoint:
@@ -353,10 +353,9 @@ class Base:
     def _send_gathered(self) -> None:
         """Wait until the puts that gather in this loop, or process, were answered; a few seconds at most."""
         lines = self._lines_of.get(current_home()) if self._lines_of else None
-        gathered = [] if lines is None else lines.gathered()
-        patience = Deadline.after(_CLOSE_SECONDS)
-        while patience.remaining() and not all(member.is_gone for member in gathered):
-            sleep(_CLOSE_PAUSE_SECONDS)
+        if lines is not None:
+            lines.await_gathered(signal := Signal())
+            signal.wait_until(Deadline.after(_CLOSE_SECONDS))
 
     def __enter__(self) -> Self:
         return self
