@@ -7,6 +7,7 @@ import gc
 import itertools
 import sys
 import threading
+import tracemalloc
 import types
 from collections import Counter, deque
 from collections.abc import Iterator
@@ -116,3 +117,26 @@ def test_nothing_is_kept_of_partitions_that_were_cleared(start_server: StartServ
 
     for few, many in zip(kept(8), kept(24), strict=True):
         assert {name: (few[name], many[name]) for name in many if many[name] > few[name] + 16} == {}
+
+
+def test_little_is_kept_of_each_put_after_its_sample_is_cleared(start_server: StartServer) -> None:
+    server = start_server()
+    client = server.client(gathers_puts=False)
+
+    def put_and_clear(count: int) -> None:
+        for number in range(count):
+            client.put({"x": np.full((1, 8), number, np.float32)}, partition_id="alone")
+        client.clear_partition("alone")
+        while client.storage_stat(server.address).used_bytes:
+            pass
+        server.settle()
+        gc.collect()
+
+    put_and_clear(1_500)  # so that tables have grown
+    object_count = len(gc.get_objects())
+    tracemalloc.start()
+    put_and_clear(1_000)
+    traced_bytes, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(gc.get_objects()) - object_count < 500
+    assert traced_bytes / 1_000 < 150  # its answer is kept, in memory that is no object's

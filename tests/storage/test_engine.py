@@ -1,6 +1,7 @@
 import asyncio
 import gc
 import threading
+import tracemalloc
 
 import numpy as np
 import psutil
@@ -31,7 +32,7 @@ from tq_service.errors import (
 from tq_service.schema import CONTROLLER_NAME_BYTES, FieldSpec, Layout
 from tq_service.storage.engine import StorageEngine
 from tq_service.storage.index import reading as reading_module
-from tq_service.storage.index.put import PutCells
+from tq_service.storage.index.put import PackedPut, PutCells
 from tq_service.storage.index.put_table import Overdue
 from tq_service.wire.columns import ColumnReceiver, ColumnShape, iter_frames
 from tq_service.wire.encoding import encode_columns
@@ -764,3 +765,53 @@ async def test_many_cells_are_found_in_a_thread_as_they_were(engine, monkeypatch
     assert engine.stat().used_bytes == 0
     with pytest.raises(PutNotFoundError):
         await engine.open_long_read([everything], [put_id(1)])
+
+
+def is_packed(engine, number):
+    return isinstance(engine.puts._shard(put_id(number))[put_id(number)], PackedPut)
+
+
+@pytest.mark.parametrize("data", [SMALL, DATA, {"empty": np.zeros((3, 0))}], ids=["one", "all layouts", "no bytes"])
+async def test_a_small_put_is_packed_once_it_is_confirmed_and_reads_the_same(engine, data):
+    for number in (1, 2):
+        await put(engine, number, data, confirm=False)
+    asked = runs(data, (0, 0, len(next(iter(data.values())))))
+    before, used_bytes = read(engine, [1], asked), engine.stat().used_bytes
+    engine.confirm(put_id(1))
+    engine.confirm(put_id(2))
+    assert is_packed(engine, 2)
+    assert (engine.stat().used_bytes, engine.stat().put_count) == (used_bytes, 2)
+    after = read(engine, [1], asked)
+    assert after.keys() == before.keys() == data.keys()
+    assert all(same(after[name], before[name]) if name != "object" else after[name] == before[name] for name in data)
+    assert not is_packed(engine, 1)
+    for number in (1, 2):
+        engine.free([PutCells(put_id=put_id(number))])
+    assert (engine.stat().used_bytes, engine.stat().put_count) == (0, 0)
+
+
+async def test_cells_of_a_packed_put_are_freed_one_by_one(engine):
+    await put(engine, 1, DATA)
+    assert is_packed(engine, 1)
+    engine.free([PutCells(put_id=put_id(1), rows=np.array([0, 2]))])
+    back = read(engine, [1], runs(["dense", "jagged"], (0, 1, 1)))
+    assert back["dense"].tolist() == DATA["dense"][1:2].tolist()
+    assert same(back["jagged"], DATA["jagged"][1:2])
+    engine.free([PutCells(put_id=put_id(1), rows=np.array([1, 3]))])
+    assert engine.stat().used_bytes == 0
+
+
+async def test_a_put_that_is_large_is_not_packed(engine):
+    await put(engine, 1, {"x": np.zeros(1 << 17, np.uint8)})
+    assert not is_packed(engine, 1)
+
+
+async def test_a_packed_put_takes_few_bytes_beside_its_own(engine):
+    for number in range(1 << 12):  # so that the tables of puts have begun to grow
+        await put(engine, number, SMALL)
+    tracemalloc.start()
+    for number in range(1 << 12, 1 << 13):
+        await put(engine, number, SMALL)
+    traced_bytes, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert traced_bytes / (1 << 12) < 100 + 300

@@ -169,7 +169,7 @@ class StorageEngine:
         self.memfds = MemfdBlobs()
         for store in (self._store, self.regions, self.memfds):
             store.on_freed = self._admission.release
-        self.puts = PutTable(put_ttl_seconds, clock, self._backing.load)
+        self.puts = PutTable(put_ttl_seconds, clock, self._backing)
         self._pending: dict[bytes, PendingPut] = {}
         self._holed: dict[bytes, None] = {}  # puts that are dead by an eighth or more
         self._due: dict[bytes, None] = {}  # those of them that are to be compacted next
@@ -307,6 +307,8 @@ class StorageEngine:
             if (state := self._reconciliations.get(self.puts.owner_of(put_id))) is not None:
                 state.staying.add(put_id)
             self.puts.confirm(put_id)
+            if self.is_volatile:
+                self.puts.pack(put_id)
         self._spill()
         return True
 

@@ -200,6 +200,11 @@ class Blob:
         for at in range(start, self.size, PIECE_BYTES):
             yield at, view[at : at + PIECE_BYTES]
 
+    @property
+    def is_pinned(self) -> bool:
+        """Whether its bytes are in use."""
+        return self._pin_count > 0
+
     def pin(self) -> None:
         """Lease its bytes to a reader or a thread: they stay, even if it is released."""
         self._pin_count += 1

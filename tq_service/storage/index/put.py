@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from sys import intern
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,6 +42,7 @@ Tables = bytearray | memoryview
 _NO_TABLES: Final = bytearray()
 _CONTINUES: Final = 0x80  # the two highest bits of a byte that is not the first of its character
 _HIGHEST_BITS: Final = 0xC0
+_SIZE_BYTES: Final = 4  # of the size of a column, in a put that is packed
 _MARKED_SHARE: Final = 16  # of the rows of a put, from which on marking rows is quicker than sorting them
 
 
@@ -272,6 +273,18 @@ class StoredPut:
         self.columns = _shared_columns(self.row_count, *key)
         self._has_shared_columns = True
 
+    def packed(self) -> PackedPut | None:
+        """Return it as two objects; None if it is not small, is freed in part or read, or is not in Python's heap."""
+        values = self.values
+        is_in_heap = values.backing is None and not values.store.is_durable
+        if not (self._has_shared_columns and is_in_heap) or values.is_pinned:
+            return None
+        columns = self.left_columns()
+        specs = tuple(column.spec for column in columns)
+        kind = _kind(specs, self.row_count, self.partition_id, self.for_existing_rows, self.owner)
+        sizes = np.array([column.value_bytes for column in columns], np.int32).tobytes()
+        return PackedPut(kind, b"".join((sizes, self.tables(), values.view())))
+
     def _own_columns(self) -> None:
         """Have columns of its own, which may be changed."""
         if self._has_shared_columns:
@@ -435,6 +448,58 @@ class StoredPut:
             if column is not None:
                 self.live_bytes -= column.bytes_of(self, column.row_set.live_positions())
                 self.columns[name] = None
+
+
+class PutKind(NamedTuple):
+    """What puts of the same columns of a partition have in common."""
+
+    specs: tuple[FieldSpec, ...]
+    row_count: int
+    partition_id: str
+    for_existing_rows: bool
+    owner: bytes
+
+
+_kind: Final = lru_cache(maxsize=256)(PutKind)
+
+
+class PackedPut(NamedTuple):
+    """A small put of which nothing was freed, as long as nothing of it is needed: a third of the memory.
+
+    Attributes:
+        kind: shared with other puts.
+        content: the bytes of the values of each column (int32), the tables, and the values.
+    """
+
+    kind: PutKind
+    content: bytes
+
+    @property
+    def owner(self) -> bytes:
+        """The controller that owns it."""
+        return self.kind.owner
+
+    @property
+    def charge(self) -> int:
+        """Bytes of the quota that it takes."""
+        return len(self.content) - _SIZE_BYTES * len(self.kind.specs)
+
+    def unpacked(self, store: BlobStore) -> StoredPut:
+        """Return the put as it was, in the store that it was in."""
+        kind, content = self.kind, self.content
+        rows, sizes = RowSet(kind.row_count), np.frombuffer(content, np.int32, len(kind.specs)).tolist()
+        columns = {spec.name: StoredColumn(spec, rows, size) for spec, size in zip(kind.specs, sizes, strict=True)}
+        put = StoredPut(
+            {**columns}, kind.row_count, kind.partition_id, for_existing_rows=kind.for_existing_rows, owner=kind.owner
+        )
+        tables_at = _SIZE_BYTES * len(sizes)
+        values = content[tables_at + put.tables_bytes :]
+        blob = Blob(store, len(values), values)
+        blob.charge = self.charge
+        put.place(blob)
+        put.tables()[:] = content[tables_at : tables_at + put.tables_bytes]
+        put.share_columns()
+        return put
 
 
 @lru_cache(maxsize=64)

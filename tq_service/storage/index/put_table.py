@@ -38,7 +38,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import lru_cache
 from itertools import islice, takewhile
-from typing import ClassVar, Final, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import Any, ClassVar, Final, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -49,7 +49,7 @@ from tq_service.results import MirrorStatus
 from tq_service.schema import CONTROLLER_NAME_BYTES, FieldSpec
 from tq_service.storage.blobs.memory import Blob, BlobStore, is_temporary
 from tq_service.storage.blobs.segments import SegmentBlobs
-from tq_service.storage.index.put import PendingPut, PutCells, Rows, RowSet, StoredColumn, StoredPut
+from tq_service.storage.index.put import PackedPut, PendingPut, PutCells, Rows, RowSet, StoredColumn, StoredPut
 
 _log = logging.getLogger(__name__)
 _SHARDS: Final = 1024
@@ -61,6 +61,7 @@ _SCRUB_BYTES_PER_SECOND: Final = 100e6
 _LEAST_PAUSE_SECONDS: Final = 0.001
 _RETRY_SECONDS: Final = 1.0
 SourceT = TypeVar("SourceT", bound=Hashable)
+AnyPut: TypeAlias = "StoredPut | RecoveredPut | PackedPut"
 _spec: Final = lru_cache(maxsize=1024)(FieldSpec)  # every put brings the same few
 
 
@@ -101,23 +102,21 @@ class RecoveredPut(NamedTuple):
 class PutTable(Mapping[bytes, StoredPut]):
     """Puts by name, and which of them are not known to be committed.
 
-    Recovered ones, of which many may never be asked for, are loaded when needed. They are not overdue before their
-    controller has listed its puts: it may be down for long. Puts are in many small dicts, so that all can be looked at
-    in slices while others come and go.
+    Packed and recovered ones, of which many may never be asked for, are loaded when needed. Recovered ones are not
+    overdue before their controller has listed its puts: it may be down for long. Puts are in many small dicts, so that
+    all can be looked at in slices while others come and go.
 
     Args:
         ttl_seconds: how long a put waits for its confirmation.
         clock: what that is measured with.
-        load: makes the put of a blob when it is needed.
+        backing: makes the put of a blob when it is needed.
     """
 
-    def __init__(
-        self, ttl_seconds: float, clock: Callable[[], float], load: Callable[[bytes, Blob], StoredPut]
-    ) -> None:
+    def __init__(self, ttl_seconds: float, clock: Callable[[], float], backing: Backing[Any]) -> None:
         self._ttl_seconds = ttl_seconds
         self.clock = clock
-        self._load = load
-        self._shards: list[dict[bytes, StoredPut | RecoveredPut]] = [{} for _ in range(_SHARDS)]
+        self._backing = backing
+        self._shards: list[dict[bytes, AnyPut]] = [{} for _ in range(_SHARDS)]
         self._owned: Counter[bytes] = Counter()  # puts by owner
         self._absent_since: dict[bytes, float] = {}  # owners that no controller is
         self._waiting: dict[bytes, float] = {}  # since when, ascending: their receipts were given until then
@@ -136,18 +135,33 @@ class PutTable(Mapping[bytes, StoredPut]):
         self._owned[put.owner] += 1
         self.wait(put_id)
 
+    def pack(self, put_id: bytes) -> None:
+        """Have a small put take less memory until it is needed."""
+        shard = self._shard(put_id)
+        put = shard[put_id]
+        if isinstance(put, StoredPut) and (packed := put.packed()) is not None:
+            shard[put_id] = packed
+
     def replace(self, put_id: bytes, put: StoredPut | RecoveredPut) -> StoredPut | RecoveredPut:
         """Have what is left of a put in its place, or what it is loaded from; return what was there."""
         shard = self._shard(put_id)
         replaced, shard[put_id] = shard[put_id], put
-        return replaced
+        return self._with_blob(replaced)
 
     def pop(self, put_id: bytes) -> StoredPut | RecoveredPut:
         """Remove a put and return it."""
         self.confirm(put_id)
         put = self._shard(put_id).pop(put_id)
         self._owned[put.owner] -= 1
-        return put
+        return self._with_blob(put)
+
+    def _with_blob(self, put: AnyPut) -> StoredPut | RecoveredPut:
+        """Return a put that leaves with a blob to be released."""
+        if not isinstance(put, PackedPut):
+            return put
+        blob = Blob(self._backing.store, 0)
+        blob.charge = put.charge
+        return RecoveredPut(blob, put.owner)
 
     # Which are committed
 
@@ -237,8 +251,10 @@ class PutTable(Mapping[bytes, StoredPut]):
     def __getitem__(self, put_id: bytes) -> StoredPut:
         shard = self._shard(put_id)
         put = shard[put_id]
-        if isinstance(put, RecoveredPut):
-            put = shard[put_id] = self._load(put_id, put.values)
+        if isinstance(put, PackedPut):
+            put = shard[put_id] = put.unpacked(self._backing.store)
+        elif isinstance(put, RecoveredPut):
+            put = shard[put_id] = self._backing.load(put_id, put.values)
         return put
 
     def __contains__(self, put_id: object) -> bool:
@@ -251,7 +267,7 @@ class PutTable(Mapping[bytes, StoredPut]):
     def __len__(self) -> int:
         return self._owned.total()
 
-    def _shard(self, put_id: object) -> dict[bytes, StoredPut | RecoveredPut]:
+    def _shard(self, put_id: object) -> dict[bytes, AnyPut]:
         return self._shards[hash(put_id) & (_SHARDS - 1)]
 
 
