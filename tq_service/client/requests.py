@@ -467,9 +467,9 @@ def write_message(writes: Sequence[Write], rows_per_put: int = 0) -> commit_pb2.
         row_count=sum(write.row_count for write in writes),
         global_indexes=np.concatenate([batch.indexes for batch in batches]) if batches else None,
         claim=batches[0].leased_claim if batches else None,
-        keys=list(chain.from_iterable(write.key_column for write in writes)),
+        keys=_names_of([write.key_column for write in writes]),
         key_mode=first.key_mode,
-        groups=list(chain.from_iterable(write.group_column for write in writes)),
+        groups=_names_of([write.group_column for write in writes]),
         group_size=first.group_size or 0,
         state=first.state,
         rows_per_put=rows_per_put,
@@ -480,6 +480,11 @@ def write_message(writes: Sequence[Write], rows_per_put: int = 0) -> commit_pb2.
             encode_meta_columns([parts[0] if len(parts) == 1 else concatenated(parts) for parts in columns])
         )
     return message
+
+
+def _names_of(columns: Sequence[Sequence[str]]) -> Sequence[str]:
+    """Return the keys or groups of several writes, one after the other; many are not copied if they are of one."""
+    return columns[0] if len(columns) == 1 else list(chain.from_iterable(columns))
 
 
 def written_meta(answered: BatchMeta, known: BatchMeta | None, write: Write, indexes: Indexes) -> BatchMeta:
@@ -520,9 +525,10 @@ def _check_names(name: str, names: Sequence[Any] | None, row_count: int) -> None
     if names is None:
         return
     check_named_rows(name, len(names))
-    for position, one in enumerate(names):
-        if not isinstance(one, str):  # of bytes protobuf makes text
-            raise InvalidArgumentError(f"{name}[{position}] is {one!r:.200}, expected a string", field=name)
+    if {*map(type, names)} - {str}:  # of bytes protobuf makes text
+        for position, one in enumerate(names):
+            if not isinstance(one, str):
+                raise InvalidArgumentError(f"{name}[{position}] is {one!r:.200}, expected a string", field=name)
     if row_count and not names:
         raise InvalidArgumentError(
             f"{name} is empty, expected one for each of {row_count} samples; leave it out where they have none",
