@@ -3,7 +3,7 @@
 The workers are tasks of one or several client processes, each with one client; each puts one sample after the other.
 Puts that wait at the same moment in one process are sent as one; with `gathers_puts=False` each is a call of its own.
 An insert names a sample by its key and gives it custom_meta, without data: what a rollout worker does that announces a
-prompt.
+prompt. The service is one process, and for one case a controller and a storage service.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import multiprocessing
 import secrets
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -34,11 +34,29 @@ CLIENTS = ((1, 1), (1, 64), (1, 256), (8, 8), (64, 1))
 
 _SECONDS, _QUICK_SECONDS, _START_SECONDS = 1.0, 0.2, 0.2
 _ECHO_SIZES = (190, 140)
-_PUT, _ALONE, _INSERT, _ECHO = "put", "put by itself", "insert", "echo"
-_CASES = (_PUT, _ALONE, _INSERT, _ECHO)
+_PUT, _ALONE, _REMOTE, _INSERT, _ECHO = "put", "put by itself", "put, two services", "insert", "echo"
+_CASES = (_PUT, _ALONE, _REMOTE, _INSERT, _ECHO)
+_TIMED = (_PUT, _ALONE, _REMOTE, _ECHO)
 _ROW = {"x": np.arange(1)}
 
 Call = Callable[[], Awaitable[object]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Servers:
+    """What is called: addresses, and the processes that answer each case.
+
+    Attributes:
+        service: the service as one process.
+        controller: of the service that has a storage service elsewhere.
+        echo: the echo.
+        processes: by case.
+    """
+
+    service: str
+    controller: str
+    echo: str
+    processes: Mapping[str, Sequence[psutil.Process]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,20 +85,25 @@ class Outcome:
         return self.call_count / self.seconds
 
 
-def _serve_orders(orders: Connection, address: str, echo_address: str) -> None:
+def _serve_orders(orders: Connection, address: str, controller: str, echo_address: str) -> None:
     """Carry out orders until there are no more: the program of a client process."""
-    run_async(_carry_out_all(orders, address, echo_address))
+    run_async(_carry_out_all(orders, address, controller, echo_address))
 
 
-async def _carry_out_all(orders: Connection, address: str, echo_address: str) -> None:
+async def _carry_out_all(orders: Connection, address: str, controller: str, echo_address: str) -> None:
     channel = grpc.aio.insecure_channel(echo_address)
     echo, request = echo_call(channel), request_of(*_ECHO_SIZES)
-    async with tq.AsyncClient(address) as client, tq.AsyncClient(address, gathers_puts=False) as alone:
+    async with (
+        tq.AsyncClient(address) as client,
+        tq.AsyncClient(address, gathers_puts=False) as alone,
+        tq.AsyncClient(controller) as remote,
+    ):
 
         def calls(partition_id: str) -> Mapping[str, Call]:
             return {
                 _PUT: lambda: client.put(_ROW, partition_id=partition_id),
                 _ALONE: lambda: alone.put(_ROW, partition_id=partition_id),
+                _REMOTE: lambda: remote.put(_ROW, partition_id=partition_id),
                 _INSERT: lambda: client.put(
                     partition_id=partition_id, keys=[secrets.token_hex(8)], custom_meta=[{"version": 3}]
                 ),
@@ -109,14 +132,15 @@ async def _carry_out(order: Order, call: Call) -> Outcome:
 
 
 @contextmanager
-def _client_processes(count: int, address: str, echo_address: str) -> Iterator[list[Connection]]:
+def _client_processes(count: int, servers: Servers) -> Iterator[list[Connection]]:
     """Run so many client processes, which are connected; yield where orders go."""
     spawn = multiprocessing.get_context("spawn")
     with ExitStack() as stack:
         ends = []
         for _ in range(count):
             own, other = spawn.Pipe()
-            process = spawn.Process(target=_serve_orders, args=(other, address, echo_address), daemon=True)
+            addresses = servers.service, servers.controller, servers.echo
+            process = spawn.Process(target=_serve_orders, args=(other, *addresses), daemon=True)
             process.start()
             stack.callback(process.join)
             ends.append(own)
@@ -127,7 +151,13 @@ def _client_processes(count: int, address: str, echo_address: str) -> Iterator[l
             end.send(None)
 
 
-def _measure(case: str, clients: list[Connection], task_count: int, server: psutil.Process, seconds: float) -> Outcome:
+def _cpu_seconds(processes: Sequence[psutil.Process]) -> float:
+    return sum(sum(process.cpu_times()[:2]) for process in processes)
+
+
+def _measure(
+    case: str, clients: list[Connection], task_count: int, processes: Sequence[psutil.Process], seconds: float
+) -> Outcome:
     begin_at = time.monotonic() + _START_SECONDS
     order = Order(
         case=case,
@@ -136,7 +166,7 @@ def _measure(case: str, clients: list[Connection], task_count: int, server: psut
         begin_at=begin_at,
         end_at=begin_at + seconds,
     )
-    before = sum(server.cpu_times()[:2])
+    before = _cpu_seconds(processes)
     for client in clients:
         client.send(order)
     outcomes = [client.recv() for client in clients]
@@ -144,38 +174,54 @@ def _measure(case: str, clients: list[Connection], task_count: int, server: psut
         call_count=sum(each.call_count for each in outcomes),
         client_seconds=sum(each.client_seconds for each in outcomes),
         seconds=time.monotonic() - begin_at,
-        server_seconds=sum(server.cpu_times()[:2]) - before,
+        server_seconds=_cpu_seconds(processes) - before,
     )
 
 
-def _rows(options: Options, service: ServiceProcess, echo_address: str, echo_pid: int) -> Iterator[list[Cell]]:
-    servers = {case: psutil.Process(echo_pid if case == _ECHO else service.pid) for case in _CASES}
+@contextmanager
+def _servers() -> Iterator[Servers]:
+    """Run what is called."""
+    with (
+        ServiceProcess() as service,
+        ServiceProcess("--role", "controller") as controller,
+        ServiceProcess("--role", "storage", "--controller", controller.address) as storage,
+        running("benchmarks.echo_server") as echo,
+    ):
+        own = [psutil.Process(service.pid)]
+        processes = dict.fromkeys(_CASES, own) | {
+            _REMOTE: [psutil.Process(controller.pid), psutil.Process(storage.pid)],
+            _ECHO: [psutil.Process(echo.pid)],
+        }
+        yield Servers(service=service.address, controller=controller.address, echo=echo.address, processes=processes)
+
+
+def _rows(options: Options, servers: Servers) -> Iterator[list[Cell]]:
     seconds = _QUICK_SECONDS if options.quick else _SECONDS
-    with tq.Client(service.address) as admin:
+    with tq.Client(servers.service) as admin, tq.Client(servers.controller) as remote_admin:
         for process_count, task_count in CLIENTS[:2] if options.quick else CLIENTS:
-            with _client_processes(process_count, service.address, echo_address) as clients:
+            with _client_processes(process_count, servers) as clients:
                 cases = {
-                    case: partial(_measure, case, clients, task_count, server, seconds)
-                    for case, server in servers.items()
+                    case: partial(_measure, case, clients, task_count, processes, seconds)
+                    for case, processes in servers.processes.items()
                 }
                 outcomes = interleave(cases, options.repeats)
-            for partition in admin.list_partitions():
-                admin.clear_partition(partition.partition_id)
+            for each in (admin, remote_admin):
+                for partition in each.list_partitions():
+                    each.clear_partition(partition.partition_id)
             rates = {case: [each.rate for each in outcomes[case]] for case in _CASES}
-            put = outcomes[_PUT]
             yield [
                 f"{process_count} of {task_count}",
                 *(median(rates[case]) for case in _CASES),
                 *(median_ratio(rates[case], rates[_ECHO]) for case in _CASES[:-1]),
-                median([each.server_seconds / each.call_count * 1e6 for each in put]),
-                median([each.client_seconds / each.call_count * 1e6 for each in put]),
+                *(median([each.server_seconds / each.call_count * 1e6 for each in outcomes[case]]) for case in _TIMED),
+                *(median([each.client_seconds / each.call_count * 1e6 for each in outcomes[case]]) for case in _TIMED),
             ]
 
 
 def run(options: Options) -> Report:
     """Measure."""
-    with ServiceProcess() as service, running("benchmarks.echo_server") as echo:
-        rows = list(_rows(options, service, echo.address, echo.pid))
+    with _servers() as servers:
+        rows = list(_rows(options, servers))
     return Report(
         name="commits_per_second",
         question="How many single samples a second can many small workers commit, compared with calls of an echo?",
@@ -183,14 +229,15 @@ def run(options: Options) -> Report:
             "processes of tasks",
             *(f"{case}, 1/s" for case in _CASES),
             *(f"{case} / echo" for case in _CASES[:-1]),
-            "put: service, µs",
-            "put: client, µs",
+            *(f"{case}: server, µs" for case in _TIMED),
+            *(f"{case}: client, µs" for case in _TIMED),
         ],
         rows=rows,
         notes=[
             "one int64 a put; an insert has a key and one number of custom_meta; each process has one tq.AsyncClient",
             "puts that wait at the same moment in a process are sent as one, inserts too; those by themselves are not",
-            "µs are processor time of all threads, per put",
+            "two services: a controller and a storage service, each a process",
+            "µs are processor time of all threads and servers of a case, per call",
             f"the echo's request has {_ECHO_SIZES[0]} bytes, its answer {_ECHO_SIZES[1]}",
         ],
         plots=[
