@@ -80,6 +80,12 @@ async def test_every_call_is_about_partitions_of_the_namespace(kind, tmp_path):
         assert (await call("check_production", "train", FIELDS)).produced_count == 4
         await call("reset_consumption", "train", "trainer", 0)
         assert await call("requeue_dead_lettered", "train", "trainer") == 0
+        await call("get_meta", **CLAIM, dp_rank=0, dp_size=1, batch_index=0)
+        assert (await call("advance", "train", "trainer", trained=0)).trained_batch_count == 1
+        await call("publish_version", 1, trained={("train", "trainer"): 0})
+        assert await call("get_version") == 1
+        assert (await call("restart_ranks", "train", "trainer", dp_size=2)).batch_index == 1
+        assert await call("remove_policy")
         assert await call("explain", "train") == []
         await call("seal_partition", "train")
         assert (await call("describe_partition", "train")).summary.partition_id == "train"

@@ -25,10 +25,13 @@ from tq_service.machine.claims import (
     EndReached,
     GroupsKept,
     LeaseExpired,
+    RanksRestarted,
     SamplesClaimed,
+    TaskAdvanced,
     TaskForgotten,
     TaskSeen,
 )
+from tq_service.machine.policies import PolicyRemoved, VersionPublished
 from tq_service.machine.samples import (
     GroupsClosed,
     MetaSet,
@@ -87,6 +90,12 @@ STORY = [
     ),
     EndReached(claim_name="rank0/batch1", end=EndCounts(consumed_count=8), **TASK),
     SamplesCleared(global_indexes=np.array([0, 6]), **TRAIN),
+    TaskAdvanced(trained=0, saved=0, **TASK),
+    VersionPublished(policy="default", version=3),
+    VersionPublished(policy="default", version=2, rewind=True),
+    VersionPublished(policy="gone", version=1),
+    PolicyRemoved(policy="gone"),
+    RanksRestarted(dp_size=2, trained=-1, **TASK),
     ConsumptionReset(keep_consumed=True, **TASK),
     PartitionSealed(**TRAIN),
     StateReplaced(snapshot_number=0),
@@ -107,7 +116,8 @@ class Service:
 
     def state(self):
         answers = [list(entry) for entry in self.catalog.answers.snapshot()]
-        return answers, {name: digest(self.catalog.get(name)) for name in self.catalog.names()}
+        versions = {name: policy.version for name, policy in self.catalog.policies.items()}
+        return answers, versions, {name: digest(self.catalog.get(name)) for name in self.catalog.names()}
 
 
 def run(path, story, *, sync):

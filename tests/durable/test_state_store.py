@@ -5,6 +5,7 @@ import os
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -280,7 +281,9 @@ def test_what_is_restored_is_there_after_a_failure_or_nothing_of_it(tmp_path, mo
         with monkeypatch.context() as failing:
             failing.setattr(owner, name, fail)
             try:
-                await life.store.snapshot_restored(lambda: snapshots, tuple, lambda: seen.append("restored"))
+                await life.store.snapshot_restored(
+                    lambda now: replace(now, partitions=snapshots, answers=()), lambda: seen.append("restored")
+                )
             except DiskFullError as error:
                 assert "restore it again" in str(error)
         return seen

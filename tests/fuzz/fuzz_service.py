@@ -274,6 +274,15 @@ def _use_all_of(client: tq.Client) -> None:
     leased = client.get_meta(**asked, task_name="scorer", batch_size=2, min_batch_size=1, lease=8e4, max_deliveries=3)
     client.extend(leased, 8.5e4)
     client.ack(leased)
+    client.publish_version(1)
+    ranked = {**asked, "task_name": "ranked", "batch_size": 1, "dp_rank": 0, "dp_size": 1, "batch_index": 0}
+    client.get_meta(**ranked, where=[("version", ">=", tq.Published(offset=-9))], not_before_version=1)
+    if client.describe_partition("train").tasks[-1].planned_batch_count:
+        client.advance("train", "ranked", trained=0, saved=0)
+    client.restart_ranks("train", "ranked", dp_size=2)
+    client.publish_version(2)
+    client.get_version(at_least=3, max_wait=0.01)
+    client.remove_policy()
     client.check_consumption("train", "critic")
     client.check_consumption("train@3", "critic", missing_ok=True)
     client.check_production("train", ["score"])

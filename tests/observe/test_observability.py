@@ -60,6 +60,7 @@ def live(loop_thread: LoopThread, tmp_path_factory: pytest.TempPathFactory) -> I
         client.put({"x": np.arange(4)}, partition_id="train@0", custom_meta=entries)
         rank = {"dp_rank": 0, "dp_size": 1, "batch_index": 0}
         client.get_meta(partition_id="train@0", task_name="t", data_fields=["x"], batch_size=2, **rank)
+        client.publish_version(1)
         assert started.app.metrics is not None
         collect = started.app.metrics._collect
 

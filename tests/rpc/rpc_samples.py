@@ -42,18 +42,20 @@ def snapshot(client: AnyClient) -> Any:
     """Return all that a refused call must not change; tasks that have asked but got nothing are no change."""
     partitions = [client.describe_partition(one.partition_id) for one in client.list_partitions()]
     tasks = [
-        (one.summary.partition_id, task.task_name, task.epoch, task.consumed_count, task.planned_batch_count)
+        (one.summary.partition_id, task.task_name, task.epoch, task.consumed_count, task.planned_batch_count,
+         task.trained_batch_count)
         for one in partitions
         for task in one.tasks
         if task.consumed_count or task.planned_batch_count or task.epoch
-    ]
+    ]  # fmt: skip
     samples = [
         (one.summary, one.expected_samples, one.live_count, one.held_count, one.failed_count, one.group_count,
          one.fields, one.custom_meta_columns)
         for one in partitions
     ]  # fmt: skip
     stat = client.storage_stat()
-    return samples, tasks, stat.used_bytes, stat.put_count, stat.uncommitted_put_count
+    versions = [(each.policy, each.version) for each in client.status(explain=False).policies]
+    return samples, tasks, versions, stat.used_bytes, stat.put_count, stat.uncommitted_put_count
 
 
 def rpc_error_of(error: BaseException | None) -> grpc.RpcError | None:

@@ -147,6 +147,7 @@ def request_of(name: str, live: LiveServer, partition_id: str, put_id: bytes) ->
     for field, value in {
         "request_id": request_id(),
         "partition_id": partition_id,
+        "policy": partition_id,  # which is named like one
         "task_name": "t",
         "data_fields": ["x"],
         "batch_size": 1,

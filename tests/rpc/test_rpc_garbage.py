@@ -168,6 +168,9 @@ def example_of(kind: Descriptor, meta: tq.BatchMeta) -> Message:
     """Return a request whose fields, those that have a value below, say something sensible."""
     sensible: dict[str, Any] = {
         "partition_id": "train",
+        "policy": "default",
+        "version": 3,
+        "dp_size": 2,
         "incarnation": meta.incarnation,
         "task_name": "t",
         "data_fields": ["score"],

@@ -44,6 +44,15 @@ def mutating_requests(meta: tq.BatchMeta, request_id: bytes) -> dict[str, Messag
         ),
         "ResetConsumption": pb.ResetConsumptionRequest(**ids(request_id, task_name="held", epoch=0)),
         "RequeueDeadLettered": pb.RequeueDeadLetteredRequest(**ids(request_id, task_name="held")),
+        "Advance": pb.AdvanceRequest(**ids(request_id, task_name="ranked", trained=1)),
+        "RestartRanks": pb.RestartRanksRequest(**ids(request_id, task_name="ranked", dp_size=3, trained=0)),
+        "PublishVersion": pb.PublishVersionRequest(
+            request_id=request_id,
+            policy="default",
+            version=3,
+            trained=[pb.TrainedBatches(partition_id="train", task_name="ranked", batch_index=1)],
+        ),
+        "RemovePolicy": pb.RemovePolicyRequest(request_id=request_id, policy="actor"),
         "SetCustomMeta": pb.SetCustomMetaRequest(**ids(request_id, global_indexes=[0, 2], custom_meta=[column])),
         "CloseGroups": pb.CloseGroupsRequest(**ids(request_id, groups=["g0"])),
         "ClearSamples": pb.ClearSamplesRequest(**ids(request_id, keys=["k0", "k3"])),
@@ -52,7 +61,9 @@ def mutating_requests(meta: tq.BatchMeta, request_id: bytes) -> dict[str, Messag
 
 
 # By what DescribePartition tells; and nothing is dead-lettered.
-CHANGED_NOTHING_SEEN = {"SetCustomMeta", "CloseGroups", "AckClaim", "ExtendClaim", "RequeueDeadLettered"}
+CHANGED_NOTHING_SEEN = {
+    "SetCustomMeta", "CloseGroups", "AckClaim", "ExtendClaim", "RequeueDeadLettered"
+}  # fmt: skip
 
 
 def test_every_request_with_an_id_is_here() -> None:
@@ -66,10 +77,14 @@ def test_every_request_with_an_id_is_here() -> None:
 
 
 def make_claims(server: LiveServer) -> None:
-    """Claim samples for two tasks, one of them with a lease."""
+    """Claim samples for two tasks, one of them with a lease, and for ranks; publish a version."""
     for task_name, lease in (("held", None), ("leased", {"seconds": 60})):
         asked = {**CLAIM, "task_name": task_name, "lease": lease}
         server.controller.GetMeta(pb.GetMetaRequest(**asked, request_id=bytes(16), batch_size=2))
+    for index in range(2):
+        rank = {"task_name": "ranked", "dp_rank": 0, "dp_size": 2, "batch_index": index, "batch_size": 1}
+        server.controller.GetMeta(pb.GetMetaRequest(**CLAIM | rank, request_id=bytes(16)))
+    server.controller.PublishVersion(pb.PublishVersionRequest(request_id=b"p" * 16, policy="actor", version=1))
 
 
 @pytest.mark.parametrize("name", mutating_requests(tq.BatchMeta(), b""))

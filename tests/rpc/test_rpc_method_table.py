@@ -54,11 +54,11 @@ def test_internal_methods_lose_data_in_other_hands() -> None:
 
 
 def partition_fields(message: Descriptor) -> Iterator[str]:
-    """Yield the paths to fields that name a partition."""
+    """Yield the paths to fields that name a partition, or a policy, which is named like one."""
     for field in message.fields:
-        if field.name == "partition_id":
+        if field.name in ("partition_id", "policy"):
             yield field.name
-        elif field.message_type is not None and not field.is_repeated:
+        elif field.message_type is not None and field.message_type.file.package.startswith("tq_service"):
             yield from (f"{field.name}.{path}" for path in partition_fields(field.message_type))
 
 
@@ -72,7 +72,8 @@ def test_every_partition_that_a_request_names_is_looked_at(name: str) -> None:
         request = message = described.input_type._concrete_class()
         *parents, last = path.split(".")
         for parent in parents:
-            message = getattr(message, parent)
+            below = getattr(message, parent)
+            message = below.add() if message.DESCRIPTOR.fields_by_name[parent].is_repeated else below
         setattr(message, last, "secret")
         assert "secret" in method.partitions(request), f"{name} does not look at {path}"
     assert bool(paths) == bool(method.partitions(described.input_type._concrete_class()))

@@ -8,11 +8,11 @@ from types import SimpleNamespace
 
 import grpc
 import numpy as np
+from tq_service.machine.answers import IdempotencyCache
 
 from tq_service.config import ServeSettings
 from tq_service.errors import PutNotFoundError
 from tq_service.internal.v1 import storage_control_pb2
-from tq_service.machine.answers import IdempotencyCache
 from tq_service.samplers import PlanRunner
 from tq_service.server import heartbeat
 from tq_service.server.controller_servicer import ControllerServicer, pack_answer, unpack_answer

@@ -260,7 +260,7 @@ class Checkpoints:
 
         def appear() -> None:
             self._storages.puts.mark_committed(puts)
-            catalog.replace(partitions, policies, prefix)
+            catalog.replace(partitions, prefix, policies)
             catalog.end_replacement()
             catalog.start_leases()
             catalog.answers.restore(answers)

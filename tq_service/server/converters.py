@@ -15,7 +15,7 @@ from tq_service.errors import InvalidArgumentError
 from tq_service.machine.samples import SampleWrite, Written
 from tq_service.samplers import Sampler
 from tq_service.samplers.options import whole_numbers
-from tq_service.schema import DEFAULT_POLICY, MOST_SAMPLES, EndCounts, FieldSpec, Layout, check_range
+from tq_service.schema import MOST_SAMPLES, EndCounts, FieldSpec, Layout, check_range
 from tq_service.serving.catalog import Claimed
 from tq_service.serving.lookup import Page, Selection, no_page_token
 from tq_service.serving.planner import Answer
@@ -196,7 +196,7 @@ def claim_request(request: pb.GetMetaRequest, spec: ClaimSpec, sampler: Sampler)
         lease=lease,
         claim_name=request.claim_name,
         batch_count=request.batch_count or 1,
-        not_before=NotBefore(policy=request.policy or DEFAULT_POLICY, version=request.not_before_version)
+        not_before=NotBefore(policy=request.policy, version=request.not_before_version)
         if request.HasField("not_before_version")
         else None,
     )

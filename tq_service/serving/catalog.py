@@ -592,7 +592,7 @@ class Catalog:
         finally:
             self._closed_prefix = None
 
-    def adopt(self, restored: Sequence[Partition], policies: Iterable[Policy]) -> None:
+    def adopt(self, restored: Sequence[Partition], policies: Iterable[Policy] = ()) -> None:
         """Take over partitions and policies, all in one step; no listener is called."""
         self._most_samples = math.inf
         for policy in policies:
@@ -622,7 +622,7 @@ class Catalog:
         for each in retracted:
             self.retract(*each)
 
-    def replace(self, restored: Sequence[Partition], policies: Iterable[Policy], prefix: str) -> None:
+    def replace(self, restored: Sequence[Partition], prefix: str, policies: Iterable[Policy] = ()) -> None:
         """Take over partitions in place of those whose names begin so, in one step; what waits on these gets an error.
 
         Policies likewise, but for the errors: what waits for a version goes on waiting.

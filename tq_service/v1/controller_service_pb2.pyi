@@ -438,7 +438,7 @@ class PublishedVersion(google.protobuf.message.Message):
     POLICY_FIELD_NUMBER: builtins.int
     OFFSET_FIELD_NUMBER: builtins.int
     policy: builtins.str
-    """The policy. Empty: "default"."""
+    """The policy: 1 to 512 printable characters."""
     offset: builtins.int
     """Added to the version; may be negative."""
     def __init__(
@@ -576,7 +576,7 @@ class GetMetaRequest(google.protobuf.message.Message):
     where there are too few samples. Unset: none.
     """
     policy: builtins.str
-    """The policy of `not_before_version`. Empty: "default"."""
+    """The policy of `not_before_version`, where that is set."""
     batch_count: builtins.int
     """Ranks: the most batches to answer with, from `batch_index` on; 1 to 64. The call waits for the first. It adds those
     behind it that are planned already, and plans those that are ready at once, up to the end, or to 1 MiB of answer.

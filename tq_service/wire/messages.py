@@ -16,7 +16,7 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
 from tq_service.errors import InvalidArgumentError
-from tq_service.schema import BatchUnit, FieldSpec, Layout, Operator, Scalar
+from tq_service.schema import BatchUnit, FieldSpec, Layout, Operator, Published, Scalar
 from tq_service.wire.metadata import (
     BATCH_UNITS,
     LAYOUTS,
@@ -34,6 +34,7 @@ _SECONDS: Final = "_seconds"
 _READERS: Final[Mapping[Any, Callable[[Any], Any]]] = {
     FieldSpec: decode_spec,
     Scalar: decode_value,
+    Published: lambda message: Published(message.policy, message.offset),  # without the default of its policy
 }
 _WORDS: Final[Mapping[Any, EnumWords[Any]]] = {BatchUnit: BATCH_UNITS, Layout: LAYOUTS, Operator: OPERATORS}
 

@@ -10,7 +10,7 @@ context; it returns the answer, or writes each of a stream of answers to the con
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -119,8 +119,8 @@ def method_of(described: MethodDescriptor) -> Method:
                 found.append(value)
             else:
                 found += value or ()
-        # A request without any of the messages that name partitions names "", which no token is for.
-        return found or [""]
+        # A request that names none names "", which no token is for; one that names some may leave others out.
+        return list(filter(None, found)) or [""]
 
     return Method(
         name=f"/{described.containing_service.full_name}/{described.name}",
@@ -155,7 +155,7 @@ def _reader(path: str, message: Descriptor, kind: int) -> Callable[[Any], Any]:
         if parent is None or parent.message_type is None:
             raise ValueError(f"{message.full_name} has no message {name!r}; correct {path!r} in its rule")
         message = parent.message_type
-        is_repeated = parent.default_value == []
+        is_repeated |= parent.default_value == []
         if depth == 0:
             ways[GetMessageClass(message)] = parents[1:]
     value = message.fields_by_name.get(last)
@@ -163,8 +163,7 @@ def _reader(path: str, message: Descriptor, kind: int) -> Callable[[Any], Any]:
         raise ValueError(f"{message.full_name} has no such field as {last!r}; correct {path!r} in its rule")
 
     if is_repeated:
-        (name,) = parents
-        return lambda request: [getattr(each, last) for each in getattr(request, name)]
+        return lambda request: list(_values(request, parents, last))
 
     def read(request: Any) -> Any:
         way = ways.get(type(request))
@@ -177,6 +176,20 @@ def _reader(path: str, message: Descriptor, kind: int) -> Callable[[Any], Any]:
         return getattr(request, last)
 
     return read
+
+
+def _values(message: Any, parents: Sequence[str], last: str) -> Iterator[Any]:
+    """Yield the values of a field of all messages at a path, some of which are repeated, or absent."""
+    if not parents:
+        yield getattr(message, last)
+        return
+    name, *rest = parents
+    below = getattr(message, name)
+    if message.DESCRIPTOR.fields_by_name[name].default_value == []:
+        for each in below:
+            yield from _values(each, rest, last)
+    elif message.HasField(name):
+        yield from _values(below, rest, last)
 
 
 _OWN: Final = (controller_service_pb2, storage_service_pb2, storage_registry_pb2, storage_control_pb2, cluster_pb2)
