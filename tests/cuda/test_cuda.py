@@ -14,7 +14,7 @@ from tensordict import TensorDict
 
 from tq_service.client.batch_meta import BatchMeta
 from tq_service.data import StreamingDataLoader, StreamingDataset
-from tq_service.wire import device
+from tq_service.wire import cuda, host_memory
 
 pytestmark = [
     pytest.mark.cuda,
@@ -82,7 +82,7 @@ def test_memory_is_flat_over_many_gets(client: AnyClient) -> None:
         got = client.get_data(meta, device="cuda")
         if number in (50, 299):
             torch.cuda.synchronize()
-            seen.append((torch.cuda.memory_reserved(), device.PINNED.pinned_bytes))
+            seen.append((torch.cuda.memory_reserved(), host_memory.PINNED.pinned_bytes))
         del got
     assert seen[0] == seen[1]
 
@@ -90,10 +90,10 @@ def test_memory_is_flat_over_many_gets(client: AnyClient) -> None:
 def test_what_the_driver_refuses_to_pin_leaves_no_error_behind() -> None:
     array = np.frombuffer(mmap.mmap(-1, 1 << 20), np.uint8)
     there = torch.device("cuda", 0)
-    assert device.accelerator.register(array.ctypes.data, array.size, there)
-    assert not device.accelerator.register(array.ctypes.data, array.size, there)  # it is pinned already
+    assert cuda.register(array.ctypes.data, array.size, there)
+    assert not cuda.register(array.ctypes.data, array.size, there)  # it is pinned already
     assert torch.ones(3, device="cuda").sum().item() == 3
-    device.accelerator.unregister(array.ctypes.data, there)
+    cuda.unregister(array.ctypes.data, there)
 
 
 def fetch(*, batch_index: int, **_: Any) -> Any:

@@ -30,7 +30,7 @@ from tq_service.internal.v1.shared_memory_pb2 import (
 from tq_service.v1.storage_service_pb2 import RegionOffer
 from tq_service.wire import shared_memory
 from tq_service.wire.encoding import encode_columns
-from tq_service.wire.shared_memory import Mapping
+from tq_service.wire.mapping import Mapping
 
 pytestmark = pytest.mark.skipif(not shared_memory.is_supported(), reason="sealed memfds are there on Linux only")
 
@@ -306,7 +306,7 @@ async def test_a_region_is_filled_once_mapped_and_released(server, size):
         assert not offer.is_filled
         await asyncio.to_thread(client.fill, RegionOffer(offer_id=offer.offer_id, region=7), columns)
         assert offer.is_filled
-        assert (client.regions.for_writing(7) is not None) == (use > 0)  # once it has come back
+        assert (client.regions.shared(7) is not None) == (use > 0)  # once it has come back
     assert memory.ends == [True] * 3
     assert os.pread(memory.fd, size, 0) == np.arange(size // 8).tobytes()
     with pytest.raises(UnavailableError, match="not taken"):

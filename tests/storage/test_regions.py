@@ -13,7 +13,7 @@ from tq_service.storage.blobs import shared
 from tq_service.storage.blobs.memory import BACKGROUND
 from tq_service.storage.blobs.shared import RegionBlobs
 from tq_service.wire import shared_memory
-from tq_service.wire.shared_memory import Mapping
+from tq_service.wire.mapping import Mapping
 
 pytestmark = pytest.mark.skipif(not shared_memory.is_supported(), reason="sealed memfds are there on Linux only")
 

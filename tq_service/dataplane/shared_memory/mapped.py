@@ -1,9 +1,10 @@
 """The memory of a session that a client has mapped, and the ranges that its arrays use.
 
 A region is mapped once to write to it again, and once or more to read it; mappings stay, with their page tables, for
-the next puts and gets. Arrays of a get are on private mappings, in ranges that no other get uses at the time: writes
-of a program to its arrays are in copies of pages of that range. When the last array is gone, the copies
-are dropped, and the lease of the get is released.
+the next puts and gets. Arrays that a program gets are on private mappings, in ranges that no other get uses at the
+time: writes of a program to its arrays are in copies of pages of that range. When the last array is gone, the copies
+are dropped, and the lease of the get is released. The shared mapping is for bytes that no program gets: those of puts,
+and those of gets that are copied up to a device. It may be pinned, see `host_memory`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import NamedTuple
 
-from tq_service.wire.shared_memory import Mapping
+from tq_service.wire.mapping import Mapping
 
 _fork_count = 0
 
@@ -94,11 +95,11 @@ class ReadMapping:
 class _Region:
     """The mappings of one region, and whether it was written before."""
 
-    __slots__ = ("for_reading", "for_writing", "was_written")
+    __slots__ = ("for_reading", "shared", "was_written")
 
     def __init__(self) -> None:
         self.was_written = False
-        self.for_writing: Mapping | None = None
+        self.shared: Mapping | None = None
         self.for_reading: list[ReadMapping] = []
 
 
@@ -114,13 +115,10 @@ class MappedRegions:
         self._lock = threading.Lock()
         self._regions: dict[int, _Region] = {}
 
-    def for_writing(self, number: int) -> Mapping | None:
-        """Return the shared mapping of a region, None if it is not mapped.
-
-        Its address and size stay as they are as long as it is referenced: it may be registered with a device.
-        """
+    def shared(self, number: int) -> Mapping | None:
+        """Return the shared mapping of a region, None if it is not mapped."""
         with self._lock:
-            return self._region(number).for_writing
+            return self._region(number).shared
 
     def is_new(self, number: int) -> bool:
         """Whether a region is about to be written for the first time: mapping it pays once it comes back."""
@@ -129,7 +127,7 @@ class MappedRegions:
             was_written, region.was_written = region.was_written, True
             return not was_written
 
-    def map_for_writing(self, number: int, fd: int) -> Mapping:
+    def map_shared(self, number: int, fd: int) -> Mapping:
         """Return the same, mapped now if it was not.
 
         Raises:
@@ -137,8 +135,9 @@ class MappedRegions:
         """
         with self._lock:
             region = self._region(number)
-            region.for_writing = region.for_writing or Mapping(fd, is_shared=True)
-            return region.for_writing
+            # A child could write to it when the region has bytes of another put.
+            region.shared = region.shared or Mapping(fd, is_shared=True, is_inherited=False)
+            return region.shared
 
     def drop(self, numbers: Iterable[int]) -> None:
         """Unmap regions that the service has dropped; of some, arrays of other processes may keep the memory."""
@@ -150,8 +149,10 @@ class MappedRegions:
         """Return the lease of a get that is about to take an offer."""
         return Lease(partial(self._release, offer_id))
 
-    def reuse(self, lease: Lease, number: int, pages: Pages) -> Mapping | None:
-        """Return a mapping of a region, with a range that is the lease's from now on; None: it has to be mapped."""
+    def find(self, lease: Lease, number: int, pages: Pages | None) -> Mapping | None:
+        """Return a mapping of a region, see `map`; None: it has to be mapped."""
+        if pages is None:
+            return self.shared(number)
         with self._lock:
             for each in self._region(number).for_reading:
                 if each.take(pages):
@@ -159,18 +160,20 @@ class MappedRegions:
                     return each.mapping
         return None
 
-    def map(self, lease: Lease, number: int, fd: int, pages: Pages) -> Mapping:
+    def map(self, lease: Lease, number: int, fd: int, pages: Pages | None) -> Mapping:
         """Map memory for a lease, and keep the mapping of a region for later ones.
 
         Args:
             lease: uses the range from now on.
             number: of the region; 0: it is sealed memory.
             fd: its file descriptor.
-            pages: the range.
+            pages: the range; None: the shared mapping is meant, which is not written to.
 
         Raises:
             OSError: the system refuses to map it.
         """
+        if pages is None:
+            return self.map_shared(number, fd)
         each = ReadMapping(fd)
         each.take(pages)
         lease.pages.append((each, pages))
