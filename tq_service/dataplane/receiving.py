@@ -26,7 +26,7 @@ from tq_service.wire.mapping import PAGE_BYTES, Bytes, Mapping
 from tq_service.wire.shared_memory import check_sealed, close_all
 
 if TYPE_CHECKING:
-    from torch import device as Device  # noqa: N812
+    from tq_service.wire.cuda import Device
 
 
 class Deadline(Protocol):

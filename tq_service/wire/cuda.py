@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import sys
 from contextlib import AbstractContextManager, suppress
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from tq_service.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
-    from torch import Tensor
-    from torch import device as Device  # noqa: N812
+    import torch
+
+    Device: TypeAlias = torch.device
+    Tensor: TypeAlias = torch.Tensor
 
 
 class Event(Protocol):
@@ -37,7 +39,7 @@ class Stream(Protocol):
         ...
 
 
-def torch() -> Any:
+def load_torch() -> Any:
     """Return torch."""
     import torch  # noqa: PLC0415  (torch is optional and slow to import)
 
@@ -51,12 +53,12 @@ def find(name: Any) -> Device:
         InvalidArgumentError: it does not exist.
     """
     try:
-        device: Device = torch().device(name)
+        device: Device = load_torch().device(name)
     except (RuntimeError, TypeError) as error:
         raise InvalidArgumentError(
             f"device is {name!r}; expected a name such as 'cuda:0' ({error})", field="device"
         ) from None
-    cuda = torch().cuda
+    cuda = load_torch().cuda
     count = cuda.device_count() if cuda.is_available() else 0
     if device.type != "cuda" or (device.index or 0) >= count:
         raise InvalidArgumentError(
@@ -64,12 +66,12 @@ def find(name: Any) -> Device:
             "Get the data without it, and move it",
             field="device",
         )
-    return device if device.index is not None else torch().device("cuda", cuda.current_device())
+    return device if device.index is not None else load_torch().device("cuda", cuda.current_device())
 
 
 def current_stream(device: Device) -> Stream:
     """Return the current stream of this thread."""
-    stream: Stream = torch().cuda.current_stream(device)
+    stream: Stream = load_torch().cuda.current_stream(device)
     return stream
 
 
@@ -84,26 +86,26 @@ def side_streams() -> list[Stream]:
 
 def new_stream(device: Device) -> Stream:
     """Return a new stream."""
-    stream: Stream = torch().cuda.Stream(device)
+    stream: Stream = load_torch().cuda.Stream(device)
     return stream
 
 
 def using(stream: Stream) -> AbstractContextManager[Any]:
     """Make it the current stream of this thread within a `with`."""
-    context: AbstractContextManager[Any] = torch().cuda.stream(stream)
+    context: AbstractContextManager[Any] = load_torch().cuda.stream(stream)
     return context
 
 
 def record(stream: Any) -> Event:
     """Return the event after all work submitted to the stream so far; a thread that waits for it sleeps."""
-    event: Event = stream.record_event(torch().cuda.Event(blocking=True))
+    event: Event = stream.record_event(load_torch().cuda.Event(blocking=True))
     return event
 
 
 def empty(size: int, device: Device, stream: Stream) -> Tensor:
     """Allocate bytes on the device for use by the stream; raise torch's OutOfMemoryError if the device is full."""
     with using(stream):
-        values: Tensor = torch().empty(size, dtype=torch().uint8, device=device)
+        values: Tensor = load_torch().empty(size, dtype=load_torch().uint8, device=device)
     return values
 
 
@@ -128,16 +130,16 @@ def register(address: int, size: int, device: Device) -> bool:
     The driver pins the pages for writing: it replaces those of a private mapping of a file by copies, and the memfd of
     a shared one cannot be sealed against writing as long as they are pinned.
     """
-    with torch().cuda.device(device):  # else the driver would make a context on the first device, too
-        if int(torch().cuda.cudart().cudaHostRegister(address, size, 0)) == 0:
+    with load_torch().cuda.device(device):  # else the driver would make a context on the first device, too
+        if int(load_torch().cuda.cudart().cudaHostRegister(address, size, 0)) == 0:
             return True
         # The driver keeps the error for the next kernel of this thread, which would raise it: let it be this one.
         with suppress(RuntimeError):
-            torch().zeros(1, device=device)
+            load_torch().zeros(1, device=device)
     return False
 
 
 def unregister(address: int, device: Device) -> None:
     """Unpin memory, which no copy may use any more, before it is unmapped."""
-    with torch().cuda.device(device):
-        torch().cuda.cudart().cudaHostUnregister(address)
+    with load_torch().cuda.device(device):
+        load_torch().cuda.cudart().cudaHostUnregister(address)

@@ -25,8 +25,7 @@ from tq_service.wire.host_memory import ALIGNMENT_BYTES, BLOCKS, PINNED, aligned
 from tq_service.wire.mapping import Bytes
 
 if TYPE_CHECKING:
-    from torch import Tensor
-    from torch import device as Device  # noqa: N812
+    from tq_service.wire.cuda import Device, Tensor
 
 T = TypeVar("T")
 
@@ -95,7 +94,7 @@ class DeviceBytes:
         """Return the bytes of a tensor, as they are after the work submitted to the current stream so far."""
         plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
         # Not reshape: a single value counts as contiguous with any stride, which view does not accept.
-        values = plain.as_strided((plain.numel(),), (1,)).view(cuda.torch().uint8)
+        values = plain.as_strided((plain.numel(),), (1,)).view(cuda.load_torch().uint8)
         return cls(values, cuda.record(cuda.current_stream(plain.device)))
 
     def __len__(self) -> int:
@@ -108,7 +107,7 @@ class DeviceBytes:
         """Begin to copy them to the host, and return the event after it: both are needed until then."""
         self._ready.synchronize()  # this thread waits, not the stream: copies of other callers go over it too
         stream = copy_stream(self.device, "down")
-        cuda.copy(cuda.torch().from_numpy(target), self._values, stream)
+        cuda.copy(cuda.load_torch().from_numpy(target), self._values, stream)
         return cuda.record(stream)
 
 
@@ -187,7 +186,7 @@ def copied(chunk: DeviceBytes) -> memoryview:
 
 def to_cpu(tensor: Tensor) -> Tensor:
     """Return the values of a tensor on a device as a contiguous one on the CPU."""
-    torch = cuda.torch()
+    torch = cuda.load_torch()
     values: Tensor = torch.empty(tensor.shape, dtype=tensor.dtype)
     copy_to_host(values.reshape(-1).view(torch.uint8).numpy(), [DeviceBytes.of(tensor)])
     return values
@@ -231,9 +230,9 @@ def upload(arrays: Sequence[Bytes], device: Device) -> list[Tensor]:
     stream = copy_stream(device, "up")
     arena = cuda.empty(end, device, stream)
     for start, span in straight:
-        cuda.copy(arena[start : start + span.size], cuda.torch().from_numpy(span), stream)
+        cuda.copy(arena[start : start + span.size], cuda.load_torch().from_numpy(span), stream)
     for start, block in _blocks(staged, staged_from, end, device):
-        cuda.copy(arena[start : start + block.size], cuda.torch().from_numpy(block), stream)
+        cuda.copy(arena[start : start + block.size], cuda.load_torch().from_numpy(block), stream)
         PINNED.keep(cuda.record(stream), block)
     event, current = cuda.record(stream), cuda.current_stream(device)
     PINNED.keep(event, arrays, pins)

@@ -39,7 +39,7 @@ from tq_service.wire import cuda
 from tq_service.wire.mapping import HUGE_PAGE_BYTES, Bytes, Mapping
 
 if TYPE_CHECKING:
-    from torch import device as Device  # noqa: N812
+    from tq_service.wire.cuda import Device
 
 _log = logging.getLogger(__name__)
 
