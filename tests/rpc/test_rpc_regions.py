@@ -90,6 +90,19 @@ def test_puts_of_like_size_take_turns_in_the_same_regions(
     assert mapping_count() - before == 3  # of the service, the writer and the reader
 
 
+def test_clients_of_one_process_share_the_mappings(client: AnyClient, reader: AnyClient, server: LiveServer) -> None:
+    meta = client.put(data(1), partition_id="p")
+    assert values(reader.get_data(meta)) == {1}
+    gc.collect()
+    count = mapping_count()
+    for _ in range(3):
+        assert values(server.client(client.kind).get_data(meta)) == {1}
+        gc.collect()
+    assert mapping_count() == count
+    reader.close()
+    assert values(client.get_data(meta)) == {1}
+
+
 def test_a_tensor_changed_in_place_changes_for_no_other_get_before_or_after_it(
     client: AnyClient, reader: AnyClient, server: LiveServer
 ) -> None:

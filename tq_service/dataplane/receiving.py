@@ -167,7 +167,7 @@ class AnswerReader:
             each if self._placement is None or not number else None  # the program gets no arrays on a region then
             for number, each in zip(offer.memories, pages, strict=True)
         ]
-        lease, regions = channel.regions.begin_lease(offer.offer_id), channel.regions
+        lease, regions = channel.begin_lease(offer.offer_id), channel.regions
         mappings: dict[int, Mapping] = {}
         fds: list[int] = []
         try:

@@ -16,6 +16,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -68,7 +69,7 @@ class FdChannel:
         weakref.finalize(self, self._connection.close).atexit = False  # clients need not be closed
         self._releases = Releases(self._connection)
         weakref.finalize(self, self._releases.close).atexit = False
-        self.regions = MappedRegions(self._releases.add)
+        self.regions = MappedRegions(boot_id)
         self._connection.settimeout(seconds)
         try:
             self._connection.connect(str(path))
@@ -139,13 +140,17 @@ class FdChannel:
         """
         mapping = self.regions.shared(offer.region)
         fds = self.take(offer.offer_id, [0] if mapping is None else [])
-        lease = self.regions.begin_lease(offer.offer_id)
+        lease = self.begin_lease(offer.offer_id)
         try:
             return mapping or self.regions.map_shared(offer.region, fds[0]), lease
         except OSError as error:
             raise UnavailableError(f"the region of a put cannot be mapped: {error}") from None
         finally:
             shared_memory.close_all(fds)
+
+    def begin_lease(self, offer_id: bytes) -> Lease:
+        """Return the lease of a get that is about to take an offer."""
+        return Lease(partial(self._releases.add, offer_id))
 
     def take(self, offer_id: bytes, indexes: Sequence[int]) -> list[int]:
         """Take what a put or get offers: its regions are leased to this session until they are filled or released.
