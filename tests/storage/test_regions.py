@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -86,6 +87,13 @@ async def test_a_leased_region_counts_as_used_and_is_not_used_again(store):
     region.end_lease(is_released=True)
     assert (store.used_bytes, store.pooled_bytes) == (MIB, MIB)
     assert (await store.allocate(MIB)).shared is region
+
+
+async def test_pages_of_regions_may_be_huge(store):
+    blob = await store.allocate(4 * MIB)
+    smaps = (await asyncio.to_thread(Path("/proc/self/smaps").read_text)).split("memfd:tq_service")
+    assert any(" hg" in part.split("VmFlags:")[1].splitlines()[0] for part in smaps[1:])
+    blob.release()
 
 
 async def test_a_lease_that_ends_before_the_blob_is_freed_changes_nothing(store):

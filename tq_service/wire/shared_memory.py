@@ -20,6 +20,7 @@ import socket
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Final
 
 from tq_service.errors import InvalidArgumentError
@@ -73,6 +74,10 @@ def map_over(memory: mmap.mmap, fd: int, size: int, *, is_writable: bool) -> Non
     whole = (ctypes.c_char * len(memory)).from_buffer(memory)
     protection, kind = (_READ_WRITE, mmap.MAP_SHARED) if is_writable else (mmap.PROT_READ, mmap.MAP_PRIVATE)
     map_memory(fd, size, protection, kind | _MAP_FIXED, ctypes.addressof(whole))
+    if is_writable and hasattr(mmap, "MADV_HUGEPAGE"):
+        # Where `shmem_enabled` is `advise`, the system then makes its pages huge, in the background.
+        with suppress(OSError):
+            advise(ctypes.addressof(whole), size, mmap.MADV_HUGEPAGE)
 
 
 # Making and filling memory
