@@ -193,7 +193,8 @@ def test_a_block_is_not_used_again_before_its_copy_is_done(stand_in):
     was = address(array)
     event = copy_under_way(stand_in, array)
     del array
-    assert address(host_memory.BLOCKS.take(SIZE, HERE)) != was
+    # Each look does one piece of work.
+    assert address(host_memory.BLOCKS.take(SIZE, HERE)) != was or not stand_in.under_way
     event.synchronize()
     pinned().tidy()
     assert was in {address(array) for array in [host_memory.BLOCKS.take(SIZE, HERE) for _ in range(2)]}
@@ -213,3 +214,17 @@ def test_a_child_neither_uses_nor_unmaps_what_it_did_not_inherit(stand_in):
         os._exit(0 if len(stand_in.pinned) == 2 and host_memory.BLOCKS._take_all() == [] else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert pin is not None
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="memfds are there on Linux only")
+def test_what_is_refused_for_shared_memory_is_granted_for_blocks(stand_in, caplog):
+    fd = os.memfd_create("refused")
+    os.ftruncate(fd, SIZE)
+    mapping = Mapping(fd, is_shared=True)
+    os.close(fd)
+    stand_in.refuses = True
+    assert pinned().pin(mapping, HERE) is None
+    stand_in.refuses = False
+    assert pinned().pin(mapping, HERE) is None
+    assert pinned().find(host_memory.BLOCKS.take(SIZE, HERE)) is not None
+    assert len(caplog.messages) == 1

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, TypeVar
 
 import numpy as np
@@ -153,28 +154,31 @@ def on_host(chunks: Iterable[Chunk]) -> Iterator[list[memoryview]]:
 
 def copy_to_host(target: Bytes, chunks: Iterable[Chunk]) -> None:
     """Copy chunks into memory of the host, one after the other: straight from a device if the memory is pinned."""
-    pin, end = PINNED.find(target), 0
+    view, end = target.data, 0
+    pin = PINNED.find(target)
     events: list[cuda.Event] = []
+
+    def copy(start: int, source: memoryview) -> int:
+        end = start + len(source)
+        if len(source) < _LARGE_CHUNK_BYTES:
+            view[start:end] = source
+        else:
+            target[start:end] = np.frombuffer(source, np.uint8)
+        return end
+
     try:
         for chunk in chunks:
-            start, end = end, end + len(chunk)
-            if pin is not None and isinstance(chunk, DeviceBytes):
+            if isinstance(chunk, memoryview):
+                end = copy(end, chunk)
+            elif pin is not None:
+                start, end = end, end + len(chunk)
                 events.append(chunk.copy_to(target[start:end]))
-                continue
-            for views in on_host([chunk]):
-                for view in views:
-                    _copy(target[start : start + len(view)], view)
-                    start += len(view)
+            else:
+                for (block,) in on_host([chunk]):
+                    end = copy(end, block)
     finally:
         for event in events:
             event.synchronize()
-
-
-def _copy(target: Bytes, source: memoryview) -> None:
-    if len(source) < _LARGE_CHUNK_BYTES:
-        target.data[:] = source
-    else:
-        target[:] = np.frombuffer(source, np.uint8)
 
 
 def copied(chunk: DeviceBytes) -> memoryview:
@@ -229,14 +233,11 @@ def upload(arrays: Sequence[Bytes], device: Device) -> list[Tensor]:
             places[index], end = end, aligned(end + array.size)
     stream = copy_stream(device, "up")
     arena = cuda.empty(end, device, stream)
-    for start, span in straight:
-        cuda.copy(arena[start : start + span.size], cuda.load_torch().from_numpy(span), stream)
-    for start, block in _blocks(staged, staged_from, end, device):
-        cuda.copy(arena[start : start + block.size], cuda.load_torch().from_numpy(block), stream)
-        PINNED.keep(cuda.record(stream), block)
-    event, current = cuda.record(stream), cuda.current_stream(device)
-    PINNED.keep(event, arrays, pins)
-    current.wait_event(event)
+    for start, source in chain(straight, _blocks(staged, staged_from, end, device)):
+        cuda.copy(arena[start : start + source.size], cuda.load_torch().from_numpy(source), stream)
+        PINNED.keep(cuda.record(stream), source, arrays, pins)
+    current = cuda.current_stream(device)
+    current.wait_event(cuda.record(stream))
     cuda.used_by(arena, current)
     return [arena[start : start + array.size] for start, array in zip(places, arrays, strict=True)]
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 import time
 import weakref
@@ -88,6 +89,7 @@ class _Pinned:
 
     address: int
     size: int
+    is_shared: bool
     mapping: weakref.ref[Mapping]
     pin: Callable[[], Pin | None] = lambda: None
 
@@ -112,6 +114,7 @@ class PinnedMemory:
 
     def __init__(self, limit_bytes: int | None = None) -> None:
         self._limit = limit_bytes
+        self._granted: dict[bool, int] = {}  # most bytes that the system pins of shared memory, and of other
         self._lock = threading.RLock()
         self._pinned: dict[int, _Pinned] = {}  # by address, the least recently used first
         self._unpinned: deque[_Pinned] = deque()
@@ -136,8 +139,13 @@ class PinnedMemory:
             self._limit = int(text)
         return self._limit
 
-    def _used_bytes(self) -> int:
-        return sum(pinned.size for pinned in self._pinned.values())
+    def _used_bytes(self, is_shared: bool | None = None) -> int:
+        return sum(each.size for each in self._pinned.values() if is_shared in (None, each.is_shared))
+
+    def _may_pin(self, mapping: Mapping) -> bool:
+        limit, size = self._limit_bytes(), mapping.size
+        granted = self._granted.get(mapping.is_shared, limit)
+        return self._used_bytes() + size <= limit and self._used_bytes(mapping.is_shared) + size <= granted
 
     def pin(self, mapping: Mapping, device: Device) -> Pin | None:
         """Pin a mapping, or find it pinned; None if it stays pageable.
@@ -170,25 +178,26 @@ class PinnedMemory:
 
     def _register(self, mapping: Mapping, device: Device) -> _Pinned | None:
         for other in list(self._pinned.values()):
-            if self._used_bytes() + mapping.size <= self._limit_bytes():
+            if self._may_pin(mapping):
                 break
             if other.pin() is None and (unused := other.mapping()) is not None:
                 with suppress(IndexError):  # it is being unmapped
                     unused.on_unmap.pop()()
                 self.tidy()
-        if self._used_bytes() + mapping.size > self._limit_bytes():
+        if not self._may_pin(mapping):
             return None
         if not cuda.register(mapping.address, mapping.size, device):
-            self._limit = self._used_bytes()  # no further attempts
+            kept = self._granted[mapping.is_shared] = self._used_bytes(mapping.is_shared)
             _log.warning(
                 LogMessage(
                     "memory could not be pinned; copies to and from the device are slower",
                     bytes=mapping.size,
-                    kept=self._limit,
+                    is_shared=mapping.is_shared,
+                    kept=kept,
                 )
             )
             return None
-        pinned = _Pinned(mapping.address, mapping.size, weakref.ref(mapping))
+        pinned = _Pinned(mapping.address, mapping.size, mapping.is_shared, weakref.ref(mapping))
         mapping.on_unmap.append(partial(self._unpin, pinned, partial(cuda.unregister, pinned.address, device)))
         return pinned
 
@@ -283,12 +292,15 @@ class _Use:
 
     __slots__ = ("_block", "_blocks", "_pin")
 
+    _is_finalizing = staticmethod(sys.is_finalizing)  # kept for the end of the process, when modules are empty
+
     def __init__(self, blocks: Blocks, block: Mapping, pin: Pin | None) -> None:
         self._blocks, self._block, self._pin = blocks, block, pin
 
     def __del__(self) -> None:
-        self._pin = None  # before another thread has the block
-        self._blocks.put_back(self._block)
+        if not self._is_finalizing():
+            self._pin = None  # before another thread has the block
+            self._blocks.put_back(self._block)
 
 
 # One of each per process, since clients and loaders share the limit, and batches outlive them.

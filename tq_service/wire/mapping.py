@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
@@ -91,6 +92,8 @@ class Mapping:
         OSError: the system refuses it.
     """
 
+    _is_finalizing = staticmethod(sys.is_finalizing)  # kept for the end of the process, when modules are empty
+
     def __init__(self, fd: int, *, is_shared: bool, is_inherited: bool = True, is_populated: bool = False) -> None:
         flags = mmap.MAP_SHARED if is_shared else mmap.MAP_PRIVATE | _MAP_NORESERVE
         flags |= getattr(mmap, "MAP_POPULATE", 0) if is_populated else 0
@@ -102,8 +105,6 @@ class Mapping:
         self.is_inherited = is_inherited or not hasattr(mmap, "MADV_DONTFORK")
         self.on_unmap: list[Callable[[], None]] = []
         self._process_id = os.getpid()
-        self._unmap = _libc().munmap  # kept for the end of the process, like the next one
-        self._current_process_id = os.getpid
         self.address = map_memory(fd, size, _READ_WRITE, flags)
         if not self.is_inherited:
             advise(self.address, self.size, mmap.MADV_DONTFORK)
@@ -128,7 +129,7 @@ class Mapping:
     @property
     def is_own(self) -> bool:
         """Whether it was mapped by this process, and not before a fork."""
-        return self._process_id == self._current_process_id()
+        return self._process_id == os.getpid()
 
     def array(self, start: int, size: int, owner: object = None) -> Bytes:
         """Return an array on a part of it, which keeps it, and `owner`, as long as the array or a view of it."""
@@ -145,13 +146,13 @@ class Mapping:
                 advise((page + int(run[0])) * PAGE_BYTES, len(run) * PAGE_BYTES, mmap.MADV_DONTNEED)
 
     def __del__(self) -> None:
-        if not hasattr(self, "address"):
+        if self._is_finalizing() or not hasattr(self, "address"):
             return
         if self.is_own:
             with suppress(IndexError):
                 self.on_unmap.pop()()
         if self.is_own or self.is_inherited:  # else the child may have other memory at this address
-            self._unmap(self.address, self.size)
+            _libc().munmap(self.address, self.size)
 
 
 class _Part:
