@@ -7,6 +7,7 @@ one piece of work, and by waiting.
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -20,9 +21,14 @@ import torch
 from tq_service.client import landing, reads, transport
 from tq_service.data import columns as data_columns
 from tq_service.data import on_device
-from tq_service.wire import columns, device, encoding
+from tq_service.errors import InvalidArgumentError
+from tq_service.wire import columns, cuda, device, encoding, host_memory
 
 MODULES = (columns, encoding, landing, on_device, reads)  # those that ask whether a tensor is on a device
+FUNCTIONS = (
+    "find", "current_stream", "side_streams", "new_stream", "using", "record", "empty", "copy", "used_by", "register",
+    "unregister",
+)  # fmt: skip
 GARBAGE = 0xAB
 CONCATENATE = torch.cat
 COPIED = data_columns._copied
@@ -93,7 +99,7 @@ class StandInEvent:
 
 
 class StandIn:
-    """An `Accelerator`, and what happened on it.
+    """The functions of `wire.cuda`, and what happened on them.
 
     Attributes:
         log: what was done in order: "synchronize" (by a thread), "used", "down" and "up", each with its stream.
@@ -113,6 +119,7 @@ class StandIn:
         self.free_bytes: int | None = None
         self.default = StandInStream(self, "default")
         self._current = threading.local()
+        self.under_way: list[tuple[int, int]] = []  # addresses and sizes of the host that copies use
         self._storages: set[int] = set()
         self._made = 0
 
@@ -122,7 +129,7 @@ class StandIn:
 
     def find(self, name: Any) -> torch.device:
         if str(name) not in ("cuda", "cuda:0"):
-            raise device.InvalidArgumentError(f"device is {name!r}; expected 'cuda:0'", field="device")
+            raise InvalidArgumentError(f"device is {name!r}; expected 'cuda:0'", field="device")
         return torch.device("cuda", 0)
 
     def current_stream(self, _device: torch.device) -> StandInStream:
@@ -154,11 +161,15 @@ class StandIn:
         return self.put(torch.full((size,), GARBAGE, dtype=torch.uint8))
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: StandInStream) -> None:
-        what = "up" if self.has(target) else "down"
+        what, host = ("up", source) if self.has(target) else ("down", target)
+        place = host.data_ptr(), host.nbytes
+        with self.lock:
+            self.under_way.append(place)
 
         def copy() -> None:
             self.note(what, stream.name)
             target.copy_(source)
+            self.under_way.remove(place)
 
         stream.give(copy)
 
@@ -176,7 +187,9 @@ class StandIn:
         return True
 
     def unregister(self, address: int, _device: torch.device) -> None:
-        del self.pinned[address]
+        with self.lock:
+            end = address + self.pinned.pop(address)
+            assert not [place for place in self.under_way if address < place[0] + place[1] and place[0] < end]
 
     def put(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a copy of a tensor on the device."""
@@ -231,6 +244,17 @@ class StandIn:
         return seen[0]
 
 
+def set_pinned_memory(monkeypatch: pytest.MonkeyPatch, limit_bytes: int | None) -> host_memory.PinnedMemory:
+    """Make the package use pinned memory and blocks of its own, and return the former."""
+    pinned, blocks = host_memory.PinnedMemory(limit_bytes), host_memory.Blocks()
+    for name, module in list(sys.modules.items()):
+        if name.startswith("tq_service."):
+            for attribute, value in (("PINNED", pinned), ("BLOCKS", blocks)):
+                if hasattr(module, attribute):
+                    monkeypatch.setattr(module, attribute, value)
+    return pinned
+
+
 @contextmanager
 def standing_in(monkeypatch: pytest.MonkeyPatch, limit_bytes: int = 64 << 20) -> Iterator[StandIn]:
     """Make the package use a stand-in, with pinned memory of its own."""
@@ -244,8 +268,10 @@ def standing_in(monkeypatch: pytest.MonkeyPatch, limit_bytes: int = 64 << 20) ->
 
         return call
 
-    monkeypatch.setattr(device, "accelerator", stand_in)
-    monkeypatch.setattr(device, "PINNED", device.PinnedMemory(limit_bytes))
+    for name in FUNCTIONS:
+        monkeypatch.setattr(cuda, name, getattr(stand_in, name))
+    monkeypatch.setattr(device, "_streams", {})
+    set_pinned_memory(monkeypatch, limit_bytes)
     monkeypatch.setattr(OnDevice, "owner", stand_in)
     monkeypatch.setattr(torch, "cat", stand_in.concatenate)
     monkeypatch.setattr(data_columns, "_copied", stand_in.copied)

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from live_server import AnyClient
+from live_server import AnyClient, ClientKind, StartServer
 from tensordict import TensorDict
 
 from tq_service.client.batch_meta import BatchMeta
 from tq_service.data import StreamingDataLoader, StreamingDataset
-from tq_service.wire import device
+from tq_service.wire import cuda, host_memory
 
 pytestmark = [
     pytest.mark.cuda,
@@ -82,18 +82,34 @@ def test_memory_is_flat_over_many_gets(client: AnyClient) -> None:
         got = client.get_data(meta, device="cuda")
         if number in (50, 299):
             torch.cuda.synchronize()
-            seen.append((torch.cuda.memory_reserved(), device.PINNED.pinned_bytes))
+            seen.append((torch.cuda.memory_reserved(), host_memory.PINNED.pinned_bytes))
         del got
     assert seen[0] == seen[1]
+
+
+def test_regions_are_pinned_and_copied_to_and_from_as_they_are(
+    start_server: StartServer, client_kind: ClientKind
+) -> None:
+    client = start_server(shared_memory="on", max_bytes=1 << 30).client(client_kind)
+    for number in range(6):
+        values = torch.full((64, 1 << 16), number, device="cuda")  # 32 MiB
+        meta = client.put({"x": values}, partition_id="p")
+        got = client.get_data(meta, device="cuda")["x"]
+        client.clear_partition("p")  # the next put must not reach what is still on its way up
+        assert torch.equal(got, values)
+        assert bool((client.get_data(client.put({"x": got}, partition_id="p"))["x"] == number).all())
+        client.clear_partition("p")
+    assert any(pinned.is_shared for pinned in host_memory.PINNED._pinned.values())
+    assert host_memory.PINNED.pinned_bytes <= 1 << 30
 
 
 def test_what_the_driver_refuses_to_pin_leaves_no_error_behind() -> None:
     array = np.frombuffer(mmap.mmap(-1, 1 << 20), np.uint8)
     there = torch.device("cuda", 0)
-    assert device.accelerator.register(array.ctypes.data, array.size, there)
-    assert not device.accelerator.register(array.ctypes.data, array.size, there)  # it is pinned already
+    assert cuda.register(array.ctypes.data, array.size, there)
+    assert not cuda.register(array.ctypes.data, array.size, there)  # it is pinned already
     assert torch.ones(3, device="cuda").sum().item() == 3
-    device.accelerator.unregister(array.ctypes.data, there)
+    cuda.unregister(array.ctypes.data, there)
 
 
 def fetch(*, batch_index: int, **_: Any) -> Any:

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import tq_service as tq
 from tq_service.data import StreamingDataLoader, fetch_batch, replicas
-from tq_service.wire import device
+from tq_service.data import on_device as to_device
 
 claims: list[int] = []
 
@@ -78,8 +78,8 @@ except tq.UnavailableError as error:
 uploads: list[int] = []
 with pytest.MonkeyPatch.context() as patch, standing_in(patch) as stand_in:
     stand_in.is_eager = True
-    upload = device.upload
-    patch.setattr(device, "upload", lambda arrays, where: uploads.append(len(arrays)) or upload(arrays, where))
+    upload = to_device.upload
+    patch.setattr(to_device, "upload", lambda arrays, where: uploads.append(len(arrays)) or upload(arrays, where))
     there = StreamingDataLoader(loader_of().dataset, device="cuda:0")
     items = list(there)
     assert all(stand_in.has(data["index"]) and stand_in.has(data["scores"]) for data, _ in items)

@@ -187,7 +187,7 @@ def test_memory_comes_back() -> None:
         transport.travel(batch_of(token_rows(4)))
         gc.collect()
     assert mapped_files() - mapped_before == 3
-    assert open_files() - open_before == 6  # of each buffer one here and one there
+    assert open_files() - open_before == 3  # those of the worker
     transport.travel(batch_of(token_rows(4)))
     del transport
     gc.collect()

@@ -5,6 +5,7 @@ import os
 import socket
 import sys
 import threading
+import weakref
 from contextlib import closing
 
 import numpy as np
@@ -30,7 +31,7 @@ from tq_service.internal.v1.shared_memory_pb2 import (
 from tq_service.v1.storage_service_pb2 import RegionOffer
 from tq_service.wire import shared_memory
 from tq_service.wire.encoding import encode_columns
-from tq_service.wire.shared_memory import Mapping
+from tq_service.wire.mapping import Mapping
 
 pytestmark = pytest.mark.skipif(not shared_memory.is_supported(), reason="sealed memfds are there on Linux only")
 
@@ -142,10 +143,7 @@ class Memory:
         self.lease_count = 0
         self.ends = []
 
-    def sent_to(self, session):
-        self.sessions = [*getattr(self, "sessions", []), session]
-
-    def lease(self):
+    def lease(self, session):
         self.lease_count += 1
 
     def end_lease(self, *, is_released):
@@ -257,7 +255,7 @@ async def test_a_lease_lasts_until_it_is_released(server):
     offer = server.session(client.session_id).offer([memory])
     await asyncio.to_thread(client.take, offer.offer_id, [])
     await asyncio.wait_for(offer.wait(), 10)
-    lease = client.regions.begin_lease(offer.offer_id)
+    lease = client.begin_lease(offer.offer_id)
     assert memory.ends == []
     del lease
     await settled(lambda: memory.ends == [True])
@@ -272,7 +270,7 @@ async def test_a_lease_that_is_not_released_ends_with_the_session(server):
     await asyncio.to_thread(client.take, offer.offer_id, [])
     client.close()
     await settled(lambda: memory.ends == [False])
-    client.regions.begin_lease(offer.offer_id)  # an array that ends later harms nobody
+    client.begin_lease(offer.offer_id)  # an array that ends later harms nobody
     assert memory.ends == [False]
 
 
@@ -284,7 +282,7 @@ async def test_a_fork_keeps_the_leases_of_its_time(server):
     for memory in (old, new):
         offer = session.offer([memory])
         await asyncio.to_thread(client.take, offer.offer_id, [])
-        leases.append(client.regions.begin_lease(offer.offer_id))
+        leases.append(client.begin_lease(offer.offer_id))
         if memory is old:
             mapped._note_fork()
     leases.clear()
@@ -306,11 +304,30 @@ async def test_a_region_is_filled_once_mapped_and_released(server, size):
         assert not offer.is_filled
         await asyncio.to_thread(client.fill, RegionOffer(offer_id=offer.offer_id, region=7), columns)
         assert offer.is_filled
-        assert (client.regions.for_writing(7) is not None) == (use > 0)  # once it has come back
+        assert (client.regions.shared(7) is not None) == (use > 0)  # once it has come back
     assert memory.ends == [True] * 3
     assert os.pread(memory.fd, size, 0) == np.arange(size // 8).tobytes()
     with pytest.raises(UnavailableError, match="not taken"):
         await asyncio.to_thread(client._exchange, SharedMemoryRequest(filled=Filled(offer_id=offer.offer_id)))
+
+
+async def test_sessions_of_one_process_share_mappings_and_those_of_a_child_do_not(server, monkeypatch):
+    first, second = await connect(server), await connect(server)
+    memory = Memory(number=7)
+    for client in (first, second, first):
+        offer = server.session(client.session_id).offer([memory])
+        await asyncio.to_thread(client.fill, RegionOffer(offer_id=offer.offer_id, region=7), COLUMNS)
+    mapping = first.regions.shared(7)
+    assert mapping is second.regions.shared(7) is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getpid", lambda: -1)
+        assert mapped.MappedRegions(first.regions._boot_id).shared(7) is None
+    gone = weakref.ref(mapping)
+    first.regions.drop([7])
+    del mapping
+    assert gone() is not None  # the other session has not heard of it yet
+    second.regions.drop([7])
+    assert gone() is None
 
 
 async def test_a_region_that_cannot_be_filled_is_released(server, monkeypatch):
@@ -337,9 +354,9 @@ async def test_releases_that_the_connection_cannot_take_are_sent_later(server):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(client_side.messages, "send", _block)
         for offer in offers[:2]:
-            client.regions.begin_lease(offer.offer_id)
+            client.begin_lease(offer.offer_id)
     assert [memory.ends for memory in memories] == [[], [], []]
-    client.regions.begin_lease(offers[2].offer_id)
+    client.begin_lease(offers[2].offer_id)
     await settled(lambda: all(memory.ends for memory in memories))
     assert [memory.ends for memory in memories] == [[True]] * 3
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -9,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 from live_server import AnyClient, ClientKind, LiveServer, StartServer
-from stand_in_device import StandIn, standing_in
+from stand_in_device import StandIn, set_pinned_memory, standing_in
 
 from tq_service.dataplane import driver
 from tq_service.errors import InvalidArgumentError, UnavailableError
-from tq_service.wire import device
+from tq_service.wire import host_memory
 
 WAYS = {
     "inline or frames": {"shared_memory": "off", "bulk": "off"},
@@ -64,8 +65,8 @@ def test_a_put_from_the_device_is_a_put_from_the_host(client: AnyClient, stand_i
     for name in ("nested", "list"):
         assert all(map(torch.equal, back[name].unbind(), ragged))
     assert back["objects"][-1] == {"number": rows - 1}
-    assert device.PINNED.pinned_bytes <= 64 << 20
-    assert not device.PINNED._in_use  # nothing of the caller is kept
+    assert host_memory.PINNED.pinned_bytes <= 64 << 20
+    assert not host_memory.PINNED._copies  # nothing of the caller is kept
 
 
 def test_a_put_that_was_broken_off_is_copied_down_again(
@@ -125,12 +126,13 @@ def zip_tensors(left: Any, right: Any) -> Iterator[tuple[torch.Tensor, torch.Ten
     return ((one["tensor"], other["tensor"]) for one, other in zip(left, right, strict=True))
 
 
-def test_one_copy_takes_the_columns_and_one_the_offsets(client: AnyClient, stand_in: StandIn) -> None:
+def test_one_copy_takes_the_columns_of_one_memory_and_one_the_offsets(client: AnyClient, stand_in: StandIn) -> None:
     meta = client.put({name: columns_of(4000)[name] for name in ("wide", "ragged", "half")}, partition_id="p")
     stand_in.log.clear()
     got = client.get_data(meta, device="cuda")
     stand_in.default.run()
-    assert [what for what, _ in stand_in.log if what == "up"] == ["up", "up"]
+    # Of shared memory the small columns come beside it, in a block.
+    assert len([what for what, _ in stand_in.log if what == "up"]) == (3 if pinned_regions() else 2)
     assert torch.equal(stand_in.read(got["wide"]), columns_of(4000)["wide"])
 
 
@@ -153,12 +155,14 @@ def test_a_device_without_memory_gives_everything_back(client: AnyClient, stand_
     with pytest.raises(torch.OutOfMemoryError):
         client.get_data(meta, device="cuda:0")
     stand_in.free_bytes = None
-    while not (pinned := device.PINNED.pinned_bytes) or not device.PINNED._idle:
+    pinned = host_memory.PINNED.pinned_bytes
+    assert pinned
+    while any(each.pin() for each in host_memory.PINNED._pinned.values()):
         time.sleep(0.01)  # the client's thread still holds the error, and with it the block
     for _ in range(5):
         got = client.get_data(meta, device="cuda:0")
         assert torch.equal(stand_in.read(got["x"]), FIRST)
-    assert device.PINNED.pinned_bytes == pinned  # the block of the failed call was used again
+    assert host_memory.PINNED.pinned_bytes == pinned  # the memory of the failed call was used again
 
 
 def test_a_get_without_pinned_memory(client: AnyClient, stand_in: StandIn) -> None:
@@ -216,3 +220,101 @@ def test_wrong_tensors_are_refused_before_anything_is_fetched(
     with pytest.raises(InvalidArgumentError, match=message):
         client.get_data(meta, out={"half": good, **out})
     assert good.tolist() == [7, 7, 7, 7]
+
+
+# Regions
+
+LARGE = torch.arange(1 << 20).reshape(8, -1)  # 8 MiB
+
+
+@pytest.fixture
+def host(start_server: StartServer, client_kind: ClientKind) -> AnyClient:
+    """A client of either kind on the service's host."""
+    client = start_server(shared_memory="on", max_bytes=1 << 30).client(client_kind)
+    client.put({"x": FIRST}, partition_id="first")
+    return client
+
+
+def pinned_regions() -> int:
+    """Return the bytes of regions that are pinned, blocks apart."""
+    mappings = [pinned.mapping() for pinned in host_memory.PINNED._pinned.values()]
+    return sum(mapping.size for mapping in mappings if mapping is not None and mapping.is_shared)
+
+
+def test_a_put_is_copied_straight_into_its_region(host: AnyClient, stand_in: StandIn) -> None:
+    for number in range(4):
+        meta = host.put({"x": stand_in.later(LARGE + number), "host": LARGE}, partition_id="p")
+        got = host.get_data(meta)
+        assert torch.equal(got["x"], LARGE + number)
+        assert torch.equal(got["host"], LARGE)
+        assert stand_in.pin_count == 1  # the region, and no block
+        assert not stand_in.under_way
+        del got
+        host.clear_partition("p")
+    assert pinned_regions() == host_memory.PINNED.pinned_bytes >= LARGE.nbytes
+
+
+def test_a_get_goes_up_straight_from_its_region(host: AnyClient, stand_in: StandIn) -> None:
+    meta = host.put({"x": LARGE, "small": LARGE[:, :1].clone(), "ragged": list(LARGE.unbind())}, partition_id="p")
+    for fields in (["x", "small", "ragged"], ["ragged"]):
+        stand_in.log.clear()
+        got = host.get_data(meta, data_fields=fields, device="cuda")
+        stand_in.default.run()
+        assert ("up", "stream 1") in stand_in.log
+        if "x" in fields:
+            assert torch.equal(stand_in.read(got["x"]), LARGE)
+        assert all(map(torch.equal, got["ragged"].unbind(), LARGE.unbind()))
+    assert pinned_regions() >= 2 * LARGE.nbytes
+    assert host_memory.PINNED.pinned_bytes <= pinned_regions() + (8 << 20)  # a block for the offsets
+
+
+def test_a_region_is_not_used_again_before_it_was_copied_up(host: AnyClient, stand_in: StandIn) -> None:
+    got = []
+    for number in range(6):
+        meta = host.put({"x": LARGE + number}, partition_id="p")
+        got.append(host.get_data(meta, device="cuda:0")["x"])  # no stream has worked since
+        host.clear_partition("p")
+    assert stand_in.under_way
+    for number, tensor in enumerate(got):
+        assert torch.equal(stand_in.read(tensor), LARGE + number)
+
+
+@pytest.mark.parametrize("why", ["refused", "over the limit"])
+def test_a_region_that_cannot_be_pinned_is_copied_through_blocks(
+    host: AnyClient, stand_in: StandIn, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if why == "refused":
+        stand_in.refuses = True
+    else:
+        set_pinned_memory(monkeypatch, 8 << 20)
+    values = torch.cat([LARGE, LARGE])
+    for number in range(3):
+        meta = host.put({"x": stand_in.later(values + number)}, partition_id="p")
+        got = host.get_data(meta, device="cuda:0")["x"]
+        assert torch.equal(stand_in.read(got), values + number)
+        del got
+        host.clear_partition("p")
+    assert stand_in.most_pinned_bytes == (0 if why == "refused" else 8 << 20)
+
+
+def test_a_region_makes_way_for_another_one(
+    host: AnyClient, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_pinned_memory(monkeypatch, 24 << 20)
+    metas = [host.put({"x": stand_in.later(LARGE + number)}, partition_id="p") for number in range(5)]
+    for number in (0, 1, 2, 3, 4, 0, 1):
+        got = host.get_data(metas[number], device="cuda:0")["x"]
+        assert torch.equal(stand_in.read(got), LARGE + number)
+    assert stand_in.pin_count > 5
+    assert stand_in.most_pinned_bytes <= 24 << 20
+
+
+def test_what_ends_with_its_session_is_unpinned_first(host: AnyClient, stand_in: StandIn) -> None:
+    meta = host.put({"x": stand_in.later(LARGE)}, partition_id="p")
+    got = host.get_data(meta, device="cuda:0")["x"]
+    host.close()
+    assert torch.equal(stand_in.read(got), LARGE)
+    while host_memory.PINNED.pinned_bytes:
+        gc.collect()
+        time.sleep(0.01)
+    assert stand_in.pinned == {}

@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -88,6 +89,19 @@ def test_puts_of_like_size_take_turns_in_the_same_regions(
         turns_until(server, lambda: not regions(server).used_bytes)
     assert made_count(server) == 1
     assert mapping_count() - before == 3  # of the service, the writer and the reader
+
+
+def test_clients_of_one_process_share_the_mappings(client: AnyClient, reader: AnyClient, server: LiveServer) -> None:
+    meta = client.put(data(1), partition_id="p")
+    assert values(reader.get_data(meta)) == {1}
+    gc.collect()
+    count = mapping_count()
+    for _ in range(3):
+        assert values(server.client(client.kind).get_data(meta)) == {1}
+        gc.collect()
+    assert mapping_count() == count
+    reader.close()
+    assert values(client.get_data(meta)) == {1}
 
 
 def test_a_tensor_changed_in_place_changes_for_no_other_get_before_or_after_it(
@@ -441,6 +455,41 @@ def test_a_small_dev_shm_does_not_matter() -> None:
     )
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.split() == ["shared", "1"]
+
+
+_OTHER_USER = """
+import os, sys
+import torch
+import tq_service as tq
+with tq.Client(sys.argv[1]) as client:  # imports what another user may not read
+    client.get_data(client.put(dict(x=torch.ones(2)), partition_id="small"))
+os.setgid(65534)
+os.setuid(65534)
+with tq.Client(sys.argv[1]) as client:
+    first, _ = client.lookup_samples("own")
+    assert client.get_data(first)["x"].sum() == 1 << 20
+    mine = client.put(dict(x=torch.full((1 << 20,), 2)), partition_id="other")
+    assert client.get_data(mine)["x"].sum() == 2 << 20
+    print("shared", client.storage_stat().shared_memory_count)
+print("mapped", *[line.split()[1] for line in open("/proc/self/maps") if "memfd:tq_service" in line])
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_a_process_of_another_user_shares_sealed_memory_and_no_region() -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as directory:  # where another user may look
+        Path(directory).chmod(0o755)
+        with (
+            ServiceProcess("--shared-memory", "on", "--shared-memory-dir", directory) as service,
+            tq.Client(service.address) as client,
+        ):
+            client.put({"x": torch.full((1 << 20,), 1)}, partition_id="own")
+            command = [sys.executable, "-c", _OTHER_USER, service.address]
+            ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
+            assert ran.returncode == 0, ran.stderr
+            assert ran.stdout.split() == ["shared", "2", "mapped"]
+            other, _ = client.lookup_samples("other")
+            assert int(client.get_data(other)["x"].sum()) == 2 << 20
 
 
 def test_all_memory_is_given_back(client: AnyClient, reader: AnyClient, server: LiveServer) -> None:

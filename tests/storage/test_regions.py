@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from tq_service.storage.blobs import shared
 from tq_service.storage.blobs.memory import BACKGROUND
 from tq_service.storage.blobs.shared import RegionBlobs
 from tq_service.wire import shared_memory
-from tq_service.wire.shared_memory import Mapping
+from tq_service.wire.mapping import Mapping
 
 pytestmark = pytest.mark.skipif(not shared_memory.is_supported(), reason="sealed memfds are there on Linux only")
 
@@ -75,8 +76,8 @@ async def test_a_leased_region_counts_as_used_and_is_not_used_again(store):
     store.on_freed = freed.append
     blob = await store.allocate(MIB)
     region = blob.shared
-    region.lease()
-    region.lease()
+    region.lease(Session())
+    region.lease(Session())
     blob.release()
     assert freed == [MIB]  # the quota has it back: readers starve no puts
     assert (store.used_bytes, store.pooled_bytes) == (MIB, 0)
@@ -88,10 +89,17 @@ async def test_a_leased_region_counts_as_used_and_is_not_used_again(store):
     assert (await store.allocate(MIB)).shared is region
 
 
+async def test_pages_of_regions_may_be_huge(store):
+    blob = await store.allocate(4 * MIB)
+    smaps = (await asyncio.to_thread(Path("/proc/self/smaps").read_text)).split("memfd:tq_service")
+    assert any(" hg" in part.split("VmFlags:")[1].splitlines()[0] for part in smaps[1:])
+    blob.release()
+
+
 async def test_a_lease_that_ends_before_the_blob_is_freed_changes_nothing(store):
     blob = await store.allocate(MIB)
     region = blob.shared
-    region.lease()
+    region.lease(Session())
     region.end_lease(is_released=True)
     assert (store.used_bytes, store.pooled_bytes) == (MIB, 0)
     blob.release()
@@ -102,8 +110,7 @@ async def test_a_lease_that_ends_before_the_blob_is_freed_changes_nothing(store)
 async def test_a_region_of_a_session_that_ended_is_dropped_and_its_bytes_stay_for_who_maps_it(store, freed_first):
     blob = await store.allocate(MIB)
     region, session = blob.shared, Session()
-    region.sent_to(session)
-    region.lease()
+    region.lease(session)
     reader = Mapping(region.fd, is_shared=False)
     blob.view()[:5] = b"bytes"
     if freed_first:
@@ -125,8 +132,7 @@ async def test_what_readers_keep_is_abandoned_where_memory_is_needed_the_oldest_
     regions = [blob.shared for blob in blobs]
     session = Session()
     for number, blob in enumerate(blobs):
-        regions[number].lease()
-        regions[number].sent_to(session)
+        regions[number].lease(session)
         blob.view()[:1] = bytes([number])
         blob.release()
     kept = [Mapping(region.fd, is_shared=False).array(0, 1) for region in regions]
@@ -152,7 +158,8 @@ async def test_regions_that_no_put_needs_are_dropped_after_minutes_and_their_pag
     blobs[0].view()[:5] = b"bytes"
     sessions = [Session() for _ in blobs]
     for blob, session in zip(blobs, sessions, strict=True):
-        blob.shared.sent_to(session)
+        blob.shared.lease(session)
+        blob.shared.end_lease(is_released=True)
         blob.release()
     store.trim(shared._KEPT_SECONDS - 1)
     assert store.pooled_bytes == 4 * MIB

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import mmap
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,13 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from stand_in_device import StandIn, standing_in
+from stand_in_device import StandIn, set_pinned_memory, standing_in
 
 import tq_service
 from tq_service.errors import InvalidArgumentError
 from tq_service.wire import device
 from tq_service.wire.columns import Column
 from tq_service.wire.encoding import encode_columns
+from tq_service.wire.host_memory import PinnedMemory
 
 HERE = torch.device("cpu")
 
@@ -102,11 +101,11 @@ def test_pageable_memory_takes_the_place_of_what_may_not_be_pinned(
 ) -> None:
     values = torch.arange(3 << 20)
     monkeypatch.setenv("TQ_PINNED_BYTES", "0")
-    monkeypatch.setattr(device, "PINNED", device.PinnedMemory())
+    set_pinned_memory(monkeypatch, None)
     assert host_bytes(encoded(x=stand_in.put(values))) == bytes_of(values)
     assert (stand_in.pin_count, caplog.messages) == (0, [])
     stand_in.refuses = True
-    monkeypatch.setattr(device, "PINNED", device.PinnedMemory(1 << 30))
+    set_pinned_memory(monkeypatch, 1 << 30)
     for _ in range(2):
         assert host_bytes(encoded(x=stand_in.put(values))) == bytes_of(values)
     assert [message.split(";")[0] for message in caplog.messages] == ["memory could not be pinned"]
@@ -115,42 +114,12 @@ def test_pageable_memory_takes_the_place_of_what_may_not_be_pinned(
 def test_a_limit_that_is_no_number_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TQ_PINNED_BYTES", "1GiB")
     with pytest.raises(InvalidArgumentError, match="TQ_PINNED_BYTES is '1GiB'; expected a number of bytes"):
-        device.PinnedMemory().take(1, HERE)
+        PinnedMemory().check_limit()
 
 
 def test_nothing_waits_for_a_whole_device() -> None:
     sources = [path.read_text() for path in Path(tq_service.__file__).parent.rglob("*.py")]
     assert not [source for source in sources if re.search(r"cuda\.synchronize|empty_cache|memory_stats", source)]
-
-
-def test_a_block_is_not_used_again_before_its_copy_is_done(stand_in: StandIn) -> None:
-    stream = stand_in.new_stream(HERE)
-    block = device.PINNED.take(1000, HERE)
-    address = block.ctypes.data
-    device.PINNED.keep(stand_in.record(stream), block)
-    stream.give(lambda: None)
-    later = stand_in.record(stream)
-    device.PINNED.keep(later, block)
-    del block
-    # Each look does one piece of work.
-    assert device.PINNED.take(1000, HERE).ctypes.data != address or later.query()
-    later.synchronize()
-    gc.collect()
-    taken = [device.PINNED.take(1000, HERE) for _ in range(2)]
-    assert address in [block.ctypes.data for block in taken]
-
-
-def test_a_mapping_is_unpinned_before_it_is_unmapped(stand_in: StandIn) -> None:
-    mapping = mmap.mmap(-1, 1 << 20)
-    registration = device.PINNED.register(mapping, HERE)
-    array = np.frombuffer(mapping, np.uint8)
-    assert device.PINNED.base_of(array[5:]) == array.ctypes.data
-    assert device.PINNED.pinned_bytes == 1 << 20
-    assert device.PINNED.base_of(np.empty(3, np.uint8)) is None
-    del registration, array, mapping
-    assert stand_in.pinned == {}
-    assert device.PINNED.pinned_bytes == 0
-    assert device.PINNED.register(mmap.mmap(-1, 65 << 20), HERE) is None  # over the limit
 
 
 def test_work_of_another_thread_has_the_streams_of_the_caller(stand_in: StandIn) -> None:

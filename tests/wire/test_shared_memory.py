@@ -12,9 +12,11 @@ import pytest
 from open_files import open_files
 
 from tq_service.errors import InvalidArgumentError
-from tq_service.wire import shared_memory
+from tq_service.wire import device, shared_memory
+from tq_service.wire import mapping as mappings
 from tq_service.wire.encoding import encode_columns
-from tq_service.wire.shared_memory import PAGE_BYTES, Mapping
+from tq_service.wire.host_memory import place_columns
+from tq_service.wire.mapping import PAGE_BYTES, Mapping
 
 pytestmark = pytest.mark.skipif(not shared_memory.is_supported(), reason="sealed memfds are there on Linux only")
 
@@ -51,7 +53,7 @@ def bytes_of(column):
 
 
 def test_columns_lie_one_after_the_other_each_aligned(columns, memory):
-    starts, size = shared_memory.place_columns(column.value_bytes for column in columns)
+    starts, size = place_columns(column.value_bytes for column in columns)
     assert starts[0] == 0
     assert all(start % 64 == 0 for start in starts)
     shared_memory.check_sealed(memory, size)
@@ -75,10 +77,10 @@ def test_more_chunks_than_one_system_call_takes():
 @pytest.mark.parametrize("thread_count", [1, 3])
 def test_a_region_is_filled_in_pieces_and_nothing_older_is_left_between_columns(columns, monkeypatch, thread_count):
     monkeypatch.setattr(shared_memory, "_PIECE_BYTES", 64 << 10)
-    monkeypatch.setattr(shared_memory, "_LARGE_CHUNK_BYTES", 1 << 10)
+    monkeypatch.setattr(device, "_LARGE_CHUNK_BYTES", 1 << 10)
     monkeypatch.setattr(shared_memory, "_MOST_THREADS", thread_count)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8))
-    starts, size = shared_memory.place_columns(column.value_bytes for column in columns)
+    starts, size = place_columns(column.value_bytes for column in columns)
     target = np.full(size + 100, 7, np.uint8)
     shared_memory.fill(target, columns)
     expected = bytearray(size)
@@ -137,7 +139,7 @@ def test_what_is_written_to_a_shared_mapping_is_seen_by_private_ones(region):
 @pytest.mark.parametrize("has_pagemap", [True, False])
 def test_changes_of_a_range_are_discarded_and_those_beside_it_stay(region, has_pagemap, monkeypatch):
     if not has_pagemap:
-        monkeypatch.setattr(shared_memory, "_changed_pages", lambda *_: None)
+        monkeypatch.setattr(mappings, "_changed_pages", lambda *_: None)
     writer, reader = Mapping(region, is_shared=True), Mapping(region, is_shared=False)
     written, read = writer.array(0, writer.size), reader.array(0, reader.size).reshape(64, PAGE_BYTES)
     written[:] = 1
@@ -158,9 +160,9 @@ def test_only_pages_that_were_changed_are_dropped(region):
     array.sum()
     array[[5, 7, 8], 100] = 1
     page = reader.address // PAGE_BYTES
-    assert shared_memory._changed_pages(page, 64).tolist() == [5, 7, 8]
+    assert mappings._changed_pages(page, 64).tolist() == [5, 7, 8]
     reader.discard_changes(0, 64)
-    assert shared_memory._changed_pages(page, 64).tolist() == []
+    assert mappings._changed_pages(page, 64).tolist() == []
 
 
 def test_a_region_is_whole_of_one_size_and_its_users_alone(region):
@@ -187,7 +189,7 @@ def test_pages_of_a_region_are_given_back_although_others_map_it(region):
 
 
 def test_a_forked_child_has_private_mappings_and_no_shared_ones(region):
-    writer, reader = Mapping(region, is_shared=True), Mapping(region, is_shared=False)
+    writer, reader = Mapping(region, is_shared=True, is_inherited=False), Mapping(region, is_shared=False)
     writer.array(0, 4)[:] = 5
     kinds = []
     for mapping in (writer, reader):

@@ -15,12 +15,12 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from tq_service.dataplane.driver import Allocated
-from tq_service.dataplane.receiving import RECEIVE_BUFFERS, Received
+from tq_service.dataplane.receiving import Received
 from tq_service.errors import InvalidArgumentError
 from tq_service.schema import FieldSpec, Layout
 from tq_service.v1.storage_service_pb2 import PutHeader
 from tq_service.wire.columns import ColumnShape, SourceColumn, fixed_row_bytes
-from tq_service.wire.shared_memory import place_columns
+from tq_service.wire.host_memory import BLOCKS, place_columns
 
 _LAYOUTS: Final = (None, Layout.AUTO)
 
@@ -138,4 +138,4 @@ def take_allocation(allocations: Allocations, partition_id: str, columns: Sequen
 
 def ordinary(shapes: Sequence[ColumnShape]) -> list[Received]:
     """Return columns in memory of this process."""
-    return [(shape, RECEIVE_BUFFERS.take(shape.value_bytes)) for shape in shapes]
+    return [(shape, BLOCKS.take(shape.value_bytes)) for shape in shapes]

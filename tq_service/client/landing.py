@@ -8,11 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tq_service.dataplane.receiving import RECEIVE_BUFFERS
 from tq_service.errors import FieldMismatchError, InvalidArgumentError
 from tq_service.schema import FieldSpec, Layout, ReadLayout
 from tq_service.wire.columns import (
-    Bytes,
     ColumnShape,
     dtype_name,
     is_on_device,
@@ -20,7 +18,9 @@ from tq_service.wire.columns import (
     subclass_problem,
     tensor_bytes,
 )
-from tq_service.wire.device import copy_on_device, find_device, pinned_arrays
+from tq_service.wire.device import copy_on_device, find_device
+from tq_service.wire.host_memory import BLOCKS
+from tq_service.wire.mapping import Bytes
 
 if TYPE_CHECKING:
     import torch
@@ -93,33 +93,26 @@ class Landing:
                     metadata={"field_name": name, "got": got, "expected": expected},
                 )
 
-    def device_of(self, name: str) -> torch.device | None:
-        """Return the device that a field is copied to; None: it stays on the CPU."""
-        target = self.out.get(name)
-        if target is None:
-            return self.device
-        return target.device if is_on_device(target) else None
+    def device_of(self, column: ColumnShape) -> torch.device | None:
+        """Return the device that a column is copied to; None: it stays on the CPU, as objects do."""
+        target = self.out.get(column.spec.name)
+        if target is not None:
+            return target.device if is_on_device(target) else None
+        return None if column.spec.layout is Layout.OBJECT else self.device
 
     def place(self, columns: Sequence[ColumnShape]) -> list[Bytes]:
-        """Return memory of the host to receive columns in: pinned for a device, or a tensor of the caller."""
-        devices = [
-            None if column.spec.layout is Layout.OBJECT else self.device_of(column.spec.name) for column in columns
-        ]
-        first = next((device for device in devices if device is not None), None)
-        if first is None:
-            return list(map(self._of_host, columns))
-        sizes = [0 if device is None else column.value_bytes for column, device in zip(columns, devices, strict=True)]
-        pinned = pinned_arrays(sizes, first)
-        return [
-            self._of_host(column) if pinned is None or device is None else pinned[index]
-            for index, (column, device) in enumerate(zip(columns, devices, strict=True))
-        ]
+        """Return memory of the host to receive columns in: one block for a device, or tensors of the caller."""
+        going = {column.spec.name: device for column in columns if (device := self.device_of(column)) is not None}
+        first = next(iter(going.values()), None)
+        sizes = [column.value_bytes for column in columns if column.spec.name in going]
+        blocks = iter([] if first is None else BLOCKS.take_columns(sizes, first))
+        return [next(blocks) if column.spec.name in going else self._of_host(column) for column in columns]
 
     def _of_host(self, column: ColumnShape) -> Bytes:
         target = self.out.get(column.spec.name)
         takes_all = target is not None and not is_on_device(target) and target.nbytes == column.value_bytes
         if target is None or not takes_all or not target.nbytes:
-            return RECEIVE_BUFFERS.take(column.value_bytes)
+            return BLOCKS.take(column.value_bytes)
         return np.frombuffer(tensor_bytes(target), np.uint8)
 
     def fill(self, data: dict[str, Any]) -> None:

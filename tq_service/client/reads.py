@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from tq_service.client.batch_meta import BatchMeta, CellLocations, StorageRef
 from tq_service.client.transport import Deadline, has_tensordict
-from tq_service.dataplane.receiving import RECEIVE_BUFFERS, Received
+from tq_service.dataplane.receiving import Received
 from tq_service.errors import (
     DataLossError,
     DeadlineError,
@@ -29,7 +29,6 @@ from tq_service.errors import (
 from tq_service.schema import Encoding, FieldSpec, Layout, ReadLayout
 from tq_service.v1.storage_service_pb2 import GetRequest
 from tq_service.wire.columns import (
-    Bytes,
     ColumnShape,
     extent_count,
     extents_as,
@@ -44,6 +43,8 @@ from tq_service.wire.columns import (
     with_ragged_dim,
 )
 from tq_service.wire.device import upload
+from tq_service.wire.host_memory import BLOCKS
+from tq_service.wire.mapping import Bytes
 from tq_service.wire.metadata import ENCODINGS, CellRuns, Indexes, expand_runs
 from tq_service.wire.objects import decode_object, no_collection
 
@@ -193,7 +194,7 @@ def _gather(pieces: Sequence[tuple[Indexes, ColumnShape, Bytes]]) -> Received:
         if extents is not None and column.extents is not None:
             extents[positions] = column.extents
     offsets = offsets_of(sizes)
-    values = RECEIVE_BUFFERS.take(int(offsets[-1]))
+    values = BLOCKS.take(int(offsets[-1]))
     for positions, column, buffer in pieces:
         if buffer.size:
             _place(values, offsets[positions], positions, column, buffer)
@@ -409,7 +410,7 @@ def decode_columns(
     buffers: Sequence[Bytes],
     *,
     as_torch: bool | None = None,
-    device_of: Callable[[str], Any] | None = None,
+    device_of: Callable[[ColumnShape], Any] = lambda _column: None,
 ) -> dict[str, Any]:
     """Return the values of columns by field name.
 
@@ -417,7 +418,7 @@ def decode_columns(
         columns: the headers.
         buffers: the bytes of each column's values; tensors share them where they are writable and aligned.
         as_torch: whether to make tensors, else numpy arrays; None: where torch is installed.
-        device_of: returns the device on which the tensors of a field are to be, None for the CPU; objects stay there.
+        device_of: returns the device on which the tensors of a column are to be, None for the CPU.
 
     Returns:
         Dense: a tensor or array `(n, ...)`. Jagged: with one ragged dimension a nested tensor (fields with the same
@@ -428,10 +429,7 @@ def decode_columns(
         InvalidArgumentError: bytes and headers do not agree, an object is garbled, or a dtype needs torch.
     """
     is_torch = has_torch() if as_torch is None else as_torch
-    devices = [
-        None if device_of is None or column.spec.layout is Layout.OBJECT else device_of(column.spec.name)
-        for column in columns
-    ]
+    devices = list(map(device_of, columns))
     decoders = {device: _Decoder(as_torch=is_torch) for device in devices}
     values: list[Any] = list(buffers)
     for device, decoder in decoders.items():

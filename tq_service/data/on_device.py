@@ -25,8 +25,11 @@ from tq_service.client.reads import RowPattern
 from tq_service.data.columns import FlatBatch, build, flatten
 from tq_service.data.packs import PackedMicroBatch
 from tq_service.data.source import Arrival, End, FetchedBatch, Fetcher
-from tq_service.wire import device as devices
-from tq_service.wire.columns import Bytes, is_on_device, tensor_bytes
+from tq_service.wire import cuda
+from tq_service.wire.columns import is_on_device, tensor_bytes
+from tq_service.wire.device import copy_stream, upload
+from tq_service.wire.host_memory import PINNED
+from tq_service.wire.mapping import Bytes
 
 Split = Callable[[FetchedBatch], Iterator[Any]]
 """Returns the items that the loader yields for a batch, made one by one."""
@@ -67,7 +70,7 @@ def upload_batch(flat: FlatBatch, device: torch.device) -> FlatBatch:
     tensors = [tensor for tensor in flat.tensors() if not is_on_device(tensor)]
     if not tensors:
         return flat
-    found = devices.upload([_host_bytes(tensor) for tensor in tensors], device)
+    found = upload([_host_bytes(tensor) for tensor in tensors], device)
     there = {
         id(tensor): values.view(tensor.dtype).reshape(tensor.shape)
         for tensor, values in zip(tensors, found, strict=True)
@@ -91,16 +94,16 @@ class DeviceFeed:
         self.device = device
 
     @cached_property
-    def _stream(self) -> devices.Stream:
-        return devices.accelerator.new_stream(self.device)
+    def _stream(self) -> cuda.Stream:
+        return cuda.new_stream(self.device)
 
     def copying(self) -> AbstractContextManager[Any]:
         """Make the stream that copies up the current one of this thread."""
-        return devices.accelerator.using(devices.copy_stream(self.device, "up"))
+        return cuda.using(copy_stream(self.device, "up"))
 
     def splitting(self) -> AbstractContextManager[Any]:
         """Make the stream that splits batches the current one of this thread."""
-        return devices.accelerator.using(self._stream)
+        return cuda.using(self._stream)
 
     def upload(self, batch: FetchedBatch) -> FetchedBatch:
         """Return a batch on the device, with its arrival; a batch that is not a TensorDict is returned unchanged."""
@@ -108,14 +111,14 @@ class DeviceFeed:
             return batch
         flat = flatten(batch.data)
         data = build(upload_batch(flat, self.device))
-        stream = devices.accelerator.current_stream(self.device)
-        arrival = Arrival(self.device, devices.accelerator.record(stream))
+        stream = cuda.current_stream(self.device)
+        arrival = Arrival(self.device, cuda.record(stream))
         measured = batch.measured_bytes if batch.measured_bytes is not None else flat.size_bytes
         return replace(batch, data=data, arrival=arrival, measured_bytes=measured)
 
     def release(self) -> None:
         """Release the memory of the host whose copies are done."""
-        devices.PINNED.tidy()
+        PINNED.tidy()
 
     def split(self, split: Split) -> Split:
         """Return a function that splits batches on the device, on the current stream of its thread."""
@@ -145,7 +148,7 @@ class DeviceFeed:
     def _next_of(self, items: Iterator[Any]) -> ArrivingItem | None:
         with self.splitting():
             for item in items:
-                arrival = Arrival(self.device, devices.accelerator.record(self._stream))
+                arrival = Arrival(self.device, cuda.record(self._stream))
                 return ArrivingItem(item, tensors_of(item), arrival)
         return None
 

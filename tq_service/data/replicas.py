@@ -21,8 +21,9 @@ from tq_service.data.on_device import tensors_of
 from tq_service.data.source import BatchStream, End, ExceptionWrapper, FetchedBatch
 from tq_service.data.workers import BatchLayout, lay_out, open_batch
 from tq_service.errors import InvalidArgumentError
-from tq_service.wire import device as devices
-from tq_service.wire.columns import Bytes
+from tq_service.wire import cuda
+from tq_service.wire.host_memory import aligned
+from tq_service.wire.mapping import Bytes
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -93,7 +94,7 @@ class DeviceBatchLayout:
 
 
 def _empty(size_bytes: int, device: torch.device) -> torch.Tensor:
-    return devices.accelerator.empty(size_bytes, device, devices.accelerator.current_stream(device))
+    return cuda.empty(size_bytes, device, cuda.current_stream(device))
 
 
 def lay_out_on(device: torch.device, batch: FetchedBatch) -> tuple[DeviceBatchLayout, torch.Tensor]:
@@ -102,7 +103,7 @@ def lay_out_on(device: torch.device, batch: FetchedBatch) -> tuple[DeviceBatchLa
     starts: dict[int, int] = {}
     end = 0
     for tensor in content.tensors():
-        starts[id(tensor)], end = end, devices.aligned(end + tensor.nbytes)
+        starts[id(tensor)], end = end, aligned(end + tensor.nbytes)
     data = _empty(end, device)
     for tensor in content.tensors():
         place = _Place(starts[id(tensor)], tensor.dtype, tuple(tensor.shape))

@@ -22,7 +22,7 @@ from tq_service.data.columns import flatten, object_bytes
 from tq_service.errors import NothingDeliveredError
 from tq_service.results import WaitReason
 from tq_service.schema import DEFAULT_POLICY, BatchUnit, EndCounts, ReadLayout
-from tq_service.wire import device as devices
+from tq_service.wire import cuda
 
 if TYPE_CHECKING:
     import torch
@@ -74,14 +74,14 @@ class Arrival:
     """
 
     device: torch.device
-    event: devices.Event
+    event: cuda.Event
 
     def take(self, tensors: Sequence[torch.Tensor]) -> None:
         """Let the current stream use tensors: it waits for them, and their memory stays until it has used them."""
-        stream = devices.accelerator.current_stream(self.device)
+        stream = cuda.current_stream(self.device)
         stream.wait_event(self.event)
         for tensor in tensors:
-            devices.accelerator.used_by(tensor, stream)
+            cuda.used_by(tensor, stream)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import io
 import itertools
-import mmap
 import multiprocessing
 import multiprocessing.connection
 import multiprocessing.spawn
@@ -63,16 +62,15 @@ from tq_service.data.source import (
     StreamClosedError,
     StreamIdentity,
 )
-from tq_service.wire import device as devices
-from tq_service.wire.columns import Bytes, tensor_bytes
+from tq_service.wire.columns import tensor_bytes
+from tq_service.wire.host_memory import PINNED
+from tq_service.wire.mapping import Bytes, Mapping
 
 _ALIGNMENT: Final = 64
 _GRAIN_BYTES: Final = 1 << 20
 # A buffer may be this much larger than what is written: batches are of similar size, not of the same.
 _MOST_SLACK: Final = 1.5
 _KEPT_COUNT: Final = 2
-# Populated at once: a fault for each page would take several times as long.
-_MAP_FLAGS: Final = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +226,7 @@ class SharedBufferReader:
 
     def __init__(self, device: torch.device | None = None) -> None:
         self._device = device
-        self._mappings: dict[int, tuple[mmap.mmap, devices.Registration | None]] = {}
+        self._mappings: dict[int, Mapping] = {}
         # Finalizers append to it, at any point of any thread; a deque needs no lock for that.
         self._released: deque[int] = deque()
 
@@ -244,24 +242,19 @@ class SharedBufferReader:
             del self._mappings[buffer_id]
         if descriptor is not None:
             try:
-                mapping = mmap.mmap(descriptor, shared.buffer_bytes, flags=_MAP_FLAGS)
+                # A fault for each page would take several times as long.
+                self._mappings[shared.buffer_id] = Mapping(descriptor, is_shared=True, is_populated=True)
             finally:
                 os.close(descriptor)
-            pinned = None if self._device is None else devices.PINNED.register(mapping, self._device)
-            self._mappings[shared.buffer_id] = mapping, pinned
-        mapping, pinned = self._mappings[shared.buffer_id]
-        array: Bytes = np.frombuffer(mapping, np.uint8)
-        # The finalizer has the registration: the buffer stays pinned as long as a copy of it may run.
-        weakref.finalize(array, _release, self._released, shared.buffer_id, pinned).atexit = False
+        mapping = self._mappings[shared.buffer_id]
+        pin = None if self._device is None else PINNED.pin(mapping, self._device)
+        array = mapping.array(0, mapping.size, pin)
+        weakref.finalize(array, self._released.append, shared.buffer_id).atexit = False
         return array
 
     def take_released(self) -> tuple[int, ...]:
         """Return the buffers that were released since the last call."""
         return tuple(self._released.popleft() for _ in range(len(self._released)))
-
-
-def _release(released: deque[int], buffer_id: int, _pinned: devices.Registration | None) -> None:
-    released.append(buffer_id)
 
 
 def _anonymous_file(size_bytes: int) -> int:

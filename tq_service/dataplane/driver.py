@@ -22,7 +22,7 @@ from typing import Any, Final, Protocol, TypeAlias, TypeVar
 import grpc
 
 from tq_service.dataplane.bulk.client import BulkLink
-from tq_service.dataplane.receiving import AnswerReader, AnswerSizes, Deadline, Place, Received
+from tq_service.dataplane.receiving import AnswerReader, AnswerSizes, Deadline, Placement, Received
 from tq_service.dataplane.shared_memory.client import FdChannel, HostLink
 from tq_service.dataplane.shared_memory.mapped import Lease
 from tq_service.errors import LimitExceededError, TqError, UnavailableError
@@ -59,7 +59,7 @@ from tq_service.wire.columns import (
     keep_frame_buffers,
 )
 from tq_service.wire.connection import PART_BYTES, Metadata, in_parts
-from tq_service.wire.shared_memory import Mapping
+from tq_service.wire.mapping import Mapping
 
 T = TypeVar("T")
 Steps: TypeAlias = Generator[Callable[[], Any], Any, T]
@@ -409,11 +409,16 @@ class _GrpcSteps:
         return copied
 
     def _getting(
-        self, request: GetRequest, row_count: int, deadline: Deadline, size_bytes: int | None, place: Place | None
+        self,
+        request: GetRequest,
+        row_count: int,
+        deadline: Deadline,
+        size_bytes: int | None,
+        placement: Placement | None,
     ) -> Steps[list[Received]]:
         keep_frame_buffers()
         yield from self._find_ways(deadline)
-        reader = AnswerReader(row_count, place)
+        reader = AnswerReader(row_count, placement)
         with self._link.session() as session, self._errors(deadline):
             request.shared_memory_session = b"" if session is None else session.session_id
             if session is not None or size_bytes is None:
@@ -503,10 +508,10 @@ class AsyncGrpcDriver(_GrpcSteps):
         row_count: int,
         deadline: Deadline,
         size_bytes: int | None = None,
-        place: Place | None = None,
+        placement: Placement | None = None,
     ) -> list[Received]:
-        """Return columns with their bytes, see `AsyncDriver`; `place` gives the memory that they are in."""
-        return await async_run(self._getting(request, row_count, deadline, size_bytes, place))
+        """Return columns with their bytes, see `AsyncDriver`; `placement` says where."""
+        return await async_run(self._getting(request, row_count, deadline, size_bytes, placement))
 
 
 class GrpcDriver(_GrpcSteps):
@@ -531,7 +536,7 @@ class GrpcDriver(_GrpcSteps):
         row_count: int,
         deadline: Deadline,
         size_bytes: int | None = None,
-        place: Place | None = None,
+        placement: Placement | None = None,
     ) -> list[Received]:
-        """Return columns with their bytes, see `AsyncDriver`; `place` gives the memory that they are in."""
-        return run(self._getting(request, row_count, deadline, size_bytes, place))
+        """Return columns with their bytes, see `AsyncDriver`; `placement` says where."""
+        return run(self._getting(request, row_count, deadline, size_bytes, placement))

@@ -1,31 +1,32 @@
 """The answer to a get, from frames or shared memory, received into the memory that the caller's tensors will share.
 
-Memory is used again when the tensors in it are gone: pages that are new to a process cost the system more than the
-bytes cost to receive. Gets of 256 MiB were seen to vary from 0.5 to 2.2 GB/s, all of the difference being system time.
-A training loop gets batches of like size and drops them, so a few blocks are enough for all of them.
+Columns in shared memory are where they lie, if they are in one piece that is worth keeping from other puts:
+
+    for the program    on a private mapping, until its tensors are gone
+    for a device       on the shared mapping of their region, which is pinned for it, until they have been copied up
+    placed             copied to the memory of their place
 """
 
 from __future__ import annotations
 
-import mmap
-import time
-import weakref
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from collections.abc import Mapping as Mappings
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from itertools import accumulate
-from typing import Final, Protocol, TypeAlias
-
-import numpy as np
+from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
 
 from tq_service.dataplane.bulk.client import BulkLink
 from tq_service.dataplane.shared_memory.client import FdChannel
 from tq_service.dataplane.shared_memory.mapped import Lease, Pages
 from tq_service.errors import InternalError, InvalidArgumentError, UnavailableError
 from tq_service.v1.storage_service_pb2 import BulkTicket, GetHeader, GetRequest, SharedColumn, SharedColumns
-from tq_service.wire.columns import Bytes, ColumnReceiver, ColumnShape, Garbled, decode_headers
-from tq_service.wire.shared_memory import PAGE_BYTES, Mapping, check_sealed, close_all
+from tq_service.wire.columns import ColumnReceiver, ColumnShape, Garbled, decode_headers
+from tq_service.wire.host_memory import BLOCKS, PINNED
+from tq_service.wire.mapping import PAGE_BYTES, Bytes, Mapping
+from tq_service.wire.shared_memory import check_sealed, close_all
+
+if TYPE_CHECKING:
+    from tq_service.wire.cuda import Device
 
 
 class Deadline(Protocol):
@@ -39,85 +40,22 @@ class Deadline(Protocol):
 Received: TypeAlias = tuple[ColumnShape, Bytes]
 """A column that was got, and its bytes."""
 
-Place: TypeAlias = Callable[[Sequence[ColumnShape]], Sequence[Bytes]]
-"""Returns memory for the values of each of some columns."""
 
-# Below this malloc reuses memory well enough, see `keep_frame_buffers`.
-_SMALL_BYTES: Final = 4 << 20
-_GRAIN_BYTES: Final = 2 << 20  # a huge page
-# For batches of a GiB; a process that gets smaller ones keeps the few blocks that it had in the last minute.
-_KEPT_BYTES: Final = 2 << 30
-_KEPT_SECONDS: Final = 60.0
-# A block may be this much larger than what is asked for: batches are of like size, not of the same.
-_MOST_SLACK: Final = 1.25
+class Placement(Protocol):
+    """Where the columns of a get are to be, if not in new memory of the program."""
+
+    def device_of(self, column: ColumnShape) -> Device | None:
+        """Return the device that a column is copied to afterwards; None: none."""
+        ...
+
+    def place(self, columns: Sequence[ColumnShape]) -> Sequence[Bytes]:
+        """Return memory of the host for the values of each of some columns."""
+        ...
+
+
 # Arrays keep all of a region from other puts, and so must be on a part of it that is worth it.
-_LEAST_SHARE_MAPPED: Final = 1 / 64
+_LEAST_SHARE_IN_PLACE: Final = 1 / 64
 _MOST_REMEMBERED: Final = 1024
-
-
-class ReceiveBuffers:
-    """Hands out arrays; their memory comes back by itself when neither they nor any view or tensor on them is left.
-
-    Unused blocks are kept up to `kept_bytes` together and for `kept_seconds` each, checked whenever one is asked for or
-    comes back. May be used by several threads: all state is in a deque, since a block can come back at any point of any
-    thread, in the middle of these methods too.
-
-    Args:
-        kept_bytes: most bytes of unused blocks.
-        kept_seconds: how long an unused block is kept.
-    """
-
-    def __init__(self, kept_bytes: int = _KEPT_BYTES, kept_seconds: float = _KEPT_SECONDS) -> None:
-        self._kept_bytes = kept_bytes
-        self._kept_seconds = kept_seconds
-        self._unused: deque[tuple[float, mmap.mmap]] = deque()
-
-    def take(self, size: int) -> Bytes:
-        """Return an array of `size` bytes; what they are is not defined."""
-        if size < _SMALL_BYTES:
-            return np.empty(size, np.uint8)
-        block = self._reused(size)
-        if block is None:
-            new_bytes = -(-size // _GRAIN_BYTES) * _GRAIN_BYTES
-            block = mmap.mmap(-1, new_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            if hasattr(mmap, "MADV_HUGEPAGE"):
-                block.madvise(mmap.MADV_HUGEPAGE)
-        array: Bytes = np.frombuffer(block, np.uint8, size)
-        # Views and tensors keep this array alive, not the block.
-        weakref.finalize(array, self._return, block).atexit = False
-        return array
-
-    def _reused(self, size: int) -> mmap.mmap | None:
-        """Return an unused block that fits; a thread that asks meanwhile finds none."""
-        most = size * _MOST_SLACK + _GRAIN_BYTES
-        blocks = self._take_all()
-        found = next((each for each in blocks if size <= len(each[1]) <= most), None)
-        self._keep(each for each in blocks if each is not found)
-        return None if found is None else found[1]
-
-    def _return(self, block: mmap.mmap) -> None:
-        self._keep([(time.monotonic(), block), *self._take_all()])
-
-    def _take_all(self) -> list[tuple[float, mmap.mmap]]:
-        """Take the unused blocks, the latest first."""
-        taken = []
-        with suppress(IndexError):
-            while True:
-                taken.append(self._unused.pop())
-        return taken
-
-    def _keep(self, blocks: Iterable[tuple[float, mmap.mmap]]) -> None:
-        """Keep blocks, the latest first, as far as the limits allow; the system gets the others back."""
-        oldest = time.monotonic() - self._kept_seconds
-        remaining = self._kept_bytes
-        for since, block in blocks:
-            if since >= oldest and len(block) <= remaining:
-                remaining -= len(block)
-                self._unused.appendleft((since, block))
-
-
-# Of this process: clients come and go, and batches outlive them.
-RECEIVE_BUFFERS: Final = ReceiveBuffers()
 
 
 class AnswerSizes:
@@ -150,7 +88,7 @@ class AnswerReader:
 
     Args:
         row_count: number of rows asked for.
-        place: gives the memory that all values are copied to; None: into new memory, and shared memory is mapped.
+        placement: where the columns are to be; None: in new memory, or where they lie in shared memory.
 
     Attributes:
         offer: columns in shared memory, to be taken by `receive_shared` before the get can end; else None.
@@ -160,10 +98,9 @@ class AnswerReader:
     All methods raise InternalError for what a storage service may not send.
     """
 
-    def __init__(self, row_count: int, place: Place | None = None) -> None:
+    def __init__(self, row_count: int, placement: Placement | None = None) -> None:
         self._row_count = row_count
-        self._place = place
-        self._places: Sequence[Bytes] | None = None
+        self._placement = placement
         self._columns: Sequence[ColumnShape] = ()
         self._receiver: ColumnReceiver | None = None
         self._shared: dict[int, Bytes] = {}
@@ -174,7 +111,7 @@ class AnswerReader:
     @property
     def places_next(self) -> bool:
         """Whether the next message makes it ask for memory, which may take long."""
-        return self._place is not None and self._receiver is None
+        return self._placement is not None and self._receiver is None
 
     def take(self, part: GetHeader | memoryview | Garbled) -> None:
         """Take the next message."""
@@ -192,12 +129,7 @@ class AnswerReader:
         self._columns = decode_headers(header.columns, header.row_count, of_get=True)
         in_memory = {column.column_index for column in header.shared.columns}
         sent = [column for index, column in enumerate(self._columns) if index not in in_memory]
-        allocate: Callable[[int], Bytes] = RECEIVE_BUFFERS.take
-        if self._place is not None:
-            places = self._places = self._place(self._columns)
-            of_sent = iter([places[index] for index in range(len(places)) if index not in in_memory])
-            allocate = lambda _size: next(of_sent)  # noqa: E731  (in the order of what is sent)
-        self._receiver = ColumnReceiver(sent, allocate)
+        self._receiver = ColumnReceiver(sent, self._places(sent))
         self.sent_bytes = sum(column.value_bytes for column in sent)
         self.offer = header.shared if in_memory else None
         self.ticket = header.bulk if header.HasField("bulk") else None
@@ -231,12 +163,16 @@ class AnswerReader:
         if offer is None or channel is None:
             raise InternalError("a storage service offered shared memory without a session")
         pages = self._check_offer(offer)
-        lease, regions = channel.regions.begin_lease(offer.offer_id), channel.regions
+        private: list[Pages | None] = [
+            each if self._placement is None or not number else None  # the program gets no arrays on a region then
+            for number, each in zip(offer.memories, pages, strict=True)
+        ]
+        lease, regions = channel.begin_lease(offer.offer_id), channel.regions
         mappings: dict[int, Mapping] = {}
         fds: list[int] = []
         try:
             for index, number in enumerate(offer.memories):
-                if number and (mapping := regions.reuse(lease, number, pages[index])) is not None:
+                if number and (mapping := regions.find(lease, number, private[index])) is not None:
                     mappings[index] = mapping
             missing = [index for index in range(len(offer.memories)) if index not in mappings]
             fds = channel.take(offer.offer_id, missing)
@@ -245,17 +181,51 @@ class AnswerReader:
                 if not number:
                     with _agreement():
                         check_sealed(fd)
-                mappings[index] = regions.map(lease, number, fd, pages[index])
+                mappings[index] = regions.map(lease, number, fd, private[index])
         except OSError as error:
             raise UnavailableError(f"shared memory cannot be read: {error}") from None
         finally:
             close_all(fds)
-        for index, mapping in mappings.items():
-            if pages[index].end * PAGE_BYTES > -(-mapping.size // PAGE_BYTES) * PAGE_BYTES:
-                raise InternalError(
-                    f"a storage service offered bytes up to page {pages[index].end} of memory of {mapping.size} bytes"
-                )
-        self._shared = {column.column_index: self._shared_values(column, mappings, lease) for column in offer.columns}
+        for column in offer.columns:
+            for memory, start, size in _slices(column):
+                if start + size > mappings[memory].size:
+                    raise InternalError(
+                        f"a storage service offered {size} bytes from {start} on of memory of {mappings[memory].size}"
+                    )
+        self._shared = {
+            column.column_index: values
+            for column in offer.columns
+            if (values := self._in_place(column, mappings, pages, lease)) is not None
+        }
+        copied = [column for column in offer.columns if column.column_index not in self._shared]
+        places = self._places([self._columns[column.column_index] for column in copied])
+        for column, values in zip(copied, places, strict=True):
+            for (memory, start, size), end in zip(_slices(column), accumulate(column.sizes), strict=True):
+                values[end - size : end] = mappings[memory].array(start, size)
+            self._shared[column.column_index] = values
+
+    def _places(self, columns: Sequence[ColumnShape]) -> Sequence[Bytes]:
+        """Return memory for the values of columns."""
+        if self._placement is None:
+            return [BLOCKS.take(column.value_bytes) for column in columns]
+        return self._placement.place(columns)
+
+    def _in_place(
+        self, column: SharedColumn, mappings: Mappings[int, Mapping], pages: Sequence[Pages], lease: Lease
+    ) -> Bytes | None:
+        """Return the values of a column where they lie; None: they are to be copied."""
+        (memory, start, size), *others = _slices(column)
+        mapping, least_bytes = mappings[memory], mappings[memory].size * _LEAST_SHARE_IN_PLACE
+        if others:
+            return None
+        if self._placement is None:
+            return mapping.array(start, size, lease) if size >= least_bytes else None
+        device = self._placement.device_of(self._columns[column.column_index])
+        used_bytes = (pages[memory].end - pages[memory].first) * PAGE_BYTES  # it is pinned for all of its columns
+        if device is None or not mapping.is_shared or used_bytes < least_bytes:
+            return None
+        pin = PINNED.pin(mapping, device)
+        return None if pin is None else mapping.array(start, size, (lease, pin))
 
     def _check_offer(self, offer: SharedColumns) -> list[Pages]:
         """Check that the slices of the columns are there, and return the pages of each memory that they are on."""
@@ -285,22 +255,6 @@ class AnswerReader:
             raise InternalError(f"a storage service offered {len(offer.memories)} memories for {len(ranges)}")
         return [ranges[number] for number in range(len(ranges))]
 
-    def _shared_values(self, column: SharedColumn, mappings: Mappings[int, Mapping], lease: Lease) -> Bytes:
-        """Return the values of a column: where they lie if that is one piece worth keeping and allowed, else a copy."""
-        first, *others = slices = list(zip(column.memory_indexes, column.starts, column.sizes, strict=True))
-        number, start, size = first
-        if self._places is not None:
-            values = self._places[column.column_index]
-        elif not others and size >= mappings[number].size * _LEAST_SHARE_MAPPED:
-            return mappings[number].array(start, size, lease)
-        else:
-            values = RECEIVE_BUFFERS.take(sum(column.sizes))
-        sources = {number: mapping.array(0, mapping.size) for number, mapping in mappings.items()}
-        ends = accumulate(column.sizes)
-        for (number, start, size), end in zip(slices, ends, strict=True):
-            values[end - size : end] = sources[number][start : start + size]
-        return values
-
     def finish(self) -> list[Received]:
         """Return the columns with their bytes, in the order of the request."""
         with _agreement():
@@ -314,6 +268,10 @@ class AnswerReader:
         if self._receiver is None:
             raise InternalError("a storage service sent no header")
         return self._receiver
+
+
+def _slices(column: SharedColumn) -> list[tuple[int, int, int]]:
+    return list(zip(column.memory_indexes, column.starts, column.sizes, strict=True))
 
 
 @contextmanager

@@ -15,7 +15,7 @@ import grpc
 
 from tq_service.dataplane.bulk.connection import BulkConnection, Moved
 from tq_service.dataplane.bulk.server import BulkServer, Transfer
-from tq_service.dataplane.receiving import RECEIVE_BUFFERS, Deadline, Received
+from tq_service.dataplane.receiving import Deadline, Received
 from tq_service.dataplane.shared_memory.server import Session, SharedMemoryServer
 from tq_service.errors import (
     DataLossError,
@@ -156,7 +156,7 @@ class EngineDriver:
     ) -> list[Received]:
         """Return columns with their bytes, see `AsyncDriver`; a thread copies them."""
         with await self.open(request) as reading:
-            receiver = ColumnReceiver(reading.headers, RECEIVE_BUFFERS.take)
+            receiver = ColumnReceiver(reading.headers)
             async for part in reading.parts():
                 await asyncio.to_thread(receiver.write_all, part)
             return list(zip(reading.headers, receiver.finish(), strict=True))

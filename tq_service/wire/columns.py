@@ -34,9 +34,10 @@ from tq_service.schema import DTYPE_SIZES, Encoding, FieldSpec, Layout, check_ra
 from tq_service.v1 import metadata_pb2
 from tq_service.v1.storage_service_pb2 import GetHeader, GetResponse, PutHeader, PutRequest
 from tq_service.wire.device import Chunk, DeviceBytes, copied, on_host, to_cpu
+from tq_service.wire.host_memory import BLOCKS
+from tq_service.wire.mapping import Bytes
 from tq_service.wire.metadata import ENCODINGS, LAYOUTS, decode_spec, encode_spec, encode_varint
 
-Bytes = NDArray[np.uint8]
 C = TypeVar("C", memoryview, Chunk)
 
 _NUMPY_NAMES: Final = frozenset({
@@ -315,9 +316,15 @@ def _stacked_column(columns: Sequence[SourceColumn]) -> Column:
     )
 
 
+def device_of(columns: Sequence[SourceColumn]) -> Any:
+    """Return the first device that bytes of the columns are on; None if all are on the host."""
+    chunks = chain.from_iterable(column.chunks for column in columns)
+    return next((chunk.device for chunk in chunks if isinstance(chunk, DeviceBytes)), None)
+
+
 def is_on_host(columns: Sequence[SourceColumn]) -> TypeGuard[Sequence[Column]]:
     """Whether no bytes of the columns are on a device."""
-    return not any(isinstance(chunk, DeviceBytes) for column in columns for chunk in column.chunks)
+    return device_of(columns) is None
 
 
 def columns_on_host(columns: Sequence[SourceColumn]) -> list[Column]:
@@ -671,10 +678,6 @@ def iter_frames(
         yield parts
 
 
-def _fresh(size: int) -> Bytes:
-    return np.empty(size, np.uint8)
-
-
 class ColumnReceiver:
     """Takes the frames of a get and puts their bytes into one buffer for each column.
 
@@ -682,11 +685,11 @@ class ColumnReceiver:
 
     Args:
         columns: what comes in the frames.
-        allocate: returns memory of so many bytes, to be written and then shared by tensors.
+        buffers: memory for each of them, to be written and then shared by tensors; None: new memory.
     """
 
-    def __init__(self, columns: Sequence[ColumnShape], allocate: Callable[[int], Bytes] = _fresh) -> None:
-        self.buffers: list[Bytes] = [allocate(column.value_bytes) for column in columns]
+    def __init__(self, columns: Sequence[ColumnShape], buffers: Sequence[Bytes] | None = None) -> None:
+        self.buffers = [BLOCKS.take(column.value_bytes) for column in columns] if buffers is None else buffers
         self._views = [buffer.data for buffer in self.buffers if buffer.size]
         self._current = 0
         self._filled = 0
@@ -718,7 +721,7 @@ class ColumnReceiver:
         for frame in frames:
             self.write(frame)
 
-    def finish(self) -> list[Bytes]:
+    def finish(self) -> Sequence[Bytes]:
         """Return the buffers of all columns, in order.
 
         Raises:

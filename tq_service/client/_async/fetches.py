@@ -231,8 +231,7 @@ class AsyncFetchCalls(AsyncBase):
                 if storage.is_away:
                     raise UnavailableError("it has not announced itself since the controller started")
                 driver = self._calls.endpoint(storage.address).driver
-                place = None if landing is None else landing.place
-                return await driver.get(read.request, read.positions.size, deadline, size_bytes, place)
+                return await driver.get(read.request, read.positions.size, deadline, size_bytes, landing)
             except DataLossError as error:
                 # Another storage service may have taken the puts over, or be about to.
                 now = await self._find_storage(located, read, deadline)

@@ -230,8 +230,7 @@ class FetchCalls(Base):
                 if storage.is_away:
                     raise UnavailableError("it has not announced itself since the controller started")
                 driver = self._calls.endpoint(storage.address).driver
-                place = None if landing is None else landing.place
-                return driver.get(read.request, read.positions.size, deadline, size_bytes, place)
+                return driver.get(read.request, read.positions.size, deadline, size_bytes, landing)
             except DataLossError as error:
                 # Another storage service may have taken the puts over, or be about to.
                 now = self._find_storage(located, read, deadline)

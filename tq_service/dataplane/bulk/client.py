@@ -24,9 +24,10 @@ from tq_service.addresses import hosts_and_ports
 from tq_service.dataplane.bulk.connection import BulkConnection, Integers, Moved
 from tq_service.errors import UnavailableError
 from tq_service.v1.storage_service_pb2 import BulkTicket, StatResponse
-from tq_service.wire.columns import Bytes, C, SourceColumn
+from tq_service.wire.columns import C, SourceColumn
 from tq_service.wire.connection import Tls
 from tq_service.wire.device import Chunk, on_host
+from tq_service.wire.mapping import Bytes
 
 SWITCH_VARIABLE: Final = "TQ_BULK"
 _CONNECT_SECONDS: Final = 1.0

@@ -16,6 +16,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -33,8 +34,9 @@ from tq_service.internal.v1.shared_memory_pb2 import (
 )
 from tq_service.v1.storage_service_pb2 import RegionOffer, StatResponse
 from tq_service.wire import shared_memory
-from tq_service.wire.columns import SourceColumn
-from tq_service.wire.shared_memory import Mapping
+from tq_service.wire.columns import SourceColumn, device_of
+from tq_service.wire.host_memory import PINNED
+from tq_service.wire.mapping import Mapping
 
 SWITCH_VARIABLE: Final = "TQ_SHARED_MEMORY"
 _EXCHANGE_SECONDS: Final = 10.0
@@ -67,7 +69,7 @@ class FdChannel:
         weakref.finalize(self, self._connection.close).atexit = False  # clients need not be closed
         self._releases = Releases(self._connection)
         weakref.finalize(self, self._releases.close).atexit = False
-        self.regions = MappedRegions(self._releases.add)
+        self.regions = MappedRegions(boot_id)
         self._connection.settimeout(seconds)
         try:
             self._connection.connect(str(path))
@@ -112,14 +114,15 @@ class FdChannel:
         Raises:
             UnavailableError: the region is no longer offered or cannot be mapped, or the session has ended.
         """
-        mapping = self.regions.for_writing(offer.region)
+        mapping, device = self.regions.shared(offer.region), device_of(columns)
         fds = self.take(offer.offer_id, [0] if mapping is None else [])
         try:
-            if mapping is None and self.regions.is_new(offer.region):
+            if mapping is None and device is None and self.regions.is_new(offer.region):
                 shared_memory.write(fds[0], columns)
             else:
-                mapping = mapping or self.regions.map_for_writing(offer.region, fds[0])
-                shared_memory.fill(mapping.array(0, mapping.size), columns)
+                mapping = mapping or self.regions.map_shared(offer.region, fds[0])
+                pin = None if device is None else PINNED.pin(mapping, device)
+                shared_memory.fill(mapping.array(0, mapping.size, pin), columns)
         except BaseException as error:
             self._releases.add(offer.offer_id)
             if isinstance(error, OSError):
@@ -135,15 +138,19 @@ class FdChannel:
         Raises:
             UnavailableError: the region is no longer offered or cannot be mapped, or the session has ended.
         """
-        mapping = self.regions.for_writing(offer.region)
+        mapping = self.regions.shared(offer.region)
         fds = self.take(offer.offer_id, [0] if mapping is None else [])
-        lease = self.regions.begin_lease(offer.offer_id)
+        lease = self.begin_lease(offer.offer_id)
         try:
-            return mapping or self.regions.map_for_writing(offer.region, fds[0]), lease
+            return mapping or self.regions.map_shared(offer.region, fds[0]), lease
         except OSError as error:
             raise UnavailableError(f"the region of a put cannot be mapped: {error}") from None
         finally:
             shared_memory.close_all(fds)
+
+    def begin_lease(self, offer_id: bytes) -> Lease:
+        """Return the lease of a get that is about to take an offer."""
+        return Lease(partial(self._releases.add, offer_id))
 
     def take(self, offer_id: bytes, indexes: Sequence[int]) -> list[int]:
         """Take what a put or get offers: its regions are leased to this session until they are filled or released.

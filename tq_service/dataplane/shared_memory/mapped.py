@@ -1,9 +1,11 @@
-"""The memory of a session that a client has mapped, and the ranges that its arrays use.
+"""The shared memory that this process has mapped, and the ranges that its arrays use.
 
-A region is mapped once to write to it again, and once or more to read it; mappings stay, with their page tables, for
-the next puts and gets. Arrays of a get are on private mappings, in ranges that no other get uses at the time: writes
-of a program to its arrays are in copies of pages of that range. When the last array is gone, the copies
-are dropped, and the lease of the get is released.
+A region is mapped once to write to it again, and once or more to read it, by all sessions of this process together.
+Mappings stay, with their page tables, for the next puts and gets. Arrays that a program gets are on private mappings,
+in ranges that no other get uses at the time: writes of a program to its arrays are in copies of pages of that range.
+When the last array is gone, the copies are dropped, and the lease of the get is released. The shared mapping is for
+bytes that no program gets: those of puts, and those of gets that are copied up to a device. It may be pinned, see
+`host_memory`.
 """
 
 from __future__ import annotations
@@ -12,10 +14,10 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import NamedTuple
+from weakref import WeakValueDictionary
 
-from tq_service.wire.shared_memory import Mapping
+from tq_service.wire.mapping import Mapping
 
 _fork_count = 0
 
@@ -92,92 +94,104 @@ class ReadMapping:
 
 
 class _Region:
-    """The mappings of one region, and whether it was written before."""
+    """The mappings of one region in this process, which its sessions share, and whether it was written before.
 
-    __slots__ = ("for_reading", "for_writing", "was_written")
+    Attributes:
+        lock: of all of it.
+    """
+
+    __slots__ = ("__weakref__", "for_reading", "lock", "shared", "was_written")
 
     def __init__(self) -> None:
+        self.lock = threading.Lock()
         self.was_written = False
-        self.for_writing: Mapping | None = None
+        self.shared: Mapping | None = None
         self.for_reading: list[ReadMapping] = []
 
 
+_regions: WeakValueDictionary[tuple[int, bytes, int], _Region] = WeakValueDictionary()
+"""Those of all sessions by process, instance of the service, and number: a forked child maps anew."""
+
+
 class MappedRegions:
-    """The mappings of one session, of regions that the service has not dropped. May be used by several threads.
+    """The regions that one session has used, and that the service has not dropped. May be used by several threads.
+
+    Sessions of one process with one service share the mappings of a region; it is unmapped when the last of them has
+    ended, or has heard that it is dropped.
 
     Args:
-        release: called when a lease is to be released, at any point of any thread.
+        boot_id: the instance of the service, which numbers the regions.
     """
 
-    def __init__(self, release: Callable[[bytes], None]) -> None:
-        self._release = release
-        self._lock = threading.Lock()
-        self._regions: dict[int, _Region] = {}
+    def __init__(self, boot_id: bytes) -> None:
+        self._boot_id = boot_id
+        self._used: dict[int, _Region] = {}
 
-    def for_writing(self, number: int) -> Mapping | None:
-        """Return the shared mapping of a region, None if it is not mapped.
-
-        Its address and size stay as they are as long as it is referenced: it may be registered with a device.
-        """
-        with self._lock:
-            return self._region(number).for_writing
+    def shared(self, number: int) -> Mapping | None:
+        """Return the shared mapping of a region, None if it is not mapped."""
+        return self._region(number).shared
 
     def is_new(self, number: int) -> bool:
         """Whether a region is about to be written for the first time: mapping it pays once it comes back."""
-        with self._lock:
-            region = self._region(number)
-            was_written, region.was_written = region.was_written, True
-            return not was_written
+        region = self._region(number)
+        was_written, region.was_written = region.was_written, True
+        return not was_written
 
-    def map_for_writing(self, number: int, fd: int) -> Mapping:
+    def map_shared(self, number: int, fd: int) -> Mapping:
         """Return the same, mapped now if it was not.
 
         Raises:
             OSError: the system refuses to map it.
         """
-        with self._lock:
-            region = self._region(number)
-            region.for_writing = region.for_writing or Mapping(fd, is_shared=True)
-            return region.for_writing
+        region = self._region(number)
+        with region.lock:
+            # A child could write to it when the region has bytes of another put.
+            region.shared = region.shared or Mapping(fd, is_shared=True, is_inherited=False)
+            return region.shared
 
     def drop(self, numbers: Iterable[int]) -> None:
         """Unmap regions that the service has dropped; of some, arrays of other processes may keep the memory."""
-        with self._lock:
-            dropped = [self._regions.pop(number, None) for number in numbers]
-        del dropped  # without the lock: the system takes 20 ms and more to unmap a GiB
+        for number in numbers:
+            self._used.pop(number, None)
 
-    def begin_lease(self, offer_id: bytes) -> Lease:
-        """Return the lease of a get that is about to take an offer."""
-        return Lease(partial(self._release, offer_id))
-
-    def reuse(self, lease: Lease, number: int, pages: Pages) -> Mapping | None:
-        """Return a mapping of a region, with a range that is the lease's from now on; None: it has to be mapped."""
-        with self._lock:
-            for each in self._region(number).for_reading:
+    def find(self, lease: Lease, number: int, pages: Pages | None) -> Mapping | None:
+        """Return a mapping of a region, see `map`; None: it has to be mapped."""
+        if pages is None:
+            return self.shared(number)
+        region = self._region(number)
+        with region.lock:
+            for each in region.for_reading:
                 if each.take(pages):
                     lease.pages.append((each, pages))
                     return each.mapping
         return None
 
-    def map(self, lease: Lease, number: int, fd: int, pages: Pages) -> Mapping:
+    def map(self, lease: Lease, number: int, fd: int, pages: Pages | None) -> Mapping:
         """Map memory for a lease, and keep the mapping of a region for later ones.
 
         Args:
             lease: uses the range from now on.
             number: of the region; 0: it is sealed memory.
             fd: its file descriptor.
-            pages: the range.
+            pages: the range; None: the shared mapping is meant, which is not written to.
 
         Raises:
             OSError: the system refuses to map it.
         """
+        if pages is None:
+            return self.map_shared(number, fd)
         each = ReadMapping(fd)
         each.take(pages)
         lease.pages.append((each, pages))
         if number:
-            with self._lock:
-                self._region(number).for_reading.append(each)
+            region = self._region(number)
+            with region.lock:
+                region.for_reading.append(each)
         return each.mapping
 
     def _region(self, number: int) -> _Region:
-        return self._regions.setdefault(number, _Region())
+        found = self._used.get(number)
+        if found is None:
+            key = os.getpid(), self._boot_id, number
+            found = self._used.setdefault(number, _regions.setdefault(key, _Region()))
+        return found

@@ -62,11 +62,8 @@ class Memory(Protocol):
     fd: int
     number: int
 
-    def sent_to(self, session: Session) -> None:
-        """Take note that a session has its file descriptor, and is to hear by `note_dropped` when it is dropped."""
-
-    def lease(self) -> None:
-        """Begin a lease: its bytes stay as they are."""
+    def lease(self, session: Session) -> None:
+        """Begin a lease: its bytes stay as they are. The session is to hear by `note_dropped` when it is dropped."""
 
     def end_lease(self, *, is_released: bool) -> None:
         """End one; `is_released`: the client has said that it does not use the memory any more."""
@@ -408,8 +405,6 @@ class Session:
                     f"{messages.MOST_FDS} of {len(offer.memories)}"
                 )
             offered = [offer.memories[index] for index in indexes]
-            for memory in offered:
-                memory.sent_to(self)
             dropped = [self._dropped.popleft() for _ in range(min(len(self._dropped), _MOST_DROPPED))]
             answer = TakeMemoryAnswer(fd_count=len(offered), dropped_regions=dropped)
             return SharedMemoryAnswer(take_memory=answer), [memory.fd for memory in offered]
@@ -425,7 +420,7 @@ class Session:
     def _begin_lease(self, offer: Offer) -> None:
         """Lease what was taken: from now on the lease keeps its bytes as they are, and not what has offered it."""
         for memory in offer.memories:
-            memory.lease()
+            memory.lease(self)
         self._leases[offer.offer_id] = offer
         offer.close()
 

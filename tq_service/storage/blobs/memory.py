@@ -79,10 +79,7 @@ class SharedMemory:
         self.number = 0
         self.memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
-    def sent_to(self, session: Session) -> None:
-        """Take note of a session that has its file descriptor; sealed memory is not kept mapped."""
-
-    def lease(self) -> None:
+    def lease(self, session: Session) -> None:
         """Begin a lease of a client; sealed memory needs none, since its bytes never change."""
 
     def end_lease(self, *, is_released: bool) -> None:

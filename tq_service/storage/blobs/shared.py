@@ -104,18 +104,15 @@ class Region(SharedMemory):
         self._on_unleased = on_unleased
         self._sessions: WeakSet[Session] = WeakSet()
 
-    def sent_to(self, session: Session) -> None:
-        """Take note of a session that has its file descriptor, to tell it when the region is dropped."""
-        self._sessions.add(session)
-
     def note_dropped(self) -> None:
-        """Tell the sessions that have mapped it that it will not be used again."""
+        """Tell the sessions that may have mapped it that it will not be used again."""
         for session in self._sessions:
             session.note_dropped(self.number)
 
-    def lease(self) -> None:
+    def lease(self, session: Session) -> None:
         """Begin a lease: it is not used again before that has ended."""
         self.lease_count += 1
+        self._sessions.add(session)
 
     def end_lease(self, *, is_released: bool) -> None:
         """End one; if the client did not release it, the region is not used again."""

@@ -3,7 +3,7 @@
 The int64 tables that cut jagged and object columns into rows (offsets and extents of these) are memory of the index,
 apart from the values, which may be anywhere; the values are one blob, column after column as they came. A blob that
 outlives the process begins with a copy of the tables, from which a recovered put has them: one file, one checksum.
-Values in memory shared with their client lie as `tq_service.wire.shared_memory` places them.
+Values in memory shared with their client lie as `place_columns` says.
 
 Rows of text are looked at as they come in: each is UTF-8. What msgpack says is not read here: decoding it costs a step
 in Python for each row, and its readers do it anyway.
@@ -35,7 +35,8 @@ from tq_service.schema import Encoding, FieldSpec
 from tq_service.storage.blobs.memory import Blob, BlobStore, Span, in_thread
 from tq_service.storage.blobs.shared import MemfdBlob
 from tq_service.wire.columns import ColumnShape, extent_count, fixed_row_bytes
-from tq_service.wire.shared_memory import close_all, place_columns
+from tq_service.wire.host_memory import place_columns
+from tq_service.wire.shared_memory import close_all
 
 Rows = NDArray[np.int64]
 Tables = bytearray | memoryview

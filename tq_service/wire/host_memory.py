@@ -1,0 +1,308 @@
+"""Memory of this process for the bytes of puts and gets: blocks that are used again, and what a device may copy from.
+
+::
+
+    BLOCKS   take: an unused block or a new one -> array -> its last view is gone -> unused -> used again, or freed
+    PINNED   pin: registered with the driver, once -> Pin -> the last reference to it is gone -> stays registered
+             until others need its share of TQ_PINNED_BYTES, or it is unmapped
+
+Pages that are new to a process cost the system more than the bytes cost to receive. Gets of 256 MiB were seen to vary
+from 0.5 to 2.2 GB/s, all of the difference being system time. A training loop gets batches of like size and drops them,
+so a few blocks are enough for all of them.
+
+Pinned are blocks for a device, buffers that loader workers fill, and regions of a storage service of this host. Copies
+of pageable memory are several times slower; it is used where no more may be pinned, or the system refuses.
+
+Arrays end in garbage collections, at any point of any thread: what is done then takes no locks.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from tq_service.errors import InvalidArgumentError
+from tq_service.log_message import LogMessage
+from tq_service.wire import cuda
+from tq_service.wire.mapping import HUGE_PAGE_BYTES, Bytes, Mapping
+
+if TYPE_CHECKING:
+    from tq_service.wire.cuda import Device
+
+_log = logging.getLogger(__name__)
+
+ALIGNMENT_BYTES: Final = 64
+"""Columns in one piece of memory start at multiples of it."""
+
+LIMIT_VARIABLE: Final = "TQ_PINNED_BYTES"
+_DEFAULT_LIMIT_BYTES: Final = 1 << 30
+
+# Below this malloc reuses memory well enough, see `keep_frame_buffers`.
+_SMALL_BYTES: Final = 4 << 20
+# For batches of a GiB; a process that gets smaller ones keeps the few blocks that it had in the last minute.
+_KEPT_BYTES: Final = 2 << 30
+_KEPT_SECONDS: Final = 60.0
+# A block may be this much larger than what is asked for: batches are of like size, not of the same.
+_MOST_SLACK: Final = 1.25
+
+
+def aligned(size: int) -> int:
+    """Return the next multiple of the alignment of columns."""
+    return -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def place_columns(sizes: Iterable[int]) -> tuple[list[int], int]:
+    """Return where columns of so many bytes start in one piece of memory, and the size of all in bytes."""
+    *starts, end = accumulate(map(aligned, sizes), initial=0)
+    return starts, end
+
+
+class Pin:
+    """Memory that stays pinned as long as this object exists.
+
+    Attributes:
+        mapping: the memory.
+    """
+
+    __slots__ = ("__weakref__", "mapping")
+
+    def __init__(self, mapping: Mapping) -> None:
+        self.mapping = mapping
+
+
+@dataclass(slots=True, eq=False)
+class _Pinned:
+    """A mapping that is pinned, and returns its pin if it is in use."""
+
+    address: int
+    size: int
+    is_shared: bool
+    mapping: weakref.ref[Mapping]
+    pin: Callable[[], Pin | None] = lambda: None
+
+    def use(self) -> Pin | None:
+        """Return its pin; None if it is being unmapped."""
+        mapping = self.mapping()
+        pin = self.pin() or (None if mapping is None else Pin(mapping))
+        if pin is not None:
+            self.pin = weakref.ref(pin)
+        return pin
+
+
+class PinnedMemory:
+    """Pins mappings up to a limit, of which those make way that were not in use for the longest. Threads may share it.
+
+    A mapping is unpinned before it is unmapped, and after the last copy that uses it: `keep` has its arrays until then.
+    The lock is reentrant for the finalizers of others, which can run at any point of a thread that has it.
+
+    Args:
+        limit_bytes: most bytes together; None: `TQ_PINNED_BYTES`, then 1 GiB.
+    """
+
+    def __init__(self, limit_bytes: int | None = None) -> None:
+        self._limit = limit_bytes
+        self._granted: dict[bool, int] = {}  # most bytes that the system pins of shared memory, and of other
+        self._lock = threading.RLock()
+        self._pinned: dict[int, _Pinned] = {}  # by address, the least recently used first
+        self._unpinned: deque[_Pinned] = deque()
+        self._copies: dict[cuda.Event, Sequence[Any]] = {}
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes that are pinned."""
+        with self._lock:
+            self.tidy()
+            return self._used_bytes()
+
+    def check_limit(self) -> None:
+        """Read the limit; raise InvalidArgumentError if `TQ_PINNED_BYTES` is not a number."""
+        self._limit_bytes()
+
+    def _limit_bytes(self) -> int:
+        if self._limit is None:
+            text = os.environ.get(LIMIT_VARIABLE) or str(_DEFAULT_LIMIT_BYTES)
+            if not text.isdecimal():
+                raise InvalidArgumentError(f"{LIMIT_VARIABLE} is {text!r}; expected a number of bytes. 0 pins none")
+            self._limit = int(text)
+        return self._limit
+
+    def _used_bytes(self, is_shared: bool | None = None) -> int:
+        return sum(each.size for each in self._pinned.values() if is_shared in (None, each.is_shared))
+
+    def _may_pin(self, mapping: Mapping) -> bool:
+        limit, size = self._limit_bytes(), mapping.size
+        granted = self._granted.get(mapping.is_shared, limit)
+        return self._used_bytes() + size <= limit and self._used_bytes(mapping.is_shared) + size <= granted
+
+    def pin(self, mapping: Mapping, device: Device) -> Pin | None:
+        """Pin a mapping, or find it pinned; None if it stays pageable.
+
+        It may be anonymous, or a shared one of a memfd: of a private one the driver would copy each page. A memfd
+        cannot be sealed against writing any more, which regions never are.
+        """
+        while mapping.size <= self._limit_bytes():
+            with self._lock:
+                self.tidy()
+                pinned = self._pinned.pop(mapping.address, None) or self._register(mapping, device)
+                if pinned is not None:
+                    self._pinned[mapping.address] = pinned
+                    return pinned.use()
+                copy = next(iter(self._copies), None)
+            if copy is None:
+                break
+            copy.synchronize()  # what it uses may make way then
+        return None
+
+    def find(self, array: Bytes) -> Pin | None:
+        """Return the pin of the memory that contains an array; None if the array is pageable."""
+        start = array.ctypes.data
+        with self._lock:
+            self.tidy()
+            for pinned in self._pinned.values():
+                if pinned.address <= start and start + array.size <= pinned.address + pinned.size:
+                    return pinned.use()
+        return None
+
+    def _register(self, mapping: Mapping, device: Device) -> _Pinned | None:
+        for other in list(self._pinned.values()):
+            if self._may_pin(mapping):
+                break
+            if other.pin() is None and (unused := other.mapping()) is not None:
+                with suppress(IndexError):  # it is being unmapped
+                    unused.on_unmap.pop()()
+                self.tidy()
+        if not self._may_pin(mapping):
+            return None
+        if not cuda.register(mapping.address, mapping.size, device):
+            kept = self._granted[mapping.is_shared] = self._used_bytes(mapping.is_shared)
+            _log.warning(
+                LogMessage(
+                    "memory could not be pinned; copies to and from the device are slower",
+                    bytes=mapping.size,
+                    is_shared=mapping.is_shared,
+                    kept=kept,
+                )
+            )
+            return None
+        pinned = _Pinned(mapping.address, mapping.size, mapping.is_shared, weakref.ref(mapping))
+        mapping.on_unmap.append(partial(self._unpin, pinned, partial(cuda.unregister, pinned.address, device)))
+        return pinned
+
+    def _unpin(self, pinned: _Pinned, unregister: Callable[[], None]) -> None:
+        unregister()
+        self._unpinned.append(pinned)
+
+    def keep(self, event: cuda.Event, *things: Any) -> None:
+        """Keep things that a copy reads or writes until its stream has reached an event."""
+        self._copies[event] = things
+
+    def tidy(self) -> None:
+        """Release what `keep` has for copies that are done, and account for what is no longer pinned."""
+        with self._lock:
+            for event in [event for event in list(self._copies) if event.query()]:
+                self._copies.pop(event, None)
+            while self._unpinned:
+                pinned = self._unpinned.popleft()
+                if self._pinned.get(pinned.address) is pinned:
+                    del self._pinned[pinned.address]
+
+
+class Blocks:
+    """Blocks of memory, which are used again when no array, view or tensor on them is left. Threads may share it.
+
+    Unused blocks are kept up to `kept_bytes` together and for `kept_seconds` each, checked whenever one is asked for or
+    comes back. All state is in a deque: a thread that looks at it while another does finds none, and makes a new block.
+
+    Args:
+        kept_bytes: most bytes of unused blocks.
+        kept_seconds: how long an unused block is kept.
+    """
+
+    def __init__(self, kept_bytes: int = _KEPT_BYTES, kept_seconds: float = _KEPT_SECONDS) -> None:
+        self._kept_bytes = kept_bytes
+        self._kept_seconds = kept_seconds
+        self._unused: deque[tuple[float, Mapping]] = deque()
+
+    def take(self, size: int, device: Device | None = None) -> Bytes:
+        """Return an array of `size` arbitrary bytes; for copies to and from a device: pinned if possible.
+
+        Forked children do not have an array for a device.
+        """
+        if size < _SMALL_BYTES and device is None:
+            return np.empty(size, np.uint8)
+        if device is not None:
+            PINNED.tidy()  # a block whose copy is done comes back
+        block = self._reused(size, is_inherited=device is None)
+        if block is None:
+            block = Mapping.anonymous(size, is_inherited=device is None)
+        return block.array(0, size, _Use(self, block, None if device is None else PINNED.pin(block, device)))
+
+    def take_columns(self, sizes: Sequence[int], device: Device) -> list[Bytes]:
+        """Return arrays of these sizes for a device, in one block, so that one copy takes all of them."""
+        starts, end = place_columns(sizes)
+        block = self.take(max(end, 1), device)
+        return [block[start : start + size] for start, size in zip(starts, sizes, strict=True)]
+
+    def _reused(self, size: int, *, is_inherited: bool) -> Mapping | None:
+        most = size * _MOST_SLACK + HUGE_PAGE_BYTES
+        unused = self._take_all()
+        fitting = (each for each in unused if each[1].is_inherited == is_inherited and size <= each[1].size <= most)
+        found = next(fitting, None)
+        self._keep(each for each in unused if each is not found)
+        return None if found is None else found[1]
+
+    def put_back(self, block: Mapping) -> None:
+        """Take note that a block is unused."""
+        if block.is_own:
+            self._keep([(time.monotonic(), block), *self._take_all()])
+
+    def _take_all(self) -> list[tuple[float, Mapping]]:
+        """Take the unused blocks, the latest first."""
+        taken = []
+        with suppress(IndexError):
+            while True:
+                taken.append(self._unused.pop())
+        return [each for each in taken if each[1].is_own]
+
+    def _keep(self, blocks: Iterable[tuple[float, Mapping]]) -> None:
+        """Keep blocks, the latest first, as far as the limits allow; the system gets the others back."""
+        oldest = time.monotonic() - self._kept_seconds
+        remaining = self._kept_bytes
+        for since, block in blocks:
+            if since >= oldest and block.size <= remaining:
+                remaining -= block.size
+                self._unused.appendleft((since, block))
+
+
+class _Use:
+    """A block as long as an array on it exists."""
+
+    __slots__ = ("_block", "_blocks", "_pin")
+
+    _is_finalizing = staticmethod(sys.is_finalizing)  # kept for the end of the process, when modules are empty
+
+    def __init__(self, blocks: Blocks, block: Mapping, pin: Pin | None) -> None:
+        self._blocks, self._block, self._pin = blocks, block, pin
+
+    def __del__(self) -> None:
+        if not self._is_finalizing():
+            self._pin = None  # before another thread has the block
+            self._blocks.put_back(self._block)
+
+
+# One of each per process, since clients and loaders share the limit, and batches outlive them.
+BLOCKS: Final = Blocks()
+PINNED: Final = PinnedMemory()

@@ -1,0 +1,178 @@
+"""Memory that this process maps: all of a memfd, or new memory of its own. A device may have it pinned.
+
+Mappings here keep no file descriptor open. Those of Python do, each its own: a process has not that many.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+Bytes: TypeAlias = NDArray[np.uint8]
+
+PAGE_BYTES: Final = mmap.PAGESIZE
+HUGE_PAGE_BYTES: Final = 2 << 20
+
+_MAP_FAILED: Final = ctypes.c_void_p(-1).value
+_MAP_NORESERVE: Final = 0x4000
+_READ_WRITE: Final = mmap.PROT_READ | mmap.PROT_WRITE
+_FILE_PAGE: Final = np.uint64(1 << 61)  # in /proc/self/pagemap: a page of the file, not a copy of this process
+_IN_USE: Final = np.uint64(3 << 62)  # there: a page in memory or in the swap
+
+
+@cache
+def _libc() -> Any:
+    library = ctypes.CDLL(None, use_errno=True)
+    library.mmap.restype = ctypes.c_void_p
+    library.mmap.argtypes = (
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_long,
+    )
+    library.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+    library.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return library
+
+
+def map_memory(fd: int, size: int, protection: int, flags: int, address: int | None = None) -> int:
+    """Map memory as mmap(2) does, and return its address.
+
+    Raises:
+        OSError: the system refuses it.
+    """
+    found: int | None = _libc().mmap(address, size, protection, flags, fd, 0)
+    if found is None or found == _MAP_FAILED:
+        raise _system_error(f"{size} bytes cannot be mapped")
+    return found
+
+
+def advise(address: int, size: int, advice: int) -> None:
+    """Advise the system about memory as madvise(2) does; other threads run meanwhile.
+
+    Raises:
+        OSError: the system refuses it.
+    """
+    if _libc().madvise(address, size, advice):
+        raise _system_error(f"the mapping of {size} bytes cannot be advised ({advice})")
+
+
+def _system_error(what: str) -> OSError:
+    number = ctypes.get_errno()
+    return OSError(number, f"{what}: {os.strerror(number)}")
+
+
+class Mapping:
+    """Memory that is mapped in this process until the last reference to this object is gone.
+
+    Args:
+        fd: a memfd, all of which is mapped, and which may be closed afterwards.
+        is_shared: whether writes go to the memfd; else they change only this mapping.
+        is_inherited: whether children have it that are forked.
+        is_populated: whether all of its pages are mapped now, instead of one by one when they are used.
+
+    Attributes:
+        address, size: its first byte in memory, and its number of bytes.
+        is_shared, is_inherited: as above.
+        on_unmap: has a function to be called before it is unmapped, by the one who removes it from here.
+
+    Raises:
+        OSError: the system refuses it.
+    """
+
+    _is_finalizing = staticmethod(sys.is_finalizing)  # kept for the end of the process, when modules are empty
+
+    def __init__(self, fd: int, *, is_shared: bool, is_inherited: bool = True, is_populated: bool = False) -> None:
+        flags = mmap.MAP_SHARED if is_shared else mmap.MAP_PRIVATE | _MAP_NORESERVE
+        flags |= getattr(mmap, "MAP_POPULATE", 0) if is_populated else 0
+        self._map(fd, os.fstat(fd).st_size, flags, is_inherited=is_inherited)
+
+    def _map(self, fd: int, size: int, flags: int, *, is_inherited: bool) -> None:
+        self.size = size
+        self.is_shared = bool(flags & mmap.MAP_SHARED)
+        self.is_inherited = is_inherited or not hasattr(mmap, "MADV_DONTFORK")
+        self.on_unmap: list[Callable[[], None]] = []
+        self._process_id = os.getpid()
+        self.address = map_memory(fd, size, _READ_WRITE, flags)
+        if not self.is_inherited:
+            advise(self.address, self.size, mmap.MADV_DONTFORK)
+
+    @classmethod
+    def anonymous(cls, size: int, *, is_inherited: bool) -> Mapping:
+        """Return new memory of at least `size` bytes, in huge pages if possible.
+
+        Args:
+            size: number of bytes.
+            is_inherited: whether forked children have it too. Pinned memory must not be: a page that is written to
+                after a fork is replaced by a copy, which is not pinned.
+        """
+        mapping = cls.__new__(cls)
+        rounded = -(-size // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+        mapping._map(-1, rounded, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, is_inherited=is_inherited)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with suppress(OSError):  # of a system without huge pages
+                advise(mapping.address, rounded, mmap.MADV_HUGEPAGE)
+        return mapping
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it was mapped by this process, and not before a fork."""
+        return self._process_id == os.getpid()
+
+    def array(self, start: int, size: int, owner: object = None) -> Bytes:
+        """Return an array on a part of it, which keeps it, and `owner`, as long as the array or a view of it."""
+        return np.asarray(_Part(self, start, size, owner))
+
+    def discard_changes(self, first_page: int, end_page: int) -> None:
+        """Drop the pages of a range that were written to, of a mapping that is not shared: it has the memfd's again."""
+        page, count = self.address // PAGE_BYTES + first_page, end_page - first_page
+        changed = _changed_pages(page, count)
+        if changed is None:
+            advise(page * PAGE_BYTES, count * PAGE_BYTES, mmap.MADV_DONTNEED)
+        elif changed.size:
+            for run in np.split(changed, np.flatnonzero(np.diff(changed) > 1) + 1):
+                advise((page + int(run[0])) * PAGE_BYTES, len(run) * PAGE_BYTES, mmap.MADV_DONTNEED)
+
+    def __del__(self) -> None:
+        if self._is_finalizing() or not hasattr(self, "address"):
+            return
+        if self.is_own:
+            with suppress(IndexError):
+                self.on_unmap.pop()()
+        if self.is_own or self.is_inherited:  # else the child may have other memory at this address
+            _libc().munmap(self.address, self.size)
+
+
+class _Part:
+    """The base of an array on a mapping."""
+
+    def __init__(self, mapping: Mapping, start: int, size: int, owner: object) -> None:
+        self._kept = mapping, owner
+        self.__array_interface__ = {
+            "data": (mapping.address + start, False),
+            "shape": (size,),
+            "typestr": "|u1",
+            "version": 3,
+        }
+
+
+def _changed_pages(first_page: int, count: int) -> NDArray[np.intp] | None:
+    """Return which pages of a private mapping are this process's own; None if the system does not tell."""
+    try:
+        with Path("/proc/self/pagemap").open("rb", buffering=0) as pagemap:
+            entries = np.frombuffer(os.pread(pagemap.fileno(), 8 * count, 8 * first_page), np.uint64)
+    except OSError:
+        return None
+    return np.flatnonzero((entries & _IN_USE != 0) & (entries & _FILE_PAGE == 0)) if len(entries) == count else None
