@@ -37,7 +37,7 @@ class _Case:
 
     flags: tuple[str, ...] = ()
     max_bytes: int | None = None
-    staleness_limits: tuple[tq.StalenessLimit, ...] = ()
+    admissions: tuple[tq.Admission, ...] = ()
 
 
 @dataclass(slots=True)
@@ -99,7 +99,7 @@ async def _overload(case: _Case, address: str, pid: int, put_count: int) -> _See
     async with tq.AsyncClient(address, timeout=60.0) as client:
         await client.put({"x": np.zeros(1)}, partition_id="first")  # what the first put of all sets up stays out
         await client.clear_partition("first")
-        await client.create_partition(_PARTITION, max_bytes=case.max_bytes, staleness_limits=case.staleness_limits)
+        await client.create_partition(_PARTITION, max_bytes=case.max_bytes, admissions=case.admissions)
     watching = asyncio.create_task(_watch(address, pid, seen, is_shared="off" not in case.flags))
     began_at = time.perf_counter()
     producers = [asyncio.create_task(_produce(address, put_count, seen)) for _ in range(_PRODUCER_COUNT)]
@@ -127,9 +127,7 @@ def run(options: Options) -> Report:
         "quota of the service, shared memory": _Case(flags=shared),
         "quota of the partition, wire": _Case(flags=wire, max_bytes=half),
         "quota of the partition, shared memory": _Case(flags=shared, max_bytes=half),
-        "64 samples ahead, wire": _Case(
-            flags=wire, staleness_limits=(tq.StalenessLimit(task_name=_TASK, max_samples=limit),)
-        ),
+        "64 samples ahead, wire": _Case(flags=wire, admissions=(tq.Admission(_TASK, limit),)),
     }
     expected = list(range(_PRODUCER_COUNT * put_count * _PUT_ROWS))
     rows: list[list[Cell]] = []
@@ -144,7 +142,7 @@ def run(options: Options) -> Report:
             name, len(expected) * _ROW_BYTES / _QUOTA_BYTES, resident,
             max(seen.stored_bytes for seen in runs) / _QUOTA_BYTES,
             max(seen.partition_bytes for seen in runs) / half if case.max_bytes else None,
-            max(seen.left_count for seen in runs) / limit if case.staleness_limits else None,
+            max(seen.left_count for seen in runs) / limit if case.admissions else None,
             waited, sum(sorted(seen.consumed) == expected for seen in runs) / len(runs),
         ])  # fmt: skip
     return Report(

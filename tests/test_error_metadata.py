@@ -36,7 +36,7 @@ PASSED_ON = {
 # for claims that were lost.
 MADE_BY_TABLE = {
     "BatchForgottenError", "ClaimReleasedError", "LeaseExpiredError", "SamplesClearedError",
-    "CallCancelledError", "DeadlineError", "QuotaExceededError", "StalenessLimitError", "UnauthenticatedError",
+    "CallCancelledError", "DeadlineError", "QuotaExceededError", "AdmissionLimitError", "UnauthenticatedError",
     "UnavailableError", "InternalError", "InvalidArgumentError",
 }  # fmt: skip
 

@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 from tq_service.errors import (
+    AdmissionLimitError,
     AlreadyExistsError,
     BatchForgottenError,
     CallCancelledError,
@@ -52,7 +53,6 @@ from tq_service.errors import (
     SnapshotDamagedError,
     StaleEpochError,
     StaleIncarnationError,
-    StalenessLimitError,
     SupersededError,
     TaskNotFoundError,
     TqError,
@@ -68,7 +68,7 @@ if TYPE_CHECKING:
     from tq_service.client.traces import trace
     from tq_service.custom_meta import JSON_NULL
     from tq_service.observe.clients import instrument
-    from tq_service.schema import FieldSpec, Layout, Published, SampleState, StalenessLimit
+    from tq_service.schema import Admission, FieldSpec, Layout, Published, SampleState
     from tq_service.wire.connection import Tls
     from tq_service.wire.objects import register_object_codec
 
@@ -76,6 +76,8 @@ __version__ = VERSION
 
 __all__ = [
     "JSON_NULL",
+    "Admission",
+    "AdmissionLimitError",
     "AlreadyExistsError",
     "AsyncClient",
     "BatchForgottenError",
@@ -125,8 +127,6 @@ __all__ = [
     "SnapshotDamagedError",
     "StaleEpochError",
     "StaleIncarnationError",
-    "StalenessLimit",
-    "StalenessLimitError",
     "SupersededError",
     "TaskNotFoundError",
     "Tls",
@@ -145,7 +145,7 @@ __all__ = [
 # Imported when they are asked for: the command line, health probes above all, does without clients and numpy.
 _LAZY: Final = {
     **dict.fromkeys(("AsyncClient", "BatchMeta", "Client"), "tq_service.client"),
-    **dict.fromkeys(("FieldSpec", "Layout", "Published", "StalenessLimit", "SampleState"), "tq_service.schema"),
+    **dict.fromkeys(("Admission", "FieldSpec", "Layout", "Published", "SampleState"), "tq_service.schema"),
     "JSON_NULL": "tq_service.custom_meta",
     "Tls": "tq_service.wire.connection",
     "instrument": "tq_service.observe.clients",

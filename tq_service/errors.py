@@ -269,10 +269,10 @@ class PermissionDeniedError(TqError, PermissionError):
     code = "PERMISSION_DENIED"
 
 
-class StalenessLimitError(ResourceExhaustedError):
-    """New samples would be further ahead of a task than a staleness limit of the partition allows."""
+class AdmissionLimitError(ResourceExhaustedError):
+    """More work would be outstanding for a task than an admission of the partition allows."""
 
-    reason = "STALENESS_LIMIT"
+    reason = "ADMISSION_LIMIT"
 
 
 class LimitExceededError(ResourceExhaustedError):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum, StrEnum
 from typing import Any
 
-from tq_service.schema import FieldSpec, StalenessLimit
+from tq_service.schema import Admission, FieldSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -273,15 +273,16 @@ class TaskStatus:
             factor e every 10 seconds. It starts from 0 with each start of the service.
         recent_batches: the last 16 batches that were planned for its ranks in this epoch, in order; a start of the
             service begins with none.
-        oldest_version: the lowest version of the samples that are left for it, live or held, by the column of its
-            staleness limit, else by "version"; None: no sample that is left has one, or it was not looked at yet. It
-            is as it was last looked at, a moment ago; None in what `watch` yields.
+        oldest_version: the lowest `version` of the samples that are left for it, live or held; None: no sample that is
+            left has one, or it was not looked at yet. It is as it was last looked at, a moment ago; None in what
+            `watch` yields.
         staleness_versions: how far the highest version of a sample of the partition is above `oldest_version`, which is
             how far producers are ahead of the task; None where that is None.
         leasing_claim_count: claims that have samples under a lease.
         leases: the 20 of these that were delivered first, in order; empty in what `watch` yields.
         trained_batch_count: batches of this epoch that were trained, see `advance`.
         saved_batch_count: batches of this epoch that a checkpoint of the trainer covers, see `advance`.
+        outstanding_count: units that are outstanding for it, as its admission counts them; None: it has none.
     """
 
     task_name: str
@@ -305,6 +306,7 @@ class TaskStatus:
     leases: tuple[ClaimLease, ...] = ()
     trained_batch_count: int = 0
     saved_batch_count: int = 0
+    outstanding_count: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -381,7 +383,7 @@ class PartitionDescription:
         custom_meta_columns: its custom_meta columns.
         used_bytes: bytes of the values of its samples; where a part of a put was freed, its share by number of cells.
         max_bytes: most bytes that they may take, None where that is not bounded.
-        staleness_limits: how far producers may be ahead of its tasks.
+        admissions: how much work may be outstanding for its tasks.
         waiting_put_count: puts of new samples that wait for capacity or for a task.
         declared_tasks: names of all tasks that may consume it; empty where any may.
         samples_per_round: samples of a round, where declared.
@@ -399,7 +401,7 @@ class PartitionDescription:
     custom_meta_columns: tuple[MetaColumnStatus, ...]
     used_bytes: int
     max_bytes: int | None
-    staleness_limits: tuple[StalenessLimit, ...]
+    admissions: tuple[Admission, ...]
     waiting_put_count: int
     declared_tasks: tuple[str, ...]
     samples_per_round: int | None

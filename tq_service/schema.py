@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import IntEnum, StrEnum
-from typing import Final, Literal
+from typing import Final, Literal, get_args
 
 from tq_service.errors import InvalidArgumentError
 
@@ -48,6 +48,7 @@ class SampleConsumption(IntEnum):
 
 BatchUnit = Literal["sample", "group"]
 Blocks = Literal["aligned", "anywhere"]
+GivenBack = Literal["delivered", "trained", "published"]
 KeyMode = Literal["upsert", "new", "existing"]
 ReadLayout = Literal["auto", "dense", "jagged"]
 Operator = Literal["==", "!=", "<", "<=", ">", ">=", "in"]
@@ -152,41 +153,47 @@ class FieldSpec:
         return f"{self.dtype or 'any dtype'} {self.layout or 'any layout'} {shape}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StalenessLimit:
-    """How far producers may be ahead of a task of a partition; puts of new samples wait for it.
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """How much work may be outstanding for a task of a partition; puts of new samples wait for their turn.
 
-    `max_samples` bounds in practice how late samples are trained on, see "Backpressure and staleness" in
-    docs/concepts.md for the formula; `max_versions` does not.
+    What a task has pending is outstanding, and what was delivered to it until it gives its place back. Samples that
+    fail, are cleared before their delivery, dead-lettered, or skipped with their group, give it back at once.
 
     Attributes:
-        task_name: the task. One that has not asked yet has all samples left to consume.
-        max_samples: most samples that the task may have left to consume; None: no bound.
-        max_versions: most that the version of a new sample may be above the lowest version that the task has left to
-            consume: the spread of versions; None: no bound. If nothing is left, any version may come.
-        version_column: the custom_meta column with the version of a sample; samples without one are not bounded by it.
+        task_name: the task. One that has not asked yet has all samples pending.
+        most: most units that may be outstanding, 1 or more.
+        unit: what `most` counts: samples, or groups; a sample without a group counts as one. Further members of a group
+            that has begun take no place.
+        given_back: when what was delivered gives its place back: at once ("delivered"), once its batch was trained or
+            its samples were acknowledged ("trained"), or with the next version of `policy` that is published after
+            that ("published").
+        policy: that of `given_back="published"`, in the client's namespace.
     """
 
     task_name: str
-    max_samples: int | None = None
-    max_versions: int | None = None
-    version_column: str = "version"
+    most: int
+    unit: BatchUnit = "sample"
+    given_back: GivenBack = "delivered"
+    policy: str = DEFAULT_POLICY
 
     def __post_init__(self) -> None:
-        if self.max_samples is None and self.max_versions is None:
-            raise InvalidArgumentError(
-                f"the staleness limit of task {self.task_name!r} bounds nothing; give max_samples, max_versions or "
-                f"both",
-                field="staleness_limits",
-            )
-        for name, value, least in (("max_samples", self.max_samples, 1), ("max_versions", self.max_versions, 0)):
-            if value is not None and value < least:
+        check_name("task_name", self.task_name)
+        check_name("policy", self.policy)
+        check_words: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+            ("unit", self.unit, get_args(BatchUnit)),
+            ("given_back", self.given_back, get_args(GivenBack)),
+        )
+        for name, word, words in check_words:
+            if word not in words:
                 raise InvalidArgumentError(
-                    f"{name} of the staleness limit of task {self.task_name!r} is {value}; give {least} or more",
-                    field="staleness_limits",
+                    f"{name} of the admission of task {self.task_name!r} is {word!r}; give one of {', '.join(words)}",
+                    field="admissions",
                 )
-        if not self.version_column:
-            raise InvalidArgumentError("version_column is empty; name a custom_meta column", field="staleness_limits")
+        if self.most < 1:
+            raise InvalidArgumentError(
+                f"most of the admission of task {self.task_name!r} is {self.most}; give 1 or more", field="admissions"
+            )
 
 
 _CONSUMED: Final = ("consumed_count", "kept_count")

@@ -148,8 +148,9 @@ async def with_a_declared_field(client, name):
     await client.create_partition(name, fields=[tq.FieldSpec("y", "int64", "dense", (2,))])
 
 
-async def with_a_staleness_limit(client, name):
-    await client.create_partition(name, staleness_limits=[tq.StalenessLimit(task_name="t", max_versions=2)])
+async def with_an_admission(client, name):
+    await client.create_partition(name, admissions=[tq.Admission("t", 1, "group")])
+    await client.put({"x": np.arange(1)}, partition_id=name, groups=["begun"])
 
 
 def row(number):
@@ -186,10 +187,10 @@ REFUSALS = {
         with_a_declared_field,
         lambda n, meta: {"data": {"y": np.full((1, 2 if n != REFUSED else 3), n)}},
     ),
-    "version": (
-        with_a_staleness_limit,
+    "admission": (
+        with_an_admission,
         lambda n, meta: {
-            "custom_meta": [{"version": 0 if n != REFUSED else 9}],
+            "groups": ["begun" if n != REFUSED else "one too many"],
             "timeout": 60 if n != REFUSED else 1,  # it waits for the limit
         },
     ),

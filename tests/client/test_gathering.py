@@ -3,12 +3,9 @@
 import asyncio
 import pickle
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 from client_support import make_client
 from fake_server import FakeController, FakeStorage, Script, abort_with, serving
 from gathered_puts import COUNT, REFUSALS, Sent, assert_alike, at_once, many_threads, outcomes_of, row, seen, values_of
@@ -18,9 +15,8 @@ from live_server import LiveServer, LoopThread
 from property_settings import examples
 
 import tq_service as tq
-from tq_service.client.gathering import MOST_ROWS, Lines
+from tq_service.client.gathering import MOST_ROWS
 from tq_service.client.requests import new_id
-from tq_service.client.transport import Deadline
 from tq_service.v1 import commit_pb2, metadata_pb2
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1 import storage_service_pb2 as storage_pb
@@ -413,8 +409,8 @@ async def test_a_closed_client_does_not_wait_for_puts_that_nobody_answers(kind):
 
 
 async def test_puts_that_wait_for_capacity_do_not_wait_for_each_other(client):
-    limit = tq.StalenessLimit(task_name="t", max_samples=3)
-    await client.create_partition("p", staleness_limits=[limit])
+    limit = tq.Admission("t", 3)
+    await client.create_partition("p", admissions=[limit])
     many_threads()
     calls = [
         asyncio.ensure_future(client.put({"x": [number]}, partition_id="p", groups=[f"g{number}"]))
@@ -431,8 +427,8 @@ async def test_puts_that_wait_for_capacity_do_not_wait_for_each_other(client):
 
 
 async def test_a_member_of_a_group_passes_puts_without_capacity(client):
-    limit = tq.StalenessLimit(task_name="t", max_samples=2)
-    await client.create_partition("p", staleness_limits=[limit])
+    limit = tq.Admission("t", 2)
+    await client.create_partition("p", admissions=[limit])
     many_threads()
     await client.put({"x": [0]}, partition_id="p", groups=["begun"])
     waiting = [
@@ -452,126 +448,3 @@ async def test_a_partition_is_sealed_by_the_put_that_reaches_its_size(client):
     refused = [each for each in outcomes if isinstance(each, tq.PartitionSealedError)]
     assert len(refused) == COUNT - 8
     assert (await client.describe_partition("p")).summary.inserted_count == 8
-
-
-async def test_versions_that_are_too_far_apart_are_not_let_in_together(client):
-    limit = tq.StalenessLimit(task_name="t", max_versions=2)
-    await client.create_partition("p", staleness_limits=[limit])
-    many_threads()
-    sent = Sent(client, is_held=True)
-    calls = [
-        asyncio.ensure_future(
-            client.put({"x": [version]}, partition_id="p", custom_meta=[{"version": version}], timeout=2)
-        )
-        for version in (1, 2, 3, 4, 9, 10)
-    ]
-    await sent.until(6)
-    sent.let_go()
-    outcomes = await asyncio.gather(*calls, return_exceptions=True)
-    versions = [meta.custom_meta[0]["version"] for meta in outcomes if not isinstance(meta, Exception)]
-    assert max(versions) - min(versions) <= 2
-    assert {type(each) for each in outcomes if isinstance(each, Exception)} == {tq.StalenessLimitError}
-
-
-async def test_rows_of_several_puts_are_no_blocks_of_one(client):
-    await at_once(client, [{"data": {"x": [1, 2]}, "partition_id": "p"}] * COUNT)
-    with pytest.raises(tq.InvalidArgumentError, match="samples were put in steps of 2"):
-        await client.get_meta(
-            partition_id="p",
-            task_name="t",
-            data_fields=["x"],
-            batch_size=4,
-            sampler="grpo_group_n",
-            sampler_config={"n_samples_per_prompt": 4},
-            dp_rank=0,
-            dp_size=1,
-            batch_index=0,
-        )
-
-
-# Values
-
-
-async def test_values_of_every_kind_come_back_to_their_caller(client):
-    def data_of(number):
-        return {
-            "scalar": torch.tensor([number], dtype=torch.bfloat16),
-            "matrix": np.full((1, 2, 3), number),
-            "jagged": torch.nested.as_nested_tensor([torch.full((number + 1,), number)], layout=torch.jagged),
-            "tokens": [list(range(number % 3 + 1))],
-            "varied": torch.full((1, 2, number % 4), number),
-            "text": [f"text {number}"],
-            "object": [{"number": number, "list": [1] * number}],
-            "empty": torch.zeros(1, 0),
-        }
-
-    sent, metas = await at_once(client, [{"data": data_of(number), "partition_id": "p"} for number in range(COUNT)])
-    assert max(sent.row_counts) > 1
-    for number, meta in enumerate(metas):
-        back = await client.get_data(meta)
-        for name, values in data_of(number).items():
-            if isinstance(values, list) and name != "tokens":
-                assert list(back[name]) == values
-            else:
-                rows = values.unbind() if getattr(values, "is_nested", False) else values
-                assert torch.equal(torch.as_tensor(back[name][0]), torch.as_tensor(rows[0]))
-
-
-async def test_what_a_caller_changes_after_its_deadline_is_not_sent(kind):
-    async def behave(count, request, context):
-        if count <= 2:
-            await let_go.wait()
-            await abort_with(context, tq.UnavailableError("for now"))
-
-    many_threads()
-    let_go = asyncio.Event()
-    storage = SlowStorage(behave)
-    values = [np.array([number]) for number in range(COUNT)]
-    async with embedded(storage) as address:
-        client = make_client(kind, address, timeout=60)
-        sent = Sent(client)
-        calls = [
-            asyncio.ensure_future(client.put({"x": value}, partition_id="p", timeout=0.5 if number == 11 else 60))
-            for number, value in enumerate(values)
-        ]
-        await sent.until(COUNT)
-        with pytest.raises(tq.DeadlineError):
-            await calls[11]
-        values[11][:] = 99
-        let_go.set()
-        await asyncio.gather(*calls[:11])
-        await client.aclose()
-    sent_values = b"".join(storage_pb.PutInlineRequest.FromString(each).values for each in storage.requests)
-    assert 99 not in np.frombuffer(sent_values, np.int64)
-
-
-async def test_threads_that_share_a_client_each_get_their_samples(service):
-    def work(number):
-        return [client.put({"x": [number * 100 + turn]}, partition_id="p").global_indexes[0] for turn in range(20)]
-
-    with tq.Client(service, timeout=60) as client, ThreadPoolExecutor(16) as pool:
-        sent = Sent(client)
-        loop = asyncio.get_running_loop()
-        found = await asyncio.gather(*(loop.run_in_executor(pool, work, number) for number in range(16)))
-        indexes = [index for each in found for index in each]
-        assert sorted(indexes) == list(range(16 * 20))
-        assert len(sent.joints) < 16 * 20
-        named = [(number * 100 + turn) for number in range(16) for turn in range(20)]
-        meta = (await asyncio.to_thread(client.lookup_samples, "p", global_indexes=indexes))[0]
-        assert (await asyncio.to_thread(client.get_data, meta))["x"].tolist() == named
-
-
-def test_a_caller_is_woken_only_when_its_put_is_over():
-    class Noting:
-        woken = None
-
-        def set(self):
-            self.woken = None if self.woken is None else member.is_over
-
-    lines, put = Lines(), SimpleNamespace(size_bytes=0, write=SimpleNamespace(row_count=1))
-    signal = Noting()
-    member = lines.join("alike", put, Deadline.after(60), signal)
-    batch = lines.take(member)
-    signal.woken = False
-    lines.end(batch, None)
-    assert signal.woken

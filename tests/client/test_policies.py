@@ -276,6 +276,43 @@ async def test_versions_and_progress_outlive_the_process_and_are_in_checkpoints(
         await client.aclose()
 
 
+async def test_a_put_waits_until_the_version_that_a_batch_made_is_published(kind, tmp_path):
+    """In a namespace, over a restart, and from a checkpoint."""
+    settings = ServeSettings(host="127.0.0.1", port=0, data_dir=tmp_path / "data", checkpoint_dir=tmp_path / "saved")
+
+    def connect(app):
+        return make_client(kind, f"127.0.0.1:{app.port}", timeout=20, namespace="run-7")
+
+    async with running(settings) as app:
+        client = connect(app)
+        admission = tq.Admission("train", 2, given_back="published", policy="actor")
+        await client.create_partition("p", admissions=[admission])
+        assert (await client.describe_partition("p")).admissions == (admission,)
+        await put(client, 0, 0)
+        await client.get_meta(**RANK, batch_index=0, max_wait=0.0)
+        with pytest.raises(tq.AdmissionLimitError, match="1 of them delivered and not published yet") as raised:
+            await put(client, 0, timeout=0.2)
+        assert raised.value.metadata["unit"] == "sample"
+        await client.advance("p", "train", trained=0)
+        await client.checkpoint("here")
+        await client.aclose()
+    for start in ("recovered", "restored"):
+        async with running(settings) as app:
+            client = connect(app)
+            if start == "restored":
+                await client.restore("here", replace=True)
+            (task,) = (await client.describe_partition("p")).tasks
+            assert (task.outstanding_count, task.pending_count) == (2, 1)
+            waits = asyncio.ensure_future(put(client, 0))
+            while not (await client.describe_partition("p")).waiting_put_count:
+                assert not waits.done()
+            await client.publish_version(3, policy="another")
+            assert (await client.describe_partition("p")).waiting_put_count == 1
+            await client.publish_version(4, policy="actor")
+            assert (await waits).size == 1
+            await client.aclose()
+
+
 async def test_versions_are_among_the_metrics_and_in_the_status(kind):
     async with running(ServeSettings(host="127.0.0.1", port=0, metrics_port=0)) as app:
         client = make_client(kind, f"127.0.0.1:{app.port}", timeout=20)

@@ -27,7 +27,7 @@ from tq_service.results import (
     TaskStatus,
     WaitReason,
 )
-from tq_service.schema import FieldSpec, StalenessLimit
+from tq_service.schema import Admission, FieldSpec
 from tq_service.state.plan import BatchSpec, Condition, Order
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1 import metadata_pb2
@@ -96,7 +96,7 @@ def test_messages_in_messages_become_dataclasses():
         fields=[pb.FieldStatus(spec=metadata_pb2.FieldSpec(name="x", dtype="int64"), produced_count=3)],
         tasks=[pb.TaskStatus(task_name="t", dead_lettered_indexes=[3, 1])],
         custom_meta_columns=[pb.MetaColumnStatus(name="version", kind="int64", has_json=True)],
-        staleness_limits=[pb.StalenessLimit(task_name="t", max_samples=7)],
+        admissions=[pb.Admission(task_name="t", most=7)],
     )
     description = read_message(PartitionDescription, message)
     assert (description.summary.partition_id, description.summary.incarnation) == ("train", b"i" * 16)
@@ -104,7 +104,7 @@ def test_messages_in_messages_become_dataclasses():
     assert description.fields == (FieldStatus(spec=FieldSpec("x", "int64"), produced_count=3),)
     assert description.tasks[0].dead_lettered_indexes == (3, 1)
     assert description.custom_meta_columns == (MetaColumnStatus(name="version", kind="int64", has_json=True),)
-    assert description.staleness_limits == (StalenessLimit(task_name="t", max_samples=7),)
+    assert description.admissions == (Admission("t", 7),)
     hash(description)  # nothing of protobuf is left in it
 
 
@@ -115,19 +115,21 @@ def test_what_is_otherwise_in_the_message_is_given():
 
 
 def test_objects_become_messages_and_come_back():
-    limit = StalenessLimit(task_name="t", max_versions=0, version_column="step")
-    message = to_message(pb.StalenessLimit, limit)
-    assert (message.HasField("max_samples"), message.HasField("max_versions")) == (False, True)
-    assert read_message(StalenessLimit, message) == limit
+    reason = WaitReason(code="NO_SAMPLES", text="none", task_name="t", data_fields=("x",), waiting_count=2)
+    assert read_message(WaitReason, to_message(pb.WaitReason, reason)) == reason
     summary = PartitionSummary(partition_id="p", incarnation=b"", inserted_count=2, present_count=1, sealed=True)
     assert read_message(PartitionSummary, to_message(pb.PartitionSummary, summary)) == summary
     assert to_message(pb.PartitionSummary, summary, present_count=5).present_count == 5
 
 
 def test_what_is_empty_has_the_default_of_the_dataclass():
-    message = pb.StalenessLimit(task_name="t", max_samples=7)
-    assert read_message(StalenessLimit, message) == StalenessLimit(task_name="t", max_samples=7)
-    assert not message.version_column
+    message = pb.Admission(task_name="t", most=7)
+    assert read_message(Admission, message) == Admission("t", 7, "sample", "delivered", "default")
+    assert not (message.policy or message.unit or message.given_back)
+    message = pb.Admission(
+        task_name="t", most=7, unit=pb.BATCH_UNIT_GROUP, given_back=pb.GIVEN_BACK_PUBLISHED, policy="actor"
+    )
+    assert read_message(Admission, message) == Admission("t", 7, "group", "published", "actor")
 
 
 def test_words_and_values_are_read_as_what_they_mean():
@@ -181,7 +183,7 @@ def test_dataclasses_become_messages_in_messages():
         custom_meta_columns=(MetaColumnStatus(name="v", kind="", has_json=True),),
         used_bytes=8,
         max_bytes=9,
-        staleness_limits=(StalenessLimit(task_name="t", max_versions=0),),
+        admissions=(),
         waiting_put_count=0,
         declared_tasks=("t",),
         samples_per_round=4,

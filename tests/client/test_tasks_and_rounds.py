@@ -55,8 +55,8 @@ async def test_what_cannot_be_declared_is_refused(client):
         ({"tasks": ["a", "a"]}, "tasks"),
         ({"tasks": [""]}, "tasks"),
         ({"tasks": "train"}, "tasks"),
-        ({"tasks": ["train"], "staleness_limits": [tq.StalenessLimit(task_name="t", max_samples=1)]},
-         "staleness_limits"),
+        ({"tasks": ["train"], "admissions": [tq.Admission("t", 1)]},
+         "admissions"),
         ({"samples_per_round": 0}, "samples_per_round"),
     ):  # fmt: skip
         with pytest.raises(tq.InvalidArgumentError) as raised:

@@ -9,18 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from property_settings import examples
 
-from tq_service.custom_meta import MetaColumn
 from tq_service.errors import CallCancelledError, ResourceExhaustedError
 from tq_service.machine.samples import SampleWrite
-from tq_service.schema import FieldSpec, Layout, SampleState, StalenessLimit
+from tq_service.schema import Admission, FieldSpec, Layout, SampleState
 from tq_service.serving.admission import AdmissionQueue
 from tq_service.state.cells import ColumnWrite, Put
 from tq_service.state.partition import Partition, PartitionSettings
 
-MAX_BYTES, MAX_SAMPLES, MAX_VERSIONS = 100, 12, 2
+MAX_BYTES, MAX_SAMPLES = 100, 12
 SETTINGS = PartitionSettings(
     max_bytes=MAX_BYTES,
-    staleness_limits=(StalenessLimit(task_name="t", max_samples=MAX_SAMPLES, max_versions=MAX_VERSIONS),),
+    admissions=(Admission("t", MAX_SAMPLES),),
 )
 SPEC = FieldSpec("x", dtype="uint8", layout=Layout.DENSE, row_shape=(1,))
 
@@ -31,7 +30,6 @@ class ModelPut:
 
     write: SampleWrite
     request_id: bytes
-    version: int
     size: int
     call: asyncio.Task = None
     rows_left: dict = field(default_factory=dict)  # global index -> whether the task has it left to consume
@@ -43,15 +41,14 @@ class Driver:
         self.line = AdmissionQueue(self.partition)
         self.waiting, self.let_in, self.written = [], [], []
 
-    async def put(self, count, size, version):
+    async def put(self, count, size):
         column = ColumnWrite(spec=SPEC, value_bytes=size)
         write = SampleWrite(
             row_count=count,
-            meta=[MetaColumn(name="version", values=np.full(count, version), present=np.ones(count, bool))],
             put=Put("s", BOOT, new_id()),
             columns=[column],
         )
-        put = ModelPut(write=write, request_id=new_id(), version=version, size=size)
+        put = ModelPut(write=write, request_id=new_id(), size=size)
         put.call = asyncio.create_task(self.line.enter(put.request_id, write, size, None))
         self.waiting.append(put)
         await turns()
@@ -133,10 +130,7 @@ class Driver:
         used = self.partition.cells.used_bytes + sum(each.size for each in self.let_in) + put.size
         left = sum(sum(each.rows_left.values()) for each in self.written)
         left += sum(each.write.row_count for each in self.let_in) + put.write.row_count
-        versions = [each.version for each in self.written if any(each.rows_left.values())]
-        versions += [each.version for each in self.let_in]
-        distance = put.version - min(versions, default=put.version)
-        return used > MAX_BYTES or left > MAX_SAMPLES or distance > MAX_VERSIONS
+        return used > MAX_BYTES or left > MAX_SAMPLES
 
     def check(self):
         for put in [
@@ -152,8 +146,8 @@ class Driver:
 
 
 ACTIONS = st.one_of(
-    st.tuples(st.just("put"), st.integers(1, 14), st.integers(0, 110), st.integers(0, 6)),
-    st.tuples(st.sampled_from(["put"]), st.integers(1, 4), st.integers(0, 30), st.integers(0, 4)),
+    st.tuples(st.just("put"), st.integers(1, 14), st.integers(0, 110)),
+    st.tuples(st.sampled_from(["put"]), st.integers(1, 4), st.integers(0, 30)),
     st.tuples(st.sampled_from(["cancel", "retry", "finish", "finish", "give_up", "consume", "consume", "fail", "clear",
                                "reset"]), st.integers(0, 9)),
 )  # fmt: skip

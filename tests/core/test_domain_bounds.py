@@ -25,6 +25,7 @@ from domain_support import (
 
 from tq_service.admission_turn import PASSED_SECONDS, TURN_SECONDS
 from tq_service.errors import (
+    AdmissionLimitError,
     AlreadyExistsError,
     CallCancelledError,
     FieldMismatchError,
@@ -32,13 +33,12 @@ from tq_service.errors import (
     PartitionClearedError,
     PartitionSealedError,
     QuotaExceededError,
-    StalenessLimitError,
     UnavailableError,
 )
 from tq_service.samplers import PlanRunner
-from tq_service.schema import EndCounts, FieldSpec, Layout, StalenessLimit
+from tq_service.schema import Admission, EndCounts, FieldSpec, Layout
 from tq_service.serving import admission as queue
-from tq_service.serving.admission import AdmissionQueue, Bound, demand_of
+from tq_service.serving.admission import AdmissionQueue, demand_of
 from tq_service.serving.catalog import Catalog
 from tq_service.state.cells import ColumnWrite
 from tq_service.state.partition import Partition, PartitionSettings
@@ -52,10 +52,8 @@ def column(name, value_bytes):
 
 
 def bounded(**settings):
-    staleness_limits = (
-        (StalenessLimit(task_name="t", **settings.pop("staleness_limits")),) if "staleness_limits" in settings else ()
-    )
-    return Partition("p", PartitionSettings(staleness_limits=staleness_limits, **settings))
+    admissions = (Admission("t", **settings.pop("admission")),) if "admission" in settings else ()
+    return Partition("p", PartitionSettings(admissions=admissions, **settings))
 
 
 def used(partition):
@@ -98,16 +96,15 @@ def test_the_last_cell_of_a_put_gives_the_rest_back_whatever_the_shares_were():
 
 
 def test_samples_left_are_those_that_a_task_may_still_get():
-    train = bounded(staleness_limits={"max_samples": 100})
-    bound = Bound(train, "max_samples", 100, "t")
+    train = bounded(admission={"most": 100})
+    task = task_of(train, "t")
     rows = insert(train, 6)
     insert(train, 2, state="held")
     insert(train, 1, state="failed")
-    assert bound.used() == 8  # it has not asked: all
-    task = task_of(train, "t")
+    assert task.outstanding_count == 8  # it has not asked: all
     clear(train, np.array(rows[:1]))
     update(train, rows[1:2], state="failed")
-    assert (bound.used(), task.backlog) == (6, 6)
+    assert (task.outstanding_count, task.backlog) == (6, 6)
 
 
 def test_existing_samples_need_no_capacity():
@@ -132,17 +129,11 @@ def test_what_the_partition_would_refuse_is_refused_before_it_waits():
         demand_of(train, new_write(1, ["x"]), 4)
 
 
-def test_versions_that_bound_are_numbers():
-    train = bounded(staleness_limits={"max_versions": 1})
-    with pytest.raises(InvalidArgumentError, match="numbers"):
-        demand_of(train, new_write(1, ["x"], meta=[{"version": "three"}]), 4)
-
-
 @pytest.mark.parametrize(
     ("settings", "arguments", "error", "bound"),
     [
         ({"max_bytes": 10}, {"value_bytes": 11}, QuotaExceededError, "max_bytes"),
-        ({"staleness_limits": {"max_samples": 2}}, {"value_bytes": 1}, StalenessLimitError, "max_samples"),
+        ({"admission": {"most": 2}}, {"value_bytes": 1}, AdmissionLimitError, "most"),
     ],
 )
 async def test_what_never_fits_is_refused_at_once_and_says_by_which_bound(settings, arguments, error, bound):
@@ -157,29 +148,8 @@ async def test_what_never_fits_is_refused_at_once_and_says_by_which_bound(settin
 # Waiting
 
 
-async def test_versions_ahead_of_the_oldest_that_is_left_wait():
-    train = bounded(staleness_limits={"max_versions": 2, "version_column": "policy"})
-    line = AdmissionQueue(train)
-
-    async def put(version):
-        write = new_write(1, ["x"], meta=[{"policy": version}])
-        with await line.enter(new_id(), write, 4, None):
-            return list(write_to(train, write).global_indexes)
-
-    await put(5)  # nothing is left, so any version may come
-    await put(7)
-    ahead = asyncio.create_task(put(8))
-    await turns()
-    assert not ahead.done()
-    clear(train, np.array([0]))  # version 5; the oldest is 7 now
-    assert await ahead == [2]
-    without = new_write(1, ["x"])
-    with await line.enter(new_id(), without, 4, None):  # a sample without a version is not bounded by it
-        write_to(train, without)
-
-
 async def test_the_deadline_says_which_bound_and_when_to_try_again():
-    train = bounded(max_bytes=10, staleness_limits={"max_samples": 100})
+    train = bounded(max_bytes=10, admission={"most": 100})
     line = AdmissionQueue(train)
     insert(train, 1, [column("x", 8)])
     with pytest.raises(QuotaExceededError, match="until the deadline") as caught:
@@ -209,56 +179,56 @@ class Clock:
 
 
 async def test_a_put_that_fits_passes_one_that_waits_for_consumption():
-    """Here the sample for which the trainer waits is behind one of too new a version."""
+    """Here the sample for which the trainer waits is behind a put that is too large for now."""
     catalog = Catalog(PlanRunner())
-    settings = PartitionSettings(staleness_limits=(StalenessLimit(task_name="t", max_versions=1),))
+    settings = PartitionSettings(admissions=(Admission("t", 4),))
     train = catalog.create("train", settings)
     line = catalog.admission_queue("train")
-    insert(catalog, 3, meta=[{"version": 0}] * 3)
+    insert(catalog, 3)
     trainer = asyncio.create_task(catalog.claim("train", b"", asks(batch_size=4), 30))
     await turns()
-    newer = asyncio.create_task(line.enter(new_id(), new_write(1, ["x"], meta=[{"version": 2}]), 4, None))
+    larger = asyncio.create_task(line.enter(new_id(), new_write(2, ["x"]), 4, None))
     await turns()
-    write = new_write(1, ["x"], meta=[{"version": 0}])
+    write = new_write(1, ["x"])
     with await line.enter(new_id(), write, 4, time.monotonic() + 5):
         write_to(catalog, write)
     assert (await trainer).answer.rows.tolist() == [0, 1, 2, 3]
-    assert (await newer).demand.sample_count == 1
+    assert (await larger).demand.sample_count == 2
     assert train.tasks["t"].backlog == 0
 
 
 @pytest.mark.parametrize(
     "settings",
-    [{"max_bytes": 12}, {"staleness_limits": {"max_samples": 3}}, {"staleness_limits": {"max_versions": 0}}],
+    [{"max_bytes": 12}, {"admission": {"most": 3}}, {"admission": {"most": 3, "unit": "group"}}],
 )
 async def test_members_of_a_group_that_has_begun_are_not_refused_by_a_limit_that_it_has_passed(settings):
     train = bounded(**settings)
     line = AdmissionQueue(train)
 
-    def member(group, version):
-        return new_write(1, [column("x", 4)], groups=[group], group_size=3, meta=[{"version": version}])
+    def member(group):
+        return new_write(1, [column("x", 4)], groups=[group], group_size=3)
 
     for group in "abc":
-        write = member(group, 0)
+        write = member(group)
         with await line.enter(new_id(), write, 4, None):
             write_to(train, write)
-    first = asyncio.create_task(line.enter(new_id(), member("d", 1), 4, None))
-    second = asyncio.create_task(line.enter(new_id(), member("d", 1), 4, None))
+    first = asyncio.create_task(line.enter(new_id(), member("d"), 4, None))
+    second = asyncio.create_task(line.enter(new_id(), member("d"), 4, None))
     await turns()
     for group in "abc" * 2:
-        write = member(group, 1)
+        write = member(group)
         with await line.enter(new_id(), write, 4, time.monotonic() + 5):
             write_to(train, write)
     await turns()
     assert not first.done()
-    write_to(train, member("d", 1))  # the group has begun while its members waited
+    write_to(train, member("d"))  # the group has begun while its members waited
     line.wake()
     assert (await second).demand is None
     assert (await first).demand is None
 
 
 async def test_a_large_put_has_a_turn_in_which_nothing_passes_it_and_no_longer():
-    train, clock = bounded(staleness_limits={"max_samples": 4}), Clock()
+    train, clock = bounded(admission={"most": 4}), Clock()
     line = AdmissionQueue(train, clock=clock)
     insert(train, 2)
 
@@ -272,9 +242,11 @@ async def test_a_large_put_has_a_turn_in_which_nothing_passes_it_and_no_longer()
     clock.now += PASSED_SECONDS - 1
     await put(1)
     clock.now += 1
-    with pytest.raises(StalenessLimitError, match="with a put of 4 samples in front") as caught:
+    with pytest.raises(AdmissionLimitError, match="with a put of 4 samples in front") as caught:
         await put(1, clock.now)
-    assert caught.value.metadata == {"limit_name": "max_samples", "got": "7", "limit": "4", "task_name": "t"}
+    assert caught.value.metadata == {
+        "limit_name": "most", "got": "7", "limit": "4", "task_name": "t", "unit": "sample",
+    }  # fmt: skip
     small = asyncio.create_task(put(1))
     await turns()
     assert not small.done()
@@ -297,7 +269,7 @@ async def test_a_large_put_has_a_turn_in_which_nothing_passes_it_and_no_longer()
 
 
 async def test_a_large_put_that_waits_is_not_looked_at_again_for_each_clear(monkeypatch):
-    train = bounded(staleness_limits={"max_samples": 10})
+    train = bounded(admission={"most": 10})
     line, looks = AdmissionQueue(train), []
     insert(train, 10)
     monkeypatch.setattr(queue, "demand_of", lambda *arguments: looks.append(1) or demand_of(*arguments))
@@ -328,14 +300,13 @@ async def test_after_a_change_few_of_the_puts_that_wait_are_looked_at_and_a_new_
 
 async def test_a_deadlock_is_called_one():
     catalog = Catalog(PlanRunner())
-    limits = (StalenessLimit(task_name="t", max_samples=4, max_versions=2),)
-    catalog.create("train", PartitionSettings(staleness_limits=limits))
+    catalog.create("train", PartitionSettings(admissions=(Admission("t", 1),)))
     line = catalog.admission_queue("train")
     insert(catalog, 1, meta=[{"version": 0}])
 
     async def refusal():
-        with pytest.raises(StalenessLimitError) as caught:
-            await line.enter(new_id(), new_write(1, ["x"], meta=[{"version": 3}]), 4, time.monotonic() + 0.01)
+        with pytest.raises(AdmissionLimitError) as caught:
+            await line.enter(new_id(), new_write(1, ["x"]), 4, time.monotonic() + 0.01)
         return str(caught.value)
 
     assert "deadlock" not in await refusal()
@@ -357,7 +328,7 @@ async def test_a_deadlock_is_called_one():
 
 
 async def test_keys_that_become_known_meanwhile_need_no_capacity():
-    train = bounded(staleness_limits={"max_samples": 2})
+    train = bounded(admission={"most": 2})
     line = AdmissionQueue(train)
     insert(train, 1, keys=["a"])
     waiting = asyncio.create_task(line.enter(new_id(), new_write(2, ["x"], keys=["b", "c"]), 4, None))
@@ -368,7 +339,7 @@ async def test_keys_that_become_known_meanwhile_need_no_capacity():
 
 
 async def test_a_seal_ends_the_wait():
-    train = bounded(staleness_limits={"max_samples": 2})
+    train = bounded(admission={"most": 2})
     line = AdmissionQueue(train)
     insert(train, 2)
     waiting = asyncio.create_task(line.enter(new_id(), new_write(1, ["x"]), 4, None))
@@ -379,7 +350,7 @@ async def test_a_seal_ends_the_wait():
 
 
 async def test_a_retry_of_what_was_let_in_takes_its_capacity_over():
-    train = bounded(staleness_limits={"max_samples": 2})
+    train = bounded(admission={"most": 2})
     line = AdmissionQueue(train)
     request_id, write = new_id(), new_write(2, ["x"])
     stalled = await line.enter(request_id, write, 4, None)
@@ -396,7 +367,7 @@ async def test_a_retry_of_what_was_let_in_takes_its_capacity_over():
 
 
 async def test_a_call_cancelled_in_the_turn_in_which_it_is_let_in_gives_its_capacity_back():
-    train = bounded(staleness_limits={"max_samples": 2})
+    train = bounded(admission={"most": 2})
     line = AdmissionQueue(train)
     insert(train, 2)
     waiting = asyncio.create_task(line.enter(new_id(), new_write(2, ["x"]), 4, None))
@@ -410,7 +381,7 @@ async def test_a_call_cancelled_in_the_turn_in_which_it_is_let_in_gives_its_capa
 
 async def test_claims_let_waiting_puts_in():
     catalog = Catalog(PlanRunner())
-    train = catalog.create("p", PartitionSettings(staleness_limits=(StalenessLimit(task_name="t", max_samples=4),)))
+    train = catalog.create("p", PartitionSettings(admissions=(Admission("t", 4),)))
     insert(train, 4)
     line = catalog.admission_queue("p")
     waiting = asyncio.create_task(line.enter(new_id(), new_write(2, ["x"]), 4, None))
@@ -423,7 +394,7 @@ async def test_claims_let_waiting_puts_in():
 
 async def test_a_clear_of_the_partition_and_a_drain_end_the_waits():
     catalog = Catalog(PlanRunner())
-    settings = PartitionSettings(staleness_limits=(StalenessLimit(task_name="t", max_samples=1),))
+    settings = PartitionSettings(admissions=(Admission("t", 1),))
     for end, error in ((lambda: catalog.remove("p", b""), PartitionClearedError), (catalog.drain, UnavailableError)):
         insert(catalog.create("p", settings), 1)
         waiting = asyncio.create_task(catalog.admission_queue("p").enter(new_id(), new_write(1, ["x"]), 4, None))
@@ -437,8 +408,7 @@ async def test_a_clear_of_the_partition_and_a_drain_end_the_waits():
 
 async def test_a_partition_that_writes_waited_for_is_freed_without_the_garbage_collector():
     catalog = Catalog(PlanRunner())
-    limit = StalenessLimit(task_name="t", max_samples=1, max_versions=1)
-    partition = catalog.create("p", PartitionSettings(staleness_limits=(limit,)))
+    partition = catalog.create("p", PartitionSettings(admissions=(Admission("t", 1),)))
     insert(partition, 1)
     line, retried, late = catalog.admission_queue("p"), new_id(), time.monotonic()
     gc.disable()
@@ -450,7 +420,7 @@ async def test_a_partition_that_writes_waited_for_is_freed_without_the_garbage_c
         calls.pop().cancel()
         catalog.remove("p", b"")
         await asyncio.wait(calls)
-        errors = [StalenessLimitError, CallCancelledError, PartitionClearedError]
+        errors = [AdmissionLimitError, CallCancelledError, PartitionClearedError]
         assert [type(call.exception()) for call in calls] == errors
         gone = weakref.ref(partition)
         del partition, line, calls
@@ -472,7 +442,7 @@ async def test_a_partition_without_bounds_has_no_line():
 
 def test_the_same_partition_is_asked_for_with_the_same_bounds():
     catalog = Catalog(PlanRunner())
-    settings = PartitionSettings(max_bytes=10, staleness_limits=(StalenessLimit(task_name="t", max_samples=1),))
+    settings = PartitionSettings(max_bytes=10, admissions=(Admission("t", 1),))
 
     async def create():
         assert catalog.create("p", settings) is catalog.create("p", settings)
@@ -483,12 +453,19 @@ def test_the_same_partition_is_asked_for_with_the_same_bounds():
 
 
 @pytest.mark.parametrize(
-    "arguments", [{}, {"max_samples": 0}, {"max_versions": -1}, {"max_samples": 1, "version_column": ""}]
+    ("arguments", "field"),
+    [
+        ({"most": 0}, "admissions"),
+        ({"most": 1, "unit": "rollout"}, "admissions"),
+        ({"most": 1, "given_back": "saved"}, "admissions"),
+        ({"most": 1, "policy": ""}, "policy"),
+        ({"most": 1, "task_name": ""}, "task_name"),
+    ],
 )
-def test_limits_that_bound_nothing_or_make_no_sense_are_refused(arguments):
+def test_admissions_that_make_no_sense_are_refused(arguments, field):
     with pytest.raises(InvalidArgumentError) as caught:
-        StalenessLimit(task_name="t", **arguments)
-    assert caught.value.field == "staleness_limits"
+        Admission(**{"task_name": "t"} | arguments)
+    assert caught.value.field == field
 
 
 def test_records_of_plans_that_do_not_consume_what_they_deliver_are_bounded_in_rows(monkeypatch):

@@ -29,7 +29,7 @@ from tq_service.errors import (
     StaleIncarnationError,
     TaskNotFoundError,
 )
-from tq_service.schema import FieldSpec, StalenessLimit
+from tq_service.schema import Admission, FieldSpec
 from tq_service.state.partition import PartitionSettings
 from tq_service.state.table import CLEARED, FAILED, HELD, LIVE, UNCLAIMED
 
@@ -249,9 +249,9 @@ def test_a_partition_that_lives_for_weeks_stays_small():
 
 def test_settings_are_the_same_in_any_order():
     one, two = FieldSpec("a", dtype="int64"), FieldSpec("b", dtype="float32")
-    limits = [StalenessLimit(task_name=name, max_samples=1) for name in "st"]
+    limits = [Admission(name, 1) for name in "st"]
     settings = [
-        PartitionSettings(fields=fields, tasks=tasks, staleness_limits=tuple(bounds))
+        PartitionSettings(fields=fields, tasks=tasks, admissions=tuple(bounds))
         for fields, tasks, bounds in [((one, two), ("s", "t"), limits), ((two, one), ("t", "s"), limits[::-1])]
     ]
     assert settings[0] == settings[1]

@@ -9,9 +9,6 @@ from hypothesis import strategies as st
 from property_settings import examples
 
 from tq_service.errors import InvalidArgumentError, PartitionSealedError
-from tq_service.schema import StalenessLimit
-from tq_service.serving.admission import bounds_of, demand_of, sum_of
-from tq_service.state.partition import Partition, PartitionSettings
 
 
 @pytest.mark.parametrize("rows_per_put", [-1, 4, 5])
@@ -55,15 +52,3 @@ def test_gathered_puts_leave_what_they_leave_one_after_the_other(known, keys, ro
     assert gathered.inserted_count == alone.inserted_count
     assert gathered.insert_size_gcd == alone.insert_size_gcd
     assert gathered.sealed == alone.sealed
-
-
-@pytest.mark.parametrize(("versions", "fits"), [([1, 2, 3], True), ([3, 1, 2], True), ([1, 9], False), ([9, 1], False)])
-def test_versions_of_gathered_puts_are_bounded_by_each_other(versions, fits):
-    limit = StalenessLimit(task_name="t", max_versions=2)
-    target = Partition("p", PartitionSettings(staleness_limits=(limit,)))
-    (bound,) = bounds_of(target)
-    entries = [{"version": version} for version in versions]
-    gathered = demand_of(target, new_write(len(versions), ("x",), meta=entries, rows_per_put=1), 8)
-    assert (bound.total(gathered, sum_of([])) <= bound.limit) == fits
-    one_put = demand_of(target, new_write(len(versions), ("x",), meta=entries), 8)
-    assert bound.total(one_put, sum_of([])) <= bound.limit

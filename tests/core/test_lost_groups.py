@@ -29,8 +29,7 @@ from property_settings import examples
 from tq_service.machine.claims import DeadLettersRequeued, GroupsKept
 from tq_service.planning.grouping import Grouping
 from tq_service.samplers import GRPOGroupNSampler, PlanRunner
-from tq_service.schema import StalenessLimit
-from tq_service.serving.admission import bounds_of
+from tq_service.schema import Admission
 from tq_service.serving.catalog import Catalog
 from tq_service.serving.lookup import Clearing, Selection
 from tq_service.serving.planner import NotYet
@@ -203,15 +202,13 @@ async def test_one_call_clears_what_a_task_never_gets():
 
 
 async def test_a_run_in_which_rollouts_fail_goes_on_for_ever():
-    """Groups of 4, each twentieth rollout fails, 64 samples may be pending, 4 groups a step, delivered ones cleared."""
-    limit = StalenessLimit(task_name="t", max_samples=64, max_versions=20)
-    catalog, train = catalog_of(staleness_limits=(limit,), max_bytes=None)
+    """Groups of 4, each twentieth rollout fails, 16 groups may be pending, 4 groups a step, delivered ones cleared."""
+    catalog, train = catalog_of(admissions=(Admission("t", 16, "group"),), max_bytes=None)
     line, rng = catalog.admission_queue("train"), np.random.default_rng(0)
     delivered = made = failed = 0
     while made < 300:
         for _ in range(4):
-            entries = [{"version": made // 4}] * 4
-            write = new_write(4, ["x"], groups=[f"g{made}"] * 4, group_size=4, meta=entries)
+            write = new_write(4, ["x"], groups=[f"g{made}"] * 4, group_size=4)
             with await line.enter(new_id(), write, 16, time.monotonic() + 5):
                 rows = np.array(list(write_to(catalog, write).global_indexes))
             made += 1
@@ -326,15 +323,15 @@ def test_it_is_what_a_look_at_every_row_finds(steps, is_named):
     asyncio.run(run())
 
 
-async def test_the_oldest_version_and_the_bounds_do_not_count_what_is_skipped():
-    limit = StalenessLimit(task_name="t", max_samples=4, max_versions=0)
-    catalog, train = catalog_of(staleness_limits=(limit,))
+@pytest.mark.parametrize("admission", [Admission("t", 4), Admission("t", 1, "group", "published")])
+async def test_an_admission_does_not_count_what_is_skipped(admission):
+    catalog, train = catalog_of(admissions=(admission,))
     await claim(catalog)
-    rows = add_group(catalog, "a", meta=[{"version": 0}] * 4)
-    write = new_write(4, ["x"], groups=["b"] * 4, group_size=4, meta=[{"version": 1}] * 4)
+    rows = add_group(catalog, "a")
+    write = new_write(4, ["x"], groups=["b"] * 4, group_size=4)
     waiting = asyncio.create_task(catalog.admission_queue("train").enter(new_id(), write, 16, None))
     await turns()
     assert not waiting.done()
     update(catalog, rows[:1], state="failed")
     assert (await waiting).demand.sample_count == 4
-    assert [bound.used() for bound in bounds_of(train) if bound.name == "max_samples"] == [0]
+    assert train.tasks["t"].outstanding_count == 0

@@ -6,7 +6,7 @@ import pytest
 from domain_support import asks, batch_spec, new_write
 
 from tq_service.errors import InvalidArgumentError
-from tq_service.schema import FieldSpec, StalenessLimit
+from tq_service.schema import Admission, FieldSpec
 from tq_service.state.partition import PartitionSettings
 from tq_service.state.plan import ClaimSpec, Condition, LeaseTerms, Order, Rank
 
@@ -24,10 +24,8 @@ def claim_spec(**arguments):
         (lambda: PartitionSettings(tasks=("a", "a")), "tasks", "has one twice"),
         (lambda: PartitionSettings(tasks=("a", "")), "tasks", "printable"),
         (
-            lambda: PartitionSettings(
-                tasks=("train", "reward"), staleness_limits=(StalenessLimit(task_name="trian", max_samples=1),)
-            ),
-            "staleness_limits",
+            lambda: PartitionSettings(tasks=("train", "reward"), admissions=(Admission("trian", 1),)),
+            "admissions",
             "'trian', which is not one of tasks; .*'train'",
         ),
         (lambda: PartitionSettings(max_bytes=0), "max_bytes", "is 0; give 1 or more, or leave it out"),
@@ -35,13 +33,13 @@ def claim_spec(**arguments):
         (lambda: PartitionSettings(fields=(FieldSpec("x", "bool", "object"),)), "dtype", "declared with objects"),
         (lambda: PartitionSettings(fields=(FieldSpec("x", "", "object", (2,)),)), "row_shape", "declared with objects"),
         (
-            lambda: PartitionSettings(staleness_limits=(StalenessLimit(task_name="", max_samples=1),)),
+            lambda: PartitionSettings(admissions=(Admission("", 1),)),
             "task_name",
             "printable",
         ),
         (
-            lambda: PartitionSettings(staleness_limits=(StalenessLimit(task_name="t", max_samples=1),) * 2),
-            "staleness_limits",
+            lambda: PartitionSettings(admissions=(Admission("t", 1),) * 2),
+            "admissions",
             "has one twice",
         ),
         (lambda: new_write(1, key_mode="existing"), "key_mode", "neither keys nor global_indexes"),
@@ -90,8 +88,8 @@ def test_the_least_batch_is_the_whole_one_where_none_is_given():
 
 
 def test_limits_are_the_same_in_any_order():
-    a, b = StalenessLimit(task_name="a", max_samples=1), StalenessLimit(task_name="b", max_versions=1)
-    assert PartitionSettings(staleness_limits=(b, a)) == PartitionSettings(staleness_limits=(a, b))
+    a, b = Admission("a", 1), Admission("b", 2, "group")
+    assert PartitionSettings(admissions=(b, a)) == PartitionSettings(admissions=(a, b))
 
 
 def test_tasks_are_the_same_in_any_order():

@@ -31,7 +31,7 @@ EXPECTED = {
         "samples received: 22",  # each once, and once more where it changed
     ],
     "leased_worker.py": ["a worker crashed: invalid literal", "scored 9 of 10; dead-lettered: [9]"],
-    "staleness_limits.py": ["trained on 24 samples, the most stale of them by "],
+    "admission.py": ["trained on 24 samples, the most stale of them by "],
     "train_loop.py": [],
     "train_with_packs.py": ["32 optimizer steps; loss per token went from ", " of their tokens are padding"],
 }
@@ -78,7 +78,8 @@ def test_the_code_of_the_concepts_runs(server: ServiceProcess) -> None:
             exec(compile(program, "docs/concepts.md", "exec"), names)
         status = client.check_consumption(partition_id="train@0", task_name="reward")
         assert (status.consumed_count, status.leased_count) == (32, 0)
-        assert [bound.max_versions for bound in client.describe_partition("train").staleness_limits] == [4]
+        (admission,) = client.describe_partition("train").admissions
+        assert (admission.most, admission.unit, admission.given_back) == (64, "group", "published")
         for summary in client.list_partitions():
             client.clear_partition(summary.partition_id)
 

@@ -65,7 +65,6 @@ WORDS: dict[str, Sequence[Any]] = {
     "FieldSpec.name": FIELDS,
     "MetaColumn.name": COLUMNS,
     "column": COLUMNS,
-    "version_column": COLUMNS,
     "policy": ["default", "", "x" * 300],
     "json_values": ["null", "[1]", '{"a": null}', "3", '"text"', "NaN", "", "[" * 40, "1e999", '"\\ud800"'],
     "keys": KEYS,

@@ -90,7 +90,7 @@ def partition(
     given = {
         "expected_samples": None, "live_count": present, "held_count": 0, "failed_count": 0, "group_count": 0,
         "fields": (FieldStatus(spec=FieldSpec("x", dtype="int64", layout="jagged"), produced_count=present),),
-        "tasks": (), "custom_meta_columns": (), "used_bytes": 64, "max_bytes": None, "staleness_limits": (),
+        "tasks": (), "custom_meta_columns": (), "used_bytes": 64, "max_bytes": None, "admissions": (),
         "waiting_put_count": 0, "declared_tasks": (), "samples_per_round": None, **values,
     }  # fmt: skip
     return PartitionDescription(summary=summary, **given)

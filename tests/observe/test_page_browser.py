@@ -283,11 +283,10 @@ def test_a_restart_of_the_service_is_survived_and_told_apart_from_an_outage(
 
 
 def test_how_far_producers_are_ahead_is_seen(page: Page, client: tq.Client) -> None:
-    client.create_partition(
-        "train", staleness_limits=[tq.StalenessLimit(task_name="update", max_versions=4)], tasks=["update"]
-    )
+    client.create_partition("train", admissions=[tq.Admission("update", 4, given_back="published")], tasks=["update"])
     client.put({"x": np.zeros(3)}, partition_id="train", custom_meta=[{"version": version} for version in (5, 6, 8)])
-    page.wait(lambda: "at most 4 versions ahead (version), now 3" in page.text("#limits"), "the limit")
+    page.wait(lambda: "3 of 4 samples outstanding" in page.text("#limits"), "the limit")
+    assert "until published" in page.text("#limits")
     assert "oldest version 5, producers 3 ahead" in page.row("update")
 
 

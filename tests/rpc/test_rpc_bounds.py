@@ -62,7 +62,7 @@ def claim(client: AnyClient, batch_size: int, task_name: str = "t") -> tq.BatchM
 
 
 def test_a_put_waits_until_the_task_has_consumed(client: AnyClient, threads: ThreadPoolExecutor) -> None:
-    client.create_partition("p", staleness_limits=[tq.StalenessLimit(task_name="t", max_samples=4)])
+    client.create_partition("p", admissions=[tq.Admission("t", 4)])
     client.put(rows(4), partition_id="p")
     first, second = waits(client, threads, 2), waits(client, threads, 1)
     claim(client, 2)
@@ -87,23 +87,14 @@ def test_a_put_waits_for_bytes_without_holding_any(
     assert client.describe_partition("p").used_bytes == 290_000
 
 
-def test_versions_bound_how_stale_what_is_left_may_be(client: AnyClient, threads: ThreadPoolExecutor) -> None:
-    client.create_partition("p", staleness_limits=[tq.StalenessLimit(task_name="t", max_versions=1)])
-    for version in (0, 1):
-        client.put(rows(1), partition_id="p", custom_meta=[{"version": version}])
-    call = waits(client, threads, custom_meta=[{"version": 2}])
-    claim(client, 1)
-    assert call.result(timeout=20).global_indexes == [2]
-
-
 def test_an_insert_waits_and_is_refused_in_time(client: AnyClient) -> None:
-    client.create_partition("p", staleness_limits=[tq.StalenessLimit(task_name="t", max_samples=1)])
+    client.create_partition("p", admissions=[tq.Admission("t", 1)])
     client.insert("p", 1)
-    with pytest.raises(tq.StalenessLimitError) as caught:
+    with pytest.raises(tq.AdmissionLimitError) as caught:
         client.insert("p", 1, timeout=FAULT_SECONDS)
     assert caught.value.retry_after_seconds
     assert caught.value.metadata == {
-        "limit_name": "max_samples", "got": "2", "limit": "1", "task_name": "t",
+        "limit_name": "most", "got": "2", "limit": "1", "task_name": "t", "unit": "sample",
         "method": "/tq_service.v1.ControllerService/Insert",
     }  # fmt: skip
     assert client.describe_partition("p").summary.inserted_count == 1
@@ -122,28 +113,28 @@ def test_over_the_bound_until_the_deadline_nothing_is_left(client: AnyClient, co
 
 
 def test_what_never_fits_is_refused_at_once(client: AnyClient) -> None:
-    client.create_partition("p", max_bytes=1500, staleness_limits=[tq.StalenessLimit(task_name="t", max_samples=3)])
-    for count, error in ((2, tq.QuotaExceededError), (4, tq.StalenessLimitError)):
+    client.create_partition("p", max_bytes=1500, admissions=[tq.Admission("t", 3)])
+    for count, error in ((2, tq.QuotaExceededError), (4, tq.AdmissionLimitError)):
         with pytest.raises(error) as caught:
             client.put(rows(count) if count == 2 else {"x": ROW[:, :1].repeat(4, 0)}, partition_id="p", timeout=60.0)
         assert caught.value.retry_after_seconds is None
 
 
 def test_the_same_bounds_confirm_the_partition(client: AnyClient) -> None:
-    limits = [tq.StalenessLimit(task_name="b", max_samples=2), tq.StalenessLimit(task_name="a", max_versions=0)]
-    made = client.create_partition("p", max_bytes=10, staleness_limits=limits)
-    assert client.create_partition("p", max_bytes=10, staleness_limits=limits[::-1]) == made
+    limits = [tq.Admission("b", 2), tq.Admission("a", 3, "group", "published", "actor")]
+    made = client.create_partition("p", max_bytes=10, admissions=limits)
+    assert client.create_partition("p", max_bytes=10, admissions=limits[::-1]) == made
     with pytest.raises(tq.AlreadyExistsError):
         client.create_partition("p", max_bytes=10)
     shown = client.describe_partition("p")
-    assert (shown.max_bytes, shown.staleness_limits) == (10, tuple(limits[::-1]))
-    for wrong in ({"max_bytes": 0}, {"staleness_limits": [limits[0], limits[0]]}):
+    assert (shown.max_bytes, shown.admissions) == (10, tuple(limits[::-1]))
+    for wrong in ({"max_bytes": 0}, {"admissions": [limits[0], limits[0]]}):
         with pytest.raises(tq.InvalidArgumentError):
             client.create_partition("q", **wrong)
 
 
 def test_a_clear_ends_the_wait(client: AnyClient, threads: ThreadPoolExecutor) -> None:
-    client.create_partition("p", staleness_limits=[tq.StalenessLimit(task_name="t", max_samples=1)])
+    client.create_partition("p", admissions=[tq.Admission("t", 1)])
     client.put(rows(1), partition_id="p")
     call = waits(client, threads)
     client.clear_partition("p")
@@ -152,7 +143,7 @@ def test_a_clear_ends_the_wait(client: AnyClient, threads: ThreadPoolExecutor) -
 
 
 def test_a_client_that_leaves_leaves_the_line(server: LiveServer, client: AnyClient) -> None:
-    client.create_partition("p", staleness_limits=[tq.StalenessLimit(task_name="t", max_samples=1)])
+    client.create_partition("p", admissions=[tq.Admission("t", 1)])
     meta = client.insert("p", 1)
     request = pb.InsertRequest(request_id=new_id(), write=commit_pb2.SampleWrite(partition_id="p", row_count=1))
     call = server.controller.Insert.future(request, timeout=60)
@@ -164,7 +155,7 @@ def test_a_client_that_leaves_leaves_the_line(server: LiveServer, client: AnyCli
 
 
 def test_a_retry_takes_the_place_of_the_call_that_it_repeats(server: LiveServer, client: AnyClient) -> None:
-    client.create_partition("p", staleness_limits=[tq.StalenessLimit(task_name="t", max_samples=1)])
+    client.create_partition("p", admissions=[tq.Admission("t", 1)])
     meta = client.insert("p", 1)
     request = pb.InsertRequest(request_id=new_id(), write=commit_pb2.SampleWrite(partition_id="p", row_count=1))
     first = server.controller.Insert.future(request, timeout=60)
@@ -183,9 +174,9 @@ def test_a_put_at_a_storage_service_of_its_own_waits_with_its_commit(threads: Th
         ServiceProcess("--role", "storage", "--controller", controller.address) as storage,
         tq.Client(controller.address, timeout=30.0) as client,
     ):
-        client.create_partition("p", staleness_limits=[tq.StalenessLimit(task_name="t", max_samples=1)])
+        client.create_partition("p", admissions=[tq.Admission("t", 1)])
         client.put(rows(1), partition_id="p")
-        with pytest.raises(tq.StalenessLimitError):
+        with pytest.raises(tq.AdmissionLimitError):
             client.put(rows(1), partition_id="p", timeout=FAULT_SECONDS)
         call = threads.submit(lambda: client.put(rows(1), partition_id="p"))
         until(lambda: client.describe_partition("p").waiting_put_count == 1)
@@ -199,7 +190,7 @@ def test_producers_are_held_to_the_pace_of_the_consumer(start_server: StartServe
     """Under a sustained overload nothing is lost, nothing handed out twice, and never more is left than allowed."""
     server = start_server(max_bytes=400_000)
     client = server.client()
-    client.create_partition("p", max_bytes=100_000, staleness_limits=[tq.StalenessLimit(task_name="t", max_samples=64)])
+    client.create_partition("p", max_bytes=100_000, admissions=[tq.Admission("t", 64)])
     producer_count, put_count, most_left = 4, 25, []
     stop = threading.Event()
 

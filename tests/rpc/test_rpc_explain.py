@@ -147,7 +147,7 @@ def test_ranks_that_are_ahead_need_all_batches_before(client: AnyClient) -> None
 
 
 def test_producers_that_wait_are_told(client: AnyClient, server: LiveServer, loop_thread: LoopThread) -> None:
-    client.create_partition("p", staleness_limits=[tq.StalenessLimit(task_name="t", max_samples=2)])
+    client.create_partition("p", admissions=[tq.Admission("t", 2)])
     client.put({"x": np.arange(2)}, partition_id="p")
     with ThreadPoolExecutor(1) as threads, tq.Client(server.address) as producer:
         put = threads.submit(producer.put, {"x": np.arange(2)}, partition_id="p")
@@ -156,7 +156,7 @@ def test_producers_that_wait_are_told(client: AnyClient, server: LiveServer, loo
         reason = why(client)
         assert (reason.code, reason.waiting_put_count) == (WaitCode.TOO_FEW_READY, 1)
         assert "1 puts wait for capacity" in reason.text
-        assert "max_samples" in reason.put_waits_for
+        assert "samples outstanding for task" in reason.put_waits_for
         assert client.get_meta(partition_id="p", **ASKED | {"batch_size": 2}).status == "batch"
         put.result(20)
 
@@ -260,8 +260,8 @@ def test_large_partitions_are_looked_at_in_slices(start_server: StartServer) -> 
 
 
 def test_what_is_lost_with_its_group_is_called_so_counted_at_once_and_cleared_by_one_call(client: AnyClient) -> None:
-    limit = tq.StalenessLimit(task_name="t", max_samples=4)
-    client.create_partition("p", staleness_limits=[limit], max_bytes=1000)
+    limit = tq.Admission("t", 4)
+    client.create_partition("p", admissions=[limit], max_bytes=1000)
     asked = {"batch_unit": "group", "batch_size": 1, "sampler": "seqlen_balanced"}
     group: dict[str, Any] = {"group_size": 4, "custom_meta": [{"total_lengths": 1}] * 4, "partition_id": "p"}
     meta = client.put({"x": np.arange(4)}, groups=["a"] * 4, **group)
@@ -284,8 +284,8 @@ def test_what_is_lost_with_its_group_is_called_so_counted_at_once_and_cleared_by
 
 
 def test_a_put_that_waits_for_what_where_rules_out_says_so(client: AnyClient) -> None:
-    limit = tq.StalenessLimit(task_name="t", max_samples=4)
-    client.create_partition("p", staleness_limits=[limit])
+    limit = tq.Admission("t", 4)
+    client.create_partition("p", admissions=[limit])
     client.put({"x": np.arange(4)}, partition_id="p", custom_meta=[{"version": 0}] * 4)
     asked = {**ASKED, "max_wait": 20.0, "where": [("version", ">=", 1)]}
     with ThreadPoolExecutor() as threads:

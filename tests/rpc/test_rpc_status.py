@@ -99,13 +99,12 @@ def test_partitions_are_described_as_by_themselves(client: AnyClient) -> None:
 
 
 def test_how_old_is_what_a_task_has_left(client: AnyClient) -> None:
-    limit = tq.StalenessLimit(task_name="update", max_versions=9, version_column="policy")
-    client.create_partition("p", staleness_limits=[limit], tasks=["update", "score"])
-    meta = [{"policy": policy, "version": 10.5} for policy in (3, 4, 8, 5)]
+    client.create_partition("p", tasks=["update", "score"])
+    meta = [{"version": version} for version in (3, 4, 8, 5)]
     client.put({"x": np.arange(4)}, partition_id="p", custom_meta=meta)
     seen = {task.task_name: task for task in client.describe_partition("p").tasks}
     assert (seen["update"].oldest_version, seen["update"].staleness_versions) == (3, 5)
-    assert (seen["score"].oldest_version, seen["score"].staleness_versions) == (10.5, 0)
+    assert (seen["score"].oldest_version, seen["score"].staleness_versions) == (3, 5)
     client.get_meta(partition_id="p", **ASKED | {"task_name": "update", "batch_size": 2})
     until(lambda: _versions_left(client) == (5, 3))
     client.get_meta(partition_id="p", **ASKED | {"task_name": "update", "batch_size": 2})

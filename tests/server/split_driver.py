@@ -8,14 +8,13 @@ from types import SimpleNamespace
 
 import grpc
 import numpy as np
-from tq_service.machine.answers import IdempotencyCache
 
 from tq_service.config import ServeSettings
 from tq_service.errors import PutNotFoundError
 from tq_service.internal.v1 import storage_control_pb2
 from tq_service.samplers import PlanRunner
 from tq_service.server import heartbeat
-from tq_service.server.controller_servicer import ControllerServicer, pack_answer, unpack_answer
+from tq_service.server.controller_servicer import ControllerServicer
 from tq_service.server.receipts import ReceiptKeys
 from tq_service.server.rpc.inbox import WaitingCalls
 from tq_service.server.storage_servicer import StorageServicer, endpoint_of
@@ -195,7 +194,7 @@ class Split:
         if self.directories:
             self._closing.append(asyncio.ensure_future(self.directories[-1].close()))
         self._first_stream = len(self.link.streams)
-        self.catalog = Catalog(None, answers=IdempotencyCache(600.0, pack=pack_answer, unpack=unpack_answer))
+        self.catalog = Catalog(None)
         # Heartbeats come in every turn of the loop.
         self.directory = StorageRegistry(
             None,

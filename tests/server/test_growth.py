@@ -59,9 +59,7 @@ def cycle(client: AnyClient, number: int) -> None:
     """Use a partition as a step of training does, by all kinds of calls, and clear it."""
     name, asks = f"train@step_{number}", {"partition_id": f"train@step_{number}", "max_wait": 0.0}
     keys = [f"{number}-{row}" for row in range(8)]
-    client.create_partition(
-        name, max_bytes=1 << 20, staleness_limits=[tq.StalenessLimit(task_name="ranks", max_samples=100)]
-    )
+    client.create_partition(name, max_bytes=1 << 20, admissions=[tq.Admission("ranks", 100)])
     client.put(
         {"x": torch.arange(8), "text": list("abcdefgh")}, partition_id=name, keys=keys, groups=list("aabbccdd"),
         group_size=2, custom_meta={"version": np.full(8, number), "tag": list("abcdefgh")},
@@ -138,5 +136,5 @@ def test_little_is_kept_of_each_put_after_its_sample_is_cleared(start_server: St
     put_and_clear(1_000)
     traced_bytes, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert len(gc.get_objects()) - object_count < 500
-    assert traced_bytes / 1_000 < 150  # its answer is kept, in memory that is no object's
+    assert len(gc.get_objects()) - object_count < 1_500  # its answer, which is kept for retries
+    assert traced_bytes / 1_000 < 700

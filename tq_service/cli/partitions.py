@@ -219,16 +219,11 @@ def _tasks(partition: PartitionDescription) -> _Rows:
 
 
 def _bounds(partition: PartitionDescription) -> _Rows:
-    bounds = [("capacity", partition.max_bytes, "bytes")]
-    for limit in partition.staleness_limits:
-        task = f"task {limit.task_name}"
-        bounds += [
-            (task, limit.max_samples, "samples left"),
-            (task, limit.max_versions, f"{limit.version_column} ahead"),
-        ]
-    for awaited, most, what in bounds:
-        if most is not None:
-            yield awaited, most, what
+    if partition.max_bytes is not None:
+        yield "capacity", partition.max_bytes, "bytes"
+    for admission in partition.admissions:
+        what = f"{admission.unit}s until {admission.given_back}"
+        yield f"task {admission.task_name}", admission.most, what
 
 
 _TABLES = (
@@ -280,6 +275,8 @@ def _facts(task: TaskStatus, partition: PartitionDescription) -> Iterator[tuple[
     yield "batches planned", f"{task.planned_batch_count:,} for {task.dp_size} ranks" if task.dp_size else "-"
     if task.trained_batch_count or task.saved_batch_count:
         yield "batches trained", f"{task.trained_batch_count:,}, {task.saved_batch_count:,} in a checkpoint"
+    if task.outstanding_count is not None:
+        yield "outstanding", f"{task.outstanding_count:,}"
     oldest, ahead = task.oldest_version, task.staleness_versions
     version = "-" if oldest is None else f"{oldest:g}"
     yield "oldest version", f"{version}, the newest is {ahead:g} above it" if ahead else version

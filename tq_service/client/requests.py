@@ -35,6 +35,7 @@ from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.wire.messages import read_seconds, to_duration
 from tq_service.wire.metadata import (
     BATCH_UNITS,
+    GIVEN_BACK,
     KEY_MODES,
     LAYOUTS,
     OPERATORS,
@@ -113,7 +114,7 @@ _EXPECTED: Final = {
     FieldDescriptor.TYPE_INT32: "an integer of 32 bits",
 }
 _ENUMS: Final[Mapping[str, Any]] = {
-    "BatchUnit": BATCH_UNITS, "KeyMode": KEY_MODES, "Layout": LAYOUTS, "SampleState": STATES,
+    "BatchUnit": BATCH_UNITS, "GivenBack": GIVEN_BACK, "KeyMode": KEY_MODES, "Layout": LAYOUTS, "SampleState": STATES,
 }  # fmt: skip
 
 

@@ -75,7 +75,8 @@ class TaskForgotten(TaskChange):
 
     def check(self, partition: Partition, task: TaskLedger) -> Any | None:
         """Return None if the task was declared with the partition, or something is on record."""
-        return None if self.task_name in partition.settings.tasks or not task.is_unused else True
+        is_declared = self.task_name in partition.settings.tasks or task.outstanding is not None
+        return None if is_declared or not task.is_unused else True
 
     def make(self, partition: Partition, task: TaskLedger, found: Any, step: Step) -> None:
         """Drop the task's ledger."""
@@ -330,6 +331,7 @@ class TaskAdvanced(TaskChange):
     def make(self, partition: Partition, task: TaskLedger, found: tuple[int, int], step: Step) -> None:
         """Record them."""
         task.advance(*found)
+        step.consumed[partition] = None  # work may have given its place back
 
 
 class RanksRestarted(TaskChange):

@@ -47,6 +47,10 @@ class VersionPublished(Change):
         step.policies.append(self.policy)
         for partition in state.partitions.values():
             step.note_change(partition)
+            for admission in partition.settings.admissions:
+                if admission.given_back == "published" and admission.policy == self.policy:
+                    partition.tasks[admission.task_name].give_back_published()
+                    step.consumed[partition] = None
 
 
 class PolicyRemoved(Change):

@@ -378,7 +378,7 @@ def _add_rows(write: SampleWrite, checked: CheckedWrite, step: Step) -> slice:
     else:
         partition.state_counts[code] += count
         for task in partition.tasks.values():
-            task.on_rows_added(count)
+            task.on_rows_added(added)
     if partition.groups.in_use and not had_groups:  # blocks of unnamed rows are no groups any more
         for task in partition.tasks.values():
             if (taken := task.unskip()).size:

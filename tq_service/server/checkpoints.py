@@ -354,16 +354,19 @@ def _columns(checkpoint: Checkpoint, block: StoredBlock) -> list[Column]:
 def _renamed(
     partitions: Sequence[PartitionSnapshot], rename: Callable[[str], str], prefix: str = ""
 ) -> list[PartitionSnapshot]:
-    """Return the partitions whose names begin so, under other names.
+    """Return the partitions whose names begin so, under other names, as are the policies of their admissions.
 
     Raises:
         InvalidArgumentError: a name is too long.
     """
-    renamed = [
-        replace(each, facts=replace(each.facts, partition_id=rename(each.facts.partition_id)))
-        for each in partitions
-        if each.facts.partition_id.startswith(prefix)
-    ]
+    renamed = []
+    for each in partitions:
+        facts, settings = each.facts, each.facts.settings
+        if facts.partition_id.startswith(prefix):
+            admissions = tuple(replace(admission, policy=rename(admission.policy)) for admission in settings.admissions)
+            settings = replace(settings, admissions=admissions)
+            facts = replace(facts, partition_id=rename(facts.partition_id), settings=settings)
+            renamed.append(replace(each, facts=facts))
     for each in renamed:
         check_name("prefix", each.facts.partition_id)
     return renamed

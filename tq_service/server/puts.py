@@ -561,7 +561,7 @@ class Commits:
 
         Raises:
             InvalidArgumentError: too many samples have keys or groups.
-            QuotaExceededError, StalenessLimitError: there was none until the call was about to end, or never is.
+            QuotaExceededError, AdmissionLimitError: there was none until the call was about to end, or never is.
             LimitExceededError: too many calls wait.
         """
         message = request.write

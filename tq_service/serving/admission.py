@@ -1,8 +1,7 @@
 """Writes of new samples that wait for capacity in a partition, and the bounds that make them wait.
 
-A partition bounds the bytes of its cells, and how far producers may be ahead of its tasks. All that is counted follows
-from its rows and puts, so that it is the same after a restart. `LowestVersion` finds the lowest version among the
-samples that a task has left without looking at all of them.
+A partition bounds the bytes of its cells, and how much work may be outstanding for its tasks. All that is counted is
+part of the state, so that it is the same after a restart.
 """
 
 from __future__ import annotations
@@ -10,38 +9,31 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tq_service.admission_turn import AdmissionTurn
-from tq_service.custom_meta import MetaColumn
 from tq_service.errors import (
+    AdmissionLimitError,
     CallCancelledError,
-    InvalidArgumentError,
     QuotaExceededError,
     ResourceExhaustedError,
-    StalenessLimitError,
     TqError,
 )
 from tq_service.machine.samples import SampleWrite, check_write
 from tq_service.planning.view import Readiness
-from tq_service.schema import SampleState
+from tq_service.schema import Admission, GivenBack, SampleState
 from tq_service.serving.planner import Planner
+from tq_service.state.groups import NO_GROUP
 from tq_service.state.partition import Partition
-from tq_service.state.plan import ClaimRequest, Indexes
-from tq_service.state.table import is_open
+from tq_service.state.plan import ClaimRequest
 from tq_service.wait_clock import Waiting
 
-_BLOCK_ROWS = 1024
-_TO_BE_LOOKED_AT = -math.inf
-NO_VERSIONS = (math.inf, -math.inf)  # so that nothing is ahead of them, and they of nothing
 _MOST_LOOKED_AT: Final = 256  # of the writes that wait, after each change
 _MOST_EXPLAINED: Final = 1 << 16  # rows that a refused put has time to look at
 
@@ -54,120 +46,147 @@ class Demand:
 
     Attributes:
         sample_count: how many they are.
+        group_count: how many groups they begin; samples without a group are one each.
         value_bytes: bytes of their cells.
-        versions: by column, the lowest and the highest version of the samples.
         groups: names of groups of the samples; of groups that have begun its members take nothing.
-        is_gathered: whether the samples are of several puts, none of which may be too far above another.
     """
 
     sample_count: int = 0
+    group_count: int = 0
     value_bytes: int = 0
-    versions: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     groups: tuple[str, ...] = ()
-    is_gathered: bool = False
 
 
 def sum_of(demands: Iterable[Demand | None]) -> Demand:
     """Return what several writes take together, None for nothing."""
-    count = size = 0
-    versions: dict[str, tuple[float, float]] = {}
+    samples = groups = size = 0
     for demand in filter(None, demands):
-        count, size = count + demand.sample_count, size + demand.value_bytes
-        for name, (lowest, highest) in demand.versions.items():
-            known = versions.get(name, NO_VERSIONS)
-            versions[name] = min(known[0], lowest), max(known[1], highest)
-    return Demand(sample_count=count, value_bytes=size, versions=versions)
+        samples, groups = samples + demand.sample_count, groups + demand.group_count
+        size += demand.value_bytes
+    return Demand(sample_count=samples, group_count=groups, value_bytes=size)
 
 
-_OLDEST: Final = "the task has to consume, or somebody has to clear, the oldest first"
-# Of each bound, by its setting: what is counted, with a place for the name of the task, and what makes capacity.
-_BOUNDS: Final = {
-    "max_bytes": ("bytes", "clear consumed samples, or raise max_bytes"),
-    "max_samples": ("samples for task {!r} to consume", "the task has to consume some first"),
-    "max_versions": ("versions between new samples and the oldest that task {!r} has to consume", _OLDEST),
+_REMEDIES: Final[Mapping[GivenBack, str]] = {
+    "delivered": "the task has to consume some first",
+    "trained": "the task has to consume and train some first, and say so (Advance, or AckClaim)",
+    "published": "the task has to consume and train some first, and publish the version (PublishVersion)",
 }
 
 
-class Bound:
-    """The most there may be in a partition of bytes of cells, or of what a task has left: samples, or versions.
-
-    Of versions it is how far those of new samples are above the lowest that the task has left to consume.
+class Bound(Protocol):
+    """The most there may be of something in a partition.
 
     Attributes:
-        name: of the setting.
-        limit: the most there may be.
+        limit: see the class.
         task_name: of the task that has to consume first; empty: none has.
     """
 
-    def __init__(self, partition: Partition, name: str, limit: int, task_name: str = "", column: str = "") -> None:
-        """Bound a partition; versions by their column."""
-        self._partition = partition
-        self.name = name
-        self.limit = limit
-        self.task_name = task_name
-        self._column = column
-        self._lowest = LowestVersion(partition, task_name, column) if column else None
-        self._what, self._remedy = _BOUNDS[name]
+    limit: int
+    task_name: str
 
     def share(self, demand: Demand) -> int:
-        """Return how much there would be of a write in an empty partition, into which any version may come."""
-        if self._lowest is not None:
-            return 0
-        return demand.sample_count if self.task_name else demand.value_bytes
+        """Return how much there would be of a write in an empty partition."""
+        ...
 
     def used(self) -> int:
-        """Return the bytes of the cells there are, or how many samples the task has left: all before it asks."""
-        if not self.task_name:
-            return self._partition.cells.used_bytes
-        task = self._partition.tasks.get(self.task_name)
-        return self._partition.open_count if task is None else task.backlog
+        """Return how much there is."""
+        ...
 
-    def total(self, demand: Demand, others: Demand) -> float:
-        """Return how much there would be with a write, and others that were let in and are not made yet.
-
-        A write that adds nothing never waits.
-        """
-        if self._lowest is not None:
-            lowest, highest = demand.versions.get(self._column, NO_VERSIONS)
-            lowest = min(lowest if demand.is_gathered else math.inf, others.versions.get(self._column, NO_VERSIONS)[0])
-            return highest - min(self._lowest.find(), lowest)
-        share = self.share(demand)
-        return self.used() + share + self.share(others) if share else 0
-
-    def waits_for(self, got: float) -> str:
+    def waits_for(self, got: int) -> str:
         """Return why a write waits with which there would be so much."""
-        counted, limited = _shown(got), self._what.format(self.task_name)
-        name = self._partition.partition_id
-        return f"partition {name!r} would have {counted} {limited}, its {self.name} is {self.limit}"
+        ...
 
-    def error(self, got: float, *, may_fit_later: bool, note: str = "") -> ResourceExhaustedError:
+    def error(self, got: int, *, may_fit_later: bool, note: str = "") -> ResourceExhaustedError:
         """Return the error of a write with which there would be so much, at once or after it has waited."""
-        names = {"limit_name": self.name, "got": _shown(got), "limit": str(self.limit), "task_name": self.task_name}
-        metadata = {name: value for name, value in names.items() if value}
-        outcome = f" and it stayed so until the deadline; {self._remedy}{note}" if may_fit_later else "; split the put"
-        error_kind = StalenessLimitError if self.task_name else QuotaExceededError
-        return error_kind(
-            f"{self.waits_for(got)}{outcome}",
+        ...
+
+
+class ByteBound:
+    """The most bytes of cells in a partition; see `Bound`."""
+
+    task_name = ""
+
+    def __init__(self, partition: Partition, limit: int) -> None:
+        self._partition = partition
+        self.limit = limit
+
+    def share(self, demand: Demand) -> int:
+        """Return the bytes of a write."""
+        return demand.value_bytes
+
+    def used(self) -> int:
+        """Return the bytes of the cells there are."""
+        return self._partition.cells.used_bytes
+
+    def waits_for(self, got: int) -> str:
+        """Return why a write waits."""
+        return f"partition {self._partition.partition_id!r} would have {got} bytes, its max_bytes is {self.limit}"
+
+    def error(self, got: int, *, may_fit_later: bool, note: str = "") -> ResourceExhaustedError:
+        """Return the error of a write."""
+        remedy = _outcome("clear consumed samples, or raise max_bytes", note) if may_fit_later else _SPLIT
+        return QuotaExceededError(
+            f"{self.waits_for(got)}{remedy}",
             retry_after_seconds=RETRY_AFTER_SECONDS if may_fit_later else None,
-            metadata=metadata,
+            metadata={"limit_name": "max_bytes", "got": str(got), "limit": str(self.limit)},
         )
 
 
-def _shown(number: float) -> str:
-    return f"{number:g}" if isinstance(number, float) else str(number)
+class AdmissionBound:
+    """The most that may be outstanding for a task; see `Bound`."""
+
+    def __init__(self, partition: Partition, admission: Admission) -> None:
+        self._partition = partition
+        self._admission = admission
+        self.limit = admission.most
+        self.task_name = admission.task_name
+
+    def share(self, demand: Demand) -> int:
+        """Return the units of a write."""
+        return demand.group_count if self._admission.unit == "group" else demand.sample_count
+
+    def used(self) -> int:
+        """Return the units that are outstanding."""
+        return self._partition.tasks[self.task_name].outstanding_count or 0
+
+    def waits_for(self, got: int) -> str:
+        """Return why a write waits."""
+        admission, task = self._admission, self._partition.tasks[self.task_name]
+        delivered = sum(task.delivered_units) + task.done_units
+        parts = f", {delivered} of them delivered and not {admission.given_back} yet" if delivered else ""
+        return (
+            f"partition {self._partition.partition_id!r} would have {got} {admission.unit}s outstanding for task "
+            f"{self.task_name!r}{parts}, its admission has most {self.limit}"
+        )
+
+    def error(self, got: int, *, may_fit_later: bool, note: str = "") -> ResourceExhaustedError:
+        """Return the error of a write."""
+        remedy = _outcome(_REMEDIES[self._admission.given_back], note) if may_fit_later else _SPLIT
+        return AdmissionLimitError(
+            f"{self.waits_for(got)}{remedy}",
+            retry_after_seconds=RETRY_AFTER_SECONDS if may_fit_later else None,
+            metadata={
+                "limit_name": "most",
+                "got": str(got),
+                "limit": str(self.limit),
+                "task_name": self.task_name,
+                "unit": self._admission.unit,
+            },
+        )
+
+
+_SPLIT: Final = "; split the put"
+
+
+def _outcome(remedy: str, note: str) -> str:
+    return f" and it stayed so until the deadline; {remedy}{note}"
 
 
 def bounds_of(partition: Partition) -> list[Bound]:
     """Return the bounds that the settings of a partition have."""
     settings = partition.settings
-    bounds = [] if settings.max_bytes is None else [Bound(partition, "max_bytes", settings.max_bytes)]
-    for limit in settings.staleness_limits:
-        if limit.max_samples is not None:
-            bounds.append(Bound(partition, "max_samples", limit.max_samples, limit.task_name))
-        if limit.max_versions is not None:
-            column = limit.version_column
-            bounds.append(Bound(partition, "max_versions", limit.max_versions, limit.task_name, column))
-    return bounds
+    bounds: list[Bound] = [] if settings.max_bytes is None else [ByteBound(partition, settings.max_bytes)]
+    return [*bounds, *(AdmissionBound(partition, admission) for admission in settings.admissions)]
 
 
 def demand_of(partition: Partition, write: SampleWrite, value_bytes: int) -> Demand | None:
@@ -179,115 +198,26 @@ def demand_of(partition: Partition, write: SampleWrite, value_bytes: int) -> Dem
     checked = check_write(partition, write)
     if checked.new_count == 0 or write.state is SampleState.FAILED:
         return None
-    count, is_counted = checked.new_count, checked.is_new
+    count = group_count = checked.new_count
     groups: tuple[str, ...] = ()
     if checked.groups is not None:
         has_begun = checked.groups.slots >= 0
         groups = tuple(itertools.compress(checked.groups.names, ~has_begun))
-        if has_begun.any():
-            is_counted = np.zeros(write.row_count, np.bool_)
-            is_counted[checked.is_new] = ~np.append(has_begun, False)[checked.groups.codes]  # the last: without a group
-            count = int(np.count_nonzero(is_counted))
-            if count == 0:
-                return None
-    bounding = {limit.version_column for limit in partition.settings.staleness_limits if limit.max_versions is not None}
+        is_counted = ~np.append(has_begun, False)[checked.groups.codes]  # the last: without a group
+        count = int(np.count_nonzero(is_counted))
+        if count == 0:
+            return None
+        group_count = len(groups) + int(np.count_nonzero(checked.groups.codes == NO_GROUP))
     return Demand(
         sample_count=count,
+        group_count=group_count,
         value_bytes=value_bytes * count // write.row_count,
-        versions={each.name: _version_range(each, is_counted) for each in write.meta if each.name in bounding},
         groups=groups,
-        is_gathered=write.rows_per_put > 0,
     )
 
 
-def _version_range(column: MetaColumn, which: slice | NDArray[np.bool_]) -> tuple[float, float]:
-    others = set() if column.json is None else {*column.json.tolist()} - {None, "null"}
-    if others or (column.values.dtype.kind not in "if" and column.present.any()):
-        got = f"the JSON value {min(others):.200}" if others else f"values of type {column.values.dtype}"
-        raise InvalidArgumentError(
-            f"custom_meta column {column.name!r} has the versions of a staleness limit, so it holds numbers; got {got}",
-            field="custom_meta",
-        )
-    if not column.present.any():
-        return NO_VERSIONS
-    return version_range(column.values[which][column.present[which]])
-
-
-class LowestVersion:
-    """Knows for each block of neighbouring rows a version below which none of its rows that are left lies.
-
-    Rows that leave keep that true, so only those that come, come back or change are noted. A search looks at the block
-    with the lowest bound, and at the next one only where the bound turned out to be too low: once for each version that
-    a block runs out of, however many rows there are.
-
-    Bounds are doubles, by which blocks are compared: integers beyond 2**53 may be taken for their neighbours there.
-    """
-
-    def __init__(self, partition: Partition, task_name: str, column: str) -> None:
-        self._partition = partition
-        self._task_name = task_name
-        self._column = column
-        self._first_block = 0
-        self._bounds = np.zeros(0)  # of blocks from the first on; those of rows that were cleared in front are dropped
-        self._extend()
-        partition.on_rows.append(self._note)
-        partition.on_reset.append(self._invalidate)
-
-    def _note(self, indexes: Indexes | range) -> None:
-        """Have the blocks of rows looked at again."""
-        self._extend()
-        if isinstance(indexes, range):  # of new rows, which are the last
-            self._bounds[indexes.start // _BLOCK_ROWS - self._first_block :] = _TO_BE_LOOKED_AT
-        else:
-            self._bounds[indexes // _BLOCK_ROWS - self._first_block] = _TO_BE_LOOKED_AT
-
-    def _extend(self) -> None:
-        """Have bounds for the blocks of all rows there are."""
-        table = self._partition.table
-        missing_count = -(-table.next_index // _BLOCK_ROWS) - self._first_block - self._bounds.size
-        if missing_count > 0:
-            bounds = np.append(self._bounds, np.full(missing_count, _TO_BE_LOOKED_AT))
-            position = table.position_from(0)
-            first_index = int(table.index[position]) if position < table.count else table.next_index
-            first_block = first_index // _BLOCK_ROWS
-            self._bounds, self._first_block = bounds[first_block - self._first_block :], first_block
-
-    def _invalidate(self, task_name: str) -> None:
-        """Have all blocks looked at: any rows may be left again."""
-        if task_name == self._task_name:
-            self._bounds[:] = _TO_BE_LOOKED_AT
-
-    def find(self) -> float:
-        """Return the lowest version, infinity where no row that is left has one."""
-        while self._bounds.size:
-            block = int(self._bounds.argmin())
-            bound, lowest = self._bounds[block], self._lowest_of(self._first_block + block)
-            self._bounds[block] = lowest
-            if self._bounds[block] == bound:
-                return lowest
-        return math.inf
-
-    def _lowest_of(self, block: int) -> float:
-        partition = self._partition
-        arrays = partition.meta.arrays(self._column)
-        if arrays is None or arrays[0].dtype.kind not in "if":
-            return math.inf
-        table = partition.table
-        rows = slice(table.position_from(block * _BLOCK_ROWS), table.position_from((block + 1) * _BLOCK_ROWS))
-        task = partition.tasks.get(self._task_name)
-        left = is_open(partition.state[rows]) if task is None else task.is_pending(rows)
-        left &= arrays[1][rows]
-        return version_range(arrays[0][rows][left])[0]
-
-
-def version_range(versions: NDArray[Any]) -> tuple[float, float]:
-    """Return the lowest and the highest version of some samples."""
-    versions = versions[~np.isnan(versions)]  # not a number: no version
-    return (versions.min().item(), versions.max().item()) if versions.size else NO_VERSIONS
-
-
 @dataclass(slots=True, eq=False, kw_only=True)
-class Admission(contextlib.AbstractContextManager["Admission"]):
+class WaitingWrite(contextlib.AbstractContextManager["WaitingWrite"]):
     """A write that waits for capacity, and once it is admitted has it: until the end of the `with` in which it is made.
 
     Attributes:
@@ -339,8 +269,8 @@ class AdmissionQueue:
         self._deadlock = deadlock
         self._clock = clock
         self._bounds = bounds_of(partition)
-        self._waiting: OrderedDict[bytes, Admission] = OrderedDict()
-        self._admitted: dict[bytes, Admission] = {}
+        self._waiting: OrderedDict[bytes, WaitingWrite] = OrderedDict()
+        self._admitted: dict[bytes, WaitingWrite] = {}
         self._turn = AdmissionTurn(clock)
         self._timer: asyncio.TimerHandle | None = None
         self._end_error: Callable[[], TqError] | None = None
@@ -358,7 +288,9 @@ class AdmissionQueue:
         refusing = None if first is None or first.demand is None else self._refusing(first.demand)
         return "" if refusing is None else refusing[0].waits_for(refusing[1]) + self._note(refusing[0], asking)
 
-    async def enter(self, request_id: bytes, write: SampleWrite, value_bytes: int, deadline: float | None) -> Admission:
+    async def enter(
+        self, request_id: bytes, write: SampleWrite, value_bytes: int, deadline: float | None
+    ) -> WaitingWrite:
         """Return capacity for a write, as soon as all that came before have theirs; at once where it takes none.
 
         Args:
@@ -368,13 +300,13 @@ class AdmissionQueue:
             deadline: until when to wait, by `time.monotonic`; None: until the caller is cancelled.
 
         Raises:
-            QuotaExceededError, StalenessLimitError: larger than a bound (at once), or no capacity until the deadline
+            QuotaExceededError, AdmissionLimitError: larger than a bound (at once), or no capacity until the deadline
                 (with `retry_after_seconds`).
             PartitionClearedError, UnavailableError: the partition or the service went away meanwhile.
             CallCancelledError: a retry took the place of this call.
             TqError: the partition would refuse the write whatever capacity there is.
         """
-        entering = Admission(
+        entering = WaitingWrite(
             queue=self, request_id=request_id, write=write, value_bytes=value_bytes, since=self._clock()
         )
         self._update_demand(entering)
@@ -409,7 +341,7 @@ class AdmissionQueue:
         finally:
             del entering  # through which an error would hold this frame, and with it the partition
 
-    def leave(self, admission: Admission) -> None:
+    def leave(self, admission: WaitingWrite) -> None:
         """Give up the place of a write, or its capacity; a retry that has taken it over keeps it."""
         for places in (self._waiting, self._admitted):
             if places.get(admission.request_id) is admission:
@@ -417,9 +349,9 @@ class AdmissionQueue:
                 self._turn.leave(admission)
                 self.wake()
 
-    def wake(self, last: Admission | None = None) -> None:
+    def wake(self, last: WaitingWrite | None = None) -> None:
         """Let those in for whom there is capacity now; `last`, if it waits, is looked at however many are before it."""
-        admitted, short = sum_of(each.demand for each in self._admitted.values()), list[Admission]()
+        admitted, short = sum_of(each.demand for each in self._admitted.values()), list[WaitingWrite]()
         looked_at = dict(itertools.islice(self._waiting.items(), _MOST_LOOKED_AT))
         if last is not None and last.request_id in self._waiting:
             looked_at[last.request_id] = last
@@ -460,7 +392,7 @@ class AdmissionQueue:
             seconds = max(0.0, over_at - self._clock())
             self._timer = asyncio.get_running_loop().call_later(seconds, self.wake)
 
-    def _fits(self, waiting: Admission, admitted: Demand, *, may_pass: bool) -> bool:
+    def _fits(self, waiting: WaitingWrite, admitted: Demand, *, may_pass: bool) -> bool:
         """Whether a write takes nothing, or there is capacity for it beside what is admitted and it may pass others.
 
         What it takes is found out again only where it may be less than before, or once it fits: a large put that waits
@@ -475,7 +407,7 @@ class AdmissionQueue:
         self._update_demand(waiting)  # rows were removed since, so their keys may be new again
         return waiting.demand is None or self._refusing(waiting.demand, admitted) is None
 
-    def _may_take_less(self, waiting: Admission) -> bool:
+    def _may_take_less(self, waiting: WaitingWrite) -> bool:
         """Whether samples of a write may be known by now, their groups begun, or the write be refused."""
         if waiting.demand is None or waiting.seen is None or waiting.seen[0] != self._partition.sealed:
             return True
@@ -484,7 +416,7 @@ class AdmissionQueue:
             return bool((self._partition.groups.slot_of.find(waiting.demand.groups) >= 0).any())
         return added > 0 and waiting.write.keys is not None
 
-    def _update_demand(self, admission: Admission) -> None:
+    def _update_demand(self, admission: WaitingWrite) -> None:
         """Find out what a write takes, where it may be more or less than before."""
         table = self._partition.table
         marks = self._partition.sealed, table.next_index, table.removed_count
@@ -492,21 +424,22 @@ class AdmissionQueue:
             admission.demand = demand_of(self._partition, admission.write, admission.value_bytes)
             admission.seen = marks
 
-    def _refusing(self, demand: Demand, admitted: Demand | None = None) -> tuple[Bound, float] | None:
+    def _refusing(self, demand: Demand, admitted: Demand | None = None) -> tuple[Bound, int] | None:
         """Return the bound that a write would exceed now, and by what total; None where it has capacity."""
         if admitted is None:
             admitted = sum_of(each.demand for each in self._admitted.values())
         for bound in self._bounds:
-            if (total := bound.total(demand, admitted)) > bound.limit:
+            share = bound.share(demand)  # a write that adds nothing never waits
+            if share and (total := bound.used() + share + bound.share(admitted)) > bound.limit:
                 return bound, total
         return None
 
-    def _too_late(self, late: Admission) -> TqError:
+    def _too_late(self, late: WaitingWrite) -> TqError:
         """Return the error of a write for which there was no capacity in time, or which might not pass another."""
         if late.demand is not None and (refusing := self._refusing(late.demand)) is not None:
             return refusing[0].error(refusing[1], may_fit_later=True, note=self._note(refusing[0]))
         holder = self._turn.holder
-        front = holder.demand if isinstance(holder, Admission) and holder is not late else None
+        front = holder.demand if isinstance(holder, WaitingWrite) and holder is not late else None
         if front is not None and (refusing := self._refusing(front)) is not None:
             note = f"; that is with a put of {front.sample_count} samples in front, which has waited longest"
             return refusing[0].error(refusing[1], may_fit_later=True, note=note)

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from tq_service.errors import TqError
 from tq_service.planning.view import Readiness
-from tq_service.serving.admission import version_range
 from tq_service.serving.catalog import Catalog
 from tq_service.serving.planner import RunsPlans
 from tq_service.serving.sweep import Slices, sweep
@@ -28,7 +27,8 @@ _SHARE_OF_TIME: Final = 0.02
 _WAIT_SECONDS: Final = 0.03
 _FIRST_WAIT_SECONDS: Final = 0.25
 _MOST_AGE_SECONDS: Final = 300.0
-_DEFAULT_COLUMN: Final = "version"
+_VERSION_COLUMN: Final = "version"
+_NO_VERSIONS: Final = (math.inf, -math.inf)
 
 Marks: TypeAlias = tuple[object, ...]
 
@@ -158,23 +158,19 @@ class Backlogs:
 
 def tasks_with_versions(partition: Partition) -> list[tuple[Partition, TaskLedger]]:
     """Return the tasks of a partition that have samples left whose versions may be known."""
-    return [
-        (partition, task)
-        for task in partition.tasks.values()
-        if task.backlog and _versions(partition, _version_column(partition, task.name)) is not None
-    ]
+    return [(partition, task) for task in partition.tasks.values() if task.backlog and _versions(partition) is not None]
 
 
-def _version_column(partition: Partition, task_name: str) -> str:
-    """Return where a task's staleness limit has versions, "version" where there is none."""
-    limits = {limit.task_name: limit.version_column for limit in partition.settings.staleness_limits}
-    return limits.get(task_name) or _DEFAULT_COLUMN
-
-
-def _versions(partition: Partition, column: str) -> tuple[NDArray[Any], NDArray[np.bool_]] | None:
-    """Return the values of a column, and which rows have one; None where these are no numbers."""
-    arrays = partition.meta.arrays(column)
+def _versions(partition: Partition) -> tuple[NDArray[Any], NDArray[np.bool_]] | None:
+    """Return the versions of rows, and which rows have one; None where these are no numbers."""
+    arrays = partition.meta.arrays(_VERSION_COLUMN)
     return None if arrays is None or arrays[0].dtype.kind not in "if" else arrays
+
+
+def _version_range(versions: NDArray[Any]) -> tuple[float, float]:
+    """Return the lowest and the highest version of some samples."""
+    versions = versions[~np.isnan(versions)]  # not a number: no version
+    return (versions.min().item(), versions.max().item()) if versions.size else _NO_VERSIONS
 
 
 class _Look:
@@ -187,7 +183,6 @@ class _Look:
         self._readiness = readiness
         self._ready_count = 0
         self._oldest, self._newest = math.inf, -math.inf
-        self._column = _version_column(partition, task.name)
 
     def look(self, rows: slice) -> None:
         """Look at the rows of a slice."""
@@ -197,13 +192,13 @@ class _Look:
                 self._ready_count += int(np.count_nonzero(ready & ~self._task.skipped.data[rows]))
             except TqError:  # a condition does not fit its column, say: claims of this kind get the error
                 self._readiness = None
-        if (versions := _versions(self._partition, self._column)) is None:
+        if (versions := _versions(self._partition)) is None:
             return
         values, present = versions[0][rows], versions[1][rows]
         is_there = present & (self._partition.state.data[rows] >= LIVE)
         is_left = present & self._task.is_pending(rows)
-        self._newest = max(self._newest, version_range(values[is_there])[1])
-        self._oldest = min(self._oldest, version_range(values[is_left])[0])
+        self._newest = max(self._newest, _version_range(values[is_there])[1])
+        self._oldest = min(self._oldest, _version_range(values[is_left])[0])
 
     def backlog(self) -> Backlog:
         """Return what was seen."""

@@ -174,7 +174,7 @@ def description_of(catalog: Catalog, backlogs: Backlogs, partition: Partition) -
         custom_meta_columns=partition.meta.statuses,
         used_bytes=partition.cells.used_bytes,
         max_bytes=partition.settings.max_bytes,
-        staleness_limits=partition.settings.staleness_limits,
+        admissions=partition.settings.admissions,
         waiting_put_count=catalog.waiting_put_count(partition.partition_id),
         declared_tasks=partition.settings.tasks,
         samples_per_round=partition.settings.samples_per_round,
@@ -222,6 +222,7 @@ def status_of(
         leases=leases,
         trained_batch_count=task.trained + 1,
         saved_batch_count=task.saved + 1,
+        outstanding_count=task.outstanding_count,
         waiting_count=catalog.waiting_count(partition, task.name),
         delivered_per_second=rate,
     )

@@ -34,6 +34,7 @@ import math
 from bisect import insort
 from collections import OrderedDict, deque
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
@@ -56,6 +57,7 @@ from tq_service.errors import (
 )
 from tq_service.results import RecentBatch
 from tq_service.schema import EndCounts
+from tq_service.state.outstanding import Outstanding
 from tq_service.state.plan import BatchSpec, ClaimRequest, Indexes, LeaseTerms, Pack, Plan, RankPlan, shown
 from tq_service.state.table import (
     CONSUMED_EARLIER,
@@ -78,6 +80,7 @@ _MOST_RECENT: Final = 16
 _MOST_BATCHES_WITHOUT_ROWS = 16  # short batches come at the end of an epoch, so there is rarely more than one
 _MOST_REUSING, _MOST_REUSING_ROWS = 1 << 10, 1 << 22  # records of plans that deliver what they do not consume
 _NO_ROWS: Final = np.zeros(0, np.int64)
+_NOT_FOLLOWED: Final = nullcontext()
 _OTHER_DP_SIZE: Final = ". To continue with another number of ranks, restart the ranks (docs/asynchronous_rl.md)"
 
 MOST_PAST_NAMES: Final = 65_536
@@ -330,6 +333,10 @@ class TaskFacts:
         serial: the last one given to a claim.
         trained: the last batch_index up to which batches were trained; -1: none was.
         saved: the last batch_index up to which a checkpoint of the trainer covers batches; -1: none does.
+        delivered_units: of a task with an admission that gives places back later: the units of each of the last
+            batches, those that have not given their places back.
+        done_units: units that were acknowledged, or delivered to queue workers without a lease, and give their places
+            back with the next publication.
     """
 
     name: str
@@ -348,6 +355,8 @@ class TaskFacts:
     serial: int = LAST_RESERVED
     trained: int = -1
     saved: int = -1
+    delivered_units: tuple[int, ...] = ()
+    done_units: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -385,10 +394,15 @@ class TaskLedger(TaskFacts):
         ended: ids of claims that were released or have expired.
         totals: counts that are not of the epoch, but of this process.
         recent_batches: the last batches of this epoch in numbers, as far as this process has planned them.
+        state: of each row; the partition writes it.
+        outstanding: counts what is outstanding for it; None: it has no admission.
     """
 
-    def __init__(self, name: str, table: RowTable, state: Column, *, backlog: int) -> None:
+    def __init__(
+        self, name: str, table: RowTable, state: Column, *, backlog: int, outstanding: Outstanding | None = None
+    ) -> None:
         super().__init__(name=name, backlog=backlog)
+        self.outstanding = outstanding
         self.leased_count = self.redelivered_count = 0
         claim, deliveries, uses, skipped = task_columns(name)
         self.claim = table.column(claim, np.int64, UNCLAIMED)
@@ -398,8 +412,10 @@ class TaskLedger(TaskFacts):
         self.ended = EndedClaims()
         self.totals = TaskTotals()
         self._table = table
-        self._state = state
+        self.state = state
         self._forget_records()
+        if outstanding is not None:
+            outstanding.recount(self, table.count)
 
     def _forget_records(self) -> None:
         """Have no records, as at the beginning of an epoch."""
@@ -463,6 +479,8 @@ class TaskLedger(TaskFacts):
                 claim.remaining = claim.plan.consumed.size
             elif not (claim.request_id or claim.remaining):
                 self._without_rows.append(claim.batch_index)
+        if self.outstanding is not None:
+            self.outstanding.recount(self, self._table.count)
         by_serial = {claim.serial: claim for claim in chain(self.batches.values(), self.claims.values())}
         self._reusing = {serial: by_serial[serial] for serial in snapshot.reusing}
         self._reusing_row_count = sum(claim.rows.size for claim in self._reusing.values())
@@ -589,11 +607,15 @@ class TaskLedger(TaskFacts):
         used, dropped = positions[:used_count], positions[used_count:]
         if lease is not None:
             claim.remaining = positions.size
-            self._lease(claim, used, dropped)
+            with self._followed(positions):
+                self._lease(claim, used, dropped)
             return claim
         consumed = used[plan.consumes(plan.used)] if plan.is_reusing else used
-        self._consume(dropped, DROPPED)
-        self._consume(consumed, claim.serial)
+        with self._followed(positions):
+            self._consume(dropped, DROPPED)
+            self._consume(consumed, claim.serial)
+        if self.outstanding is not None:
+            self._count_delivered(self.outstanding, consumed, is_batch=not request_id)
         claim.remaining = consumed.size
         if plan.is_reusing:
             self._count_uses(plan.rows, 1)
@@ -610,6 +632,23 @@ class TaskLedger(TaskFacts):
             self.batches[claim.batch_index] = claim
         if claim.goes_with_rows:
             self._by_serial[claim.serial] = claim
+
+    @property
+    def outstanding_count(self) -> int | None:
+        """Units that are outstanding, as the admission counts them; None: it has none."""
+        return None if self.outstanding is None else self.outstanding.count(self)
+
+    def _followed(self, positions: Indexes) -> AbstractContextManager[None]:
+        """Have what becomes of rows in the `with` counted by the admission, if there is one."""
+        return _NOT_FOLLOWED if self.outstanding is None else self.outstanding.following(self, positions)
+
+    def _count_delivered(self, outstanding: Outstanding, positions: Indexes, *, is_batch: bool) -> None:
+        """Count rows that were delivered for good, until they give their places back."""
+        given_back = outstanding.admission.given_back
+        if given_back != "delivered" and is_batch:
+            self.delivered_units = (*self.delivered_units, outstanding.units_of(positions))
+        elif given_back == "published":
+            self.done_units += outstanding.units_of(positions)
 
     def reach_end(self, dp_size: int, end: EndCounts) -> None:
         """Record that no batch follows, for all ranks and batch indexes from the next on."""
@@ -687,6 +726,17 @@ class TaskLedger(TaskFacts):
     def advance(self, trained: int, saved: int) -> None:
         """Record how far the trainer has come; marks that are not higher than before stay."""
         self.trained, self.saved = max(self.trained, trained), max(self.saved, saved)
+        if self.outstanding is not None and self.outstanding.admission.given_back == "trained":
+            self._give_back_trained()
+
+    def give_back_published(self) -> None:
+        """Have all that was trained or acknowledged give its place back: the version that it made is published."""
+        self._give_back_trained()
+        self.done_units = 0
+
+    def _give_back_trained(self) -> None:
+        first_index = self.next_batch_index - len(self.delivered_units)
+        self.delivered_units = self.delivered_units[max(0, self.trained + 1 - first_index) :]
 
     # What becomes of a claim
 
@@ -702,6 +752,14 @@ class TaskLedger(TaskFacts):
 
     def ack(self, claim: Claim, positions: Indexes) -> Indexes:
         """Have leased rows consumed or dropped for good, or used once more; return those that can be claimed again."""
+        with self._followed(positions):
+            consumed, returned = self._ack(claim, positions)
+        if self.outstanding is not None:
+            self._count_delivered(self.outstanding, consumed, is_batch=False)
+        return returned
+
+    def _ack(self, claim: Claim, positions: Indexes) -> tuple[Indexes, Indexes]:
+        """Return what `ack` has consumed, and what can be claimed again."""
         plan, dropped = claim.plan, positions[:0]
         if plan.dropped:
             is_dropped = plan.drops(self._table.index[positions])
@@ -722,7 +780,7 @@ class TaskLedger(TaskFacts):
             claim.returned = np.concatenate([before, self._table.index[returned]])
             self._reopen(returned)
         self._lose(claim, returned.size + dropped.size)
-        return returned
+        return consumed, returned
 
     def nack(self, claim: Claim, positions: Indexes) -> None:
         """Release rows of a claim as if they had not been delivered; all that are left where it has no lease."""
@@ -735,7 +793,8 @@ class TaskLedger(TaskFacts):
                 self._count_uses(claim.rows, -1)
         else:
             self._write_deliveries(positions, self.deliveries[positions] - np.int32(1))
-        self._reopen(positions)
+        with self._followed(positions):
+            self._reopen(positions)
         self._lose(claim, count)
 
     def expire(self, claim: Claim, positions: Indexes, at_seconds: float) -> Indexes:
@@ -744,8 +803,9 @@ class TaskLedger(TaskFacts):
         is_spent = self.deliveries[positions] >= (np.iinfo(np.int32).max if most is None else most)
         reopened, spent = positions[~is_spent], positions[is_spent]
         self._lose_name(claim, "expired")
-        self._reopen(reopened)
-        self.claim.write(spent, DEAD_LETTERED)
+        with self._followed(positions):
+            self._reopen(reopened)
+            self.claim.write(spent, DEAD_LETTERED)
         self.dead_lettered_count += spent.size
         self.totals.expired += positions.size
         self.totals.dead_lettered += spent.size
@@ -755,7 +815,7 @@ class TaskLedger(TaskFacts):
 
     def _reopen(self, positions: Indexes) -> None:
         self.claim.write(positions, UNCLAIMED)
-        states = self._state[positions]
+        states = self.state[positions]
         self.backlog += int(np.count_nonzero(is_open(states)))
 
     def _count_leased(self, claim: Claim, count: int) -> None:
@@ -810,16 +870,18 @@ class TaskLedger(TaskFacts):
         """Have dead-lettered rows claimable, as if they had never been delivered."""
         self._write_deliveries(positions, np.zeros(positions.size, np.int32))
         self.dead_lettered_count -= positions.size
-        self._reopen(positions)
+        with self._followed(positions):
+            self._reopen(positions)
 
     # Skipped rows
 
     def skip(self, positions: Indexes) -> int:
         """Skip those of some rows that are pending; return how many they are."""
         skipped = positions[self.is_pending(positions)]
-        self.skipped.write(skipped, True)
+        with self._followed(skipped):
+            self.skipped.write(skipped, True)
+            self.skipped_count += skipped.size
         self.backlog -= skipped.size
-        self.skipped_count += skipped.size
         return int(skipped.size)
 
     def unskip(self) -> Indexes:
@@ -827,7 +889,8 @@ class TaskLedger(TaskFacts):
         if not self.skipped_count:
             return np.zeros(0, np.int64)
         positions = np.flatnonzero(self.skipped[: self._table.count])
-        self.backlog += self._unmark(positions)
+        with self._followed(positions):
+            self.backlog += self._unmark(positions)
         return positions
 
     def _unmark(self, positions: Indexes) -> int:
@@ -841,7 +904,7 @@ class TaskLedger(TaskFacts):
 
     def is_left(self, rows: slice | Indexes) -> NDArray[np.bool_]:
         """Return which rows are left, skipped or not: live or held, and neither claimed, dead-lettered nor dropped."""
-        left = is_open(self._state[rows])
+        left = is_open(self.state[rows])
         left &= self.claim[rows] == UNCLAIMED
         return left
 
@@ -855,7 +918,7 @@ class TaskLedger(TaskFacts):
     def is_lost(self, positions: Indexes) -> NDArray[np.bool_]:
         """Return which of some rows it never gets: failed before it took them, dead-lettered, dropped, or skipped."""
         claims = self.claim[positions]
-        is_failed = (self._state[positions] == FAILED) & (claims == UNCLAIMED)
+        is_failed = (self.state[positions] == FAILED) & (claims == UNCLAIMED)
         is_given_up = (claims == DEAD_LETTERED) | (claims == DROPPED)
         lost: NDArray[np.bool_] = is_failed | is_given_up | self.skipped[positions]
         return lost
@@ -882,6 +945,7 @@ class TaskLedger(TaskFacts):
             self.uses.write(slice(0, self._table.count), 0)
         self.leased_count = self.redelivered_count = self.dead_lettered_count = self.dropped_count = 0
         self.last_forgotten = self.trained = self.saved = -1
+        self.delivered_units, self.done_units = (), 0
         self._forget_records()
         if keep_consumed:
             claims = self.claim[: self._table.count]
@@ -890,6 +954,8 @@ class TaskLedger(TaskFacts):
             self.claim.write(slice(0, self._table.count), UNCLAIMED)
             self.consumed_count, self.backlog = 0, open_count
         self.kept_count = self.consumed_count
+        if self.outstanding is not None:
+            self.outstanding.recount(self, self._table.count)
         return reopened
 
     def restart_ranks(self, dp_size: int, trained: int) -> Indexes:
@@ -899,7 +965,7 @@ class TaskLedger(TaskFacts):
             dp_size: their number.
             trained: the last batch_index that was trained; those behind it are planned anew, from the next index on.
         """
-        reopened = [np.zeros(0, np.int64)]
+        reopened, dropped_count = [np.zeros(0, np.int64)], self.next_batch_index - trained - 1
         for index in range(trained + 1, self.next_batch_index):
             if (batch := self.batches.get(index)) is not None:
                 reopened.append(self.left(batch))
@@ -912,14 +978,17 @@ class TaskLedger(TaskFacts):
         self.epoch += 1
         self.dp_size, self.next_batch_index, self.end = dp_size, trained + 1, None
         self.trained, self.saved = trained, min(self.saved, trained)
+        self.delivered_units = self.delivered_units[: len(self.delivered_units) - dropped_count]
         self.last_forgotten = min(self.last_forgotten, trained)
         return np.concatenate(reopened)
 
     # Rows that come and go
 
-    def on_rows_added(self, count: int) -> None:
+    def on_rows_added(self, added: slice) -> None:
         """Count new rows that are live or held."""
-        self.backlog += count
+        self.backlog += added.stop - added.start
+        if self.outstanding is not None:
+            self.outstanding.add(np.arange(added.start, added.stop), 1)
 
     def on_rows_closed(self, positions: Indexes) -> None:
         """Count off rows that were live or held and are being cleared, or have failed.
@@ -927,6 +996,8 @@ class TaskLedger(TaskFacts):
         Those that are leased are consumed for good: no other worker will process them.
         """
         claims = self.claim[positions]
+        if self.outstanding is not None:
+            self.outstanding.add(positions[self.outstanding.is_held(self, positions)], -1)
         self.backlog -= int(np.count_nonzero(claims == UNCLAIMED)) - self._unmark(positions)
         if not self.leased_count:
             return

@@ -23,10 +23,11 @@ from tq_service.errors import (
     nearest,
 )
 from tq_service.log_message import LogMessage
-from tq_service.schema import FieldSpec, Layout, StalenessLimit, check_name, check_passed_on, check_range, check_unique
+from tq_service.schema import Admission, FieldSpec, Layout, check_name, check_passed_on, check_range, check_unique
 from tq_service.state.cells import CellTable, CustomMeta
 from tq_service.state.groups import GroupTable, KeyIndex
 from tq_service.state.ledger import TaskLedger, TaskSnapshot, task_columns
+from tq_service.state.outstanding import Outstanding
 from tq_service.state.plan import Condition, Indexes, differences, shown
 from tq_service.state.policies import Policies
 from tq_service.state.table import FAILED, HELD, LIVE, RowTable, Table, TableSnapshot, distinct
@@ -42,7 +43,7 @@ class PartitionSettings:
         default_layout: of tensor fields that have none in `fields`.
         fields: fields that are declared, in the order of their names, so that the same ones compare equal.
         max_bytes: most bytes that its cells may take before new samples wait; None: no bound.
-        staleness_limits: how far producers may be ahead of its tasks, in the order of these, so that the same ones
+        admissions: how much work may be outstanding for its tasks, in the order of these, so that the same ones
             compare equal.
         tasks: all that may consume it, in order; empty: any.
         samples_per_round: of how many samples a round is that is whole without a seal; None: there are no rounds.
@@ -56,7 +57,7 @@ class PartitionSettings:
     default_layout: Layout = Layout.AUTO
     fields: tuple[FieldSpec, ...] = ()
     max_bytes: int | None = None
-    staleness_limits: tuple[StalenessLimit, ...] = ()
+    admissions: tuple[Admission, ...] = ()
     tasks: tuple[str, ...] = ()
     samples_per_round: int | None = None
 
@@ -80,18 +81,16 @@ class PartitionSettings:
                     field="dtype" if spec.dtype else "row_shape",
                     metadata={"field_name": spec.name},
                 )
-        limits = sorted(self.staleness_limits, key=attrgetter("task_name"))
-        for limit in limits:
-            check_name("task_name", limit.task_name)
-        check_unique("staleness_limits", [limit.task_name for limit in limits])
-        object.__setattr__(self, "staleness_limits", tuple(limits))
+        admissions = sorted(self.admissions, key=attrgetter("task_name"))
+        check_unique("admissions", [admission.task_name for admission in admissions])
+        object.__setattr__(self, "admissions", tuple(admissions))
         for name in self.tasks:
             check_name("tasks", name)
         check_unique("tasks", self.tasks)
-        for name in [limit.task_name for limit in limits if self.tasks and limit.task_name not in self.tasks]:
+        for name in [each.task_name for each in admissions if self.tasks and each.task_name not in self.tasks]:
             raise InvalidArgumentError(
-                f"staleness_limits has task {name!r}, which is not one of tasks; {nearest(name, self.tasks)}",
-                field="staleness_limits",
+                f"admissions has task {name!r}, which is not one of tasks; {nearest(name, self.tasks)}",
+                field="admissions",
             )
         object.__setattr__(self, "tasks", tuple(sorted(self.tasks)))
 
@@ -102,7 +101,7 @@ class PartitionSettings:
     @property
     def is_bounded(self) -> bool:
         """Whether new samples may have to wait."""
-        return self.max_bytes is not None or bool(self.staleness_limits)
+        return self.max_bytes is not None or bool(self.admissions)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,7 +191,8 @@ class Partition:
         self.on_rows = Listeners()
         self.on_reset = Listeners()
         self.policies: Policies = {}
-        for name in settings.tasks:
+        # A task with an admission is known from the start, so that its count begins with the first sample.
+        for name in dict.fromkeys((*settings.tasks, *(each.task_name for each in settings.admissions))):
             self.open_task(name)
 
     @property
@@ -227,7 +227,11 @@ class Partition:
 
     def open_task(self, name: str) -> TaskLedger:
         """Open the ledger of a task that has none."""
-        task = self.tasks[name] = TaskLedger(name, self.table, self.state, backlog=self.open_count)
+        admission = next((each for each in self.settings.admissions if each.task_name == name), None)
+        outstanding = None if admission is None else Outstanding(admission, self.groups)
+        task = self.tasks[name] = TaskLedger(
+            name, self.table, self.state, backlog=self.open_count, outstanding=outstanding
+        )
         return task
 
     def forget_task(self, name: str) -> None:

@@ -20,13 +20,13 @@ from tq_service.custom_meta import KIND_NAMES
 from tq_service.errors import InvalidArgumentError
 from tq_service.schema import (
     MOST_SAMPLES,
+    Admission,
     BatchUnit,
     Blocks,
     FieldSpec,
     Operator,
     Published,
     Scalar,
-    StalenessLimit,
     check_id,
     check_name,
     check_range,
@@ -492,9 +492,9 @@ def shown(value: object) -> str:
             return f"{value.column} descending" if value.descending else value.column
         case FieldSpec():
             return f"{value.name}: {value.describe()}"
-        case StalenessLimit():
-            bounds = f"max_samples {shown(value.max_samples)}, max_versions {shown(value.max_versions)}"
-            return f"{value.task_name}: {bounds} by {value.version_column}"
+        case Admission():
+            place = f"{value.given_back} by {value.policy}" if value.given_back == "published" else value.given_back
+            return f"{value.task_name}: {value.most} {value.unit}s until {place}"
         case tuple():
             return ", ".join(map(shown, value)) or "none"
     return str(value)

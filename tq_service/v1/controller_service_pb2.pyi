@@ -23,6 +23,34 @@ else:
 
 DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
 
+class _GivenBack:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _GivenBackEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_GivenBack.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    GIVEN_BACK_UNSPECIFIED: _GivenBack.ValueType  # 0
+    """Unset: when it is delivered."""
+    GIVEN_BACK_DELIVERED: _GivenBack.ValueType  # 1
+    """When it is delivered."""
+    GIVEN_BACK_TRAINED: _GivenBack.ValueType  # 2
+    """Once its batch was trained (Advance), or its samples were acknowledged."""
+    GIVEN_BACK_PUBLISHED: _GivenBack.ValueType  # 3
+    """With the next version of the policy that is published after that."""
+
+class GivenBack(_GivenBack, metaclass=_GivenBackEnumTypeWrapper):
+    """When what was delivered to a task gives its place back to producers."""
+
+GIVEN_BACK_UNSPECIFIED: GivenBack.ValueType  # 0
+"""Unset: when it is delivered."""
+GIVEN_BACK_DELIVERED: GivenBack.ValueType  # 1
+"""When it is delivered."""
+GIVEN_BACK_TRAINED: GivenBack.ValueType  # 2
+"""Once its batch was trained (Advance), or its samples were acknowledged."""
+GIVEN_BACK_PUBLISHED: GivenBack.ValueType  # 3
+"""With the next version of the policy that is published after that."""
+global___GivenBack = GivenBack
+
 class _BatchUnit:
     ValueType = typing.NewType("ValueType", builtins.int)
     V: typing_extensions.TypeAlias = ValueType
@@ -141,7 +169,7 @@ class CreatePartitionRequest(google.protobuf.message.Message):
     DEFAULT_LAYOUT_FIELD_NUMBER: builtins.int
     FIELDS_FIELD_NUMBER: builtins.int
     MAX_BYTES_FIELD_NUMBER: builtins.int
-    STALENESS_LIMITS_FIELD_NUMBER: builtins.int
+    ADMISSIONS_FIELD_NUMBER: builtins.int
     TASKS_FIELD_NUMBER: builtins.int
     SAMPLES_PER_ROUND_FIELD_NUMBER: builtins.int
     request_id: builtins.bytes
@@ -174,8 +202,8 @@ class CreatePartitionRequest(google.protobuf.message.Message):
         """
 
     @property
-    def staleness_limits(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___StalenessLimit]:
-        """How far producers may be ahead of tasks; a put of new samples waits until all limits hold. Empty: no limit."""
+    def admissions(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Admission]:
+        """How much work may be outstanding for tasks; a put of new samples waits until all of them admit it. Empty: no limit."""
 
     @property
     def tasks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
@@ -192,12 +220,12 @@ class CreatePartitionRequest(google.protobuf.message.Message):
         default_layout: tq_service.v1.metadata_pb2.Layout.ValueType = ...,
         fields: collections.abc.Iterable[tq_service.v1.metadata_pb2.FieldSpec] | None = ...,
         max_bytes: builtins.int | None = ...,
-        staleness_limits: collections.abc.Iterable[global___StalenessLimit] | None = ...,
+        admissions: collections.abc.Iterable[global___Admission] | None = ...,
         tasks: collections.abc.Iterable[builtins.str] | None = ...,
         samples_per_round: builtins.int | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_expected_samples", b"_expected_samples", "_max_bytes", b"_max_bytes", "_samples_per_round", b"_samples_per_round", "expected_samples", b"expected_samples", "max_bytes", b"max_bytes", "samples_per_round", b"samples_per_round"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_expected_samples", b"_expected_samples", "_max_bytes", b"_max_bytes", "_samples_per_round", b"_samples_per_round", "default_layout", b"default_layout", "expected_samples", b"expected_samples", "fields", b"fields", "max_bytes", b"max_bytes", "partition_id", b"partition_id", "request_id", b"request_id", "samples_per_round", b"samples_per_round", "staleness_limits", b"staleness_limits", "tasks", b"tasks"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_expected_samples", b"_expected_samples", "_max_bytes", b"_max_bytes", "_samples_per_round", b"_samples_per_round", "admissions", b"admissions", "default_layout", b"default_layout", "expected_samples", b"expected_samples", "fields", b"fields", "max_bytes", b"max_bytes", "partition_id", b"partition_id", "request_id", b"request_id", "samples_per_round", b"samples_per_round", "tasks", b"tasks"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_expected_samples", b"_expected_samples"]) -> typing.Literal["expected_samples"] | None: ...
     @typing.overload
@@ -208,43 +236,42 @@ class CreatePartitionRequest(google.protobuf.message.Message):
 global___CreatePartitionRequest = CreatePartitionRequest
 
 @typing.final
-class StalenessLimit(google.protobuf.message.Message):
-    """How far producers may be ahead of one task. At least one bound is set."""
+class Admission(google.protobuf.message.Message):
+    """How much work may be outstanding for one task: what it has pending, and what was delivered to it and has not given
+    its place back.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     TASK_NAME_FIELD_NUMBER: builtins.int
-    MAX_SAMPLES_FIELD_NUMBER: builtins.int
-    MAX_VERSIONS_FIELD_NUMBER: builtins.int
-    VERSION_COLUMN_FIELD_NUMBER: builtins.int
+    MOST_FIELD_NUMBER: builtins.int
+    UNIT_FIELD_NUMBER: builtins.int
+    GIVEN_BACK_FIELD_NUMBER: builtins.int
+    POLICY_FIELD_NUMBER: builtins.int
     task_name: builtins.str
-    """The task that producers wait for. One that has not claimed yet has all samples left to consume."""
-    max_samples: builtins.int
-    """Most samples that the task may have left to consume, 1 or more. Unset: no bound."""
-    max_versions: builtins.int
-    """Most by which the version of a new sample may exceed the lowest version that the task has left to consume, 0 or
-    more: the spread of versions. It does not bound how late samples are trained on. Unset: no bound.
+    """The task that producers wait for. One that has not claimed yet has all samples pending."""
+    most: builtins.int
+    """Most units that may be outstanding, 1 or more."""
+    unit: global___BatchUnit.ValueType
+    """What `most` counts. Groups: a sample without a group counts as one, and further members of a group that has begun
+    take no place. Unset: samples.
     """
-    version_column: builtins.str
-    """The custom_meta column that has the version of a sample; samples without a value are not bounded. Empty:
-    "version".
-    """
+    given_back: global___GivenBack.ValueType
+    """When what was delivered gives its place back. Unset: when it is delivered."""
+    policy: builtins.str
+    """The policy of GIVEN_BACK_PUBLISHED. Empty: "default"."""
     def __init__(
         self,
         *,
         task_name: builtins.str = ...,
-        max_samples: builtins.int | None = ...,
-        max_versions: builtins.int | None = ...,
-        version_column: builtins.str = ...,
+        most: builtins.int = ...,
+        unit: global___BatchUnit.ValueType = ...,
+        given_back: global___GivenBack.ValueType = ...,
+        policy: builtins.str = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_max_samples", b"_max_samples", "_max_versions", b"_max_versions", "max_samples", b"max_samples", "max_versions", b"max_versions"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_max_samples", b"_max_samples", "_max_versions", b"_max_versions", "max_samples", b"max_samples", "max_versions", b"max_versions", "task_name", b"task_name", "version_column", b"version_column"]) -> None: ...
-    @typing.overload
-    def WhichOneof(self, oneof_group: typing.Literal["_max_samples", b"_max_samples"]) -> typing.Literal["max_samples"] | None: ...
-    @typing.overload
-    def WhichOneof(self, oneof_group: typing.Literal["_max_versions", b"_max_versions"]) -> typing.Literal["max_versions"] | None: ...
+    def ClearField(self, field_name: typing.Literal["given_back", b"given_back", "most", b"most", "policy", b"policy", "task_name", b"task_name", "unit", b"unit"]) -> None: ...
 
-global___StalenessLimit = StalenessLimit
+global___Admission = Admission
 
 @typing.final
 class CreatePartitionResponse(google.protobuf.message.Message):
@@ -580,9 +607,9 @@ class GetMetaRequest(google.protobuf.message.Message):
     batch_count: builtins.int
     """Ranks: the most batches to answer with, from `batch_index` on; 1 to 64. The call waits for the first. It adds those
     behind it that are planned already, and plans those that are ready at once, up to the end, or to 1 MiB of answer.
-    Each is recorded by itself: asked for again, alone or in another range, it is the same. So a range that is asked for
-    again begins with the same batches, and may have more. A batch that is planned early has no samples that come later.
-    0: 1.
+    Each is recorded by itself: asked for again, alone or in another range, it is the same. So a range that is asked
+    for again begins with the same batches, and may have more. A batch that is planned early has no samples that come
+    later. 0: 1.
     """
     @property
     def data_fields(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
@@ -2048,6 +2075,7 @@ class TaskStatus(google.protobuf.message.Message):
     LEASES_FIELD_NUMBER: builtins.int
     TRAINED_BATCH_COUNT_FIELD_NUMBER: builtins.int
     SAVED_BATCH_COUNT_FIELD_NUMBER: builtins.int
+    OUTSTANDING_COUNT_FIELD_NUMBER: builtins.int
     task_name: builtins.str
     """Name of the task."""
     epoch: builtins.int
@@ -2077,9 +2105,9 @@ class TaskStatus(google.protobuf.message.Message):
     It starts from 0 with each start of the service.
     """
     oldest_version: builtins.float
-    """The lowest version of the samples that are left for it, live or held: of the column of its staleness limit, or of
-    "version" where it has none. Looked at again where something has changed, once fifty times as long has passed as
-    the last look took. Unset: no sample that is left has one, it was not looked at yet, or it is sent by Watch.
+    """The lowest `version` of the samples that are left for it, live or held. Looked at again where something has
+    changed, once fifty times as long has passed as the last look took. Unset: no sample that is left has one, it was
+    not looked at yet, or it is sent by Watch.
     """
     staleness_versions: builtins.float
     """How far the highest version of a sample of the partition is above `oldest_version`: how far producers are ahead of
@@ -2091,6 +2119,8 @@ class TaskStatus(google.protobuf.message.Message):
     """Number of batches of this epoch that were trained, see Advance."""
     saved_batch_count: builtins.int
     """Number of batches of this epoch that a checkpoint of the trainer covers, see Advance."""
+    outstanding_count: builtins.int
+    """Units that are outstanding for it, as its admission counts them. Unset: it has none."""
     @property
     def dead_lettered_indexes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Indexes of dead-lettered samples that are not cleared; at most the first hundred."""
@@ -2129,11 +2159,14 @@ class TaskStatus(google.protobuf.message.Message):
         leases: collections.abc.Iterable[global___ClaimLease] | None = ...,
         trained_batch_count: builtins.int = ...,
         saved_batch_count: builtins.int = ...,
+        outstanding_count: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_oldest_version", b"_oldest_version", "_staleness_versions", b"_staleness_versions", "oldest_version", b"oldest_version", "staleness_versions", b"staleness_versions"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_oldest_version", b"_oldest_version", "_staleness_versions", b"_staleness_versions", "complete", b"complete", "consumed_count", b"consumed_count", "dead_lettered_count", b"dead_lettered_count", "dead_lettered_indexes", b"dead_lettered_indexes", "delivered_per_second", b"delivered_per_second", "dp_size", b"dp_size", "epoch", b"epoch", "leased_count", b"leased_count", "leases", b"leases", "leasing_claim_count", b"leasing_claim_count", "oldest_version", b"oldest_version", "pending_count", b"pending_count", "planned_batch_count", b"planned_batch_count", "recent_batches", b"recent_batches", "redelivered_count", b"redelivered_count", "saved_batch_count", b"saved_batch_count", "skipped_count", b"skipped_count", "staleness_versions", b"staleness_versions", "task_name", b"task_name", "trained_batch_count", b"trained_batch_count", "waiting_count", b"waiting_count"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_oldest_version", b"_oldest_version", "_outstanding_count", b"_outstanding_count", "_staleness_versions", b"_staleness_versions", "oldest_version", b"oldest_version", "outstanding_count", b"outstanding_count", "staleness_versions", b"staleness_versions"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_oldest_version", b"_oldest_version", "_outstanding_count", b"_outstanding_count", "_staleness_versions", b"_staleness_versions", "complete", b"complete", "consumed_count", b"consumed_count", "dead_lettered_count", b"dead_lettered_count", "dead_lettered_indexes", b"dead_lettered_indexes", "delivered_per_second", b"delivered_per_second", "dp_size", b"dp_size", "epoch", b"epoch", "leased_count", b"leased_count", "leases", b"leases", "leasing_claim_count", b"leasing_claim_count", "oldest_version", b"oldest_version", "outstanding_count", b"outstanding_count", "pending_count", b"pending_count", "planned_batch_count", b"planned_batch_count", "recent_batches", b"recent_batches", "redelivered_count", b"redelivered_count", "saved_batch_count", b"saved_batch_count", "skipped_count", b"skipped_count", "staleness_versions", b"staleness_versions", "task_name", b"task_name", "trained_batch_count", b"trained_batch_count", "waiting_count", b"waiting_count"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_oldest_version", b"_oldest_version"]) -> typing.Literal["oldest_version"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_outstanding_count", b"_outstanding_count"]) -> typing.Literal["outstanding_count"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_staleness_versions", b"_staleness_versions"]) -> typing.Literal["staleness_versions"] | None: ...
 
@@ -2156,7 +2189,7 @@ class DescribePartitionResponse(google.protobuf.message.Message):
     CUSTOM_META_COLUMNS_FIELD_NUMBER: builtins.int
     USED_BYTES_FIELD_NUMBER: builtins.int
     MAX_BYTES_FIELD_NUMBER: builtins.int
-    STALENESS_LIMITS_FIELD_NUMBER: builtins.int
+    ADMISSIONS_FIELD_NUMBER: builtins.int
     WAITING_PUT_COUNT_FIELD_NUMBER: builtins.int
     DECLARED_TASKS_FIELD_NUMBER: builtins.int
     SAMPLES_PER_ROUND_FIELD_NUMBER: builtins.int
@@ -2176,7 +2209,7 @@ class DescribePartitionResponse(google.protobuf.message.Message):
     max_bytes: builtins.int
     """Most bytes that they may take. Unset: no bound but the quotas of the storage services."""
     waiting_put_count: builtins.int
-    """Number of puts of new samples that wait for capacity or for a staleness limit."""
+    """Number of puts of new samples that wait for capacity or for an admission."""
     samples_per_round: builtins.int
     """Number of samples of a round. Unset: samples do not come in rounds."""
     @property
@@ -2196,8 +2229,8 @@ class DescribePartitionResponse(google.protobuf.message.Message):
         """The custom_meta columns, in the order of their first values."""
 
     @property
-    def staleness_limits(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___StalenessLimit]:
-        """How far producers may be ahead of its tasks. Empty: no limit."""
+    def admissions(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Admission]:
+        """How much work may be outstanding for its tasks. Empty: no limit."""
 
     @property
     def declared_tasks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
@@ -2221,14 +2254,14 @@ class DescribePartitionResponse(google.protobuf.message.Message):
         custom_meta_columns: collections.abc.Iterable[global___MetaColumnStatus] | None = ...,
         used_bytes: builtins.int = ...,
         max_bytes: builtins.int | None = ...,
-        staleness_limits: collections.abc.Iterable[global___StalenessLimit] | None = ...,
+        admissions: collections.abc.Iterable[global___Admission] | None = ...,
         waiting_put_count: builtins.int = ...,
         declared_tasks: collections.abc.Iterable[builtins.str] | None = ...,
         samples_per_round: builtins.int | None = ...,
         revision: global___Revision | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_expected_samples", b"_expected_samples", "_max_bytes", b"_max_bytes", "_samples_per_round", b"_samples_per_round", "expected_samples", b"expected_samples", "max_bytes", b"max_bytes", "revision", b"revision", "samples_per_round", b"samples_per_round", "summary", b"summary"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_expected_samples", b"_expected_samples", "_max_bytes", b"_max_bytes", "_samples_per_round", b"_samples_per_round", "custom_meta_columns", b"custom_meta_columns", "declared_tasks", b"declared_tasks", "expected_samples", b"expected_samples", "failed_count", b"failed_count", "fields", b"fields", "group_count", b"group_count", "held_count", b"held_count", "live_count", b"live_count", "max_bytes", b"max_bytes", "revision", b"revision", "samples_per_round", b"samples_per_round", "staleness_limits", b"staleness_limits", "summary", b"summary", "tasks", b"tasks", "used_bytes", b"used_bytes", "waiting_put_count", b"waiting_put_count"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_expected_samples", b"_expected_samples", "_max_bytes", b"_max_bytes", "_samples_per_round", b"_samples_per_round", "admissions", b"admissions", "custom_meta_columns", b"custom_meta_columns", "declared_tasks", b"declared_tasks", "expected_samples", b"expected_samples", "failed_count", b"failed_count", "fields", b"fields", "group_count", b"group_count", "held_count", b"held_count", "live_count", b"live_count", "max_bytes", b"max_bytes", "revision", b"revision", "samples_per_round", b"samples_per_round", "summary", b"summary", "tasks", b"tasks", "used_bytes", b"used_bytes", "waiting_put_count", b"waiting_put_count"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_expected_samples", b"_expected_samples"]) -> typing.Literal["expected_samples"] | None: ...
     @typing.overload
@@ -2833,8 +2866,8 @@ class RestartRanksRequest(google.protobuf.message.Message):
     task_name: builtins.str
     """The task whose ranks they are."""
     epoch: builtins.int
-    """The epoch of the ranks before. If it is over, and the task has `dp_size` ranks, nothing is changed. Unset: the ranks
-    restart in any case.
+    """The epoch of the ranks before. If it is over, and the task has `dp_size` ranks, nothing is changed. Unset: the
+    ranks restart in any case.
     """
     dp_size: builtins.int
     """How many ranks there are from now on, 1 or more."""

@@ -250,11 +250,12 @@ class ControllerServiceServicer(object):
         """Delivers a batch: a long poll of up to `max_wait`, which the server may shorten. Changes: the first request of a
         batch_index plans that batch for all ranks and marks its samples consumed by the task; a claim of a queue worker
         marks its own; with `batch_count` also the batches behind it that are ready. A rank that asks again gets the same
-        answer, and so does a queue worker under the same `request_id`, or under the same `claim_name`. A claim without a name of a queue worker that disconnects before the
-        answer is sent is released. Errors: FAILED_PRECONDITION (RANKS_DISAGREE, STALE_INCARNATION, STALE_EPOCH,
-        PARTITION_CLEARED, SAMPLES_CLEARED, BATCH_FORGOTTEN, CLAIM_RELEASED, LEASE_EXPIRED), NOT_FOUND (a task that is not
-        one of those the partition was created with), INVALID_ARGUMENT (arguments, unknown sampler or option), INTERNAL and
-        DEADLINE_EXCEEDED (the sampler failed or hung), RESOURCE_EXHAUSTED (too many calls wait).
+        answer, and so does a queue worker under the same `request_id`, or under the same `claim_name`. A claim without a
+        name of a queue worker that disconnects before the answer is sent is released. Errors: FAILED_PRECONDITION
+        (RANKS_DISAGREE, STALE_INCARNATION, STALE_EPOCH, PARTITION_CLEARED, SAMPLES_CLEARED, BATCH_FORGOTTEN,
+        CLAIM_RELEASED, LEASE_EXPIRED), NOT_FOUND (a task that is not one of those the partition was created with),
+        INVALID_ARGUMENT (arguments, unknown sampler or option), INTERNAL and DEADLINE_EXCEEDED (the sampler failed or
+        hung), RESOURCE_EXHAUSTED (too many calls wait).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -327,11 +328,11 @@ class ControllerServiceServicer(object):
 
     def RestartRanks(self, request, context):
         """Has other ranks of a task, as many as before or another number, go on behind what was trained. Changes: the next
-        epoch of the task begins, so claims of the ranks before are refused (STALE_EPOCH, or RANKS_DISAGREE); batches behind
-        `trained` are dropped, and their samples claimable again; the next batch_index is the one behind `trained`; what was
-        trained stays consumed. Idempotent under `request_id`, and with `epoch` also over several ranks that ask for the
-        same. Does not block. Errors: NOT_FOUND (partition or task), INVALID_ARGUMENT (a batch that was never planned),
-        FAILED_PRECONDITION (STALE_INCARNATION; STALE_EPOCH: the task has not reached `epoch`).
+        epoch of the task begins, so claims of the ranks before are refused (STALE_EPOCH, or RANKS_DISAGREE); batches
+        behind `trained` are dropped, and their samples claimable again; the next batch_index is the one behind `trained`;
+        what was trained stays consumed. Idempotent under `request_id`, and with `epoch` also over several ranks that ask
+        for the same. Does not block. Errors: NOT_FOUND (partition or task), INVALID_ARGUMENT (a batch that was never
+        planned), FAILED_PRECONDITION (STALE_INCARNATION; STALE_EPOCH: the task has not reached `epoch`).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

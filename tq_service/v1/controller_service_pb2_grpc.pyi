@@ -82,11 +82,12 @@ class ControllerServiceStub:
     """Delivers a batch: a long poll of up to `max_wait`, which the server may shorten. Changes: the first request of a
     batch_index plans that batch for all ranks and marks its samples consumed by the task; a claim of a queue worker
     marks its own; with `batch_count` also the batches behind it that are ready. A rank that asks again gets the same
-    answer, and so does a queue worker under the same `request_id`, or under the same `claim_name`. A claim without a name of a queue worker that disconnects before the
-    answer is sent is released. Errors: FAILED_PRECONDITION (RANKS_DISAGREE, STALE_INCARNATION, STALE_EPOCH,
-    PARTITION_CLEARED, SAMPLES_CLEARED, BATCH_FORGOTTEN, CLAIM_RELEASED, LEASE_EXPIRED), NOT_FOUND (a task that is not
-    one of those the partition was created with), INVALID_ARGUMENT (arguments, unknown sampler or option), INTERNAL and
-    DEADLINE_EXCEEDED (the sampler failed or hung), RESOURCE_EXHAUSTED (too many calls wait).
+    answer, and so does a queue worker under the same `request_id`, or under the same `claim_name`. A claim without a
+    name of a queue worker that disconnects before the answer is sent is released. Errors: FAILED_PRECONDITION
+    (RANKS_DISAGREE, STALE_INCARNATION, STALE_EPOCH, PARTITION_CLEARED, SAMPLES_CLEARED, BATCH_FORGOTTEN,
+    CLAIM_RELEASED, LEASE_EXPIRED), NOT_FOUND (a task that is not one of those the partition was created with),
+    INVALID_ARGUMENT (arguments, unknown sampler or option), INTERNAL and DEADLINE_EXCEEDED (the sampler failed or
+    hung), RESOURCE_EXHAUSTED (too many calls wait).
     """
 
     ReleaseClaim: grpc.UnaryUnaryMultiCallable[
@@ -159,11 +160,11 @@ class ControllerServiceStub:
         tq_service.v1.controller_service_pb2.RestartRanksResponse,
     ]
     """Has other ranks of a task, as many as before or another number, go on behind what was trained. Changes: the next
-    epoch of the task begins, so claims of the ranks before are refused (STALE_EPOCH, or RANKS_DISAGREE); batches behind
-    `trained` are dropped, and their samples claimable again; the next batch_index is the one behind `trained`; what was
-    trained stays consumed. Idempotent under `request_id`, and with `epoch` also over several ranks that ask for the
-    same. Does not block. Errors: NOT_FOUND (partition or task), INVALID_ARGUMENT (a batch that was never planned),
-    FAILED_PRECONDITION (STALE_INCARNATION; STALE_EPOCH: the task has not reached `epoch`).
+    epoch of the task begins, so claims of the ranks before are refused (STALE_EPOCH, or RANKS_DISAGREE); batches
+    behind `trained` are dropped, and their samples claimable again; the next batch_index is the one behind `trained`;
+    what was trained stays consumed. Idempotent under `request_id`, and with `epoch` also over several ranks that ask
+    for the same. Does not block. Errors: NOT_FOUND (partition or task), INVALID_ARGUMENT (a batch that was never
+    planned), FAILED_PRECONDITION (STALE_INCARNATION; STALE_EPOCH: the task has not reached `epoch`).
     """
 
     PublishVersion: grpc.UnaryUnaryMultiCallable[
@@ -424,11 +425,12 @@ class ControllerServiceAsyncStub:
     """Delivers a batch: a long poll of up to `max_wait`, which the server may shorten. Changes: the first request of a
     batch_index plans that batch for all ranks and marks its samples consumed by the task; a claim of a queue worker
     marks its own; with `batch_count` also the batches behind it that are ready. A rank that asks again gets the same
-    answer, and so does a queue worker under the same `request_id`, or under the same `claim_name`. A claim without a name of a queue worker that disconnects before the
-    answer is sent is released. Errors: FAILED_PRECONDITION (RANKS_DISAGREE, STALE_INCARNATION, STALE_EPOCH,
-    PARTITION_CLEARED, SAMPLES_CLEARED, BATCH_FORGOTTEN, CLAIM_RELEASED, LEASE_EXPIRED), NOT_FOUND (a task that is not
-    one of those the partition was created with), INVALID_ARGUMENT (arguments, unknown sampler or option), INTERNAL and
-    DEADLINE_EXCEEDED (the sampler failed or hung), RESOURCE_EXHAUSTED (too many calls wait).
+    answer, and so does a queue worker under the same `request_id`, or under the same `claim_name`. A claim without a
+    name of a queue worker that disconnects before the answer is sent is released. Errors: FAILED_PRECONDITION
+    (RANKS_DISAGREE, STALE_INCARNATION, STALE_EPOCH, PARTITION_CLEARED, SAMPLES_CLEARED, BATCH_FORGOTTEN,
+    CLAIM_RELEASED, LEASE_EXPIRED), NOT_FOUND (a task that is not one of those the partition was created with),
+    INVALID_ARGUMENT (arguments, unknown sampler or option), INTERNAL and DEADLINE_EXCEEDED (the sampler failed or
+    hung), RESOURCE_EXHAUSTED (too many calls wait).
     """
 
     ReleaseClaim: grpc.aio.UnaryUnaryMultiCallable[
@@ -501,11 +503,11 @@ class ControllerServiceAsyncStub:
         tq_service.v1.controller_service_pb2.RestartRanksResponse,
     ]
     """Has other ranks of a task, as many as before or another number, go on behind what was trained. Changes: the next
-    epoch of the task begins, so claims of the ranks before are refused (STALE_EPOCH, or RANKS_DISAGREE); batches behind
-    `trained` are dropped, and their samples claimable again; the next batch_index is the one behind `trained`; what was
-    trained stays consumed. Idempotent under `request_id`, and with `epoch` also over several ranks that ask for the
-    same. Does not block. Errors: NOT_FOUND (partition or task), INVALID_ARGUMENT (a batch that was never planned),
-    FAILED_PRECONDITION (STALE_INCARNATION; STALE_EPOCH: the task has not reached `epoch`).
+    epoch of the task begins, so claims of the ranks before are refused (STALE_EPOCH, or RANKS_DISAGREE); batches
+    behind `trained` are dropped, and their samples claimable again; the next batch_index is the one behind `trained`;
+    what was trained stays consumed. Idempotent under `request_id`, and with `epoch` also over several ranks that ask
+    for the same. Does not block. Errors: NOT_FOUND (partition or task), INVALID_ARGUMENT (a batch that was never
+    planned), FAILED_PRECONDITION (STALE_INCARNATION; STALE_EPOCH: the task has not reached `epoch`).
     """
 
     PublishVersion: grpc.aio.UnaryUnaryMultiCallable[
@@ -776,11 +778,12 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         """Delivers a batch: a long poll of up to `max_wait`, which the server may shorten. Changes: the first request of a
         batch_index plans that batch for all ranks and marks its samples consumed by the task; a claim of a queue worker
         marks its own; with `batch_count` also the batches behind it that are ready. A rank that asks again gets the same
-        answer, and so does a queue worker under the same `request_id`, or under the same `claim_name`. A claim without a name of a queue worker that disconnects before the
-        answer is sent is released. Errors: FAILED_PRECONDITION (RANKS_DISAGREE, STALE_INCARNATION, STALE_EPOCH,
-        PARTITION_CLEARED, SAMPLES_CLEARED, BATCH_FORGOTTEN, CLAIM_RELEASED, LEASE_EXPIRED), NOT_FOUND (a task that is not
-        one of those the partition was created with), INVALID_ARGUMENT (arguments, unknown sampler or option), INTERNAL and
-        DEADLINE_EXCEEDED (the sampler failed or hung), RESOURCE_EXHAUSTED (too many calls wait).
+        answer, and so does a queue worker under the same `request_id`, or under the same `claim_name`. A claim without a
+        name of a queue worker that disconnects before the answer is sent is released. Errors: FAILED_PRECONDITION
+        (RANKS_DISAGREE, STALE_INCARNATION, STALE_EPOCH, PARTITION_CLEARED, SAMPLES_CLEARED, BATCH_FORGOTTEN,
+        CLAIM_RELEASED, LEASE_EXPIRED), NOT_FOUND (a task that is not one of those the partition was created with),
+        INVALID_ARGUMENT (arguments, unknown sampler or option), INTERNAL and DEADLINE_EXCEEDED (the sampler failed or
+        hung), RESOURCE_EXHAUSTED (too many calls wait).
         """
 
     @abc.abstractmethod
@@ -869,11 +872,11 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[tq_service.v1.controller_service_pb2.RestartRanksResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.RestartRanksResponse]]:
         """Has other ranks of a task, as many as before or another number, go on behind what was trained. Changes: the next
-        epoch of the task begins, so claims of the ranks before are refused (STALE_EPOCH, or RANKS_DISAGREE); batches behind
-        `trained` are dropped, and their samples claimable again; the next batch_index is the one behind `trained`; what was
-        trained stays consumed. Idempotent under `request_id`, and with `epoch` also over several ranks that ask for the
-        same. Does not block. Errors: NOT_FOUND (partition or task), INVALID_ARGUMENT (a batch that was never planned),
-        FAILED_PRECONDITION (STALE_INCARNATION; STALE_EPOCH: the task has not reached `epoch`).
+        epoch of the task begins, so claims of the ranks before are refused (STALE_EPOCH, or RANKS_DISAGREE); batches
+        behind `trained` are dropped, and their samples claimable again; the next batch_index is the one behind `trained`;
+        what was trained stays consumed. Idempotent under `request_id`, and with `epoch` also over several ranks that ask
+        for the same. Does not block. Errors: NOT_FOUND (partition or task), INVALID_ARGUMENT (a batch that was never
+        planned), FAILED_PRECONDITION (STALE_INCARNATION; STALE_EPOCH: the task has not reached `epoch`).
         """
 
     @abc.abstractmethod

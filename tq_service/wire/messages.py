@@ -16,9 +16,10 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
 from tq_service.errors import InvalidArgumentError
-from tq_service.schema import BatchUnit, FieldSpec, Layout, Operator, Published, Scalar
+from tq_service.schema import BatchUnit, FieldSpec, GivenBack, Layout, Operator, Published, Scalar
 from tq_service.wire.metadata import (
     BATCH_UNITS,
+    GIVEN_BACK,
     LAYOUTS,
     OPERATORS,
     EnumWords,
@@ -36,7 +37,13 @@ _READERS: Final[Mapping[Any, Callable[[Any], Any]]] = {
     Scalar: decode_value,
     Published: lambda message: Published(message.policy, message.offset),  # without the default of its policy
 }
-_WORDS: Final[Mapping[Any, EnumWords[Any]]] = {BatchUnit: BATCH_UNITS, Layout: LAYOUTS, Operator: OPERATORS}
+_WORDS: Final[Mapping[Any, EnumWords[Any]]] = {
+    BatchUnit: BATCH_UNITS,
+    GivenBack: GIVEN_BACK,
+    Layout: LAYOUTS,
+    Operator: OPERATORS,
+}
+_ENUMS: Final[Mapping[str, EnumWords[Any]]] = {"BatchUnit": BATCH_UNITS, "GivenBack": GIVEN_BACK}
 
 
 def read_message(kind: type[Result], message: Message, **given: Any) -> Result:
@@ -65,14 +72,12 @@ def to_message(kind: type[Sent], source: object, **given: Any) -> Sent:
 
     Args:
         kind: the message.
-        source: has the attributes; None stands for a field that is not set, objects for the messages of them, and
-            `x_seconds` for a Duration `x`.
+        source: has the attributes; None stands for a field that is not set, objects for the messages of them, words for
+            enums, and `x_seconds` for a Duration `x`.
         **given: fields of the message that are no attributes, or others.
     """
     values = {
-        field.name: _sent(
-            getattr(source, field.name + _SECONDS * (field.message_type is Duration.DESCRIPTOR)), field.message_type
-        )
+        field.name: _sent(getattr(source, field.name + _SECONDS * (field.message_type is Duration.DESCRIPTOR)), field)
         for field in kind.DESCRIPTOR.fields
         if field.name not in given
     }
@@ -124,12 +129,15 @@ def _value(name: str, read: Callable[[Any], Any] | None, is_optional: bool, is_t
     return value if read is None else read(value)
 
 
-def _sent(value: Any, described: Any) -> Any:
-    """Return what an attribute is in a message, whose descriptor is given where it is one, or some."""
-    if described is None or value is None:
+def _sent(value: Any, field: Any) -> Any:
+    """Return what an attribute is in the message that has a field."""
+    described = field.message_type
+    if value is None or (described is None and field.enum_type is None):
         return value
     if isinstance(value, tuple):
-        return [_sent(each, described) for each in value]
+        return [_sent(each, field) for each in value]
+    if described is None:
+        return _ENUMS[field.enum_type.name].encode(value) if isinstance(value, str) else value
     if described is Duration.DESCRIPTOR:
         return to_duration(value)
     return encode_spec(value) if isinstance(value, FieldSpec) else to_message(GetMessageClass(described), value)

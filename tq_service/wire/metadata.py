@@ -24,6 +24,7 @@ from tq_service.schema import (
     BatchUnit,
     Encoding,
     FieldSpec,
+    GivenBack,
     KeyMode,
     Layout,
     Operator,
@@ -256,6 +257,7 @@ LAYOUTS: Final = EnumWords("layout", pb.Layout, Layout)
 ENCODINGS: Final = EnumWords("encoding", pb.Encoding, Encoding)
 STATES: Final = EnumWords("state", pb.SampleState, SampleState)
 KEY_MODES: Final[EnumWords[KeyMode]] = EnumWords("key_mode", commit_pb2.KeyMode, get_args(KeyMode))
+GIVEN_BACK: Final[EnumWords[GivenBack]] = EnumWords("given_back", controller_service_pb2.GivenBack, get_args(GivenBack))
 BATCH_UNITS: Final[EnumWords[BatchUnit]] = EnumWords(
     "batch_unit", controller_service_pb2.BatchUnit, get_args(BatchUnit)
 )

@@ -23,7 +23,7 @@ from tq_service.results import (
     ServiceStatus,
     StorageStat,
 )
-from tq_service.schema import FieldSpec, Layout, StalenessLimit
+from tq_service.schema import Admission, FieldSpec, Layout
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1.storage_service_pb2 import StatRequest, StatResponse
 from tq_service.wire.messages import read_message
@@ -45,7 +45,7 @@ class AsyncPartitionCalls(AsyncBase):
         default_layout: Layout | str = Layout.AUTO,
         fields: Iterable[FieldSpec] = (),
         max_bytes: int | None = None,
-        staleness_limits: Iterable[StalenessLimit] = (),
+        admissions: Iterable[Admission] = (),
         tasks: Iterable[str] = (),
         samples_per_round: int | None = None,
         timeout: float | None = None,
@@ -62,8 +62,8 @@ class AsyncPartitionCalls(AsyncBase):
             fields: fields known beforehand; dtype, layout and row shape may be left to the first put.
             max_bytes: most bytes that its samples may take; puts of new samples wait for capacity. None: only the quota
                 of the service.
-            staleness_limits: how far producers may be ahead of its tasks; puts of new samples wait for these. Empty: as
-                far as there is capacity.
+            admissions: how much work may be outstanding for its tasks; puts of new samples wait for their turn. Empty:
+                as far as there is capacity.
             tasks: names of all tasks that may consume it: each has consumed 0 before it ever asks, and another name
                 raises TaskNotFoundError. Empty: any name is a task.
             samples_per_round: number of samples of a round, where the partition is used again and again: without a
@@ -85,9 +85,9 @@ class AsyncPartitionCalls(AsyncBase):
             default_layout=default_layout,
             fields=[encode_spec(spec) for spec in all_of(FieldSpec, "fields", fields)],
             max_bytes=max_bytes,
-            staleness_limits=[
-                request_of(pb.StalenessLimit, **asdict(limit))
-                for limit in all_of(StalenessLimit, "staleness_limits", staleness_limits)
+            admissions=[
+                request_of(pb.Admission, **asdict(each) | {"policy": self._namespace.full_name(each.policy)})
+                for each in all_of(Admission, "admissions", admissions)
             ],
             tasks=listed("tasks", tasks),
             samples_per_round=samples_per_round,
@@ -190,8 +190,15 @@ class AsyncPartitionCalls(AsyncBase):
             timeout,
             partition_id=partition_id,
         )
-        answer.summary.partition_id = self._namespace.own_name(answer.summary.partition_id)
+        self._name_as_own([answer])
         return read_message(PartitionDescription, answer)
+
+    def _name_as_own(self, described: Iterable[pb.DescribePartitionResponse]) -> None:
+        """Give partitions and policies their names in the client's namespace."""
+        for each in described:
+            each.summary.partition_id = self._namespace.own_name(each.summary.partition_id)
+            for admission in each.admissions:
+                admission.policy = self._namespace.own_name(admission.policy)
 
     async def status(self, prefix: str = "", *, explain: bool = True, timeout: float | None = None) -> ServiceStatus:
         """Return what the service is, its storage services, its partitions, and what is waited for, and why.
@@ -206,9 +213,9 @@ class AsyncPartitionCalls(AsyncBase):
         """
         full_prefix = self._namespace.prefix + prefix
         answer = await self._ask(pb.GetStatusResponse, timeout, prefix=full_prefix, explain=explain)
-        named: list[Any] = [*(described.summary for described in answer.partitions), *answer.waits]
-        for each in named:
-            each.partition_id = self._namespace.own_name(each.partition_id)
+        self._name_as_own(answer.partitions)
+        for wait in answer.waits:
+            wait.partition_id = self._namespace.own_name(wait.partition_id)
         for published in answer.policies:
             published.policy = self._namespace.own_name(published.policy)
         return read_message(ServiceStatus, answer)

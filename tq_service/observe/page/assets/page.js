@@ -605,31 +605,27 @@ function renderBalances(status) {
 function renderLimits(status) {
   const open = [...status.partitions].filter((partition) => !partition.summary.sealed).sort(inOrder); // the others get no samples
   const limits = open.flatMap((partition) =>
-    partition.staleness_limits.map((limit) => {
-      const task = partition.tasks.find((each) => each.task_name === limit.task_name); // none yet: it has all of them left
-      const left = task ? task.pending_count : partition.live_count + partition.held_count;
-      return { partition, limit, left, versions: task ? task.staleness_versions : null };
+    partition.admissions.map((admission) => {
+      const task = partition.tasks.find((each) => each.task_name === admission.task_name);
+      return { partition, admission, outstanding: task?.outstanding_count ?? 0 };
     }),
   );
   list(
     byId("limits"),
     limits,
-    ({ partition, limit }) => JSON.stringify([nameOf(partition), limit.task_name, limit.version_column]),
+    ({ partition, admission }) => JSON.stringify([nameOf(partition), admission.task_name]),
     () => make("li", "", make("p", "pair", make("span"), make("span")), makeBar(["used"], "bar thin"), make("p", "soft")),
-    (node, { partition, limit, left, versions }) => {
+    (node, { partition, admission, outstanding }) => {
       const [pair, bar, note] = node.children;
-      write(pair.children[0], `${limit.task_name} of ${nameOf(partition)}`);
-      write(pair.children[1], limit.max_samples === null ? "" : `${count(left)} of ${count(limit.max_samples)} left`);
-      updateBar(bar, [Math.min(left, limit.max_samples ?? 0)], limit.max_samples ?? 0);
-      mark(bar.firstChild, "class", limit.max_samples !== null && left >= limit.max_samples ? "much" : "used");
-      show(bar, limit.max_samples !== null);
-      const notes = [];
-      if (limit.max_versions !== null) notes.push(`at most ${counted(limit.max_versions, "version", "versions")} ahead (${limit.version_column})${versions === null ? "" : `, now ${version(versions)}`}`);
-      notes.push(partition.waiting_put_count ? counted(partition.waiting_put_count, "put waits", "puts wait") : "no put waits");
-      write(note, notes.join(", "));
+      write(pair.children[0], `${admission.task_name} of ${nameOf(partition)}`);
+      write(pair.children[1], `${count(outstanding)} of ${count(admission.most)} ${admission.unit}s outstanding`);
+      updateBar(bar, [Math.min(outstanding, admission.most)], admission.most);
+      mark(bar.firstChild, "class", outstanding >= admission.most ? "much" : "used");
+      const waiting = partition.waiting_put_count ? counted(partition.waiting_put_count, "put waits", "puts wait") : "no put waits";
+      write(note, `until ${admission.given_back}, ${waiting}`);
     },
   );
-  show(byId("staleness-panel"), limits.length > 0);
+  show(byId("admissions-panel"), limits.length > 0);
 }
 
 function mirrorFacts(mirror) {

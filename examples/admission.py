@@ -1,7 +1,6 @@
 """A rollout worker that is faster than the trainer waits for it, so that no sample is too stale when it is trained on.
 
-Start a service with `tq-service serve`, then run `python examples/staleness_limits.py`; another address goes into
-TQ_ADDRESS.
+Start a service with `tq-service serve`, then run `python examples/admission.py`; another address goes into TQ_ADDRESS.
 """
 
 from __future__ import annotations
@@ -12,51 +11,52 @@ import torch
 
 import tq_service as tq
 
-PARTITION = "staleness"
+PARTITION = "admission"
 TASK = "update_actor"
+POLICY = "admission"
 BATCH_SIZE = 4
 UPDATES = 6
 
 
-def roll_out(weights: dict[str, int]) -> None:
+def roll_out() -> None:
     """Put samples without a pause, each batch with the version of the weights that made it."""
     with tq.Client() as client:
         for _ in range(UPDATES):
-            version = weights["version"]
+            version = client.get_version(policy=POLICY)
             client.put(
                 {"response": torch.randint(1000, (BATCH_SIZE, 16))},
                 partition_id=PARTITION,
                 custom_meta=[{"version": version}] * BATCH_SIZE,
-                timeout=20.0,  # waits for the trainer up to so long, then StalenessLimitError says by which bound
+                timeout=20.0,  # waits for the trainer up to so long, then AdmissionLimitError says by which limit
             )
         client.seal_partition(PARTITION)
 
 
 def main() -> None:
     """Train on what a rollout worker makes meanwhile, and print how stale it was."""
-    weights = {"version": 0}
     with tq.Client() as client:
-        # At most two batches are pending (max_samples), one is in use, and one that is made already waits to be put. So
-        # no sample is trained on more than three updates late. max_versions alone would not bound that: it only keeps
-        # new samples out while one that is more than two versions older is pending.
-        limit = tq.StalenessLimit(task_name=TASK, max_samples=2 * BATCH_SIZE, max_versions=2)
-        client.create_partition(PARTITION, staleness_limits=[limit])
-        worker = threading.Thread(target=roll_out, args=(weights,))
+        client.publish_version(0, policy=POLICY)
+        # Two batches may be outstanding until the weights that they made are published, and a third one that is made
+        # already waits to be put. So no sample is trained on more than two updates late.
+        admission = tq.Admission(TASK, most=2 * BATCH_SIZE, given_back="published", policy=POLICY)
+        client.create_partition(PARTITION, admissions=[admission])
+        worker = threading.Thread(target=roll_out)
         worker.start()
-        staleness = []
-        while True:
+        staleness: list[int] = []
+        for version in range(UPDATES + 1):
             meta = client.get_meta(
                 partition_id=PARTITION, task_name=TASK, data_fields=["response"], batch_size=BATCH_SIZE,
-                order_by=["version"], max_wait=30.0,
+                dp_rank=0, dp_size=1, batch_index=version, max_wait=30.0,
             )  # fmt: skip
             if meta.status == "end":
                 break
             client.get_data(meta)  # and here the trainer would compute its loss and make its step
-            staleness += [weights["version"] - entry["version"] for entry in meta.custom_meta]
+            staleness += [version - entry["version"] for entry in meta.custom_meta]
             client.clear_samples(meta)
-            weights["version"] += 1
+            client.publish_version(version + 1, policy=POLICY, trained={(PARTITION, TASK): version})
         worker.join()
         client.clear_partition(PARTITION)
+        client.remove_policy(POLICY)
     print(f"trained on {len(staleness)} samples, the most stale of them by {max(staleness)} updates")
 
 
