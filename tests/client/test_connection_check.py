@@ -14,7 +14,7 @@ from fault_seconds import FAULT_SECONDS
 
 import tq_service as tq
 from tq_service.addresses import hosts_and_ports
-from tq_service.client import transport
+from tq_service.client import connection_check, transport
 from tq_service.client.connection_check import find_fault
 
 
@@ -192,3 +192,10 @@ def test_hosts_and_ports_of_addresses(address, pairs):
 def free_port():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return listener.getsockname()[1]
+
+
+def test_a_connection_that_is_reset_before_anything_is_sent_is_closed(monkeypatch):
+    secured = connection_check._any_service().wrap_socket(socket.socket(), do_handshake_on_connect=False)
+    monkeypatch.setattr(connection_check, "_connected", lambda *target: secured)
+    assert connection_check.find_fault("127.0.0.1:1", None) is None
+    assert secured.fileno() == -1

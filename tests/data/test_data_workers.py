@@ -202,6 +202,10 @@ def test_a_worker_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert hanging.wait(60)
     (worker,) = (child for child in multiprocessing.active_children() if child.name.startswith("tq-worker"))
     loader.close()
+    # Another thread of the pool may have seen its end, and not written it down yet.
+    deadline = time.monotonic() + 60
+    while worker.exitcode is None and time.monotonic() < deadline:
+        time.sleep(0.01)
     assert worker.exitcode == -signal.SIGKILL
 
 

@@ -46,7 +46,8 @@ def find_fault(address: str, tls: Tls | None) -> str | None:
         except OSError:
             continue
         try:
-            return _fault_of(first, shown, host, tls)
+            with first:  # also if it is reset before anything is sent
+                return _fault_of(first, shown, host, tls)
         except TimeoutError:
             return f"{shown} takes connections and does not answer"
         except OSError:  # closed by the other side, which gRPC reports as well
@@ -56,7 +57,9 @@ def find_fault(address: str, tls: Tls | None) -> str | None:
 
 def _fault_of(first: ssl.SSLSocket, shown: str, host: str, tls: Tls | None) -> str | None:
     target = first.getpeername()[:2]
-    if _speaks_tls(first):
+    speaks_tls = _speaks_tls(first)
+    first.close()
+    if speaks_tls:
         if tls is None:
             return f"{shown} speaks TLS and this client does not; give tls=, or set {CA_VARIABLE}"
         # The authorities that gRPC knows are not ours to ask.
@@ -95,9 +98,8 @@ def _fault_of_certificate(target: tuple[str, int], host: str, tls: Tls) -> str |
 
 def _speaks_tls(connection: ssl.SSLSocket) -> bool:
     try:
-        with connection:
-            connection.do_handshake()
-            return True
+        connection.do_handshake()
+        return True
     except ssl.SSLError as error:
         return "ALERT" in (error.reason or "")
     except ConnectionError:
