@@ -12,9 +12,10 @@ from domain_support import SlowSampler, asks, is_at_rest, new_write, reset, seal
 from planner_bench import Bench, Whenever, rows
 
 from tq_service.errors import InvalidArgumentError, PartitionClearedError, StaleEpochError
+from tq_service.machine.policies import VersionPublished
 from tq_service.planning.view import NOT_LOOKED
 from tq_service.samplers import PlanRunner, SequentialSampler
-from tq_service.schema import EndCounts
+from tq_service.schema import EndCounts, Published
 from tq_service.serving import planner
 from tq_service.serving import planner as waiters
 from tq_service.serving.catalog import Catalog
@@ -538,3 +539,35 @@ async def test_a_partition_that_is_gone_before_all_have_joined_is_waited_for_aga
     claimed = [call.result().answer.rows.tolist() for call in calls if call not in refused]
     assert refused
     assert sorted(claimed) == [[row] for row in range(MANY - len(refused))]
+
+
+def fresh(policy):
+    """Return a condition: a version not older than the published one."""
+    return (Condition("version", ">=", published=Published(policy)),)
+
+
+async def test_a_version_wakes_those_alone_whose_conditions_compare_with_it(catalog):
+    """One training job publishes often; the claims of the others must not look at their samples again each time."""
+    looks, calls = [], []
+    for name, where in (("a", fresh("actor")), ("b", fresh("critic")), ("c", ())):
+        catalog.write(name, b"", new_write(2, ("x",), meta=[{"version": 1}] * 2))
+        sampler = Whenever(lambda view, request, name=name: looks.append(name))
+        calls.append(asyncio.ensure_future(catalog.claim(name, b"", asks(sampler=sampler, where=where), 1e6)))
+    await turns()
+    looks.clear()
+    catalog.publish(VersionPublished(policy="actor", version=1), ())
+    await turns()
+    assert looks == ["a"]
+    catalog.drain()
+    await asyncio.wait(calls)
+
+
+async def test_a_version_that_comes_while_a_plan_is_made_counts(catalog):
+    catalog.write("train", b"", new_write(2, ("x",), meta=[{"version": 1}] * 2))
+    slow = SlowSampler(SequentialSampler())
+    call = asyncio.ensure_future(catalog.claim("train", b"", asks(sampler=slow, where=fresh("actor")), 1e6))
+    await slow.started.wait()  # it has seen that nobody has published
+    catalog.publish(VersionPublished(policy="actor", version=1), ())
+    slow.go.set()
+    await asyncio.wait([call], timeout=30)
+    assert call.result().answer.rows.tolist() == [0, 1]

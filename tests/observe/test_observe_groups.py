@@ -11,15 +11,17 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent.parent / "core"))
 from domain_support import ack, asks, claim_rows, clear, expire, new_write, reset, task_of
 
+from tq_service.machine.policies import VersionPublished
 from tq_service.observe.instruments import Instruments
 from tq_service.observe.service import PartitionGroups, ServiceMetrics, group_of
 from tq_service.samplers import PlanRunner
+from tq_service.schema import Published
 from tq_service.serving.backlogs import Backlogs
 from tq_service.serving.catalog import Catalog
 from tq_service.serving.sweep import Slices
 from tq_service.state.ledger import TaskTotals
 from tq_service.state.partition import Partition, PartitionSettings
-from tq_service.state.plan import LeaseTerms
+from tq_service.state.plan import Condition, LeaseTerms
 
 BACKLOG = ("task_ready_samples", "task_oldest_version", "task_staleness_versions")
 LEASE = LeaseTerms(seconds=1e4, max_deliveries=2)
@@ -211,6 +213,24 @@ async def test_a_backlog_is_looked_at_again_only_where_it_has_changed(catalog, g
     seen = backlogs.of(task)
     await backlogs.refresh([(partition, task)])
     assert backlogs.of(task) is seen
+    await backlogs.close()
+
+
+async def test_a_backlog_is_looked_at_again_once_its_claims_compare_with_another_version(catalog, groups):
+    put(catalog, "train", 3, meta=[{"version": version} for version in (5, 2, 9)])
+    partition = catalog.get("train")
+    task, fresh = catalog.task(partition, "a"), Condition("version", ">=", published=Published("actor"))
+    await catalog.planner(partition, "a").claim(asks(where=(fresh,)), 0)
+    backlogs = Backlogs(catalog, PlanRunner())
+    await backlogs.refresh([(partition, task)])
+    counts = [backlogs.of(task).ready_count]
+    for version in (1, 6):
+        catalog.publish(VersionPublished(policy="actor", version=version), ())
+        async with asyncio.timeout(30):  # the next look may have to wait
+            while backlogs.of(task).ready_count == counts[-1]:
+                await backlogs.refresh([(partition, task)])
+        counts.append(backlogs.of(task).ready_count)
+    assert counts == [0, 3, 1]
     await backlogs.close()
 
 

@@ -42,11 +42,10 @@ class VersionPublished(Change):
         return None if self.version == known.version else True
 
     def apply(self, state: State, prepared: bool, step: Step) -> None:
-        """Record it; conditions may hold for other samples than before."""
+        """Record it, and have admissions that wait for it give back what was trained."""
         state.policies[self.policy] = Policy(name=self.policy, version=self.version, published_at=step.at_seconds)
         step.policies.append(self.policy)
         for partition in state.partitions.values():
-            step.note_change(partition)
             for admission in partition.settings.admissions:
                 if admission.given_back == "published" and admission.policy == self.policy:
                     partition.tasks[admission.task_name].give_back_published()
@@ -66,5 +65,3 @@ class PolicyRemoved(Change):
         """Remove it."""
         del state.policies[self.policy]
         step.policies.append(self.policy)
-        for partition in state.partitions.values():
-            step.note_change(partition)

@@ -138,7 +138,7 @@ class Backlogs:
     def _marks(self, partition: Partition, task: TaskLedger) -> Marks:
         """Return what is equal at two moments where the backlog is the same."""
         request = self._last_request(partition, task)
-        kind = None if request is None else request.spec
+        kind = None if request is None else (request.spec, partition.resolved(request.batch_spec.where))
         removed_count = partition.table.removed_count
         return *partition.version, task.serial, task.leased_count, task.epoch, removed_count, kind
 

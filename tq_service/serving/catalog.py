@@ -358,12 +358,15 @@ class Catalog:
             self._disappear(partition)
         for partition, task_name, claim in step.leases:
             self._start_lease(partition, task_name, claim)
+        for policy in step.policies:
+            self.versions.wake(policy)
+            for partition, serving in self._serving.items():
+                if any(planner.compares_with(policy) for planner in serving.planners.values()):
+                    step.note_change(partition)  # conditions may hold for other samples than before
         for partition in step.changed:
             partition.on_change()
         for partition in step.consumed:
             partition.on_consumed()
-        for policy in step.policies:
-            self.versions.wake(policy)
         if self.history.given_out:
             self.history.note(step)
         if step.freed:

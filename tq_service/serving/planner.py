@@ -497,6 +497,11 @@ class Planner:
         lines = sorted(self._queue.by_spec.values(), key=lambda line: line.order)
         return [(first.request, len(line)) for line in lines if (first := line.first()) is not None]
 
+    def compares_with(self, policy: str) -> bool:
+        """Whether a claim waits, or is planned, with a condition on the published version of a policy."""
+        conditions = (each for spec in self._queue.by_spec for each in spec.batch_spec.where)
+        return any(each.published is not None and each.published.policy == policy for each in conditions)
+
     def wake(self) -> None:
         """Look at all waiting claims again: something has changed, of which a planner hears while claims wait."""
         if self._epoch != self.task.epoch:  # calls may mean the epoch before

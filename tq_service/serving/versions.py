@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from tq_service.errors import TqError
 from tq_service.state.partition import Partition
@@ -23,11 +23,9 @@ class VersionWait:
 
     Attributes:
         at_least: the version that it waits for.
-        claim: what it claims then, and of which partition; None: it only asks for the version.
     """
 
     at_least: int
-    claim: tuple[Partition, ClaimRequest] | None
     reached: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
     def end(self, error: Callable[[], TqError]) -> None:
@@ -46,6 +44,7 @@ class VersionWaits:
     def __init__(self, policies: Policies) -> None:
         self._policies = policies
         self._waiting: dict[str, dict[VersionWait, None]] = {}  # by policy
+        self._claims: dict[Partition, dict[VersionWait, ClaimRequest]] = {}  # those of them that claim
         self._end_error: Callable[[], TqError] | None = None
 
     def wake(self, policy: str) -> None:
@@ -67,9 +66,8 @@ class VersionWaits:
         return known is not None and known.version >= at_least
 
     def claims(self, partition: Partition) -> list[ClaimRequest]:
-        """Return the claims of a partition that wait for a version, in order of arrival for each policy."""
-        waits = [wait.claim for waits in self._waiting.values() for wait in waits if wait.claim is not None]
-        return [request for asked, request in waits if asked is partition]
+        """Return the claims of a partition that wait for a version, in order of arrival."""
+        return list(self._claims.get(partition, {}).values())
 
     async def until(
         self,
@@ -88,7 +86,7 @@ class VersionWaits:
             at_least: the version.
             deadline: by the clock of the event loop.
             while_waiting: held while the call waits.
-            claim: see `VersionWait`.
+            claim: what the call claims then, and of which partition; None: it only asks for the version.
             enders: what ends the wait with an error while it lasts.
 
         Raises:
@@ -100,9 +98,10 @@ class VersionWaits:
         if self._end_error is not None:
             raise self._end_error()
         with while_waiting():
-            wait = VersionWait(at_least, claim)
-            waits = self._waiting.setdefault(policy, {})
-            waits[wait] = None
+            wait = VersionWait(at_least)
+            self._waiting.setdefault(policy, {})[wait] = None
+            if claim is not None:
+                self._claims.setdefault(claim[0], {})[wait] = claim[1]
             if enders is not None:
                 enders.add(wait.end)
             try:
@@ -112,8 +111,15 @@ class VersionWaits:
                     wait.reached.result()
                 return self._policies.get(policy)
             finally:
-                del waits[wait]
-                if not waits:
-                    self._waiting.pop(policy, None)
+                _remove(self._waiting, policy, wait)
+                if claim is not None:
+                    _remove(self._claims, claim[0], wait)
                 if enders is not None:
                     enders.discard(wait.end)
+
+
+def _remove(waits_by: dict[Any, dict[VersionWait, Any]], key: object, wait: VersionWait) -> None:
+    """Remove a wait, and what is kept for its policy or partition with the last one."""
+    del waits_by[key][wait]
+    if not waits_by[key]:
+        del waits_by[key]
