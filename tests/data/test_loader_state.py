@@ -277,3 +277,19 @@ def test_a_state_within_a_batch_has_other_ranks_begin_it_again(address: str, cap
     with pytest.raises(tq.PartitionNotFoundError):
         third.load_state_dict(second.state_dict())
     assert third.state_dict() == untouched
+
+
+@pytest.mark.parametrize("is_stored", [False, True])
+def test_other_ranks_begin_a_partition_that_nobody_has_claimed(address: str, is_stored: bool) -> None:
+    """A trainer saves its state between two partitions, before rollouts have made the next one or its ranks ask."""
+    partition = f"not claimed, stored {is_stored}"
+    first = served_dataset(address, partition, batch_size=4)
+    if is_stored:
+        fill(address, partition, 8)
+    second = served_dataset(address, partition, batch_size=2, dp_size=2)
+    second.load_state_dict(first.state_dict())
+    if not is_stored:
+        fill(address, partition, 8)
+    assert taken(list(second)) == [0, 1, 4, 5]
+    with tq.Client(address) as client:
+        client.clear_partition(partition)

@@ -40,7 +40,13 @@ from tq_service.data.source import (
     fetch_batch,
 )
 from tq_service.data.workers import WorkerPool, worker_context
-from tq_service.errors import InvalidArgumentError, StaleEpochError, StaleIncarnationError
+from tq_service.errors import (
+    InvalidArgumentError,
+    PartitionNotFoundError,
+    StaleEpochError,
+    StaleIncarnationError,
+    TaskNotFoundError,
+)
 from tq_service.schema import DEFAULT_POLICY, BatchUnit, ReadLayout
 from tq_service.wire.device import find_device
 
@@ -501,15 +507,20 @@ class StreamingDataset(IterableDataset[Any]):
                 "samples of its first %s micro-batches are trained again",
                 request.dp_size, batch_index, micro_batch_index,
             )  # fmt: skip
-        with self._source.open_client() as client:
-            restarted = client.restart_ranks(
-                partition_id,
-                request.task_name,
-                dp_size=request.dp_size,
-                trained=batch_index - 1,
-                incarnation=incarnation,
-                epoch=epoch,
-            )
+        try:
+            with self._source.open_client() as client:
+                restarted = client.restart_ranks(
+                    partition_id,
+                    request.task_name,
+                    dp_size=request.dp_size,
+                    trained=batch_index - 1,
+                    incarnation=incarnation,
+                    epoch=epoch,
+                )
+        except (PartitionNotFoundError, TaskNotFoundError):
+            if incarnation:
+                raise
+            return epoch  # saved before the first batch of this partition, which no rank has claimed
         return int(restarted.epoch)
 
     def _state_must_fit(self) -> dict[str, Any]:
