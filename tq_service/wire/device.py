@@ -156,7 +156,7 @@ def copy_to_host(target: Bytes, chunks: Iterable[Chunk]) -> None:
     """Copy chunks into memory of the host, one after the other: straight from a device if the memory is pinned."""
     view, end = target.data, 0
     pin = PINNED.find(target)
-    events: list[cuda.Event] = []
+    copies: list[tuple[cuda.Event, DeviceBytes]] = []  # the device may reuse memory of a chunk that is gone
 
     def copy(start: int, source: memoryview) -> int:
         end = start + len(source)
@@ -172,12 +172,12 @@ def copy_to_host(target: Bytes, chunks: Iterable[Chunk]) -> None:
                 end = copy(end, chunk)
             elif pin is not None:
                 start, end = end, end + len(chunk)
-                events.append(chunk.copy_to(target[start:end]))
+                copies.append((chunk.copy_to(target[start:end]), chunk))
             else:
                 for (block,) in on_host([chunk]):
                     end = copy(end, block)
     finally:
-        for event in events:
+        for event, _ in copies:
             event.synchronize()
 
 
