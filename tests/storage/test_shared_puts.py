@@ -79,6 +79,7 @@ async def test_a_service_that_goes_takes_its_puts_along(own):
     engine = StorageEngine(max_bytes=None)
     await put_shared(engine, 1, DATA, **own)
     assert len(open_files() - before) == 1
+    await engine.regions.close()  # ends threads, of which one may still be leaving the call that made the region
     del engine
     await asyncio.sleep(0)  # the loop's last references to what has made the region
     gc.collect()
