@@ -64,7 +64,7 @@ def _trial(topology: Topology, given: argparse.Namespace, directory: Path) -> Re
     rng = random.Random(f"{given.seed} {topology}")
     report = Report()
     targets = _CLIENTS_ONLY if given.durability == "memory" else _TARGETS[topology]
-    cluster = Cluster(topology, given.durability, directory, rng)
+    cluster = Cluster(topology, given.durability, directory)
     try:
         cluster.start()
         with tq.Client(cluster.address, timeout=_START_SECONDS) as client:

@@ -77,14 +77,13 @@ class Cluster:
         topology: which of the two.
         durability: how it keeps its state; in "memory" a kill ends the state too.
         directory: gets data and logs.
-        rng: chooses the ports.
     """
 
-    def __init__(self, topology: Topology, durability: Durability, directory: Path, rng: random.Random) -> None:
+    def __init__(self, topology: Topology, durability: Durability, directory: Path) -> None:
         self._durability = durability
         self._directory = directory
         names = ("service",) if topology == "embedded" else ("controller", *_STORAGE_NAMES)
-        self._ports = dict(zip(names, free_ports(len(names), rng), strict=True))
+        self._ports = dict(zip(names, free_ports(len(names)), strict=True))
         self.address = f"127.0.0.1:{self._ports[names[0]]}"
         self.controller_name = names[0]
         self.storage_names = names if topology == "embedded" else _STORAGE_NAMES
@@ -162,8 +161,12 @@ def wait_until(condition: Callable[[], bool], timeout_seconds: float, pause_seco
     return True
 
 
-def free_ports(count: int, rng: random.Random) -> list[int]:
-    """Return ports that nothing listens on, and that the system gives to no outgoing connection."""
+def free_ports(count: int) -> list[int]:
+    """Return ports that nothing listens on, and that the system gives to no outgoing connection.
+
+    They differ from those of a run with the same seed that goes on at the same time.
+    """
+    rng = random.SystemRandom()
     found: list[int] = []
     while len(found) < count:
         port = rng.choice(_PORTS)

@@ -16,7 +16,7 @@ import tq_service as tq
 from chaos.actors import NAMED_TASK, RANK_TASK, REQUESTS, USES, WORKER_TASK, described
 from chaos.client_process import STOP_FILE
 from chaos.cluster import Cluster, Process, wait_until
-from chaos.content import FIELDS, REWARD, rewards_of, wrong_fields
+from chaos.content import FIELDS, REWARD, columns_of, rewards_of, wrong_fields
 from chaos.leases import worker_violations
 from chaos.model import Claim, Samples, claims_of, rank_violations
 
@@ -309,7 +309,7 @@ class Scenario:
         for start in range(0, len(keys), _ROWS_A_READ):
             some = keys[start : start + _ROWS_A_READ]
             found, _ = self._client.lookup_samples(self._name, some)
-            unrewarded = self._unrewarded(found.keys)
+            unrewarded = self._unrewarded([str(key) for key in found.keys])
             lacking = [key for key in some if key in unrewarded]
             yield from (f"acknowledged reward of {key} is lost" for key in lacking if key in samples.rewarded)
             if lacking:
@@ -317,12 +317,11 @@ class Scenario:
                     {REWARD: rewards_of(lacking)}, partition_id=self._name, keys=lacking, key_mode="existing"
                 )
 
-    def _unrewarded(self, keys: Sequence[str | None]) -> set[str]:
-        batch = self._client.get_data(
-            partition_id=self._name, keys=[str(key) for key in keys], data_fields=["text", REWARD], missing="skip"
-        )
-        rewarded = {text.split()[2] for text in batch["text"]}
-        return {str(key) for key in keys} - rewarded
+    def _unrewarded(self, keys: Sequence[str]) -> set[str]:
+        """Return the samples without a reward; one whose text is wrong counts as such, and is found when it is read."""
+        batch = self._client.get_data(partition_id=self._name, keys=keys, data_fields=["text", REWARD], missing="skip")
+        keys_of_texts = dict(zip(columns_of(keys)["text"], keys, strict=True))
+        return set(keys) - {keys_of_texts.get(text, "") for text in batch["text"]}
 
     def _let_go(self, samples: Samples) -> None:
         """Make live what is held, since tasks wait for that too."""

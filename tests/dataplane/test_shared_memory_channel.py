@@ -36,6 +36,7 @@ from tq_service.wire.mapping import Mapping
 pytestmark = pytest.mark.skipif(not shared_memory.is_supported(), reason="sealed memfds are there on Linux only")
 
 BOOT = b"b" * 16
+RUN = b"r" * 16
 PUT = b"p" * 16
 COLUMNS = encode_columns({"x": np.arange(1 << 16)})
 
@@ -48,7 +49,7 @@ def tmp_path(tmp_path_factory):
 
 @pytest.fixture
 async def server(tmp_path):
-    server = SharedMemoryServer(tmp_path, BOOT)
+    server = SharedMemoryServer(tmp_path, BOOT, RUN)
     server.start()
     yield server
     server.close()
@@ -321,7 +322,7 @@ async def test_sessions_of_one_process_share_mappings_and_those_of_a_child_do_no
     assert mapping is second.regions.shared(7) is not None
     with monkeypatch.context() as patch:
         patch.setattr(os, "getpid", lambda: -1)
-        assert mapped.MappedRegions(first.regions._boot_id).shared(7) is None
+        assert mapped.MappedRegions(RUN).shared(7) is None
     gone = weakref.ref(mapping)
     first.regions.drop([7])
     del mapping
@@ -435,7 +436,7 @@ async def test_sockets_of_killed_services_are_removed_those_of_others_left(serve
         left_behind.bind(str(dead))
     unrelated = tmp_path / "notes.txt"
     unrelated.write_text("mine")
-    other = SharedMemoryServer(tmp_path, b"o" * 16)
+    other = SharedMemoryServer(tmp_path, b"o" * 16, RUN)
     other.start()
     assert not dead.exists()
     assert unrelated.exists()
@@ -446,7 +447,7 @@ async def test_sockets_of_killed_services_are_removed_those_of_others_left(serve
 
 
 async def test_a_service_that_was_killed_before_it_listened_listens_when_it_comes_back_in_its_boot(tmp_path):
-    server = SharedMemoryServer(tmp_path, BOOT)
+    server = SharedMemoryServer(tmp_path, BOOT, RUN)
     with messages.open_socket() as left_behind:
         left_behind.bind(str(server.path.with_suffix(".new")))
     server.start()
@@ -456,7 +457,7 @@ async def test_a_service_that_was_killed_before_it_listened_listens_when_it_come
 
 
 async def test_the_directory_it_makes_is_its_users_alone(tmp_path):
-    server = SharedMemoryServer(tmp_path / "new" / "directory", BOOT)
+    server = SharedMemoryServer(tmp_path / "new" / "directory", BOOT, RUN)
     server.start()
     assert server.path.parent.stat().st_mode & 0o777 == 0o700
     server.close()

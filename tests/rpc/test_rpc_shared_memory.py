@@ -316,6 +316,30 @@ def test_a_service_that_was_killed_and_started_again(client_kind: Any, loop_thre
         client.close()
 
 
+@pytest.mark.parametrize("user", ["own user"], indirect=True)
+def test_regions_of_the_process_before_are_not_used_where_a_service_comes_back_in_its_boot(
+    client_kind: Any, loop_thread: Any, tmp_path: Path
+) -> None:
+    with ServiceProcess("--shared-memory", "on", "--data-dir", str(tmp_path)) as server:
+        client, idle = (AnyClient(client_kind, server.address, loop_thread, timeout=30.0) for _ in range(2))
+        for each in (client, idle) * 2:  # both have region 1 mapped, to write to it and to read it
+            meta = each.put(DATA, partition_id="before")
+            assert_rows(each.get_data(meta), list(range(ROWS)))
+            assert shared_memory_count(each) == 1
+            each.clear_partition("before")
+            gc.collect()
+        server.restart()
+        while shared_memory_count(client) == 0:
+            meta = client.put(DATA, partition_id="p")
+        later = {"logits": torch.randn(ROWS, 1024), "reward": torch.arange(ROWS)}
+        for rows in (meta, client.put(later, partition_id="later")):
+            batch = client.get_data(rows)
+            wanted = later if rows is not meta else {name: DATA[name] for name in later}
+            assert all(torch.equal(batch[name], wanted[name]) for name in later)
+        client.close()
+        idle.close()
+
+
 def test_a_storage_service_of_its_own(client_kind: Any, start_server: StartServer, tmp_path: Path) -> None:
     controller = start_server(role="controller")
     start_server(

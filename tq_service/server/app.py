@@ -744,7 +744,9 @@ def _open_shared_memory(settings: ServeSettings, engine: StorageEngine) -> Share
         check_supported()
         if settings.shared_memory_dir == default_shared_memory_dir():
             make_private(settings.shared_memory_dir)
-        server = SharedMemoryServer(settings.shared_memory_dir, engine.boot_id, can_allocate=engine.is_volatile)
+        server = SharedMemoryServer(
+            settings.shared_memory_dir, engine.boot_id, engine.run_id, can_allocate=engine.is_volatile
+        )
         server.start()
     except OSError as error:
         reason = f"no shared memory with clients of this host through {settings.shared_memory_dir}: {error}"

@@ -69,7 +69,6 @@ class FdChannel:
         weakref.finalize(self, self._connection.close).atexit = False  # clients need not be closed
         self._releases = Releases(self._connection)
         weakref.finalize(self, self._releases.close).atexit = False
-        self.regions = MappedRegions(boot_id)
         self._connection.settimeout(seconds)
         try:
             self._connection.connect(str(path))
@@ -80,6 +79,7 @@ class FdChannel:
         self._connection.settimeout(_EXCHANGE_SECONDS)
         self.session_id = answer.hello.session_id
         self.can_allocate = answer.hello.can_allocate
+        self.regions = MappedRegions(answer.hello.run_id)
 
     @property
     def has_ended(self) -> bool:

@@ -110,7 +110,7 @@ class _Region:
 
 
 _regions: WeakValueDictionary[tuple[int, bytes, int], _Region] = WeakValueDictionary()
-"""Those of all sessions by process, instance of the service, and number: a forked child maps anew."""
+"""Those of all sessions by process, process of the service, and number: a forked child maps anew."""
 
 
 class MappedRegions:
@@ -120,11 +120,12 @@ class MappedRegions:
     ended, or has heard that it is dropped.
 
     Args:
-        boot_id: the instance of the service, which numbers the regions.
+        run_id: the process of the service. One that comes back in the same boot numbers its regions from 1 on again: a
+            put that is written to the region of the one before would be lost.
     """
 
-    def __init__(self, boot_id: bytes) -> None:
-        self._boot_id = boot_id
+    def __init__(self, run_id: bytes) -> None:
+        self._run_id = run_id
         self._used: dict[int, _Region] = {}
 
     def shared(self, number: int) -> Mapping | None:
@@ -192,6 +193,6 @@ class MappedRegions:
     def _region(self, number: int) -> _Region:
         found = self._used.get(number)
         if found is None:
-            key = os.getpid(), self._boot_id, number
+            key = os.getpid(), self._run_id, number
             found = self._used.setdefault(number, _regions.setdefault(key, _Region()))
         return found

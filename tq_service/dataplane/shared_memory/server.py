@@ -75,6 +75,7 @@ class SharedMemoryServer:
     Args:
         directory: where the socket is; users that may enter it may share memory.
         boot_id: the instance of the storage service, which clients name.
+        run_id: of its process, whose regions have numbers of their own.
         can_allocate: whether regions may be filled after the answer of their put.
 
     Attributes:
@@ -83,13 +84,14 @@ class SharedMemoryServer:
         path: the socket.
     """
 
-    def __init__(self, directory: Path, boot_id: bytes, *, can_allocate: bool = True) -> None:
+    def __init__(self, directory: Path, boot_id: bytes, run_id: bytes, *, can_allocate: bool = True) -> None:
         self._can_allocate = can_allocate
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self.most_memories = _MOST_MEMORIES if files == resource.RLIM_INFINITY else min(files // 2, _MOST_MEMORIES)
         self._has_warned = False
         self.path = directory / f"{boot_id[:8].hex()}{_SUFFIX}"  # paths of sockets are short
         self._boot_id = boot_id
+        self._run_id = run_id
         self._listener: socket.socket | None = None
         self._sessions: dict[bytes, Session] = {}  # in the order in which they came
         self._drained: asyncio.TimerHandle | None = None
@@ -192,6 +194,7 @@ class SharedMemoryServer:
             session = Session(
                 connection,
                 self._boot_id,
+                self._run_id,
                 is_own_user=is_own_user,
                 can_allocate=is_own_user and self._can_allocate,
                 on_close=lambda closed: self._sessions.pop(closed.session_id),
@@ -252,6 +255,7 @@ class Session:
     Args:
         connection: does not block.
         boot_id: what the client must name.
+        run_id: what it is told.
         is_own_user: whether the client is of the service's user.
         can_allocate: whether regions may be filled after the answer of their put.
         on_close: called once, when the connection is gone.
@@ -267,6 +271,7 @@ class Session:
         self,
         connection: socket.socket,
         boot_id: bytes,
+        run_id: bytes,
         *,
         is_own_user: bool,
         can_allocate: bool,
@@ -277,6 +282,7 @@ class Session:
         self.can_allocate = can_allocate
         self._connection = connection
         self._boot_id = boot_id
+        self._run_id = run_id
         self._on_close = on_close
         self.is_proven = False
         self._is_open = True
@@ -392,7 +398,7 @@ class Session:
             if request.hello.boot_id != self._boot_id:
                 return _refuse("another storage service listens here")
             self._has_said_hello = True
-            hello = HelloAnswer(session_id=self.session_id, can_allocate=self.can_allocate)
+            hello = HelloAnswer(session_id=self.session_id, can_allocate=self.can_allocate, run_id=self._run_id)
             return SharedMemoryAnswer(hello=hello), ()
         if kind == "take_memory" and self._has_said_hello:
             offer = self._offers.get(request.take_memory.offer_id)

@@ -14,7 +14,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n*tq_service/internal/v1/shared_memory.proto\x12\x16tq_service.internal.v1\"\xa4\x02\n\x13SharedMemoryRequest\x12.\n\x05hello\x18\x01 \x01(\x0b\x32\x1d.tq_service.internal.v1.HelloH\x00\x12\x31\n\x07send_fd\x18\x02 \x01(\x0b\x32\x1e.tq_service.internal.v1.SendFdH\x00\x12\x39\n\x0btake_memory\x18\x03 \x01(\x0b\x32\".tq_service.internal.v1.TakeMemoryH\x00\x12\x30\n\x06\x66illed\x18\x04 \x01(\x0b\x32\x1e.tq_service.internal.v1.FilledH\x00\x12\x32\n\x07release\x18\x05 \x01(\x0b\x32\x1f.tq_service.internal.v1.ReleaseH\x00\x42\t\n\x07request\"\xba\x02\n\x12SharedMemoryAnswer\x12\x34\n\x05hello\x18\x01 \x01(\x0b\x32#.tq_service.internal.v1.HelloAnswerH\x00\x12\x37\n\x07send_fd\x18\x02 \x01(\x0b\x32$.tq_service.internal.v1.SendFdAnswerH\x00\x12?\n\x0btake_memory\x18\x03 \x01(\x0b\x32(.tq_service.internal.v1.TakeMemoryAnswerH\x00\x12\x32\n\x07refusal\x18\x04 \x01(\x0b\x32\x1f.tq_service.internal.v1.RefusalH\x00\x12\x36\n\x06\x66illed\x18\x05 \x01(\x0b\x32$.tq_service.internal.v1.FilledAnswerH\x00\x42\x08\n\x06\x61nswer\"\x18\n\x05Hello\x12\x0f\n\x07\x62oot_id\x18\x01 \x01(\x0c\"7\n\x0bHelloAnswer\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\x12\x14\n\x0c\x63\x61n_allocate\x18\x02 \x01(\x08\"\x18\n\x06SendFd\x12\x0e\n\x06put_id\x18\x01 \x01(\x0c\"\x0e\n\x0cSendFdAnswer\"@\n\nTakeMemory\x12\x10\n\x08offer_id\x18\x01 \x01(\x0c\x12\x0f\n\x07indexes\x18\x02 \x03(\r\x12\x0f\n\x07is_last\x18\x03 \x01(\x08\"=\n\x10TakeMemoryAnswer\x12\x10\n\x08\x66\x64_count\x18\x01 \x01(\r\x12\x17\n\x0f\x64ropped_regions\x18\x02 \x03(\x04\"\x1a\n\x06\x46illed\x12\x10\n\x08offer_id\x18\x01 \x01(\x0c\"\x0e\n\x0c\x46illedAnswer\"\x1c\n\x07Release\x12\x11\n\toffer_ids\x18\x01 \x03(\x0c\"\x19\n\x07Refusal\x12\x0e\n\x06reason\x18\x01 \x01(\tb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n*tq_service/internal/v1/shared_memory.proto\x12\x16tq_service.internal.v1\"\xa4\x02\n\x13SharedMemoryRequest\x12.\n\x05hello\x18\x01 \x01(\x0b\x32\x1d.tq_service.internal.v1.HelloH\x00\x12\x31\n\x07send_fd\x18\x02 \x01(\x0b\x32\x1e.tq_service.internal.v1.SendFdH\x00\x12\x39\n\x0btake_memory\x18\x03 \x01(\x0b\x32\".tq_service.internal.v1.TakeMemoryH\x00\x12\x30\n\x06\x66illed\x18\x04 \x01(\x0b\x32\x1e.tq_service.internal.v1.FilledH\x00\x12\x32\n\x07release\x18\x05 \x01(\x0b\x32\x1f.tq_service.internal.v1.ReleaseH\x00\x42\t\n\x07request\"\xba\x02\n\x12SharedMemoryAnswer\x12\x34\n\x05hello\x18\x01 \x01(\x0b\x32#.tq_service.internal.v1.HelloAnswerH\x00\x12\x37\n\x07send_fd\x18\x02 \x01(\x0b\x32$.tq_service.internal.v1.SendFdAnswerH\x00\x12?\n\x0btake_memory\x18\x03 \x01(\x0b\x32(.tq_service.internal.v1.TakeMemoryAnswerH\x00\x12\x32\n\x07refusal\x18\x04 \x01(\x0b\x32\x1f.tq_service.internal.v1.RefusalH\x00\x12\x36\n\x06\x66illed\x18\x05 \x01(\x0b\x32$.tq_service.internal.v1.FilledAnswerH\x00\x42\x08\n\x06\x61nswer\"\x18\n\x05Hello\x12\x0f\n\x07\x62oot_id\x18\x01 \x01(\x0c\"G\n\x0bHelloAnswer\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\x12\x14\n\x0c\x63\x61n_allocate\x18\x02 \x01(\x08\x12\x0e\n\x06run_id\x18\x03 \x01(\x0c\"\x18\n\x06SendFd\x12\x0e\n\x06put_id\x18\x01 \x01(\x0c\"\x0e\n\x0cSendFdAnswer\"@\n\nTakeMemory\x12\x10\n\x08offer_id\x18\x01 \x01(\x0c\x12\x0f\n\x07indexes\x18\x02 \x03(\r\x12\x0f\n\x07is_last\x18\x03 \x01(\x08\"=\n\x10TakeMemoryAnswer\x12\x10\n\x08\x66\x64_count\x18\x01 \x01(\r\x12\x17\n\x0f\x64ropped_regions\x18\x02 \x03(\x04\"\x1a\n\x06\x46illed\x12\x10\n\x08offer_id\x18\x01 \x01(\x0c\"\x0e\n\x0c\x46illedAnswer\"\x1c\n\x07Release\x12\x11\n\toffer_ids\x18\x01 \x03(\x0c\"\x19\n\x07Refusal\x12\x0e\n\x06reason\x18\x01 \x01(\tb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -28,21 +28,21 @@ if _descriptor._USE_C_DESCRIPTORS == False:
   _globals['_HELLO']._serialized_start=682
   _globals['_HELLO']._serialized_end=706
   _globals['_HELLOANSWER']._serialized_start=708
-  _globals['_HELLOANSWER']._serialized_end=763
-  _globals['_SENDFD']._serialized_start=765
-  _globals['_SENDFD']._serialized_end=789
-  _globals['_SENDFDANSWER']._serialized_start=791
-  _globals['_SENDFDANSWER']._serialized_end=805
-  _globals['_TAKEMEMORY']._serialized_start=807
-  _globals['_TAKEMEMORY']._serialized_end=871
-  _globals['_TAKEMEMORYANSWER']._serialized_start=873
-  _globals['_TAKEMEMORYANSWER']._serialized_end=934
-  _globals['_FILLED']._serialized_start=936
-  _globals['_FILLED']._serialized_end=962
-  _globals['_FILLEDANSWER']._serialized_start=964
-  _globals['_FILLEDANSWER']._serialized_end=978
-  _globals['_RELEASE']._serialized_start=980
-  _globals['_RELEASE']._serialized_end=1008
-  _globals['_REFUSAL']._serialized_start=1010
-  _globals['_REFUSAL']._serialized_end=1035
+  _globals['_HELLOANSWER']._serialized_end=779
+  _globals['_SENDFD']._serialized_start=781
+  _globals['_SENDFD']._serialized_end=805
+  _globals['_SENDFDANSWER']._serialized_start=807
+  _globals['_SENDFDANSWER']._serialized_end=821
+  _globals['_TAKEMEMORY']._serialized_start=823
+  _globals['_TAKEMEMORY']._serialized_end=887
+  _globals['_TAKEMEMORYANSWER']._serialized_start=889
+  _globals['_TAKEMEMORYANSWER']._serialized_end=950
+  _globals['_FILLED']._serialized_start=952
+  _globals['_FILLED']._serialized_end=978
+  _globals['_FILLEDANSWER']._serialized_start=980
+  _globals['_FILLEDANSWER']._serialized_end=994
+  _globals['_RELEASE']._serialized_start=996
+  _globals['_RELEASE']._serialized_end=1024
+  _globals['_REFUSAL']._serialized_start=1026
+  _globals['_REFUSAL']._serialized_end=1051
 # @@protoc_insertion_point(module_scope)

@@ -5,7 +5,7 @@ What a client and a storage service of one host say over a Unix socket (SOCK_SEQ
 send each other file descriptors of memory. Which bytes these are is agreed in StorageService's Put and Get,
 so that a client gets and gives no more over the socket than its calls may.
 
-A region is a memfd of the service, named by a number that it uses once. A client of the service's user maps each
+A region is a memfd of the service, named by a number that a process of it uses once. A client of the service's user maps each
 region that it needs once, and then names it by its number. What it takes is leased to its session: the service uses
 a region for other bytes only after all leases of it were released, and never again where a session ended before.
 """
@@ -137,17 +137,21 @@ class HelloAnswer(google.protobuf.message.Message):
 
     SESSION_ID_FIELD_NUMBER: builtins.int
     CAN_ALLOCATE_FIELD_NUMBER: builtins.int
+    RUN_ID_FIELD_NUMBER: builtins.int
     session_id: builtins.bytes
     """Names the session in PutHeader and GetRequest; random 16 bytes."""
     can_allocate: builtins.bool
     """Whether a put may set `allocates`."""
+    run_id: builtins.bytes
+    """Names the process: it numbers its regions from 1 on, also where it keeps the boot_id of the one before."""
     def __init__(
         self,
         *,
         session_id: builtins.bytes = ...,
         can_allocate: builtins.bool = ...,
+        run_id: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["can_allocate", b"can_allocate", "session_id", b"session_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["can_allocate", b"can_allocate", "run_id", b"run_id", "session_id", b"session_id"]) -> None: ...
 
 global___HelloAnswer = HelloAnswer
 

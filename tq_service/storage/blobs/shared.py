@@ -77,7 +77,7 @@ class Region(SharedMemory):
     """A memfd of this service, written by clients of its user.
 
     Args:
-        number: names it; used once in this instance.
+        number: names it; used once in this process.
         capacity: bytes; a multiple of a page.
         on_unleased: called when its last lease has ended.
 
