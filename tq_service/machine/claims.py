@@ -13,13 +13,14 @@ from typing import Any
 import numpy as np
 
 from tq_service.errors import InvalidArgumentError, LeaseExpiredError, PreconditionError
+from tq_service.machine.rows import reopen
 from tq_service.machine.state_machine import Change, State, Step
 from tq_service.planning.grouping import Grouping, groups_in_runs
 from tq_service.schema import EndCounts, check_range
 from tq_service.state.ledger import Claim, RecordedPlan, TaskLedger
 from tq_service.state.partition import Partition
 from tq_service.state.plan import MOST_RANKS, BatchSpec, Indexes, LeasedClaim, LeaseTerms
-from tq_service.state.table import DEAD_LETTERED, DROPPED, FAILED, LIVE, distinct, is_open
+from tq_service.state.table import DROPPED, LIVE
 
 _MOST_NAMED = 20
 
@@ -184,7 +185,7 @@ class ClaimReleased(TaskChange):
         if claim is None:
             return 0
         task.nack(claim, positions)
-        _reopen(partition, task, positions, positions, step)
+        reopen(partition, task, positions, positions, step)
         return int(np.count_nonzero(partition.state[positions] == LIVE))
 
 
@@ -215,7 +216,7 @@ class ClaimAcked(TaskChange):
     def make(self, partition: Partition, task: TaskLedger, found: tuple[Claim, Indexes], step: Step) -> int:
         """Consume the samples for good, or return them for their next use; return how many they are."""
         returned = task.ack(*found)
-        _reopen(partition, task, returned, returned, step)
+        reopen(partition, task, returned, returned, step)
         step.changed[partition] = None  # the end may have come with the last that was leased
         return found[1].size
 
@@ -268,7 +269,7 @@ class LeaseExpired(TaskChange):
     def make(self, partition: Partition, task: TaskLedger, found: tuple[Claim, Indexes], step: Step) -> None:
         """Take the samples from the worker."""
         step.note_change(partition)  # what is dead-lettered may bring the end, or let the rest of its group go
-        _reopen(partition, task, task.expire(*found, step.at_seconds), found[1], step)
+        reopen(partition, task, task.expire(*found, step.at_seconds), found[1], step)
 
 
 class ConsumptionReset(TaskChange):
@@ -291,7 +292,7 @@ class ConsumptionReset(TaskChange):
         """Start the epoch and return it."""
         reopened = task.reset(keep_consumed=self.keep_consumed, open_count=partition.open_count)
         if self.keep_consumed:
-            _reopen(partition, task, reopened, reopened, step)
+            reopen(partition, task, reopened, reopened, step)
         else:
             partition.on_reset(task.name)
         step.note_change(partition)
@@ -374,7 +375,7 @@ class RanksRestarted(TaskChange):
     def make(self, partition: Partition, task: TaskLedger, found: Any, step: Step) -> None:
         """Restart them."""
         reopened = task.restart_ranks(self.dp_size, self.trained)
-        _reopen(partition, task, reopened, reopened, step)
+        reopen(partition, task, reopened, reopened, step)
         step.note_change(partition)
 
 
@@ -408,7 +409,7 @@ class DeadLettersRequeued(TaskChange):
         """Have them claimable; return how many they are."""
         task.requeue(found)
         reopened = np.concatenate([found, task.unskip()])  # their groups may be whole again
-        _reopen(partition, task, reopened, None, step)
+        reopen(partition, task, reopened, None, step)
         return found.size
 
 
@@ -428,76 +429,7 @@ class GroupsKept(TaskChange):
     def make(self, partition: Partition, task: TaskLedger, found: Any, step: Step) -> None:
         """Skip the rest of groups that lost a member, or have it pending again."""
         task.kept_groups = self.kept_groups
-        _reopen(partition, task, task.unskip(), None, step)
-
-
-# Consequences
-
-
-def skip_lost_groups(partition: Partition, task: TaskLedger, positions: Indexes | None, step: Step) -> None:
-    """Skip what is pending of groups that lost a member for good, where the task keeps groups whole.
-
-    A member is lost that failed, was cleared, or was dead-lettered by the task. Of cleared rows the state says so, and
-    the rest of the table does not yet.
-
-    Args:
-        partition: that of the task.
-        task: the task.
-        positions: rows whose groups may have lost a member, or got one; None: any may have.
-        step: what it is a part of.
-    """
-    if task.kept_groups is None:
-        return
-    if positions is None:
-        if not (partition.table.removed_count or partition.state_counts[FAILED] or task.dead_lettered_count):
-            return
-        positions = partition.table.present_positions()
-    if partition.groups.in_use:
-        rest = _rest_of_named(partition, task, positions)
-    elif task.kept_groups:
-        rest = _rest_of_blocks(partition, task, positions, task.kept_groups)
-    else:
-        return
-    if task.skip(rest):
-        step.consumed[partition] = None  # writes may have capacity for it
-        step.tasks.append((partition, task.name))
-
-
-def _rest_of_named(partition: Partition, task: TaskLedger, positions: Indexes) -> Indexes:
-    groups = partition.groups
-    slots = groups.of_rows[positions]
-    slots = distinct(slots[slots >= 0], groups.slots.count)
-    slots = slots[groups.cleared[slots] < groups.members[slots]]
-    has_lost = groups.failed[slots] + groups.cleared[slots] > 0
-    if not task.dead_lettered_count:
-        return groups.members_of(slots[has_lost], partition.table)
-    members = groups.members_of(slots, partition.table)
-    is_lost = np.zeros(groups.slots.count, np.bool_)
-    is_lost[slots[has_lost]] = True
-    is_lost[groups.of_rows[members[task.claim[members] == DEAD_LETTERED]]] = True
-    return members[is_lost[groups.of_rows[members]]]
-
-
-def _rest_of_blocks(partition: Partition, task: TaskLedger, positions: Indexes, size: int) -> Indexes:
-    table = partition.table
-    indexes = np.unique(table.index[positions] // size)[:, None] * size + np.arange(size)
-    members = table.find(indexes.ravel()).reshape(indexes.shape)
-    is_there = (members >= 0) & is_open(partition.state[members])
-    is_there &= task.claim[members] != DEAD_LETTERED
-    has_lost = ((indexes < table.next_index) & ~is_there).any(axis=1)
-    rest = members[has_lost]
-    return rest[rest >= 0]
-
-
-def _reopen(partition: Partition, task: TaskLedger, positions: Indexes, changed: Indexes | None, step: Step) -> None:
-    """Have waiting claims look again at rows that can be claimed again, and skip the rest of lost groups.
-
-    For `changed` see `skip_lost_groups`.
-    """
-    if positions.size:
-        partition.notify_rows(partition.table.index[positions])
-        step.note_change(partition)
-    skip_lost_groups(partition, task, changed, step)
+        reopen(partition, task, task.unskip(), None, step)
 
 
 # Checks

@@ -25,14 +25,15 @@ from tq_service.errors import (
     PreconditionError,
     nearest,
 )
-from tq_service.machine.claims import check_claim, skip_lost_groups
+from tq_service.machine.claims import check_claim
+from tq_service.machine.rows import clear_rows, set_state, skip_rest
 from tq_service.machine.state_machine import Change, State, Step
 from tq_service.schema import FieldSpec, KeyMode, SampleState
 from tq_service.state.cells import ColumnWrite, Put
 from tq_service.state.groups import CheckedGroups
 from tq_service.state.partition import Partition, PartitionSettings
 from tq_service.state.plan import Indexes, LeasedClaim
-from tq_service.state.table import CLEARED, FAILED, STATE_CODES, distinct, is_open
+from tq_service.state.table import FAILED, STATE_CODES, distinct
 
 # A write was checked against its claim when it was made; the log need not know of it.
 _CHECKED_ONCE = {"is_encoded": False}
@@ -246,7 +247,7 @@ class SamplesWritten(Change):
         indexes: Indexes | range = range(table.next_index - prepared.new_count, table.next_index)
         if positions is not None:
             if write.state is not None:
-                _set_state(partition, STATE_CODES[write.state], positions[positions >= 0], step)
+                set_state(partition, STATE_CODES[write.state], positions[positions >= 0], step)
             positions[positions < 0] = np.arange(added.start, added.stop)
             rows, indexes = positions, table.index[positions]
         if write.state is SampleState.FAILED and write.put is not None:
@@ -335,21 +336,7 @@ class SamplesCleared(Change):
     def apply(self, state: State, prepared: FoundRows, step: Step) -> int:
         """Remove them from all that knows of them; return how many they were."""
         partition, positions = prepared
-        step.freed += partition.cells.free(positions, partition.cells.fields.values())
-        keys = None if partition.key.is_blank else partition.key[positions]
-        step.removed.append((partition, partition.table.index[positions], keys))
-        states = partition.state[positions]
-        still_open = positions[is_open(states)]
-        for task in partition.tasks.values():
-            task.on_rows_closed(still_open)
-            task.on_rows_cleared(positions)
-        partition.key_index.on_rows_cleared(positions)
-        partition.count_states(positions, -1)
-        partition.groups.count_cleared(positions)
-        partition.state.write(positions, CLEARED)
-        _skip_rest(partition, positions, step)
-        partition.table.remove(positions)
-        step.note_change(partition)
+        clear_rows(partition, positions, step)
         return positions.size
 
 
@@ -384,7 +371,7 @@ def _add_rows(write: SampleWrite, checked: CheckedWrite, step: Step) -> slice:
             if (taken := task.unskip()).size:
                 partition.notify_rows(partition.table.index[taken])
     if any(task.kept_groups is not None for task in partition.tasks.values()):
-        _skip_rest(partition, np.arange(added.start, added.stop), step)
+        skip_rest(partition, np.arange(added.start, added.stop), step)
     return added
 
 
@@ -396,29 +383,6 @@ def _new_counts(write: SampleWrite, checked: CheckedWrite) -> list[int]:
         return [write.rows_per_put] * (write.row_count // write.rows_per_put)
     counts: list[int] = np.count_nonzero(checked.positions.reshape(-1, write.rows_per_put) < 0, axis=1).tolist()
     return counts
-
-
-def _set_state(partition: Partition, code: int, positions: Indexes, step: Step) -> None:
-    """Give rows that have not failed a state."""
-    changed = positions[partition.state[positions] != code]
-    if changed.size == 0:
-        return
-    if code == FAILED:
-        step.freed += partition.cells.free(changed, partition.cells.fields.values())
-        for task in partition.tasks.values():
-            task.on_rows_closed(changed)
-    partition.count_states(changed, -1)
-    partition.state.write(changed, code)
-    partition.count_states(changed, 1)
-    partition.state_version += 1
-    if code == FAILED:
-        _skip_rest(partition, changed, step)
-
-
-def _skip_rest(partition: Partition, positions: Indexes, step: Step) -> None:
-    """Skip, for tasks that keep groups whole, the rest of those that lost one of these rows, or got it too late."""
-    for task in partition.tasks.values():
-        skip_lost_groups(partition, task, positions, step)
 
 
 # What a write means, and whether its rows take it
