@@ -227,12 +227,15 @@ class RecentBatch:
         imbalance: by how much the heaviest rank has more tokens than the mean of all, as a share of the mean.
         padding_share: share of padding: of packs what fills them up; of micro-batches what pads each sample to the
             longest of its micro-batch, which jagged fields do without.
+        staleness: for a task with a `max_staleness`: how many versions after its slot the oldest of its samples is
+            trained at the latest; None: that is not bounded.
     """
 
     batch_index: int
     tokens_per_rank: tuple[int, ...] = ()
     imbalance: float = 0.0
     padding_share: float = 0.0
+    staleness: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

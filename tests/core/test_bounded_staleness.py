@@ -127,6 +127,7 @@ async def test_a_plan_waits_for_what_would_become_too_old_and_takes_the_rest_in_
     assert (await take(catalog, 1)).rows.tolist() == [0, 3]
     publish(catalog, 2, 1)
     assert (await take(catalog, 2)).rows.tolist() == [claim.rows[0] for claim in later]
+    assert [batch.staleness for batch in catalog.get("train").tasks["t"].recent_batches] == [0, 1, 1]
 
 
 async def test_a_slot_that_is_lost_is_waited_for_no_longer():

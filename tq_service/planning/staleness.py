@@ -236,6 +236,15 @@ class StalenessBound:
         due, positions, unit_of = self._units(version)
         return due.permits(np.unique(unit_of[np.isin(positions, taken)]))
 
+    def staleness_of(self, planned: Indexes) -> int | None:
+        """Return how old the oldest of some rows is at the latest when they are trained, which were planned last.
+
+        None where they are gone, or nothing is published any more.
+        """
+        starts, present = self._partition.meta.typed(START_VERSION, planned[planned >= 0])
+        version = self._version
+        return int(version - 1 - starts[present].min()) if version is not None and present.any() else None
+
     def awaited(self) -> Indexes:
         """Return the positions of rows that are not ready and that plans have to wait for."""
         if (version := self._version) is None:

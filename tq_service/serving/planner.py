@@ -828,6 +828,8 @@ class Planner:
                 is_plain = not (found.plan.is_reusing or found.plan.dropped)
                 positions = found.positions if is_plain else self._partition.table.find(found.plan.rows)
                 described = describe_batch(batch_index, found.plan, found.readiness.known_lengths(positions))
+                if found.readiness.bound is not None:
+                    described = replace(described, staleness=found.readiness.bound.staleness_of(positions))
                 task.recent_batches.append(described)
                 self._on_batch(spec.batch_spec.sampler, described)
         for line in self._queue.ranked_lines:

@@ -2108,6 +2108,7 @@ class RecentBatch(google.protobuf.message.Message):
     TOKENS_PER_RANK_FIELD_NUMBER: builtins.int
     IMBALANCE_FIELD_NUMBER: builtins.int
     PADDING_SHARE_FIELD_NUMBER: builtins.int
+    STALENESS_FIELD_NUMBER: builtins.int
     batch_index: builtins.int
     """Its number in the epoch."""
     imbalance: builtins.float
@@ -2117,6 +2118,10 @@ class RecentBatch(google.protobuf.message.Message):
     padding_share: builtins.float
     """Share of padding, from 0 to 1: of packs what fills them up; of micro-batches what pads each sample to the longest
     of its micro-batch, which fields with the jagged layout do without.
+    """
+    staleness: builtins.int
+    """Of a task with a `max_staleness`: how many versions after its slot the oldest of its samples is trained at the
+    latest. Unset: that is not bounded.
     """
     @property
     def tokens_per_rank(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
@@ -2129,8 +2134,11 @@ class RecentBatch(google.protobuf.message.Message):
         tokens_per_rank: collections.abc.Iterable[builtins.int] | None = ...,
         imbalance: builtins.float = ...,
         padding_share: builtins.float = ...,
+        staleness: builtins.int | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["batch_index", b"batch_index", "imbalance", b"imbalance", "padding_share", b"padding_share", "tokens_per_rank", b"tokens_per_rank"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_staleness", b"_staleness", "staleness", b"staleness"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_staleness", b"_staleness", "batch_index", b"batch_index", "imbalance", b"imbalance", "padding_share", b"padding_share", "staleness", b"staleness", "tokens_per_rank", b"tokens_per_rank"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_staleness", b"_staleness"]) -> typing.Literal["staleness"] | None: ...
 
 global___RecentBatch = RecentBatch
 
