@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import builtins
-import random
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import grpc
@@ -549,7 +548,7 @@ def test_a_server_that_is_down_is_tried_until_the_deadline(server: LiveServer, c
 
 
 def test_a_server_that_comes_back_is_found(start_server: StartServer, client_kind: ClientKind) -> None:
-    (port,) = free_ports(1, random.Random())  # the system gives it to nobody meanwhile
+    (port,) = free_ports(1)  # the system gives it to nobody meanwhile
     first = start_server(port=port)
     client = first.client(client_kind)
     client.put({"x": torch.zeros(2)}, partition_id="p")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 import re
 import textwrap
 import threading
@@ -159,7 +158,7 @@ def test_a_put_names_the_controller_that_it_asked_or_none(server: LiveServer) ->
 
 
 def test_a_restart_that_keeps_nothing_is_noticed_by_a_repeated_put(start_server: StartServer) -> None:
-    (port,) = free_ports(1, random.Random())  # the system gives it to nobody meanwhile
+    (port,) = free_ports(1)  # the system gives it to nobody meanwhile
     first = start_server(port=port)
     request = put_request([column("x", numbers(1))], 1)
     request.header.controller_id = first.controller.PlacePut(pb.PlacePutRequest(partition_id="p")).controller_id
