@@ -25,7 +25,7 @@ from tq_service.errors import (
     PreconditionError,
     nearest,
 )
-from tq_service.machine.claims import check_claim
+from tq_service.machine.claims import Acked, acknowledge, check_acked, check_claim
 from tq_service.machine.rows import clear_rows, set_state, skip_rest
 from tq_service.machine.state_machine import Change, State, Step
 from tq_service.schema import FieldSpec, KeyMode, SampleState
@@ -144,6 +144,7 @@ class SampleWrite:
         put: where the columns are, None for metadata and state only.
         columns: the columns of the put.
         claim: the leased claim that the samples of `global_indexes` are of; None: the write is not checked against one.
+        acks: the same, where they are acknowledged in the same change; None: they are not.
 
     Raises:
         InvalidArgumentError: no sample is named where they must be existing ones, or the rows are not those of whole
@@ -162,9 +163,10 @@ class SampleWrite:
     put: Put | None = None
     columns: Sequence[ColumnWrite] = ()
     claim: LeasedClaim | None = field(default=None, metadata=_CHECKED_ONCE)
+    acks: LeasedClaim | None = None
 
     def __post_init__(self) -> None:
-        if self.claim is not None and self.global_indexes is None:
+        if (self.claim or self.acks) is not None and self.global_indexes is None:
             raise InvalidArgumentError(
                 "claim is given without global_indexes; name the samples of the claim by their indexes", field="claim"
             )
@@ -195,6 +197,7 @@ class CheckedWrite:
         new_count: how many are.
         groups: the groups of the new ones, None where the write names none.
         specs: those that the written fields have afterwards.
+        acked: what it acknowledges; None: nothing.
         mark: of the partition; it holds until that is another one.
     """
 
@@ -203,12 +206,13 @@ class CheckedWrite:
     new_count: int
     groups: CheckedGroups | None
     specs: Sequence[FieldSpec]
+    acked: Acked | None
     mark: tuple[object, ...]
 
     @property
     def is_current(self) -> bool:
-        """Whether it still holds."""
-        return self.mark == self.partition.mark
+        """Whether it still holds; what is acknowledged may have been by another call, which changes no mark."""
+        return self.acked is None and self.mark == self.partition.mark
 
     @property
     def is_new(self) -> slice | NDArray[np.bool_]:
@@ -239,9 +243,11 @@ class SamplesWritten(Change):
         return check_write(state.partition(self.partition_id), self.write)
 
     def apply(self, state: State, prepared: CheckedWrite, step: Step) -> Written:
-        """Add the rows that are new, then write their state, cells and custom_meta."""
+        """Acknowledge samples, and add the rows that are new; then write their state, cells and custom_meta."""
         partition, positions = prepared.partition, prepared.positions
         write, table = self.write, partition.table
+        if prepared.acked is not None:
+            acknowledge(partition, prepared.acked, step)
         rows: slice | Indexes
         rows = added = _add_rows(write, prepared, step)
         indexes: Indexes | range = range(table.next_index - prepared.new_count, table.next_index)
@@ -391,6 +397,10 @@ def _new_counts(write: SampleWrite, checked: CheckedWrite) -> list[int]:
 def check_write(partition: Partition, write: SampleWrite) -> CheckedWrite:
     """Find the rows of a write and what it does to them; raises where they do not take it, and changes nothing."""
     _check_counts(write)
+    acked = None
+    if write.acks is not None and write.global_indexes is not None:
+        is_gathered = write.rows_per_put > 0
+        acked = check_acked(partition, write.acks, write.global_indexes, is_gathered=is_gathered)
     positions = _find_rows(partition, write)
     new_count = write.row_count if positions is None else int(np.count_nonzero(positions < 0))
     if new_count == write.row_count:
@@ -431,6 +441,7 @@ def check_write(partition: Partition, write: SampleWrite) -> CheckedWrite:
         new_count=new_count,
         groups=groups,
         specs=specs,
+        acked=acked,
         mark=partition.mark,
     )
     expected = partition.settings.expected_samples
