@@ -412,6 +412,8 @@ def check_write(partition: Partition, write: SampleWrite) -> CheckedWrite:
             f"existing; clear the partition to start over, or use another one",
             metadata={"partition_id": partition.partition_id},
         )
+    if positions is not None and partition.cells.write_once:
+        _check_write_once(partition, write, positions[positions >= 0])
     if partition.sealed and write.keys is not None and write.key_mode == "upsert" and positions is not None:
         for column in write.columns:  # which looks like another run under the same name
             is_there = partition.cells.produced([column.spec.name], positions)
@@ -474,6 +476,26 @@ def _check_groups(
                 )
         groups = list(itertools.compress(groups, is_new))
     return partition.groups.check(groups, write.group_size)
+
+
+def _check_write_once(partition: Partition, write: SampleWrite, positions: Indexes) -> None:
+    """Refuse a second value of samples, at `positions`, for a field that takes one only."""
+    for name in partition.cells.write_once.intersection(column.spec.name for column in write.columns):
+        is_there = partition.cells.produced([name], positions)
+        if is_there.any():
+            index = int(partition.table.index[positions[np.argmax(is_there)]])
+            raise AlreadyExistsError(
+                f"field {name!r} is write-once, got a second value for sample {index} of partition "
+                f"{partition.partition_id!r} ({np.count_nonzero(is_there)} of {positions.size} have one), expected "
+                f"samples without a value; leave them out, or clear them to put them again",
+                metadata={
+                    "resource_type": "cell",
+                    "resource_name": f"{name} of sample {index}",
+                    "partition_id": partition.partition_id,
+                    "field_name": name,
+                    "global_index": str(index),
+                },
+            )
 
 
 def _check_counts(write: SampleWrite) -> None:
