@@ -434,8 +434,10 @@ def acknowledge(partition: Partition, acked: Acked, step: Step) -> None:
 
 
 def _ack(partition: Partition, task: TaskLedger, claim: Claim, positions: Indexes, step: Step) -> int:
+    """Consume samples for good, or have them claimable for their next use; return how many they are."""
     returned = task.ack(claim, positions)
-    reopen(partition, task, returned, returned, step)
+    if returned.size:
+        reopen(partition, task, returned, returned, step)
     step.changed[partition] = None  # the end may have come with the last that was leased
     return positions.size
 

@@ -102,8 +102,8 @@ class SampleWrite(google.protobuf.message.Message):
     """
     ack: builtins.bool
     """Whether the samples are acknowledged to `claim` in the same change, as AckClaim acknowledges them, together with
-    those that the sampler left out of the batch. Needs `claim`. Whole groups of a claim of groups, and one put only:
-    with `rows_per_put` such a write is INVALID_ARGUMENT.
+    those that the sampler left out of the batch: the write and the acknowledgement are made both or not at all. Needs
+    `claim`. A claim of whole groups takes whole groups, and no `rows_per_put` (INVALID_ARGUMENT): send each put alone.
     """
     @property
     def global_indexes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
