@@ -179,6 +179,22 @@ def test_groups_are_acknowledged_whole_also_by_puts_of_one_moment(server: LiveSe
     assert progress(client) == (8, 0)
 
 
+def test_parts_of_a_group_do_not_become_whole_by_being_gathered(server: LiveServer, client: AnyClient) -> None:
+    put_rows(client, 4, groups=["a", "a", "b", "b"], group_size=2)
+    meta = client.get_meta(**ASKS, batch_size=1, batch_unit="group", lease=LONG)
+    write = commit_pb2.SampleWrite(
+        partition_id="train", incarnation=meta.incarnation, row_count=2, global_indexes=[0, 1], rows_per_put=1,
+        claim={"task_name": "t", "claim_request_id": meta.claim_id}, ack=True,
+    )  # fmt: skip
+    with pytest.raises(grpc.RpcError, match="of whole groups; send each put by itself") as refused:
+        server.controller.Commit(commit_pb2.CommitRequest(request_id=os.urandom(16), write=write))
+    assert violations_of(refused.value) == ["rows_per_put"]
+    assert progress(client) == (2, 2)
+    write.rows_per_put = 2  # one put
+    server.controller.Commit(commit_pb2.CommitRequest(request_id=os.urandom(16), write=write))
+    assert progress(client) == (2, 0)
+
+
 def test_puts_of_one_moment_acknowledge_their_own_samples(server: LiveServer) -> None:
     client = server.client("async")
     put_rows(client, 64)
