@@ -8,8 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
+
 import tq_service as tq
-from chaos.content import FIELDS, REWARD, TAGS, columns_of, key_of, rewards_of, version_of, wrong_fields
+from chaos.content import FIELDS, GRADE, REWARD, TAGS, columns_of, key_of, rewards_of, version_of, wrong_fields
 from chaos.events import EventLog, read_events
 
 RANK_COUNT: Final = 8
@@ -147,7 +149,10 @@ class Named(Rank):
 
 
 class Worker(Actor):
-    """Takes leased samples, reads them, and acknowledges most; some late, some it gives back, some it lets run out."""
+    """Takes leased samples, reads them, and acknowledges most; some late, some it gives back, some it lets run out.
+
+    It grades half of those that it acknowledges in the same change: a grade tells whose acknowledgement counts.
+    """
 
     kind = "worker"
 
@@ -192,9 +197,13 @@ class Worker(Actor):
             else:
                 self.log.write("released", indexes=indexes)
             return
-        self.log.write("ack", indexes=indexes)
+        grade = self.rng.getrandbits(62) if self.rng.random() < 0.5 else None
+        self.log.write("ack", indexes=indexes, grade=grade)
         try:
-            await self.client.ack(meta)
+            if grade is None:
+                await self.client.ack(meta)
+            else:
+                await self.client.put({GRADE: np.full(meta.size, grade)}, metadata=meta, ack=True)
         except tq.LeaseExpiredError as late:
             self.log.write("ack_late", indexes=indexes, error=str(late))
         else:

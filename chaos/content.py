@@ -13,6 +13,8 @@ import tq_service as tq
 
 FIELDS: Final = ("ids", "blob", "text")
 REWARD: Final = "reward"
+GRADE: Final = "grade"
+"""What some queue workers put as they acknowledge: a random number, so that no two deliveries have the same."""
 TAGS: Final[tuple[Any, ...]] = (7, "text", 0.5, tq.JSON_NULL, [1, "two", None], {"a": {"b": [True]}}, None)
 """What samples have as `tag` in their custom_meta, one after the other: of several types, null, and none."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -27,6 +27,7 @@ class Delivery:
         acked_at: when it said that they are done; infinite where it did not, or was refused.
         is_acked: whether that was acknowledged; where not, the worker may have died before.
         is_released: whether it asked to give them back.
+        grade: what it put with its acknowledgement; None: nothing.
     """
 
     worker: str
@@ -36,6 +37,7 @@ class Delivery:
     acked_at: float = math.inf
     is_acked: bool = False
     is_released: bool = False
+    grade: int | None = None
 
     def certainly_within_lease_of(self, other: Delivery) -> bool:
         """Whether the two were made within one lease, whenever exactly the service made them."""
@@ -46,11 +48,7 @@ class Delivery:
 def worker_violations(directory: Path, live: set[int] | None) -> Iterator[str]:
     """Yield what is wrong with what the queue workers got; with `live`, what they must have acknowledged."""
     yield from wrong_reads(directory, "worker")
-    of_sample: dict[int, list[Delivery]] = defaultdict(list)
-    for name, events in all_events(directory, "worker"):
-        for delivery in _deliveries(name, events):
-            for index in delivery.indexes:
-                of_sample[index].append(delivery)
+    of_sample = _deliveries_by_sample(directory)
     for index, deliveries in sorted(of_sample.items()):
         deliveries.sort(key=lambda delivery: delivery.got_at)
         yield from _sample_violations(index, deliveries)
@@ -63,6 +61,32 @@ def worker_violations(directory: Path, live: set[int] | None) -> Iterator[str]:
         for ended_at in (event["at"] for event in events if event["what"] == "end"):
             early = [index for index, at in done_at.items() if ended_at < at < math.inf]
             yield from (f"{name} got the end before sample {index} was acknowledged" for index in early)
+
+
+def grade_violations(directory: Path, grades: Mapping[int, int | None]) -> Iterator[str]:
+    """Yield which stored samples have another grade than they got with their acknowledgement.
+
+    Args:
+        directory: where the logs are.
+        grades: that of each sample by index; None: it has none.
+    """
+    of_sample = _deliveries_by_sample(directory)
+    for index, got in sorted(grades.items()):
+        deliveries = of_sample[index]
+        possible = {each.grade for each in deliveries if each.is_acked}
+        if not possible:  # by a worker that was killed before it was answered, or by none
+            possible = {None, *(each.grade for each in deliveries if each.acked_at < math.inf)}
+        if got not in possible:
+            yield f"sample {index} has the grade {got}, expected one of {possible}"
+
+
+def _deliveries_by_sample(directory: Path) -> dict[int, list[Delivery]]:
+    of_sample: dict[int, list[Delivery]] = defaultdict(list)
+    for name, events in all_events(directory, "worker"):
+        for delivery in _deliveries(name, events):
+            for index in delivery.indexes:
+                of_sample[index].append(delivery)
+    return of_sample
 
 
 def _deliveries(worker: str, events: Sequence[Event]) -> Iterator[Delivery]:
@@ -78,7 +102,7 @@ def _deliveries(worker: str, events: Sequence[Event]) -> Iterator[Delivery]:
             case "release", Delivery():
                 current.is_released = True
             case "ack", Delivery():
-                current.acked_at = event["at"]
+                current.acked_at, current.grade = event["at"], event["grade"]
             case "ack_done", Delivery():
                 current.is_acked = True
             case "ack_late", Delivery():

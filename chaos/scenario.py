@@ -12,12 +12,14 @@ from functools import partial
 from pathlib import Path
 from typing import ClassVar, Final, Literal
 
+import numpy as np
+
 import tq_service as tq
 from chaos.actors import NAMED_TASK, RANK_TASK, REQUESTS, USES, WORKER_TASK, described
 from chaos.client_process import STOP_FILE
 from chaos.cluster import Cluster, Process, wait_until
-from chaos.content import FIELDS, REWARD, columns_of, rewards_of, wrong_fields
-from chaos.leases import worker_violations
+from chaos.content import FIELDS, GRADE, REWARD, columns_of, rewards_of, wrong_fields
+from chaos.leases import grade_violations, worker_violations
 from chaos.model import Claim, Samples, claims_of, rank_violations
 
 Target = Literal["controller", "storage", "both", "twice", "client", "rolling restart"]
@@ -284,6 +286,7 @@ class Scenario:
         yield from rank_violations(self._directory, live)
         yield from rank_violations(self._directory, live, kind="named", uses=USES)
         yield from worker_violations(self._directory, live)
+        yield from grade_violations(self._directory, self._grades())
         for kind in REQUESTS:
             yield from self._replay(kind, self._some_claims(kind, self._replayed_at_end))
         self._report.acknowledged_count += len(samples.acknowledged)
@@ -322,6 +325,16 @@ class Scenario:
         batch = self._client.get_data(partition_id=self._name, keys=keys, data_fields=["text", REWARD], missing="skip")
         keys_of_texts = dict(zip(columns_of(keys)["text"], keys, strict=True))
         return set(keys) - {keys_of_texts.get(text, "") for text in batch["text"]}
+
+    def _grades(self) -> dict[int, int | None]:
+        """Return the grade of each sample by its index, None for one without."""
+        found, _ = self._client.lookup_samples(self._name)
+        grades: dict[int, int | None] = dict.fromkeys(found.global_indexes)
+        if GRADE in found.produced:
+            graded = found.select_samples(np.flatnonzero(found.produced[GRADE]))
+            values = self._client.get_data(graded, data_fields=[GRADE])[GRADE].tolist()
+            grades |= zip(graded.global_indexes, values, strict=True)
+        return grades
 
     def _let_go(self, samples: Samples) -> None:
         """Make live what is held, since tasks wait for that too."""

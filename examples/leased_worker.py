@@ -38,7 +38,7 @@ def main() -> None:
 
 
 def reward_worker() -> None:
-    """Score samples until the end; acknowledge each once its reward is put."""
+    """Score samples until the end; put each reward, and acknowledge its sample."""
     with tq.Client() as client:
         while True:
             meta = client.get_meta(
@@ -58,8 +58,7 @@ def reward_worker() -> None:
                 sample = meta.select_samples([position])
                 reward = torch.tensor([score(answer)])
                 try:
-                    client.put({"reward": reward}, metadata=sample)
-                    client.ack(sample)  # or the whole batch at once: then the lease runs out for all of it
+                    client.put({"reward": reward}, metadata=sample, ack=True)  # or the whole batch at once
                 except tq.LeaseExpiredError as error:  # slower than the lease: another worker has it now
                     print(f"too late: {error}")
 

@@ -92,6 +92,8 @@ class FieldSpec:
         row_shape: shape of one row, -1 in ragged dimensions, () for scalars; None leaves it to the first put.
         encoding: of objects: UTF-8 text, bytes as they are, or msgpack, which holds any object. A field declared as
             text or bytes takes nothing else; None, or msgpack, takes any, in the encoding that each put says.
+        write_once: whether each sample takes one value only: a second one is refused (AlreadyExistsError) until the
+            sample is cleared.
     """
 
     name: str
@@ -99,10 +101,17 @@ class FieldSpec:
     layout: Layout | None = None
     row_shape: tuple[int, ...] | None = None
     encoding: Encoding | None = None
+    write_once: bool = False
 
     def __post_init__(self) -> None:
         if not self.name:
             raise InvalidArgumentError("a field has an empty name; give every field a name", field="name")
+        if type(self.write_once) is not bool:
+            raise InvalidArgumentError(
+                f"field {self.name!r}: write_once is {self.write_once!r}; expected True or False",
+                field="write_once",
+                metadata={"field_name": self.name},
+            )
         if type(self.layout) is not Layout:
             self._check_word("layout", Layout)
         if self.encoding is not None:

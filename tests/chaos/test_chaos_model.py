@@ -12,7 +12,7 @@ import tq_service as tq
 from chaos.actors import LEASE_SECONDS
 from chaos.content import FIELDS, REWARD, TAGS, columns_of, key_of, rewards_of, wrong_fields
 from chaos.events import EventLog, read_events
-from chaos.leases import worker_violations
+from chaos.leases import grade_violations, worker_violations
 from chaos.model import Samples, claims_of, rank_violations
 
 
@@ -162,7 +162,7 @@ def test_custom_meta_of_a_claim_is_what_was_put(tmp_path: Path) -> None:
 
 ASK, END = {"what": "ask"}, {"what": "end"}
 LEASED, RELEASE, ACK, ACK_DONE, ACK_LATE = (
-    {"what": what, "indexes": [5]} for what in ("leased", "release", "ack", "ack_done", "ack_late")
+    {"what": what, "indexes": [5], "grade": None} for what in ("leased", "release", "ack", "ack_done", "ack_late")
 )
 
 
@@ -211,6 +211,31 @@ def test_workers(
     told_at(tmp_path, "worker-0", *one)
     told_at(tmp_path, "worker-1", *other)
     assert list(worker_violations(tmp_path, {5})) == found
+
+
+GRADED = ACK | {"grade": 7}
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "possible"),
+    [
+        ([(1, LEASED), (2, GRADED), (2, ACK_DONE)], [], {7}),
+        ([(1, LEASED), (2, GRADED)], [], {7, None}),
+        ([(1, LEASED), (2, GRADED), (2, ACK_LATE)], [], {None}),
+        ([(1, LEASED), (2, ACK), (2, ACK_DONE)], [], {None}),
+        ([(1, LEASED), (2, GRADED), (NEXT, ACK_LATE)], [(NEXT, LEASED), (NEXT, ACK), (NEXT, ACK_DONE)], {None}),
+        ([(1, LEASED), (2, GRADED)], [(NEXT, LEASED), (NEXT, GRADED | {"grade": 8}), (NEXT, ACK_DONE)], {8}),
+        ([], [], {None}),
+    ],
+)
+def test_grades_are_of_the_worker_whose_acknowledgement_counts(
+    tmp_path: Path, one: list[tuple[float, Any]], other: list[tuple[float, Any]], possible: set[int | None]
+) -> None:
+    told_at(tmp_path, "worker-0", *one)
+    told_at(tmp_path, "worker-1", *other)
+    for grade in (7, 8, None):
+        found = [] if grade in possible else [f"sample 5 has the grade {grade}, expected one of {possible}"]
+        assert list(grade_violations(tmp_path, {5: grade})) == found
 
 
 def test_what_workers_never_saw_and_what_they_read_wrongly(tmp_path: Path) -> None:

@@ -232,6 +232,17 @@ def test_partitions_are_listed_shown_sealed_and_cleared(filled: tq.Client) -> No
     assert filled.list_partitions() == []
 
 
+def test_fields_that_take_one_value_are_marked(client: tq.Client) -> None:
+    dense = tq.FieldSpec("reward", "float32", "dense", (), write_once=True)  # type: ignore[arg-type]
+    client.create_partition("p", fields=[dense, tq.FieldSpec("text", write_once=True), tq.FieldSpec("x")])
+    lines = lines_of("partition", "show", "p")
+    assert ["reward", "float32", "dense,", "write-once", "scalar", "0", "0"] in lines
+    assert ["text", "-", "write-once", "-", "0", "0"] in lines
+    assert ["x", "-", "-", "-", "0", "0"] in lines
+    specs = [field["spec"] for field in document("partition", "show", "p")["partitions"][0]["fields"]]
+    assert [spec["write_once"] for spec in specs] == [True, True, False]
+
+
 def test_samples_can_be_peeked_at(filled: tq.Client) -> None:
     shown = document("partition", "peek", "train@0", "--limit", "2")
     assert shown[1] == {

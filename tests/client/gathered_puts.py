@@ -128,6 +128,13 @@ async def leased(client, name):
     return meta
 
 
+async def with_a_written_cell(client, name):
+    await client.create_partition(name, fields=[tq.FieldSpec("y", write_once=True)])
+    meta = await with_known_keys(client, name)
+    await client.put({"y": np.zeros((1, 2), np.int64)}, metadata=meta.select_samples([REFUSED]))
+    return meta
+
+
 async def with_y(client, name):
     meta = await with_known_keys(client, name)
     await client.put({"y": np.zeros((1, 2), np.int64)}, metadata=meta.select_samples([REFUSED]))
@@ -198,7 +205,9 @@ REFUSALS = {
     "failed": (with_a_failed_sample, lambda n, meta: {"metadata": meta.select_samples([n]), "state": "live"}),
     "sealed": (sealed, lambda n, meta: {"keys": [f"known{n}" if n != REFUSED else "new"]}),
     "sealed field": (with_y, lambda n, meta: {"keys": [f"known{n}"]}),
+    "second value": (with_a_written_cell, lambda n, meta: {"metadata": meta.select_samples([n])}),
     "lease": (leased, lambda n, meta: {"metadata": meta.select_samples([n])}),
+    "acknowledgement": (leased, lambda n, meta: {"metadata": meta.select_samples([n]), "ack": True}),
 }
 
 

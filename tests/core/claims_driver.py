@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import ClassVar
 
 import numpy as np
-from digest import keys_of
+from digest import digest, keys_of
 from domain_support import (
     DrawingSampler,
     SlowSampler,
@@ -52,7 +52,7 @@ from tq_service.state import ledger
 from tq_service.state.cells import ColumnWrite
 from tq_service.state.ledger import Claim
 from tq_service.state.partition import PartitionSettings
-from tq_service.state.plan import Condition, LeaseTerms, Order, RankPlan
+from tq_service.state.plan import Condition, LeasedClaim, LeaseTerms, Order, RankPlan
 from tq_service.state.table import DEAD_LETTERED, STATE_NAMES, UNCLAIMED
 
 NAME = "train"
@@ -195,11 +195,12 @@ class JudgedWaiter(planner.Waiter):
 class Driver:
     """Owns the catalog, the model, and the calls under way."""
 
-    def __init__(self, tasks, expected, *, is_declared=False, samples_per_round=None):
+    def __init__(self, tasks, expected, *, is_declared=False, samples_per_round=None, write_once=()):
         self.tasks = tasks  # name -> the ways in which it asks
         self.expected = expected
         self.is_declared = is_declared
         self.samples_per_round = samples_per_round
+        self.write_once = write_once  # fields
         self.catalog = Catalog(PlanRunner(timeout_seconds=FOREVER))
         self.rng = random.Random(0)
         self.samplers = {}
@@ -227,12 +228,13 @@ class Driver:
 
     def open_life(self):
         self.life += 1
-        self.model = Model(self.expected, self.samples_per_round)
+        self.model = Model(self.expected, self.samples_per_round, self.write_once)
         self.model.most_reusing = ledger._MOST_REUSING
         settings = PartitionSettings(
             expected_samples=self.expected,
             tasks=tuple(self.tasks) if self.is_declared else (),
             samples_per_round=self.samples_per_round,
+            fields=tuple(FieldSpec(name, write_once=True) for name in self.write_once),
         )
         self.partition = self.catalog.create(NAME, settings)
         partition, open_task = self.partition, self.partition.open_task
@@ -352,6 +354,25 @@ class Driver:
             accepted = False
         named = {"keys": keys, "key_mode": "existing"} if by_key and all(keys) else {"indexes": indexes}
         assert self.write(len(indexes), columns=columns, **named, **arguments) == accepted
+
+    def put_leased(self, name, request_id, rows, *, acks, fields=(), state=None):
+        """Write to samples of a claim, maybe acknowledge them in the same change, maybe too late."""
+        columns, before = self.columns(fields, len(rows), conforming=False), digest(self.partition)
+        claim = {"acks" if acks else "claim": LeasedClaim(task_name=name, request_id=request_id)}
+        specs = [column_of(field, given) for field, given in columns.items()]
+        try:
+            expected = self.model.put_leased(
+                self.model.task(name), request_id, rows, acks=acks, state=state, columns=columns
+            )
+        except RefusedError:
+            expected = "FieldMismatchError AlreadyExistsError PreconditionError"
+        try:
+            write_to(self.catalog, new_write(len(rows), specs, indexes=rows, state=state, **claim))
+        except TqError as error:
+            assert type(error).__name__ in (expected or "").split()
+            assert digest(self.partition) == before
+        else:
+            assert expected is None
 
     def set_meta(self, indexes, entries):
         self.model.update(indexes, meta=entries)
@@ -596,8 +617,12 @@ class Driver:
         assert partition.groups.names_of(positions) == [row.group for row in rows]
         states = Counter(row.state for row in rows)
         assert partition.state_counts == [states[name] for name in STATE_NAMES]
-        assert partition.cells.fields.keys() == model.fields.keys()
+        assert partition.cells.fields.keys() == model.fields.keys() | model.write_once
         for name, field in partition.cells.fields.items():
+            assert field.spec.write_once == (name in model.write_once)
+            if name not in model.fields:
+                assert (field.spec, field.produced_count) == (FieldSpec(name, write_once=True), 0)
+                continue
             produced = [name in row.fields for row in rows]
             assert (field.cell.data[positions] >= 0).tolist() == produced
             assert field.produced_count == sum(produced)

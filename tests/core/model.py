@@ -161,8 +161,9 @@ class TaskModel:
 class Model:
     """One life of a partition."""
 
-    def __init__(self, expected=None, samples_per_round=None):
+    def __init__(self, expected=None, samples_per_round=None, write_once=()):
         self.rows = {}
+        self.write_once = frozenset(write_once)
         self.samples_per_round = samples_per_round
         self.inserted = 0
         self.insert_size_gcd = 0
@@ -213,15 +214,32 @@ class Model:
                 raise RefusedError("group is full")
 
     def update(self, indexes, *, state=None, columns=None, meta=None):
+        self.check_update(indexes, state=state, columns=columns)
         rows = [self.rows[index] for index in indexes]
-        if state not in (None, "failed") and any(row.state == "failed" for row in rows):
-            raise RefusedError("failed is final")
-        self._check_columns(rows, columns or {})
         for row in rows:
             row.state = state or row.state
         if state == "failed":
             self._end_leases_of(set(indexes))
         self._fill(rows, columns or {}, meta, state)
+
+    def check_update(self, indexes, *, state=None, columns=None):
+        rows = [self.rows[index] for index in indexes]
+        if state not in (None, "failed") and any(row.state == "failed" for row in rows):
+            raise RefusedError("failed is final")
+        if any(row.fields & columns.keys() & self.write_once for row in rows if columns):
+            raise RefusedError("a second value")
+        self._check_columns(rows, columns or {})
+
+    def put_leased(self, task, request_id, rows, *, acks, state=None, columns=None):
+        """Write to samples of a claim, and acknowledge them; return the name of the error, None without one."""
+        error = self.ack_error(task, request_id, rows) if acks else self.lease_error(task, request_id, rows)
+        if error:
+            return error
+        self.check_update(rows, state=state, columns=columns)
+        if acks:
+            self.ack(task, request_id, rows)
+        self.update(rows, state=state, columns=columns)
+        return None
 
     def is_replaced(self, rows, name):
         """Whether a write to some rows leaves no cell of a field."""
@@ -608,19 +626,31 @@ class Model:
         units = [{self.unit_of(claim.asking, self.rows[row]) for row in some} for some in (rows, rest)]
         return bool(units[0] & units[1])
 
-    def ack(self, task, request_id, rows):
-        """Return how many are acknowledged, or the name of the error."""
+    def lease_error(self, task, request_id, rows):
+        """Return the name of the error of a worker that names these rows of its claim, None without one."""
         claim = task.claims.get(request_id)
         there = set(rows) & self.rows.keys()
         if claim is None:
-            return "LeaseExpiredError" if there or request_id in task.expired else 0
+            return "LeaseExpiredError" if there or request_id in task.expired else None
         if not claim.asking.lease:
             return "PreconditionError"
-        if there - claim.held - claim.returned:
-            return "LeaseExpiredError"
-        chosen = there & claim.left
-        if self.parts_a_group(claim, chosen):
+        return "LeaseExpiredError" if there - claim.held - claim.returned else None
+
+    def ack_error(self, task, request_id, rows):
+        """Return the name of the error of a worker that acknowledges these rows, None without one."""
+        error, claim = self.lease_error(task, request_id, rows), task.claims.get(request_id)
+        if error is None and claim is not None and self.parts_a_group(claim, set(rows) & claim.left):
             return "InvalidArgumentError"
+        return error
+
+    def ack(self, task, request_id, rows):
+        """Return how many are acknowledged, or the name of the error."""
+        if error := self.ack_error(task, request_id, rows):
+            return error
+        claim = task.claims.get(request_id)
+        if claim is None:
+            return 0
+        chosen = set(rows) & self.rows.keys() & claim.left
         returned = chosen - claim.consumed if claim.consumed is not None else set()
         task.acked |= chosen - returned
         claim.returned |= returned

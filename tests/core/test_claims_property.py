@@ -32,12 +32,13 @@ STEPS = (
     *["insert"] * 6, *["columns"] * 5, *["ask"] * 8, "ask_ahead", "replay", "retry", "leave", "leave_late", "look",
     "disagree", "release", "fail", "hold", "free", "set_meta", "seal", "close_group", "reset", "restart", "clear",
     "clear_all", "overwrite", "turn", "turn", "ack", "ack", "ack", "extend", "pass_time", *["ask_named"] * 3,
+    *["put_leased"] * 3,
 )  # fmt: skip
 # Workers that lease, and crash, in partitions that soon come to their end.
 LEASE_STEPS = (
     *["insert"] * 4, *["columns"] * 3, *["ask"] * 9, *["ack"] * 7, *["pass_time"] * 5, *["seal"] * 2, "look", "fail",
     "hold", "free", "release", "retry", "retry", *["extend"] * 4, "leave_late", "close_group", "clear", "reset", "turn",
-    "ask_named", "ask_named",
+    "ask_named", "ask_named", *["put_leased"] * 5,
 )  # fmt: skip
 GROUPS = ("a", "b", "c", "d")
 
@@ -99,6 +100,7 @@ class Interleaving:
             expected=rng.choice([None, None, 20]),
             is_declared=rng.random() < 0.4,
             samples_per_round=rng.choice([None, None, 3, 8]),
+            write_once=rng.choice([(), (), (), ("y",), ("x", "y")]),
         )
         self.key_count = 0
 
@@ -350,11 +352,7 @@ class Interleaving:
         name, _, task = self._task(rng, ranked=False)
         if not task.rows_of_claims:
             return
-        leased = [request_id for request_id, claim in task.claims.items() if claim.left]
-        parted = [request_id for request_id, claim in task.claims.items() if claim.held < set(claim.rows)]
-        known = next((some for some in rng.sample([leased, leased, parted], 3) if some), task.rows_of_claims)
-        known = sorted(known if rng.random() < 0.8 else task.rows_of_claims)
-        request_id = rng.choice(known)
+        request_id = self._known_claim(rng, task)
         rows = task.rows_of_claims[request_id]
         if rng.random() < 0.5:
             rows = rng.sample(rows, rng.randint(1, len(rows)))
@@ -367,6 +365,32 @@ class Interleaving:
             assert task.acked == before
         else:
             assert count == expected
+
+    def _known_claim(self, rng, task):
+        """Return the id of a claim, most often of one that leases samples, or has lost some."""
+        leased = [request_id for request_id, claim in task.claims.items() if claim.left]
+        parted = [request_id for request_id, claim in task.claims.items() if claim.held < set(claim.rows)]
+        known = next((some for some in rng.sample([leased, leased, parted], 3) if some), task.rows_of_claims)
+        known = sorted(known if rng.random() < 0.8 else task.rows_of_claims)
+        return rng.choice(known)
+
+    async def put_leased(self, rng):
+        name, _, task = self._task(rng, ranked=False)
+        if not task.rows_of_claims:
+            return
+        request_id = self._known_claim(rng, task)
+        rows = sorted(set(task.rows_of_claims[request_id]) & self.driver.model.rows.keys())
+        if rng.random() < 0.5:
+            rows = rng.sample(rows, rng.randint(0, len(rows)))
+        if rows:
+            self.driver.put_leased(
+                name,
+                request_id,
+                rows,
+                acks=rng.random() < 0.6,
+                fields=rng.choice([(), ("y",), ("x", "y")]),
+                state=rng.choice([None, None, None, "held", "live", "failed"]),
+            )
 
     async def extend(self, rng):
         name, _, task = self._task(rng, ranked=False)
@@ -420,7 +444,11 @@ class Interleaving:
             driver.update(held, state="live")
         rows = [index for index, row in model.rows.items() if row.state == "live"]
         if rows:
-            driver.update(rows, fields=("x", "y"), conforming=True, meta_entries=[{"total_lengths": 1}] * len(rows))
+            driver.set_meta(rows, [{"total_lengths": 1}] * len(rows))
+        for name in ("x", "y"):
+            some = [row for row in rows if name not in model.write_once or name not in model.rows[row].fields]
+            if some:
+                driver.update(some, fields=(name,), conforming=True)
         model.seal()
         seal(driver.catalog)
         for name, ways in driver.tasks.items():

@@ -6,11 +6,12 @@ import weakref
 
 import numpy as np
 import pytest
-from domain_support import asks, clear, new_write, seal, turns
+from domain_support import ack, asks, claim_rows, clear, new_write, release, seal, task_of, turns
 
 from tq_service.errors import (
     AlreadyExistsError,
     InvalidArgumentError,
+    LeaseExpiredError,
     LimitExceededError,
     PartitionClearedError,
     PartitionNotFoundError,
@@ -27,7 +28,7 @@ from tq_service.serving.history import Watched
 from tq_service.serving.lookup import Clearing, Selection
 from tq_service.serving.planner import NotYet
 from tq_service.state.partition import Partition, PartitionSettings
-from tq_service.state.plan import Condition
+from tq_service.state.plan import Condition, LeasedClaim, LeaseTerms
 
 
 @pytest.fixture
@@ -265,6 +266,23 @@ async def test_a_write_is_checked_once_unless_its_partition_changes(catalog, mon
         written = catalog.write("train", b"", write, checked)
     assert len(checks) == 3
     assert list(written.global_indexes) == [6, 7]  # the key that came meanwhile is not new
+
+
+async def test_what_another_call_acknowledged_meanwhile_is_not_acknowledged_again(catalog):
+    catalog.write("train", b"", new_write(4, ("x",)))
+    task = task_of(catalog, "t")
+    held = claim_rows(catalog, task, [0, 1, 2], lease=LeaseTerms(seconds=60.0)).request_id
+    leased = LeasedClaim(task_name="t", request_id=held)
+    write = new_write(2, ("y",), indexes=[0, 1], acks=leased)
+    async with catalog.capacity_for("train", b"", write) as checked:
+        assert ack(catalog, task, held, np.array([1])) == 1
+        catalog.write("train", b"", write, checked)
+    assert (task.leased_count, task.consumed_count) == (1, 3)
+    async with catalog.capacity_for("train", b"", new_write(1, ("z",), indexes=[2], claim=leased)) as checked:
+        release(catalog, task, held)
+        with pytest.raises(LeaseExpiredError):
+            catalog.write("train", b"", new_write(1, ("z",), indexes=[2], claim=leased), checked)
+    assert "z" not in catalog.get("train").cells.fields
 
 
 async def test_nothing_more_is_cleared_under_a_name_that_was_used_again(catalog):

@@ -89,6 +89,7 @@ def test_the_code_of_the_page_on_asynchronous_rl_runs(server: ServiceProcess) ->
     programs = re.findall(r"(?<!<!-- not run -->\n)^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
     with tq.Client(server.address) as client:
         client.put({"x": torch.arange(44)}, partition_id="train", custom_meta={"start_version": torch.arange(44)})
+        client.put({"x": torch.arange(2)}, partition_id="jobs")
         asks = {"partition_id": "train", "task_name": "update_actor", "data_fields": ["x"], "batch_size": 1}
         for index in range(43):
             client.get_meta(**asks, batch_index=index, dp_rank=0, dp_size=1)
@@ -97,5 +98,8 @@ def test_the_code_of_the_page_on_asynchronous_rl_runs(server: ServiceProcess) ->
         (task,) = client.describe_partition("train").tasks
         assert (task.trained_batch_count, task.planned_batch_count, task.epoch) == (42, 42, 1)
         assert client.get_version() == 42
-        client.clear_partition("train")
+        status = client.check_consumption("jobs", "reward")
+        assert (status.consumed_count, status.leased_count) == (2, 0)
+        for summary in client.list_partitions():
+            client.clear_partition(summary.partition_id)
         client.remove_policy()

@@ -6,7 +6,7 @@ import builtins
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import grpc
@@ -88,6 +88,11 @@ def declare_tasks(client: AnyClient, meta: tq.BatchMeta) -> None:
 
 def get_declared(task_name: str) -> Callable[[AnyClient, tq.BatchMeta], object]:
     return get_meta(partition_id="declared", task_name=task_name)
+
+
+def declare_write_once(client: AnyClient, meta: tq.BatchMeta) -> None:
+    client.create_partition("once", fields=[tq.FieldSpec("reward", write_once=True)])
+    client.put({"reward": torch.ones(2)}, partition_id="once", keys=["a", "b"])
 
 
 # A claim under the name of a task that there is not.
@@ -236,6 +241,15 @@ WRONG_PUTS = [
             "more than 32 lists and objects", "as an object field"),
     invalid("metadata too large", put({"score": torch.zeros(1, 3)}, custom_meta=[{"tag": ["x" * 20_000]}]),
             "custom_meta", "20004 bytes", "at most 16384", "as an object field"),
+    invalid("ack of no claim", lambda c, m: c.put({"score": torch.ones(4, 3)}, metadata=m, ack=True), "metadata",
+            "of no leased claim", "get_meta(lease=...)"),
+    invalid("ack without metadata", put({"score": torch.ones(1, 3)}, ack=True), "metadata",
+            "ack is True and metadata is None", "expected the samples of a leased claim", "leave ack out"),
+    invalid("ack that is not fenced", lambda c, m: c.put({"score": torch.ones(4, 3)}, metadata=replace(
+            m, claim_id=bytes(16), task_name="t", lease_seconds=60.0), ack=True, fenced=False), "fenced",
+            "fenced is False and ack is True", "leave out one of the two"),
+    invalid("write_once that is no truth value", lambda c, m: c.create_partition("new", fields=[
+            tq.FieldSpec("x", write_once=1)]), "write_once", "write_once is 1", "True or False"),
     invalid("group of another size", put({"score": torch.zeros(2, 3)}, groups=["g0", "g0"], group_size=4), "group_size",
             "'g0'"),
     Row(name="key known", call=put({"score": torch.zeros(2, 3)}, keys=["new", "k2"], key_mode="new"),
@@ -244,6 +258,10 @@ WRONG_PUTS = [
         code=CODE.ALREADY_EXISTS, says=("'k2'",), base=ValueError),
     Row(name="partition with other settings", call=lambda c, m: c.create_partition("train", expected_samples=7),
         error=tq.AlreadyExistsError, code=CODE.ALREADY_EXISTS, says=("'train'", "7"), base=ValueError),
+    Row(name="second value", prepare=declare_write_once,
+        call=put({"reward": torch.zeros(1), "other": torch.zeros(1)}, partition_id="once", keys=["a"]),
+        error=tq.AlreadyExistsError, code=CODE.ALREADY_EXISTS, base=ValueError,
+        says=("'reward' is write-once", "got a second value for sample 0", "'once'", "1 of 1", "clear them")),
     Row(name="only pickle", call=put({"text": ["fine", object()]}), error=tq.UnsupportedObjectError,
         code=CODE.INVALID_ARGUMENT, says=("text[1]", "object"), base=TypeError),
     Row(name="only pickle, deep", call=put({"text": [{"a": [{1, 2}, lambda: 0]}]}), error=tq.UnsupportedObjectError,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import os
 import pickle
@@ -249,6 +250,8 @@ CHANGES: dict[str, Callable[[AnyClient, tq.BatchMeta], Any]] = {
     "values": lambda c, meta: c.put({"y": torch.full((meta.size,), 7)}, metadata=meta),
     "a new column": lambda c, meta: c.put({"z": torch.full((meta.size,), 7)}, metadata=meta),
     "values and state": lambda c, meta: c.put({"y": torch.full((meta.size,), 7)}, metadata=meta, state="held"),
+    "values, acknowledged": lambda c, meta: c.put({"y": torch.full((meta.size,), 7)}, metadata=meta, ack=True),
+    "acknowledged by a put": lambda c, meta: c.put(metadata=meta, ack=True),
     "custom_meta with a put": lambda c, meta: c.put(metadata=meta, custom_meta={"reward": np.full(meta.size, 7.0)}),
     "custom_meta": lambda c, meta: c.set_custom_meta(meta, {"reward": np.full(meta.size, 7.0)}),
     "held": lambda c, meta: c.put(metadata=meta, state="held"),
@@ -362,6 +365,57 @@ def test_writes_that_name_no_leased_claim_are_not_checked(client: AnyClient) -> 
     client.put({"y": torch.full((4,), 9)}, metadata=found)
     client.put({"z": torch.full((4,), 9)}, partition_id="train", keys=leased.keys, key_mode="existing")
     assert client.get_data(found, data_fields=["y"])["y"].tolist() == [9] * 4
+
+
+# Writes that are meant to pass, whoever has the samples.
+UNFENCED: dict[str, Callable[[AnyClient, tq.BatchMeta], Any]] = {
+    "values": lambda c, meta: c.put({"y": torch.full((meta.size,), 7)}, metadata=meta, fenced=False),
+    "a new column": lambda c, meta: c.put({"z": torch.full((meta.size,), 7)}, metadata=meta, fenced=False),
+    "custom_meta": lambda c, meta: c.set_custom_meta(meta, {"reward": np.full(meta.size, 7.0)}, fenced=False),
+    "held": lambda c, meta: c.put(metadata=meta, state="held", fenced=False),
+    "failed": lambda c, meta: c.put(metadata=meta, state="failed", fenced=False),
+    "cleared": lambda c, meta: c.clear_samples(meta, fenced=False),
+}
+
+
+def test_a_write_that_is_not_fenced_is_made_without_the_lease(client: AnyClient) -> None:
+    put_rows(client, 2, custom_meta={"reward": np.ones(2)})
+    client.put({"y": torch.zeros(2, dtype=torch.int64)}, metadata=client.lookup_samples("train")[0])
+    meta = client.get_meta(**ASKS, batch_size=2, lease=LONG)
+    client.release(meta)
+    for name, change in UNFENCED.items():
+        before = stored(client)
+        with pytest.raises(tq.LeaseExpiredError):
+            CHANGES[name](client, meta)
+        assert stored(client) == before, name
+        change(client, meta)
+        if name == "failed":
+            assert client.describe_partition("train").failed_count == 2
+            break
+        assert stored(client) != before, name
+    UNFENCED["cleared"](client, meta)
+    assert client.describe_partition("train").summary.present_count == 0
+
+
+def test_puts_of_one_moment_are_gathered_by_claim_and_fence(server: LiveServer) -> None:
+    """One whose lease is over harms none that is not fenced."""
+    client = server.client("async")
+    put_rows(client, 8)
+    lost = client.get_meta(**ASKS, batch_size=8, lease=LONG)
+    client.release(lost.select_samples([5]))
+
+    async def put_all() -> list[Any]:
+        puts = [
+            client.real.put({"y": torch.tensor([number])}, metadata=lost.select_samples([number]), fenced=number != 5)
+            for number in range(8)
+        ]
+        late = client.real.put({"y": torch.tensor([9])}, metadata=lost.select_samples([5]))
+        return await asyncio.gather(*puts, late, return_exceptions=True)
+
+    *made, refused = server.loop.run(put_all())
+    assert [meta.global_indexes for meta in made] == [[number] for number in range(8)]
+    assert isinstance(refused, tq.LeaseExpiredError)
+    assert client.get_data(lost, data_fields=["y"])["y"].tolist() == list(range(8))
 
 
 def test_a_worker_goes_on_after_a_restart_if_its_lease_did_not_run_out(

@@ -198,7 +198,7 @@ def _fields(partition: PartitionDescription) -> _Rows:
         yield (
             spec.name,
             spec.dtype or None,
-            spec.layout,
+            ", ".join(filter(None, (spec.layout, "write-once" if spec.write_once else ""))) or None,
             None if spec.layout == "object" else shape or ("scalar" if shape is not None else None),
             field.produced_count,
             partition.summary.present_count,

@@ -54,6 +54,8 @@ def _column_shape(spec: FieldSpec, row_count: int, lengths: ArrayLike | None) ->
         )
     if spec.layout in _LAYOUTS:
         spec = replace(spec, layout=Layout.JAGGED if spec.ragged_dims else Layout.DENSE)
+    if spec.write_once:  # of the field, which no column says
+        spec = replace(spec, write_once=False)
     if spec.layout is Layout.DENSE:
         if lengths is not None:
             raise InvalidArgumentError(

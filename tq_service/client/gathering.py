@@ -100,8 +100,8 @@ class Put:
             return None  # of several types, or removed: such columns depend on the order of writes
         samples = None
         if metadata is not None:
-            is_leased = metadata.lease_seconds is not None
-            samples = metadata.incarnation, is_leased and (metadata.task_name, metadata.claim_id)
+            is_fenced = write.claim is not None
+            samples = metadata.incarnation, write.ack, is_fenced and (metadata.task_name, metadata.claim_id)
         return (
             self.kind,
             self.return_all_meta,

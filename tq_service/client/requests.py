@@ -300,6 +300,24 @@ def check_leased(metadata: BatchMeta) -> None:
         )
 
 
+def check_acked(metadata: BatchMeta | None, *, fenced: bool) -> None:
+    """Refuse a put with `ack` that is not to the samples of one leased claim, or not fenced."""
+    if metadata is None:
+        raise InvalidArgumentError(
+            "ack is True and metadata is None; expected the samples of a leased claim. Give the batch that "
+            "get_meta(lease=...) answered, or leave ack out.",
+            field="metadata",
+        )
+    check_is_batch(metadata)
+    check_leased(metadata)
+    if not fenced:
+        raise InvalidArgumentError(
+            "fenced is False and ack is True, but samples can only be acknowledged while they are leased; leave out "
+            "one of the two",
+            field="fenced",
+        )
+
+
 def _order(position: int, column: Any) -> pb.Order:
     if not isinstance(column, str):
         raise InvalidArgumentError(f"order_by[{position}] is {column!r}, expected a string", field="order_by")
@@ -410,6 +428,8 @@ class Write:
         key_mode: what to do with keys that are known, or not.
         group_size: number of members that completes each group.
         state: that the samples get.
+        fenced: whether it is refused once samples of a leased claim are no longer the worker's.
+        ack: whether they are acknowledged, too.
     """
 
     partition_id: str
@@ -421,6 +441,13 @@ class Write:
     key_mode: KeyMode | None = None
     group_size: int | None = None
     state: SampleState | str | None = None
+    fenced: bool = True
+    ack: bool = False
+
+    @property
+    def claim(self) -> metadata_pb2.LeasedClaim | None:
+        """The leased claim that it is checked against; None: it is not."""
+        return self.metadata.leased_claim if self.metadata is not None and self.fenced else None
 
 
 def write_of(
@@ -469,7 +496,8 @@ def write_message(writes: Sequence[Write], rows_per_put: int = 0) -> commit_pb2.
         incarnation=batches[0].incarnation if batches else None,
         row_count=sum(write.row_count for write in writes),
         global_indexes=np.concatenate([batch.indexes for batch in batches]) if batches else None,
-        claim=batches[0].leased_claim if batches else None,
+        claim=first.claim,
+        ack=first.ack,
         keys=_names_of([write.key_column for write in writes]),
         key_mode=first.key_mode,
         groups=_names_of([write.group_column for write in writes]),

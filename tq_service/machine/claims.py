@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -210,20 +210,11 @@ class ClaimAcked(TaskChange):
             InvalidArgumentError: samples were never in the claim, or are a part of a group that stays whole.
             PreconditionError: the claim was made without a lease.
         """
-        _check_leased(partition, task, self.request_id, self.global_indexes)
-        claim = task.claims.get(self.request_id)
-        if claim is None:
-            return None
-        positions = _left(partition, task, claim, self.global_indexes)
-        return (claim, positions) if positions.size else None
+        return _find_acked(partition, task, self.request_id, self.global_indexes)
 
     def make(self, partition: Partition, task: TaskLedger, found: tuple[Claim, Indexes], step: Step) -> int:
         """Consume the samples for good, or return them for their next use; return how many they are."""
-        returned = task.ack(*found)
-        if returned.size:
-            reopen(partition, task, returned, returned, step)
-        step.changed[partition] = None  # the end may have come with the last that was leased
-        return found[1].size
+        return _ack(partition, task, *found, step)
 
 
 class ClaimExtended(TaskChange):
@@ -465,6 +456,24 @@ def _without_data(partition: Partition, claim: Claim, positions: Indexes) -> Ind
     return empty
 
 
+# Consequences
+
+
+def acknowledge(partition: Partition, acked: Acked, step: Step) -> None:
+    """Acknowledge what `check_acked` has found."""
+    step.tasks.append((partition, acked.task.name))
+    _ack(partition, acked.task, acked.claim, acked.positions, step)
+
+
+def _ack(partition: Partition, task: TaskLedger, claim: Claim, positions: Indexes, step: Step) -> int:
+    """Consume samples for good, or have them claimable for their next use; return how many they are."""
+    returned = task.ack(claim, positions)
+    if returned.size:
+        reopen(partition, task, returned, returned, step)
+    step.changed[partition] = None  # the end may have come with the last that was leased
+    return positions.size
+
+
 # Checks
 
 
@@ -481,6 +490,57 @@ def check_claim(partition: Partition, claim: LeasedClaim | None, rows: Indexes) 
     """
     if claim is not None:
         _check_leased(partition, partition.known_task(claim.task_name), claim.request_id, rows)
+
+
+class Acked(NamedTuple):
+    """Samples that a write acknowledges: positions `(n,)` of those that the claim still leases."""
+
+    task: TaskLedger
+    claim: Claim
+    positions: Indexes
+
+
+def check_acked(partition: Partition, leased: LeasedClaim, rows: Indexes, *, is_gathered: bool) -> Acked | None:
+    """Find what a write to samples of a leased claim acknowledges, with what the claim's plan left out.
+
+    Args:
+        partition: theirs.
+        leased: the claim.
+        rows: the samples that are written to.
+        is_gathered: whether the write is of several puts.
+
+    Returns:
+        None if all of them are acknowledged already.
+
+    Raises:
+        LeaseExpiredError, PreconditionError, TaskNotFoundError: see `check_claim`.
+        InvalidArgumentError: samples were never in the claim, or are a part of a group that stays whole; or the claim
+            is of whole groups, and each of several puts could have a part of one.
+    """
+    task = partition.known_task(leased.task_name)
+    claim = task.claims.get(leased.request_id)
+    if claim is not None:
+        rows = np.concatenate([rows, *claim.plan.dropped])
+        if is_gathered and claim.lease is not None and claim.lease.group_block_size is not None:
+            raise InvalidArgumentError(
+                f"rows_per_put is set in a write that acknowledges a claim of task {task.name!r} of whole groups; send "
+                "each put by itself",
+                field="rows_per_put",
+            )
+    found = _find_acked(partition, task, leased.request_id, rows)
+    return None if found is None else Acked(task, *found)
+
+
+def _find_acked(
+    partition: Partition, task: TaskLedger, request_id: bytes, rows: Indexes | None
+) -> tuple[Claim, Indexes] | None:
+    """Return the claim and the positions of those of its samples that are leased; None where none of them is."""
+    _check_leased(partition, task, request_id, rows)
+    claim = task.claims.get(request_id)
+    if claim is None:
+        return None
+    positions = _left(partition, task, claim, rows)
+    return (claim, positions) if positions.size else None
 
 
 def _check_leased(partition: Partition, task: TaskLedger, request_id: bytes, rows: Indexes | None) -> None:

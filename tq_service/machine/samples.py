@@ -25,7 +25,7 @@ from tq_service.errors import (
     PreconditionError,
     nearest,
 )
-from tq_service.machine.claims import check_claim
+from tq_service.machine.claims import Acked, acknowledge, check_acked, check_claim
 from tq_service.machine.rows import clear_rows, set_state, skip_rest
 from tq_service.machine.state_machine import Change, State, Step
 from tq_service.schema import START_VERSION, FieldSpec, KeyMode, SampleState
@@ -33,7 +33,7 @@ from tq_service.state.cells import ColumnWrite, Put
 from tq_service.state.groups import CheckedGroups
 from tq_service.state.partition import Partition, PartitionSettings
 from tq_service.state.plan import Indexes, LeasedClaim
-from tq_service.state.table import FAILED, STATE_CODES, distinct
+from tq_service.state.table import FAILED, HELD, LIVE, STATE_CODES, distinct
 
 # A write was checked against its claim when it was made; the log need not know of it.
 _CHECKED_ONCE = {"is_encoded": False}
@@ -146,6 +146,7 @@ class SampleWrite:
         claim: the leased claim that the samples of `global_indexes` are of; None: the write is not checked against one.
         is_of_slots: whether it makes slots: new samples that are held.
         start_version: of slots: the version that is published; None: they have none.
+        acks: the same, where they are acknowledged in the same change; None: they are not.
 
     Raises:
         InvalidArgumentError: no sample is named where they must be existing ones, or the rows are not those of whole
@@ -166,9 +167,10 @@ class SampleWrite:
     claim: LeasedClaim | None = field(default=None, metadata=_CHECKED_ONCE)
     is_of_slots: bool = False
     start_version: int | None = None
+    acks: LeasedClaim | None = None
 
     def __post_init__(self) -> None:
-        if self.claim is not None and self.global_indexes is None:
+        if (self.claim or self.acks) is not None and self.global_indexes is None:
             raise InvalidArgumentError(
                 "claim is given without global_indexes; name the samples of the claim by their indexes", field="claim"
             )
@@ -207,6 +209,7 @@ class CheckedWrite:
         new_count: how many are.
         groups: the groups of the new ones, None where the write names none.
         specs: those that the written fields have afterwards.
+        acked: what it acknowledges; None: nothing.
         mark: of the partition; it holds until that is another one.
     """
 
@@ -215,12 +218,13 @@ class CheckedWrite:
     new_count: int
     groups: CheckedGroups | None
     specs: Sequence[FieldSpec]
+    acked: Acked | None
     mark: tuple[object, ...]
 
     @property
     def is_current(self) -> bool:
-        """Whether it still holds."""
-        return self.mark == self.partition.mark
+        """Whether it still holds; what is acknowledged may have been by another call, which changes no mark."""
+        return self.acked is None and self.mark == self.partition.mark
 
     @property
     def is_new(self) -> slice | NDArray[np.bool_]:
@@ -251,15 +255,19 @@ class SamplesWritten(Change):
         return check_write(state.partition(self.partition_id), self.write)
 
     def apply(self, state: State, prepared: CheckedWrite, step: Step) -> Written:
-        """Add the rows that are new, then write their state, cells and custom_meta."""
+        """Acknowledge samples, and add the rows that are new; then write their state, cells and custom_meta."""
         partition, positions = prepared.partition, prepared.positions
         write, table = self.write, partition.table
+        if prepared.acked is not None:
+            acknowledge(partition, prepared.acked, step)
         rows: slice | Indexes
         rows = added = _add_rows(write, prepared, step)
         indexes: Indexes | range = range(table.next_index - prepared.new_count, table.next_index)
         if positions is not None:
             if write.state is not None:
                 set_state(partition, STATE_CODES[write.state], positions[positions >= 0], step)
+            elif write.acks is not None:  # what was held is finished
+                set_state(partition, LIVE, positions[partition.state[positions] == HELD], step)
             positions[positions < 0] = np.arange(added.start, added.stop)
             rows, indexes = positions, table.index[positions]
         if write.state is SampleState.FAILED and write.put is not None:
@@ -404,6 +412,10 @@ def _new_counts(write: SampleWrite, checked: CheckedWrite) -> list[int]:
 def check_write(partition: Partition, write: SampleWrite) -> CheckedWrite:
     """Find the rows of a write and what it does to them; raises where they do not take it, and changes nothing."""
     _check_counts(write)
+    acked = None
+    if write.acks is not None and write.global_indexes is not None:
+        is_gathered = write.rows_per_put > 0
+        acked = check_acked(partition, write.acks, write.global_indexes, is_gathered=is_gathered)
     positions = _find_rows(partition, write)
     new_count = write.row_count if positions is None else int(np.count_nonzero(positions < 0))
     if new_count == write.row_count:
@@ -415,6 +427,8 @@ def check_write(partition: Partition, write: SampleWrite) -> CheckedWrite:
             f"existing; clear the partition to start over, or use another one",
             metadata={"partition_id": partition.partition_id},
         )
+    if positions is not None and partition.cells.write_once:
+        _check_write_once(partition, write, positions[positions >= 0])
     if partition.sealed and write.keys is not None and write.key_mode == "upsert" and positions is not None:
         for column in write.columns:  # which looks like another run under the same name
             is_there = partition.cells.produced([column.spec.name], positions)
@@ -446,6 +460,7 @@ def check_write(partition: Partition, write: SampleWrite) -> CheckedWrite:
         new_count=new_count,
         groups=groups,
         specs=specs,
+        acked=acked,
         mark=partition.mark,
     )
     expected = partition.settings.expected_samples
@@ -502,6 +517,26 @@ def _check_groups(
                 )
         groups = list(itertools.compress(groups, is_new))
     return partition.groups.check(groups, write.group_size)
+
+
+def _check_write_once(partition: Partition, write: SampleWrite, positions: Indexes) -> None:
+    """Refuse a second value of samples, at `positions`, for a field that takes one only."""
+    for name in partition.cells.write_once.intersection(column.spec.name for column in write.columns):
+        is_there = partition.cells.produced([name], positions)
+        if is_there.any():
+            index = int(partition.table.index[positions[np.argmax(is_there)]])
+            raise AlreadyExistsError(
+                f"field {name!r} is write-once, got a second value for sample {index} of partition "
+                f"{partition.partition_id!r} ({np.count_nonzero(is_there)} of {positions.size} have one), expected "
+                f"samples without a value; leave them out, or clear them to put them again",
+                metadata={
+                    "resource_type": "cell",
+                    "resource_name": f"{name} of sample {index}",
+                    "partition_id": partition.partition_id,
+                    "field_name": name,
+                    "global_index": str(index),
+                },
+            )
 
 
 def _check_counts(write: SampleWrite) -> None:

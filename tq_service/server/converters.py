@@ -93,6 +93,12 @@ def sample_write(
                 },
             )
     check_range("row_count", write.row_count, 0, MOST_SAMPLES)  # before memory is reserved for so many
+    claim = leased_claim(write)
+    if write.ack and claim is None:
+        raise InvalidArgumentError(
+            "ack is set without a claim; send the leased claim whose samples are acknowledged, or leave ack unset",
+            field="ack",
+        )
     return SampleWrite(
         row_count=write.row_count,
         global_indexes=decode_integers(write.global_indexes) if write.global_indexes else None,
@@ -112,7 +118,8 @@ def sample_write(
             )
             for column in columns
         ],
-        claim=leased_claim(write),
+        claim=None if write.ack else claim,
+        acks=claim if write.ack else None,
     )
 
 

@@ -197,17 +197,19 @@ class CellTable:
 
     Attributes:
         fields: by name.
+        write_once: names of those whose cells take one value only.
         former_specs: what fields were that forgot it, the last ones of them. An empty batch of a claim is described by
             them, which a rank may ask for once the samples of the others are cleared.
     """
 
-    __slots__ = ("_declared", "_default_layout", "_table", "fields", "former_specs", "puts")
+    __slots__ = ("_declared", "_default_layout", "_table", "fields", "former_specs", "puts", "write_once")
 
     def __init__(
         self, table: RowTable, declared: Iterable[FieldSpec] = (), default_layout: Layout = Layout.AUTO
     ) -> None:
         self._table = table
         self._declared = {spec.name: spec for spec in declared}
+        self.write_once = frozenset(spec.name for spec in self._declared.values() if spec.write_once)
         self._default_layout = default_layout
         self.puts = PutTable()
         self.fields: dict[str, Field] = {}
@@ -532,7 +534,7 @@ def merge_specs(known: FieldSpec, column: ColumnWrite, layout: Layout) -> FieldS
         if known.encoding in {Encoding.TEXT, Encoding.BYTES} and new.encoding is not known.encoding:
             hint = f"put {known.encoding} in every row, or declare the field without an encoding"
             raise _mismatch(known, new, hint)
-        return replace(new, encoding=known.encoding)
+        return replace(new, encoding=known.encoding, write_once=known.write_once)
     if known.dtype and known.dtype != new.dtype:
         raise _mismatch(known, new, "convert the rows to the dtype of the field, or put them into another one")
     given = column.fitting_shape
@@ -550,7 +552,8 @@ def merge_specs(known: FieldSpec, column: ColumnWrite, layout: Layout) -> FieldS
         # torch takes the first dimension of equal rows for the ragged one, so that it says nothing if there are others.
         first = 0 if len(widened) == 1 else 1
         widened = (*widened[:first], *new.row_shape[first:])
-    return replace(new, layout=Layout.JAGGED if is_jagged else Layout.DENSE, row_shape=widened)
+    taken = Layout.JAGGED if is_jagged else Layout.DENSE
+    return replace(new, layout=taken, row_shape=widened, write_once=known.write_once)
 
 
 def _mismatch(known: FieldSpec, new: FieldSpec, hint: str) -> FieldMismatchError:

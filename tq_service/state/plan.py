@@ -494,7 +494,7 @@ def shown(value: object) -> str:
         case Order():
             return f"{value.column} descending" if value.descending else value.column
         case FieldSpec():
-            return f"{value.name}: {value.describe()}"
+            return f"{value.name}: {value.describe()}{', write-once' if value.write_once else ''}"
         case Admission():
             place = f"{value.given_back} by {value.policy}" if value.given_back == "published" else value.given_back
             bound = "" if value.max_staleness is None else f", at most {value.max_staleness} versions late"

@@ -74,6 +74,7 @@ class SampleWrite(google.protobuf.message.Message):
     CUSTOM_META_FIELD_NUMBER: builtins.int
     CLAIM_FIELD_NUMBER: builtins.int
     ROWS_PER_PUT_FIELD_NUMBER: builtins.int
+    ACK_FIELD_NUMBER: builtins.int
     partition_id: builtins.str
     """The partition, 1 to 512 printable characters. It is made with default settings where it does not exist."""
     incarnation: builtins.bytes
@@ -98,6 +99,11 @@ class SampleWrite(google.protobuf.message.Message):
     write changes what these puts would change one after the other, or is refused as a whole, and they can be sent one
     by one: it never waits for the capacity of its partition (RESOURCE_EXHAUSTED), and no put of it follows the one
     that reaches `expected_samples` (PARTITION_SEALED). 0: the write is one put, and may wait.
+    """
+    ack: builtins.bool
+    """Whether the samples are acknowledged to `claim` in the same change, as AckClaim acknowledges them, together with
+    those that the sampler left out of the batch: the write and the acknowledgement are made both or not at all. Needs
+    `claim`. A claim of whole groups takes whole groups, and no `rows_per_put` (INVALID_ARGUMENT): send each put alone.
     """
     @property
     def global_indexes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
@@ -138,9 +144,10 @@ class SampleWrite(google.protobuf.message.Message):
         custom_meta: collections.abc.Iterable[tq_service.v1.metadata_pb2.MetaColumn] | None = ...,
         claim: tq_service.v1.metadata_pb2.LeasedClaim | None = ...,
         rows_per_put: builtins.int = ...,
+        ack: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["claim", b"claim"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["claim", b"claim", "custom_meta", b"custom_meta", "global_indexes", b"global_indexes", "group_size", b"group_size", "groups", b"groups", "incarnation", b"incarnation", "key_mode", b"key_mode", "keys", b"keys", "partition_id", b"partition_id", "row_count", b"row_count", "rows_per_put", b"rows_per_put", "state", b"state"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["ack", b"ack", "claim", b"claim", "custom_meta", b"custom_meta", "global_indexes", b"global_indexes", "group_size", b"group_size", "groups", b"groups", "incarnation", b"incarnation", "key_mode", b"key_mode", "keys", b"keys", "partition_id", b"partition_id", "row_count", b"row_count", "rows_per_put", b"rows_per_put", "state", b"state"]) -> None: ...
 
 global___SampleWrite = SampleWrite
 

@@ -236,16 +236,17 @@ class ControllerServiceServicer(object):
 
     def Commit(self, request, context):
         """Makes a stored put visible and writes keys, groups, state and custom_meta, all in one step: allocates new samples,
-        or adds and overwrites columns of existing ones. Without a placement it writes metadata and state only. Idempotent
-        under `request_id`. With new samples it blocks as Insert does. A put is dropped, and its bytes are free, where its
-        commit is refused because of `write` or the state of the partition, or finds no capacity until then: put the data
-        again under a new put_id. It stays where the commit is refused because of `placement`, `columns`, `row_count` or
-        `request_id`, is UNAVAILABLE, or was cancelled. Errors: RESOURCE_EXHAUSTED (no capacity), NOT_FOUND (unknown key or
-        sample; PUT_NOT_FOUND: the receipt is void, so put the data again under a new put_id), ALREADY_EXISTS (a key
-        exists, or the put is committed under another request_id), FAILED_PRECONDITION (PARTITION_SEALED,
-        STALE_INCARNATION; SAMPLE_FAILED where `state` would make a failed sample live or held; LEASE_EXPIRED: see
-        `SampleWrite.claim`), INVALID_ARGUMENT (counts, dtype, layout or shape differ), DATA_LOSS (the storage service has
-        restarted and lost the put: put the data again).
+        or adds and overwrites columns of existing ones, and acknowledges those of a leased claim (`SampleWrite.ack`).
+        Without a placement it writes metadata and state only. Idempotent under `request_id`. With new samples it blocks as
+        Insert does. A put is dropped, and its bytes are free, where its commit is refused because of `write` or the state
+        of the partition, or finds no capacity until then: put the data again under a new put_id. It stays where the commit
+        is refused because of `placement`, `columns`, `row_count` or `request_id`, is UNAVAILABLE, or was cancelled.
+        Errors: RESOURCE_EXHAUSTED (no capacity), NOT_FOUND (unknown key or sample; PUT_NOT_FOUND: the receipt is void, so
+        put the data again under a new put_id), ALREADY_EXISTS (a key exists, a sample has a value of a write-once field,
+        or the put is committed under another request_id), FAILED_PRECONDITION (PARTITION_SEALED, STALE_INCARNATION;
+        SAMPLE_FAILED where `state` would make a failed sample live or held; LEASE_EXPIRED: see `SampleWrite.claim`),
+        INVALID_ARGUMENT (counts, dtype, layout or shape differ), DATA_LOSS (the storage service has restarted and lost the
+        put: put the data again).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -158,6 +158,7 @@ class FieldSpec(google.protobuf.message.Message):
     ROW_SHAPE_FIELD_NUMBER: builtins.int
     ROW_SHAPE_KNOWN_FIELD_NUMBER: builtins.int
     ENCODING_FIELD_NUMBER: builtins.int
+    WRITE_ONCE_FIELD_NUMBER: builtins.int
     name: builtins.str
     """Name of the column, unique in the partition; not empty."""
     dtype: builtins.str
@@ -176,6 +177,10 @@ class FieldSpec(google.protobuf.message.Message):
     nothing else; unspecified in a declaration: each put says it for its own rows. In `BatchMeta.fields` it is that of
     the declaration, whatever the rows are; in the header of a get, that of all rows, or unspecified where they differ.
     """
+    write_once: builtins.bool
+    """Whether each sample takes one value only: a second one is ALREADY_EXISTS, until the sample is cleared. Declared
+    with CreatePartition, and set in `BatchMeta.fields` and DescribePartition; in a column of a put INVALID_ARGUMENT.
+    """
     @property
     def row_shape(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Shape of one row, -1 in ragged dimensions; empty for scalars and objects."""
@@ -189,8 +194,9 @@ class FieldSpec(google.protobuf.message.Message):
         row_shape: collections.abc.Iterable[builtins.int] | None = ...,
         row_shape_known: builtins.bool = ...,
         encoding: global___Encoding.ValueType = ...,
+        write_once: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["dtype", b"dtype", "encoding", b"encoding", "layout", b"layout", "name", b"name", "row_shape", b"row_shape", "row_shape_known", b"row_shape_known"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["dtype", b"dtype", "encoding", b"encoding", "layout", b"layout", "name", b"name", "row_shape", b"row_shape", "row_shape_known", b"row_shape_known", "write_once", b"write_once"]) -> None: ...
 
 global___FieldSpec = FieldSpec
 

@@ -475,6 +475,13 @@ def decode_headers(
                 field="encoding",
                 metadata={"field_name": spec.name},
             )
+        if spec.write_once:
+            raise InvalidArgumentError(
+                f"field {spec.name!r} is write-once in a column of a put, expected this in its declaration only; "
+                "declare it with CreatePartition, and leave write_once unset here",
+                field="write_once",
+                metadata={"field_name": spec.name},
+            )
         columns.append(decode_header(message, row_count))
     names = [column.spec.name for column in columns]
     if not columns:
@@ -519,6 +526,7 @@ def _merge_two(one: FieldSpec, other: FieldSpec) -> FieldSpec:
         layout=Layout.JAGGED if is_jagged else one.layout,
         row_shape=shape,
         encoding=one.encoding if one.encoding is other.encoding else None,
+        write_once=one.write_once and other.write_once,
     )
 
 

@@ -291,6 +291,7 @@ def encode_spec(spec: FieldSpec) -> pb.FieldSpec:
         row_shape=spec.row_shape or (),
         row_shape_known=spec.row_shape is not None,
         encoding=ENCODINGS.encode(spec.encoding),
+        write_once=spec.write_once,
     )
 
 
@@ -324,6 +325,7 @@ def _read_spec(message: pb.FieldSpec) -> FieldSpec:
         layout=LAYOUTS.decode(message.layout),
         row_shape=tuple(message.row_shape) if message.row_shape_known else None,
         encoding=ENCODINGS.decode(message.encoding),
+        write_once=message.write_once,
     )
 
 

@@ -324,8 +324,8 @@ class AsyncClaimCalls(AsyncBase):
         """Make slots before samples are generated: held samples without data, leased to this worker.
 
         Slots count for the admissions of their partition, and wait for capacity in order of arrival, as puts of new
-        samples do. Put the data with `put(data, metadata=slots, state="live")` and then `ack`; extend the lease of long
-        work. Slots that are released without data are removed.
+        samples do. Put the data with `put(data, metadata=slots, ack=True)`, which makes them live. Extend the lease of
+        long work. Slots that are released without data are removed.
 
         Args:
             partition_id: the partition, which must exist.
@@ -407,8 +407,8 @@ class AsyncClaimCalls(AsyncBase):
     async def ack(self, metadata: BatchMeta, *, timeout: float | None = None) -> int:
         """Say that the work on leased samples is done: they are not delivered again, whatever becomes of the lease.
 
-        Put the results first. Acknowledging samples once more is fine, as is naming ones that have failed or were
-        cleared meanwhile.
+        Put the results first; `put(..., ack=True)` does both in one change. Acknowledging samples once more is fine, as
+        is naming ones that have failed or were cleared meanwhile.
 
         Args:
             metadata: the batch, as `get_meta(lease=...)` answered it, or a part of it (`select_samples`, `chunk`); of a
@@ -425,18 +425,7 @@ class AsyncClaimCalls(AsyncBase):
             PartitionNotFoundError: the partition was cleared. StaleIncarnationError: and created again.
         """
         check_leased(metadata)
-        if not metadata.handled_indexes.size:
-            return 0
-        answer = await self._ask(
-            pb.AckClaimResponse,
-            timeout,
-            batch=metadata,
-            task_name=metadata.task_name,
-            claim_request_id=metadata.claim_id,
-            incarnation=metadata.incarnation,
-            global_indexes=metadata.handled_indexes,
-        )
-        return answer.acked_count
+        return await self._ack(metadata, timeout)
 
     async def extend(self, metadata: BatchMeta, lease: float, *, timeout: float | None = None) -> int:
         """Give a leased claim more time. What was acknowledged or released of it stays so.

@@ -322,6 +322,21 @@ class Base:
             answer.MergeFrom(page)
         return answer
 
+    def _ack(self, metadata: BatchMeta, timeout: float | None) -> int:
+        """Acknowledge all samples of a leased batch; return how many this call has."""
+        if not metadata.handled_indexes.size:
+            return 0
+        answer = self._ask(
+            pb.AckClaimResponse,
+            timeout,
+            batch=metadata,
+            task_name=metadata.task_name,
+            claim_request_id=metadata.claim_id,
+            incarnation=metadata.incarnation,
+            global_indexes=metadata.handled_indexes,
+        )
+        return answer.acked_count
+
     def _fields_of(self, full_partition_id: str, deadline: Deadline) -> dict[str, FieldSpec]:
         """Return the fields of a partition, by name."""
         request = pb.DescribePartitionRequest(partition_id=full_partition_id)

@@ -21,6 +21,7 @@ from tq_service.client.requests import (
     GroupColumn,
     MetaGiven,
     NameColumn,
+    check_acked,
     check_word,
     condition_messages,
     meta_columns_of,
@@ -81,6 +82,8 @@ class SampleCalls(Base):
         group_size: int | None = None,
         custom_meta: MetaGiven | None = None,
         state: SampleState | str | None = None,
+        fenced: bool = True,
+        ack: bool = False,
         return_meta: Literal["written", "all"] = "written",
         timeout: float | None = None,
     ) -> BatchMeta:
@@ -115,6 +118,11 @@ class SampleCalls(Base):
                 None removes the value of the sample, `tq.JSON_NULL` stores null. Claims compare and order by the
                 values of one type, that of the first number, truth value or text of a name.
             state: "live" (default for new samples), "held" or "failed".
+            fenced: whether a put to the samples of a leased claim is refused once they are no longer leased to this
+                worker. False: it is not checked, and may overwrite what another worker has written since.
+            ack: acknowledge the samples of `metadata`, a leased claim or a part of one, in the same change: either both
+                are durable, or neither happens. Takes what `ack` takes. Held samples become live, unless `state` says
+                otherwise.
             return_meta: "written", or "all": besides what this put wrote, all that is known of the samples by now, of
                 65,536 at most: in the same call.
             timeout: seconds until the call fails; None: the client's. A put without capacity waits until then.
@@ -125,18 +133,21 @@ class SampleCalls(Base):
             has, and in `produced` which. `get_data` takes it.
 
         Raises:
-            InvalidArgumentError: row counts differ, keys come twice, an empty put; FieldMismatchError: a field has
+            InvalidArgumentError: row counts differ, keys come twice, an empty put; `ack` without the samples of one
+                leased claim, with a part of a group, or with `fenced=False`; FieldMismatchError: a field has
                 another dtype, another number of dimensions, or a declared layout that does not take these rows.
             UnsupportedObjectError: a Python object that only pickle could carry; nothing was sent.
             KeyNotFoundError, AlreadyExistsError: a key does not fit `key_mode`.
             PartitionSealedError: new samples for a sealed partition, or an upsert there of columns that their samples
                 have already, perhaps from another run; `key_mode="existing"` overwrites them.
             LeaseExpiredError: `metadata` is of a leased claim, and samples are no longer leased to this worker, which
-                has not acknowledged them either; nothing is written. See `ack`.
+                has not acknowledged them either; nothing is written. See `ack`, and `fenced`.
             StaleIncarnationError: the partition of `metadata` has been cleared.
             QuotaExceededError: no capacity until the deadline, or more than the quota.
         """
         check_word("return_meta", return_meta, ("written", "all"))
+        if ack:
+            check_acked(metadata, fenced=fenced)
         if metadata is not None:
             check_is_batch(metadata)
             if not metadata.size:  # of a rank: it makes no call, so that all ranks run one program
@@ -144,6 +155,8 @@ class SampleCalls(Base):
                     raise InvalidArgumentError(
                         "data has rows, but metadata names no samples; put one row for each", field="data"
                     )
+                if ack:
+                    self._ack(metadata, timeout)
                 return metadata
         deadline = self._deadline(timeout)
         full_name = partition_of(self._namespace, partition_id, metadata)
@@ -169,6 +182,8 @@ class SampleCalls(Base):
                 group_size=group_size,
                 custom_meta=custom_meta,
                 state=state,
+                fenced=fenced,
+                ack=ack,
             )
             put = Put(
                 columns=columns,
@@ -466,13 +481,16 @@ class SampleCalls(Base):
         put, alone = unless_light(encode, keys, groups, custom_meta)
         return self._write(put, alone, deadline)
 
-    def set_custom_meta(self, metadata: BatchMeta, custom_meta: MetaGiven, *, timeout: float | None = None) -> None:
+    def set_custom_meta(
+        self, metadata: BatchMeta, custom_meta: MetaGiven, *, fenced: bool = True, timeout: float | None = None
+    ) -> None:
         """Write custom_meta of samples; values merge with what is there.
 
         Args:
             metadata: the samples.
             custom_meta: a mapping of names to what JSON has for each of them, or columns, see `put`; None removes a
                 value.
+            fenced: whether it is refused once samples of a leased claim are no longer this worker's, see `put`.
             timeout: seconds until the call fails; None: the client's.
 
         Raises:
@@ -497,7 +515,7 @@ class SampleCalls(Base):
             incarnation=metadata.incarnation,
             global_indexes=metadata.indexes,
             custom_meta=encoded,
-            claim=metadata.leased_claim,
+            claim=metadata.leased_claim if fenced else None,
         )
 
     def lookup_samples(
@@ -619,6 +637,7 @@ class SampleCalls(Base):
         skipped_by: str = "",
         where: Iterable[tuple[str, str, Any]] = (),
         missing_ok: bool = False,
+        fenced: bool = True,
         timeout: float | None = None,
     ) -> int:
         """Remove samples; unknown keys, indexes and groups are ignored.
@@ -635,6 +654,7 @@ class SampleCalls(Base):
             where: conditions `(column, operator, value)` on custom_meta, all of which must hold for a sample in the
                 step that removes it. Where nothing else names samples, all are removed that satisfy them.
             missing_ok: whether there is nothing to remove where the partition is not there, instead of an error.
+            fenced: whether it is refused once samples of a leased claim are no longer this worker's, see `put`.
             timeout: seconds until the call fails; None: the client's.
 
         Returns:
@@ -660,7 +680,7 @@ class SampleCalls(Base):
             skipped_by=skipped_by,
             where=condition_messages(where, self._namespace),
             missing_ok=missing_ok,
-            claim=None if metadata is None else metadata.leased_claim,
+            claim=metadata.leased_claim if metadata is not None and fenced else None,
         )
         is_named = any(names is not None for names in (metadata, keys, global_indexes, groups))
         is_all = (request.where and not is_named) or request.skipped_by
