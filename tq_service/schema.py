@@ -46,10 +46,18 @@ class SampleConsumption(IntEnum):
     DROPPED = 5
 
 
+class EvictionReason(IntEnum):
+    """Why a claim evicted samples, by the numbers of the protos."""
+
+    WHERE = 1
+    LEAST_MEMBERS = 2
+
+
 BatchUnit = Literal["sample", "group"]
 Blocks = Literal["aligned", "anywhere"]
 GivenBack = Literal["delivered", "trained", "published"]
 KeyMode = Literal["upsert", "new", "existing"]
+Unmatched = Literal["wait", "fail", "clear"]
 ReadLayout = Literal["auto", "dense", "jagged"]
 Operator = Literal["==", "!=", "<", "<=", ">", ">=", "in"]
 Scalar = int | float | bool | str

@@ -40,6 +40,7 @@ from tq_service.wire.metadata import (
     LAYOUTS,
     OPERATORS,
     STATES,
+    UNMATCHED,
     Indexes,
     encode_meta_columns,
     rows_to_meta_columns,
@@ -115,6 +116,7 @@ _EXPECTED: Final = {
 }
 _ENUMS: Final[Mapping[str, Any]] = {
     "BatchUnit": BATCH_UNITS, "GivenBack": GIVEN_BACK, "KeyMode": KEY_MODES, "Layout": LAYOUTS, "SampleState": STATES,
+    "Unmatched": UNMATCHED,
 }  # fmt: skip
 
 
@@ -255,7 +257,7 @@ def get_meta_request(
 @lru_cache(maxsize=256, typed=True)
 def _serialized_claim(**arguments: Any) -> bytes:
     """Return what requests for batches have in common, serialized; a rank asks alike for each of its batches."""
-    for name in ("max_deliveries", "max_uses"):
+    for name in ("max_deliveries", "max_uses", "least_members"):
         _not_zero(name, arguments[name])
     lease = arguments["lease"]
     arguments["lease"] = None if lease is None else lease_duration(lease)
@@ -266,11 +268,12 @@ def _serialized_claim(**arguments: Any) -> bytes:
 
 
 # Arguments of `get_meta` that may be None, which the request has as 0 or "": so they are not sent.
-_MAY_BE_NONE: Final = {"min_batch_size", "micro_batch_size", "sampler", "max_deliveries", "max_uses"}
+_MAY_BE_NONE: Final = {"min_batch_size", "micro_batch_size", "sampler", "max_deliveries", "max_uses", "least_members"}
 _NOT_ZERO: Final = {
     "batch_count": "1 to 64",
     "max_deliveries": "at least 1",
     "max_uses": "at least 1",
+    "least_members": "at least 1",
     "claim_name": "1 to 512 printable characters",
     "lease": "a positive number of seconds",
 }

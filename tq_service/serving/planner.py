@@ -47,10 +47,12 @@ from tq_service.machine.claims import (
     GroupsKept,
     SamplesClaimed,
 )
+from tq_service.machine.evictions import UnitsEvicted
 from tq_service.machine.state_machine import Change
 from tq_service.planning.view import NOT_LOOKED, EndFound, Found, Miss, Planned, ScanStarts, Search
 from tq_service.results import RecentBatch
 from tq_service.schema import EndCounts
+from tq_service.state.evictions import Evicted
 from tq_service.state.ledger import Claim, RecordedPlan, TaskLedger
 from tq_service.state.partition import Partition
 from tq_service.state.plan import (
@@ -770,7 +772,8 @@ class Planner:
             polls: those of its calls that had come when it was begun to look.
         """
         if isinstance(found, Planned | EndFound):
-            answer = self._record(first.request, found)
+            with self._group():
+                answer = self._record(first.request, found)
             next_index = self.task.next_batch_index
             if not line.is_ranked:
                 first.end(answer)
@@ -803,9 +806,10 @@ class Planner:
     # What is recorded
 
     def _record(self, request: ClaimRequest, found: Planned | EndFound) -> Answer:
-        """Record what was found, and return what it is for the call that caused it.
+        """Record what was found, with what it evicts, and return what it is for the call that caused it.
 
-        A batch, or the end, is of all ranks: the claims that wait for it are answered, and those that disagree refused.
+        It is called in a group. A batch, or the end, is of all ranks: the claims that wait for it are answered, and
+        those that disagree refused.
         """
         self._queue.is_stale = True  # the end of others may have come
         if request.rank is None:
@@ -827,6 +831,7 @@ class Planner:
                 described = describe_batch(batch_index, found.plan, found.readiness.known_lengths(positions))
                 task.recent_batches.append(described)
                 self._on_batch(spec.batch_spec.sampler, described)
+            self._evict(request, found.evicted)  # last, since positions change
         for line in self._queue.ranked_lines:
             disagrees = line.spec.dp_size != spec.dp_size
             self._enqueue_answers(each for each in line if each.batch_index == batch_index or is_end or disagrees)
@@ -855,9 +860,16 @@ class Planner:
             batch_spec=request.batch_spec if name else None,
         )
         claim: Claim = self._commit(change, (self._partition, self.task, found.positions))
+        self._evict(request, found.evicted)
         self.deliveries.add(found.plan.rows.size, time.monotonic())
         claim.answer_count = 1
         return claim
+
+    def _evict(self, request: ClaimRequest, evicted: Evicted | None) -> None:
+        """Fail or clear what a claim evicts, if it does."""
+        action = request.batch_spec.unmatched
+        if evicted is not None and action != "wait":
+            self._commit(UnitsEvicted(**self._names, evicted=evicted, action=action), None)
 
     # Plans
 
@@ -868,14 +880,19 @@ class Planner:
     def _find_at_once(self, request: ClaimRequest) -> Found | None:
         """Look for a plan, or the end, in this step of the event loop; None: it must be looked for off the loop."""
         sampler = request.sampler
-        search = Search(self._partition, self.task, self._starts, request, self.length(request))
-        try:
-            plan = self._runner.run_inline(sampler, search.view, search.wanted)
-            if plan is None and search.begins_last():
+        while True:
+            search = Search(self._partition, self.task, self._starts, request, self.length(request))
+            try:
                 plan = self._runner.run_inline(sampler, search.view, search.wanted)
-        except MustBeAwaited:
-            return None
-        return self._keep_groups(search, search.conclude(plan))
+                if plan is None and search.begins_last():
+                    plan = self._runner.run_inline(sampler, search.view, search.wanted)
+                search.look_for_evicted()
+            except MustBeAwaited:
+                return None
+            found = self._keep_groups(search, search.conclude(plan))
+            if search.evicted is None or isinstance(found, Planned):
+                return found
+            self._evict(request, search.evicted)  # then there may be a plan, or the end, without it
 
     async def _find_off_loop(self, request: ClaimRequest, look_past: int) -> Found:
         """Look for a plan, or the end, while positions of rows stay as they are.
@@ -893,9 +910,15 @@ class Planner:
                 is_last = search.begins_last() if is_small else await asyncio.to_thread(search.begins_last)
                 if is_last and search.is_current:
                     plan = await self._runner.run(sampler, search.view, search.wanted)
+            if request.batch_spec.evicts:
+                await asyncio.to_thread(search.look_for_evicted)
         if plan is None and look_past:
             return NOT_LOOKED
-        return self._keep_groups(search, search.conclude(plan))
+        found = self._keep_groups(search, search.conclude(plan))
+        if search.evicted is None or isinstance(found, Planned):
+            return found
+        self._evict(request, search.evicted)
+        return NOT_LOOKED
 
     def _keep_groups(self, search: Search, found: Found) -> Found:
         """Record how the task keeps groups whole, if it did so in another way before; return what was found."""

@@ -56,7 +56,8 @@ from tq_service.errors import (
     TqError,
 )
 from tq_service.results import RecentBatch
-from tq_service.schema import EndCounts
+from tq_service.schema import EndCounts, EvictionReason
+from tq_service.state.evictions import Evicted
 from tq_service.state.outstanding import Outstanding
 from tq_service.state.plan import BatchSpec, ClaimRequest, Indexes, LeaseTerms, Pack, Plan, RankPlan, shown
 from tq_service.state.table import (
@@ -337,6 +338,8 @@ class TaskFacts:
             batches, those that have not given their places back.
         done_units: units that were acknowledged, or delivered to queue workers without a lease, and give their places
             back with the next publication.
+        unmatched_count: units that its claims evicted since their `where` excludes them, in all epochs.
+        too_small_count: groups that its claims evicted since too few members were left, in all epochs.
     """
 
     name: str
@@ -357,6 +360,13 @@ class TaskFacts:
     saved: int = -1
     delivered_units: tuple[int, ...] = ()
     done_units: int = 0
+    unmatched_count: int = 0
+    too_small_count: int = 0
+
+    @property
+    def evicted_count(self) -> int:
+        """Units that claims of the task evicted, in all epochs."""
+        return self.unmatched_count + self.too_small_count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -432,8 +442,8 @@ class TaskLedger(TaskFacts):
 
     @property
     def is_unused(self) -> bool:
-        """Whether nothing is on record: no claim, end, epoch or release."""
-        is_first = self.epoch == 0 and self.serial == LAST_RESERVED
+        """Whether nothing is on record: no claim, end, epoch, release or eviction."""
+        is_first = self.epoch == 0 and self.serial == LAST_RESERVED and not self.evicted_count
         return is_first and self.end is None and not (self.ended or self.past_names)
 
     # Snapshots
@@ -872,6 +882,14 @@ class TaskLedger(TaskFacts):
         self.dead_lettered_count -= positions.size
         with self._followed(positions):
             self._reopen(positions)
+
+    # Evicted rows
+
+    def note_evicted(self, evicted: Evicted) -> None:
+        """Record what a claim of the task evicts; the rows are still there."""
+        by_where = int(np.count_nonzero(evicted.reasons == EvictionReason.WHERE))
+        self.unmatched_count += by_where
+        self.too_small_count += evicted.sizes.size - by_where
 
     # Skipped rows
 

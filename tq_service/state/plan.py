@@ -27,6 +27,7 @@ from tq_service.schema import (
     Operator,
     Published,
     Scalar,
+    Unmatched,
     check_id,
     check_name,
     check_range,
@@ -434,10 +435,12 @@ class BatchSpec:
 
     Attributes, besides those that GetMeta says more about:
         max_uses: how often a sample is delivered before it counts as consumed.
+        unmatched: what becomes of samples that `where` excludes: they wait, or they are evicted.
+        least_members: a group with fewer members left is evicted; 0: no group is for that.
 
     Raises:
-        InvalidArgumentError: the micro-batches have no size, samples are never used, or `order_by` does not name its
-            columns each once.
+        InvalidArgumentError: the micro-batches have no size, samples are never used, `order_by` does not name its
+            columns each once, or a least number of members is given although nothing is evicted.
     """
 
     batch_size: int
@@ -451,9 +454,18 @@ class BatchSpec:
     drop_last: bool
     finite: bool
     max_uses: int = 1
+    unmatched: Unmatched = "wait"
+    least_members: int = 0
 
     def __post_init__(self) -> None:
         check_range("max_uses", self.max_uses, 1, hint=", or 0 for once")
+        check_range("least_members", self.least_members, 0)
+        if self.least_members and not self.evicts:
+            raise InvalidArgumentError(
+                f"least_members is {self.least_members} and unmatched is {self.unmatched!r}, with which nothing is "
+                f"evicted; expected unmatched 'fail' or 'clear', which says what becomes of smaller groups",
+                field="least_members",
+            )
         if self.micro_batch_size is not None:
             hint = ": a positive number, or 0 for the whole batch"
             check_range("micro_batch_size", self.micro_batch_size, 0, hint=hint)
@@ -463,6 +475,11 @@ class BatchSpec:
                 f"order_by has an empty column, at position {columns.index('')}; name each column", field="order_by"
             )
         check_unique("order_by", columns)
+
+    @property
+    def evicts(self) -> bool:
+        """Whether claims evict samples that they never get."""
+        return self.unmatched != "wait"
 
     def disagreement(self, other: BatchSpec) -> tuple[str, object, object] | None:
         """Return the first argument that differs, with both values."""

@@ -121,6 +121,36 @@ OPERATOR_IN: Operator.ValueType  # 7
 """The value equals one of those of the condition."""
 global___Operator = Operator
 
+class _Unmatched:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _UnmatchedEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_Unmatched.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    UNMATCHED_UNSPECIFIED: _Unmatched.ValueType  # 0
+    """Unset: they wait."""
+    UNMATCHED_WAIT: _Unmatched.ValueType  # 1
+    """They wait: another value may still be written, and other tasks may claim them."""
+    UNMATCHED_FAIL: _Unmatched.ValueType  # 2
+    """They fail, for all tasks, and their bytes are freed."""
+    UNMATCHED_CLEAR: _Unmatched.ValueType  # 3
+    """They are cleared; of a group the failed members too, so its name may be used again."""
+
+class Unmatched(_Unmatched, metaclass=_UnmatchedEnumTypeWrapper):
+    """What becomes of samples that the conditions of a claim exclude: by a value, unless it may come to satisfy them with a
+    later version of a policy, or for want of a value though all their data is there.
+    """
+
+UNMATCHED_UNSPECIFIED: Unmatched.ValueType  # 0
+"""Unset: they wait."""
+UNMATCHED_WAIT: Unmatched.ValueType  # 1
+"""They wait: another value may still be written, and other tasks may claim them."""
+UNMATCHED_FAIL: Unmatched.ValueType  # 2
+"""They fail, for all tasks, and their bytes are freed."""
+UNMATCHED_CLEAR: Unmatched.ValueType  # 3
+"""They are cleared; of a group the failed members too, so its name may be used again."""
+global___Unmatched = Unmatched
+
 class _SampleConsumption:
     ValueType = typing.NewType("ValueType", builtins.int)
     V: typing_extensions.TypeAlias = ValueType
@@ -536,6 +566,8 @@ class GetMetaRequest(google.protobuf.message.Message):
     NOT_BEFORE_VERSION_FIELD_NUMBER: builtins.int
     POLICY_FIELD_NUMBER: builtins.int
     BATCH_COUNT_FIELD_NUMBER: builtins.int
+    UNMATCHED_FIELD_NUMBER: builtins.int
+    LEAST_MEMBERS_FIELD_NUMBER: builtins.int
     request_id: builtins.bytes
     """16 random bytes that the client makes for this change and sends again with each retry. Of other lengths:
     INVALID_ARGUMENT.
@@ -611,6 +643,17 @@ class GetMetaRequest(google.protobuf.message.Message):
     for again begins with the same batches, and may have more. A batch that is planned early has no samples that come
     later. 0: 1.
     """
+    unmatched: global___Unmatched.ValueType
+    """What becomes of live samples that `where` excludes and the task has not been delivered. Other than UNMATCHED_WAIT
+    evicts them whenever the call looks for samples: in the step that plans a batch, and also where it plans none. A
+    sampler that delivers whole groups has them evicted whole, once they are complete; one that delivers the rest of
+    incomplete groups loses the excluded members, and the group with the last one. Not evicted are samples that are
+    held or leased, by whichever task, and members of a group with one that is held, leased or delivered. Unset: wait.
+    """
+    least_members: builtins.int
+    """A complete group with fewer members left, since others failed, were cleared or dead-lettered, or were never put, is
+    evicted too. It needs `unmatched` to say how. Samples without a group are not concerned. 0: no group is too small.
+    """
     @property
     def data_fields(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Fields that a sample must have to be ready; the answer says where these cells are. At least one, each once. One
@@ -670,9 +713,11 @@ class GetMetaRequest(google.protobuf.message.Message):
         not_before_version: builtins.int | None = ...,
         policy: builtins.str = ...,
         batch_count: builtins.int = ...,
+        unmatched: global___Unmatched.ValueType = ...,
+        least_members: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_batch_index", b"_batch_index", "_dp_rank", b"_dp_rank", "_dp_size", b"_dp_size", "_epoch", b"_epoch", "_not_before_version", b"_not_before_version", "batch_index", b"batch_index", "dp_rank", b"dp_rank", "dp_size", b"dp_size", "epoch", b"epoch", "lease", b"lease", "max_wait", b"max_wait", "not_before_version", b"not_before_version", "sampler_config", b"sampler_config"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_batch_index", b"_batch_index", "_dp_rank", b"_dp_rank", "_dp_size", b"_dp_size", "_epoch", b"_epoch", "_not_before_version", b"_not_before_version", "batch_count", b"batch_count", "batch_index", b"batch_index", "batch_size", b"batch_size", "batch_unit", b"batch_unit", "claim_name", b"claim_name", "data_fields", b"data_fields", "dp_rank", b"dp_rank", "dp_size", b"dp_size", "drop_last", b"drop_last", "epoch", b"epoch", "explain", b"explain", "finite", b"finite", "incarnation", b"incarnation", "lease", b"lease", "max_deliveries", b"max_deliveries", "max_uses", b"max_uses", "max_wait", b"max_wait", "micro_batch_size", b"micro_batch_size", "min_batch_size", b"min_batch_size", "not_before_version", b"not_before_version", "order_by", b"order_by", "partition_id", b"partition_id", "policy", b"policy", "request_id", b"request_id", "sampler", b"sampler", "sampler_config", b"sampler_config", "task_name", b"task_name", "where", b"where"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_batch_index", b"_batch_index", "_dp_rank", b"_dp_rank", "_dp_size", b"_dp_size", "_epoch", b"_epoch", "_not_before_version", b"_not_before_version", "batch_count", b"batch_count", "batch_index", b"batch_index", "batch_size", b"batch_size", "batch_unit", b"batch_unit", "claim_name", b"claim_name", "data_fields", b"data_fields", "dp_rank", b"dp_rank", "dp_size", b"dp_size", "drop_last", b"drop_last", "epoch", b"epoch", "explain", b"explain", "finite", b"finite", "incarnation", b"incarnation", "lease", b"lease", "least_members", b"least_members", "max_deliveries", b"max_deliveries", "max_uses", b"max_uses", "max_wait", b"max_wait", "micro_batch_size", b"micro_batch_size", "min_batch_size", b"min_batch_size", "not_before_version", b"not_before_version", "order_by", b"order_by", "partition_id", b"partition_id", "policy", b"policy", "request_id", b"request_id", "sampler", b"sampler", "sampler_config", b"sampler_config", "task_name", b"task_name", "unmatched", b"unmatched", "where", b"where"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_batch_index", b"_batch_index"]) -> typing.Literal["batch_index"] | None: ...
     @typing.overload

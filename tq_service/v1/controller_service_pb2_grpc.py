@@ -249,7 +249,8 @@ class ControllerServiceServicer(object):
     def GetMeta(self, request, context):
         """Delivers a batch: a long poll of up to `max_wait`, which the server may shorten. Changes: the first request of a
         batch_index plans that batch for all ranks and marks its samples consumed by the task; a claim of a queue worker
-        marks its own; with `batch_count` also the batches behind it that are ready. A rank that asks again gets the same
+        marks its own; with `batch_count` also the batches behind it that are ready; with `unmatched` samples that the task
+        never gets are failed or cleared, with a plan or without one. A rank that asks again gets the same
         answer, and so does a queue worker under the same `request_id`, or under the same `claim_name`. A claim without a
         name of a queue worker that disconnects before the answer is sent is released. Errors: FAILED_PRECONDITION
         (RANKS_DISAGREE, STALE_INCARNATION, STALE_EPOCH, PARTITION_CLEARED, SAMPLES_CLEARED, BATCH_FORGOTTEN,

@@ -16,12 +16,13 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
 from tq_service.errors import InvalidArgumentError
-from tq_service.schema import BatchUnit, FieldSpec, GivenBack, Layout, Operator, Published, Scalar
+from tq_service.schema import BatchUnit, FieldSpec, GivenBack, Layout, Operator, Published, Scalar, Unmatched
 from tq_service.wire.metadata import (
     BATCH_UNITS,
     GIVEN_BACK,
     LAYOUTS,
     OPERATORS,
+    UNMATCHED,
     EnumWords,
     decode_spec,
     decode_value,
@@ -42,6 +43,7 @@ _WORDS: Final[Mapping[Any, EnumWords[Any]]] = {
     GivenBack: GIVEN_BACK,
     Layout: LAYOUTS,
     Operator: OPERATORS,
+    Unmatched: UNMATCHED,
 }
 _ENUMS: Final[Mapping[str, EnumWords[Any]]] = {"BatchUnit": BATCH_UNITS, "GivenBack": GIVEN_BACK}
 

@@ -30,6 +30,7 @@ from tq_service.schema import (
     Operator,
     SampleState,
     Scalar,
+    Unmatched,
 )
 from tq_service.v1 import commit_pb2, controller_service_pb2
 from tq_service.v1 import metadata_pb2 as pb
@@ -261,6 +262,7 @@ GIVEN_BACK: Final[EnumWords[GivenBack]] = EnumWords("given_back", controller_ser
 BATCH_UNITS: Final[EnumWords[BatchUnit]] = EnumWords(
     "batch_unit", controller_service_pb2.BatchUnit, get_args(BatchUnit)
 )
+UNMATCHED: Final[EnumWords[Unmatched]] = EnumWords("unmatched", controller_service_pb2.Unmatched, get_args(Unmatched))
 OPERATORS: Final[EnumWords[Operator]] = EnumWords(
     "where",
     controller_service_pb2.Operator,

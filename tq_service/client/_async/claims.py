@@ -20,7 +20,7 @@ from tq_service.client.transport import Deadline, WaitReports, import_tensordict
 from tq_service.client_probes import probes
 from tq_service.errors import CallCancelledError, DeadlineError, InternalError, TqError, UnavailableError
 from tq_service.results import ConsumptionStatus, ProductionStatus, WaitReason
-from tq_service.schema import DEFAULT_POLICY, BatchUnit
+from tq_service.schema import DEFAULT_POLICY, BatchUnit, Unmatched
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1.metadata_pb2 import BATCH_STATUS_NOT_YET
 from tq_service.wire.messages import read_message, to_duration
@@ -62,6 +62,8 @@ class AsyncClaimCalls(AsyncBase):
         max_deliveries: int | None = None,
         claim_name: str | None = None,
         max_uses: int | None = None,
+        unmatched: Unmatched = "wait",
+        least_members: int | None = None,
         not_before_version: int | None = None,
         policy: str = DEFAULT_POLICY,
         max_wait: float = DEFAULT_MAX_WAIT_SECONDS,
@@ -93,6 +95,8 @@ class AsyncClaimCalls(AsyncBase):
         incarnation: bytes = b"",
         epoch: int | None = None,
         max_uses: int | None = None,
+        unmatched: Unmatched = "wait",
+        least_members: int | None = None,
         not_before_version: int | None = None,
         policy: str = DEFAULT_POLICY,
         max_wait: float = DEFAULT_MAX_WAIT_SECONDS,
@@ -127,6 +131,8 @@ class AsyncClaimCalls(AsyncBase):
         max_deliveries: int | None = None,
         claim_name: str | None = None,
         max_uses: int | None = None,
+        unmatched: Unmatched = "wait",
+        least_members: int | None = None,
         not_before_version: int | None = None,
         policy: str = DEFAULT_POLICY,
         max_wait: float = DEFAULT_MAX_WAIT_SECONDS,
@@ -172,6 +178,11 @@ class AsyncClaimCalls(AsyncBase):
             max_uses: how often a sample is delivered to the task before it counts as consumed; until then it stays
                 ready for later batches. With a lease a delivery counts once it is acknowledged. None: once, or as the
                 sampler says.
+            unmatched: what becomes of samples that `where` excludes: they "wait"; or they are evicted, with a batch or
+                without one: they "fail", or are cleared ("clear"), for all tasks. Samplers that keep groups whole evict
+                whole groups. Samples that are held, leased or delivered stay, and so do groups with such a member.
+            least_members: a complete group with fewer members left, since the others failed or were cleared, is evicted
+                too; needs `unmatched` "fail" or "clear". None: no group is too small.
             not_before_version: a version of `policy` that must be published before the batch is planned; until then
                 the call waits as for samples. None: none.
             policy: that of `not_before_version`, in the client's namespace.
@@ -219,6 +230,8 @@ class AsyncClaimCalls(AsyncBase):
             max_deliveries=max_deliveries,
             claim_name=claim_name,
             max_uses=max_uses,
+            unmatched=unmatched,
+            least_members=least_members,
             batch_count=batch_count,
             not_before_version=not_before_version,
             policy=policy,

@@ -1,0 +1,176 @@
+"""What a claim evicts: samples that its `where` excludes, and groups of which too few members are left.
+
+Whole groups are evicted where the task keeps groups whole. Where it takes the rest of incomplete ones, excluded members
+are evicted one by one, and the group once fewer than `least_members` are left, or none. A group goes only if it is
+complete, and the task has been delivered no member, nobody leases one, and none is held: else work on it goes on.
+
+`candidates` looks at rows that may have to go, and may take long; `units` decides in the step that evicts them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tq_service.planning.grouping import Grouping
+from tq_service.schema import EvictionReason
+from tq_service.state.evictions import Evicted
+from tq_service.state.ledger import TaskLedger
+from tq_service.state.partition import Partition
+from tq_service.state.plan import Indexes, MustBeAwaited
+from tq_service.state.table import CLEARED, DEAD_LETTERED, DROPPED, FAILED, HELD, UNCLAIMED, is_open
+
+MOST_EVICTED_AT_ONCE: Final = 1 << 12
+"""Candidates, with the groups that they are in, among which units are found in one step."""
+_MOST_GROUPS_ON_LOOP: Final = 1 << 17
+
+
+class EvictionSearch:
+    """Looks for what a claim evicts.
+
+    Args:
+        partition: the partition.
+        task: the task that claims.
+        excluded: returns which of some rows are left, live and excluded by `where`.
+        grouping: the groups that its sampler asks for; None, or groups that begin anywhere: samples go one by one.
+        least_members: see `BatchSpec`.
+        takes_group: whether the rest of an incomplete group is delivered.
+        clears: whether evicted samples are cleared: of a group the failed ones too, so that its name is free again.
+    """
+
+    def __init__(
+        self,
+        partition: Partition,
+        task: TaskLedger,
+        excluded: Callable[[Indexes], NDArray[np.bool_]],
+        grouping: Grouping | None,
+        *,
+        least_members: int,
+        clears: bool,
+    ) -> None:
+        self._partition = partition
+        self._task = task
+        self._excluded = excluded
+        self._grouping = None if grouping is None or grouping.blocks == "anywhere" else grouping
+        self._least_members = least_members
+        self._clears = clears
+
+    # Candidates
+
+    def small_groups(self, left: Callable[[], Indexes], *, is_on_loop: bool) -> Indexes:
+        """Return the positions of members of groups that may have too few left.
+
+        Args:
+            left: returns the positions of the rows that are left for the task.
+            is_on_loop: whether it is called in a step of the event loop.
+
+        Raises:
+            MustBeAwaited: the event loop has no time for so many groups.
+        """
+        grouping, groups, none = self._grouping, self._partition.groups, np.zeros(0, np.int64)
+        if grouping is None or not self._least_members:
+            return none
+        if groups.in_use:
+            if is_on_loop and groups.slots.count > _MOST_GROUPS_ON_LOOP:
+                raise MustBeAwaited
+            ids = np.arange(groups.slots.count)
+        else:
+            has_lost = self._partition.table.removed_count or self._partition.state_counts[FAILED]
+            if grouping.block_size is None or not (has_lost or self._task.dead_lettered_count):
+                return none
+            ids = np.unique(grouping.ids(left()))
+        left_counts = grouping.left(ids)
+        ids = ids[(left_counts > 0) & (left_counts < self._least_members)]
+        return grouping.members_of(ids)
+
+    # Units
+
+    def units(self, candidates: Indexes) -> Evicted | None:
+        """Return the first units to be evicted of some candidates, as of now; None if there are none.
+
+        Args:
+            candidates: global indexes, each once.
+        """
+        positions = self._partition.table.find(candidates)
+        positions = positions[positions >= 0]
+        for start in range(0, positions.size, MOST_EVICTED_AT_ONCE):
+            some = positions[start : start + MOST_EVICTED_AT_ONCE]
+            evicted = self._samples(some) if self._grouping is None else self._groups(self._grouping, some)
+            if evicted is not None:
+                return evicted
+        return None
+
+    def _samples(self, positions: Indexes) -> Evicted | None:
+        """Return those of some samples that are excluded, one by one."""
+        positions = positions[self._excluded(positions)]
+        return self._evicted(positions[~self._is_leased(positions)])
+
+    def _groups(self, grouping: Grouping, positions: Indexes) -> Evicted | None:
+        """Return the groups that some samples are in, or those of their members, that are to be evicted."""
+        members = grouping.members_of(np.unique(grouping.ids(positions)))
+        state = self._partition.state[members]
+        members, state = members[state != CLEARED], state[state != CLEARED]
+        ids, unit_of = np.unique(grouping.ids(members), return_inverse=True)
+        claims, excluded, is_there = self._task.claim[members], self._excluded(members), is_open(state)
+        is_delivered = is_there & (claims != UNCLAIMED) & (claims != DEAD_LETTERED)
+        is_in_use = (state == HELD) | is_delivered | self._is_leased(members)
+
+        def count(mask: NDArray[np.bool_]) -> Indexes:
+            return np.bincount(unit_of[mask], minlength=ids.size)
+
+        excluded_counts, left_counts = count(excluded), grouping.left(ids)
+        is_free = grouping.is_complete(ids, no_more=self._partition.sealed) & (count(is_in_use) == 0)
+        least = np.where(grouping.is_group(ids), self._least_members, 0)
+        if grouping.kept is None:
+            remaining = left_counts - excluded_counts
+            is_whole = is_free & (remaining < np.maximum(least, 1))
+            is_for_where = excluded_counts == left_counts
+        else:
+            is_whole = is_free & ((excluded_counts > 0) | (left_counts < least))
+            is_for_where = excluded_counts > 0
+        goes_whole = (is_whole & (count(is_there) > 0))[unit_of]
+        if not self._clears:
+            goes_whole &= is_there
+        goes_alone = excluded & (is_free & ~is_whole)[unit_of]
+        chosen = np.flatnonzero(goes_whole | goes_alone)
+        units = np.where(goes_alone, ids.size + np.arange(members.size), unit_of)[chosen]
+        _, first, units, sizes = np.unique(units, return_index=True, return_inverse=True, return_counts=True)
+        order = np.argsort(first)  # the units in the order of their first samples
+        place = np.empty_like(order)
+        place[order] = np.arange(order.size)
+        rows = chosen[np.argsort(place[units], kind="stable")]
+        of_first = chosen[first[order]]
+        is_group = goes_whole[of_first] & grouping.is_group(ids[unit_of[of_first]])
+        reasons = np.where(
+            goes_alone[of_first] | is_for_where[unit_of[of_first]], EvictionReason.WHERE, EvictionReason.LEAST_MEMBERS
+        )
+        return self._evicted(members[rows], sizes[order], reasons, is_group)
+
+    def _evicted(
+        self,
+        positions: Indexes,
+        sizes: Indexes | None = None,
+        reasons: Indexes | None = None,
+        is_group: NDArray[np.bool_] | None = None,
+    ) -> Evicted | None:
+        """Return units; by default each is a sample that is excluded."""
+        count = positions.size
+        if not count:
+            return None
+        return Evicted(
+            rows=self._partition.table.index[positions],
+            sizes=np.ones(count, np.int64) if sizes is None else sizes,
+            reasons=np.full(count, EvictionReason.WHERE, np.uint8) if reasons is None else reasons.astype(np.uint8),
+            is_group=np.zeros(count, np.bool_) if is_group is None else is_group,
+        )
+
+    def _is_leased(self, positions: Indexes) -> NDArray[np.bool_]:
+        """Return which of some rows are leased to a worker of any task."""
+        is_leased = np.zeros(positions.size, np.bool_)
+        for task in self._partition.tasks.values():
+            if task.leased_count:
+                is_leased |= task.claim[positions] < DROPPED
+        return is_leased
