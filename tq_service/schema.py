@@ -46,17 +46,19 @@ class SampleConsumption(IntEnum):
     DROPPED = 5
 
 
-class EvictionReason(IntEnum):
-    """Why a claim evicted samples, by the numbers of the protos."""
+class EvictionCode(IntEnum):
+    """Why a claim evicted a sample or a group, by the numbers of the protos."""
 
-    WHERE = 1
-    LEAST_MEMBERS = 2
+    UNMATCHED = 1
+    TOO_SMALL = 2
 
 
 BatchUnit = Literal["sample", "group"]
 Blocks = Literal["aligned", "anywhere"]
+EvictionReason = Literal["unmatched", "too_small"]
 GivenBack = Literal["delivered", "trained", "published"]
 KeyMode = Literal["upsert", "new", "existing"]
+RefillOutcome = Literal["refilled", "pending", "unknown", "used_up", "given_up"]
 Unmatched = Literal["wait", "fail", "clear"]
 ReadLayout = Literal["auto", "dense", "jagged"]
 Operator = Literal["==", "!=", "<", "<=", ">", ">=", "in"]

@@ -15,6 +15,7 @@ from domain_support import (
     insert,
     new_write,
     release,
+    reset,
     seal,
     set_meta,
     turns,
@@ -24,14 +25,20 @@ from domain_support import ack as ack_claim
 from domain_support import meta as meta_columns
 
 from tq_service.errors import InvalidArgumentError, RankDisagreementError
+from tq_service.machine.claims import ClaimAcked, ClaimReleased, ConsumptionReset, LeaseExpired
 from tq_service.machine.policies import VersionPublished
+from tq_service.machine.samples import PartitionSealed, SamplesWritten
 from tq_service.planning import eviction
+from tq_service.planning.view import Readiness
+from tq_service.results import EvictedUnit
 from tq_service.samplers import GRPOGroupNSampler, PlanRunner, SequentialSampler
 from tq_service.schema import Admission, EndCounts, Published
 from tq_service.serving.catalog import Catalog
 from tq_service.serving.planner import NotYet
+from tq_service.serving.status import evicted_by
+from tq_service.state import ledger
 from tq_service.state.partition import Partition, PartitionSettings
-from tq_service.state.plan import Condition, LeaseTerms, RankPlan
+from tq_service.state.plan import Condition, LeaseTerms, RankPlan, Refill
 from tq_service.state.table import STATE_NAMES
 
 FRESH = (Condition("version", ">=", (1,)),)
@@ -321,8 +328,6 @@ async def test_later_claims_look_only_at_what_is_new(monkeypatch):
     put(catalog, [1] * 2000)
     seen = []
     excluded = "tq_service.planning.view.Readiness.excluded"
-    from tq_service.planning.view import Readiness
-
     plain = Readiness.excluded
     monkeypatch.setattr(excluded, lambda self, rows: (seen.append(self.table.index[rows].size), plain(self, rows))[1])
     for index in range(3):
@@ -352,3 +357,199 @@ async def test_a_sampler_of_single_samples_evicts_single_ones_though_they_are_in
     answer = await claim(catalog, sampler=SequentialSampler(), batch_size=3)
     assert answer.rows.tolist() == rows[1:]
     assert states(train, rows) == ["cleared", "live", "live", "live"]
+
+
+# What is on record of it
+
+
+def units(task, after=0, most=1024):
+    """Return serial, unit, group, key, reason, version, count and refill of units."""
+    return [tuple(getattr(each, name) for name in EvictedUnit.__slots__) for each in task.evicted_after(after, most)]
+
+
+async def test_evicted_units_are_on_record_with_their_names_reasons_and_version():
+    catalog, train = catalog_of()
+    put(catalog, [0, 1, 1, 1], "mixed", keys=["m0", "m1", "m2", "m3"])
+    put(catalog, [3], "small", keys=["s"])
+    close_groups(catalog, ["small"])
+    put(catalog, [0], keys=["single"])
+    publish(catalog, 7)
+    asks_for = {"where": (Condition("version", ">=", published=Published(offset=-6)),), "batch_unit": "group"}
+    await claim(catalog, sampler=TAKING, least_members=2, batch_size=3, **asks_for)
+    expected = [
+        (1, "sample", "mixed", "m0", "unmatched", 7, 1, None),
+        (2, "group", "small", "s", "too_small", 7, 1, None),
+        (3, "sample", None, "single", "unmatched", 7, 1, None),
+    ]
+    task = train.tasks["t"]
+    assert units(task) == expected
+    assert units(task, after=1, most=1) == expected[1:2]
+    assert units(task, after=3) == []
+    assert (task.unmatched_count, task.too_small_count) == (2, 1)
+    reset(catalog, task, keep_consumed=False)
+    put(catalog, [0])
+    await claim(catalog)  # of no policy
+    assert units(task, after=3) == [(4, "sample", None, None, "unmatched", None, 1, None)]
+    restored = Partition.restore(train.snapshot())
+    assert digest(restored) == digest(train)
+    assert units(restored.tasks["t"])[:3] == expected
+
+
+async def test_the_oldest_units_are_forgotten_and_counted(monkeypatch):
+    monkeypatch.setattr(ledger, "MOST_EVICTED", 4)
+    catalog, train = catalog_of()
+    for _ in range(3):
+        put(catalog, [0, 0])
+        await claim(catalog)
+    task = train.tasks["t"]
+    assert [unit[0] for unit in units(task)] == [3, 4, 5, 6]
+    assert task.evicted_count == 6
+    known = {after: evicted_by(task, after, 0) for after in (0, 1, 2, 5, 6, 9)}
+    assert {after: each.dropped_count for after, each in known.items()} == {0: 2, 1: 1, 2: 0, 5: 0, 6: 0, 9: 0}
+    assert [unit.serial for unit in known[5].units] == [6]
+    assert evicted_by(task, 0, 2).units == known[0].units[:2]
+    for wrong in ((-1, 0), (0, -1), (0, 1025)):
+        with pytest.raises(InvalidArgumentError, match=r"(after|limit) is -?\d+; give"):
+            evicted_by(task, *wrong)
+
+
+async def test_an_answer_has_no_more_names_than_fit():
+    catalog, train = catalog_of()
+    put(catalog, [0] * 1024, keys=[f"{at:0511d}" for at in range(1024)], groups=[f"{at:0511d}" for at in range(1024)])
+    await claim(catalog)
+    task, serials = train.tasks["t"], []
+    while found := evicted_by(task, serials[-1] if serials else 0, 0).units:
+        assert sum(len(unit.group + unit.key) for unit in found) <= 1 << 19
+        serials += [unit.serial for unit in found]
+    assert serials == list(range(1, 1025))
+
+
+# Refills
+
+
+def prompts_of(catalog, *keys, **arguments):
+    prompts = catalog.create("prompts", PartitionSettings(**arguments))
+    catalog.commit(SamplesWritten(partition_id="prompts", write=new_write(len(keys), ("x",), keys=list(keys))))
+    return prompts
+
+
+async def take(catalog, count=1, **arguments):
+    request = asks(task="rollout", batch_size=count, **arguments)
+    return (await catalog.claim("prompts", b"", request, 0.0)).answer
+
+
+def outcomes(train, after=0):
+    return [unit.refill for unit in train.tasks["t"].evicted_after(after, 1024)]
+
+
+def refilled(**arguments):
+    return {"sampler": SKIPPING, "refill": Refill(partition_id="prompts", task_name="rollout", **arguments)}
+
+
+async def test_the_prompt_of_an_evicted_group_is_claimable_again_a_few_times():
+    catalog, train = catalog_of()
+    prompts = prompts_of(catalog, "p0", "p1", admissions=(Admission("rollout", 8),))
+    rollout = prompts.tasks["rollout"]
+    for attempt in range(3):
+        taken = await take(catalog, 2 if attempt == 0 else 1)
+        assert taken.rows.tolist() == ([0, 1] if attempt == 0 else [0])
+        assert (rollout.consumed_count, rollout.backlog, rollout.outstanding_count) == (2, 0, 0)
+        put(catalog, [0] * 4, "p0")
+        assert isinstance(await claim(catalog, **refilled(max_refills=2)), NotYet)
+        assert outcomes(train, after=attempt) == ["refilled" if attempt < 2 else "used_up"]
+    assert isinstance(await take(catalog), NotYet)
+    assert rollout.refilled_count == 2
+    restored = Partition.restore(prompts.snapshot())
+    assert digest(restored) == digest(prompts)
+    catalog.commit(ConsumptionReset(partition_id="prompts", task_name="rollout", keep_consumed=False))
+    await take(catalog, 2)
+    put(catalog, [0] * 4, "p0")
+    await claim(catalog, **refilled(max_refills=2))
+    assert outcomes(train, after=3) == ["refilled"]  # it counts anew in each epoch
+
+
+@pytest.mark.parametrize("end", ["ack", "release", "expire"])
+async def test_a_prompt_that_is_leased_is_claimable_once_its_worker_is_done(end):
+    catalog, train = catalog_of()
+    prompts = prompts_of(catalog, "p0", "p1")
+    lease = LeaseTerms(seconds=60.0, max_deliveries=1 if end == "expire" else None)
+    leased = await take(catalog, 2, lease=LEASE if end != "expire" else lease)
+    rollout = prompts.tasks["rollout"]
+    put(catalog, [0] * 4, "p0")
+    await claim(catalog, **refilled())
+    put(catalog, [0] * 4, "p0")
+    await claim(catalog, **refilled())
+    assert outcomes(train) == ["refilled", "pending"]
+    assert rollout.leased_count == 2
+    restored = Partition.restore(prompts.snapshot())
+    assert digest(restored) == digest(prompts)
+    kind = {"ack": ClaimAcked, "release": ClaimReleased, "expire": LeaseExpired}[end]
+    catalog.commit(kind(partition_id="prompts", task_name="rollout", request_id=leased.request_id))
+    if end == "ack":
+        assert (await take(catalog)).rows.tolist() == [0]
+        assert isinstance(await take(catalog), NotYet)  # the other one is done
+        change = ClaimAcked(partition_id="prompts", task_name="rollout", request_id=leased.request_id)
+        assert catalog.commit(change) is None  # once more is fine
+    elif end == "release":
+        assert (await take(catalog, 2)).rows.tolist() == [0, 1]
+    else:
+        assert isinstance(await take(catalog), NotYet)
+        assert rollout.dead_lettered_count == 2
+    assert rollout.refilled_count == 1
+
+
+async def test_what_cannot_be_refilled_says_why():
+    catalog, train = catalog_of()
+    for name in ("elsewhere", "nobody"):
+        put(catalog, [0] * 4, name)
+        await claim(catalog, **refilled())
+    prompts = prompts_of(catalog, "left", "failed", "twice")
+    put(catalog, [0] * 4, "left")
+    await claim(catalog, **refilled())
+    await take(catalog, 3)
+    catalog.commit(
+        SamplesWritten(partition_id="prompts", write=new_write(1, keys=["failed"], key_mode="existing", state="failed"))
+    )
+    for name in ("failed", "unknown"):
+        put(catalog, [0] * 4, name)
+    put(catalog, [0], keys=["twice"])  # a sample without a group goes by its own key
+    await claim(catalog, **refilled())
+    assert outcomes(train) == ["unknown", "unknown", "pending", "given_up", "unknown", "refilled"]
+    assert (await take(catalog)).rows.tolist() == [2]
+    assert prompts.tasks["rollout"].refilled_count == 1
+
+
+async def test_a_refill_wakes_the_workers_that_wait():
+    catalog, _ = catalog_of()
+    prompts_of(catalog, "p0")
+    await take(catalog)
+    waiting = asyncio.ensure_future(catalog.claim("prompts", b"", asks(task="rollout", batch_size=1), 60.0))
+    await turns()
+    put(catalog, [0] * 4, "p0")
+    await claim(catalog, **refilled())
+    assert (await waiting).answer.rows.tolist() == [0]
+
+
+async def test_ranks_whose_batch_is_refilled_go_on():
+    catalog, _ = catalog_of()
+    prompts = prompts_of(catalog, "p0", "p1")
+    assert (await take(catalog, rank=(0, 1, 0))).rows.tolist() == [0]
+    assert (await take(catalog, rank=(0, 1, 1))).rows.tolist() == [1]
+    put(catalog, [0] * 4, "p0")
+    await claim(catalog, **refilled())
+    assert (await take(catalog, rank=(0, 1, 2))).rows.tolist() == [0]
+    assert prompts.tasks["rollout"].consumed_count == 2
+    catalog.commit(PartitionSealed(partition_id="prompts"))
+    assert isinstance(await take(catalog, rank=(0, 1, 3)), EndCounts)
+    put(catalog, [0] * 4, "p0")
+    await claim(catalog, **refilled())
+    assert outcomes(catalog.get("train")) == ["refilled", "given_up"]
+
+
+def test_a_refill_needs_to_be_told_what_is_evicted():
+    refill = Refill(partition_id="prompts", task_name="rollout")
+    with pytest.raises(InvalidArgumentError, match="refill is rollout of prompts, at most 3 times and unmatched is"):
+        asks(refill=refill)
+    for wrong in ({"partition_id": ""}, {"task_name": ""}, {"max_refills": 0}):
+        with pytest.raises(InvalidArgumentError):
+            Refill(**{"partition_id": "p", "task_name": "t", **wrong})

@@ -160,3 +160,129 @@ def test_evictions_outlive_a_restart(tmp_path: Path, loop_thread: LoopThread, cl
         client = server.client(client_kind)
         assert client.describe_partition("train").failed_count == 4
         assert client.get_meta(**rank(0), where=FRESH, unmatched="fail").global_indexes == [4, 5, 6, 7]
+
+
+ROLLOUT: dict[str, Any] = {"partition_id": "prompts", "task_name": "rollout", "data_fields": ["text"], "batch_size": 1}
+
+
+def test_evicted_units_are_listed_after_a_serial(client: AnyClient) -> None:
+    client.publish_version(3)
+    put(client, [0, 3, 3, 3], "a", keys=["a0", "a1", "a2", "a3"])
+    put(client, [0], keys=["single"])
+    asks = {**rank(0), "where": [("version", ">=", tq.Published())], "unmatched": "fail"}
+    assert client.get_meta(**asks).status == "not_yet"
+    found = client.take_evicted("train", "t")
+    assert found == tq.client.EvictedUnits(
+        units=(
+            tq.client.EvictedUnit(
+                serial=1, unit="group", group="a", key="a0", reason="unmatched", version=3, sample_count=4
+            ),
+            tq.client.EvictedUnit(
+                serial=2, unit="sample", group=None, key="single", reason="unmatched", version=3, sample_count=1
+            ),
+        )
+    )
+    assert client.take_evicted("train", "t", 1).units == found.units[1:]
+    assert client.take_evicted("train", "t", after=0, limit=1).units == found.units[:1]
+    assert client.take_evicted("train", "t", after=2) == tq.client.EvictedUnits(units=())
+    task = client.describe_partition("train").tasks[0]
+    assert (task.unmatched_count, task.too_small_count, task.refilled_count) == (2, 0, 0)
+
+
+def test_evicted_units_of_what_is_not_there_are_errors(client: AnyClient) -> None:
+    with pytest.raises(tq.PartitionNotFoundError):
+        client.take_evicted("train", "t")
+    stale = put(client, [0])
+    with pytest.raises(tq.TaskNotFoundError):
+        client.take_evicted("train", "t")
+    client.get_meta(**ASKS, where=FRESH, unmatched="fail")
+    for arguments, field in (({"after": -1}, "after"), ({"limit": 0}, "limit"), ({"limit": 1025}, "limit")):
+        with pytest.raises(tq.InvalidArgumentError) as caught:
+            client.take_evicted("train", "t", **arguments)
+        assert caught.value.field == field
+    client.clear_partition("train")
+    put(client, [0])
+    with pytest.raises(tq.StaleIncarnationError):
+        client.take_evicted("train", "t", incarnation=stale.incarnation)
+
+
+def test_prompts_of_evicted_groups_are_generated_again(client: AnyClient) -> None:
+    client.put({"text": ["p0", "p1"]}, partition_id="prompts", keys=["p0", "p1"])
+    asks = {**GROUPS, "where": FRESH, "unmatched": "clear", "refill": ("prompts", "rollout"), "max_refills": 1}
+    client.get_meta(**{**ROLLOUT, "batch_size": 2})
+    for expected in ("refilled", "used_up"):
+        put(client, [0] * 4, "p1")
+        assert client.get_meta(**rank(0, asks)).status == "not_yet"
+        assert client.take_evicted("train", "t").units[-1].refill == expected
+        got = client.get_meta(**ROLLOUT, max_wait=0)
+        assert got.keys == ["p1"] if expected == "refilled" else got.status == "not_yet"
+    assert client.describe_partition("prompts").tasks[0].refilled_count == 1
+    put(client, [1] * 4, "p0")
+    client.get_meta(**rank(0, asks))
+    with pytest.raises(tq.RankDisagreementError, match="refill of batch_index 0"):
+        client.get_meta(**rank(0, {**asks, "max_refills": 2}))
+
+
+def test_a_worker_that_has_not_acknowledged_its_prompt_yet_does_not_undo_the_refill(client: AnyClient) -> None:
+    client.put({"text": ["p0"]}, partition_id="prompts", keys=["p0"])
+    leased = client.get_meta(**ROLLOUT, lease=60.0)
+    put(client, [0] * 4, "p0")
+    client.get_meta(**rank(0), where=FRESH, unmatched="clear", refill=("prompts", "rollout"))
+    assert client.get_meta(**ROLLOUT, max_wait=0).status == "not_yet"
+    assert client.ack(leased) == 1
+    assert client.get_meta(**ROLLOUT, max_wait=0).keys == ["p0"]
+    assert client.ack(leased) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field", "message"),
+    [
+        ({"refill": ("prompts", "rollout")}, "refill", "refill is rollout of prompts.* and unmatched is 'wait'"),
+        ({"refill": "prompts", "unmatched": "fail"}, "refill", r"refill is 'prompts', expected \(partition_id"),
+        ({"refill": ("prompts", ""), "unmatched": "fail"}, "refill", "refill is ''; give 1 to 512"),
+        (
+            {"refill": ("prompts", "rollout"), "max_refills": 0, "unmatched": "fail"},
+            "max_refills",
+            "max_refills is 0, expected at least 1",
+        ),
+        (
+            {"refill": ("prompts", "rollout"), "max_refills": -1, "unmatched": "fail"},
+            "max_refills",
+            "max_refills is -1; give 1 or more",
+        ),
+    ],
+)
+def test_a_refill_that_cannot_be_is_refused(
+    client: AnyClient, arguments: dict[str, Any], field: str, message: str
+) -> None:
+    put(client, [0] * 4)
+    with pytest.raises(tq.InvalidArgumentError, match=message) as caught:
+        client.get_meta(**ASKS, where=FRESH, **arguments)
+    assert caught.value.field == field
+    assert client.describe_partition("train").live_count == 4
+
+
+@pytest.mark.parametrize("takes_snapshot", [True, False])
+def test_evicted_units_and_refills_outlive_a_restart(
+    takes_snapshot: bool, tmp_path: Path, loop_thread: LoopThread, client_kind: ClientKind
+) -> None:
+    settings: dict[str, Any] = {"data_dir": tmp_path / "data", "checkpoint_dir": tmp_path / "checkpoints"}
+    asks = {**GROUPS, "where": FRESH, "unmatched": "clear", "refill": ("prompts", "rollout"), "max_refills": 2}
+    with LiveServer(loop_thread, **settings) as server:
+        client = server.client(client_kind)
+        client.put({"text": ["p0"]}, partition_id="prompts", keys=["p0"])
+        client.get_meta(**ROLLOUT)
+        put(client, [0] * 4, "p0")
+        client.get_meta(**rank(0, asks))
+        known = client.take_evicted("train", "t")
+        if takes_snapshot:
+            client.checkpoint("one")
+            client.restore("one", replace=True)
+    with LiveServer(loop_thread, **settings) as server:
+        client = server.client(client_kind)
+        assert client.take_evicted("train", "t") == known
+        for expected in ("refilled", "used_up"):
+            client.get_meta(**ROLLOUT)
+            put(client, [0] * 4, "p0")
+            client.get_meta(**rank(0, asks))
+            assert client.take_evicted("train", "t").units[-1].refill == expected

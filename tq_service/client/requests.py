@@ -225,20 +225,34 @@ def get_meta_request(
     batch_count: int | None = None,
     not_before_version: int | None = None,
     policy: str = DEFAULT_POLICY,
+    refill: tuple[str, str] | None = None,
+    max_refills: int = 3,
     namespace: Namespace = NO_NAMESPACE,
     **alike: Any,
 ) -> pb.GetMetaRequest:
     """Return the request for a batch, of the arguments of `get_meta`; `max_wait` is set at each poll.
 
-    Policies are named in `namespace`.
+    Policies, and the partition of `refill`, are named in `namespace`.
     """
     own: dict[str, Any] = {"dp_rank": dp_rank, "batch_index": batch_index}
     if not_before_version is not None:
         own |= {"not_before_version": not_before_version, "policy": namespace.full_name(policy)}
+    if refill is not None:
+        if not isinstance(refill, tuple) or len(refill) != 2:
+            raise InvalidArgumentError(
+                f"refill is {refill!r:.200}, expected (partition_id, task_name) such as ('prompts', 'rollout')",
+                field="refill",
+            )
+        own["refill"] = request_of(
+            pb.Refill,
+            partition_id=namespace.full_name(refill[0]),
+            task_name=refill[1],
+            max_refills=not_zero("max_refills", max_refills),
+        )
     if batch_count is not None:
-        own["batch_count"] = _not_zero("batch_count", batch_count)
+        own["batch_count"] = not_zero("batch_count", batch_count)
     if claim_name is not None:
-        own["claim_name"] = _not_zero("claim_name", claim_name)
+        own["claim_name"] = not_zero("claim_name", claim_name)
     if sampler_config:
         own["sampler_config"] = _struct("sampler_config", sampler_config)
     if conditions := condition_messages(where, namespace):
@@ -258,7 +272,7 @@ def get_meta_request(
 def _serialized_claim(**arguments: Any) -> bytes:
     """Return what requests for batches have in common, serialized; a rank asks alike for each of its batches."""
     for name in ("max_deliveries", "max_uses", "least_members"):
-        _not_zero(name, arguments[name])
+        not_zero(name, arguments[name])
     lease = arguments["lease"]
     arguments["lease"] = None if lease is None else lease_duration(lease)
     given = {name: value for name, value in arguments.items() if value is not None or name not in _MAY_BE_NONE}
@@ -274,6 +288,8 @@ _NOT_ZERO: Final = {
     "max_deliveries": "at least 1",
     "max_uses": "at least 1",
     "least_members": "at least 1",
+    "limit": "1 to 1,024",
+    "max_refills": "at least 1",
     "claim_name": "1 to 512 printable characters",
     "lease": "a positive number of seconds",
 }
@@ -281,10 +297,10 @@ _NOT_ZERO: Final = {
 
 def lease_duration(lease: float) -> Duration:
     """Return the span of a lease of some seconds."""
-    return to_duration(_not_zero("lease", seconds("lease", lease)))
+    return to_duration(not_zero("lease", seconds("lease", lease)))
 
 
-def _not_zero(name: str, value: Given) -> Given:
+def not_zero(name: str, value: Given) -> Given:
     """Return a value; refuse one that would stand for none in the request."""
     if value in (0, ""):
         raise InvalidArgumentError(f"{name} is {'empty' if value == '' else 0}, expected {_NOT_ZERO[name]}", field=name)

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tq_service.planning.grouping import Grouping
-from tq_service.schema import EvictionReason
+from tq_service.schema import EvictionCode
 from tq_service.state.evictions import Evicted
 from tq_service.state.ledger import TaskLedger
 from tq_service.state.partition import Partition
@@ -145,7 +145,7 @@ class EvictionSearch:
         of_first = chosen[first[order]]
         is_group = goes_whole[of_first] & grouping.is_group(ids[unit_of[of_first]])
         reasons = np.where(
-            goes_alone[of_first] | is_for_where[unit_of[of_first]], EvictionReason.WHERE, EvictionReason.LEAST_MEMBERS
+            goes_alone[of_first] | is_for_where[unit_of[of_first]], EvictionCode.UNMATCHED, EvictionCode.TOO_SMALL
         )
         return self._evicted(members[rows], sizes[order], reasons, is_group)
 
@@ -163,7 +163,7 @@ class EvictionSearch:
         return Evicted(
             rows=self._partition.table.index[positions],
             sizes=np.ones(count, np.int64) if sizes is None else sizes,
-            reasons=np.full(count, EvictionReason.WHERE, np.uint8) if reasons is None else reasons.astype(np.uint8),
+            reasons=np.full(count, EvictionCode.UNMATCHED, np.uint8) if reasons is None else reasons.astype(np.uint8),
             is_group=np.zeros(count, np.bool_) if is_group is None else is_group,
         )
 

@@ -46,7 +46,7 @@ from tq_service.serving.catalog import Catalog
 from tq_service.serving.explain import Explainer
 from tq_service.serving.lookup import Clearing, find_names, find_page, locate, name_token, wait_for_samples
 from tq_service.serving.planner import NotYet
-from tq_service.serving.status import consumption_of, description_of, production_of, summary_of
+from tq_service.serving.status import consumption_of, description_of, evicted_by, production_of, summary_of
 from tq_service.state.ledger import Claim
 from tq_service.state.partition import Partition, PartitionSettings
 from tq_service.state.plan import Indexes
@@ -488,6 +488,11 @@ class ControllerServicer(
             global_indexes=_named_indexes(request),
         )
         return pb.RequeueDeadLetteredResponse(requeued_count=self.catalog.commit(change) or 0)
+
+    async def TakeEvicted(self, request: pb.TakeEvictedRequest, context: Context) -> pb.TakeEvictedResponse:
+        partition = self.catalog.get(request.partition_id, request.incarnation)
+        task = partition.known_task(request.task_name)
+        return to_message(pb.TakeEvictedResponse, evicted_by(task, request.after, request.limit))
 
     async def ListSamplers(self, request: pb.ListSamplersRequest, context: Context) -> pb.ListSamplersResponse:
         known = {info.name: info for info in self._registry.describe()}

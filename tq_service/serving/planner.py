@@ -867,9 +867,16 @@ class Planner:
 
     def _evict(self, request: ClaimRequest, evicted: Evicted | None) -> None:
         """Fail or clear what a claim evicts, if it does."""
-        action = request.batch_spec.unmatched
-        if evicted is not None and action != "wait":
-            self._commit(UnitsEvicted(**self._names, evicted=evicted, action=action), None)
+        spec, policy = request.batch_spec, self._partition.policies.get(request.policy or "")
+        if evicted is not None and spec.unmatched != "wait":
+            change = UnitsEvicted(
+                **self._names,
+                evicted=evicted,
+                action=spec.unmatched,
+                version=None if policy is None else policy.version,
+                refill=spec.refill,
+            )
+            self._commit(change, None)
 
     # Plans
 

@@ -17,7 +17,7 @@ class Evicted:
     Attributes:
         rows: global indexes, those of unit 0 first.
         sizes: number of samples of each unit `(units,)`.
-        reasons: why each is evicted `(units,)`, as numbers of `EvictionReason`.
+        reasons: why each is evicted `(units,)`, as numbers of `EvictionCode`.
         is_group: which units are groups `(units,)`.
     """
 

@@ -108,6 +108,11 @@ class ControllerServiceStub(object):
                 request_serializer=tq__service_dot_v1_dot_controller__service__pb2.RequeueDeadLetteredRequest.SerializeToString,
                 response_deserializer=tq__service_dot_v1_dot_controller__service__pb2.RequeueDeadLetteredResponse.FromString,
                 )
+        self.TakeEvicted = channel.unary_unary(
+                '/tq_service.v1.ControllerService/TakeEvicted',
+                request_serializer=tq__service_dot_v1_dot_controller__service__pb2.TakeEvictedRequest.SerializeToString,
+                response_deserializer=tq__service_dot_v1_dot_controller__service__pb2.TakeEvictedResponse.FromString,
+                )
         self.SetCustomMeta = channel.unary_unary(
                 '/tq_service.v1.ControllerService/SetCustomMeta',
                 request_serializer=tq__service_dot_v1_dot_controller__service__pb2.SetCustomMetaRequest.SerializeToString,
@@ -377,6 +382,15 @@ class ControllerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def TakeEvicted(self, request, context):
+        """Returns which units the claims of a task have evicted (`GetMetaRequest.unmatched`), in order, for callers that make
+        new ones in their place. The newest 65,536 are kept, whatever becomes of the task's epoch. Changes nothing, does not
+        block. Errors: NOT_FOUND (partition or task), FAILED_PRECONDITION (STALE_INCARNATION).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def SetCustomMeta(self, request, context):
         """Writes custom_meta of samples; values merge with what is there. Changes: these columns; waiting claims may become
         ready. Idempotent. Does not block. Errors: NOT_FOUND, INVALID_ARGUMENT (a value is no JSON, or too large),
@@ -622,6 +636,11 @@ def add_ControllerServiceServicer_to_server(servicer, server):
                     servicer.RequeueDeadLettered,
                     request_deserializer=tq__service_dot_v1_dot_controller__service__pb2.RequeueDeadLetteredRequest.FromString,
                     response_serializer=tq__service_dot_v1_dot_controller__service__pb2.RequeueDeadLetteredResponse.SerializeToString,
+            ),
+            'TakeEvicted': grpc.unary_unary_rpc_method_handler(
+                    servicer.TakeEvicted,
+                    request_deserializer=tq__service_dot_v1_dot_controller__service__pb2.TakeEvictedRequest.FromString,
+                    response_serializer=tq__service_dot_v1_dot_controller__service__pb2.TakeEvictedResponse.SerializeToString,
             ),
             'SetCustomMeta': grpc.unary_unary_rpc_method_handler(
                     servicer.SetCustomMeta,
@@ -1007,6 +1026,23 @@ class ControllerService(object):
         return grpc.experimental.unary_unary(request, target, '/tq_service.v1.ControllerService/RequeueDeadLettered',
             tq__service_dot_v1_dot_controller__service__pb2.RequeueDeadLetteredRequest.SerializeToString,
             tq__service_dot_v1_dot_controller__service__pb2.RequeueDeadLetteredResponse.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def TakeEvicted(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/tq_service.v1.ControllerService/TakeEvicted',
+            tq__service_dot_v1_dot_controller__service__pb2.TakeEvictedRequest.SerializeToString,
+            tq__service_dot_v1_dot_controller__service__pb2.TakeEvictedResponse.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 

@@ -206,6 +206,15 @@ class ControllerServiceStub:
     ResetConsumption with `keep_consumed` delivers them again; or STALE_INCARNATION).
     """
 
+    TakeEvicted: grpc.UnaryUnaryMultiCallable[
+        tq_service.v1.controller_service_pb2.TakeEvictedRequest,
+        tq_service.v1.controller_service_pb2.TakeEvictedResponse,
+    ]
+    """Returns which units the claims of a task have evicted (`GetMetaRequest.unmatched`), in order, for callers that make
+    new ones in their place. The newest 65,536 are kept, whatever becomes of the task's epoch. Changes nothing, does not
+    block. Errors: NOT_FOUND (partition or task), FAILED_PRECONDITION (STALE_INCARNATION).
+    """
+
     SetCustomMeta: grpc.UnaryUnaryMultiCallable[
         tq_service.v1.controller_service_pb2.SetCustomMetaRequest,
         tq_service.v1.controller_service_pb2.SetCustomMetaResponse,
@@ -548,6 +557,15 @@ class ControllerServiceAsyncStub:
     have not been delivered. Those that are not dead-lettered are ignored. Idempotent under `request_id`, does not
     block. Errors: NOT_FOUND (partition or task), FAILED_PRECONDITION (the ranks of the task have come to their end:
     ResetConsumption with `keep_consumed` delivers them again; or STALE_INCARNATION).
+    """
+
+    TakeEvicted: grpc.aio.UnaryUnaryMultiCallable[
+        tq_service.v1.controller_service_pb2.TakeEvictedRequest,
+        tq_service.v1.controller_service_pb2.TakeEvictedResponse,
+    ]
+    """Returns which units the claims of a task have evicted (`GetMetaRequest.unmatched`), in order, for callers that make
+    new ones in their place. The newest 65,536 are kept, whatever becomes of the task's epoch. Changes nothing, does not
+    block. Errors: NOT_FOUND (partition or task), FAILED_PRECONDITION (STALE_INCARNATION).
     """
 
     SetCustomMeta: grpc.aio.UnaryUnaryMultiCallable[
@@ -926,6 +944,17 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         have not been delivered. Those that are not dead-lettered are ignored. Idempotent under `request_id`, does not
         block. Errors: NOT_FOUND (partition or task), FAILED_PRECONDITION (the ranks of the task have come to their end:
         ResetConsumption with `keep_consumed` delivers them again; or STALE_INCARNATION).
+        """
+
+    @abc.abstractmethod
+    def TakeEvicted(
+        self,
+        request: tq_service.v1.controller_service_pb2.TakeEvictedRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[tq_service.v1.controller_service_pb2.TakeEvictedResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.TakeEvictedResponse]]:
+        """Returns which units the claims of a task have evicted (`GetMetaRequest.unmatched`), in order, for callers that make
+        new ones in their place. The newest 65,536 are kept, whatever becomes of the task's epoch. Changes nothing, does not
+        block. Errors: NOT_FOUND (partition or task), FAILED_PRECONDITION (STALE_INCARNATION).
         """
 
     @abc.abstractmethod

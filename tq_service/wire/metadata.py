@@ -23,11 +23,13 @@ from tq_service.schema import (
     LARGEST_EXACT,
     BatchUnit,
     Encoding,
+    EvictionReason,
     FieldSpec,
     GivenBack,
     KeyMode,
     Layout,
     Operator,
+    RefillOutcome,
     SampleState,
     Scalar,
     Unmatched,
@@ -261,6 +263,12 @@ KEY_MODES: Final[EnumWords[KeyMode]] = EnumWords("key_mode", commit_pb2.KeyMode,
 GIVEN_BACK: Final[EnumWords[GivenBack]] = EnumWords("given_back", controller_service_pb2.GivenBack, get_args(GivenBack))
 BATCH_UNITS: Final[EnumWords[BatchUnit]] = EnumWords(
     "batch_unit", controller_service_pb2.BatchUnit, get_args(BatchUnit)
+)
+EVICTION_REASONS: Final[EnumWords[EvictionReason]] = EnumWords(
+    "reason", controller_service_pb2.EvictionReason, get_args(EvictionReason)
+)
+REFILL_OUTCOMES: Final[EnumWords[RefillOutcome]] = EnumWords(
+    "refill", controller_service_pb2.RefillOutcome, get_args(RefillOutcome)
 )
 UNMATCHED: Final[EnumWords[Unmatched]] = EnumWords("unmatched", controller_service_pb2.Unmatched, get_args(Unmatched))
 OPERATORS: Final[EnumWords[Operator]] = EnumWords(
