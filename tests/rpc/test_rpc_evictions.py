@@ -139,11 +139,12 @@ def test_the_loader_evicts_what_its_where_excludes(server: LiveServer, client: A
     dataset = StreamingDataset(
         server.address, batch_size=1, batch_unit="group", data_fields=["x"], partition_id="train", task_name="t",
         sampler="seqlen_balanced", sampler_config={"incomplete_groups": "take"}, where=FRESH, unmatched="fail",
-        least_members=2,
+        least_members=2, refill=("prompts", "rollout"), max_refills=1,
     )  # fmt: skip
     with StreamingDataLoader(dataset) as loader:
         assert [meta.global_indexes for _, meta in loader] == [[8, 9, 10, 11]]
     assert client.describe_partition("train").failed_count == 8
+    assert [unit.refill for unit in client.take_evicted("train", "t").units] == ["unknown", "unknown"]
     with pytest.raises(ValueError, match="unmatched: got 'drop'; expected 'wait', 'fail' or 'clear'"):
         StreamingDataset(
             server.address, batch_size=1, data_fields=["x"], partition_id="p", task_name="t", unmatched="drop"
@@ -160,6 +161,18 @@ def test_evictions_outlive_a_restart(tmp_path: Path, loop_thread: LoopThread, cl
         client = server.client(client_kind)
         assert client.describe_partition("train").failed_count == 4
         assert client.get_meta(**rank(0), where=FRESH, unmatched="fail").global_indexes == [4, 5, 6, 7]
+
+
+def test_the_reason_of_a_wait_and_the_status_count_what_was_evicted(client: AnyClient) -> None:
+    put(client, [0] * 4, "old")
+    small = put(client, [1] * 4, "small")
+    client.put(metadata=small.select_samples([0, 1]), state="failed")
+    got = client.get_meta(**GROUPS, where=FRESH, unmatched="clear", least_members=3, explain=True)
+    assert got.reason.endswith(
+        "; claims of it have evicted 2 samples or groups: 1 that their where excludes, 1 with too few members left"
+    )
+    task = client.status().partitions[0].tasks[0]
+    assert (task.unmatched_count, task.too_small_count) == (1, 1)
 
 
 ROLLOUT: dict[str, Any] = {"partition_id": "prompts", "task_name": "rollout", "data_fields": ["text"], "batch_size": 1}

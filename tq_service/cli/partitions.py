@@ -32,6 +32,7 @@ TASK = make_group("""\
   tq-service task show train@3
   tq-service task show train@3 update_actor --json
   tq-service task explain train@3 update_actor
+  tq-service task evicted train@3 update_actor --after 41
   tq-service task reset train@3 update_actor --keep-consumed --yes""")
 DEADLETTER = make_group("""\
   tq-service deadletter ls
@@ -292,6 +293,28 @@ def _facts(task: TaskStatus, partition: PartitionDescription) -> Iterator[tuple[
         yield "leased to", f"{name}: {lease.leased_count:,} for {since:,.0f} s, {left:,.0f} s left"
     if hidden_count := task.leasing_claim_count - len(task.leases):
         yield "leased to", f"{hidden_count:,} claims more"
+
+
+@verb(TASK, "evicted")
+def list_evicted(
+    client: Client,
+    partition: Partition,
+    task: Task,
+    after: Annotated[int, typer.Option(min=0, help="Serial of the last unit that is known.")] = 0,
+) -> Answer:
+    """List up to 1,024 samples and groups that claims of a task evicted, and what came of their refill."""
+    found = client.take_evicted(partition, task, after)
+    yield found
+    if found.dropped_count:
+        yield f"{found.dropped_count:,} units before these are not kept any more"
+    if not found.units:
+        yield f"claims of task {task} have evicted nothing after serial {after}"
+        return
+    rows = [
+        (each.serial, each.unit, each.group, each.key, each.reason, each.version, each.sample_count, each.refill)
+        for each in found.units
+    ]
+    yield table(">serial, unit, group, key, reason, >version, >samples, refill", rows)
 
 
 @verb(TASK, "reset")

@@ -119,6 +119,8 @@ class StreamingDataset(IterableDataset[Any]):
         max_uses: how often a sample is delivered before it counts as consumed, see `Client.get_meta`; None: once.
         unmatched: what becomes of samples that `where` excludes, see `Client.get_meta`.
         least_members: a group with fewer members left is evicted, see `Client.get_meta`; None: none is too small.
+        refill: `(partition_id, task_name)` where evicted units are made again, see `Client.get_meta`; None: nowhere.
+        max_refills: how often, for each sample there.
         start_batch_index: the first batch, for a rank that is restarted in the middle.
         where: conditions on custom_meta, such as `("version", ">=", 3)`, all of which must hold.
         order_by: custom_meta columns that order ready samples.
@@ -169,6 +171,8 @@ class StreamingDataset(IterableDataset[Any]):
         max_uses: int | None = None,
         unmatched: Unmatched = "wait",
         least_members: int | None = None,
+        refill: tuple[str, str] | None = None,
+        max_refills: int = 3,
         start_batch_index: int = 0,
         where: Sequence[tuple[str, str, Any]] = (),
         order_by: Sequence[Any] = (),
@@ -208,6 +212,7 @@ class StreamingDataset(IterableDataset[Any]):
             ("replay_buffer_bytes", replay_buffer_bytes, 0),
             ("max_uses", max_uses, 1),
             ("least_members", least_members, 1),
+            ("max_refills", max_refills, 1),
             ("version_lag", version_lag, 0),
             ("first_version", first_version, 0),
         ):
@@ -244,6 +249,8 @@ class StreamingDataset(IterableDataset[Any]):
                 max_uses=max_uses,
                 unmatched=None if unmatched == "wait" else unmatched,
                 least_members=least_members,
+                refill=refill,
+                max_refills=max_refills,
                 version_lag=version_lag,
                 first_version=first_version - start_batch_index,
                 policy=policy,

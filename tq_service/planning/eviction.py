@@ -76,15 +76,14 @@ class EvictionSearch:
         if groups.in_use:
             if is_on_loop and groups.slots.count > _MOST_GROUPS_ON_LOOP:
                 raise MustBeAwaited
-            ids = np.arange(groups.slots.count)
+            slots = slice(0, groups.slots.count)
+            ids = np.flatnonzero(groups.members[slots] - groups.failed[slots] - groups.cleared[slots])
         else:
             has_lost = self._partition.table.removed_count or self._partition.state_counts[FAILED]
             if grouping.block_size is None or not (has_lost or self._task.dead_lettered_count):
                 return none
-            ids = np.unique(grouping.ids(left()))
-        left_counts = grouping.left(ids)
-        ids = ids[(left_counts > 0) & (left_counts < self._least_members)]
-        return grouping.members_of(ids)
+            ids = np.unique(grouping.ids(np.concatenate([left(), self._task.dead_lettered()])))
+        return grouping.members_of(ids[grouping.left(ids) < self._least_members])
 
     # Units
 
@@ -126,7 +125,7 @@ class EvictionSearch:
         least = np.where(grouping.is_group(ids), self._least_members, 0)
         if grouping.kept is None:
             remaining = left_counts - excluded_counts
-            is_whole = is_free & (remaining < np.maximum(least, 1))
+            is_whole = is_free & (remaining < np.maximum(least, 1)) & ((excluded_counts > 0) | (least > 0))
             is_for_where = excluded_counts == left_counts
         else:
             is_whole = is_free & ((excluded_counts > 0) | (left_counts < least))

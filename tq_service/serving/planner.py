@@ -912,12 +912,14 @@ class Planner:
         with self._starts.watched() as watch, self._partition.table.pinned():
             search = new_search(watch=watch, look_past=look_past)
             plan = await self._runner.run(sampler, search.view, search.wanted)
+            is_small = self._partition.table.count <= _FEW_ROWS
             if plan is None and not look_past:
-                is_small = self._partition.table.count <= _FEW_ROWS
                 is_last = search.begins_last() if is_small else await asyncio.to_thread(search.begins_last)
                 if is_last and search.is_current:
                     plan = await self._runner.run(sampler, search.view, search.wanted)
-            if request.batch_spec.evicts:
+            if request.batch_spec.evicts and is_small:
+                search.look_for_evicted()
+            elif request.batch_spec.evicts:
                 await asyncio.to_thread(search.look_for_evicted)
         if plan is None and look_past:
             return NOT_LOOKED
