@@ -246,6 +246,7 @@ async def test_a_group_that_has_lost_too_many_is_evicted(loss, sampler, name):
     assert states(train, enough[1:]) == ["live"] * 3
     assert answer.rows.tolist() == enough[1:] if sampler is TAKING else isinstance(answer, NotYet)
     assert (task.unmatched_count, task.too_small_count) == (0, 1)
+    assert [unit.reason for unit in task.evicted] == ["too_small"]
     if name:
         assert put(catalog, [1] * 4, name) == [8, 9, 10, 11]
 
@@ -305,6 +306,32 @@ async def test_a_slow_sampler_evicts_too_and_its_plan_stays_good():
     assert (await task).rows.tolist() == fresh
     assert states(train, stale) == ["cleared"] * 4
     assert slow.call_count == 1
+
+
+async def test_a_group_of_which_all_are_dead_lettered_is_too_small():
+    catalog, train = catalog_of()
+    task = catalog.task(train, "t")
+    rows = put(catalog, [1] * 4, "a")
+    lease = LeaseTerms(seconds=1.0, max_deliveries=1)
+    expire(catalog, task, claim_rows(catalog, task, np.array(rows), lease=lease).request_id)
+    await claim(catalog, sampler=TAKING)
+    assert states(train, rows) == ["live"] * 4
+    await claim(catalog, sampler=TAKING, least_members=1)
+    assert states(train, rows) == ["cleared"] * 4
+    assert [unit.reason for unit in task.evicted] == ["too_small"]
+
+
+async def test_a_version_that_goes_back_while_a_slow_sampler_plans_evicts_nothing():
+    catalog, train = catalog_of()
+    rows = put(catalog, [1] * 2)
+    publish(catalog, 2)
+    slow = SlowSampler(SequentialSampler())
+    waiting = asyncio.ensure_future(claim(catalog, sampler=slow, where=NEWEST, batch_size=2, max_wait=60.0))
+    await slow.started.wait()
+    catalog.commit(VersionPublished(policy="default", version=1, rewind=True))
+    slow.go.set()
+    assert (await waiting).rows.tolist() == rows
+    assert train.tasks["t"].evicted_count == 0
 
 
 async def test_many_are_evicted_off_the_event_loop_in_several_steps(monkeypatch):

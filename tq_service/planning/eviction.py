@@ -105,66 +105,70 @@ class EvictionSearch:
     def _samples(self, positions: Indexes) -> Evicted | None:
         """Return those of some samples that are excluded, one by one."""
         positions = positions[self._excluded(positions)]
-        return self._evicted(positions[~self._is_leased(positions)])
-
-    def _groups(self, grouping: Grouping, positions: Indexes) -> Evicted | None:
-        """Return the groups that some samples are in, or those of their members, that are to be evicted."""
-        members = grouping.members_of(np.unique(grouping.ids(positions)))
-        state = self._partition.state[members]
-        members, state = members[state != CLEARED], state[state != CLEARED]
-        ids, unit_of = np.unique(grouping.ids(members), return_inverse=True)
-        claims, excluded, is_there = self._task.claim[members], self._excluded(members), is_open(state)
-        is_delivered = is_there & (claims != UNCLAIMED) & (claims != DEAD_LETTERED)
-        is_in_use = (state == HELD) | is_delivered | self._is_leased(members)
-
-        def count(mask: NDArray[np.bool_]) -> Indexes:
-            return np.bincount(unit_of[mask], minlength=ids.size)
-
-        excluded_counts, left_counts = count(excluded), grouping.left(ids)
-        is_free = grouping.is_complete(ids, no_more=self._partition.sealed) & (count(is_in_use) == 0)
-        least = np.where(grouping.is_group(ids), self._least_members, 0)
-        if grouping.kept is None:
-            remaining = left_counts - excluded_counts
-            is_whole = is_free & (remaining < np.maximum(least, 1)) & ((excluded_counts > 0) | (least > 0))
-            is_for_where = excluded_counts == left_counts
-        else:
-            is_whole = is_free & ((excluded_counts > 0) | (left_counts < least))
-            is_for_where = excluded_counts > 0
-        goes_whole = (is_whole & (count(is_there) > 0))[unit_of]
-        if not self._clears:
-            goes_whole &= is_there
-        goes_alone = excluded & (is_free & ~is_whole)[unit_of]
-        chosen = np.flatnonzero(goes_whole | goes_alone)
-        units = np.where(goes_alone, ids.size + np.arange(members.size), unit_of)[chosen]
-        _, first, units, sizes = np.unique(units, return_index=True, return_inverse=True, return_counts=True)
-        order = np.argsort(first)  # the units in the order of their first samples
-        place = np.empty_like(order)
-        place[order] = np.arange(order.size)
-        rows = chosen[np.argsort(place[units], kind="stable")]
-        of_first = chosen[first[order]]
-        is_group = goes_whole[of_first] & grouping.is_group(ids[unit_of[of_first]])
-        reasons = np.where(
-            goes_alone[of_first] | is_for_where[unit_of[of_first]], EvictionCode.UNMATCHED, EvictionCode.TOO_SMALL
-        )
-        return self._evicted(members[rows], sizes[order], reasons, is_group)
-
-    def _evicted(
-        self,
-        positions: Indexes,
-        sizes: Indexes | None = None,
-        reasons: Indexes | None = None,
-        is_group: NDArray[np.bool_] | None = None,
-    ) -> Evicted | None:
-        """Return units; by default each is a sample that is excluded."""
+        positions = positions[~self._is_leased(positions)]
         count = positions.size
         if not count:
             return None
         return Evicted(
             rows=self._partition.table.index[positions],
-            sizes=np.ones(count, np.int64) if sizes is None else sizes,
-            reasons=np.full(count, EvictionCode.UNMATCHED, np.uint8) if reasons is None else reasons.astype(np.uint8),
-            is_group=np.zeros(count, np.bool_) if is_group is None else is_group,
+            sizes=np.ones(count, np.int64),
+            reasons=np.full(count, EvictionCode.UNMATCHED, np.uint8),
+            is_group=np.zeros(count, np.bool_),
         )
+
+    def _groups(self, grouping: Grouping, positions: Indexes) -> Evicted | None:
+        """Return the groups that some samples are in, or those of their members, that are to be evicted."""
+        members = grouping.members_of(np.unique(grouping.ids(positions)))
+        members = members[self._partition.state[members] != CLEARED]
+        state, claims = self._partition.state[members], self._task.claim[members]
+        excluded, is_there = self._excluded(members), is_open(state)
+        ids, unit_of = np.unique(grouping.ids(members), return_inverse=True)
+
+        def count(mask: NDArray[np.bool_]) -> Indexes:
+            return np.bincount(unit_of[mask], minlength=ids.size)
+
+        is_delivered = is_there & (claims != UNCLAIMED) & (claims != DEAD_LETTERED)
+        in_use_counts = count((state == HELD) | is_delivered | self._is_leased(members))
+        is_free = grouping.is_complete(ids, no_more=self._partition.sealed) & (in_use_counts == 0)
+        is_free &= count(is_there) > 0
+        least = np.where(grouping.is_group(ids), self._least_members, 0)
+        excluded_counts, left_counts = count(excluded), grouping.left(ids)
+        has_excluded = excluded_counts > 0
+        if grouping.kept is None:  # the rest is delivered, if it is large enough
+            least_left = np.maximum(least, has_excluded)
+            goes_whole = is_free & (left_counts - excluded_counts < least_left)
+            is_unmatched = has_excluded & (excluded_counts == left_counts)
+        else:
+            goes_whole = is_free & (has_excluded | (left_counts < least))
+            is_unmatched = has_excluded
+        goes_alone = excluded & (is_free & ~goes_whole)[unit_of]
+        goes = goes_alone | (goes_whole[unit_of] & (is_there | self._clears))
+        if not goes.any():
+            return None
+        chosen, place = self._unit_by_unit(np.where(goes_alone, ids.size + np.arange(members.size), unit_of), goes)
+        first = chosen[np.searchsorted(place, np.arange(place[-1] + 1))]
+        reasons = np.where(
+            goes_alone[first] | is_unmatched[unit_of[first]], EvictionCode.UNMATCHED, EvictionCode.TOO_SMALL
+        )
+        return Evicted(
+            rows=self._partition.table.index[members[chosen]],
+            sizes=np.bincount(place),
+            reasons=reasons.astype(np.uint8),
+            is_group=~goes_alone[first] & grouping.is_group(ids[unit_of[first]]),
+        )
+
+    @staticmethod
+    def _unit_by_unit(units: Indexes, is_chosen: NDArray[np.bool_]) -> tuple[Indexes, Indexes]:
+        """Return the places of what is chosen, unit by unit in the order of their first ones, and the unit of each.
+
+        Units are numbered from 0 in that order.
+        """
+        chosen = np.flatnonzero(is_chosen)
+        _, first, units = np.unique(units[chosen], return_index=True, return_inverse=True)
+        number = np.empty_like(first)
+        number[np.argsort(first)] = np.arange(first.size)
+        order = np.argsort(number[units], kind="stable")
+        return chosen[order], number[units][order]
 
     def _is_leased(self, positions: Indexes) -> NDArray[np.bool_]:
         """Return which of some rows are leased to a worker of any task."""

@@ -661,7 +661,7 @@ class Search:
         self._rows = Readiness(partition, task, self._spec, length)
         self._new_scan = partial(Scan, self._rows, starts, self._spec.order_by, watch=watch, look_past=look_past)
         self._new_plain_scan = partial(Scan, self._rows, starts, watch=watch)
-        self._candidates: Indexes | None = None  # for eviction, by global index
+        self._candidates = _NONE  # for eviction, by global index
         self.evicted: Evicted | None = None
         self._begun_at = self._marks
         self._consumed = task.consumed_count, task.leased_count
@@ -802,7 +802,9 @@ class Search:
             SamplerError: its rows were not ready although nothing has changed.
             MissingLengthError: see `_check_length_field`.
         """
-        if self._candidates is not None and self._candidates.size:
+        if (
+            self._candidates.size and self._partition.resolved(self._spec.where) == self._rows.key[1]
+        ):  # else a version went back
             self.evicted = self._evictions.units(self._candidates)
         if plan is None:
             if self._end is None:
