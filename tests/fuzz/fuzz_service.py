@@ -281,6 +281,7 @@ def _use_all_of(client: tq.Client) -> None:
         client.advance("train", "ranked", trained=0, saved=0)
     client.restart_ranks("train", "ranked", dp_size=2)
     client.take_evicted("train", "ranked")
+    client.fail_samples(partition_id="train", keys=["not there"])
     client.publish_version(2)
     client.get_version(at_least=3, max_wait=0.01)
     client.remove_policy()

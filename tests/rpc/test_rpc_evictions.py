@@ -299,3 +299,61 @@ def test_evicted_units_and_refills_outlive_a_restart(
             put(client, [0] * 4, "p0")
             client.get_meta(**rank(0, asks))
             assert client.take_evicted("train", "t").units[-1].refill == expected
+
+
+# Samples that callers fail or clear themselves
+
+
+@pytest.mark.parametrize("verb", ["fail_samples", "clear_samples"])
+def test_samples_are_failed_and_cleared_by_the_same_conditions(client: AnyClient, verb: str) -> None:
+    call = getattr(client, verb)
+    meta = put(client, [0, 1, 2, 3], keys=["a", "b", "c", "d"])
+    put(client, [0, 9], "g")
+    put(client, [5] * 4)
+    assert call(meta.select_samples([0])) == 1
+    assert call(partition_id="train", keys=["b", "nobody"]) == 1
+    assert call(partition_id="train", global_indexes=[2, 2, 99]) == 1
+    assert call(partition_id="train", groups=["g"], where=[("version", "<", 5)]) == 1
+    assert call(partition_id="train", groups=["g", "nobody"]) == 1
+    assert call(partition_id="train", where=[("version", ">=", 5)]) == 4
+    assert call(partition_id="train", where=[("version", ">=", 5)]) == 0
+    assert call(partition_id="train", keys=[], where=[("version", ">=", 0)]) == 0
+    assert call(partition_id="train") == 0
+    described = client.describe_partition("train")
+    assert (described.live_count, described.failed_count) == (1, 9 if verb == "fail_samples" else 0)
+    assert client.get_meta(**{**ASKS, "batch_size": 1}).global_indexes == [3]
+
+
+@pytest.mark.parametrize("verb", ["fail_samples", "clear_samples"])
+def test_only_samples_that_are_left_for_a_task_and_leased_to_nobody_go(client: AnyClient, verb: str) -> None:
+    call = getattr(client, verb)
+    put(client, [0] * 4)
+    with pytest.raises(tq.TaskNotFoundError):
+        call(partition_id="train", task_name="t")
+    asks = {**ASKS, "batch_size": 1}
+    client.get_meta(**rank(0, asks))
+    client.get_meta(**{**asks, "lease": 60.0})
+    leased = client.get_meta(**{**asks, "task_name": "other", "batch_size": 3, "lease": 60.0})
+    client.ack(leased.select_samples([0, 1]))  # 0 and 1, which t was delivered; 2 stays leased
+    assert call(partition_id="train", where=[("version", "<", 1)], task_name="t") == 1  # 3
+    assert call(leased, task_name="t") == 0
+    client.ack(leased)
+    assert call(partition_id="train", task_name="t") == 1  # 2
+    described = client.describe_partition("train")
+    assert (described.live_count, described.failed_count) == (2, 2 if verb == "fail_samples" else 0)
+
+
+def test_failing_samples_gives_places_back_and_is_checked_against_the_lease(client: AnyClient) -> None:
+    client.create_partition("train", admissions=[tq.Admission("t", 4)])
+    put(client, [0] * 4)
+    assert client.fail_samples(partition_id="train", where=[("version", "==", 0)]) == 4
+    put(client, [1] * 4, timeout=10.0)
+    leased = client.get_meta(**ASKS, lease=60.0)
+    client.release(leased)
+    with pytest.raises(tq.LeaseExpiredError):
+        client.fail_samples(leased)
+    assert client.describe_partition("train").live_count == 4
+    with pytest.raises(tq.PartitionNotFoundError):
+        client.fail_samples(partition_id="nowhere", keys=["a"])
+    with pytest.raises(tq.InvalidArgumentError, match="groups are named, and samples too"):
+        client.fail_samples(partition_id="train", keys=["a"], groups=["g"])

@@ -55,6 +55,7 @@ GroupColumn: TypeAlias = "Sequence[str | None] | NDArray[np.str_]"
 # A mapping for each sample, or for each name an array, a tensor or a list of `n` values.
 MetaGiven: TypeAlias = "Sequence[Mapping[str, MetaValue]] | Mapping[str, Any]"
 Request = TypeVar("Request", bound=Message)
+Changed = TypeVar("Changed", pb.ClearSamplesRequest, pb.FailSamplesRequest)
 Given = TypeVar("Given")
 Converter = Callable[[Any], Any]
 
@@ -321,6 +322,42 @@ def _order(position: int, column: Any) -> pb.Order:
     if not isinstance(column, str):
         raise InvalidArgumentError(f"order_by[{position}] is {column!r}, expected a string", field="order_by")
     return request_of(pb.Order, column=column.removeprefix("-"), descending=column.startswith("-"))
+
+
+def changed_samples(
+    kind: type[Changed],
+    namespace: Namespace,
+    metadata: BatchMeta | None,
+    *,
+    partition_id: str | None,
+    keys: Iterable[str] | None,
+    global_indexes: Iterable[int] | None,
+    groups: Iterable[str] | None,
+    where: Iterable[tuple[str, str, Any]],
+    task_name: str,
+    **others: Any,
+) -> Changed | None:
+    """Return the request to clear samples, or to have them fail; None if no sample is meant. `others` are its fields.
+
+    Where samples are named, be it none of them, conditions and tasks do not mean all others.
+    """
+    if metadata is not None:
+        check_is_batch(metadata)
+    request = request_of(
+        kind,
+        partition_id=partition_of(namespace, partition_id, metadata),
+        incarnation=b"" if metadata is None else metadata.incarnation,
+        global_indexes=global_indexes if metadata is None else metadata.handled_indexes,
+        keys=keys,
+        groups=groups,
+        where=condition_messages(where, namespace),
+        claim=None if metadata is None else metadata.leased_claim,
+        task_name=task_name,
+        **others,
+    )
+    is_named = any(names is not None for names in (metadata, keys, global_indexes, groups))
+    is_all = bool((request.where or task_name) and not is_named) or bool(others.get("skipped_by"))
+    return request if request.global_indexes or request.keys or request.groups or is_all else None
 
 
 def condition_messages(where: Iterable[tuple[str, str, Any]], namespace: Namespace) -> list[pb.Condition]:

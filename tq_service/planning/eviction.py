@@ -21,7 +21,7 @@ from tq_service.state.evictions import Evicted
 from tq_service.state.ledger import TaskLedger
 from tq_service.state.partition import Partition
 from tq_service.state.plan import Indexes, MustBeAwaited
-from tq_service.state.table import CLEARED, DEAD_LETTERED, DROPPED, FAILED, HELD, UNCLAIMED, is_open
+from tq_service.state.table import CLEARED, DEAD_LETTERED, FAILED, HELD, UNCLAIMED, is_open
 
 MOST_EVICTED_AT_ONCE: Final = 1 << 12
 """Candidates, with the groups that they are in, among which units are found in one step."""
@@ -105,7 +105,7 @@ class EvictionSearch:
     def _samples(self, positions: Indexes) -> Evicted | None:
         """Return those of some samples that are excluded, one by one."""
         positions = positions[self._excluded(positions)]
-        positions = positions[~self._is_leased(positions)]
+        positions = positions[~self._partition.is_leased(positions)]
         count = positions.size
         if not count:
             return None
@@ -128,7 +128,7 @@ class EvictionSearch:
             return np.bincount(unit_of[mask], minlength=ids.size)
 
         is_delivered = is_there & (claims != UNCLAIMED) & (claims != DEAD_LETTERED)
-        in_use_counts = count((state == HELD) | is_delivered | self._is_leased(members))
+        in_use_counts = count((state == HELD) | is_delivered | self._partition.is_leased(members))
         is_free = grouping.is_complete(ids, no_more=self._partition.sealed) & (in_use_counts == 0)
         is_free &= count(is_there) > 0
         least = np.where(grouping.is_group(ids), self._least_members, 0)
@@ -169,11 +169,3 @@ class EvictionSearch:
         number[np.argsort(first)] = np.arange(first.size)
         order = np.argsort(number[units], kind="stable")
         return chosen[order], number[units][order]
-
-    def _is_leased(self, positions: Indexes) -> NDArray[np.bool_]:
-        """Return which of some rows are leased to a worker of any task."""
-        is_leased = np.zeros(positions.size, np.bool_)
-        for task in self._partition.tasks.values():
-            if task.leased_count:
-                is_leased |= task.claim[positions] < DROPPED
-        return is_leased

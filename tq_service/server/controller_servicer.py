@@ -44,7 +44,7 @@ from tq_service.server.watches import Watches
 from tq_service.serving.backlogs import Backlogs, tasks_with_versions
 from tq_service.serving.catalog import Catalog
 from tq_service.serving.explain import Explainer
-from tq_service.serving.lookup import Clearing, find_names, find_page, locate, name_token, wait_for_samples
+from tq_service.serving.lookup import Clearing, Failing, find_names, find_page, locate, name_token, wait_for_samples
 from tq_service.serving.planner import NotYet
 from tq_service.serving.status import consumption_of, description_of, evicted_by, production_of, summary_of
 from tq_service.state.ledger import Claim
@@ -261,7 +261,7 @@ class ControllerServicer(
             self.catalog,
             request.partition_id,
             request.incarnation,
-            converters.cleared_selection(request),
+            converters.changed_selection(request, request.skipped_by),
             claim=converters.leased_claim(request),
             missing_ok=request.missing_ok,
         )
@@ -271,6 +271,22 @@ class ControllerServicer(
             request.request_id,
             lambda: pb.ClearSamplesResponse(cleared_count=clearing.finish()),
             pb.ClearSamplesResponse,
+        )
+
+    async def FailSamples(self, request: pb.FailSamplesRequest, context: Context) -> pb.FailSamplesResponse:
+        failing = Failing(
+            self.catalog,
+            request.partition_id,
+            request.incarnation,
+            converters.changed_selection(request),
+            claim=converters.leased_claim(request),
+        )
+        if self.catalog.recorded(request.request_id, pb.FailSamplesResponse) is None:
+            await failing.begin()
+        return self.catalog.run_once(
+            request.request_id,
+            lambda: pb.FailSamplesResponse(failed_count=failing.finish()),
+            pb.FailSamplesResponse,
         )
 
     # Finding samples and cells

@@ -1817,6 +1817,7 @@ class ClearSamplesRequest(google.protobuf.message.Message):
     WHERE_FIELD_NUMBER: builtins.int
     CLAIM_FIELD_NUMBER: builtins.int
     SKIPPED_BY_FIELD_NUMBER: builtins.int
+    TASK_NAME_FIELD_NUMBER: builtins.int
     request_id: builtins.bytes
     """16 random bytes that the client makes for this change and sends again with each retry. Of other lengths:
     INVALID_ARGUMENT.
@@ -1835,6 +1836,10 @@ class ClearSamplesRequest(google.protobuf.message.Message):
     """Name of a task. All samples are meant that it never gets: those that failed before it took them, that it
     dead-lettered, and the rest of groups that lost such a member, or a cleared one, while it keeps groups whole. Not
     together with keys, indexes or groups. NOT_FOUND if the task has not asked yet. Empty: any samples.
+    """
+    task_name: builtins.str
+    """Name of a task. Of the samples that are meant only those are removed that are left for it, and that no worker of any
+    task has leased. NOT_FOUND if the task has not asked yet. Empty: all of them.
     """
     @property
     def global_indexes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
@@ -1873,11 +1878,97 @@ class ClearSamplesRequest(google.protobuf.message.Message):
         where: collections.abc.Iterable[global___Condition] | None = ...,
         claim: tq_service.v1.metadata_pb2.LeasedClaim | None = ...,
         skipped_by: builtins.str = ...,
+        task_name: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["claim", b"claim"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["claim", b"claim", "global_indexes", b"global_indexes", "groups", b"groups", "incarnation", b"incarnation", "keys", b"keys", "missing_ok", b"missing_ok", "partition_id", b"partition_id", "request_id", b"request_id", "skipped_by", b"skipped_by", "where", b"where"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["claim", b"claim", "global_indexes", b"global_indexes", "groups", b"groups", "incarnation", b"incarnation", "keys", b"keys", "missing_ok", b"missing_ok", "partition_id", b"partition_id", "request_id", b"request_id", "skipped_by", b"skipped_by", "task_name", b"task_name", "where", b"where"]) -> None: ...
 
 global___ClearSamplesRequest = ClearSamplesRequest
+
+@typing.final
+class FailSamplesRequest(google.protobuf.message.Message):
+    """Samples that are to fail: named by index and by key, the members of groups, or all that satisfy conditions. Where
+    nothing is given, nothing fails.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    PARTITION_ID_FIELD_NUMBER: builtins.int
+    INCARNATION_FIELD_NUMBER: builtins.int
+    GLOBAL_INDEXES_FIELD_NUMBER: builtins.int
+    KEYS_FIELD_NUMBER: builtins.int
+    GROUPS_FIELD_NUMBER: builtins.int
+    WHERE_FIELD_NUMBER: builtins.int
+    CLAIM_FIELD_NUMBER: builtins.int
+    TASK_NAME_FIELD_NUMBER: builtins.int
+    request_id: builtins.bytes
+    """16 random bytes that the client makes for this change and sends again with each retry. Of other lengths:
+    INVALID_ARGUMENT.
+    """
+    partition_id: builtins.str
+    """The partition; it must exist."""
+    incarnation: builtins.bytes
+    """Fails with STALE_INCARNATION where the partition has another incarnation, since it was cleared and made again.
+    Empty: any.
+    """
+    task_name: builtins.str
+    """As in ClearSamplesRequest."""
+    @property
+    def global_indexes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Indexes of samples."""
+
+    @property
+    def keys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Keys of samples besides."""
+
+    @property
+    def groups(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Names of groups whose members fail; not together with keys or indexes."""
+
+    @property
+    def where(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Condition]:
+        """As in ClearSamplesRequest."""
+
+    @property
+    def claim(self) -> tq_service.v1.metadata_pb2.LeasedClaim:
+        """As in ClearSamplesRequest."""
+
+    def __init__(
+        self,
+        *,
+        request_id: builtins.bytes = ...,
+        partition_id: builtins.str = ...,
+        incarnation: builtins.bytes = ...,
+        global_indexes: collections.abc.Iterable[builtins.int] | None = ...,
+        keys: collections.abc.Iterable[builtins.str] | None = ...,
+        groups: collections.abc.Iterable[builtins.str] | None = ...,
+        where: collections.abc.Iterable[global___Condition] | None = ...,
+        claim: tq_service.v1.metadata_pb2.LeasedClaim | None = ...,
+        task_name: builtins.str = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["claim", b"claim"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["claim", b"claim", "global_indexes", b"global_indexes", "groups", b"groups", "incarnation", b"incarnation", "keys", b"keys", "partition_id", b"partition_id", "request_id", b"request_id", "task_name", b"task_name", "where", b"where"]) -> None: ...
+
+global___FailSamplesRequest = FailSamplesRequest
+
+@typing.final
+class FailSamplesResponse(google.protobuf.message.Message):
+    """Answers how many failed."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    FAILED_COUNT_FIELD_NUMBER: builtins.int
+    failed_count: builtins.int
+    """Number of samples that have failed by this call."""
+    def __init__(
+        self,
+        *,
+        failed_count: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["failed_count", b"failed_count"]) -> None: ...
+
+global___FailSamplesResponse = FailSamplesResponse
 
 @typing.final
 class ClearSamplesResponse(google.protobuf.message.Message):

@@ -138,6 +138,11 @@ class ControllerServiceStub(object):
                 request_serializer=tq__service_dot_v1_dot_controller__service__pb2.ClearSamplesRequest.SerializeToString,
                 response_deserializer=tq__service_dot_v1_dot_controller__service__pb2.ClearSamplesResponse.FromString,
                 )
+        self.FailSamples = channel.unary_unary(
+                '/tq_service.v1.ControllerService/FailSamples',
+                request_serializer=tq__service_dot_v1_dot_controller__service__pb2.FailSamplesRequest.SerializeToString,
+                response_deserializer=tq__service_dot_v1_dot_controller__service__pb2.FailSamplesResponse.FromString,
+                )
         self.ClearPartition = channel.unary_unary(
                 '/tq_service.v1.ControllerService/ClearPartition',
                 request_serializer=tq__service_dot_v1_dot_controller__service__pb2.ClearPartitionRequest.SerializeToString,
@@ -440,6 +445,16 @@ class ControllerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def FailSamples(self, request, context):
+        """Has samples fail, many of them in steps of 32,768, as ClearSamples removes them. Changes: they count as done for all
+        tasks, and their bytes are freed; keys, groups and custom_meta stay. Those that do not exist or have failed are
+        ignored. Idempotent under `request_id`, does not block. Errors: NOT_FOUND (partition, or the task), and
+        FAILED_PRECONDITION (STALE_INCARNATION; LEASE_EXPIRED: see `claim`).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ClearPartition(self, request, context):
         """Removes a partition with all it holds. Changes: its bytes and claims are freed, and calls that wait on it end
         with FAILED_PRECONDITION (PARTITION_CLEARED); the name may be used again. Idempotent under `request_id`, does not
@@ -666,6 +681,11 @@ def add_ControllerServiceServicer_to_server(servicer, server):
                     servicer.ClearSamples,
                     request_deserializer=tq__service_dot_v1_dot_controller__service__pb2.ClearSamplesRequest.FromString,
                     response_serializer=tq__service_dot_v1_dot_controller__service__pb2.ClearSamplesResponse.SerializeToString,
+            ),
+            'FailSamples': grpc.unary_unary_rpc_method_handler(
+                    servicer.FailSamples,
+                    request_deserializer=tq__service_dot_v1_dot_controller__service__pb2.FailSamplesRequest.FromString,
+                    response_serializer=tq__service_dot_v1_dot_controller__service__pb2.FailSamplesResponse.SerializeToString,
             ),
             'ClearPartition': grpc.unary_unary_rpc_method_handler(
                     servicer.ClearPartition,
@@ -1128,6 +1148,23 @@ class ControllerService(object):
         return grpc.experimental.unary_unary(request, target, '/tq_service.v1.ControllerService/ClearSamples',
             tq__service_dot_v1_dot_controller__service__pb2.ClearSamplesRequest.SerializeToString,
             tq__service_dot_v1_dot_controller__service__pb2.ClearSamplesResponse.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def FailSamples(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/tq_service.v1.ControllerService/FailSamples',
+            tq__service_dot_v1_dot_controller__service__pb2.FailSamplesRequest.SerializeToString,
+            tq__service_dot_v1_dot_controller__service__pb2.FailSamplesResponse.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 

@@ -264,6 +264,16 @@ class ControllerServiceStub:
     `claim`); unless `missing_ok`: NOT_FOUND (partition), FAILED_PRECONDITION (STALE_INCARNATION).
     """
 
+    FailSamples: grpc.UnaryUnaryMultiCallable[
+        tq_service.v1.controller_service_pb2.FailSamplesRequest,
+        tq_service.v1.controller_service_pb2.FailSamplesResponse,
+    ]
+    """Has samples fail, many of them in steps of 32,768, as ClearSamples removes them. Changes: they count as done for all
+    tasks, and their bytes are freed; keys, groups and custom_meta stay. Those that do not exist or have failed are
+    ignored. Idempotent under `request_id`, does not block. Errors: NOT_FOUND (partition, or the task), and
+    FAILED_PRECONDITION (STALE_INCARNATION; LEASE_EXPIRED: see `claim`).
+    """
+
     ClearPartition: grpc.UnaryUnaryMultiCallable[
         tq_service.v1.controller_service_pb2.ClearPartitionRequest,
         tq_service.v1.controller_service_pb2.ClearPartitionResponse,
@@ -615,6 +625,16 @@ class ControllerServiceAsyncStub:
     not. Changes: their cells, keys and claims are gone; their indexes are never used again. Unknown keys and indexes
     are ignored. Idempotent under `request_id`, does not block. Errors: FAILED_PRECONDITION (LEASE_EXPIRED: see
     `claim`); unless `missing_ok`: NOT_FOUND (partition), FAILED_PRECONDITION (STALE_INCARNATION).
+    """
+
+    FailSamples: grpc.aio.UnaryUnaryMultiCallable[
+        tq_service.v1.controller_service_pb2.FailSamplesRequest,
+        tq_service.v1.controller_service_pb2.FailSamplesResponse,
+    ]
+    """Has samples fail, many of them in steps of 32,768, as ClearSamples removes them. Changes: they count as done for all
+    tasks, and their bytes are freed; keys, groups and custom_meta stay. Those that do not exist or have failed are
+    ignored. Idempotent under `request_id`, does not block. Errors: NOT_FOUND (partition, or the task), and
+    FAILED_PRECONDITION (STALE_INCARNATION; LEASE_EXPIRED: see `claim`).
     """
 
     ClearPartition: grpc.aio.UnaryUnaryMultiCallable[
@@ -1014,6 +1034,18 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         not. Changes: their cells, keys and claims are gone; their indexes are never used again. Unknown keys and indexes
         are ignored. Idempotent under `request_id`, does not block. Errors: FAILED_PRECONDITION (LEASE_EXPIRED: see
         `claim`); unless `missing_ok`: NOT_FOUND (partition), FAILED_PRECONDITION (STALE_INCARNATION).
+        """
+
+    @abc.abstractmethod
+    def FailSamples(
+        self,
+        request: tq_service.v1.controller_service_pb2.FailSamplesRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[tq_service.v1.controller_service_pb2.FailSamplesResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.FailSamplesResponse]]:
+        """Has samples fail, many of them in steps of 32,768, as ClearSamples removes them. Changes: they count as done for all
+        tasks, and their bytes are freed; keys, groups and custom_meta stay. Those that do not exist or have failed are
+        ignored. Idempotent under `request_id`, does not block. Errors: NOT_FOUND (partition, or the task), and
+        FAILED_PRECONDITION (STALE_INCARNATION; LEASE_EXPIRED: see `claim`).
         """
 
     @abc.abstractmethod
