@@ -799,9 +799,9 @@ global___GetMetaRequest = GetMetaRequest
 
 @typing.final
 class Refill(google.protobuf.message.Message):
-    """The task that makes evicted units again. The sample of its partition whose key is the name of an evicted group, or the
-    key of a sample that was evicted by itself, becomes claimable for it again, in the same step as the eviction; one that
-    a worker has leased once it is acknowledged. What comes of it is in TakeEvicted.
+    """The task that makes evicted units again. The sample of its partition whose key is the name of an evicted group, or
+    the key of a sample that was evicted by itself, becomes claimable for it again, in the same step as the eviction; one
+    that a worker has leased once it is acknowledged. What comes of it is in TakeEvicted.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -1838,8 +1838,8 @@ class ClearSamplesRequest(google.protobuf.message.Message):
     together with keys, indexes or groups. NOT_FOUND if the task has not asked yet. Empty: any samples.
     """
     task_name: builtins.str
-    """Name of a task. Of the samples that are meant only those are removed that are left for it, and that no worker of any
-    task has leased. NOT_FOUND if the task has not asked yet. Empty: all of them.
+    """Name of a task. Of the samples that are meant only those are removed that are left for it, and that no worker of
+    any task has leased. NOT_FOUND if the task has not asked yet. Empty: all of them.
     """
     @property
     def global_indexes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:

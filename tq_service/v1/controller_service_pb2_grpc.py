@@ -389,8 +389,8 @@ class ControllerServiceServicer(object):
 
     def TakeEvicted(self, request, context):
         """Returns which units the claims of a task have evicted (`GetMetaRequest.unmatched`), in order, for callers that make
-        new ones in their place. The newest 65,536 are kept, whatever becomes of the task's epoch. Changes nothing, does not
-        block. Errors: NOT_FOUND (partition or task), FAILED_PRECONDITION (STALE_INCARNATION).
+        new ones in their place. The newest 65,536 are kept, whatever becomes of the task's epoch. Changes nothing, does
+        not block. Errors: NOT_FOUND (partition or task), FAILED_PRECONDITION (STALE_INCARNATION).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -446,8 +446,8 @@ class ControllerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def FailSamples(self, request, context):
-        """Has samples fail, many of them in steps of 32,768, as ClearSamples removes them. Changes: they count as done for all
-        tasks, and their bytes are freed; keys, groups and custom_meta stay. Those that do not exist or have failed are
+        """Has samples fail, many of them in steps of 32,768, as ClearSamples removes them. Changes: they count as done for
+        all tasks, and their bytes are freed; keys, groups and custom_meta stay. Those that do not exist or have failed are
         ignored. Idempotent under `request_id`, does not block. Errors: NOT_FOUND (partition, or the task), and
         FAILED_PRECONDITION (STALE_INCARNATION; LEASE_EXPIRED: see `claim`).
         """

@@ -211,8 +211,8 @@ class ControllerServiceStub:
         tq_service.v1.controller_service_pb2.TakeEvictedResponse,
     ]
     """Returns which units the claims of a task have evicted (`GetMetaRequest.unmatched`), in order, for callers that make
-    new ones in their place. The newest 65,536 are kept, whatever becomes of the task's epoch. Changes nothing, does not
-    block. Errors: NOT_FOUND (partition or task), FAILED_PRECONDITION (STALE_INCARNATION).
+    new ones in their place. The newest 65,536 are kept, whatever becomes of the task's epoch. Changes nothing, does
+    not block. Errors: NOT_FOUND (partition or task), FAILED_PRECONDITION (STALE_INCARNATION).
     """
 
     SetCustomMeta: grpc.UnaryUnaryMultiCallable[
@@ -268,8 +268,8 @@ class ControllerServiceStub:
         tq_service.v1.controller_service_pb2.FailSamplesRequest,
         tq_service.v1.controller_service_pb2.FailSamplesResponse,
     ]
-    """Has samples fail, many of them in steps of 32,768, as ClearSamples removes them. Changes: they count as done for all
-    tasks, and their bytes are freed; keys, groups and custom_meta stay. Those that do not exist or have failed are
+    """Has samples fail, many of them in steps of 32,768, as ClearSamples removes them. Changes: they count as done for
+    all tasks, and their bytes are freed; keys, groups and custom_meta stay. Those that do not exist or have failed are
     ignored. Idempotent under `request_id`, does not block. Errors: NOT_FOUND (partition, or the task), and
     FAILED_PRECONDITION (STALE_INCARNATION; LEASE_EXPIRED: see `claim`).
     """
@@ -574,8 +574,8 @@ class ControllerServiceAsyncStub:
         tq_service.v1.controller_service_pb2.TakeEvictedResponse,
     ]
     """Returns which units the claims of a task have evicted (`GetMetaRequest.unmatched`), in order, for callers that make
-    new ones in their place. The newest 65,536 are kept, whatever becomes of the task's epoch. Changes nothing, does not
-    block. Errors: NOT_FOUND (partition or task), FAILED_PRECONDITION (STALE_INCARNATION).
+    new ones in their place. The newest 65,536 are kept, whatever becomes of the task's epoch. Changes nothing, does
+    not block. Errors: NOT_FOUND (partition or task), FAILED_PRECONDITION (STALE_INCARNATION).
     """
 
     SetCustomMeta: grpc.aio.UnaryUnaryMultiCallable[
@@ -631,8 +631,8 @@ class ControllerServiceAsyncStub:
         tq_service.v1.controller_service_pb2.FailSamplesRequest,
         tq_service.v1.controller_service_pb2.FailSamplesResponse,
     ]
-    """Has samples fail, many of them in steps of 32,768, as ClearSamples removes them. Changes: they count as done for all
-    tasks, and their bytes are freed; keys, groups and custom_meta stay. Those that do not exist or have failed are
+    """Has samples fail, many of them in steps of 32,768, as ClearSamples removes them. Changes: they count as done for
+    all tasks, and their bytes are freed; keys, groups and custom_meta stay. Those that do not exist or have failed are
     ignored. Idempotent under `request_id`, does not block. Errors: NOT_FOUND (partition, or the task), and
     FAILED_PRECONDITION (STALE_INCARNATION; LEASE_EXPIRED: see `claim`).
     """
@@ -973,8 +973,8 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[tq_service.v1.controller_service_pb2.TakeEvictedResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.TakeEvictedResponse]]:
         """Returns which units the claims of a task have evicted (`GetMetaRequest.unmatched`), in order, for callers that make
-        new ones in their place. The newest 65,536 are kept, whatever becomes of the task's epoch. Changes nothing, does not
-        block. Errors: NOT_FOUND (partition or task), FAILED_PRECONDITION (STALE_INCARNATION).
+        new ones in their place. The newest 65,536 are kept, whatever becomes of the task's epoch. Changes nothing, does
+        not block. Errors: NOT_FOUND (partition or task), FAILED_PRECONDITION (STALE_INCARNATION).
         """
 
     @abc.abstractmethod
@@ -1042,8 +1042,8 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         request: tq_service.v1.controller_service_pb2.FailSamplesRequest,
         context: _ServicerContext,
     ) -> typing.Union[tq_service.v1.controller_service_pb2.FailSamplesResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.FailSamplesResponse]]:
-        """Has samples fail, many of them in steps of 32,768, as ClearSamples removes them. Changes: they count as done for all
-        tasks, and their bytes are freed; keys, groups and custom_meta stay. Those that do not exist or have failed are
+        """Has samples fail, many of them in steps of 32,768, as ClearSamples removes them. Changes: they count as done for
+        all tasks, and their bytes are freed; keys, groups and custom_meta stay. Those that do not exist or have failed are
         ignored. Idempotent under `request_id`, does not block. Errors: NOT_FOUND (partition, or the task), and
         FAILED_PRECONDITION (STALE_INCARNATION; LEASE_EXPIRED: see `claim`).
         """
