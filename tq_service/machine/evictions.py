@@ -43,8 +43,8 @@ class UnitsEvicted(Change):
         partition = state.partition(self.partition_id)
         return partition, partition.known_task(self.task_name), partition.positions_of(self.evicted.rows)
 
-    def apply(self, state: State, prepared: tuple[Partition, TaskLedger, Indexes], step: Step) -> None:
-        """Fail or clear them, have them made again, and record what they were."""
+    def apply(self, state: State, prepared: tuple[Partition, TaskLedger, Indexes], step: Step) -> int:
+        """Fail or clear them, have them made again, and record what they were; return how many units they are."""
         partition, task, positions = prepared
         first = positions[np.cumsum(self.evicted.sizes) - self.evicted.sizes]
         groups, keys = partition.groups.names_of(first), partition.key[first].tolist()
@@ -80,6 +80,7 @@ class UnitsEvicted(Change):
                 for serial, (is_whole, group, key, reason, size, outcome) in enumerate(columns, task.evicted_count + 1)
             ]
         )
+        return self.evicted.sizes.size
 
     def _refill(self, state: State, names: list[str | None], step: Step) -> Sequence[RefillOutcome | None]:
         """Have the samples with these keys claimable again for the task that makes units; return what came of each."""

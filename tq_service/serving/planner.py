@@ -865,18 +865,19 @@ class Planner:
         claim.answer_count = 1
         return claim
 
-    def _evict(self, request: ClaimRequest, evicted: Evicted | None) -> None:
-        """Fail or clear what a claim evicts, if it does."""
+    def _evict(self, request: ClaimRequest, evicted: Evicted | None) -> bool:
+        """Fail or clear what a claim evicts; return whether it did, which it does not once the partition is gone."""
         spec, policy = request.batch_spec, self._partition.policies.get(request.policy or "")
-        if evicted is not None and spec.unmatched != "wait":
-            change = UnitsEvicted(
-                **self._names,
-                evicted=evicted,
-                action=spec.unmatched,
-                version=None if policy is None else policy.version,
-                refill=spec.refill,
-            )
-            self._commit(change, None)
+        if evicted is None or spec.unmatched == "wait":
+            return False
+        change = UnitsEvicted(
+            **self._names,
+            evicted=evicted,
+            action=spec.unmatched,
+            version=None if policy is None else policy.version,
+            refill=spec.refill,
+        )
+        return bool(self._commit(change, None))
 
     # Plans
 
@@ -897,9 +898,9 @@ class Planner:
             except MustBeAwaited:
                 return None
             found = self._keep_groups(search, search.conclude(plan))
-            if search.evicted is None or isinstance(found, Planned):
+            # Once what it evicts is gone there may be a plan, or the end.
+            if isinstance(found, Planned) or not self._evict(request, search.evicted):
                 return found
-            self._evict(request, search.evicted)  # then there may be a plan, or the end, without it
 
     async def _find_off_loop(self, request: ClaimRequest, look_past: int) -> Found:
         """Look for a plan, or the end, while positions of rows stay as they are.
@@ -924,9 +925,8 @@ class Planner:
         if plan is None and look_past:
             return NOT_LOOKED
         found = self._keep_groups(search, search.conclude(plan))
-        if search.evicted is None or isinstance(found, Planned):
+        if isinstance(found, Planned) or not self._evict(request, search.evicted):
             return found
-        self._evict(request, search.evicted)
         return NOT_LOOKED
 
     def _keep_groups(self, search: Search, found: Found) -> Found:
