@@ -17,7 +17,7 @@ import pytest
 SCRIPT = Path(__file__).parent.parent / "scripts" / "trace_path.py"
 
 # The most hand-written files of client and service, with a data directory, that an operation may execute.
-MOST = {"put": 35, "put-consumed": 37, "claim": 30, "get": 22, "ack": 21}
+MOST = {"put": 35, "put-consumed": 37, "claim": 30, "get": 22, "ack": 22}
 
 # What surely is on each path, so that a tracer that sees nothing fails: files, and directories that have one.
 EXPECTED = {

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum, StrEnum
 from typing import Any
 
-from tq_service.schema import Admission, FieldSpec
+from tq_service.schema import Admission, BatchUnit, EvictionReason, FieldSpec, RefillOutcome
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -290,6 +290,9 @@ class TaskStatus:
         trained_batch_count: batches of this epoch that were trained, see `advance`.
         saved_batch_count: batches of this epoch that a checkpoint of the trainer covers, see `advance`.
         outstanding_count: units that are outstanding for it, as its admission counts them; None: it has none.
+        unmatched_count: samples and groups that its claims evicted since `where` excluded them, in all epochs.
+        too_small_count: groups that its claims evicted since too few members were left, in all epochs.
+        refilled_count: samples that were made claimable again for it by evictions, in all epochs.
     """
 
     task_name: str
@@ -314,6 +317,9 @@ class TaskStatus:
     trained_batch_count: int = 0
     saved_batch_count: int = 0
     outstanding_count: int | None = None
+    unmatched_count: int = 0
+    too_small_count: int = 0
+    refilled_count: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -342,6 +348,48 @@ class RestartedRanks:
 
     epoch: int
     batch_index: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvictedUnit:
+    """A sample or a group that claims of a task have evicted.
+
+    Attributes:
+        serial: its number in the task: 1, and one more with each.
+        unit: whether it was a "sample", evicted by itself, or a "group".
+        group: name of the group that it was, or that the sample was in; None: none.
+        key: key of the sample, of a group that of its first sample; None: none.
+        reason: "unmatched": `where` excluded it, or a member of it; "too_small": fewer than `least_members` were left.
+        version: the version that was published then, of the policy that `where` compares with, or else of
+            `not_before_version`; None: the claim named no policy, or it had no version.
+        sample_count: samples that went; of a cleared group also those that had failed before.
+        refill: what came of `get_meta(refill=)`: "refilled"; "pending": its sample was claimable anyway; "unknown":
+            there is no such partition or key; "used_up": it was refilled `max_refills` times before; "given_up": the
+            task never gets it, since it failed, was dead-lettered, dropped or skipped, or the ranks are at their end.
+            None: no refill was asked for.
+    """
+
+    serial: int
+    unit: BatchUnit
+    group: str | None
+    key: str | None
+    reason: EvictionReason
+    version: int | None
+    sample_count: int
+    refill: RefillOutcome | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvictedUnits:
+    """Units that claims of a task have evicted, in order of their serials.
+
+    Attributes:
+        units: the units; empty: there are none behind the serial that was given.
+        dropped_count: units behind that serial which are not kept any more.
+    """
+
+    units: tuple[EvictedUnit, ...]
+    dropped_count: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -46,11 +46,21 @@ class SampleConsumption(IntEnum):
     DROPPED = 5
 
 
+class EvictionCode(IntEnum):
+    """Why a claim evicted a sample or a group, by the numbers of the protos."""
+
+    UNMATCHED = 1
+    TOO_SMALL = 2
+
+
 BatchUnit = Literal["sample", "group"]
 Blocks = Literal["aligned", "anywhere"]
+EvictionReason = Literal["unmatched", "too_small"]
 GivenBack = Literal["delivered", "trained", "published"]
 OnLost = Literal["requeue", "fail", "remove"]
 KeyMode = Literal["upsert", "new", "existing"]
+RefillOutcome = Literal["refilled", "pending", "unknown", "used_up", "given_up"]
+Unmatched = Literal["wait", "fail", "clear"]
 ReadLayout = Literal["auto", "dense", "jagged"]
 Operator = Literal["==", "!=", "<", "<=", ">", ">=", "in"]
 Scalar = int | float | bool | str

@@ -338,6 +338,21 @@ def test_a_task_is_shown_with_the_claims_that_hold_leases(client: tq.Client) -> 
     assert (task["leasing_claim_count"], len(task["leases"])) == (22, 20)
 
 
+def test_evicted_samples_are_listed_and_counted(client: tq.Client) -> None:
+    client.put({"x": np.arange(3)}, partition_id="p", keys=["a", "b", "c"], custom_meta={"v": np.array([0, 0, 1])})
+    asked: dict[str, Any] = {"partition_id": "p", "task_name": "t", "data_fields": ["x"], "batch_size": 4}
+    client.get_meta(**asked, max_wait=0)
+    assert "have evicted nothing after serial 0" in invoke("task", "evicted", "p", "t")
+    assert "evicted " not in invoke("task", "show", "p", "t")
+    client.get_meta(**asked, where=[("v", ">", 0)], unmatched="fail", refill=("prompts", "r"), max_wait=0)
+    assert lines_of("task", "evicted", "p", "t")[1:] == [
+        ["1", "sample", "-", "a", "unmatched", "-", "1", "unknown"],
+        ["2", "sample", "-", "b", "unmatched", "-", "1", "unknown"],
+    ]
+    assert [each["serial"] for each in document("task", "evicted", "p", "t", "--after", "1")["units"]] == [2]
+    assert re.search(r"evicted +2 by where, 0 groups with too few members\n", invoke("task", "show", "p", "t"))
+
+
 def test_dead_lettered_samples_are_listed_and_delivered_again(client: tq.Client) -> None:
     assert invoke("deadletter", "ls") == "no samples are dead-lettered\n"
     client.put({"x": np.arange(3)}, partition_id="p")

@@ -85,6 +85,7 @@ async def test_every_call_is_about_partitions_of_the_namespace(kind, tmp_path):
         await call("publish_version", 1, trained={("train", "trainer"): 0})
         assert await call("get_version") == 1
         assert (await call("restart_ranks", "train", "trainer", dp_size=2)).batch_index == 1
+        assert (await call("take_evicted", "train", "trainer")).units == ()
         assert await call("remove_policy")
         assert await call("explain", "train") == []
         await call("seal_partition", "train")
@@ -98,6 +99,7 @@ async def test_every_call_is_about_partitions_of_the_namespace(kind, tmp_path):
         assert {one.partition_id for one in (meta, inserted, found, leased)} == {"train"}
         assert leased.full_partition_id == "run-7/train"
         assert await call("clear_samples", meta.select_samples([0, 1])) == 2
+        assert await call("fail_samples", partition_id="train", keys=["c"]) == 1
         assert await call("clear_samples", partition_id="train", keys=["c"]) == 1
         await call("clear_partition", "train")
         await client.aclose()

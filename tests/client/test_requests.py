@@ -31,6 +31,8 @@ CLAIM: dict[str, Any] = {
     "max_deliveries": None,
     "claim_name": None,
     "max_uses": None,
+    "unmatched": "wait",
+    "least_members": None,
 }
 
 
@@ -56,6 +58,8 @@ CLAIM: dict[str, Any] = {
         ({"lease": 0}, "lease", "lease is 0, expected a positive number"),
         ({"lease": float("nan")}, "lease", "expected a finite number of seconds"),
         ({"max_deliveries": 0}, "max_deliveries", "max_deliveries is 0"),
+        ({"least_members": 0}, "least_members", "least_members is 0, expected at least 1"),
+        ({"unmatched": "drop"}, "unmatched", "unmatched is 'drop', expected one of wait, fail, clear"),
         ({"where": [("a", "==")]}, "where", r"where\[0\] is \('a', '=='\), expected \(column, operator, value\)"),
         ({"where": [("a", "in", "xy")]}, r"where[0] with 'in'", "expected a list"),
         ({"where": [("a", "==", 1 << 63)]}, "int64_value", "expected an integer of 64 bits"),

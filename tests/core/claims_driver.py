@@ -37,6 +37,7 @@ from tq_service.errors import (
     StaleEpochError,
     TqError,
 )
+from tq_service.machine.evictions import UnitsEvicted
 from tq_service.samplers import (
     GRPOGroupNSampler,
     PlanRunner,
@@ -125,6 +126,8 @@ class Call:
             data_fields=asking.fields,
             drop_last=asking.drop_last,
             max_uses=asking.max_uses,
+            unmatched=asking.unmatched,
+            least_members=asking.least_members,
             finite=asking.finite,
             lease=None
             if asking.lease is None
@@ -213,6 +216,8 @@ class Driver:
         JudgedWaiter.calls.clear()
         self.model = self.partition = None
         self.skipped_seconds = 0.0
+        self._commit = self.catalog.machine.commit
+        self.catalog.machine.commit = self._watched_commit
         self._real_time = asyncio.get_running_loop().time
         asyncio.get_running_loop().time = self.now
         self.open_life()
@@ -379,6 +384,26 @@ class Driver:
         set_meta(self.catalog, np.array(indexes, np.int64), meta(entries))
 
     # Records, as they are made
+
+    def _watched_commit(self, change, prepared=None):
+        if isinstance(change, UnitsEvicted):
+            self.on_evicted(change)
+        return self._commit(change, prepared)
+
+    def on_evicted(self, change):
+        """Compare what a claim evicts with the model: all that it is to evict, of a slow one what it has seen."""
+        model, rows = self.model, change.evicted.rows.tolist()
+        task = model.task(change.task_name)
+        ways = [asking for asking in self.tasks[change.task_name] if asking.unmatched == change.action]
+        expected = [model.evictable(task, asking) for asking in ways]
+        assert rows
+        assert any(
+            set(rows) == each or (way.slow and set(rows) <= each) for way, each in zip(ways, expected, strict=True)
+        )
+        if change.action == "clear":
+            model.clear(rows)
+        else:
+            model.update(rows, state="failed")
 
     def on_batch(self, name, batch_spec, plan):
         task, asking = self.model.task(name), self.tasks[name][0]
@@ -556,6 +581,7 @@ class Driver:
         assert call.name not in task.names | task.past_names
         with suppress(BlocksError):  # is refused when its sampler looks again, which need not be yet
             assert self.model.answer(task, call.asking) is None
+            assert not self.model.evictable(task, call.asking)
 
     def _check_replay(self, call):
         """A rank is told what is recorded; a record may have changed its epoch since. As is a call for a name."""

@@ -98,6 +98,8 @@ class Asking:
     lease: float | None = None
     max_deliveries: int | None = None
     max_uses: int = 1
+    unmatched: str = "wait"
+    least_members: int = 0
 
     @property
     def total(self):
@@ -319,9 +321,14 @@ class Model:
         task.reusing, task.reused_batches, task.forgotten = [], set(), -1
 
     def restart_ranks(self, name, dp_size, trained):
-        """Only for tasks that consume what they are given, once."""
+        """Only for tasks that consume what they are given, once. Batches that were cleared whole stay consumed."""
         task = self.task(name)
-        dropped = [row for parts in task.batches[trained + 1 :] for part in parts for row in part]
+        known = [
+            parts
+            for parts in task.batches[trained + 1 :]
+            if any(not part or any(row in self.rows for row in part) for part in parts)
+        ]
+        dropped = [row for parts in known for part in parts for row in part]
         task.consumed -= set(dropped)
         task.consumed_count -= len(dropped)
         del task.batches[trained + 1 :]
@@ -436,6 +443,45 @@ class Model:
         broken = any(self.is_lost(task, member) for member in members)
         short = unit[0] == "group" and not self.is_complete(asking, unit[1], no_more=True)
         return short or (broken and not asking.take)
+
+    # What a task gives up
+
+    def evictable(self, task, asking):
+        """Return the indexes of the rows that a claim evicts."""
+        if asking.unmatched == "wait":
+            return set()
+        leased = set().union(*(each.leased for each in self.tasks.values()))
+        if not asking.grouped or self.takes_runs(asking):
+            return {row.index for row in self.rows.values() if self.may_evict(task, asking, row)} - leased
+        evicted = set()
+        for unit in {self.unit_of(asking, row) for row in self.rows.values()}:
+            evicted |= self._evicted_of(task, asking, unit, leased)
+        return evicted
+
+    def may_evict(self, task, asking, row):
+        return row.state == "live" and self.is_open(task, row) and self.is_excluded(asking, row)
+
+    def _evicted_of(self, task, asking, unit, leased):
+        kind, name = unit
+        members = self.members(asking, unit)
+        there = [row for row in members if row is not None and row.state != "cleared"]
+        open_rows = [row for row in there if row.state != "failed"]
+        if kind == "group" and not self.is_complete(asking, name, no_more=self.sealed):
+            return set()
+        if kind == "block" and not self.sealed and (name + 1) * asking.block_size > self.inserted:
+            return set()
+        if any(row.state == "held" or row.index in task.consumed | leased for row in open_rows):
+            return set()
+        excluded = {row.index for row in there if self.may_evict(task, asking, row)}
+        left_count = sum(not self.is_lost(task, row) for row in members)
+        least = 0 if kind == "row" else asking.least_members
+        if not excluded and not least:
+            return set()
+        remaining_count = left_count - len(excluded)
+        goes_whole = remaining_count < max(least, 1) if asking.take else excluded or left_count < least
+        if not goes_whole:
+            return excluded if asking.take else set()
+        return {row.index for row in (there if asking.unmatched == "clear" else open_rows)} if open_rows else set()
 
     # What a task is to get
 

@@ -54,6 +54,7 @@ def asking_for(rng, *, ranked):
     batch_size = rng.choice([1, 2, 4] if block_size is None or unit == "group" else [block_size, 2 * block_size])
     finite = rng.random() < 0.2
     anywhere = block_size is not None and rng.random() < 0.4
+    unmatched = rng.choice(["wait", "wait", "wait", "fail", "clear"])
     return Asking(
         sampler=sampler,
         fields=rng.choice([("x",), ("x", "y")]),
@@ -75,6 +76,8 @@ def asking_for(rng, *, ranked):
         lease=None if ranked or rng.random() < 0.4 else rng.choice([50.0, 200.0, 500.0]),
         max_deliveries=rng.choice([None, 1, 2, 3]),
         max_uses=rng.choice([1, 1, 1, 1, 2, 3]),
+        unmatched=unmatched,
+        least_members=0 if unmatched == "wait" else rng.choice([0, 2]),
     )
 
 

@@ -36,10 +36,10 @@ def train():
     return train
 
 
-def scan_of(train, *, length=None, watch=None, of_left=False, **bound):
+def scan_of(train, *, length=None, watch=None, of="ready", **bound):
     spec = batch_spec(**bound)
     rows = Readiness(train, task_of(train, "t"), spec, length)
-    return Scan(rows, train.scan_starts, spec.order_by, watch=watch, of_left=of_left)
+    return Scan(rows, train.scan_starts, spec.order_by, watch=watch, of=of)
 
 
 def view_of(train, **bound):

@@ -275,7 +275,7 @@ def skipped_one_by_one(partition, task):
         if not partition.groups.in_use and task.kept_groups:  # blocks that are not whole yet
             start = int(ids[0]) * task.kept_groups
             sizes = np.array([min(partition.table.next_index - start, task.kept_groups)])
-        if grouping._left(ids)[0] < sizes[0]:
+        if grouping.left(ids)[0] < sizes[0]:
             found.append(position)
     return found
 

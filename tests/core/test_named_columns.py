@@ -112,7 +112,7 @@ def test_names_of_users_never_name_another_column(path):
     assert digest(again, with_gaps=True) == digest(made, with_gaps=True)
     assert again.meta.names() == names
     assert list(again.tasks) == names
-    assert len(made.table.columns) == 4 + 13 + 2 * len(names) + 4 * len(names)  # and of fields, custom_meta, tasks
+    assert len(made.table.columns) == 4 + 13 + 2 * len(names) + 5 * len(names)  # and of fields, custom_meta, tasks
 
 
 def test_floats_come_back_bit_for_bit(path):

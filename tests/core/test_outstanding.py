@@ -4,6 +4,7 @@ import random
 
 import numpy as np
 import pytest
+from digest import digest
 from domain_support import (
     ack,
     batch_spec,
@@ -22,10 +23,12 @@ from domain_support import (
 )
 
 from tq_service.machine.claims import GroupsKept, SamplesClaimed, TaskAdvanced
+from tq_service.machine.evictions import UnitsEvicted
 from tq_service.machine.policies import VersionPublished
-from tq_service.schema import Admission
+from tq_service.schema import Admission, EvictionCode
+from tq_service.state.evictions import Evicted
 from tq_service.state.partition import Partition, PartitionSettings
-from tq_service.state.plan import LeaseTerms
+from tq_service.state.plan import LeaseTerms, Refill
 from tq_service.state.table import DROPPED, HELD, LIVE, UNCLAIMED
 
 LEASE = LeaseTerms(seconds=60.0)
@@ -119,7 +122,7 @@ def test_samples_without_a_group_are_units_of_their_own():
 
 STEPS = (
     *["insert"] * 4, *["batch"] * 2, *["take"] * 3, *["end_lease"] * 3, *["write"] * 2, "clear", "advance", "publish",
-    "restart", "reset", "keep_groups",
+    "restart", "reset", "keep_groups", "prompt", "evict", "evict",
 )  # fmt: skip
 
 
@@ -191,6 +194,27 @@ class Walk:
     def keep_groups(self):
         commit(self.train, GroupsKept(partition_id="p", task_name="t", kept_groups=self.rng.choice([0, None])))
 
+    def prompt(self):
+        """Add a sample whose key is the name of a group, so that it may be claimable again once that is evicted."""
+        key = self.rng.choice("abcde")
+        if self.train.key_index.positions_of([key])[0] < 0:
+            insert(self.train, 1, keys=[key])
+
+    def evict(self):
+        rows = self.unclaimed()
+        if not rows:
+            return
+        count = len(rows)
+        evicted = Evicted(
+            rows=np.array(rows),
+            sizes=np.ones(count, np.int64),
+            reasons=np.full(count, EvictionCode.UNMATCHED, np.uint8),
+            is_group=np.ones(count, np.bool_),
+        )
+        action, refill = self.rng.choice(["fail", "clear"]), Refill(partition_id="p", task_name="t")
+        change = UnitsEvicted(partition_id="p", task_name="t", evicted=evicted, action=action, refill=refill)
+        commit(self.train, change)
+
     def held(self):
         """Return the units that the task holds, looked at one by one."""
         train, task, units = self.train, self.task, set()
@@ -207,12 +231,19 @@ class Walk:
 @pytest.mark.parametrize("given_back", ["delivered", "trained", "published"])
 @pytest.mark.parametrize("unit", ["sample", "group"])
 def test_what_a_task_holds_is_counted_as_one_by_one_whatever_happens(unit, given_back):
+    outcomes = set()
     for seed in range(30):
         walk = Walk(seed, {"unit": unit, "given_back": given_back})
         for _ in range(60):
             walk.step()
             task = walk.task
+            table = walk.train.table
+            is_pending = task.is_pending(slice(0, table.count))
+            assert (task.backlog, task.consumed_count >= task.leased_count) == (is_pending.sum(), True)
             assert task.outstanding_count == walk.held() + sum(task.delivered_units) + task.done_units
             assert given_back != "delivered" or not (task.delivered_units or task.done_units)
-        restored = Partition.restore(walk.train.snapshot()).tasks["t"]
-        assert restored.outstanding_count == walk.task.outstanding_count
+        restored = Partition.restore(walk.train.snapshot())
+        assert restored.tasks["t"].outstanding_count == walk.task.outstanding_count
+        assert digest(restored) == digest(walk.train)
+        outcomes |= {unit.refill for unit in walk.task.evicted}
+    assert outcomes >= {"refilled", "pending", "unknown", "given_up"}

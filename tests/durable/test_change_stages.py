@@ -31,6 +31,7 @@ from tq_service.machine.claims import (
     TaskForgotten,
     TaskSeen,
 )
+from tq_service.machine.evictions import UnitsEvicted
 from tq_service.machine.policies import PolicyRemoved, VersionPublished
 from tq_service.machine.samples import (
     GroupsClosed,
@@ -47,8 +48,9 @@ from tq_service.samplers import PlanRunner
 from tq_service.schema import EndCounts
 from tq_service.serving.catalog import Catalog
 from tq_service.state.cells import Put
+from tq_service.state.evictions import Evicted
 from tq_service.state.partition import PartitionSettings
-from tq_service.state.plan import LeaseTerms
+from tq_service.state.plan import LeaseTerms, Refill
 
 TRAIN = {"partition_id": "train"}
 TASK = {**TRAIN, "task_name": "t"}
@@ -90,6 +92,15 @@ STORY = [
     ),
     EndReached(claim_name="rank0/batch1", end=EndCounts(consumed_count=8), **TASK),
     SamplesCleared(global_indexes=np.array([0, 6]), **TRAIN),
+    UnitsEvicted(
+        evicted=Evicted(
+            rows=np.array([9]), sizes=np.array([1]), reasons=np.array([1], np.uint8), is_group=np.array([False])
+        ),
+        action="fail",
+        version=2,
+        refill=Refill(**TASK),
+        **TASK,
+    ),
     TaskAdvanced(trained=0, saved=0, **TASK),
     VersionPublished(policy="default", version=3),
     VersionPublished(policy="default", version=2, rewind=True),

@@ -280,6 +280,8 @@ def _use_all_of(client: tq.Client) -> None:
     if client.describe_partition("train").tasks[-1].planned_batch_count:
         client.advance("train", "ranked", trained=0, saved=0)
     client.restart_ranks("train", "ranked", dp_size=2)
+    client.take_evicted("train", "ranked")
+    client.fail_samples(partition_id="train", keys=["not there"])
     client.publish_version(2)
     client.get_version(at_least=3, max_wait=0.01)
     client.remove_policy()

@@ -11,14 +11,16 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent.parent / "core"))
 from domain_support import ack, asks, claim_rows, clear, expire, new_write, reset, task_of
 
+from tq_service.machine.evictions import UnitsEvicted
 from tq_service.machine.policies import VersionPublished
 from tq_service.observe.instruments import Instruments
 from tq_service.observe.service import PartitionGroups, ServiceMetrics, group_of
 from tq_service.samplers import PlanRunner
-from tq_service.schema import Published
+from tq_service.schema import EvictionCode, Published
 from tq_service.serving.backlogs import Backlogs
 from tq_service.serving.catalog import Catalog
 from tq_service.serving.sweep import Slices
+from tq_service.state.evictions import Evicted
 from tq_service.state.ledger import TaskTotals
 from tq_service.state.partition import Partition, PartitionSettings
 from tq_service.state.plan import Condition, LeaseTerms
@@ -55,6 +57,8 @@ def totals_of(numbers, task):
         redelivered=numbers[task, "samples_redelivered"],
         expired=numbers[task, "leased_samples_expired"],
         dead_lettered=numbers[task, "samples_dead_lettered"],
+        unmatched=numbers[task, "units_evicted_unmatched"],
+        too_small=numbers[task, "units_evicted_too_small"],
     )
 
 
@@ -90,7 +94,16 @@ async def test_what_becomes_of_samples_is_counted_over_all_epochs(catalog, group
     second = claim_rows(catalog, task, [0, 1], lease=LEASE)
     ack(catalog, task, second.request_id, np.array([0]))
     expire(catalog, task, second.request_id)
-    expected = TaskTotals(delivered=4, redelivered=2, expired=3, dead_lettered=1)
+    for group, row, reason in (("a", 4, EvictionCode.UNMATCHED), ("b", 5, EvictionCode.TOO_SMALL)):
+        put(catalog, "train", 1, groups=[group])
+        evicted = Evicted(
+            rows=np.array([row]),
+            sizes=np.array([1]),
+            reasons=np.array([reason], np.uint8),
+            is_group=np.array([True]),
+        )
+        catalog.commit(UnitsEvicted(partition_id="train", task_name="reward", evicted=evicted, action="clear"))
+    expected = TaskTotals(delivered=4, redelivered=2, expired=3, dead_lettered=1, unmatched=1, too_small=1)
     assert totals_of((await collected(groups))["train"], "reward") == expected
     reset(catalog, task, keep_consumed=False)
     claim_rows(catalog, task, [2])

@@ -62,6 +62,7 @@ def mutating_requests(meta: tq.BatchMeta, request_id: bytes) -> dict[str, Messag
         "SetCustomMeta": pb.SetCustomMetaRequest(**ids(request_id, global_indexes=[0, 2], custom_meta=[column])),
         "CloseGroups": pb.CloseGroupsRequest(**ids(request_id, groups=["g0"])),
         "ClearSamples": pb.ClearSamplesRequest(**ids(request_id, keys=["k0", "k3"])),
+        "FailSamples": pb.FailSamplesRequest(**ids(request_id, keys=["k1"])),
         "ClearPartition": pb.ClearPartitionRequest(**ids(request_id, incarnation=meta.incarnation)),
     }
 

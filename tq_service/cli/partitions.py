@@ -32,6 +32,7 @@ TASK = make_group("""\
   tq-service task show train@3
   tq-service task show train@3 update_actor --json
   tq-service task explain train@3 update_actor
+  tq-service task evicted train@3 update_actor --after 41
   tq-service task reset train@3 update_actor --keep-consumed --yes""")
 DEADLETTER = make_group("""\
   tq-service deadletter ls
@@ -279,6 +280,10 @@ def _facts(task: TaskStatus, partition: PartitionDescription) -> Iterator[tuple[
         yield "batches trained", f"{task.trained_batch_count:,}, {task.saved_batch_count:,} in a checkpoint"
     if task.outstanding_count is not None:
         yield "outstanding", f"{task.outstanding_count:,}"
+    if task.unmatched_count or task.too_small_count:
+        yield "evicted", f"{task.unmatched_count:,} by where, {task.too_small_count:,} groups with too few members"
+    if task.refilled_count:
+        yield "refilled", f"{task.refilled_count:,}"
     oldest, ahead = task.oldest_version, task.staleness_versions
     version = "-" if oldest is None else f"{oldest:g}"
     yield "oldest version", f"{version}, the newest is {ahead:g} above it" if ahead else version
@@ -290,6 +295,28 @@ def _facts(task: TaskStatus, partition: PartitionDescription) -> Iterator[tuple[
         yield "leased to", f"{name}: {lease.leased_count:,} for {since:,.0f} s, {left:,.0f} s left"
     if hidden_count := task.leasing_claim_count - len(task.leases):
         yield "leased to", f"{hidden_count:,} claims more"
+
+
+@verb(TASK, "evicted")
+def list_evicted(
+    client: Client,
+    partition: Partition,
+    task: Task,
+    after: Annotated[int, typer.Option(min=0, help="Serial of the last unit that is known.")] = 0,
+) -> Answer:
+    """List up to 1,024 samples and groups that claims of a task evicted, and what came of their refill."""
+    found = client.take_evicted(partition, task, after)
+    yield found
+    if found.dropped_count:
+        yield f"{found.dropped_count:,} units before these are not kept any more"
+    if not found.units:
+        yield f"claims of task {task} have evicted nothing after serial {after}"
+        return
+    rows = [
+        (each.serial, each.unit, each.group, each.key, each.reason, each.version, each.sample_count, each.refill)
+        for each in found.units
+    ]
+    yield table(">serial, unit, group, key, reason, >version, >samples, refill", rows)
 
 
 @verb(TASK, "reset")

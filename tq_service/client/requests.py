@@ -41,6 +41,7 @@ from tq_service.wire.metadata import (
     ON_LOST,
     OPERATORS,
     STATES,
+    UNMATCHED,
     Indexes,
     encode_meta_columns,
     rows_to_meta_columns,
@@ -55,6 +56,7 @@ GroupColumn: TypeAlias = "Sequence[str | None] | NDArray[np.str_]"
 # A mapping for each sample, or for each name an array, a tensor or a list of `n` values.
 MetaGiven: TypeAlias = "Sequence[Mapping[str, MetaValue]] | Mapping[str, Any]"
 Request = TypeVar("Request", bound=Message)
+Changed = TypeVar("Changed", pb.ClearSamplesRequest, pb.FailSamplesRequest)
 Given = TypeVar("Given")
 Converter = Callable[[Any], Any]
 
@@ -117,6 +119,7 @@ _EXPECTED: Final = {
 _ENUMS: Final[Mapping[str, Any]] = {
     "BatchUnit": BATCH_UNITS, "GivenBack": GIVEN_BACK, "KeyMode": KEY_MODES, "Layout": LAYOUTS,
     "OnLost": ON_LOST, "SampleState": STATES,
+    "Unmatched": UNMATCHED,
 }  # fmt: skip
 
 
@@ -225,20 +228,34 @@ def get_meta_request(
     batch_count: int | None = None,
     not_before_version: int | None = None,
     policy: str = DEFAULT_POLICY,
+    refill: tuple[str, str] | None = None,
+    max_refills: int = 3,
     namespace: Namespace = NO_NAMESPACE,
     **alike: Any,
 ) -> pb.GetMetaRequest:
     """Return the request for a batch, of the arguments of `get_meta`; `max_wait` is set at each poll.
 
-    Policies are named in `namespace`.
+    Policies, and the partition of `refill`, are named in `namespace`.
     """
     own: dict[str, Any] = {"dp_rank": dp_rank, "batch_index": batch_index}
     if not_before_version is not None:
         own |= {"not_before_version": not_before_version, "policy": namespace.full_name(policy)}
+    if refill is not None:
+        if not isinstance(refill, tuple) or len(refill) != 2:
+            raise InvalidArgumentError(
+                f"refill is {refill!r:.200}, expected (partition_id, task_name) such as ('prompts', 'rollout')",
+                field="refill",
+            )
+        own["refill"] = request_of(
+            pb.Refill,
+            partition_id=namespace.full_name(refill[0]),
+            task_name=refill[1],
+            max_refills=not_zero("max_refills", max_refills),
+        )
     if batch_count is not None:
-        own["batch_count"] = _not_zero("batch_count", batch_count)
+        own["batch_count"] = not_zero("batch_count", batch_count)
     if claim_name is not None:
-        own["claim_name"] = _not_zero("claim_name", claim_name)
+        own["claim_name"] = not_zero("claim_name", claim_name)
     if sampler_config:
         own["sampler_config"] = _struct("sampler_config", sampler_config)
     if conditions := condition_messages(where, namespace):
@@ -257,8 +274,8 @@ def get_meta_request(
 @lru_cache(maxsize=256, typed=True)
 def _serialized_claim(**arguments: Any) -> bytes:
     """Return what requests for batches have in common, serialized; a rank asks alike for each of its batches."""
-    for name in ("max_deliveries", "max_uses"):
-        _not_zero(name, arguments[name])
+    for name in ("max_deliveries", "max_uses", "least_members"):
+        not_zero(name, arguments[name])
     lease = arguments["lease"]
     arguments["lease"] = None if lease is None else lease_duration(lease)
     given = {name: value for name, value in arguments.items() if value is not None or name not in _MAY_BE_NONE}
@@ -268,11 +285,14 @@ def _serialized_claim(**arguments: Any) -> bytes:
 
 
 # Arguments of `get_meta` that may be None, which the request has as 0 or "": so they are not sent.
-_MAY_BE_NONE: Final = {"min_batch_size", "micro_batch_size", "sampler", "max_deliveries", "max_uses"}
+_MAY_BE_NONE: Final = {"min_batch_size", "micro_batch_size", "sampler", "max_deliveries", "max_uses", "least_members"}
 _NOT_ZERO: Final = {
     "batch_count": "1 to 64",
     "max_deliveries": "at least 1",
     "max_uses": "at least 1",
+    "least_members": "at least 1",
+    "limit": "1 to 1,024",
+    "max_refills": "at least 1",
     "claim_name": "1 to 512 printable characters",
     "lease": "a positive number of seconds",
 }
@@ -280,10 +300,10 @@ _NOT_ZERO: Final = {
 
 def lease_duration(lease: float) -> Duration:
     """Return the span of a lease of some seconds."""
-    return to_duration(_not_zero("lease", seconds("lease", lease)))
+    return to_duration(not_zero("lease", seconds("lease", lease)))
 
 
-def _not_zero(name: str, value: Given) -> Given:
+def not_zero(name: str, value: Given) -> Given:
     """Return a value; refuse one that would stand for none in the request."""
     if value in (0, ""):
         raise InvalidArgumentError(f"{name} is {'empty' if value == '' else 0}, expected {_NOT_ZERO[name]}", field=name)
@@ -322,6 +342,43 @@ def _order(position: int, column: Any) -> pb.Order:
     if not isinstance(column, str):
         raise InvalidArgumentError(f"order_by[{position}] is {column!r}, expected a string", field="order_by")
     return request_of(pb.Order, column=column.removeprefix("-"), descending=column.startswith("-"))
+
+
+def changed_samples(
+    kind: type[Changed],
+    namespace: Namespace,
+    metadata: BatchMeta | None,
+    *,
+    partition_id: str | None,
+    keys: Iterable[str] | None,
+    global_indexes: Iterable[int] | None,
+    groups: Iterable[str] | None,
+    where: Iterable[tuple[str, str, Any]],
+    task_name: str,
+    fenced: bool,
+    **others: Any,
+) -> Changed | None:
+    """Return the request to clear samples, or to have them fail; None if no sample is meant. `others` are its fields.
+
+    Where samples are named, be it none of them, conditions and tasks do not mean all others.
+    """
+    if metadata is not None:
+        check_is_batch(metadata)
+    request = request_of(
+        kind,
+        partition_id=partition_of(namespace, partition_id, metadata),
+        incarnation=b"" if metadata is None else metadata.incarnation,
+        global_indexes=global_indexes if metadata is None else metadata.handled_indexes,
+        keys=keys,
+        groups=groups,
+        where=condition_messages(where, namespace),
+        claim=metadata.leased_claim if metadata is not None and fenced else None,
+        task_name=task_name,
+        **others,
+    )
+    is_named = any(names is not None for names in (metadata, keys, global_indexes, groups))
+    is_all = bool((request.where or task_name) and not is_named) or bool(others.get("skipped_by"))
+    return request if request.global_indexes or request.keys or request.groups or is_all else None
 
 
 def condition_messages(where: Iterable[tuple[str, str, Any]], namespace: Namespace) -> list[pb.Condition]:

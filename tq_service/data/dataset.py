@@ -47,7 +47,7 @@ from tq_service.errors import (
     StaleIncarnationError,
     TaskNotFoundError,
 )
-from tq_service.schema import DEFAULT_POLICY, BatchUnit, ReadLayout
+from tq_service.schema import DEFAULT_POLICY, BatchUnit, ReadLayout, Unmatched
 from tq_service.wire.device import find_device
 
 if TYPE_CHECKING:
@@ -117,6 +117,10 @@ class StreamingDataset(IterableDataset[Any]):
             `split_packs` makes it; for the sampler `packed`.
         layout: of the fields that are fetched, see `Client.get_data`; None: as the fields are.
         max_uses: how often a sample is delivered before it counts as consumed, see `Client.get_meta`; None: once.
+        unmatched: what becomes of samples that `where` excludes, see `Client.get_meta`.
+        least_members: a group with fewer members left is evicted, see `Client.get_meta`; None: none is too small.
+        refill: `(partition_id, task_name)` where evicted units are made again, see `Client.get_meta`; None: nowhere.
+        max_refills: how often, for each sample there.
         start_batch_index: the first batch, for a rank that is restarted in the middle.
         where: conditions on custom_meta, such as `("version", ">=", 3)`, all of which must hold.
         order_by: custom_meta columns that order ready samples.
@@ -165,6 +169,10 @@ class StreamingDataset(IterableDataset[Any]):
         pack: PackOptions | None = None,
         layout: ReadLayout | None = None,
         max_uses: int | None = None,
+        unmatched: Unmatched = "wait",
+        least_members: int | None = None,
+        refill: tuple[str, str] | None = None,
+        max_refills: int = 3,
         start_batch_index: int = 0,
         where: Sequence[tuple[str, str, Any]] = (),
         order_by: Sequence[Any] = (),
@@ -203,12 +211,15 @@ class StreamingDataset(IterableDataset[Any]):
             ("start_batch_index", start_batch_index, 0),
             ("replay_buffer_bytes", replay_buffer_bytes, 0),
             ("max_uses", max_uses, 1),
+            ("least_members", least_members, 1),
+            ("max_refills", max_refills, 1),
             ("version_lag", version_lag, 0),
             ("first_version", first_version, 0),
         ):
             _require(count is None or count >= least, name, count, f"at least {least}")
         _require(0 <= dp_rank < dp_size, "dp_rank", dp_rank, f"0 to {dp_size - 1}, below dp_size")
         _require(layout in (None, *get_args(ReadLayout)), "layout", repr(layout), "None, 'auto', 'dense' or 'jagged'")
+        _require(unmatched in get_args(Unmatched), "unmatched", repr(unmatched), "'wait', 'fail' or 'clear'")
         _require(max_wait > 0, "max_wait", max_wait, "more than 0 seconds")
         _require(timeout > 0, "timeout", timeout, "more than 0 seconds")
         client_options = {"token": token, "tls": tls, "insecure": insecure, "namespace": namespace}
@@ -236,6 +247,10 @@ class StreamingDataset(IterableDataset[Any]):
                 timeout=timeout,
                 layout=layout,
                 max_uses=max_uses,
+                unmatched=None if unmatched == "wait" else unmatched,
+                least_members=least_members,
+                refill=refill,
+                max_refills=max_refills,
                 version_lag=version_lag,
                 first_version=first_version - start_batch_index,
                 policy=policy,

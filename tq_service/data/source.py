@@ -21,7 +21,7 @@ from tq_service.client.transport import WaitReports
 from tq_service.data.columns import flatten, object_bytes
 from tq_service.errors import NothingDeliveredError
 from tq_service.results import WaitReason
-from tq_service.schema import DEFAULT_POLICY, BatchUnit, EndCounts, ReadLayout
+from tq_service.schema import DEFAULT_POLICY, BatchUnit, EndCounts, ReadLayout, Unmatched
 from tq_service.wire import cuda
 
 if TYPE_CHECKING:
@@ -199,6 +199,10 @@ class BatchRequest:
     timeout: float
     layout: ReadLayout | None = None
     max_uses: int | None = None
+    unmatched: Unmatched | None = None
+    least_members: int | None = None
+    refill: tuple[str, str] | None = None
+    max_refills: int = 3
     device: Any = None
     version_lag: int | None = None
     first_version: int = 0
@@ -208,7 +212,10 @@ class BatchRequest:
         """Return the keyword arguments of fetch_batch_fn that the request gives for a batch."""
         named = {each.name: getattr(self, each.name) for each in fields(self)}
         lag, first, policy = (named.pop(name) for name in ("version_lag", "first_version", "policy"))
-        optional = {name: named.pop(name) for name in ("layout", "max_uses", "device")}
+        given = ("layout", "max_uses", "unmatched", "least_members", "refill", "device")
+        optional, max_refills = {name: named.pop(name) for name in given}, named.pop("max_refills")
+        if self.refill is not None:
+            optional["max_refills"] = max_refills
         if lag is not None and (version := first + batch_index - lag) > 0:
             optional |= {"not_before_version": version, "policy": policy}
         return named | {name: value for name, value in optional.items() if value is not None}
@@ -319,11 +326,11 @@ def fetch_batch(
     added: `client` (a sync client of the calling thread or worker), `batch_index`, `partition_id`, `task_name`,
     `data_fields`, `batch_size`, `micro_batch_size`, `dp_rank`, `dp_size`, `sampler`, `sampler_config`, `where`,
     `order_by`, `drop_last`, `batch_unit`, `finite`, `max_wait`, `timeout`, `incarnation`, `epoch` (b"" and None
-    until the first batch has come), `layout` and `max_uses` where the dataset was given them, `not_before_version` and
-    `policy` where it was given a `version_lag`, `device` where the loader was given one and it fetches in this process
-    (data that is returned on the CPU is copied up), and `explain` (True) where the wait has lasted and the answer's
-    `waiting_for` is to say why. Only this function itself is given `ahead`, the batches that it has claimed and not
-    fetched.
+    until the first batch has come), `layout`, `max_uses`, `unmatched`, `least_members`, `refill` and `max_refills`
+    where the dataset was given them, `not_before_version` and `policy` where it was given a `version_lag`, `device`
+    where the loader was given one and it fetches in this process (data that is returned on the CPU is copied up), and
+    `explain` (True) where the wait has lasted and the answer's `waiting_for` is to say why. Only this function itself
+    is given `ahead`, the batches that it has claimed and not fetched.
 
     Returns:
         The data and its meta. The data is None where the meta is no batch: with status "not_yet" the function is

@@ -33,6 +33,7 @@ from tq_service.journal.files import (
     read_records,
 )
 from tq_service.machine.state_machine import Entry
+from tq_service.results import EvictedUnit
 from tq_service.state.cells import Put
 from tq_service.state.ledger import Claim, PastName, RecordedPlan, Steps, TaskFacts, TaskSnapshot
 from tq_service.state.partition import PartitionFacts, PartitionSnapshot
@@ -217,6 +218,7 @@ class TaskRecords:
     past_names: list[tuple[str, PastName]] = field(default_factory=list)
     reusing: list[int] = field(default_factory=list)
     ended: list[tuple[bytes, tuple[float, bool]]] = field(default_factory=list)
+    evicted: list[EvictedUnit] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -66,6 +66,8 @@ _OF_TASK: Final = (
     (CounterMetricFamily, "samples_redelivered", "Samples delivered again since a lease on them ran out."),
     (CounterMetricFamily, "leased_samples_expired", "Samples whose leases ran out."),
     (CounterMetricFamily, "samples_dead_lettered", "Samples delivered too often without being acknowledged."),
+    (CounterMetricFamily, "units_evicted_unmatched", "Samples and groups that claims evicted by their where."),
+    (CounterMetricFamily, "units_evicted_too_small", "Groups that claims evicted since too few members were left."),
 )
 _OF_BACKLOG: Final = (
     (GaugeMetricFamily, "task_ready_samples", "Samples that claims like the task's last one could get."),
@@ -81,6 +83,8 @@ _TOTALS: Final = (  # fields of `TaskTotals`, and the metrics that show them
     ("redelivered", "samples_redelivered"),
     ("expired", "leased_samples_expired"),
     ("dead_lettered", "samples_dead_lettered"),
+    ("unmatched", "units_evicted_unmatched"),
+    ("too_small", "units_evicted_too_small"),
 )
 _LINES_OF_GROUP: Final = len(_OF_GROUP) + len(_STATES)
 _LINES_OF_TASK: Final = len(_OF_TASK) + len(_OF_BACKLOG)

@@ -107,6 +107,22 @@ class Grouping:
         found = self._find_blocks(np.unique(self.ids(positions)), self.block_size)
         return found[found >= 0]
 
+    def is_group(self, ids: Indexes) -> NDArray[np.bool_]:
+        """Return which of some ids are those of groups, as opposed to samples without one."""
+        if self._groups.in_use:
+            return ids >= 0
+        return np.full(ids.size, self.block_size is not None)
+
+    def members_of(self, ids: Indexes) -> Indexes:
+        """Return the positions of all rows of groups that are given by their ids, in order."""
+        if self._groups.in_use:
+            named = self._groups.members_of(ids[ids >= 0], self._partition.table)
+            return np.sort(np.concatenate([-2 - ids[ids < 0], named]))
+        if self.block_size is None:
+            return ids
+        found = self._find_blocks(ids, self.block_size)
+        return np.sort(found[found >= 0])
+
     def whole(self, ready: Indexes, *, no_more: bool) -> tuple[Indexes, Indexes]:
         """Return the rows of groups that can be delivered, and the sizes of these.
 
@@ -127,7 +143,7 @@ class Grouping:
         """Return for each row whether its group can never be delivered, given that no new rows come."""
         ids, group_of = np.unique(self.ids(positions), return_inverse=True)
         needed = self.needed(ids, no_more=True)
-        return ((needed < 0) | (self._left(ids) < needed))[group_of]
+        return ((needed < 0) | (self.left(ids) < needed))[group_of]
 
     def needed(self, ids: Indexes, *, no_more: bool) -> Indexes:
         """Return how many members of each group must be ready for it to be delivered, -1 where it is not complete.
@@ -136,11 +152,16 @@ class Grouping:
             ids: of groups.
             no_more: whether no new rows come, which completes groups of unknown size.
         """
-        needed = self._left(ids) if self._take_incomplete else self._sizes(ids)
-        if not self._groups.in_use:
-            return needed
-        is_complete = self._groups.is_complete(np.maximum(ids, 0), self.block_size, no_more=no_more)
-        return np.where(is_complete | (ids < 0), needed, -1)
+        needed = self.left(ids) if self._take_incomplete else self._sizes(ids)
+        return np.where(self.is_complete(ids, no_more=no_more), needed, -1) if self._groups.in_use else needed
+
+    def is_complete(self, ids: Indexes, *, no_more: bool) -> NDArray[np.bool_]:
+        """Return for each group whether it gets no further members; for `no_more` see `needed`."""
+        if self._groups.in_use:
+            return self._groups.is_complete(np.maximum(ids, 0), self.block_size, no_more=no_more) | (ids < 0)
+        if self.block_size is None or no_more:
+            return np.ones(ids.size, np.bool_)
+        return (ids + 1) * self.block_size <= self._partition.inserted_count
 
     def _sizes(self, ids: Indexes) -> Indexes:
         """Return how many members groups ever had."""
@@ -148,7 +169,7 @@ class Grouping:
             return np.where(ids < 0, 1, self._groups.members[np.maximum(ids, 0)])
         return np.full(ids.size, self.block_size or 1)
 
-    def _left(self, ids: Indexes) -> Indexes:
+    def left(self, ids: Indexes) -> Indexes:
         """Return how many members groups have not lost."""
         if self._groups.in_use:
             slots = np.maximum(ids, 0)

@@ -10,16 +10,18 @@ import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Final, NamedTuple, NoReturn, TypeAlias
+from typing import Any, Final, Literal, NamedTuple, NoReturn, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tq_service.errors import InvalidArgumentError, MissingLengthError, SamplerError
+from tq_service.planning.eviction import MOST_EVICTED_AT_ONCE, EvictionSearch
 from tq_service.planning.grouping import Grouping, first_in_order, grouping_of, in_order
 from tq_service.planning.staleness import StalenessBound, check_bounded_claim
 from tq_service.results import Lack
 from tq_service.schema import BatchUnit, Blocks, EndCounts, Layout
+from tq_service.state.evictions import Evicted
 from tq_service.state.ledger import RecordedPlan, TaskLedger
 from tq_service.state.partition import Partition
 from tq_service.state.plan import (
@@ -39,8 +41,8 @@ _MOST_IN_GROUPS_ON_LOOP = 1 << 15  # ready rows among which the event loop looks
 _MOST_NAMED = 3  # samples, in an error
 
 # What decides which rows are ready for a kind of claim: data fields, conditions, the length that its sampler needs, and
-# whether they are held ones.
-ScanKey: TypeAlias = tuple[tuple[str, ...], tuple[Condition, ...], LengthSource | None, bool]
+# whether they are held ones; or, instead of the length, that the rows are wanted which the conditions exclude.
+ScanKey: TypeAlias = tuple[tuple[str, ...], tuple[Condition, ...], LengthSource | Literal["excluded"] | None, bool]
 
 _AT_ONCE = 1 << 14
 _LEAST_CHUNK = 1024
@@ -91,7 +93,7 @@ class Readiness:
         self.table = partition.table
         self.values_of = partition.meta.typed
         where = partition.resolved(batch_spec.where)
-        self.key: ScanKey = (batch_spec.data_fields, where, length, batch_spec.held)
+        self.key = (batch_spec.data_fields, where, length, batch_spec.held)
         self._state = HELD if batch_spec.held else LIVE
         self._may_hold_later = [condition.may_hold_later(partition.policies) for condition in batch_spec.where]
         self.partition = partition
@@ -133,6 +135,12 @@ class Readiness:
             is_known = present & (not may_hold_later)
             mask |= ~holds & (is_known | (~present & self.partition.cells.produced(self.key[0], rows)))
         return mask
+
+    def evictable(self, rows: Rows) -> NDArray[np.bool_]:
+        """Return the live rows that the task has not consumed and `where` rules out for good."""
+        mask: NDArray[np.bool_] = self.partition.state.data[rows] == LIVE
+        mask &= self.task.claim.data[rows] == UNCLAIMED
+        return mask & self.excluded(rows) if self.key[1] else np.zeros(mask.size, np.bool_)
 
     def has_length(self, rows: Rows) -> NDArray[np.bool_]:
         """Return which rows have a length for the sampler, be it that its value is not a token count.
@@ -311,7 +319,7 @@ class Scan:
         *,
         watch: ScanWatch | None = None,
         look_past: int = 0,
-        of_left: bool = False,
+        of: Literal["ready", "left", "evictable"] = "ready",
     ) -> None:
         """Begin.
 
@@ -321,12 +329,19 @@ class Scan:
             orders: the columns by which ready rows are ordered, the most significant first.
             watch: of scans that may go on while rows change; None: it is of one step of the event loop.
             look_past: so many of the first ready rows are left to others.
-            of_left: whether it is for all rows that are left for the task, ready or not.
+            of: which rows are looked for: those that are ready, all that are left for the task, ready or not, or those
+                that claims may evict since `where` excludes them.
         """
+        self._key: ScanKey = rows.key
+        self._mask: Callable[[Rows], NDArray[np.bool_]] = rows.ready
         # What a bound allows changes from plan to plan, so the rows that are left say where to start.
-        self._key = _LEFT if of_left or rows.bound is not None else rows.key
-        self._mask = rows.task.is_left if of_left else rows.ready
-        self._moves_start = of_left or rows.bound is None
+        self._moves_start = of != "ready" or rows.bound is None
+        if of == "left" or not self._moves_start:
+            self._key = _LEFT
+        if of == "left":
+            self._mask = rows.task.is_left
+        elif of == "evictable":
+            self._key, self._mask = (*rows.key[:2], "excluded", False), rows.evictable
         self.rows = rows
         self.orders = orders
         self.count = rows.table.count
@@ -507,7 +522,7 @@ class PartitionView:
 
     def left(self, limit: int | None = None) -> Indexes:
         """Return rows that are left for the task, see `View.left`."""
-        for found, _ in self._new_scan(of_left=True).first(limit):
+        for found, _ in self._new_scan(of="left").first(limit):
             left = found[~self._rows.excluded(found)]
             if limit is not None and left.size >= limit:
                 break
@@ -563,12 +578,14 @@ class Planned:
         positions: of `plan.named`, in the table of this moment.
         grouping: what its groups are; None where its sampler took no whole ones.
         readiness: has the requirements that its rows met.
+        evicted: what the claim evicts in the same change; none of its rows. None: nothing.
     """
 
     plan: RecordedPlan
     positions: Indexes
     grouping: Grouping | None
     readiness: Readiness
+    evicted: Evicted | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -582,11 +599,13 @@ class Miss:
         row_version: that the partition must reach.
         consumed: rows consumed and leased by the task then, where a change of these may bring the end, or is after it;
             else None.
+        leased: rows leased by all tasks then, where one of them may be evicted once it no longer is; else None.
     """
 
     state_version: int = -1
     row_version: int = 0
     consumed: tuple[int, int] | None = None
+    leased: int | None = None
 
     def is_current(self, partition: Partition, task: TaskLedger) -> bool:
         """Whether too little has changed for another look to be worth while."""
@@ -594,7 +613,13 @@ class Miss:
             partition.state_version == self.state_version
             and partition.row_version < self.row_version
             and self.consumed in (None, (task.consumed_count, task.leased_count))
+            and (self.leased is None or self.leased == leased_by_all(partition))
         )
+
+
+def leased_by_all(partition: Partition) -> int:
+    """Return how many rows of a partition are leased, one to workers of several tasks counted as often."""
+    return sum(task.leased_count for task in partition.tasks.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -618,12 +643,15 @@ class Search:
             |no
         conclude
 
+    Before it concludes, `look_for_evicted` is called where the claim evicts what it never gets.
+
     It reads only, and runs no sampler. In one step of the event loop it is of one moment; over several of them, a plan
     is of use if its rows are ready still, and an end if nothing has changed.
 
     Attributes:
         view: what the sampler sees.
         wanted: what it is asked for.
+        evicted: once it has concluded, what the claim evicts; None: nothing.
     """
 
     def __init__(
@@ -645,6 +673,9 @@ class Search:
         self._rows = Readiness(partition, task, self._spec, length)
         self._starts = starts
         self._new_scan = partial(Scan, self._rows, starts, self._spec.order_by, watch=watch, look_past=look_past)
+        self._new_plain_scan = partial(Scan, self._rows, starts, watch=watch)
+        self._candidates = _NONE  # for eviction, by global index
+        self.evicted: Evicted | None = None
         self._begun_at = self._marks
         self._consumed = task.consumed_count, task.leased_count
         self._end: EndFound | None = None
@@ -703,7 +734,7 @@ class Search:
             check_bounded_claim(self._request, admission)
 
         def left() -> Indexes:
-            scan = Scan(rows, self._starts, watch=ScanWatch(), of_left=True)
+            scan = Scan(rows, self._starts, watch=ScanWatch(), of="left")
             return next(found for found, is_last in scan.first(None) if is_last)
 
         rows.bound = StalenessBound(
@@ -770,6 +801,40 @@ class Search:
             kept_count=task.kept_count,
         )
 
+    # What is evicted
+
+    @property
+    def _evictions(self) -> EvictionSearch:
+        return EvictionSearch(
+            self._partition,
+            self._task,
+            self._rows.evictable,
+            self.view.grouping,
+            least_members=self._spec.least_members,
+            clears=self._spec.unmatched == "clear",
+        )
+
+    def look_for_evicted(self) -> None:
+        """Look for what the claim may evict, once its sampler has asked for groups, or not.
+
+        Raises:
+            MustBeAwaited: the event loop has no time to look, or to evict so much in one step.
+        """
+        if not self._spec.evicts:
+            return
+        is_on_loop = self.view.scan.is_on_loop
+        found = [self._evictions.small_groups(lambda: self._all_of("left"), is_on_loop=is_on_loop)]
+        if self._spec.where:
+            found.append(self._all_of("evictable"))
+        positions = np.unique(np.concatenate(found))
+        if is_on_loop and positions.size > MOST_EVICTED_AT_ONCE:
+            raise MustBeAwaited
+        self._candidates = self._rows.table.index[positions]
+
+    def _all_of(self, which: Literal["left", "evictable"]) -> Indexes:
+        ((found, _),) = self._new_plain_scan(of=which).first(None)
+        return found
+
     # What a plan comes to
 
     def conclude(self, plan: Plan | None) -> Found:
@@ -779,6 +844,10 @@ class Search:
             SamplerError: its rows were not ready although nothing has changed.
             MissingLengthError: see `_check_length_field`.
         """
+        if (
+            self._candidates.size and self._partition.resolved(self._spec.where) == self._rows.key[1]
+        ):  # else a version went back
+            self.evicted = self._evictions.units(self._candidates)
         if plan is None:
             if self._end is None:
                 return self._miss()
@@ -801,10 +870,12 @@ class Search:
         bound, name, is_last = self._rows.bound, self._request.sampler.name, self._end is not None
         if bound is not None and not bound.permits(recorded, positions, name, is_last=is_last):
             return NOT_LOOKED  # slots were made meanwhile
+        if self.evicted is not None and bool(np.isin(recorded.named, self.evicted.rows).any()):
+            return NOT_LOOKED  # the rest of a group of which too few members are left
         if self._spec.max_uses > 1 or recorded.is_reusing:
             recorded = self._task.using_up(recorded, self._spec.max_uses)
             positions = self._rows.table.find(recorded.named)
-        return Planned(recorded, positions, self.view.grouping, self._rows)
+        return Planned(recorded, positions, self.view.grouping, self._rows, self.evicted)
 
     def _miss(self) -> Miss:
         """Return how many rows must be written, after the search was begun, before there can be more to find."""
@@ -812,12 +883,19 @@ class Search:
         missing, is_closed = 1, self._partition.sealed or self._spec.finite  # or soon closed, by a first sample
         # Of the class: reading it runs no code of the sampler.
         needs_min_size = type(self._request.sampler).plans_below_min_size is not True
+        if self._spec.evicts:  # a single row may have to go
+            needs_min_size = False
         if needs_min_size and self.view.scan.exhausted and self.wanted.batch_unit == "sample":
             missing = self.wanted.min_size - self.view.scan.seen_count
             if is_closed:  # the last, short batch takes less
                 missing = min(missing, self._unready_count) if self._is_plain else 1
         state_version, row_version, *_ = self._begun_at
-        return Miss(state_version, row_version + max(1, missing), self._consumed if is_closed else None)
+        return Miss(
+            state_version,
+            row_version + max(1, missing),
+            self._consumed if is_closed else None,
+            leased_by_all(self._partition) if self._spec.evicts else None,
+        )
 
     def _check_length_field(self) -> None:
         """Refuse to wait for lengths of a field that never has any, where no sample has one in custom_meta either.

@@ -45,9 +45,9 @@ from tq_service.server.watches import Watches
 from tq_service.serving.backlogs import Backlogs, tasks_with_versions
 from tq_service.serving.catalog import Catalog
 from tq_service.serving.explain import Explainer
-from tq_service.serving.lookup import Clearing, find_names, find_page, locate, name_token, wait_for_samples
+from tq_service.serving.lookup import Clearing, Failing, find_names, find_page, locate, name_token, wait_for_samples
 from tq_service.serving.planner import NotYet
-from tq_service.serving.status import consumption_of, description_of, production_of, summary_of
+from tq_service.serving.status import consumption_of, description_of, evicted_by, production_of, summary_of
 from tq_service.state.ledger import Claim
 from tq_service.state.partition import Partition, PartitionSettings
 from tq_service.state.plan import Indexes
@@ -268,7 +268,7 @@ class ControllerServicer(
             self.catalog,
             request.partition_id,
             request.incarnation,
-            converters.cleared_selection(request),
+            converters.changed_selection(request, request.skipped_by),
             claim=converters.leased_claim(request),
             missing_ok=request.missing_ok,
         )
@@ -278,6 +278,22 @@ class ControllerServicer(
             request.request_id,
             lambda: pb.ClearSamplesResponse(cleared_count=clearing.finish()),
             pb.ClearSamplesResponse,
+        )
+
+    async def FailSamples(self, request: pb.FailSamplesRequest, context: Context) -> pb.FailSamplesResponse:
+        failing = Failing(
+            self.catalog,
+            request.partition_id,
+            request.incarnation,
+            converters.changed_selection(request),
+            claim=converters.leased_claim(request),
+        )
+        if self.catalog.recorded(request.request_id, pb.FailSamplesResponse) is None:
+            await failing.begin()
+        return self.catalog.run_once(
+            request.request_id,
+            lambda: pb.FailSamplesResponse(failed_count=failing.finish()),
+            pb.FailSamplesResponse,
         )
 
     # Finding samples and cells
@@ -498,6 +514,11 @@ class ControllerServicer(
             global_indexes=_named_indexes(request),
         )
         return pb.RequeueDeadLetteredResponse(requeued_count=self.catalog.commit(change) or 0)
+
+    async def TakeEvicted(self, request: pb.TakeEvictedRequest, context: Context) -> pb.TakeEvictedResponse:
+        partition = self.catalog.get(request.partition_id, request.incarnation)
+        task = partition.known_task(request.task_name)
+        return to_message(pb.TakeEvictedResponse, evicted_by(task, request.after, request.limit))
 
     async def ListSamplers(self, request: pb.ListSamplersRequest, context: Context) -> pb.ListSamplersResponse:
         known = {info.name: info for info in self._registry.describe()}

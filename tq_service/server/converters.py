@@ -149,7 +149,7 @@ def slots(request: pb.AcquireRequest, start_version: int | None) -> SampleWrite:
 
 
 def leased_claim(
-    request: commit_pb2.SampleWrite | pb.SetCustomMetaRequest | pb.ClearSamplesRequest,
+    request: commit_pb2.SampleWrite | pb.SetCustomMetaRequest | pb.ClearSamplesRequest | pb.FailSamplesRequest,
 ) -> LeasedClaim | None:
     """Return the claim under which samples are changed, None where none is named."""
     if not request.HasField("claim"):
@@ -269,8 +269,13 @@ def page_token(request: pb.LookupSamplesRequest) -> str:
     return token
 
 
-def cleared_selection(request: pb.ClearSamplesRequest) -> Selection:
-    """Return the samples to be cleared; if none is named, all that satisfy the conditions or are skipped, if given."""
+def changed_selection(request: pb.ClearSamplesRequest | pb.FailSamplesRequest, skipped_by: str = "") -> Selection:
+    """Return the samples to be cleared or to fail; if none is named, all that the conditions and tasks mean, if given.
+
+    Args:
+        request: the request.
+        skipped_by: see `Selection`.
+    """
     where = tuple(read_message(Condition, each) for each in request.where)
     indexes = decode_integers(request.global_indexes)
     if request.HasField("claim") and (request.keys or request.groups or not indexes.size):
@@ -279,13 +284,14 @@ def cleared_selection(request: pb.ClearSamplesRequest) -> Selection:
             "indexes alone",
             field="claim",
         )
-    is_all = bool(where or request.skipped_by) and not (indexes.size or request.keys or request.groups)
+    is_all = bool(where or skipped_by or request.task_name) and not (indexes.size or request.keys or request.groups)
     return Selection(
         indexes=indexes,
         keys=request.keys,
         groups=request.groups,
         is_all=is_all,
-        skipped_by=request.skipped_by,
+        skipped_by=skipped_by,
+        left_for=request.task_name,
         where=where,
     )
 

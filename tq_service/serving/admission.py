@@ -478,7 +478,10 @@ def starvation(partition: Partition, planner: Planner, asking: ClaimRequest | No
     except TqError:
         return ""
     ruled_out, names = int(np.count_nonzero(excluded)), {each.column for each in request.batch_spec.where}
-    cause = f"{ruled_out} samples are ruled out by its where ({', '.join(sorted(names))}); clear these"
+    cause = (
+        f"{ruled_out} samples are ruled out by its where ({', '.join(sorted(names))}); clear these, or have claims "
+        f"evict them with unmatched"
+    )
     if not waiting:
         return f"for task {task.name!r} {cause}" if ruled_out else ""
     if (pending & ~ready & ~excluded).any():  # held, or a field of them is still to come

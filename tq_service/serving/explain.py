@@ -197,6 +197,7 @@ class Explanation:
         if (awaited := self._awaited()) is not None:
             lacks.append(awaited)
         code, text = self._cause(ready_count, needed_count, lacks)
+        text += _evicted(task)
         waiting_put_count = 0 if queue is None else queue.waiting_count
         put_waits_for = "" if queue is None else queue.first_waits_for(request)
         if waiting_put_count:
@@ -346,6 +347,13 @@ class Explanation:
         expected = f"{size} expected" if size else "and its size is not known before the partition is sealed"
         name, members = groups.slots.occupants[slot], int(groups.members[slot])
         return f"group {name!r} has {members} members, {ready_count} of them ready, {expected}"
+
+
+def _evicted(task: TaskLedger) -> str:
+    """Return what claims of a task have evicted, as the end of a sentence; "" if nothing."""
+    counts = [(task.unmatched_count, "that their where excludes"), (task.too_small_count, "with too few members left")]
+    parts = [f"{count} {reason}" for count, reason in counts if count]
+    return f"; claims of it have evicted {task.evicted_count} samples or groups: {', '.join(parts)}" if parts else ""
 
 
 def _sentence(lack: NotReady) -> str:

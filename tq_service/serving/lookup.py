@@ -30,12 +30,12 @@ from tq_service.errors import (
     nearest,
 )
 from tq_service.machine.claims import check_claim
-from tq_service.machine.samples import SamplesCleared
-from tq_service.schema import check_range
+from tq_service.machine.samples import SamplesCleared, SamplesWritten, SampleWrite
+from tq_service.schema import SampleState, check_range
 from tq_service.serving.catalog import Catalog
 from tq_service.state.partition import Partition
 from tq_service.state.plan import Condition, Indexes, LeasedClaim
-from tq_service.state.table import FAILED, as_slice
+from tq_service.state.table import FAILED, as_slice, distinct
 from tq_service.wait_clock import Waiting
 
 _MOST_OF_A_PAGE: Final = 16_384  # samples
@@ -87,6 +87,8 @@ class Selection:
         groups: names of groups, whose members are meant.
         is_all: whether all samples are.
         skipped_by: name of a task that never gets the samples; empty: any samples. For `is_all`.
+        left_for: name of a task that the samples are left for, none of which a worker of any task has leased; empty:
+            any samples.
         where: what the samples must satisfy besides.
 
     Raises:
@@ -98,6 +100,7 @@ class Selection:
     groups: Sequence[str] = ()
     is_all: bool = False
     skipped_by: str = ""
+    left_for: str = ""
     where: tuple[Condition, ...] = ()
 
     def __post_init__(self) -> None:
@@ -118,6 +121,11 @@ class Selection:
         return self.indexes.size + len(self.keys)
 
     @property
+    def has_conditions(self) -> bool:
+        """Whether a sample that is named need not be meant, or may not be any more."""
+        return bool(self.where or self.skipped_by or self.left_for)
+
+    @property
     def is_named(self) -> bool:
         """Whether samples are named one by one; it may be none of them."""
         return not self.groups and not self.is_all
@@ -126,7 +134,7 @@ class Selection:
         """Return the samples from a place on, of so many names, or so many rows where no condition is looked at."""
         if self.is_named:
             return self._named(partition, place, place + size)
-        is_filtered = bool(self.groups or self.where or self.skipped_by)
+        is_filtered = bool(self.groups) or self.has_conditions
         return self._scanned(partition, place, _MOST_SCANNED if is_filtered else size)
 
     def _named(self, partition: Partition, start: int, stop: int) -> Part:
@@ -160,9 +168,12 @@ class Selection:
         return self.satisfying(partition, positions)
 
     def satisfying(self, partition: Partition, positions: Indexes) -> Indexes:
-        """Return those of some samples that satisfy all conditions, and that the task of `skipped_by` never gets."""
+        """Return those of some samples that satisfy all conditions, and are what tasks are named for."""
         if self.skipped_by:
             positions = positions[partition.known_task(self.skipped_by).is_lost(positions)]
+        if self.left_for:
+            positions = positions[partition.known_task(self.left_for).is_left(positions)]
+            positions = positions[~partition.is_leased(positions)]
         return positions[self._holds(partition, positions)] if self.where else positions
 
     def _holds(self, partition: Partition, positions: Indexes) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
@@ -598,7 +609,7 @@ async def wait_for_samples(
 class Clearing:
     """Clears samples in parts; those that are not there are ignored.
 
-    Whether a sample satisfies the conditions of the selection, or is skipped, is decided in the step that clears it.
+    Whether a sample satisfies the conditions of the selection is decided in the step that clears it.
 
     Args:
         catalog: where their partition is.
@@ -619,7 +630,7 @@ class Clearing:
     _place: int | None = 0  # where the next part begins
     _part: Indexes = field(default_factory=_NONE.copy)  # of it what is still to be cleared
     _last: Indexes = field(default_factory=_NONE.copy)
-    _cleared_count: int = 0
+    _done_count: int = 0
 
     async def begin(self) -> None:
         """Clear all but the last part.
@@ -632,19 +643,23 @@ class Clearing:
             check_claim(partition, self.claim, self.selection.indexes)
         self._last = self._next_part()
         while self._part.size or self._place is not None:
-            self._clear()
+            self._change()
             await asyncio.sleep(0)
             self._last = self._next_part()
 
     def finish(self) -> int:
         """Clear the last part; return how many samples were cleared in all."""
-        self._clear()
-        return self._cleared_count
+        self._change()
+        return self._done_count
 
-    def _clear(self) -> None:
+    def _change(self) -> None:
         if self._last.size:
-            change = SamplesCleared(partition_id=self.partition_id, global_indexes=self._last, claim=self.claim)
-            self._cleared_count += self.catalog.commit(change) or 0
+            self._done_count += self._commit(self._last)
+
+    def _commit(self, rows: Indexes) -> int:
+        """Clear the samples of a part; return how many were there."""
+        change = SamplesCleared(partition_id=self.partition_id, global_indexes=rows, claim=self.claim)
+        return self.catalog.commit(change) or 0
 
     def _next_part(self) -> Indexes:
         """Return the next samples, no more than a step may clear."""
@@ -661,6 +676,27 @@ class Clearing:
         positions = table.find(self._part)
         count = partition.cells.count_of_runs(positions, _PUTS_CLEARED_AT_ONCE)
         taken, positions, self._part = self._part[:count], positions[:count], self._part[count:]
-        if not (self.selection.where or self.selection.skipped_by):
-            return taken
-        return table.index[self.selection.satisfying(partition, positions[positions >= 0])]
+        return self._meant(partition, taken, positions)
+
+    def _meant(self, partition: Partition, rows: Indexes, positions: Indexes) -> Indexes:
+        """Return those of some samples, of which -1 is the position of one that is not there, that are meant now."""
+        if not self.selection.has_conditions:
+            return rows
+        meant: Indexes = partition.table.index[self.selection.satisfying(partition, positions[positions >= 0])]
+        return meant
+
+
+class Failing(Clearing):
+    """Has samples fail in parts; those that are not there, or have failed, are ignored. See `Clearing`."""
+
+    def _commit(self, rows: Indexes) -> int:
+        """Have the samples of a part fail."""
+        write = SampleWrite(row_count=rows.size, global_indexes=rows, state=SampleState.FAILED, claim=self.claim)
+        self.catalog.commit(SamplesWritten(partition_id=self.partition_id, write=write))
+        return rows.size
+
+    def _meant(self, partition: Partition, rows: Indexes, positions: Indexes) -> Indexes:
+        """Return those of some samples that are meant now and have not failed."""
+        there = self.selection.satisfying(partition, distinct(positions[positions >= 0], partition.table.count))
+        meant: Indexes = partition.table.index[there[partition.state[there] != FAILED]]
+        return meant

@@ -47,10 +47,12 @@ from tq_service.machine.claims import (
     GroupsKept,
     SamplesClaimed,
 )
+from tq_service.machine.evictions import UnitsEvicted
 from tq_service.machine.state_machine import Change
 from tq_service.planning.view import NOT_LOOKED, EndFound, Found, Miss, Planned, ScanStarts, Search
 from tq_service.results import RecentBatch
 from tq_service.schema import EndCounts
+from tq_service.state.evictions import Evicted
 from tq_service.state.ledger import Claim, RecordedPlan, TaskLedger
 from tq_service.state.partition import Partition
 from tq_service.state.plan import (
@@ -773,7 +775,8 @@ class Planner:
             polls: those of its calls that had come when it was begun to look.
         """
         if isinstance(found, Planned | EndFound):
-            answer = self._record(first.request, found)
+            with self._group():
+                answer = self._record(first.request, found)
             next_index = self.task.next_batch_index
             if not line.is_ranked:
                 first.end(answer)
@@ -806,9 +809,10 @@ class Planner:
     # What is recorded
 
     def _record(self, request: ClaimRequest, found: Planned | EndFound) -> Answer:
-        """Record what was found, and return what it is for the call that caused it.
+        """Record what was found, with what it evicts, and return what it is for the call that caused it.
 
-        A batch, or the end, is of all ranks: the claims that wait for it are answered, and those that disagree refused.
+        It is called in a group. A batch, or the end, is of all ranks: the claims that wait for it are answered, and
+        those that disagree refused.
         """
         self._queue.is_stale = True  # the end of others may have come
         if request.rank is None:
@@ -832,6 +836,7 @@ class Planner:
                     described = replace(described, staleness=found.readiness.bound.staleness_of(positions))
                 task.recent_batches.append(described)
                 self._on_batch(spec.batch_spec.sampler, described)
+            self._evict(request, found.evicted)  # last, since positions change
         for line in self._queue.ranked_lines:
             disagrees = line.spec.dp_size != spec.dp_size
             self._enqueue_answers(each for each in line if each.batch_index == batch_index or is_end or disagrees)
@@ -860,9 +865,24 @@ class Planner:
             batch_spec=request.batch_spec if name else None,
         )
         claim: Claim = self._commit(change, (self._partition, self.task, found.positions))
+        self._evict(request, found.evicted)
         self.deliveries.add(found.plan.rows.size, time.monotonic())
         claim.answer_count = 1
         return claim
+
+    def _evict(self, request: ClaimRequest, evicted: Evicted | None) -> bool:
+        """Fail or clear what a claim evicts; return whether it did, which it does not once the partition is gone."""
+        spec, policy = request.batch_spec, self._partition.policies.get(request.policy or "")
+        if evicted is None or spec.unmatched == "wait":
+            return False
+        change = UnitsEvicted(
+            **self._names,
+            evicted=evicted,
+            action=spec.unmatched,
+            version=None if policy is None else policy.version,
+            refill=spec.refill,
+        )
+        return bool(self._commit(change, None))
 
     # Plans
 
@@ -873,14 +893,19 @@ class Planner:
     def _find_at_once(self, request: ClaimRequest) -> Found | None:
         """Look for a plan, or the end, in this step of the event loop; None: it must be looked for off the loop."""
         sampler = request.sampler
-        search = Search(self._partition, self.task, self._starts, request, self.length(request))
-        try:
-            plan = self._runner.run_inline(sampler, search.view, search.wanted)
-            if plan is None and search.begins_last():
+        while True:
+            search = Search(self._partition, self.task, self._starts, request, self.length(request))
+            try:
                 plan = self._runner.run_inline(sampler, search.view, search.wanted)
-        except MustBeAwaited:
-            return None
-        return self._keep_groups(search, search.conclude(plan))
+                if plan is None and search.begins_last():
+                    plan = self._runner.run_inline(sampler, search.view, search.wanted)
+                search.look_for_evicted()
+            except MustBeAwaited:
+                return None
+            found = self._keep_groups(search, search.conclude(plan))
+            # Once what it evicts is gone there may be a plan, or the end.
+            if isinstance(found, Planned) or not self._evict(request, search.evicted):
+                return found
 
     async def _find_off_loop(self, request: ClaimRequest, look_past: int) -> Found:
         """Look for a plan, or the end, while positions of rows stay as they are.
@@ -893,14 +918,21 @@ class Planner:
         with self._starts.watched() as watch, self._partition.table.pinned():
             search = new_search(watch=watch, look_past=look_past)
             plan = await self._runner.run(sampler, search.view, search.wanted)
+            is_small = self._partition.table.count <= _FEW_ROWS
             if plan is None and not look_past:
-                is_small = self._partition.table.count <= _FEW_ROWS
                 is_last = search.begins_last() if is_small else await asyncio.to_thread(search.begins_last)
                 if is_last and search.is_current:
                     plan = await self._runner.run(sampler, search.view, search.wanted)
+            if request.batch_spec.evicts and is_small:
+                search.look_for_evicted()
+            elif request.batch_spec.evicts:
+                await asyncio.to_thread(search.look_for_evicted)
         if plan is None and look_past:
             return NOT_LOOKED
-        return self._keep_groups(search, search.conclude(plan))
+        found = self._keep_groups(search, search.conclude(plan))
+        if isinstance(found, Planned) or not self._evict(request, search.evicted):
+            return found
+        return NOT_LOOKED
 
     def _keep_groups(self, search: Search, found: Found) -> Found:
         """Record how the task keeps groups whole, if it did so in another way before; return what was found."""

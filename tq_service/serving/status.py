@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import islice
+from itertools import accumulate, islice
 from typing import Final
 
 import numpy as np
@@ -17,13 +17,14 @@ from tq_service.errors import InvalidArgumentError
 from tq_service.results import (
     ClaimLease,
     ConsumptionStatus,
+    EvictedUnits,
     FieldStatus,
     PartitionDescription,
     PartitionSummary,
     ProductionStatus,
     TaskStatus,
 )
-from tq_service.schema import SampleConsumption
+from tq_service.schema import SampleConsumption, check_range
 from tq_service.serving.backlogs import NO_BACKLOG, Backlog, Backlogs, tasks_with_versions
 from tq_service.serving.catalog import Catalog
 from tq_service.serving.lookup import check_fields
@@ -34,6 +35,8 @@ from tq_service.state.table import DEAD_LETTERED, DROPPED, FAILED, HELD, LIVE, U
 
 _MOST_DEAD_LETTERED: Final = 100  # named in a status
 _MOST_LEASES: Final = 20  # as above
+_MOST_UNITS: Final = 1_024  # of an answer
+_MOST_CHARACTERS: Final = 1 << 19  # of their names; 2 MiB at most
 _CLAIM_ID_BYTES: Final = 4  # of a request_id: enough to find a claim in the log of calls, not to acknowledge it
 
 
@@ -223,9 +226,27 @@ def status_of(
         trained_batch_count=task.trained + 1,
         saved_batch_count=task.saved + 1,
         outstanding_count=task.outstanding_count,
+        unmatched_count=task.unmatched_count,
+        too_small_count=task.too_small_count,
+        refilled_count=task.refilled_count,
         waiting_count=catalog.waiting_count(partition, task.name),
         delivered_per_second=rate,
     )
+
+
+def evicted_by(task: TaskLedger, after: int, limit: int) -> EvictedUnits:
+    """Return the first units that claims of a task have evicted behind a serial, as many as fit into an answer.
+
+    Raises:
+        InvalidArgumentError: a number is out of its range.
+    """
+    check_range("after", after, 0)
+    check_range("limit", limit, 0, _MOST_UNITS, hint="; 0 is the most")
+    units = task.evicted_after(after, limit or _MOST_UNITS)
+    sizes = accumulate(len(unit.group or "") + len(unit.key or "") for unit in units)
+    fitting = [unit for unit, size in zip(units, sizes, strict=True) if size <= _MOST_CHARACTERS]
+    dropped_count = fitting[0].serial - after - 1 if fitting else 0
+    return EvictedUnits(units=tuple(fitting), dropped_count=dropped_count)
 
 
 def _leases_of(task: TaskLedger) -> tuple[ClaimLease, ...]:

@@ -33,12 +33,12 @@ from __future__ import annotations
 import math
 from bisect import insort
 from collections import OrderedDict, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
-from itertools import chain
+from itertools import chain, islice
 from typing import Final, Literal, TypeAlias
 
 import numpy as np
@@ -55,8 +55,8 @@ from tq_service.errors import (
     StaleEpochError,
     TqError,
 )
-from tq_service.results import RecentBatch
-from tq_service.schema import EndCounts
+from tq_service.results import EvictedUnit, RecentBatch
+from tq_service.schema import EndCounts, RefillOutcome
 from tq_service.state.outstanding import Outstanding
 from tq_service.state.plan import BatchSpec, ClaimRequest, Indexes, LeaseTerms, Pack, Plan, RankPlan, shown
 from tq_service.state.table import (
@@ -83,6 +83,8 @@ _NO_ROWS: Final = np.zeros(0, np.int64)
 _NOT_FOLLOWED: Final = nullcontext()
 _OTHER_DP_SIZE: Final = ". To continue with another number of ranks, restart the ranks (docs/asynchronous_rl.md)"
 
+MOST_EVICTED: Final = 65_536
+"""Most units that claims of a task have evicted and that are remembered; the oldest ones are forgotten."""
 MOST_PAST_NAMES: Final = 65_536
 """Most names of a task that stand for no claim any more and are remembered; the oldest ones are forgotten."""
 
@@ -306,12 +308,16 @@ class TaskTotals:
         redelivered: those of them that were delivered under a lease before, which ran out.
         expired: samples whose leases ran out.
         dead_lettered: those of them that are not delivered again.
+        unmatched: units that its claims evicted since their `where` excludes them.
+        too_small: groups that its claims evicted since too few members were left.
     """
 
     delivered: int = 0
     redelivered: int = 0
     expired: int = 0
     dead_lettered: int = 0
+    unmatched: int = 0
+    too_small: int = 0
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -337,6 +343,9 @@ class TaskFacts:
             batches, those that have not given their places back.
         done_units: units that were acknowledged, or delivered to queue workers without a lease, and give their places
             back with the next publication.
+        unmatched_count: units that its claims evicted since their `where` excludes them, in all epochs.
+        too_small_count: groups that its claims evicted since too few members were left, in all epochs.
+        refilled_count: rows that were made claimable again for it by evictions, in all epochs.
     """
 
     name: str
@@ -357,6 +366,14 @@ class TaskFacts:
     saved: int = -1
     delivered_units: tuple[int, ...] = ()
     done_units: int = 0
+    unmatched_count: int = 0
+    too_small_count: int = 0
+    refilled_count: int = 0
+
+    @property
+    def evicted_count(self) -> int:
+        """Units that claims of the task evicted, in all epochs."""
+        return self.unmatched_count + self.too_small_count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -370,6 +387,7 @@ class TaskSnapshot:
     past_names: list[tuple[str, PastName]] = field(default_factory=list)
     reusing: list[int] = field(default_factory=list)  # serials of records, the oldest first
     ended: list[tuple[bytes, tuple[float, bool]]] = field(default_factory=list)
+    evicted: list[EvictedUnit] = field(default_factory=list)
 
 
 class TaskLedger(TaskFacts):
@@ -384,6 +402,8 @@ class TaskLedger(TaskFacts):
         deliveries: how often each row was delivered under a lease in this epoch, and not acknowledged.
         uses: how often each row was delivered, under a lease also acknowledged, and not consumed.
         skipped: which rows are skipped, see the module.
+        refills: how often each row was made claimable again by an eviction in this epoch; as a negative number, which
+            is to be claimable once the worker that has it acknowledges it.
         leased_count: rows that are leased.
         redelivered_count: rows that were delivered more than once in this epoch, see `deliveries`.
         batches: recorded batches by batch_index, in the order of these; also the few kept without rows.
@@ -392,6 +412,7 @@ class TaskLedger(TaskFacts):
         names: the request_id of the queue claim that each name stands for which callers gave.
         past_names: names that stand for no claim any more, the oldest first.
         ended: ids of claims that were released or have expired.
+        evicted: the last units that its claims have evicted, in all epochs, in order.
         totals: counts that are not of the epoch, but of this process.
         recent_batches: the last batches of this epoch in numbers, as far as this process has planned them.
         state: of each row; the partition writes it.
@@ -404,11 +425,13 @@ class TaskLedger(TaskFacts):
         super().__init__(name=name, backlog=backlog)
         self.outstanding = outstanding
         self.leased_count = self.redelivered_count = 0
-        claim, deliveries, uses, skipped = task_columns(name)
+        claim, deliveries, uses, skipped, refills = task_columns(name)
         self.claim = table.column(claim, np.int64, UNCLAIMED)
         self.deliveries = table.column(deliveries, np.int32, 0)
         self.uses = table.column(uses, np.int32, 0)
         self.skipped = table.column(skipped, np.bool_, False)
+        self.refills = table.column(refills, np.int32, 0)
+        self.evicted: deque[EvictedUnit] = deque(maxlen=MOST_EVICTED)
         self.ended = EndedClaims()
         self.totals = TaskTotals()
         self._table = table
@@ -432,8 +455,8 @@ class TaskLedger(TaskFacts):
 
     @property
     def is_unused(self) -> bool:
-        """Whether nothing is on record: no claim, end, epoch or release."""
-        is_first = self.epoch == 0 and self.serial == LAST_RESERVED
+        """Whether nothing is on record: no claim, end, epoch, release or eviction."""
+        is_first = self.epoch == 0 and self.serial == LAST_RESERVED and not self.evicted_count
         return is_first and self.end is None and not (self.ended or self.past_names)
 
     # Snapshots
@@ -456,6 +479,7 @@ class TaskLedger(TaskFacts):
             past_names=list(self.past_names.items()),
             reusing=list(self._reusing),
             ended=list(self.ended.items()),
+            evicted=list(self.evicted),
         )
 
     def restore(self, snapshot: TaskSnapshot) -> None:
@@ -463,6 +487,7 @@ class TaskLedger(TaskFacts):
         for each in fields(TaskFacts):
             setattr(self, each.name, getattr(snapshot.facts, each.name))
         self.ended.update(snapshot.ended)
+        self.evicted.extend(snapshot.evicted)
         self.names.update(snapshot.names)
         self.past_names.update(snapshot.past_names)
         specs: dict[BatchSpec | None, BatchSpec | None] = {}  # thousands of claims share a few
@@ -778,6 +803,9 @@ class TaskLedger(TaskFacts):
             is_consumed = plan.consumes(rows)
             consumed, returned = positions[is_consumed], positions[~is_consumed]
             self._count_uses(plan.rows[np.isin(plan.rows, rows)], 1)
+        if not self.refills.is_blank:
+            is_due = self.refills[consumed] < 0
+            consumed, returned = consumed[~is_due], np.concatenate([returned, consumed[is_due]])
         self.claim.write(consumed, claim.serial)
         self._count_leased(claim, -consumed.size)
         if returned.size:
@@ -821,6 +849,8 @@ class TaskLedger(TaskFacts):
 
     def _reopen(self, positions: Indexes) -> None:
         self.claim.write(positions, UNCLAIMED)
+        if not self.refills.is_blank:
+            self.refills.write(positions, np.abs(self.refills[positions]))
         states = self.state[positions]
         self.backlog += int(np.count_nonzero(is_open(states)))
 
@@ -853,7 +883,11 @@ class TaskLedger(TaskFacts):
                     return
                 claim = self.batches[self._without_rows.pop(0)]
             self._forget(claim, "cleared")
-        elif claim.plan.is_reusing and not claim.leased_count and claim.serial not in self._reusing:
+        elif (
+            (claim.plan.is_reusing or claim.returned is not None)
+            and not claim.leased_count
+            and claim.serial not in self._reusing
+        ):
             self._keep_reusing(claim)
 
     def _forget(self, claim: Claim, loss: Loss) -> None:
@@ -878,6 +912,73 @@ class TaskLedger(TaskFacts):
         self.dead_lettered_count -= positions.size
         with self._followed(positions):
             self._reopen(positions)
+
+    # Evicted rows
+
+    def note_evicted(self, units: Sequence[EvictedUnit]) -> None:
+        """Record what a claim of the task has evicted; the oldest units on record are forgotten where they are many."""
+        unmatched_count = sum(unit.reason == "unmatched" for unit in units)
+        self.unmatched_count += unmatched_count
+        self.too_small_count += len(units) - unmatched_count
+        self.totals.unmatched += unmatched_count
+        self.totals.too_small += len(units) - unmatched_count
+        self.evicted.extend(units)
+
+    def evicted_after(self, serial: int, most: int) -> list[EvictedUnit]:
+        """Return the first units on record whose serials are above one."""
+        forgotten_count = self.evicted_count - len(self.evicted)
+        start = max(0, serial - forgotten_count)
+        return list(islice(self.evicted, start, start + most))
+
+    def refill(self, positions: Indexes, most: int) -> tuple[list[RefillOutcome], Indexes]:
+        """Have rows claimable again that make evicted units once more; return what came of each, and which are now.
+
+        Args:
+            positions: of the rows, -1 for one that is not there.
+            most: how often a row is refilled in an epoch.
+        """
+        outcomes: list[RefillOutcome] = []
+        done: dict[int, None] = {}
+        for position in positions.tolist():
+            if position < 0:
+                outcomes.append("unknown")
+                continue
+            outcomes.append("pending" if position in done else self._refill(position, most))
+            if outcomes[-1] == "refilled" and self.claim[position] > UNCLAIMED:
+                done[position] = None
+        self.refilled_count += outcomes.count("refilled")
+        reopened = np.array([*done], np.int64)
+        if not reopened.size:
+            return outcomes, reopened
+        serials, counts = count_values(self.claim[reopened])
+        with self._followed(reopened):
+            self._reopen(reopened)
+        self._write_deliveries(reopened, np.zeros(reopened.size, np.int32))
+        if not self.uses.is_blank:
+            self.uses.write(reopened, 0)
+        self.consumed_count -= reopened.size
+        for serial, count in zip(serials.tolist(), counts.tolist(), strict=True):
+            if serial == CONSUMED_EARLIER:
+                self.kept_count -= count
+            elif (claim := self._by_serial.get(serial)) is not None:
+                self._lose_name(claim, "released")
+                claim.remaining -= count
+                self._on_fewer_rows(claim)
+        return outcomes, reopened
+
+    def _refill(self, position: int, most: int) -> RefillOutcome:
+        """Count a refill of a row, if it can have one; return what comes of it."""
+        mark, count = int(self.claim[position]), int(self.refills[position])
+        is_skipped = mark == UNCLAIMED and bool(self.skipped[position])
+        is_lost = not is_open(self.state[position]) or mark in {DEAD_LETTERED, DROPPED} or is_skipped
+        if is_lost or self.end is not None:
+            return "given_up"
+        if mark == UNCLAIMED or count < 0:
+            return "pending"
+        if count >= most:
+            return "used_up"
+        self.refills.write(position, count + 1 if mark > UNCLAIMED else -count - 1)
+        return "refilled"
 
     # Skipped rows
 
@@ -947,8 +1048,9 @@ class TaskLedger(TaskFacts):
             self._reopen(lost)
             reopened = np.concatenate([reopened, lost])
             self.deliveries.write(slice(0, self._table.count), 0)
-        if not keep_consumed and not self.uses.is_blank:
-            self.uses.write(slice(0, self._table.count), 0)
+        for each in (self.uses, self.refills):
+            if not keep_consumed and not each.is_blank:
+                each.write(slice(0, self._table.count), 0)
         self.leased_count = self.redelivered_count = self.dead_lettered_count = self.dropped_count = 0
         self.last_forgotten = self.trained = self.saved = -1
         self.delivered_units, self.done_units = (), 0
@@ -1026,9 +1128,9 @@ class TaskLedger(TaskFacts):
                 self._on_fewer_rows(claim)
 
 
-def task_columns(name: str) -> tuple[str, str, str, str]:
-    """Return the names of the columns of a task: `claim`, `deliveries`, `uses` and `skipped`."""
-    return f"claim/{name}", f"deliveries/{name}", f"uses/{name}", f"skipped/{name}"
+def task_columns(name: str) -> tuple[str, str, str, str, str]:
+    """Return the names of the columns of a task: `claim`, `deliveries`, `uses`, `skipped` and `refills`."""
+    return f"claim/{name}", f"deliveries/{name}", f"uses/{name}", f"skipped/{name}", f"refills/{name}"
 
 
 def check_epoch(name: str, epoch: int, got: int | None) -> None:

@@ -13,6 +13,7 @@ from operator import attrgetter
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tq_service.errors import (
     InvalidArgumentError,
@@ -30,7 +31,7 @@ from tq_service.state.ledger import TaskLedger, TaskSnapshot, task_columns
 from tq_service.state.outstanding import Outstanding
 from tq_service.state.plan import Condition, Indexes, differences, shown
 from tq_service.state.policies import Policies
-from tq_service.state.table import FAILED, HELD, LIVE, RowTable, Table, TableSnapshot, distinct
+from tq_service.state.table import DROPPED, FAILED, HELD, LIVE, RowTable, Table, TableSnapshot, distinct
 
 _log = logging.getLogger(__name__)
 
@@ -307,6 +308,14 @@ class Partition:
     def resolved(self, where: Sequence[Condition]) -> tuple[Condition, ...]:
         """Return conditions that compare with the versions that are published now."""
         return tuple(condition.resolved(self.policies) for condition in where)
+
+    def is_leased(self, positions: Indexes) -> NDArray[np.bool_]:
+        """Return which of some rows are leased to a worker of any task."""
+        is_leased = np.zeros(positions.size, np.bool_)
+        for task in self.tasks.values():
+            if task.leased_count:
+                is_leased |= task.claim[positions] < DROPPED
+        return is_leased
 
     def positions_of(self, indexes: Indexes, *, may_repeat: bool = False) -> Indexes:
         """Return the positions of samples that must be there; each is named once, unless it `may_repeat`."""

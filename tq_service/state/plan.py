@@ -28,6 +28,7 @@ from tq_service.schema import (
     Operator,
     Published,
     Scalar,
+    Unmatched,
     check_id,
     check_name,
     check_range,
@@ -430,16 +431,40 @@ class Order:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Refill:
+    """The task that makes evicted units again, from the samples of its partition that have their names as keys.
+
+    Attributes:
+        max_refills: how often a sample is made claimable again for it, in an epoch of the task.
+
+    Raises:
+        InvalidArgumentError: a name is none, or the number is less than 1.
+    """
+
+    partition_id: str
+    task_name: str
+    max_refills: int = 3
+
+    def __post_init__(self) -> None:
+        check_name("refill", self.partition_id)
+        check_name("refill", self.task_name)
+        check_range("max_refills", self.max_refills, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSpec:
     """What the first plan of a batch_index fixes for all ranks.
 
     Attributes, besides those that GetMeta says more about:
         max_uses: how often a sample is delivered before it counts as consumed.
+        unmatched: what becomes of samples that `where` excludes: they wait, or they are evicted.
+        least_members: a group with fewer members left is evicted; 0: no group is for that.
+        refill: where evicted units are made again; None: nowhere.
         held: whether held samples are delivered, and no live ones.
 
     Raises:
-        InvalidArgumentError: the micro-batches have no size, samples are never used, or `order_by` does not name its
-            columns each once.
+        InvalidArgumentError: the micro-batches have no size, samples are never used, `order_by` does not name its
+            columns each once, or a least number of members or a refill is given although nothing is evicted.
     """
 
     batch_size: int
@@ -453,10 +478,21 @@ class BatchSpec:
     drop_last: bool
     finite: bool
     max_uses: int = 1
+    unmatched: Unmatched = "wait"
+    least_members: int = 0
+    refill: Refill | None = None
     held: bool = False
 
     def __post_init__(self) -> None:
         check_range("max_uses", self.max_uses, 1, hint=", or 0 for once")
+        check_range("least_members", self.least_members, 0)
+        for name, value in (("least_members", self.least_members), ("refill", self.refill)):
+            if value and not self.evicts:
+                raise InvalidArgumentError(
+                    f"{name} is {shown(value)} and unmatched is {self.unmatched!r}, with which nothing is evicted; "
+                    f"expected unmatched 'fail' or 'clear', which says what becomes of what is evicted",
+                    field=name,
+                )
         if self.micro_batch_size is not None:
             hint = ": a positive number, or 0 for the whole batch"
             check_range("micro_batch_size", self.micro_batch_size, 0, hint=hint)
@@ -466,6 +502,11 @@ class BatchSpec:
                 f"order_by has an empty column, at position {columns.index('')}; name each column", field="order_by"
             )
         check_unique("order_by", columns)
+
+    @property
+    def evicts(self) -> bool:
+        """Whether claims evict samples that they never get."""
+        return self.unmatched != "wait"
 
     def disagreement(self, other: BatchSpec) -> tuple[str, object, object] | None:
         """Return the first argument that differs, with both values."""
@@ -491,6 +532,8 @@ def shown(value: object) -> str:
             return f"{value.column} {value.operator} {shown(compared)}"
         case Published():
             return f"published({value.policy}) {value.offset:+d}"
+        case Refill():
+            return f"{value.task_name} of {value.partition_id}, at most {value.max_refills} times"
         case Order():
             return f"{value.column} descending" if value.descending else value.column
         case FieldSpec():
@@ -732,6 +775,12 @@ class ClaimRequest:
     def batch_spec(self) -> BatchSpec:
         """What the first plan of a batch_index fixes."""
         return self.spec.batch_spec
+
+    @property
+    def policy(self) -> str | None:
+        """The policy with whose version it compares samples, or else that it waits for; None: neither."""
+        compared = (each.published.policy for each in self.batch_spec.where if each.published is not None)
+        return next(compared, None if self.not_before is None else self.not_before.policy)
 
     @property
     def plan_request(self) -> PlanRequest:

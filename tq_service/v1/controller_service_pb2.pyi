@@ -149,6 +149,36 @@ ON_LOST_REMOVE: OnLost.ValueType  # 3
 """They are removed."""
 global___OnLost = OnLost
 
+class _Unmatched:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _UnmatchedEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_Unmatched.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    UNMATCHED_UNSPECIFIED: _Unmatched.ValueType  # 0
+    """Unset: they wait."""
+    UNMATCHED_WAIT: _Unmatched.ValueType  # 1
+    """They wait: another value may still be written, and other tasks may claim them."""
+    UNMATCHED_FAIL: _Unmatched.ValueType  # 2
+    """They fail, for all tasks, and their bytes are freed."""
+    UNMATCHED_CLEAR: _Unmatched.ValueType  # 3
+    """They are cleared; of a group the failed members too, so its name may be used again."""
+
+class Unmatched(_Unmatched, metaclass=_UnmatchedEnumTypeWrapper):
+    """What becomes of samples that the conditions of a claim exclude: by a value, unless it may come to satisfy them with a
+    later version of a policy, or for want of a value though all their data is there.
+    """
+
+UNMATCHED_UNSPECIFIED: Unmatched.ValueType  # 0
+"""Unset: they wait."""
+UNMATCHED_WAIT: Unmatched.ValueType  # 1
+"""They wait: another value may still be written, and other tasks may claim them."""
+UNMATCHED_FAIL: Unmatched.ValueType  # 2
+"""They fail, for all tasks, and their bytes are freed."""
+UNMATCHED_CLEAR: Unmatched.ValueType  # 3
+"""They are cleared; of a group the failed members too, so its name may be used again."""
+global___Unmatched = Unmatched
+
 class _SampleConsumption:
     ValueType = typing.NewType("ValueType", builtins.int)
     V: typing_extensions.TypeAlias = ValueType
@@ -184,6 +214,66 @@ SAMPLE_CONSUMPTION_DEAD_LETTERED: SampleConsumption.ValueType  # 4
 SAMPLE_CONSUMPTION_DROPPED: SampleConsumption.ValueType  # 5
 """Left out of a batch by its sampler, as the option `overlong` "drop" does; not counted as consumed."""
 global___SampleConsumption = SampleConsumption
+
+class _EvictionReason:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _EvictionReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_EvictionReason.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    EVICTION_REASON_UNSPECIFIED: _EvictionReason.ValueType  # 0
+    """Never sent."""
+    EVICTION_REASON_UNMATCHED: _EvictionReason.ValueType  # 1
+    """`where` excluded it, or a member of it."""
+    EVICTION_REASON_TOO_SMALL: _EvictionReason.ValueType  # 2
+    """Fewer than `least_members` were left of the group."""
+
+class EvictionReason(_EvictionReason, metaclass=_EvictionReasonEnumTypeWrapper):
+    """Why a unit was evicted."""
+
+EVICTION_REASON_UNSPECIFIED: EvictionReason.ValueType  # 0
+"""Never sent."""
+EVICTION_REASON_UNMATCHED: EvictionReason.ValueType  # 1
+"""`where` excluded it, or a member of it."""
+EVICTION_REASON_TOO_SMALL: EvictionReason.ValueType  # 2
+"""Fewer than `least_members` were left of the group."""
+global___EvictionReason = EvictionReason
+
+class _RefillOutcome:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _RefillOutcomeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_RefillOutcome.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    REFILL_OUTCOME_UNSPECIFIED: _RefillOutcome.ValueType  # 0
+    """No refill was asked for."""
+    REFILL_OUTCOME_REFILLED: _RefillOutcome.ValueType  # 1
+    """Its sample is claimable again, or will be once the worker that has it acknowledges it."""
+    REFILL_OUTCOME_PENDING: _RefillOutcome.ValueType  # 2
+    """Its sample was claimable anyway."""
+    REFILL_OUTCOME_UNKNOWN: _RefillOutcome.ValueType  # 3
+    """There is no such partition, or no sample with its key."""
+    REFILL_OUTCOME_USED_UP: _RefillOutcome.ValueType  # 4
+    """Its sample has been refilled `max_refills` times before."""
+    REFILL_OUTCOME_GIVEN_UP: _RefillOutcome.ValueType  # 5
+    """The task never gets its sample: it failed, was dead-lettered, dropped or skipped, or the ranks are at their end."""
+
+class RefillOutcome(_RefillOutcome, metaclass=_RefillOutcomeEnumTypeWrapper):
+    """What came of the refill of an evicted unit."""
+
+REFILL_OUTCOME_UNSPECIFIED: RefillOutcome.ValueType  # 0
+"""No refill was asked for."""
+REFILL_OUTCOME_REFILLED: RefillOutcome.ValueType  # 1
+"""Its sample is claimable again, or will be once the worker that has it acknowledges it."""
+REFILL_OUTCOME_PENDING: RefillOutcome.ValueType  # 2
+"""Its sample was claimable anyway."""
+REFILL_OUTCOME_UNKNOWN: RefillOutcome.ValueType  # 3
+"""There is no such partition, or no sample with its key."""
+REFILL_OUTCOME_USED_UP: RefillOutcome.ValueType  # 4
+"""Its sample has been refilled `max_refills` times before."""
+REFILL_OUTCOME_GIVEN_UP: RefillOutcome.ValueType  # 5
+"""The task never gets its sample: it failed, was dead-lettered, dropped or skipped, or the ranks are at their end."""
+global___RefillOutcome = RefillOutcome
 
 @typing.final
 class CreatePartitionRequest(google.protobuf.message.Message):
@@ -653,6 +743,9 @@ class GetMetaRequest(google.protobuf.message.Message):
     NOT_BEFORE_VERSION_FIELD_NUMBER: builtins.int
     POLICY_FIELD_NUMBER: builtins.int
     BATCH_COUNT_FIELD_NUMBER: builtins.int
+    UNMATCHED_FIELD_NUMBER: builtins.int
+    LEAST_MEMBERS_FIELD_NUMBER: builtins.int
+    REFILL_FIELD_NUMBER: builtins.int
     HELD_FIELD_NUMBER: builtins.int
     request_id: builtins.bytes
     """16 random bytes that the client makes for this change and sends again with each retry. Of other lengths:
@@ -729,6 +822,17 @@ class GetMetaRequest(google.protobuf.message.Message):
     for again begins with the same batches, and may have more. A batch that is planned early has no samples that come
     later. 0: 1.
     """
+    unmatched: global___Unmatched.ValueType
+    """What becomes of live samples that `where` excludes and the task has not been delivered. Other than UNMATCHED_WAIT
+    evicts them whenever the call looks for samples: in the step that plans a batch, and also where it plans none. A
+    sampler that delivers whole groups has them evicted whole, once they are complete; one that delivers the rest of
+    incomplete groups loses the excluded members, and the group with the last one. Not evicted are samples that are
+    held or leased, by any task, and members of a group with one that is held, leased or delivered. Unset: wait.
+    """
+    least_members: builtins.int
+    """A complete group with fewer members left, since others failed, were cleared or dead-lettered, or were never put, is
+    evicted too. It needs `unmatched` to say how. Samples without a group are not concerned. 0: no group is too small.
+    """
     held: builtins.bool
     """Whether held samples are claimed, and no live ones: slots whose lease ran out or which were released, for the next
     rollout worker. It needs a `lease`, and `data_fields` may be empty.
@@ -761,6 +865,10 @@ class GetMetaRequest(google.protobuf.message.Message):
         Unset: samples count as done once they are delivered.
         """
 
+    @property
+    def refill(self) -> global___Refill:
+        """Where units that are evicted are made again; needs `unmatched`. Unset: nowhere."""
+
     def __init__(
         self,
         *,
@@ -792,10 +900,13 @@ class GetMetaRequest(google.protobuf.message.Message):
         not_before_version: builtins.int | None = ...,
         policy: builtins.str = ...,
         batch_count: builtins.int = ...,
+        unmatched: global___Unmatched.ValueType = ...,
+        least_members: builtins.int = ...,
+        refill: global___Refill | None = ...,
         held: builtins.bool = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_batch_index", b"_batch_index", "_dp_rank", b"_dp_rank", "_dp_size", b"_dp_size", "_epoch", b"_epoch", "_not_before_version", b"_not_before_version", "batch_index", b"batch_index", "dp_rank", b"dp_rank", "dp_size", b"dp_size", "epoch", b"epoch", "lease", b"lease", "max_wait", b"max_wait", "not_before_version", b"not_before_version", "sampler_config", b"sampler_config"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_batch_index", b"_batch_index", "_dp_rank", b"_dp_rank", "_dp_size", b"_dp_size", "_epoch", b"_epoch", "_not_before_version", b"_not_before_version", "batch_count", b"batch_count", "batch_index", b"batch_index", "batch_size", b"batch_size", "batch_unit", b"batch_unit", "claim_name", b"claim_name", "data_fields", b"data_fields", "dp_rank", b"dp_rank", "dp_size", b"dp_size", "drop_last", b"drop_last", "epoch", b"epoch", "explain", b"explain", "finite", b"finite", "held", b"held", "incarnation", b"incarnation", "lease", b"lease", "max_deliveries", b"max_deliveries", "max_uses", b"max_uses", "max_wait", b"max_wait", "micro_batch_size", b"micro_batch_size", "min_batch_size", b"min_batch_size", "not_before_version", b"not_before_version", "order_by", b"order_by", "partition_id", b"partition_id", "policy", b"policy", "request_id", b"request_id", "sampler", b"sampler", "sampler_config", b"sampler_config", "task_name", b"task_name", "where", b"where"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_batch_index", b"_batch_index", "_dp_rank", b"_dp_rank", "_dp_size", b"_dp_size", "_epoch", b"_epoch", "_not_before_version", b"_not_before_version", "batch_index", b"batch_index", "dp_rank", b"dp_rank", "dp_size", b"dp_size", "epoch", b"epoch", "lease", b"lease", "max_wait", b"max_wait", "not_before_version", b"not_before_version", "refill", b"refill", "sampler_config", b"sampler_config"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_batch_index", b"_batch_index", "_dp_rank", b"_dp_rank", "_dp_size", b"_dp_size", "_epoch", b"_epoch", "_not_before_version", b"_not_before_version", "batch_count", b"batch_count", "batch_index", b"batch_index", "batch_size", b"batch_size", "batch_unit", b"batch_unit", "claim_name", b"claim_name", "data_fields", b"data_fields", "dp_rank", b"dp_rank", "dp_size", b"dp_size", "drop_last", b"drop_last", "epoch", b"epoch", "explain", b"explain", "finite", b"finite", "held", b"held", "incarnation", b"incarnation", "lease", b"lease", "least_members", b"least_members", "max_deliveries", b"max_deliveries", "max_uses", b"max_uses", "max_wait", b"max_wait", "micro_batch_size", b"micro_batch_size", "min_batch_size", b"min_batch_size", "not_before_version", b"not_before_version", "order_by", b"order_by", "partition_id", b"partition_id", "policy", b"policy", "refill", b"refill", "request_id", b"request_id", "sampler", b"sampler", "sampler_config", b"sampler_config", "task_name", b"task_name", "unmatched", b"unmatched", "where", b"where"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_batch_index", b"_batch_index"]) -> typing.Literal["batch_index"] | None: ...
     @typing.overload
@@ -808,6 +919,35 @@ class GetMetaRequest(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: typing.Literal["_not_before_version", b"_not_before_version"]) -> typing.Literal["not_before_version"] | None: ...
 
 global___GetMetaRequest = GetMetaRequest
+
+@typing.final
+class Refill(google.protobuf.message.Message):
+    """The task that makes evicted units again. The sample of its partition whose key is the name of an evicted group, or
+    the key of a sample that was evicted by itself, becomes claimable for it again, in the same step as the eviction; one
+    that a worker has leased once it is acknowledged. What comes of it is in TakeEvicted.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PARTITION_ID_FIELD_NUMBER: builtins.int
+    TASK_NAME_FIELD_NUMBER: builtins.int
+    MAX_REFILLS_FIELD_NUMBER: builtins.int
+    partition_id: builtins.str
+    """The partition, such as that of the prompts. Of one that does not exist nothing is refilled."""
+    task_name: builtins.str
+    """The task that claims there, 1 to 512 printable characters."""
+    max_refills: builtins.int
+    """How often a sample is claimable again for that reason, 1 or more, in an epoch of the task. 0: 3 times."""
+    def __init__(
+        self,
+        *,
+        partition_id: builtins.str = ...,
+        task_name: builtins.str = ...,
+        max_refills: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["max_refills", b"max_refills", "partition_id", b"partition_id", "task_name", b"task_name"]) -> None: ...
+
+global___Refill = Refill
 
 @typing.final
 class GetMetaResponse(google.protobuf.message.Message):
@@ -1802,6 +1942,7 @@ class ClearSamplesRequest(google.protobuf.message.Message):
     WHERE_FIELD_NUMBER: builtins.int
     CLAIM_FIELD_NUMBER: builtins.int
     SKIPPED_BY_FIELD_NUMBER: builtins.int
+    TASK_NAME_FIELD_NUMBER: builtins.int
     request_id: builtins.bytes
     """16 random bytes that the client makes for this change and sends again with each retry. Of other lengths:
     INVALID_ARGUMENT.
@@ -1820,6 +1961,10 @@ class ClearSamplesRequest(google.protobuf.message.Message):
     """Name of a task. All samples are meant that it never gets: those that failed before it took them, that it
     dead-lettered, and the rest of groups that lost such a member, or a cleared one, while it keeps groups whole. Not
     together with keys, indexes or groups. NOT_FOUND if the task has not asked yet. Empty: any samples.
+    """
+    task_name: builtins.str
+    """Name of a task. Of the samples that are meant only those are removed that are left for it, and that no worker of
+    any task has leased. NOT_FOUND if the task has not asked yet. Empty: all of them.
     """
     @property
     def global_indexes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
@@ -1858,11 +2003,97 @@ class ClearSamplesRequest(google.protobuf.message.Message):
         where: collections.abc.Iterable[global___Condition] | None = ...,
         claim: tq_service.v1.metadata_pb2.LeasedClaim | None = ...,
         skipped_by: builtins.str = ...,
+        task_name: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["claim", b"claim"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["claim", b"claim", "global_indexes", b"global_indexes", "groups", b"groups", "incarnation", b"incarnation", "keys", b"keys", "missing_ok", b"missing_ok", "partition_id", b"partition_id", "request_id", b"request_id", "skipped_by", b"skipped_by", "where", b"where"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["claim", b"claim", "global_indexes", b"global_indexes", "groups", b"groups", "incarnation", b"incarnation", "keys", b"keys", "missing_ok", b"missing_ok", "partition_id", b"partition_id", "request_id", b"request_id", "skipped_by", b"skipped_by", "task_name", b"task_name", "where", b"where"]) -> None: ...
 
 global___ClearSamplesRequest = ClearSamplesRequest
+
+@typing.final
+class FailSamplesRequest(google.protobuf.message.Message):
+    """Samples that are to fail: named by index and by key, the members of groups, or all that satisfy conditions. Where
+    nothing is given, nothing fails.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    PARTITION_ID_FIELD_NUMBER: builtins.int
+    INCARNATION_FIELD_NUMBER: builtins.int
+    GLOBAL_INDEXES_FIELD_NUMBER: builtins.int
+    KEYS_FIELD_NUMBER: builtins.int
+    GROUPS_FIELD_NUMBER: builtins.int
+    WHERE_FIELD_NUMBER: builtins.int
+    CLAIM_FIELD_NUMBER: builtins.int
+    TASK_NAME_FIELD_NUMBER: builtins.int
+    request_id: builtins.bytes
+    """16 random bytes that the client makes for this change and sends again with each retry. Of other lengths:
+    INVALID_ARGUMENT.
+    """
+    partition_id: builtins.str
+    """The partition; it must exist."""
+    incarnation: builtins.bytes
+    """Fails with STALE_INCARNATION where the partition has another incarnation, since it was cleared and made again.
+    Empty: any.
+    """
+    task_name: builtins.str
+    """As in ClearSamplesRequest."""
+    @property
+    def global_indexes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Indexes of samples."""
+
+    @property
+    def keys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Keys of samples besides."""
+
+    @property
+    def groups(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Names of groups whose members fail; not together with keys or indexes."""
+
+    @property
+    def where(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Condition]:
+        """As in ClearSamplesRequest."""
+
+    @property
+    def claim(self) -> tq_service.v1.metadata_pb2.LeasedClaim:
+        """As in ClearSamplesRequest."""
+
+    def __init__(
+        self,
+        *,
+        request_id: builtins.bytes = ...,
+        partition_id: builtins.str = ...,
+        incarnation: builtins.bytes = ...,
+        global_indexes: collections.abc.Iterable[builtins.int] | None = ...,
+        keys: collections.abc.Iterable[builtins.str] | None = ...,
+        groups: collections.abc.Iterable[builtins.str] | None = ...,
+        where: collections.abc.Iterable[global___Condition] | None = ...,
+        claim: tq_service.v1.metadata_pb2.LeasedClaim | None = ...,
+        task_name: builtins.str = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["claim", b"claim"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["claim", b"claim", "global_indexes", b"global_indexes", "groups", b"groups", "incarnation", b"incarnation", "keys", b"keys", "partition_id", b"partition_id", "request_id", b"request_id", "task_name", b"task_name", "where", b"where"]) -> None: ...
+
+global___FailSamplesRequest = FailSamplesRequest
+
+@typing.final
+class FailSamplesResponse(google.protobuf.message.Message):
+    """Answers how many failed."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    FAILED_COUNT_FIELD_NUMBER: builtins.int
+    failed_count: builtins.int
+    """Number of samples that have failed by this call."""
+    def __init__(
+        self,
+        *,
+        failed_count: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["failed_count", b"failed_count"]) -> None: ...
+
+global___FailSamplesResponse = FailSamplesResponse
 
 @typing.final
 class ClearSamplesResponse(google.protobuf.message.Message):
@@ -2209,6 +2440,9 @@ class TaskStatus(google.protobuf.message.Message):
     TRAINED_BATCH_COUNT_FIELD_NUMBER: builtins.int
     SAVED_BATCH_COUNT_FIELD_NUMBER: builtins.int
     OUTSTANDING_COUNT_FIELD_NUMBER: builtins.int
+    UNMATCHED_COUNT_FIELD_NUMBER: builtins.int
+    TOO_SMALL_COUNT_FIELD_NUMBER: builtins.int
+    REFILLED_COUNT_FIELD_NUMBER: builtins.int
     task_name: builtins.str
     """Name of the task."""
     epoch: builtins.int
@@ -2254,6 +2488,12 @@ class TaskStatus(google.protobuf.message.Message):
     """Number of batches of this epoch that a checkpoint of the trainer covers, see Advance."""
     outstanding_count: builtins.int
     """Units that are outstanding for it, as its admission counts them. Unset: it has none."""
+    unmatched_count: builtins.int
+    """Samples and groups that its claims evicted since `where` excluded them, in all epochs."""
+    too_small_count: builtins.int
+    """Groups that its claims evicted since too few members were left, in all epochs."""
+    refilled_count: builtins.int
+    """Samples that were made claimable again for it by evictions, in all epochs."""
     @property
     def dead_lettered_indexes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Indexes of dead-lettered samples that are not cleared; at most the first hundred."""
@@ -2293,9 +2533,12 @@ class TaskStatus(google.protobuf.message.Message):
         trained_batch_count: builtins.int = ...,
         saved_batch_count: builtins.int = ...,
         outstanding_count: builtins.int | None = ...,
+        unmatched_count: builtins.int = ...,
+        too_small_count: builtins.int = ...,
+        refilled_count: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_oldest_version", b"_oldest_version", "_outstanding_count", b"_outstanding_count", "_staleness_versions", b"_staleness_versions", "oldest_version", b"oldest_version", "outstanding_count", b"outstanding_count", "staleness_versions", b"staleness_versions"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_oldest_version", b"_oldest_version", "_outstanding_count", b"_outstanding_count", "_staleness_versions", b"_staleness_versions", "complete", b"complete", "consumed_count", b"consumed_count", "dead_lettered_count", b"dead_lettered_count", "dead_lettered_indexes", b"dead_lettered_indexes", "delivered_per_second", b"delivered_per_second", "dp_size", b"dp_size", "epoch", b"epoch", "leased_count", b"leased_count", "leases", b"leases", "leasing_claim_count", b"leasing_claim_count", "oldest_version", b"oldest_version", "outstanding_count", b"outstanding_count", "pending_count", b"pending_count", "planned_batch_count", b"planned_batch_count", "recent_batches", b"recent_batches", "redelivered_count", b"redelivered_count", "saved_batch_count", b"saved_batch_count", "skipped_count", b"skipped_count", "staleness_versions", b"staleness_versions", "task_name", b"task_name", "trained_batch_count", b"trained_batch_count", "waiting_count", b"waiting_count"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_oldest_version", b"_oldest_version", "_outstanding_count", b"_outstanding_count", "_staleness_versions", b"_staleness_versions", "complete", b"complete", "consumed_count", b"consumed_count", "dead_lettered_count", b"dead_lettered_count", "dead_lettered_indexes", b"dead_lettered_indexes", "delivered_per_second", b"delivered_per_second", "dp_size", b"dp_size", "epoch", b"epoch", "leased_count", b"leased_count", "leases", b"leases", "leasing_claim_count", b"leasing_claim_count", "oldest_version", b"oldest_version", "outstanding_count", b"outstanding_count", "pending_count", b"pending_count", "planned_batch_count", b"planned_batch_count", "recent_batches", b"recent_batches", "redelivered_count", b"redelivered_count", "refilled_count", b"refilled_count", "saved_batch_count", b"saved_batch_count", "skipped_count", b"skipped_count", "staleness_versions", b"staleness_versions", "task_name", b"task_name", "too_small_count", b"too_small_count", "trained_batch_count", b"trained_batch_count", "unmatched_count", b"unmatched_count", "waiting_count", b"waiting_count"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_oldest_version", b"_oldest_version"]) -> typing.Literal["oldest_version"] | None: ...
     @typing.overload
@@ -3047,6 +3290,116 @@ class RestartRanksResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["batch_index", b"batch_index", "epoch", b"epoch"]) -> None: ...
 
 global___RestartRanksResponse = RestartRanksResponse
+
+@typing.final
+class TakeEvictedRequest(google.protobuf.message.Message):
+    """Asks for the units that claims of a task have evicted."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PARTITION_ID_FIELD_NUMBER: builtins.int
+    INCARNATION_FIELD_NUMBER: builtins.int
+    TASK_NAME_FIELD_NUMBER: builtins.int
+    AFTER_FIELD_NUMBER: builtins.int
+    LIMIT_FIELD_NUMBER: builtins.int
+    partition_id: builtins.str
+    """The partition; it must exist."""
+    incarnation: builtins.bytes
+    """Fails with STALE_INCARNATION where the partition has another incarnation, since it was cleared and made again.
+    Empty: any.
+    """
+    task_name: builtins.str
+    """The task; it must have claimed, or be declared."""
+    after: builtins.int
+    """The serial behind which the answer begins: that of the last unit that the caller knows. 0: with the first."""
+    limit: builtins.int
+    """Most units of the answer, 1 to 1,024. Very long names may make them fewer. 0: 1,024."""
+    def __init__(
+        self,
+        *,
+        partition_id: builtins.str = ...,
+        incarnation: builtins.bytes = ...,
+        task_name: builtins.str = ...,
+        after: builtins.int = ...,
+        limit: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["after", b"after", "incarnation", b"incarnation", "limit", b"limit", "partition_id", b"partition_id", "task_name", b"task_name"]) -> None: ...
+
+global___TakeEvictedRequest = TakeEvictedRequest
+
+@typing.final
+class EvictedUnit(google.protobuf.message.Message):
+    """A sample or a group that was evicted."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SERIAL_FIELD_NUMBER: builtins.int
+    UNIT_FIELD_NUMBER: builtins.int
+    GROUP_FIELD_NUMBER: builtins.int
+    KEY_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    VERSION_FIELD_NUMBER: builtins.int
+    SAMPLE_COUNT_FIELD_NUMBER: builtins.int
+    REFILL_FIELD_NUMBER: builtins.int
+    serial: builtins.int
+    """Its number in the task: 1, and one more with each."""
+    unit: global___BatchUnit.ValueType
+    """Whether it was a sample, evicted by itself, or a group."""
+    group: builtins.str
+    """Name of the group that it was, or that the sample was in. Empty: none."""
+    key: builtins.str
+    """Key of the sample; of a group that of its first sample. Empty: none."""
+    reason: global___EvictionReason.ValueType
+    """Why it was evicted."""
+    version: builtins.int
+    """The version that was published then, of the policy that `where` compares with, or else of `not_before_version`.
+    Unset: the claim named no policy, or the policy had no version.
+    """
+    sample_count: builtins.int
+    """Number of samples that went; of a cleared group also those that had failed before."""
+    refill: global___RefillOutcome.ValueType
+    """What came of `GetMetaRequest.refill`."""
+    def __init__(
+        self,
+        *,
+        serial: builtins.int = ...,
+        unit: global___BatchUnit.ValueType = ...,
+        group: builtins.str = ...,
+        key: builtins.str = ...,
+        reason: global___EvictionReason.ValueType = ...,
+        version: builtins.int | None = ...,
+        sample_count: builtins.int = ...,
+        refill: global___RefillOutcome.ValueType = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_version", b"_version", "version", b"version"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_version", b"_version", "group", b"group", "key", b"key", "reason", b"reason", "refill", b"refill", "sample_count", b"sample_count", "serial", b"serial", "unit", b"unit", "version", b"version"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_version", b"_version"]) -> typing.Literal["version"] | None: ...
+
+global___EvictedUnit = EvictedUnit
+
+@typing.final
+class TakeEvictedResponse(google.protobuf.message.Message):
+    """Answers which units were evicted."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    UNITS_FIELD_NUMBER: builtins.int
+    DROPPED_COUNT_FIELD_NUMBER: builtins.int
+    dropped_count: builtins.int
+    """Number of units behind `after` that are not kept any more."""
+    @property
+    def units(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___EvictedUnit]:
+        """In order of their serials. Empty: none behind `after`."""
+
+    def __init__(
+        self,
+        *,
+        units: collections.abc.Iterable[global___EvictedUnit] | None = ...,
+        dropped_count: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["dropped_count", b"dropped_count", "units", b"units"]) -> None: ...
+
+global___TakeEvictedResponse = TakeEvictedResponse
 
 @typing.final
 class TrainedBatches(google.protobuf.message.Message):

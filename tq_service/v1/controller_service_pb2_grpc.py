@@ -113,6 +113,11 @@ class ControllerServiceStub(object):
                 request_serializer=tq__service_dot_v1_dot_controller__service__pb2.RequeueDeadLetteredRequest.SerializeToString,
                 response_deserializer=tq__service_dot_v1_dot_controller__service__pb2.RequeueDeadLetteredResponse.FromString,
                 )
+        self.TakeEvicted = channel.unary_unary(
+                '/tq_service.v1.ControllerService/TakeEvicted',
+                request_serializer=tq__service_dot_v1_dot_controller__service__pb2.TakeEvictedRequest.SerializeToString,
+                response_deserializer=tq__service_dot_v1_dot_controller__service__pb2.TakeEvictedResponse.FromString,
+                )
         self.SetCustomMeta = channel.unary_unary(
                 '/tq_service.v1.ControllerService/SetCustomMeta',
                 request_serializer=tq__service_dot_v1_dot_controller__service__pb2.SetCustomMetaRequest.SerializeToString,
@@ -137,6 +142,11 @@ class ControllerServiceStub(object):
                 '/tq_service.v1.ControllerService/ClearSamples',
                 request_serializer=tq__service_dot_v1_dot_controller__service__pb2.ClearSamplesRequest.SerializeToString,
                 response_deserializer=tq__service_dot_v1_dot_controller__service__pb2.ClearSamplesResponse.FromString,
+                )
+        self.FailSamples = channel.unary_unary(
+                '/tq_service.v1.ControllerService/FailSamples',
+                request_serializer=tq__service_dot_v1_dot_controller__service__pb2.FailSamplesRequest.SerializeToString,
+                response_deserializer=tq__service_dot_v1_dot_controller__service__pb2.FailSamplesResponse.FromString,
                 )
         self.ClearPartition = channel.unary_unary(
                 '/tq_service.v1.ControllerService/ClearPartition',
@@ -267,7 +277,8 @@ class ControllerServiceServicer(object):
     def GetMeta(self, request, context):
         """Delivers a batch: a long poll of up to `max_wait`, which the server may shorten. Changes: the first request of a
         batch_index plans that batch for all ranks and marks its samples consumed by the task; a claim of a queue worker
-        marks its own; with `batch_count` also the batches behind it that are ready. A rank that asks again gets the same
+        marks its own; with `batch_count` also the batches behind it that are ready; with `unmatched` samples that the task
+        never gets are failed or cleared, with a plan or without one. A rank that asks again gets the same
         answer, and so does a queue worker under the same `request_id`, or under the same `claim_name`. A claim without a
         name of a queue worker that disconnects before the answer is sent is released. Errors: FAILED_PRECONDITION
         (RANKS_DISAGREE, STALE_INCARNATION, STALE_EPOCH, PARTITION_CLEARED, SAMPLES_CLEARED, BATCH_FORGOTTEN,
@@ -394,6 +405,15 @@ class ControllerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def TakeEvicted(self, request, context):
+        """Returns which units the claims of a task have evicted (`GetMetaRequest.unmatched`), in order, for callers that make
+        new ones in their place. The newest 65,536 are kept, whatever becomes of the task's epoch. Changes nothing, does
+        not block. Errors: NOT_FOUND (partition or task), FAILED_PRECONDITION (STALE_INCARNATION).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def SetCustomMeta(self, request, context):
         """Writes custom_meta of samples; values merge with what is there. Changes: these columns; waiting claims may become
         ready. Idempotent. Does not block. Errors: NOT_FOUND, INVALID_ARGUMENT (a value is no JSON, or too large),
@@ -438,6 +458,16 @@ class ControllerServiceServicer(object):
         not. Changes: their cells, keys and claims are gone; their indexes are never used again. Unknown keys and indexes
         are ignored. Idempotent under `request_id`, does not block. Errors: FAILED_PRECONDITION (LEASE_EXPIRED: see
         `claim`); unless `missing_ok`: NOT_FOUND (partition), FAILED_PRECONDITION (STALE_INCARNATION).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def FailSamples(self, request, context):
+        """Has samples fail, many of them in steps of 32,768, as ClearSamples removes them. Changes: they count as done for
+        all tasks, and their bytes are freed; keys, groups and custom_meta stay. Those that do not exist or have failed are
+        ignored. Idempotent under `request_id`, does not block. Errors: NOT_FOUND (partition, or the task), and
+        FAILED_PRECONDITION (STALE_INCARNATION; LEASE_EXPIRED: see `claim`).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -645,6 +675,11 @@ def add_ControllerServiceServicer_to_server(servicer, server):
                     request_deserializer=tq__service_dot_v1_dot_controller__service__pb2.RequeueDeadLetteredRequest.FromString,
                     response_serializer=tq__service_dot_v1_dot_controller__service__pb2.RequeueDeadLetteredResponse.SerializeToString,
             ),
+            'TakeEvicted': grpc.unary_unary_rpc_method_handler(
+                    servicer.TakeEvicted,
+                    request_deserializer=tq__service_dot_v1_dot_controller__service__pb2.TakeEvictedRequest.FromString,
+                    response_serializer=tq__service_dot_v1_dot_controller__service__pb2.TakeEvictedResponse.SerializeToString,
+            ),
             'SetCustomMeta': grpc.unary_unary_rpc_method_handler(
                     servicer.SetCustomMeta,
                     request_deserializer=tq__service_dot_v1_dot_controller__service__pb2.SetCustomMetaRequest.FromString,
@@ -669,6 +704,11 @@ def add_ControllerServiceServicer_to_server(servicer, server):
                     servicer.ClearSamples,
                     request_deserializer=tq__service_dot_v1_dot_controller__service__pb2.ClearSamplesRequest.FromString,
                     response_serializer=tq__service_dot_v1_dot_controller__service__pb2.ClearSamplesResponse.SerializeToString,
+            ),
+            'FailSamples': grpc.unary_unary_rpc_method_handler(
+                    servicer.FailSamples,
+                    request_deserializer=tq__service_dot_v1_dot_controller__service__pb2.FailSamplesRequest.FromString,
+                    response_serializer=tq__service_dot_v1_dot_controller__service__pb2.FailSamplesResponse.SerializeToString,
             ),
             'ClearPartition': grpc.unary_unary_rpc_method_handler(
                     servicer.ClearPartition,
@@ -1050,6 +1090,23 @@ class ControllerService(object):
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 
     @staticmethod
+    def TakeEvicted(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/tq_service.v1.ControllerService/TakeEvicted',
+            tq__service_dot_v1_dot_controller__service__pb2.TakeEvictedRequest.SerializeToString,
+            tq__service_dot_v1_dot_controller__service__pb2.TakeEvictedResponse.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
     def SetCustomMeta(request,
             target,
             options=(),
@@ -1131,6 +1188,23 @@ class ControllerService(object):
         return grpc.experimental.unary_unary(request, target, '/tq_service.v1.ControllerService/ClearSamples',
             tq__service_dot_v1_dot_controller__service__pb2.ClearSamplesRequest.SerializeToString,
             tq__service_dot_v1_dot_controller__service__pb2.ClearSamplesResponse.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def FailSamples(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/tq_service.v1.ControllerService/FailSamples',
+            tq__service_dot_v1_dot_controller__service__pb2.FailSamplesRequest.SerializeToString,
+            tq__service_dot_v1_dot_controller__service__pb2.FailSamplesResponse.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 

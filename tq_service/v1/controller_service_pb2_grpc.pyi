@@ -94,7 +94,8 @@ class ControllerServiceStub:
     ]
     """Delivers a batch: a long poll of up to `max_wait`, which the server may shorten. Changes: the first request of a
     batch_index plans that batch for all ranks and marks its samples consumed by the task; a claim of a queue worker
-    marks its own; with `batch_count` also the batches behind it that are ready. A rank that asks again gets the same
+    marks its own; with `batch_count` also the batches behind it that are ready; with `unmatched` samples that the task
+    never gets are failed or cleared, with a plan or without one. A rank that asks again gets the same
     answer, and so does a queue worker under the same `request_id`, or under the same `claim_name`. A claim without a
     name of a queue worker that disconnects before the answer is sent is released. Errors: FAILED_PRECONDITION
     (RANKS_DISAGREE, STALE_INCARNATION, STALE_EPOCH, PARTITION_CLEARED, SAMPLES_CLEARED, BATCH_FORGOTTEN,
@@ -218,6 +219,15 @@ class ControllerServiceStub:
     ResetConsumption with `keep_consumed` delivers them again; or STALE_INCARNATION).
     """
 
+    TakeEvicted: grpc.UnaryUnaryMultiCallable[
+        tq_service.v1.controller_service_pb2.TakeEvictedRequest,
+        tq_service.v1.controller_service_pb2.TakeEvictedResponse,
+    ]
+    """Returns which units the claims of a task have evicted (`GetMetaRequest.unmatched`), in order, for callers that make
+    new ones in their place. The newest 65,536 are kept, whatever becomes of the task's epoch. Changes nothing, does
+    not block. Errors: NOT_FOUND (partition or task), FAILED_PRECONDITION (STALE_INCARNATION).
+    """
+
     SetCustomMeta: grpc.UnaryUnaryMultiCallable[
         tq_service.v1.controller_service_pb2.SetCustomMetaRequest,
         tq_service.v1.controller_service_pb2.SetCustomMetaResponse,
@@ -265,6 +275,16 @@ class ControllerServiceStub:
     not. Changes: their cells, keys and claims are gone; their indexes are never used again. Unknown keys and indexes
     are ignored. Idempotent under `request_id`, does not block. Errors: FAILED_PRECONDITION (LEASE_EXPIRED: see
     `claim`); unless `missing_ok`: NOT_FOUND (partition), FAILED_PRECONDITION (STALE_INCARNATION).
+    """
+
+    FailSamples: grpc.UnaryUnaryMultiCallable[
+        tq_service.v1.controller_service_pb2.FailSamplesRequest,
+        tq_service.v1.controller_service_pb2.FailSamplesResponse,
+    ]
+    """Has samples fail, many of them in steps of 32,768, as ClearSamples removes them. Changes: they count as done for
+    all tasks, and their bytes are freed; keys, groups and custom_meta stay. Those that do not exist or have failed are
+    ignored. Idempotent under `request_id`, does not block. Errors: NOT_FOUND (partition, or the task), and
+    FAILED_PRECONDITION (STALE_INCARNATION; LEASE_EXPIRED: see `claim`).
     """
 
     ClearPartition: grpc.UnaryUnaryMultiCallable[
@@ -450,7 +470,8 @@ class ControllerServiceAsyncStub:
     ]
     """Delivers a batch: a long poll of up to `max_wait`, which the server may shorten. Changes: the first request of a
     batch_index plans that batch for all ranks and marks its samples consumed by the task; a claim of a queue worker
-    marks its own; with `batch_count` also the batches behind it that are ready. A rank that asks again gets the same
+    marks its own; with `batch_count` also the batches behind it that are ready; with `unmatched` samples that the task
+    never gets are failed or cleared, with a plan or without one. A rank that asks again gets the same
     answer, and so does a queue worker under the same `request_id`, or under the same `claim_name`. A claim without a
     name of a queue worker that disconnects before the answer is sent is released. Errors: FAILED_PRECONDITION
     (RANKS_DISAGREE, STALE_INCARNATION, STALE_EPOCH, PARTITION_CLEARED, SAMPLES_CLEARED, BATCH_FORGOTTEN,
@@ -574,6 +595,15 @@ class ControllerServiceAsyncStub:
     ResetConsumption with `keep_consumed` delivers them again; or STALE_INCARNATION).
     """
 
+    TakeEvicted: grpc.aio.UnaryUnaryMultiCallable[
+        tq_service.v1.controller_service_pb2.TakeEvictedRequest,
+        tq_service.v1.controller_service_pb2.TakeEvictedResponse,
+    ]
+    """Returns which units the claims of a task have evicted (`GetMetaRequest.unmatched`), in order, for callers that make
+    new ones in their place. The newest 65,536 are kept, whatever becomes of the task's epoch. Changes nothing, does
+    not block. Errors: NOT_FOUND (partition or task), FAILED_PRECONDITION (STALE_INCARNATION).
+    """
+
     SetCustomMeta: grpc.aio.UnaryUnaryMultiCallable[
         tq_service.v1.controller_service_pb2.SetCustomMetaRequest,
         tq_service.v1.controller_service_pb2.SetCustomMetaResponse,
@@ -621,6 +651,16 @@ class ControllerServiceAsyncStub:
     not. Changes: their cells, keys and claims are gone; their indexes are never used again. Unknown keys and indexes
     are ignored. Idempotent under `request_id`, does not block. Errors: FAILED_PRECONDITION (LEASE_EXPIRED: see
     `claim`); unless `missing_ok`: NOT_FOUND (partition), FAILED_PRECONDITION (STALE_INCARNATION).
+    """
+
+    FailSamples: grpc.aio.UnaryUnaryMultiCallable[
+        tq_service.v1.controller_service_pb2.FailSamplesRequest,
+        tq_service.v1.controller_service_pb2.FailSamplesResponse,
+    ]
+    """Has samples fail, many of them in steps of 32,768, as ClearSamples removes them. Changes: they count as done for
+    all tasks, and their bytes are freed; keys, groups and custom_meta stay. Those that do not exist or have failed are
+    ignored. Idempotent under `request_id`, does not block. Errors: NOT_FOUND (partition, or the task), and
+    FAILED_PRECONDITION (STALE_INCARNATION; LEASE_EXPIRED: see `claim`).
     """
 
     ClearPartition: grpc.aio.UnaryUnaryMultiCallable[
@@ -818,7 +858,8 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[tq_service.v1.controller_service_pb2.GetMetaResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.GetMetaResponse]]:
         """Delivers a batch: a long poll of up to `max_wait`, which the server may shorten. Changes: the first request of a
         batch_index plans that batch for all ranks and marks its samples consumed by the task; a claim of a queue worker
-        marks its own; with `batch_count` also the batches behind it that are ready. A rank that asks again gets the same
+        marks its own; with `batch_count` also the batches behind it that are ready; with `unmatched` samples that the task
+        never gets are failed or cleared, with a plan or without one. A rank that asks again gets the same
         answer, and so does a queue worker under the same `request_id`, or under the same `claim_name`. A claim without a
         name of a queue worker that disconnects before the answer is sent is released. Errors: FAILED_PRECONDITION
         (RANKS_DISAGREE, STALE_INCARNATION, STALE_EPOCH, PARTITION_CLEARED, SAMPLES_CLEARED, BATCH_FORGOTTEN,
@@ -967,6 +1008,17 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         """
 
     @abc.abstractmethod
+    def TakeEvicted(
+        self,
+        request: tq_service.v1.controller_service_pb2.TakeEvictedRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[tq_service.v1.controller_service_pb2.TakeEvictedResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.TakeEvictedResponse]]:
+        """Returns which units the claims of a task have evicted (`GetMetaRequest.unmatched`), in order, for callers that make
+        new ones in their place. The newest 65,536 are kept, whatever becomes of the task's epoch. Changes nothing, does
+        not block. Errors: NOT_FOUND (partition or task), FAILED_PRECONDITION (STALE_INCARNATION).
+        """
+
+    @abc.abstractmethod
     def SetCustomMeta(
         self,
         request: tq_service.v1.controller_service_pb2.SetCustomMetaRequest,
@@ -1023,6 +1075,18 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         not. Changes: their cells, keys and claims are gone; their indexes are never used again. Unknown keys and indexes
         are ignored. Idempotent under `request_id`, does not block. Errors: FAILED_PRECONDITION (LEASE_EXPIRED: see
         `claim`); unless `missing_ok`: NOT_FOUND (partition), FAILED_PRECONDITION (STALE_INCARNATION).
+        """
+
+    @abc.abstractmethod
+    def FailSamples(
+        self,
+        request: tq_service.v1.controller_service_pb2.FailSamplesRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[tq_service.v1.controller_service_pb2.FailSamplesResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.FailSamplesResponse]]:
+        """Has samples fail, many of them in steps of 32,768, as ClearSamples removes them. Changes: they count as done for
+        all tasks, and their bytes are freed; keys, groups and custom_meta stay. Those that do not exist or have failed are
+        ignored. Idempotent under `request_id`, does not block. Errors: NOT_FOUND (partition, or the task), and
+        FAILED_PRECONDITION (STALE_INCARNATION; LEASE_EXPIRED: see `claim`).
         """
 
     @abc.abstractmethod

@@ -16,12 +16,26 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
 from tq_service.errors import InvalidArgumentError
-from tq_service.schema import BatchUnit, FieldSpec, GivenBack, Layout, Operator, Published, Scalar
+from tq_service.schema import (
+    BatchUnit,
+    EvictionReason,
+    FieldSpec,
+    GivenBack,
+    Layout,
+    Operator,
+    Published,
+    RefillOutcome,
+    Scalar,
+    Unmatched,
+)
 from tq_service.wire.metadata import (
     BATCH_UNITS,
+    EVICTION_REASONS,
     GIVEN_BACK,
     LAYOUTS,
     OPERATORS,
+    REFILL_OUTCOMES,
+    UNMATCHED,
     EnumWords,
     decode_spec,
     decode_value,
@@ -39,11 +53,19 @@ _READERS: Final[Mapping[Any, Callable[[Any], Any]]] = {
 }
 _WORDS: Final[Mapping[Any, EnumWords[Any]]] = {
     BatchUnit: BATCH_UNITS,
+    EvictionReason: EVICTION_REASONS,
     GivenBack: GIVEN_BACK,
     Layout: LAYOUTS,
     Operator: OPERATORS,
+    RefillOutcome: REFILL_OUTCOMES,
+    Unmatched: UNMATCHED,
 }
-_ENUMS: Final[Mapping[str, EnumWords[Any]]] = {"BatchUnit": BATCH_UNITS, "GivenBack": GIVEN_BACK}
+_ENUMS: Final[Mapping[str, EnumWords[Any]]] = {
+    "BatchUnit": BATCH_UNITS,
+    "EvictionReason": EVICTION_REASONS,
+    "GivenBack": GIVEN_BACK,
+    "RefillOutcome": REFILL_OUTCOMES,
+}
 
 
 def read_message(kind: type[Result], message: Message, **given: Any) -> Result:

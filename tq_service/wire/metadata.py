@@ -23,14 +23,17 @@ from tq_service.schema import (
     LARGEST_EXACT,
     BatchUnit,
     Encoding,
+    EvictionReason,
     FieldSpec,
     GivenBack,
     KeyMode,
     Layout,
     OnLost,
     Operator,
+    RefillOutcome,
     SampleState,
     Scalar,
+    Unmatched,
 )
 from tq_service.v1 import commit_pb2, controller_service_pb2
 from tq_service.v1 import metadata_pb2 as pb
@@ -263,6 +266,13 @@ ON_LOST: Final[EnumWords[OnLost]] = EnumWords("on_lost", controller_service_pb2.
 BATCH_UNITS: Final[EnumWords[BatchUnit]] = EnumWords(
     "batch_unit", controller_service_pb2.BatchUnit, get_args(BatchUnit)
 )
+EVICTION_REASONS: Final[EnumWords[EvictionReason]] = EnumWords(
+    "reason", controller_service_pb2.EvictionReason, get_args(EvictionReason)
+)
+REFILL_OUTCOMES: Final[EnumWords[RefillOutcome]] = EnumWords(
+    "refill", controller_service_pb2.RefillOutcome, get_args(RefillOutcome)
+)
+UNMATCHED: Final[EnumWords[Unmatched]] = EnumWords("unmatched", controller_service_pb2.Unmatched, get_args(Unmatched))
 OPERATORS: Final[EnumWords[Operator]] = EnumWords(
     "where",
     controller_service_pb2.Operator,

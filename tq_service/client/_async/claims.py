@@ -16,6 +16,7 @@ from tq_service.client.requests import (
     get_meta_request,
     lease_duration,
     listed,
+    not_zero,
     request_of,
     seconds,
     write_message,
@@ -24,8 +25,8 @@ from tq_service.client.requests import (
 from tq_service.client.transport import Deadline, WaitReports, import_tensordict, warn_of_wait
 from tq_service.client_probes import probes
 from tq_service.errors import CallCancelledError, DeadlineError, InternalError, TqError, UnavailableError
-from tq_service.results import ConsumptionStatus, ProductionStatus, WaitReason
-from tq_service.schema import DEFAULT_POLICY, BatchUnit, OnLost, check_range
+from tq_service.results import ConsumptionStatus, EvictedUnits, ProductionStatus, WaitReason
+from tq_service.schema import DEFAULT_POLICY, BatchUnit, OnLost, Unmatched, check_range
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1.metadata_pb2 import BATCH_STATUS_NOT_YET
 from tq_service.wire.messages import read_message, to_duration
@@ -67,6 +68,10 @@ class AsyncClaimCalls(AsyncBase):
         max_deliveries: int | None = None,
         claim_name: str | None = None,
         max_uses: int | None = None,
+        unmatched: Unmatched = "wait",
+        least_members: int | None = None,
+        refill: tuple[str, str] | None = None,
+        max_refills: int = 3,
         held: bool = False,
         not_before_version: int | None = None,
         policy: str = DEFAULT_POLICY,
@@ -99,6 +104,10 @@ class AsyncClaimCalls(AsyncBase):
         incarnation: bytes = b"",
         epoch: int | None = None,
         max_uses: int | None = None,
+        unmatched: Unmatched = "wait",
+        least_members: int | None = None,
+        refill: tuple[str, str] | None = None,
+        max_refills: int = 3,
         not_before_version: int | None = None,
         policy: str = DEFAULT_POLICY,
         max_wait: float = DEFAULT_MAX_WAIT_SECONDS,
@@ -133,6 +142,10 @@ class AsyncClaimCalls(AsyncBase):
         max_deliveries: int | None = None,
         claim_name: str | None = None,
         max_uses: int | None = None,
+        unmatched: Unmatched = "wait",
+        least_members: int | None = None,
+        refill: tuple[str, str] | None = None,
+        max_refills: int = 3,
         held: bool = False,
         not_before_version: int | None = None,
         policy: str = DEFAULT_POLICY,
@@ -179,6 +192,15 @@ class AsyncClaimCalls(AsyncBase):
             max_uses: how often a sample is delivered to the task before it counts as consumed; until then it stays
                 ready for later batches. With a lease a delivery counts once it is acknowledged. None: once, or as the
                 sampler says.
+            unmatched: what becomes of samples that `where` excludes: they "wait"; or they are evicted, with a batch or
+                without one: they "fail", or are cleared ("clear"), for all tasks. Samplers that keep groups whole evict
+                whole groups. Samples that are held, leased or delivered stay, and so do groups with such a member.
+            least_members: a complete group with fewer members left, since the others failed or were cleared, is evicted
+                too; needs `unmatched` "fail" or "clear". None: no group is too small.
+            refill: `(partition_id, task_name)` where evicted units are made again, such as the prompts and the rollout
+                task: the sample there whose key is the name of an evicted group, or the key of a sample evicted by
+                itself, becomes claimable for the task again, in the same change. `take_evicted` has what came of it.
+            max_refills: how often, at most, for each sample in an epoch of that task.
             held: rollout workers, with a `lease`: whether held samples are claimed, and no live ones: slots that other
                 workers have lost. `data_fields` may be empty then.
             not_before_version: a version of `policy` that must be published before the batch is planned; until then
@@ -228,6 +250,10 @@ class AsyncClaimCalls(AsyncBase):
             max_deliveries=max_deliveries,
             claim_name=claim_name,
             max_uses=max_uses,
+            unmatched=unmatched,
+            least_members=least_members,
+            refill=refill,
+            max_refills=max_refills,
             held=held,
             batch_count=batch_count,
             not_before_version=not_before_version,
@@ -578,6 +604,44 @@ class AsyncClaimCalls(AsyncBase):
             keep_consumed=keep_consumed,
         )
         return answer.epoch
+
+    async def take_evicted(
+        self,
+        partition_id: str,
+        task_name: str,
+        after: int = 0,
+        limit: int = 1024,
+        *,
+        incarnation: bytes = b"",
+        timeout: float | None = None,
+    ) -> EvictedUnits:
+        """Return units that claims of a task have evicted (`get_meta(unmatched=)`), to make others in their place.
+
+        The newest 65,536 are kept. Ask again with the serial of the last unit until none comes.
+
+        Args:
+            partition_id: the partition.
+            task_name: the task.
+            after: the serial of the last unit that is known; 0: begin with the first.
+            limit: most units of the answer, 1 to 1,024; very long names may make them fewer.
+            incarnation: that of the partition; empty: whichever. Serials begin again with each.
+            timeout: seconds until the call fails; None: the client's.
+
+        Raises:
+            InvalidArgumentError: a number is out of its range.
+            PartitionNotFoundError, TaskNotFoundError: it does not exist.
+            StaleIncarnationError: the partition was cleared and created again.
+        """
+        answer = await self._ask(
+            pb.TakeEvictedResponse,
+            timeout,
+            partition_id=partition_id,
+            incarnation=incarnation,
+            task_name=task_name,
+            after=after,
+            limit=not_zero("limit", limit),
+        )
+        return read_message(EvictedUnits, answer)
 
     async def requeue_dead_lettered(
         self,

@@ -21,6 +21,7 @@ from tq_service.client.requests import (
     GroupColumn,
     MetaGiven,
     NameColumn,
+    changed_samples,
     check_acked,
     check_word,
     condition_messages,
@@ -636,6 +637,7 @@ class SampleCalls(Base):
         groups: Iterable[str] | None = None,
         skipped_by: str = "",
         where: Iterable[tuple[str, str, Any]] = (),
+        task_name: str = "",
         missing_ok: bool = False,
         fenced: bool = True,
         timeout: float | None = None,
@@ -653,6 +655,7 @@ class SampleCalls(Base):
                 the task keeps groups whole. Other tasks may still want them.
             where: conditions `(column, operator, value)` on custom_meta, all of which must hold for a sample in the
                 step that removes it. Where nothing else names samples, all are removed that satisfy them.
+            task_name: of these only samples that are left for this task, and that no worker of any task has leased.
             missing_ok: whether there is nothing to remove where the partition is not there, instead of an error.
             fenced: whether it is refused once samples of a leased claim are no longer this worker's, see `put`.
             timeout: seconds until the call fails; None: the client's.
@@ -664,27 +667,81 @@ class SampleCalls(Base):
             PartitionNotFoundError: there is no such partition.
             StaleIncarnationError: the partition of `metadata` was created again.
             LeaseExpiredError: samples of a leased claim are no longer this worker's, see `put`; none is removed.
-            TaskNotFoundError: `skipped_by` has not asked for samples of the partition yet.
+            TaskNotFoundError: `skipped_by` or `task_name` has not asked for samples of the partition yet.
             InvalidArgumentError: samples are named besides groups or `skipped_by`, or a condition does not fit its
                 column.
         """
-        if metadata is not None:
-            check_is_batch(metadata)
-        request = request_of(
+        request = changed_samples(
             pb.ClearSamplesRequest,
-            partition_id=partition_of(self._namespace, partition_id, metadata),
-            incarnation=b"" if metadata is None else metadata.incarnation,
-            global_indexes=global_indexes if metadata is None else metadata.handled_indexes,
+            self._namespace,
+            metadata,
+            partition_id=partition_id,
             keys=keys,
+            global_indexes=global_indexes,
             groups=groups,
+            where=where,
+            task_name=task_name,
             skipped_by=skipped_by,
-            where=condition_messages(where, self._namespace),
             missing_ok=missing_ok,
-            claim=metadata.leased_claim if metadata is not None and fenced else None,
+            fenced=fenced,
         )
-        is_named = any(names is not None for names in (metadata, keys, global_indexes, groups))
-        is_all = (request.where and not is_named) or request.skipped_by
-        if not (request.global_indexes or request.keys or request.groups or is_all):
+        if request is None:
             return 0
         answer = self._calls.unary(pb.ClearSamplesResponse, request, self._deadline(timeout))
         return answer.cleared_count
+
+    def fail_samples(
+        self,
+        metadata: BatchMeta | None = None,
+        *,
+        partition_id: str | None = None,
+        keys: Iterable[str] | None = None,
+        global_indexes: Iterable[int] | None = None,
+        groups: Iterable[str] | None = None,
+        where: Iterable[tuple[str, str, Any]] = (),
+        task_name: str = "",
+        fenced: bool = True,
+        timeout: float | None = None,
+    ) -> int:
+        """Have samples fail: they count as done for all tasks, and their bytes are freed. Nothing undoes it.
+
+        Keys, groups and custom_meta stay. Samples that do not exist, or have failed before, are ignored.
+
+        Args:
+            metadata: the samples.
+            partition_id: or the partition,
+            keys: with keys of samples,
+            global_indexes: or their indexes,
+            groups: or groups, all of whose members fail.
+            where: conditions `(column, operator, value)` on custom_meta, all of which must hold for a sample in the
+                step that has it fail. Where nothing else names samples, all fail that satisfy them.
+            task_name: of these only samples that are left for this task, and that no worker of any task has leased.
+            fenced: whether it is refused once samples of a leased claim are no longer this worker's, see `put`.
+            timeout: seconds until the call fails; None: the client's.
+
+        Returns:
+            The number of samples that have failed by this call.
+
+        Raises:
+            PartitionNotFoundError: there is no such partition.
+            StaleIncarnationError: the partition of `metadata` was created again.
+            LeaseExpiredError: samples of a leased claim are no longer this worker's, see `put`; none fails.
+            TaskNotFoundError: the task has not asked for samples of the partition yet.
+            InvalidArgumentError: samples are named besides groups, or a condition does not fit its column.
+        """
+        request = changed_samples(
+            pb.FailSamplesRequest,
+            self._namespace,
+            metadata,
+            partition_id=partition_id,
+            keys=keys,
+            global_indexes=global_indexes,
+            groups=groups,
+            where=where,
+            task_name=task_name,
+            fenced=fenced,
+        )
+        if request is None:
+            return 0
+        answer = self._calls.unary(pb.FailSamplesResponse, request, self._deadline(timeout))
+        return answer.failed_count
