@@ -204,7 +204,7 @@ def test_arguments_that_ranks_give_alike_are_those_that_are_compared() -> None:
     (listed,) = re.findall(r"- `dp_size` is alike for the epoch; (.*?) are for a batch\.", PAGE, re.DOTALL)
     assert re.findall(r"`(\w+)`", listed) == [
         "batch_size", "batch_unit", "micro_batch_size", "sampler", "sampler_config", "where", "order_by", "data_fields",
-        "drop_last", "finite", "max_uses",
+        "drop_last", "finite", "max_uses", "held",
     ]  # fmt: skip
     assert set(re.findall(r"`(\w+)`", listed)) == {field.name for field in fields(BatchSpec)}
 

@@ -160,9 +160,9 @@ class StaleEpochError(PreconditionError):
 
 
 class VersionError(PreconditionError):
-    """A policy has a higher version than the one that was to be published."""
+    """A policy has a higher version than the one that was to be published, or would skip versions that it must not."""
 
-    reason = "VERSION_GOES_BACK"
+    reason = "VERSION_REFUSED"
 
 
 class RankDisagreementError(PreconditionError):

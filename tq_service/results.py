@@ -81,6 +81,7 @@ class WaitCode(StrEnum):
         GROUPS_INCOMPLETE: too few groups have all their samples ready.
         SAMPLER_WAITS: enough samples are ready, and the sampler does not plan a batch yet.
         VERSION_NOT_PUBLISHED: the claim waits for a version of a policy that is not published yet.
+        STALENESS_BOUNDED: enough samples are ready, and older ones that are not would become too stale.
     """
 
     PARTITION_NOT_FOUND = "PARTITION_NOT_FOUND"
@@ -91,6 +92,7 @@ class WaitCode(StrEnum):
     GROUPS_INCOMPLETE = "GROUPS_INCOMPLETE"
     SAMPLER_WAITS = "SAMPLER_WAITS"
     VERSION_NOT_PUBLISHED = "VERSION_NOT_PUBLISHED"
+    STALENESS_BOUNDED = "STALENESS_BOUNDED"
 
 
 class Lack(Enum):
@@ -104,6 +106,7 @@ class Lack(Enum):
         LEASED: they are leased to workers of the task.
         GROUP: they are ready, and other members of their groups are not.
         LOST: their group lost a member for good, so the task never gets them.
+        OLDER: they are not ready, and would become too stale if others were trained before them.
     """
 
     FIELD = "{0.sample_count} lack field {0.name!r}"
@@ -112,6 +115,7 @@ class Lack(Enum):
     HELD = "{0.sample_count} are held"
     LEASED = "{0.sample_count} are leased, the first for {0.ends_in_seconds:.0f} s more"
     GROUP = "{0.sample_count} are ready in groups that are not ready as a whole ({0.example})"
+    OLDER = "{0.sample_count} are awaited, since they would become too stale behind others ({0.example})"
     LOST = "{0.sample_count} are lost, since their groups lost a member that failed, was cleared or was dead-lettered"
 
     @property
@@ -223,12 +227,15 @@ class RecentBatch:
         imbalance: by how much the heaviest rank has more tokens than the mean of all, as a share of the mean.
         padding_share: share of padding: of packs what fills them up; of micro-batches what pads each sample to the
             longest of its micro-batch, which jagged fields do without.
+        staleness: for a task with a `max_staleness`: how many versions after its slot the oldest of its samples is
+            trained at the latest; None: that is not bounded.
     """
 
     batch_index: int
     tokens_per_rank: tuple[int, ...] = ()
     imbalance: float = 0.0
     padding_share: float = 0.0
+    staleness: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

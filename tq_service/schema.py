@@ -49,11 +49,14 @@ class SampleConsumption(IntEnum):
 BatchUnit = Literal["sample", "group"]
 Blocks = Literal["aligned", "anywhere"]
 GivenBack = Literal["delivered", "trained", "published"]
+OnLost = Literal["requeue", "fail", "remove"]
 KeyMode = Literal["upsert", "new", "existing"]
 ReadLayout = Literal["auto", "dense", "jagged"]
 Operator = Literal["==", "!=", "<", "<=", ">", ">=", "in"]
 Scalar = int | float | bool | str
 DEFAULT_POLICY: Final = "default"
+START_VERSION: Final = "start_version"
+"""The custom_meta column with the version that was published when the slot of a sample was made."""
 
 # Bytes of one element by torch's name of the dtype. Sub-byte dtypes have no per-row byte boundary and are left out.
 DTYPE_SIZES: dict[str, int] = {
@@ -178,13 +181,19 @@ class Admission:
             its samples were acknowledged ("trained"), or with the next version of `policy` that is published after
             that ("published").
         policy: that of `given_back="published"`, in the client's namespace.
+        max_staleness: the most versions that may be published between the slot of a sample and its training. It sets
+            `most` to `(max_staleness + 1) * global_batch` and `given_back` to "published", has batches planned such
+            that the bound holds, and leaves it to `acquire` to make samples. None: there is no such bound.
+        global_batch: with `max_staleness`: the units that all ranks take for one version.
     """
 
     task_name: str
-    most: int
+    most: int = 0
     unit: BatchUnit = "sample"
     given_back: GivenBack = "delivered"
     policy: str = DEFAULT_POLICY
+    max_staleness: int | None = None
+    global_batch: int = 0
 
     def __post_init__(self) -> None:
         check_name("task_name", self.task_name)
@@ -199,10 +208,40 @@ class Admission:
                     f"{name} of the admission of task {self.task_name!r} is {word!r}; give one of {', '.join(words)}",
                     field="admissions",
                 )
+        self._set_by_staleness()
         if self.most < 1:
             raise InvalidArgumentError(
-                f"most of the admission of task {self.task_name!r} is {self.most}; give 1 or more", field="admissions"
+                f"most of the admission of task {self.task_name!r} is {self.most}; give 1 or more, or max_staleness "
+                f"and global_batch",
+                field="admissions",
             )
+
+    def _set_by_staleness(self) -> None:
+        """Set what follows from `max_staleness`, and refuse what contradicts it."""
+        whose = f"of the admission of task {self.task_name!r}"
+        if self.max_staleness is None:
+            if self.global_batch:
+                raise InvalidArgumentError(
+                    f"global_batch {whose} is {self.global_batch}, without max_staleness; give both, or most instead",
+                    field="admissions",
+                )
+            return
+        if self.max_staleness < 0 or self.global_batch < 1:
+            raise InvalidArgumentError(
+                f"max_staleness {whose} is {self.max_staleness} with a global_batch of {self.global_batch}; give 0 or "
+                f"more versions, and the units of a batch over all ranks, 1 or more",
+                field="admissions",
+            )
+        most = (self.max_staleness + 1) * self.global_batch
+        for name, given, implied, unset in (
+            ("most", self.most, most, 0), ("given_back", self.given_back, "published", "delivered")
+        ):  # fmt: skip
+            if given not in (implied, unset):
+                raise InvalidArgumentError(
+                    f"{name} {whose} is {given!r}, and its max_staleness sets it to {implied!r}; leave it out",
+                    field="admissions",
+                )
+            object.__setattr__(self, name, implied)
 
 
 _CONSUMED: Final = ("consumed_count", "kept_count")

@@ -50,12 +50,12 @@ def search_of(train, *, length=None, **bound):
     return Search(train, task_of(train, "t"), train.scan_starts, asks(**bound), length)
 
 
-def start_of(train, key=(("x",), (), None)):
+def start_of(train, key=(("x",), (), None, False)):
     return train.scan_starts.get(key)[0]
 
 
 def apart(train):
-    return train.scan_starts.get((("x",), (), None))[1].tolist()
+    return train.scan_starts.get((("x",), (), None, False))[1].tolist()
 
 
 def ready(train, limit=None, **bound):
@@ -308,11 +308,11 @@ def test_a_scan_that_is_over_on_another_thread_moves_the_start_for_later_ones(tr
 
 def test_ways_of_asking_that_are_forgotten_cost_no_memory(train):
     insert(train, 1)
-    keys = [(("x",), (Condition("v", "==", (number,)),), None) for number in range(500)]
+    keys = [(("x",), (Condition("v", "==", (number,)),), None, False) for number in range(500)]
     for key in keys:
         ready(train, where=key[1])
     assert 0 < sum(start_of(train, key) > 0 for key in keys) <= 64
-    keys = [(("x",), (Condition("v", "==", (f"{number:0100000}",)),), None) for number in range(64)]
+    keys = [(("x",), (Condition("v", "==", (f"{number:0100000}",)),), None, False) for number in range(64)]
     for key in keys:
         train.scan_starts.set(key, (1, np.zeros(0, np.int64)))
     assert 0 < sum(start_of(train, key) > 0 for key in keys) <= 10

@@ -37,6 +37,12 @@ def mutating_requests(meta: tq.BatchMeta, request_id: bytes) -> dict[str, Messag
         "Insert": pb.InsertRequest(request_id=request_id, write=WRITE),
         "Commit": commit_pb2.CommitRequest(request_id=request_id, write=WRITE),
         "GetMeta": pb.GetMetaRequest(**CLAIM, request_id=request_id, batch_size=2),
+        "Acquire": pb.AcquireRequest(
+            request_id=request_id,
+            write=commit_pb2.SampleWrite(partition_id="train", row_count=2),
+            task_name="rollout",
+            lease={"seconds": 90},
+        ),
         "ReleaseClaim": pb.ReleaseClaimRequest(**ids(request_id, task_name="held", claim_request_id=bytes(16))),
         "AckClaim": pb.AckClaimRequest(**ids(request_id, task_name="leased", claim_request_id=bytes(16))),
         "ExtendClaim": pb.ExtendClaimRequest(

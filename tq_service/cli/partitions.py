@@ -223,6 +223,8 @@ def _bounds(partition: PartitionDescription) -> _Rows:
         yield "capacity", partition.max_bytes, "bytes"
     for admission in partition.admissions:
         what = f"{admission.unit}s until {admission.given_back}"
+        if admission.max_staleness is not None:
+            what += f", at most {admission.max_staleness} versions late"
         yield f"task {admission.task_name}", admission.most, what
 
 

@@ -38,6 +38,7 @@ from tq_service.wire.metadata import (
     GIVEN_BACK,
     KEY_MODES,
     LAYOUTS,
+    ON_LOST,
     OPERATORS,
     STATES,
     Indexes,
@@ -114,7 +115,8 @@ _EXPECTED: Final = {
     FieldDescriptor.TYPE_INT32: "an integer of 32 bits",
 }
 _ENUMS: Final[Mapping[str, Any]] = {
-    "BatchUnit": BATCH_UNITS, "GivenBack": GIVEN_BACK, "KeyMode": KEY_MODES, "Layout": LAYOUTS, "SampleState": STATES,
+    "BatchUnit": BATCH_UNITS, "GivenBack": GIVEN_BACK, "KeyMode": KEY_MODES, "Layout": LAYOUTS,
+    "OnLost": ON_LOST, "SampleState": STATES,
 }  # fmt: skip
 
 

@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tq_service.errors import InvalidArgumentError, LeaseExpiredError, PreconditionError
-from tq_service.machine.rows import reopen
+from tq_service.machine.rows import clear_rows, reopen, set_state
 from tq_service.machine.state_machine import Change, State, Step
 from tq_service.planning.grouping import Grouping, groups_in_runs
 from tq_service.schema import EndCounts, check_range
 from tq_service.state.ledger import Claim, RecordedPlan, TaskLedger
 from tq_service.state.partition import Partition
 from tq_service.state.plan import MOST_RANKS, BatchSpec, Indexes, LeasedClaim, LeaseTerms
-from tq_service.state.table import DROPPED, LIVE
+from tq_service.state.table import DROPPED, FAILED, HELD, LIVE
 
 _MOST_NAMED = 20
 
@@ -185,8 +185,12 @@ class ClaimReleased(TaskChange):
         if claim is None:
             return 0
         task.nack(claim, positions)
+        empty = _without_data(partition, claim, positions)
         reopen(partition, task, positions, positions, step)
-        return int(np.count_nonzero(partition.state[positions] == LIVE))
+        count = int(np.count_nonzero(partition.state[positions] == LIVE))
+        if empty.size:
+            clear_rows(partition, empty, step)
+        return count
 
 
 class ClaimAcked(TaskChange):
@@ -261,7 +265,15 @@ class LeaseExpired(TaskChange):
     def make(self, partition: Partition, task: TaskLedger, found: tuple[Claim, Indexes], step: Step) -> None:
         """Take the samples from the worker."""
         step.note_change(partition)  # what is dead-lettered may bring the end, or let the rest of its group go
-        reopen(partition, task, task.expire(*found, step.at_seconds), found[1], step)
+        claim, positions = found
+        reopen(partition, task, task.expire(*found, step.at_seconds), positions, step)
+        on_lost = None if claim.lease is None else claim.lease.on_lost
+        if on_lost in {"fail", "remove"}:
+            held = positions[partition.state[positions] == HELD]
+            if on_lost == "fail":
+                set_state(partition, FAILED, held, step)
+            elif held.size:
+                clear_rows(partition, held, step)
 
 
 class ConsumptionReset(TaskChange):
@@ -276,8 +288,17 @@ class ConsumptionReset(TaskChange):
     epoch: int | None = None
 
     def check(self, partition: Partition, task: TaskLedger) -> Any:
-        """Refuse it where the task is at another epoch (StaleEpochError)."""
+        """Refuse it where the task is at another epoch (StaleEpochError), or may train its samples no more."""
         task.check_epoch(self.epoch)
+        bounded = partition.settings.bounded_admission
+        if bounded is not None and bounded.task_name == self.task_name and not self.keep_consumed:
+            raise PreconditionError(
+                f"task {self.task_name!r} of partition {self.partition_id!r} has max_staleness "
+                f"{bounded.max_staleness}: samples that it has trained would be too old in another epoch; reset with "
+                f"keep_consumed, or restart the ranks (RestartRanks)",
+                reason="STALENESS_BOUNDED",
+                metadata={"partition_id": self.partition_id, "task_name": self.task_name},
+            )
         return True
 
     def make(self, partition: Partition, task: TaskLedger, found: Any, step: Step) -> int:
@@ -440,6 +461,17 @@ def _ack(partition: Partition, task: TaskLedger, claim: Claim, positions: Indexe
         reopen(partition, task, returned, returned, step)
     step.changed[partition] = None  # the end may have come with the last that was leased
     return positions.size
+
+
+def _without_data(partition: Partition, claim: Claim, positions: Indexes) -> Indexes:
+    """Return which rows of a claim are slots that are still held and have no data."""
+    if claim.lease is None or claim.lease.on_lost is None:
+        return positions[:0]
+    is_empty = partition.state[positions] == HELD
+    for name in partition.cells.fields:
+        is_empty &= ~partition.cells.produced([name], positions)
+    empty: Indexes = positions[is_empty]
+    return empty
 
 
 # Checks

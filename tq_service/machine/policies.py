@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from tq_service.errors import VersionError
 from tq_service.machine.state_machine import Change, State, Step
 from tq_service.schema import check_name, check_range
@@ -50,6 +52,43 @@ class VersionPublished(Change):
                 if admission.given_back == "published" and admission.policy == self.policy:
                     partition.tasks[admission.task_name].give_back_published()
                     step.consumed[partition] = None
+
+
+def check_pace(state: State, published: VersionPublished, trained: Mapping[tuple[str, str], int]) -> None:
+    """Refuse a version with which samples would be older than the batches trained since the last one account for.
+
+    Tasks with a `max_staleness` count one version for each batch, see "The bound" in docs/asynchronous_rl.md. What has
+    nothing outstanding does not mind.
+
+    Args:
+        state: before the publication.
+        published: the version.
+        trained: by partition and task the last batch that is reported as trained in the same step.
+
+    Raises:
+        VersionError: it is too high.
+    """
+    known = state.policies.get(published.policy)
+    if known is None or published.rewind:
+        return
+    for partition in state.partitions.values():
+        admission = partition.settings.bounded_admission
+        if admission is None or admission.policy != published.policy:
+            continue
+        task = partition.tasks[admission.task_name]
+        count = task.unpublished_count(trained.get((partition.partition_id, task.name), -1))
+        if task.outstanding_count and published.version > known.version + count:
+            raise VersionError(
+                f"version is {published.version}, {published.version - known.version} more than policy "
+                f"{published.policy!r} has, but task {task.name!r} of partition {partition.partition_id!r} has trained "
+                f"{count} batches since: with max_staleness each version is that of a batch. Say what was trained "
+                f"(trained, or Advance), and publish at most version {known.version + count}.",
+                metadata={
+                    "policy": published.policy,
+                    "got": str(published.version),
+                    "expected": str(known.version + count),
+                },
+            )
 
 
 class PolicyRemoved(Change):

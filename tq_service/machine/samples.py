@@ -28,7 +28,7 @@ from tq_service.errors import (
 from tq_service.machine.claims import Acked, acknowledge, check_acked, check_claim
 from tq_service.machine.rows import clear_rows, set_state, skip_rest
 from tq_service.machine.state_machine import Change, State, Step
-from tq_service.schema import FieldSpec, KeyMode, SampleState
+from tq_service.schema import START_VERSION, FieldSpec, KeyMode, SampleState
 from tq_service.state.cells import ColumnWrite, Put
 from tq_service.state.groups import CheckedGroups
 from tq_service.state.partition import Partition, PartitionSettings
@@ -145,6 +145,8 @@ class SampleWrite:
         columns: the columns of the put.
         claim: the leased claim that the samples of `global_indexes` are of; None: the write is not checked against one.
         acks: the same, where they are acknowledged in the same change; None: they are not.
+        is_of_slots: whether it makes slots: new samples that are held.
+        start_version: of slots: the version that is published; None: they have none.
 
     Raises:
         InvalidArgumentError: no sample is named where they must be existing ones, or the rows are not those of whole
@@ -164,6 +166,8 @@ class SampleWrite:
     columns: Sequence[ColumnWrite] = ()
     claim: LeasedClaim | None = field(default=None, metadata=_CHECKED_ONCE)
     acks: LeasedClaim | None = None
+    is_of_slots: bool = False
+    start_version: int | None = None
 
     def __post_init__(self) -> None:
         if (self.claim or self.acks) is not None and self.global_indexes is None:
@@ -181,6 +185,14 @@ class SampleWrite:
                 f"puts of as many rows each",
                 field="rows_per_put",
             )
+
+    @property
+    def all_meta(self) -> Sequence[MetaColumn]:
+        """The custom_meta that is written, with the `start_version` of slots."""
+        if self.start_version is None:
+            return self.meta
+        values = np.full(self.row_count, self.start_version)
+        return *self.meta, MetaColumn(name=START_VERSION, values=values, present=np.ones(self.row_count, np.bool_))
 
     @property
     def may_add_samples(self) -> bool:
@@ -264,7 +276,7 @@ class SamplesWritten(Change):
             if partition.state_counts[FAILED] and positions is not None:
                 failed = positions[partition.state[positions] == FAILED]
                 step.freed += cells.free(failed, [cells.fields[spec.name] for spec in prepared.specs])
-        partition.meta.write(write.meta, rows)
+        partition.meta.write(write.all_meta, rows)
         expected = partition.settings.expected_samples
         if expected is not None and partition.inserted_count >= expected and not partition.sealed:
             partition.sealed = True
@@ -293,6 +305,7 @@ class MetaSet(Change):
         if self.global_indexes.size == 0:
             raise InvalidArgumentError("global_indexes is empty; name at least one sample", field="global_indexes")
         check_claim(partition, self.claim, self.global_indexes)
+        _check_start_version(partition, self.columns)
         positions = partition.positions_of(self.global_indexes)
         partition.meta.check(self.columns, positions.size)
         return partition, positions
@@ -425,8 +438,10 @@ def check_write(partition: Partition, write: SampleWrite) -> CheckedWrite:
                     f"put with key_mode existing to overwrite it",
                     metadata={"partition_id": partition.partition_id},
                 )
+    if not write.is_of_slots:
+        _check_not_bounded(partition, write, new_count)
     specs = partition.cells.merged_specs(write.columns, positions)
-    partition.meta.check(write.meta, write.row_count)
+    partition.meta.check(write.all_meta, write.row_count)
     if positions is not None and write.state is not None and write.state is not SampleState.FAILED:
         known = positions[positions >= 0]
         if (failed := partition.table.index[known[partition.state[known] == FAILED]]).size:
@@ -456,6 +471,30 @@ def check_write(partition: Partition, write: SampleWrite) -> CheckedWrite:
                 metadata={"partition_id": partition.partition_id},
             )
     return checked
+
+
+def _check_not_bounded(partition: Partition, write: SampleWrite, new_count: int) -> None:
+    """Refuse a write that could evade the bound on staleness of the partition, if it has one."""
+    _check_start_version(partition, write.meta)
+    bounded = partition.settings.bounded_admission
+    if bounded is not None and new_count:
+        raise PreconditionError(
+            f"partition {partition.partition_id!r} bounds the staleness of task {bounded.task_name!r} to "
+            f"{bounded.max_staleness} versions, which are counted from the slot of a sample on, got {new_count} new "
+            f"samples without a slot; make slots before they are generated (Acquire), and put their data into these",
+            reason="STALENESS_BOUNDED",
+            metadata={"partition_id": partition.partition_id, "task_name": bounded.task_name},
+        )
+
+
+def _check_start_version(partition: Partition, columns: Sequence[MetaColumn]) -> None:
+    bounded = partition.settings.bounded_admission
+    if bounded is not None and any(column.name == START_VERSION for column in columns):
+        raise InvalidArgumentError(
+            f"custom_meta has {START_VERSION!r}, which says in partition {partition.partition_id!r} when the slot of a "
+            f"sample was made, for the max_staleness of task {bounded.task_name!r}; use another name",
+            field="custom_meta",
+        )
 
 
 def _check_groups(

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from tq_service.errors import InvalidArgumentError, MissingLengthError, SamplerError
 from tq_service.planning.grouping import Grouping, first_in_order, grouping_of, in_order
+from tq_service.planning.staleness import StalenessBound, check_bounded_claim
 from tq_service.results import Lack
 from tq_service.schema import BatchUnit, Blocks, EndCounts, Layout
 from tq_service.state.ledger import RecordedPlan, TaskLedger
@@ -32,13 +33,14 @@ from tq_service.state.plan import (
     Order,
     Plan,
 )
-from tq_service.state.table import CLEARED, FAILED, LAST_RESERVED, LIVE, STATE_NAMES, UNCLAIMED
+from tq_service.state.table import CLEARED, FAILED, HELD, LAST_RESERVED, LIVE, STATE_NAMES, UNCLAIMED
 
 _MOST_IN_GROUPS_ON_LOOP = 1 << 15  # ready rows among which the event loop looks for whole groups
 _MOST_NAMED = 3  # samples, in an error
 
-# What decides which rows are ready for a kind of claim: data fields, conditions, and the length that its sampler needs.
-ScanKey: TypeAlias = tuple[tuple[str, ...], tuple[Condition, ...], LengthSource | None]
+# What decides which rows are ready for a kind of claim: data fields, conditions, the length that its sampler needs, and
+# whether they are held ones.
+ScanKey: TypeAlias = tuple[tuple[str, ...], tuple[Condition, ...], LengthSource | None, bool]
 
 _AT_ONCE = 1 << 14
 _LEAST_CHUNK = 1024
@@ -49,7 +51,7 @@ _MOST_APART = 1 << 12
 _MOST_SCAN_STARTS = 64
 _MOST_SCAN_START_BYTES = 2**20
 _VALUE_BYTES = 64  # of a value beside its text
-_LEFT: ScanKey = ((), (), None)  # of the rows that are left, ready or not; no kind of claim has no fields
+_LEFT: ScanKey = ((), (), None, False)  # of the rows that are left, ready or not; no claim of live rows has no fields
 
 # A global index, and the few rows below it that may be ready, in order.
 Start: TypeAlias = tuple[int, Indexes]
@@ -80,6 +82,7 @@ class Readiness:
 
     Attributes:
         requirements: plans take rows that meet all of them, and explanations count the others.
+        bound: what staleness allows plans to take besides; None: all.
     """
 
     def __init__(
@@ -88,10 +91,12 @@ class Readiness:
         self.table = partition.table
         self.values_of = partition.meta.typed
         where = partition.resolved(batch_spec.where)
-        self.key: ScanKey = (batch_spec.data_fields, where, length)
+        self.key: ScanKey = (batch_spec.data_fields, where, length, batch_spec.held)
+        self._state = HELD if batch_spec.held else LIVE
         self._may_hold_later = [condition.may_hold_later(partition.policies) for condition in batch_spec.where]
         self.partition = partition
         self.task = task
+        self.bound: StalenessBound | None = None
         self.requirements = [
             Requirement(Lack.FIELD, name, partial(partition.cells.produced, (name,))) for name in batch_spec.data_fields
         ]
@@ -111,11 +116,13 @@ class Readiness:
 
     def ready_but_for(self, rows: Rows, *lacks: Lack) -> NDArray[np.bool_]:
         """Return which rows are ready, or would be if they did not lack some things `(n,)`."""
-        mask: NDArray[np.bool_] = self.partition.state.data[rows] == LIVE
+        mask: NDArray[np.bool_] = self.partition.state.data[rows] == self._state
         mask &= self.task.claim.data[rows] == UNCLAIMED
         for each in self.requirements:
             if each.lack not in lacks:
                 mask &= each.is_met(rows)
+        if self.bound is not None and Lack.OLDER not in lacks:
+            mask &= self.bound.allows(rows)
         return mask
 
     def excluded(self, rows: Rows) -> NDArray[np.bool_]:
@@ -316,7 +323,10 @@ class Scan:
             look_past: so many of the first ready rows are left to others.
             of_left: whether it is for all rows that are left for the task, ready or not.
         """
-        self._key, self._mask = (_LEFT, rows.task.is_left) if of_left else (rows.key, rows.ready)
+        # What a bound allows changes from plan to plan, so the rows that are left say where to start.
+        self._key = _LEFT if of_left or rows.bound is not None else rows.key
+        self._mask = rows.task.is_left if of_left else rows.ready
+        self._moves_start = of_left or rows.bound is None
         self.rows = rows
         self.orders = orders
         self.count = rows.table.count
@@ -399,6 +409,8 @@ class Scan:
             found: positions of all ready rows before `end`, in order.
             end: position up to which was looked.
         """
+        if not self._moves_start:
+            return
         table, start, apart = self.rows.table, int(found[0]) if found.size else end, _NONE
         if end - start - found.size > _WIDE_GAP:
             following = np.append(found[1 : _MOST_APART + 1], end)[:_MOST_APART]
@@ -631,11 +643,13 @@ class Search:
         self._request = request
         self._spec = request.batch_spec
         self._rows = Readiness(partition, task, self._spec, length)
+        self._starts = starts
         self._new_scan = partial(Scan, self._rows, starts, self._spec.order_by, watch=watch, look_past=look_past)
         self._begun_at = self._marks
         self._consumed = task.consumed_count, task.leased_count
         self._end: EndFound | None = None
         self.wanted = request.plan_request
+        self._bound_staleness(no_more=False)
         self.view = PartitionView(self._new_scan)
 
     @property
@@ -671,8 +685,36 @@ class Search:
         state_version, row_version, *_ = self._begun_at
         self._end = EndFound(state_version, row_version + 1, self._consumed, end=end)
         self.wanted = replace(self.wanted, min_size=self.wanted.total_size if self._spec.drop_last else 1)
+        self._bound_staleness(no_more=True)
         self.view = PartitionView(self._new_scan, no_more=True)
         return True
+
+    def _bound_staleness(self, *, no_more: bool) -> None:
+        """Have plans take what the admission of the task allows, if it bounds staleness.
+
+        Raises:
+            InvalidArgumentError: the claim is not for batches of its size.
+        """
+        outstanding, rows, orders = self._task.outstanding, self._rows, self._spec.order_by
+        if outstanding is None or outstanding.admission.max_staleness is None:
+            return
+        admission = outstanding.admission
+        if not no_more:
+            check_bounded_claim(self._request, admission)
+
+        def left() -> Indexes:
+            scan = Scan(rows, self._starts, watch=ScanWatch(), of_left=True)
+            return next(found for found, is_last in scan.first(None) if is_last)
+
+        rows.bound = StalenessBound(
+            self._partition,
+            self._task,
+            admission,
+            left=left,
+            is_ready=lambda positions: rows.ready_but_for(positions, Lack.OLDER),
+            in_order=partial(in_order, rows.values_of, orders) if orders else np.sort,
+            no_more=no_more or self._partition.sealed,
+        )
 
     @property
     def _is_plain(self) -> bool:
@@ -745,7 +787,8 @@ class Search:
             return NOT_LOOKED
         recorded = RecordedPlan.of(plan, self._spec.micro_batch_size)
         positions = self._rows.table.find(recorded.named)
-        if bool((positions < 0).any()) or not bool(self._rows.ready_but_for(positions, Lack.WHERE, Lack.LENGTH).all()):
+        known = Lack.WHERE, Lack.LENGTH, Lack.OLDER
+        if bool((positions < 0).any()) or not bool(self._rows.ready_but_for(positions, *known).all()):
             state_version, _, *others = self._begun_at  # rows that are only written to stay ready
             if (state_version, *others) != (self._marks[0], *self._marks[2:]):
                 return NOT_LOOKED
@@ -755,6 +798,9 @@ class Search:
                 f"view.ready_groups() only",
                 metadata={"sampler": sampler},
             )
+        bound, name, is_last = self._rows.bound, self._request.sampler.name, self._end is not None
+        if bound is not None and not bound.permits(recorded, positions, name, is_last=is_last):
+            return NOT_LOOKED  # slots were made meanwhile
         if self._spec.max_uses > 1 or recorded.is_reusing:
             recorded = self._task.using_up(recorded, self._spec.max_uses)
             positions = self._rows.table.find(recorded.named)

@@ -39,6 +39,7 @@ from tq_service.server.heartbeat import MOST_OVERDUE_PUTS
 from tq_service.server.puts import Commits
 from tq_service.server.rpc.inbox import WaitingCalls
 from tq_service.server.rpc.methods import Context, shown_partitions
+from tq_service.server.slots import Slots
 from tq_service.server.storages import StorageRegistry
 from tq_service.server.watches import Watches
 from tq_service.serving.backlogs import Backlogs, tasks_with_versions
@@ -115,6 +116,12 @@ class ControllerServicer(
         self._runner = runner
         self._registry = SamplerRegistry(allow_import=settings.allow_sampler_import)
         self.commits = Commits(catalog=catalog, puts=storages.puts, endpoint_of=storages.endpoint_of, waiting=waiting)
+        self._slots = Slots(
+            catalog=catalog,
+            endpoint_of=storages.endpoint_of,
+            waiting=waiting,
+            max_wait_cap_seconds=settings.max_wait_cap_seconds,
+        )
         self._checkpoints = Checkpoints(
             catalog=catalog, storages=storages, store=store, checkpoint_dir=settings.checkpoint_directory()
         )
@@ -346,6 +353,9 @@ class ControllerServicer(
             reason = await self._explainer.explain(request.partition_id, claim, self._shown_names())
             answer.reason.CopyFrom(to_message(pb.WaitReason, reason))
         return answer
+
+    async def Acquire(self, request: pb.AcquireRequest, context: Context) -> pb.AcquireResponse:
+        return await self._slots.acquire(request, context)
 
     async def Explain(self, request: pb.ExplainRequest, context: Context) -> pb.ExplainResponse:
         check_name("partition_id", request.partition_id)

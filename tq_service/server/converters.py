@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, Final
 
@@ -15,7 +16,7 @@ from tq_service.errors import InvalidArgumentError
 from tq_service.machine.samples import SampleWrite, Written
 from tq_service.samplers import Sampler
 from tq_service.samplers.options import whole_numbers
-from tq_service.schema import MOST_SAMPLES, EndCounts, FieldSpec, Layout, check_range
+from tq_service.schema import MOST_SAMPLES, EndCounts, FieldSpec, Layout, SampleState, check_range
 from tq_service.serving.catalog import Claimed
 from tq_service.serving.lookup import Page, Selection, no_page_token
 from tq_service.serving.planner import Answer
@@ -119,6 +120,31 @@ def sample_write(
         ],
         claim=None if write.ack else claim,
         acks=claim if write.ack else None,
+    )
+
+
+def slots(request: pb.AcquireRequest, start_version: int | None) -> SampleWrite:
+    """Return the write that makes slots.
+
+    Args:
+        request: says which.
+        start_version: that of the slots; None: they have none.
+
+    Raises:
+        InvalidArgumentError: the request names existing samples, or a state.
+    """
+    write = request.write
+    for name in ("global_indexes", "key_mode", "state", "claim", "rows_per_put"):
+        if name in {field.name for field, _ in write.ListFields()}:
+            raise InvalidArgumentError(
+                f"write has {name}, expected new samples, which are held; leave it out", field=f"write.{name}"
+            )
+    return replace(
+        sample_write(write),
+        key_mode="new",
+        state=SampleState.HELD,
+        is_of_slots=True,
+        start_version=start_version,
     )
 
 
@@ -299,6 +325,16 @@ def claim_answer(
             break
         response.more.append(meta)
     return response
+
+
+def slots_answer(
+    partition: Partition, answer: Answer, task_name: str, endpoints: Endpoints, *, now: float
+) -> pb.AcquireResponse:
+    """Return what a call for slots answers; `now` by the clock of the event loop."""
+    meta = _claim_meta(partition, answer, task_name, (), endpoints, now=now)
+    if isinstance(answer, Claim) and answer.lease is not None:  # which begins with the end of this step
+        meta.lease.CopyFrom(to_duration(answer.lease.seconds))
+    return pb.AcquireResponse(meta=meta)
 
 
 def _claim_meta(

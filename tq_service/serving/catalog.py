@@ -41,7 +41,7 @@ from tq_service.errors import (
     UnavailableError,
 )
 from tq_service.machine.claims import LeaseExpired, TaskAdvanced, TaskForgotten, TaskSeen
-from tq_service.machine.policies import VersionPublished
+from tq_service.machine.policies import VersionPublished, check_pace
 from tq_service.machine.samples import (
     CheckedWrite,
     PartitionCleared,
@@ -566,6 +566,8 @@ class Catalog:
             TaskAdvanced(partition_id=partition_id, task_name=task_name, trained=batch_index)
             for partition_id, task_name, batch_index in trained
         ]
+        last_trained = {(each.partition_id, each.task_name): each.trained or 0 for each in advances}
+        check_pace(self._state, published, last_trained)
         changes = [(change, change.prepare(self._state)) for change in (*advances, published)]
         self.machine.commit_all([(change, prepared) for change, prepared in changes if prepared is not None])
 

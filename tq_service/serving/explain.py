@@ -17,9 +17,10 @@ import numpy as np
 
 from tq_service.errors import nearest
 from tq_service.planning.grouping import Grouping, grouping_of
+from tq_service.planning.staleness import StalenessBound
 from tq_service.planning.view import Readiness
 from tq_service.results import Lack, NotReady, WaitCode, WaitReason
-from tq_service.schema import Blocks
+from tq_service.schema import START_VERSION, Blocks
 from tq_service.serving.admission import AdmissionQueue
 from tq_service.serving.catalog import Catalog
 from tq_service.serving.planner import RunsPlans
@@ -148,20 +149,22 @@ class Explanation:
         self._partition = partition
         self._task = task
         self._request = request
-        self._requirements = Readiness(partition, task, request.batch_spec, length).requirements
+        self._readiness = Readiness(partition, task, request.batch_spec, length)
         self._counts_groups = request.batch_spec.batch_unit == "group"
         self._left_count = 0
         self._lacking: Counter[tuple[Lack, str]] = Counter()  # by kind and name, as in `NotReady`
+        self._state = HELD if request.batch_spec.held else LIVE
         self._ready: list[Indexes] = []  # global indexes, since positions may change between the slices
 
     def look(self, rows: slice) -> None:
         """Count the rows of a slice."""
         partition, task = self._partition, self._task
         states, left = partition.state.data[rows], task.is_pending(rows)
-        live = left & (states == LIVE)
+        live = left & (states == self._state)
         ready = live.copy()
-        lacking = [(Lack.LOST, "", task.skipped.data[rows]), (Lack.HELD, "", left & (states == HELD))]
-        for lack, name, is_met in self._requirements:
+        is_held = left & (states == HELD) & (self._state != HELD)
+        lacking = [(Lack.LOST, "", task.skipped.data[rows]), (Lack.HELD, "", is_held)]
+        for lack, name, is_met in self._readiness.requirements:
             met = is_met(rows)
             ready &= met
             lacking.append((lack, name, live & ~met))
@@ -191,6 +194,8 @@ class Explanation:
         # All batches up to the requested one.
         batches = 1 if request.rank is None else max(1, request.rank.batch_index - task.next_batch_index + 1)
         needed_count = batches * request.plan_request.min_size
+        if (awaited := self._awaited()) is not None:
+            lacks.append(awaited)
         code, text = self._cause(ready_count, needed_count, lacks)
         waiting_put_count = 0 if queue is None else queue.waiting_count
         put_waits_for = "" if queue is None else queue.first_waits_for(request)
@@ -227,6 +232,8 @@ class Explanation:
             return WaitCode.FIELD_NEVER_PUT, text
         text = f"{ready_count} {'groups' if self._counts_groups else 'samples'} are ready for {task_of}"
         if ready_count >= needed_count:
+            if any(lack.kind == Lack.OLDER.kind for lack in lacks):
+                return WaitCode.STALENESS_BOUNDED, "; ".join([text, *map(_sentence, lacks)])
             code = WaitCode.SAMPLER_WAITS
             text += f", and sampler {self._request.batch_spec.sampler!r} makes no batch of them yet"
         else:
@@ -234,6 +241,30 @@ class Explanation:
             code = WaitCode.GROUPS_INCOMPLETE if has_split_groups else WaitCode.TOO_FEW_READY
             text += f", {needed_count} are needed"
         return code, "; ".join([text, *map(_sentence, lacks)])
+
+    def _awaited(self) -> NotReady | None:
+        """Return the samples that would become too stale if a plan did not wait for them; None: it waits for none."""
+        partition, outstanding = self._partition, self._task.outstanding
+        if outstanding is None or outstanding.admission.max_staleness is None:
+            return None
+        bound = StalenessBound(
+            partition,
+            self._task,
+            outstanding.admission,
+            left=lambda: np.flatnonzero(self._task.is_left(slice(0, partition.table.count))),
+            is_ready=self._readiness.ready,
+            in_order=np.sort,
+            no_more=partition.sealed,
+        )
+        awaited = bound.awaited()
+        if not awaited.size:
+            return None
+        first = awaited[:1]
+        group = partition.groups.names_of(first)[0]
+        index = int(partition.table.index[first][0])
+        version = partition.meta.typed(START_VERSION, first)[0].tolist()[0]
+        example = f"sample {index}{f' of group {group!r}' if group else ''}, begun at version {version}"
+        return NotReady(kind=Lack.OLDER.kind, sample_count=awaited.size, example=example)
 
     def _all_consumed(self, task_of: str) -> str:
         task = self._task

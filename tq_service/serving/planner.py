@@ -498,9 +498,12 @@ class Planner:
         return [(first.request, len(line)) for line in lines if (first := line.first()) is not None]
 
     def compares_with(self, policy: str) -> bool:
-        """Whether a claim waits, or is planned, with a condition on the published version of a policy."""
-        conditions = (each for spec in self._queue.by_spec for each in spec.batch_spec.where)
-        return any(each.published is not None and each.published.policy == policy for each in conditions)
+        """Whether a claim waits, or is planned, whose batch depends on the published version of a policy."""
+        specs, outstanding = self._queue.by_spec, self.task.outstanding
+        if specs and outstanding is not None and outstanding.bounds_staleness_by(policy):
+            return True
+        conditions = (each.published for spec in specs for each in spec.batch_spec.where)
+        return any(published is not None and published.policy == policy for published in conditions)
 
     def wake(self) -> None:
         """Look at all waiting claims again: something has changed, of which a planner hears while claims wait."""
@@ -825,6 +828,8 @@ class Planner:
                 is_plain = not (found.plan.is_reusing or found.plan.dropped)
                 positions = found.positions if is_plain else self._partition.table.find(found.plan.rows)
                 described = describe_batch(batch_index, found.plan, found.readiness.known_lengths(positions))
+                if found.readiness.bound is not None:
+                    described = replace(described, staleness=found.readiness.bound.staleness_of(positions))
                 task.recent_batches.append(described)
                 self._on_batch(spec.batch_spec.sampler, described)
         for line in self._queue.ranked_lines:

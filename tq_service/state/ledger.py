@@ -644,9 +644,11 @@ class TaskLedger(TaskFacts):
 
     def _count_delivered(self, outstanding: Outstanding, positions: Indexes, *, is_batch: bool) -> None:
         """Count rows that were delivered for good, until they give their places back."""
-        given_back = outstanding.admission.given_back
+        admission, given_back = outstanding.admission, outstanding.admission.given_back
         if given_back != "delivered" and is_batch:
-            self.delivered_units = (*self.delivered_units, outstanding.units_of(positions))
+            # Where staleness is bounded a batch takes as many places as it stands for versions, whatever it lacks.
+            count = outstanding.units_of(positions) if admission.max_staleness is None else admission.global_batch
+            self.delivered_units = (*self.delivered_units, count)
         elif given_back == "published":
             self.done_units += outstanding.units_of(positions)
 
@@ -734,9 +736,13 @@ class TaskLedger(TaskFacts):
         self._give_back_trained()
         self.done_units = 0
 
-    def _give_back_trained(self) -> None:
+    def unpublished_count(self, trained: int = -1) -> int:
+        """Return how many batches were trained that take their places still, up to `trained` at least."""
         first_index = self.next_batch_index - len(self.delivered_units)
-        self.delivered_units = self.delivered_units[max(0, self.trained + 1 - first_index) :]
+        return min(max(0, max(self.trained, trained) + 1 - first_index), len(self.delivered_units))
+
+    def _give_back_trained(self) -> None:
+        self.delivered_units = self.delivered_units[self.unpublished_count() :]
 
     # What becomes of a claim
 

@@ -51,6 +51,10 @@ class Outstanding:
         self._member_counts = np.zeros(0, np.int64)  # by slot: members of a group that the task holds
         self._group_count = self._ungrouped_count = 0  # that it holds, where groups are counted
 
+    def bounds_staleness_by(self, policy: str) -> bool:
+        """Whether staleness is bounded, in versions of this policy."""
+        return self.admission.max_staleness is not None and self.admission.policy == policy
+
     def count(self, task: Held) -> int:
         """Return the units that are outstanding for the task."""
         if self._is_by_group:

@@ -83,6 +83,12 @@ class PartitionSettings:
                 )
         admissions = sorted(self.admissions, key=attrgetter("task_name"))
         check_unique("admissions", [admission.task_name for admission in admissions])
+        if (bounded := [each.task_name for each in admissions if each.max_staleness is not None])[1:]:
+            raise InvalidArgumentError(
+                f"admissions bound the staleness of {len(bounded)} tasks ({', '.join(bounded)}), expected one at most: "
+                f"samples have one start_version",
+                field="admissions",
+            )
         object.__setattr__(self, "admissions", tuple(admissions))
         for name in self.tasks:
             check_name("tasks", name)
@@ -97,6 +103,11 @@ class PartitionSettings:
     def describe_difference(self, other: PartitionSettings) -> str:
         """Return what differs, as messages have it."""
         return ", ".join(f"{name} is {shown(own)}, got {shown(got)}" for name, own, got in differences(self, other))
+
+    @property
+    def bounded_admission(self) -> Admission | None:
+        """The admission with a `max_staleness`, None where there is none."""
+        return next((each for each in self.admissions if each.max_staleness is not None), None)
 
     @property
     def is_bounded(self) -> bool:

@@ -24,6 +24,7 @@ from tq_service.schema import (
     BatchUnit,
     Blocks,
     FieldSpec,
+    OnLost,
     Operator,
     Published,
     Scalar,
@@ -434,6 +435,7 @@ class BatchSpec:
 
     Attributes, besides those that GetMeta says more about:
         max_uses: how often a sample is delivered before it counts as consumed.
+        held: whether held samples are delivered, and no live ones.
 
     Raises:
         InvalidArgumentError: the micro-batches have no size, samples are never used, or `order_by` does not name its
@@ -451,6 +453,7 @@ class BatchSpec:
     drop_last: bool
     finite: bool
     max_uses: int = 1
+    held: bool = False
 
     def __post_init__(self) -> None:
         check_range("max_uses", self.max_uses, 1, hint=", or 0 for once")
@@ -494,7 +497,8 @@ def shown(value: object) -> str:
             return f"{value.name}: {value.describe()}{', write-once' if value.write_once else ''}"
         case Admission():
             place = f"{value.given_back} by {value.policy}" if value.given_back == "published" else value.given_back
-            return f"{value.task_name}: {value.most} {value.unit}s until {place}"
+            bound = "" if value.max_staleness is None else f", at most {value.max_staleness} versions late"
+            return f"{value.task_name}: {value.most} {value.unit}s until {place}{bound}"
         case tuple():
             return ", ".join(map(shown, value)) or "none"
     return str(value)
@@ -546,6 +550,8 @@ class LeaseTerms:
             whole: 0 for named groups, else the length of the blocks of consecutive indexes that stand in for
             them; None: samples come and go one by one.
         blocks: where these begin: at multiples of their length, or anywhere.
+        on_lost: of slots: what becomes of those that are still held when the lease runs out; those that are released
+            without data are removed. None: the claim is of samples that were there before.
 
     Raises:
         InvalidArgumentError: a number is out of its range.
@@ -555,6 +561,7 @@ class LeaseTerms:
     max_deliveries: int | None = None
     group_block_size: int | None = None
     blocks: Blocks = "aligned"
+    on_lost: OnLost | None = None
 
     def __post_init__(self) -> None:
         if not 0 < self.seconds <= MAX_LEASE_SECONDS:  # which NaN fails too
@@ -603,7 +610,8 @@ class ClaimSpec:
     dp_size: int | None = None
 
     def __post_init__(self) -> None:
-        check_data_fields(self.data_fields)
+        if self.data_fields or not self.batch_spec.held:
+            check_data_fields(self.data_fields)
         batch_size, rank_count = self.batch_spec.batch_size, self.dp_size or 1
         if batch_size <= 0 or batch_size * rank_count > MOST_SAMPLES:
             raise InvalidArgumentError(
@@ -704,6 +712,11 @@ class ClaimRequest:
         if self.rank is not None and self.lease is not None:
             raise InvalidArgumentError(
                 "lease is for queue workers; the batches of ranks are not leased, a rank that asks again gets the same",
+                field="lease",
+            )
+        if self.batch_spec.held and self.lease is None:
+            raise InvalidArgumentError(
+                "held samples are claimed without a lease; give one, under which a rollout worker goes on with them",
                 field="lease",
             )
         if self.claim_name:

@@ -121,6 +121,34 @@ OPERATOR_IN: Operator.ValueType  # 7
 """The value equals one of those of the condition."""
 global___Operator = Operator
 
+class _OnLost:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _OnLostEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_OnLost.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    ON_LOST_UNSPECIFIED: _OnLost.ValueType  # 0
+    """Not given: as REQUEUE."""
+    ON_LOST_REQUEUE: _OnLost.ValueType  # 1
+    """Other workers can claim them, with what they hold."""
+    ON_LOST_FAIL: _OnLost.ValueType  # 2
+    """They fail."""
+    ON_LOST_REMOVE: _OnLost.ValueType  # 3
+    """They are removed."""
+
+class OnLost(_OnLost, metaclass=_OnLostEnumTypeWrapper):
+    """What becomes of slots whose lease runs out, while they are still held."""
+
+ON_LOST_UNSPECIFIED: OnLost.ValueType  # 0
+"""Not given: as REQUEUE."""
+ON_LOST_REQUEUE: OnLost.ValueType  # 1
+"""Other workers can claim them, with what they hold."""
+ON_LOST_FAIL: OnLost.ValueType  # 2
+"""They fail."""
+ON_LOST_REMOVE: OnLost.ValueType  # 3
+"""They are removed."""
+global___OnLost = OnLost
+
 class _SampleConsumption:
     ValueType = typing.NewType("ValueType", builtins.int)
     V: typing_extensions.TypeAlias = ValueType
@@ -248,10 +276,12 @@ class Admission(google.protobuf.message.Message):
     UNIT_FIELD_NUMBER: builtins.int
     GIVEN_BACK_FIELD_NUMBER: builtins.int
     POLICY_FIELD_NUMBER: builtins.int
+    MAX_STALENESS_FIELD_NUMBER: builtins.int
+    GLOBAL_BATCH_FIELD_NUMBER: builtins.int
     task_name: builtins.str
     """The task that producers wait for. One that has not claimed yet has all samples pending."""
     most: builtins.int
-    """Most units that may be outstanding, 1 or more."""
+    """Most units that may be outstanding, 1 or more. 0: as `max_staleness` sets it."""
     unit: global___BatchUnit.ValueType
     """What `most` counts. Groups: a sample without a group counts as one, and further members of a group that has begun
     take no place. Unset: samples.
@@ -260,6 +290,13 @@ class Admission(google.protobuf.message.Message):
     """When what was delivered gives its place back. Unset: when it is delivered."""
     policy: builtins.str
     """The policy of GIVEN_BACK_PUBLISHED. Empty: "default"."""
+    max_staleness: builtins.int
+    """Most versions that may be published between the slot of a sample and its training, 0 or more. It needs
+    `global_batch`, sets `most` to (max_staleness + 1) * global_batch and `given_back` to GIVEN_BACK_PUBLISHED, and
+    leaves it to Acquire to make samples. Unset: there is no such bound.
+    """
+    global_batch: builtins.int
+    """With `max_staleness`: the units that all ranks take for one version, 1 or more."""
     def __init__(
         self,
         *,
@@ -268,8 +305,12 @@ class Admission(google.protobuf.message.Message):
         unit: global___BatchUnit.ValueType = ...,
         given_back: global___GivenBack.ValueType = ...,
         policy: builtins.str = ...,
+        max_staleness: builtins.int | None = ...,
+        global_batch: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["given_back", b"given_back", "most", b"most", "policy", b"policy", "task_name", b"task_name", "unit", b"unit"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_max_staleness", b"_max_staleness", "max_staleness", b"max_staleness"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_max_staleness", b"_max_staleness", "given_back", b"given_back", "global_batch", b"global_batch", "max_staleness", b"max_staleness", "most", b"most", "policy", b"policy", "task_name", b"task_name", "unit", b"unit"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_max_staleness", b"_max_staleness"]) -> typing.Literal["max_staleness"] | None: ...
 
 global___Admission = Admission
 
@@ -501,6 +542,82 @@ class Order(google.protobuf.message.Message):
 global___Order = Order
 
 @typing.final
+class AcquireRequest(google.protobuf.message.Message):
+    """The slots that a rollout worker asks for."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    WRITE_FIELD_NUMBER: builtins.int
+    TASK_NAME_FIELD_NUMBER: builtins.int
+    LEASE_FIELD_NUMBER: builtins.int
+    ON_LOST_FIELD_NUMBER: builtins.int
+    MAX_WAIT_FIELD_NUMBER: builtins.int
+    POLICY_FIELD_NUMBER: builtins.int
+    request_id: builtins.bytes
+    """16 random bytes that the client makes for this change and sends again with each retry; they name the claim, too. Of
+    other lengths: INVALID_ARGUMENT.
+    """
+    task_name: builtins.str
+    """The task of the rollout workers, 1 to 512 printable characters."""
+    on_lost: global___OnLost.ValueType
+    """What becomes of them when the lease runs out."""
+    policy: builtins.str
+    """The policy whose published version is their `start_version`. Empty: that of the admission with a `max_staleness`,
+    whose name it must be; else samples have no `start_version`.
+    """
+    @property
+    def write(self) -> tq_service.v1.commit_pb2.SampleWrite:
+        """The new samples, by number, keys, groups and custom_meta; their `state` is held and not given. The partition must
+        exist.
+        """
+
+    @property
+    def lease(self) -> google.protobuf.duration_pb2.Duration:
+        """For how long they are leased; more than 0, at most a day."""
+
+    @property
+    def max_wait(self) -> google.protobuf.duration_pb2.Duration:
+        """For how long the call may wait for capacity; the service may shorten it (60 s). Unset: it answers at once."""
+
+    def __init__(
+        self,
+        *,
+        request_id: builtins.bytes = ...,
+        write: tq_service.v1.commit_pb2.SampleWrite | None = ...,
+        task_name: builtins.str = ...,
+        lease: google.protobuf.duration_pb2.Duration | None = ...,
+        on_lost: global___OnLost.ValueType = ...,
+        max_wait: google.protobuf.duration_pb2.Duration | None = ...,
+        policy: builtins.str = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["lease", b"lease", "max_wait", b"max_wait", "write", b"write"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["lease", b"lease", "max_wait", b"max_wait", "on_lost", b"on_lost", "policy", b"policy", "request_id", b"request_id", "task_name", b"task_name", "write", b"write"]) -> None: ...
+
+global___AcquireRequest = AcquireRequest
+
+@typing.final
+class AcquireResponse(google.protobuf.message.Message):
+    """Answers with slots, "not yet", or the end; `meta.status` says which."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    META_FIELD_NUMBER: builtins.int
+    @property
+    def meta(self) -> tq_service.v1.metadata_pb2.BatchMeta:
+        """BATCH: the slots, as GetMeta answers a leased claim. NOT_YET: there was no capacity. END: the partition is sealed."""
+
+    def __init__(
+        self,
+        *,
+        meta: tq_service.v1.metadata_pb2.BatchMeta | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["meta", b"meta"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["meta", b"meta"]) -> None: ...
+
+global___AcquireResponse = AcquireResponse
+
+@typing.final
 class GetMetaRequest(google.protobuf.message.Message):
     """Asks for a batch. With `dp_rank`, `dp_size` and `batch_index` for a trainer rank, without any of the three for a
     queue worker.
@@ -536,6 +653,7 @@ class GetMetaRequest(google.protobuf.message.Message):
     NOT_BEFORE_VERSION_FIELD_NUMBER: builtins.int
     POLICY_FIELD_NUMBER: builtins.int
     BATCH_COUNT_FIELD_NUMBER: builtins.int
+    HELD_FIELD_NUMBER: builtins.int
     request_id: builtins.bytes
     """16 random bytes that the client makes for this change and sends again with each retry. Of other lengths:
     INVALID_ARGUMENT.
@@ -611,6 +729,10 @@ class GetMetaRequest(google.protobuf.message.Message):
     for again begins with the same batches, and may have more. A batch that is planned early has no samples that come
     later. 0: 1.
     """
+    held: builtins.bool
+    """Whether held samples are claimed, and no live ones: slots whose lease ran out or which were released, for the next
+    rollout worker. It needs a `lease`, and `data_fields` may be empty.
+    """
     @property
     def data_fields(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Fields that a sample must have to be ready; the answer says where these cells are. At least one, each once. One
@@ -670,9 +792,10 @@ class GetMetaRequest(google.protobuf.message.Message):
         not_before_version: builtins.int | None = ...,
         policy: builtins.str = ...,
         batch_count: builtins.int = ...,
+        held: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_batch_index", b"_batch_index", "_dp_rank", b"_dp_rank", "_dp_size", b"_dp_size", "_epoch", b"_epoch", "_not_before_version", b"_not_before_version", "batch_index", b"batch_index", "dp_rank", b"dp_rank", "dp_size", b"dp_size", "epoch", b"epoch", "lease", b"lease", "max_wait", b"max_wait", "not_before_version", b"not_before_version", "sampler_config", b"sampler_config"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_batch_index", b"_batch_index", "_dp_rank", b"_dp_rank", "_dp_size", b"_dp_size", "_epoch", b"_epoch", "_not_before_version", b"_not_before_version", "batch_count", b"batch_count", "batch_index", b"batch_index", "batch_size", b"batch_size", "batch_unit", b"batch_unit", "claim_name", b"claim_name", "data_fields", b"data_fields", "dp_rank", b"dp_rank", "dp_size", b"dp_size", "drop_last", b"drop_last", "epoch", b"epoch", "explain", b"explain", "finite", b"finite", "incarnation", b"incarnation", "lease", b"lease", "max_deliveries", b"max_deliveries", "max_uses", b"max_uses", "max_wait", b"max_wait", "micro_batch_size", b"micro_batch_size", "min_batch_size", b"min_batch_size", "not_before_version", b"not_before_version", "order_by", b"order_by", "partition_id", b"partition_id", "policy", b"policy", "request_id", b"request_id", "sampler", b"sampler", "sampler_config", b"sampler_config", "task_name", b"task_name", "where", b"where"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_batch_index", b"_batch_index", "_dp_rank", b"_dp_rank", "_dp_size", b"_dp_size", "_epoch", b"_epoch", "_not_before_version", b"_not_before_version", "batch_count", b"batch_count", "batch_index", b"batch_index", "batch_size", b"batch_size", "batch_unit", b"batch_unit", "claim_name", b"claim_name", "data_fields", b"data_fields", "dp_rank", b"dp_rank", "dp_size", b"dp_size", "drop_last", b"drop_last", "epoch", b"epoch", "explain", b"explain", "finite", b"finite", "held", b"held", "incarnation", b"incarnation", "lease", b"lease", "max_deliveries", b"max_deliveries", "max_uses", b"max_uses", "max_wait", b"max_wait", "micro_batch_size", b"micro_batch_size", "min_batch_size", b"min_batch_size", "not_before_version", b"not_before_version", "order_by", b"order_by", "partition_id", b"partition_id", "policy", b"policy", "request_id", b"request_id", "sampler", b"sampler", "sampler_config", b"sampler_config", "task_name", b"task_name", "where", b"where"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_batch_index", b"_batch_index"]) -> typing.Literal["batch_index"] | None: ...
     @typing.overload
@@ -744,7 +867,8 @@ class WaitReason(google.protobuf.message.Message):
     """Stable, in capitals: PARTITION_NOT_FOUND; NO_SAMPLES: the partition has none; FIELD_NEVER_PUT: no sample has a
     field that is asked for; ALL_CONSUMED: nothing is left of an open partition; TOO_FEW_READY; GROUPS_INCOMPLETE: too
     few groups are ready as a whole; SAMPLER_WAITS: enough samples are ready, of which the sampler makes no batch yet;
-    VERSION_NOT_PUBLISHED: a version that is asked for with `not_before_version`.
+    VERSION_NOT_PUBLISHED: a version that is asked for with `not_before_version`; STALENESS_BOUNDED: enough are ready,
+    and older ones that are not would become too stale.
     """
     text: builtins.str
     """A sentence for people, with names and counts; it may change."""
@@ -809,7 +933,8 @@ class NotReady(google.protobuf.message.Message):
     kind: builtins.str
     """"field": they lack the field `name`; "where": a condition on the custom_meta column `name` does not hold;
     "length": they have no length for the sampler; "held"; "leased": to workers of the task; "group": they are ready,
-    and other members of their groups are not; "lost": their group lost a member for good, so the task never gets them.
+    and other members of their groups are not; "lost": their group lost a member for good, so the task never gets them;
+    "older": they are not ready, and would become too stale if others were trained before them.
     """
     name: builtins.str
     """Name of a field or column, else empty."""
@@ -1983,6 +2108,7 @@ class RecentBatch(google.protobuf.message.Message):
     TOKENS_PER_RANK_FIELD_NUMBER: builtins.int
     IMBALANCE_FIELD_NUMBER: builtins.int
     PADDING_SHARE_FIELD_NUMBER: builtins.int
+    STALENESS_FIELD_NUMBER: builtins.int
     batch_index: builtins.int
     """Its number in the epoch."""
     imbalance: builtins.float
@@ -1992,6 +2118,10 @@ class RecentBatch(google.protobuf.message.Message):
     padding_share: builtins.float
     """Share of padding, from 0 to 1: of packs what fills them up; of micro-batches what pads each sample to the longest
     of its micro-batch, which fields with the jagged layout do without.
+    """
+    staleness: builtins.int
+    """Of a task with a `max_staleness`: how many versions after its slot the oldest of its samples is trained at the
+    latest. Unset: that is not bounded.
     """
     @property
     def tokens_per_rank(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
@@ -2004,8 +2134,11 @@ class RecentBatch(google.protobuf.message.Message):
         tokens_per_rank: collections.abc.Iterable[builtins.int] | None = ...,
         imbalance: builtins.float = ...,
         padding_share: builtins.float = ...,
+        staleness: builtins.int | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["batch_index", b"batch_index", "imbalance", b"imbalance", "padding_share", b"padding_share", "tokens_per_rank", b"tokens_per_rank"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_staleness", b"_staleness", "staleness", b"staleness"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_staleness", b"_staleness", "batch_index", b"batch_index", "imbalance", b"imbalance", "padding_share", b"padding_share", "staleness", b"staleness", "tokens_per_rank", b"tokens_per_rank"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_staleness", b"_staleness"]) -> typing.Literal["staleness"] | None: ...
 
 global___RecentBatch = RecentBatch
 

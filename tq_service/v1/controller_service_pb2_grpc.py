@@ -43,6 +43,11 @@ class ControllerServiceStub(object):
                 request_serializer=tq__service_dot_v1_dot_commit__pb2.CommitRequest.SerializeToString,
                 response_deserializer=tq__service_dot_v1_dot_commit__pb2.CommitResponse.FromString,
                 )
+        self.Acquire = channel.unary_unary(
+                '/tq_service.v1.ControllerService/Acquire',
+                request_serializer=tq__service_dot_v1_dot_controller__service__pb2.AcquireRequest.SerializeToString,
+                response_deserializer=tq__service_dot_v1_dot_controller__service__pb2.AcquireResponse.FromString,
+                )
         self.GetMeta = channel.unary_unary(
                 '/tq_service.v1.ControllerService/GetMeta',
                 request_serializer=tq__service_dot_v1_dot_controller__service__pb2.GetMetaRequest.SerializeToString,
@@ -247,6 +252,18 @@ class ControllerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Acquire(self, request, context):
+        """Makes slots: samples without data, held and leased to a rollout worker before it generates them. A long poll of up
+        to `max_wait`, which the server may shorten. Changes: adds the samples, with the published version as their
+        `start_version`, and leases them to the worker as a claim of the task. Idempotent under `request_id`. Errors:
+        NOT_FOUND (partition, task or policy), ALREADY_EXISTS (a key exists), FAILED_PRECONDITION (STALE_INCARNATION),
+        INVALID_ARGUMENT (more units than could ever be outstanding, states or existing samples), RESOURCE_EXHAUSTED (too
+        many calls wait).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetMeta(self, request, context):
         """Delivers a batch: a long poll of up to `max_wait`, which the server may shorten. Changes: the first request of a
         batch_index plans that batch for all ranks and marks its samples consumed by the task; a claim of a queue worker
@@ -343,7 +360,7 @@ class ControllerServiceServicer(object):
         """Records that a version of the weights of a policy is in use, and with it how far the trainers of it have come, in
         one step. Changes: the version, what Advance changes; claims that wait for it, or whose conditions compare with it,
         may go on. The same version again changes nothing. Idempotent under `request_id`, does not block. Errors:
-        FAILED_PRECONDITION (VERSION_GOES_BACK: the policy has a higher version, and `rewind` is unset), RESOURCE_EXHAUSTED
+        FAILED_PRECONDITION (VERSION_REFUSED: the policy has a higher version, and `rewind` is unset), RESOURCE_EXHAUSTED
         (too many policies), INVALID_ARGUMENT, and those of Advance; then the version is not published either.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -557,6 +574,11 @@ def add_ControllerServiceServicer_to_server(servicer, server):
                     servicer.Commit,
                     request_deserializer=tq__service_dot_v1_dot_commit__pb2.CommitRequest.FromString,
                     response_serializer=tq__service_dot_v1_dot_commit__pb2.CommitResponse.SerializeToString,
+            ),
+            'Acquire': grpc.unary_unary_rpc_method_handler(
+                    servicer.Acquire,
+                    request_deserializer=tq__service_dot_v1_dot_controller__service__pb2.AcquireRequest.FromString,
+                    response_serializer=tq__service_dot_v1_dot_controller__service__pb2.AcquireResponse.SerializeToString,
             ),
             'GetMeta': grpc.unary_unary_rpc_method_handler(
                     servicer.GetMeta,
@@ -786,6 +808,23 @@ class ControllerService(object):
         return grpc.experimental.unary_unary(request, target, '/tq_service.v1.ControllerService/Commit',
             tq__service_dot_v1_dot_commit__pb2.CommitRequest.SerializeToString,
             tq__service_dot_v1_dot_commit__pb2.CommitResponse.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def Acquire(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/tq_service.v1.ControllerService/Acquire',
+            tq__service_dot_v1_dot_controller__service__pb2.AcquireRequest.SerializeToString,
+            tq__service_dot_v1_dot_controller__service__pb2.AcquireResponse.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 

@@ -76,6 +76,18 @@ class ControllerServiceStub:
     put: put the data again).
     """
 
+    Acquire: grpc.UnaryUnaryMultiCallable[
+        tq_service.v1.controller_service_pb2.AcquireRequest,
+        tq_service.v1.controller_service_pb2.AcquireResponse,
+    ]
+    """Makes slots: samples without data, held and leased to a rollout worker before it generates them. A long poll of up
+    to `max_wait`, which the server may shorten. Changes: adds the samples, with the published version as their
+    `start_version`, and leases them to the worker as a claim of the task. Idempotent under `request_id`. Errors:
+    NOT_FOUND (partition, task or policy), ALREADY_EXISTS (a key exists), FAILED_PRECONDITION (STALE_INCARNATION),
+    INVALID_ARGUMENT (more units than could ever be outstanding, states or existing samples), RESOURCE_EXHAUSTED (too
+    many calls wait).
+    """
+
     GetMeta: grpc.UnaryUnaryMultiCallable[
         tq_service.v1.controller_service_pb2.GetMetaRequest,
         tq_service.v1.controller_service_pb2.GetMetaResponse,
@@ -175,7 +187,7 @@ class ControllerServiceStub:
     """Records that a version of the weights of a policy is in use, and with it how far the trainers of it have come, in
     one step. Changes: the version, what Advance changes; claims that wait for it, or whose conditions compare with it,
     may go on. The same version again changes nothing. Idempotent under `request_id`, does not block. Errors:
-    FAILED_PRECONDITION (VERSION_GOES_BACK: the policy has a higher version, and `rewind` is unset), RESOURCE_EXHAUSTED
+    FAILED_PRECONDITION (VERSION_REFUSED: the policy has a higher version, and `rewind` is unset), RESOURCE_EXHAUSTED
     (too many policies), INVALID_ARGUMENT, and those of Advance; then the version is not published either.
     """
 
@@ -420,6 +432,18 @@ class ControllerServiceAsyncStub:
     put: put the data again).
     """
 
+    Acquire: grpc.aio.UnaryUnaryMultiCallable[
+        tq_service.v1.controller_service_pb2.AcquireRequest,
+        tq_service.v1.controller_service_pb2.AcquireResponse,
+    ]
+    """Makes slots: samples without data, held and leased to a rollout worker before it generates them. A long poll of up
+    to `max_wait`, which the server may shorten. Changes: adds the samples, with the published version as their
+    `start_version`, and leases them to the worker as a claim of the task. Idempotent under `request_id`. Errors:
+    NOT_FOUND (partition, task or policy), ALREADY_EXISTS (a key exists), FAILED_PRECONDITION (STALE_INCARNATION),
+    INVALID_ARGUMENT (more units than could ever be outstanding, states or existing samples), RESOURCE_EXHAUSTED (too
+    many calls wait).
+    """
+
     GetMeta: grpc.aio.UnaryUnaryMultiCallable[
         tq_service.v1.controller_service_pb2.GetMetaRequest,
         tq_service.v1.controller_service_pb2.GetMetaResponse,
@@ -519,7 +543,7 @@ class ControllerServiceAsyncStub:
     """Records that a version of the weights of a policy is in use, and with it how far the trainers of it have come, in
     one step. Changes: the version, what Advance changes; claims that wait for it, or whose conditions compare with it,
     may go on. The same version again changes nothing. Idempotent under `request_id`, does not block. Errors:
-    FAILED_PRECONDITION (VERSION_GOES_BACK: the policy has a higher version, and `rewind` is unset), RESOURCE_EXHAUSTED
+    FAILED_PRECONDITION (VERSION_REFUSED: the policy has a higher version, and `rewind` is unset), RESOURCE_EXHAUSTED
     (too many policies), INVALID_ARGUMENT, and those of Advance; then the version is not published either.
     """
 
@@ -773,6 +797,20 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         """
 
     @abc.abstractmethod
+    def Acquire(
+        self,
+        request: tq_service.v1.controller_service_pb2.AcquireRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[tq_service.v1.controller_service_pb2.AcquireResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.AcquireResponse]]:
+        """Makes slots: samples without data, held and leased to a rollout worker before it generates them. A long poll of up
+        to `max_wait`, which the server may shorten. Changes: adds the samples, with the published version as their
+        `start_version`, and leases them to the worker as a claim of the task. Idempotent under `request_id`. Errors:
+        NOT_FOUND (partition, task or policy), ALREADY_EXISTS (a key exists), FAILED_PRECONDITION (STALE_INCARNATION),
+        INVALID_ARGUMENT (more units than could ever be outstanding, states or existing samples), RESOURCE_EXHAUSTED (too
+        many calls wait).
+        """
+
+    @abc.abstractmethod
     def GetMeta(
         self,
         request: tq_service.v1.controller_service_pb2.GetMetaRequest,
@@ -891,7 +929,7 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         """Records that a version of the weights of a policy is in use, and with it how far the trainers of it have come, in
         one step. Changes: the version, what Advance changes; claims that wait for it, or whose conditions compare with it,
         may go on. The same version again changes nothing. Idempotent under `request_id`, does not block. Errors:
-        FAILED_PRECONDITION (VERSION_GOES_BACK: the policy has a higher version, and `rewind` is unset), RESOURCE_EXHAUSTED
+        FAILED_PRECONDITION (VERSION_REFUSED: the policy has a higher version, and `rewind` is unset), RESOURCE_EXHAUSTED
         (too many policies), INVALID_ARGUMENT, and those of Advance; then the version is not published either.
         """
 

@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Final, overload
+from typing import Any, Final, get_args, overload
 
 from tq_service.client._async.calls import AsyncBase
 from tq_service.client.batch_meta import BatchMeta
 from tq_service.client.requests import (
+    MetaGiven,
+    NameColumn,
     check_leased,
+    check_word,
     get_meta_request,
     lease_duration,
     listed,
     request_of,
     seconds,
+    write_message,
+    write_of,
 )
 from tq_service.client.transport import Deadline, WaitReports, import_tensordict, warn_of_wait
 from tq_service.client_probes import probes
 from tq_service.errors import CallCancelledError, DeadlineError, InternalError, TqError, UnavailableError
 from tq_service.results import ConsumptionStatus, ProductionStatus, WaitReason
-from tq_service.schema import DEFAULT_POLICY, BatchUnit
+from tq_service.schema import DEFAULT_POLICY, BatchUnit, OnLost, check_range
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1.metadata_pb2 import BATCH_STATUS_NOT_YET
 from tq_service.wire.messages import read_message, to_duration
@@ -62,6 +67,7 @@ class AsyncClaimCalls(AsyncBase):
         max_deliveries: int | None = None,
         claim_name: str | None = None,
         max_uses: int | None = None,
+        held: bool = False,
         not_before_version: int | None = None,
         policy: str = DEFAULT_POLICY,
         max_wait: float = DEFAULT_MAX_WAIT_SECONDS,
@@ -127,6 +133,7 @@ class AsyncClaimCalls(AsyncBase):
         max_deliveries: int | None = None,
         claim_name: str | None = None,
         max_uses: int | None = None,
+        held: bool = False,
         not_before_version: int | None = None,
         policy: str = DEFAULT_POLICY,
         max_wait: float = DEFAULT_MAX_WAIT_SECONDS,
@@ -172,6 +179,8 @@ class AsyncClaimCalls(AsyncBase):
             max_uses: how often a sample is delivered to the task before it counts as consumed; until then it stays
                 ready for later batches. With a lease a delivery counts once it is acknowledged. None: once, or as the
                 sampler says.
+            held: rollout workers, with a `lease`: whether held samples are claimed, and no live ones: slots that other
+                workers have lost. `data_fields` may be empty then.
             not_before_version: a version of `policy` that must be published before the batch is planned; until then
                 the call waits as for samples. None: none.
             policy: that of `not_before_version`, in the client's namespace.
@@ -219,6 +228,7 @@ class AsyncClaimCalls(AsyncBase):
             max_deliveries=max_deliveries,
             claim_name=claim_name,
             max_uses=max_uses,
+            held=held,
             batch_count=batch_count,
             not_before_version=not_before_version,
             policy=policy,
@@ -294,6 +304,93 @@ class AsyncClaimCalls(AsyncBase):
             task_name=task_name or "",
         )
         return [read_message(WaitReason, reason) for reason in answer.reasons]
+
+    async def acquire(
+        self,
+        partition_id: str,
+        task_name: str,
+        count: int | None = None,
+        *,
+        keys: NameColumn | None = None,
+        groups: Iterable[str] | None = None,
+        group_size: int = 1,
+        custom_meta: MetaGiven | None = None,
+        lease: float,
+        on_lost: OnLost = "requeue",
+        policy: str | None = None,
+        max_wait: float = DEFAULT_MAX_WAIT_SECONDS,
+        timeout: float | None = None,
+    ) -> BatchMeta:
+        """Make slots before samples are generated: held samples without data, leased to this worker.
+
+        Slots count for the admissions of their partition, and wait for capacity in order of arrival, as puts of new
+        samples do. Put the data with `put(data, metadata=slots, state="live")` and then `ack`; extend the lease of long
+        work. Slots that are released without data are removed.
+
+        Args:
+            partition_id: the partition, which must exist.
+            task_name: the task of the rollout workers.
+            count: number of slots; None: as many as `keys`, `groups` or `custom_meta` say, else 1.
+            keys: their unique names, one for each slot.
+            groups: names of new groups, of each of which all `group_size` members are made.
+            group_size: members of each group.
+            custom_meta: of each slot, see `put`.
+            lease: seconds until what is still held is lost, at most a day.
+            on_lost: what becomes of it then: "requeue": workers claim it with `get_meta(held=True)` and go on with what
+                it holds; "fail", or "remove".
+            policy: the published version of this policy becomes `start_version` in the custom_meta of the slots. None:
+                that of the admission with a `max_staleness`; without one there is no `start_version`.
+            max_wait: seconds to wait for capacity; then the answer is "not_yet".
+            timeout: seconds beyond `max_wait` until the call fails; None: the client's.
+
+        Returns:
+            The slots as a leased batch; look at its `status` first: "batch", "not_yet", or "end" where the partition is
+            sealed.
+
+        Raises:
+            PartitionNotFoundError, TaskNotFoundError: there is no such partition, or it was created for other tasks.
+            PolicyNotFoundError: the policy has no published version.
+            AlreadyExistsError: a key is known.
+            AdmissionLimitError: more slots than may ever be outstanding.
+            InvalidArgumentError: an argument is wrong.
+        """
+        check_word("on_lost", on_lost, get_args(OnLost))
+        names = None if groups is None else listed("groups", groups)
+        if names is not None:
+            check_range("group_size", group_size, 1)
+            names = [name for name in names for _ in range(group_size)]
+        if count is None and keys is None and names is None and custom_meta is None:
+            count = 1
+        write = write_of(
+            self._namespace,
+            partition_id=partition_id,
+            row_count=len(names) if count is None and names is not None else count,
+            keys=keys,
+            groups=names,
+            group_size=None if names is None else group_size,
+            custom_meta=custom_meta,
+        )
+        request = request_of(
+            pb.AcquireRequest,
+            write=write_message([write]),
+            task_name=task_name,
+            lease=lease_duration(lease),
+            on_lost=on_lost,
+            policy="" if policy is None else self._namespace.full_name(policy),
+        )
+        wait_seconds = seconds("max_wait", max_wait)
+        wait, deadline = Deadline.after(wait_seconds), self._deadline(timeout, wait_seconds)
+
+        async def attempt(max_wait: float) -> pb.AcquireResponse:
+            request.max_wait.CopyFrom(to_duration(max_wait))
+            return await self._calls.unary_once(pb.AcquireResponse, request, deadline)
+
+        answer = await self._calls.polled(
+            attempt, lambda answer: answer.meta.status == BATCH_STATUS_NOT_YET, wait, deadline
+        )
+        return BatchMeta.from_proto(
+            answer.meta, self._namespace, claim_id=answer.meta.claim_request_id, task_name=task_name
+        )
 
     async def _release(self, claim: pb.GetMetaRequest) -> None:
         if self._calls.closed:

@@ -5,10 +5,10 @@ What a client and a storage service of one host say over a Unix socket (SOCK_SEQ
 send each other file descriptors of memory. Which bytes these are is agreed in StorageService's Put and Get,
 so that a client gets and gives no more over the socket than its calls may.
 
-A region is a memfd of the service, named by a number that a process of it uses once. A client of the service's user
-maps each region that it needs once, and then names it by its number. What it takes is leased to its session: the
-service uses a region for other bytes only after all leases of it were released, and never again where a session
-ended before.
+A region is a memfd of the service, named by a number that its process uses once. A client of the service's user maps
+each region that it needs once, and then names it by its number. What it takes is leased to its session: the service
+uses a region for other bytes only after all leases of it were released, and never again where a session ended
+before.
 """
 
 import builtins

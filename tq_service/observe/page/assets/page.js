@@ -596,7 +596,8 @@ function renderBalances(status) {
       write(numbers, `imbalance ${percent(newest.imbalance)}, mean of ${batches.length}: ${percent(mean)}. Padding ${percent(padding)}, none in jagged fields`);
       const tokens = newest.tokens_per_rank;
       const range = tokens.length ? `, ${count(Math.min(...tokens))} to ${count(Math.max(...tokens))} tokens on ${counted(tokens.length, "rank", "ranks")}` : "";
-      write(last, `last: batch ${count(newest.batch_index)} of ${newest.partition_id}${range}`);
+      const late = newest.staleness === null ? "" : `, at most ${counted(newest.staleness, "version", "versions")} late`;
+      write(last, `last: batch ${count(newest.batch_index)} of ${newest.partition_id}${range}${late}`);
     },
   );
   show(byId("balances-none"), balances.length === 0);
@@ -622,7 +623,8 @@ function renderLimits(status) {
       updateBar(bar, [Math.min(outstanding, admission.most)], admission.most);
       mark(bar.firstChild, "class", outstanding >= admission.most ? "much" : "used");
       const waiting = partition.waiting_put_count ? counted(partition.waiting_put_count, "put waits", "puts wait") : "no put waits";
-      write(note, `until ${admission.given_back}, ${waiting}`);
+      const late = admission.max_staleness === null ? "" : `, at most ${counted(admission.max_staleness, "version", "versions")} late`;
+      write(note, `until ${admission.given_back}, ${waiting}${late}`);
     },
   );
   show(byId("admissions-panel"), limits.length > 0);
