@@ -445,7 +445,7 @@ class GroupsKept(TaskChange):
         reopen(partition, task, task.unskip(), None, step)
 
 
-# Consequences
+# Steps of changes
 
 
 def acknowledge(partition: Partition, acked: Acked, step: Step) -> None:

@@ -323,7 +323,7 @@ class ClaimCalls(Base):
         """Make slots before samples are generated: held samples without data, leased to this worker.
 
         Slots count for the admissions of their partition, and wait for capacity in order of arrival, as puts of new
-        samples do. Put the data with `put(data, metadata=slots, state="live")` and then `ack`; extend the lease of long
+        samples do. `put(data, metadata=slots, state="live", ack=True)` ends the work on them; extend the lease of long
         work. Slots that are released without data are removed.
 
         Args:
