@@ -95,7 +95,7 @@ async def _generate(client: tq.AsyncClient, prompt: tq.BatchMeta, rng: random.Ra
         await client.clear_samples(slots)
         await client.release(prompt)
         return
-    await client.put({"x": np.arange(_GROUP_SIZE)}, metadata=slots, state="live", ack=True)
+    await client.put({"x": np.arange(_GROUP_SIZE)}, metadata=slots, ack=True)
     await client.ack(prompt)
 
 

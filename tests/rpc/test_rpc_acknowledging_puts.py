@@ -60,6 +60,7 @@ def test_results_are_there_and_the_samples_done(start_server: StartServer, clien
     assert client.ack(meta) == 0
     client.put(scores(meta, 2), metadata=meta, ack=True)  # once more is fine: the samples are the worker's own
     assert progress(client) == (4, 0)
+    assert client.describe_partition("train").held_count == 0  # as no state was given
     with pytest.raises(tq.PreconditionError, match="nothing is left"):
         client.extend(meta, LONG)
 

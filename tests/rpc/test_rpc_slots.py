@@ -26,8 +26,7 @@ def acquire(client: AnyClient, group: str, **arguments: Any) -> tq.BatchMeta:
 
 
 def finish(client: AnyClient, slots: tq.BatchMeta) -> None:
-    client.put({"x": np.arange(slots.size)}, metadata=slots, state="live")
-    assert client.ack(slots) == slots.size
+    client.put({"x": np.arange(slots.size)}, metadata=slots, ack=True)
 
 
 def claim(client: AnyClient, batch_index: int, max_wait: float = 0.0) -> tq.BatchMeta:

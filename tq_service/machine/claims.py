@@ -445,7 +445,18 @@ class GroupsKept(TaskChange):
         reopen(partition, task, task.unskip(), None, step)
 
 
-# Steps of changes
+def _without_data(partition: Partition, claim: Claim, positions: Indexes) -> Indexes:
+    """Return which rows of a claim are slots that are still held and have no data."""
+    if claim.lease is None or claim.lease.on_lost is None:
+        return positions[:0]
+    is_empty = partition.state[positions] == HELD
+    for name in partition.cells.fields:
+        is_empty &= ~partition.cells.produced([name], positions)
+    empty: Indexes = positions[is_empty]
+    return empty
+
+
+# Consequences
 
 
 def acknowledge(partition: Partition, acked: Acked, step: Step) -> None:
@@ -461,17 +472,6 @@ def _ack(partition: Partition, task: TaskLedger, claim: Claim, positions: Indexe
         reopen(partition, task, returned, returned, step)
     step.changed[partition] = None  # the end may have come with the last that was leased
     return positions.size
-
-
-def _without_data(partition: Partition, claim: Claim, positions: Indexes) -> Indexes:
-    """Return which rows of a claim are slots that are still held and have no data."""
-    if claim.lease is None or claim.lease.on_lost is None:
-        return positions[:0]
-    is_empty = partition.state[positions] == HELD
-    for name in partition.cells.fields:
-        is_empty &= ~partition.cells.produced([name], positions)
-    empty: Indexes = positions[is_empty]
-    return empty
 
 
 # Checks

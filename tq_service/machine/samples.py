@@ -33,7 +33,7 @@ from tq_service.state.cells import ColumnWrite, Put
 from tq_service.state.groups import CheckedGroups
 from tq_service.state.partition import Partition, PartitionSettings
 from tq_service.state.plan import Indexes, LeasedClaim
-from tq_service.state.table import FAILED, STATE_CODES, distinct
+from tq_service.state.table import FAILED, HELD, LIVE, STATE_CODES, distinct
 
 # A write was checked against its claim when it was made; the log need not know of it.
 _CHECKED_ONCE = {"is_encoded": False}
@@ -144,9 +144,9 @@ class SampleWrite:
         put: where the columns are, None for metadata and state only.
         columns: the columns of the put.
         claim: the leased claim that the samples of `global_indexes` are of; None: the write is not checked against one.
-        acks: the same, where they are acknowledged in the same change; None: they are not.
         is_of_slots: whether it makes slots: new samples that are held.
         start_version: of slots: the version that is published; None: they have none.
+        acks: the same, where they are acknowledged in the same change; None: they are not.
 
     Raises:
         InvalidArgumentError: no sample is named where they must be existing ones, or the rows are not those of whole
@@ -165,9 +165,9 @@ class SampleWrite:
     put: Put | None = None
     columns: Sequence[ColumnWrite] = ()
     claim: LeasedClaim | None = field(default=None, metadata=_CHECKED_ONCE)
-    acks: LeasedClaim | None = None
     is_of_slots: bool = False
     start_version: int | None = None
+    acks: LeasedClaim | None = None
 
     def __post_init__(self) -> None:
         if (self.claim or self.acks) is not None and self.global_indexes is None:
@@ -266,6 +266,8 @@ class SamplesWritten(Change):
         if positions is not None:
             if write.state is not None:
                 set_state(partition, STATE_CODES[write.state], positions[positions >= 0], step)
+            elif write.acks is not None:  # what was held is finished
+                set_state(partition, LIVE, positions[partition.state[positions] == HELD], step)
             positions[positions < 0] = np.arange(added.start, added.stop)
             rows, indexes = positions, table.index[positions]
         if write.state is SampleState.FAILED and write.put is not None:

@@ -323,8 +323,8 @@ class ClaimCalls(Base):
         """Make slots before samples are generated: held samples without data, leased to this worker.
 
         Slots count for the admissions of their partition, and wait for capacity in order of arrival, as puts of new
-        samples do. `put(data, metadata=slots, state="live", ack=True)` ends the work on them; extend the lease of long
-        work. Slots that are released without data are removed.
+        samples do. Put the data with `put(data, metadata=slots, ack=True)`, which makes them live. Extend the lease of
+        long work. Slots that are released without data are removed.
 
         Args:
             partition_id: the partition, which must exist.

@@ -121,7 +121,8 @@ class SampleCalls(Base):
             fenced: whether a put to the samples of a leased claim is refused once they are no longer leased to this
                 worker. False: it is not checked, and may overwrite what another worker has written since.
             ack: acknowledge the samples of `metadata`, a leased claim or a part of one, in the same change: either both
-                are durable, or neither happens. Takes what `ack` takes.
+                are durable, or neither happens. Takes what `ack` takes. Held samples become live, unless `state` says
+                otherwise.
             return_meta: "written", or "all": besides what this put wrote, all that is known of the samples by now, of
                 65,536 at most: in the same call.
             timeout: seconds until the call fails; None: the client's. A put without capacity waits until then.
