@@ -86,6 +86,8 @@ async def test_every_call_is_about_partitions_of_the_namespace(kind, tmp_path):
         assert await call("get_version") == 1
         assert (await call("restart_ranks", "train", "trainer", dp_size=2)).batch_index == 1
         assert (await call("take_evicted", "train", "trainer")).units == ()
+        slots = await call("acquire", "train", "rollout", policy="default", lease=60)
+        assert (slots.full_partition_id, slots.custom_meta) == ("run-7/train", [{"start_version": 1}])
         assert await call("remove_policy")
         assert await call("explain", "train") == []
         await call("seal_partition", "train")

@@ -240,7 +240,10 @@ class Model:
         self.check_update(rows, state=state, columns=columns)
         if acks:
             self.ack(task, request_id, rows)
+        held = [index for index in rows if self.rows[index].state == "held"]
         self.update(rows, state=state, columns=columns)
+        if acks and state is None:
+            self.update(held, state="live")
         return None
 
     def is_replaced(self, rows, name):

@@ -60,6 +60,7 @@ def test_results_are_there_and_the_samples_done(start_server: StartServer, clien
     assert client.ack(meta) == 0
     client.put(scores(meta, 2), metadata=meta, ack=True)  # once more is fine: the samples are the worker's own
     assert progress(client) == (4, 0)
+    assert client.describe_partition("train").held_count == 0  # as no state was given
     with pytest.raises(tq.PreconditionError, match="nothing is left"):
         client.extend(meta, LONG)
 
@@ -202,12 +203,15 @@ def test_puts_of_one_moment_acknowledge_their_own_samples(server: LiveServer) ->
 
     async def put_all() -> None:
         parts = [meta.select_samples([number]) for number in range(60)]
-        await asyncio.gather(*(client.real.put(scores(part), metadata=part, ack=True) for part in parts))
+        puts = [client.real.put(scores(part), metadata=part, ack=number % 3 > 0) for number, part in enumerate(parts)]
+        await asyncio.gather(*puts)
 
     server.loop.run(put_all())
-    assert progress(client) == (64, 4)
-    client.release(meta.select_samples(range(60, 64)))
-    assert client.get_meta(**ASKS, batch_size=64, lease=LONG).global_indexes == [60, 61, 62, 63]
+    assert progress(client) == (64, 24)
+    client.release(meta)
+    left = client.get_meta(**ASKS, batch_size=64, lease=LONG)
+    assert left.global_indexes == [*range(0, 60, 3), 60, 61, 62, 63]
+    assert client.lookup_samples("train")[0].produced["score"].sum() == 60
 
 
 def test_what_the_sampler_left_out_goes_with_the_others(client: AnyClient) -> None:

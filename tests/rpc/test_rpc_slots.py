@@ -69,6 +69,20 @@ def test_slots_are_leased_samples_with_the_version_they_begin_at(client: AnyClie
     assert states(client) == (2, 0, 0)
 
 
+def test_slots_are_done_with_the_put_of_their_data(client: AnyClient) -> None:
+    client.publish_version(0)
+    slots = acquire(client, "a", on_lost="remove")
+    for number, slot in enumerate(slots.chunk(2)):  # one member after the other
+        client.put({"x": np.arange(1)}, metadata=slot, state="live", ack=True)
+        assert states(client) == (number + 1, 1 - number, 0)
+    status = client.check_consumption("train", "rollout")
+    assert (status.consumed_count, status.leased_count, outstanding_count(client)) == (2, 0, 1)
+    with pytest.raises(tq.PreconditionError, match="nothing is left"):
+        client.extend(slots, 60.0)
+    client.put({"x": np.arange(2)}, metadata=acquire(client, "b"), state="live", ack=True)
+    assert groups_of(client, claim(client, 0, max_wait=5.0)) == ["a", "b"]
+
+
 def test_slots_wait_for_capacity_and_end_with_the_seal(client: AnyClient) -> None:
     client.publish_version(0)
     taken = [acquire(client, str(number)) for number in range(4)]

@@ -320,7 +320,7 @@ def check_leased(metadata: BatchMeta) -> None:
         )
 
 
-def check_acked(metadata: BatchMeta | None, *, fenced: bool) -> None:
+def check_ack(metadata: BatchMeta | None, *, fenced: bool) -> None:
     """Refuse a put with `ack` that is not to the samples of one leased claim, or not fenced."""
     if metadata is None:
         raise InvalidArgumentError(

@@ -102,8 +102,9 @@ class SampleWrite(google.protobuf.message.Message):
     """
     ack: builtins.bool
     """Whether the samples are acknowledged to `claim` in the same change, as AckClaim acknowledges them, together with
-    those that the sampler left out of the batch: the write and the acknowledgement are made both or not at all. Needs
-    `claim`. A claim of whole groups takes whole groups, and no `rows_per_put` (INVALID_ARGUMENT): send each put alone.
+    those that the sampler left out of the batch: the write and the acknowledgement are made both or not at all. Held
+    samples become live unless `state` is set. Needs `claim`. A claim of whole groups takes whole groups, and no
+    `rows_per_put` (INVALID_ARGUMENT): send each put alone.
     """
     @property
     def global_indexes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:

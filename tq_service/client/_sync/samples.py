@@ -22,7 +22,7 @@ from tq_service.client.requests import (
     MetaGiven,
     NameColumn,
     changed_samples,
-    check_acked,
+    check_ack,
     check_word,
     condition_messages,
     meta_columns_of,
@@ -148,7 +148,7 @@ class SampleCalls(Base):
         """
         check_word("return_meta", return_meta, ("written", "all"))
         if ack:
-            check_acked(metadata, fenced=fenced)
+            check_ack(metadata, fenced=fenced)
         if metadata is not None:
             check_is_batch(metadata)
             if not metadata.size:  # of a rank: it makes no call, so that all ranks run one program
