@@ -292,6 +292,7 @@ class TaskStatus:
         outstanding_count: units that are outstanding for it, as its admission counts them; None: it has none.
         unmatched_count: samples and groups that its claims evicted since `where` excluded them, in all epochs.
         too_small_count: groups that its claims evicted since too few members were left, in all epochs.
+        late_count: samples and groups that they evicted since they would have become too stale.
         refilled_count: samples that were made claimable again for it by evictions, in all epochs.
     """
 
@@ -319,6 +320,7 @@ class TaskStatus:
     outstanding_count: int | None = None
     unmatched_count: int = 0
     too_small_count: int = 0
+    late_count: int = 0
     refilled_count: int = 0
 
 
@@ -359,7 +361,8 @@ class EvictedUnit:
         unit: whether it was a "sample", evicted by itself, or a "group".
         group: name of the group that it was, or that the sample was in; None: none.
         key: key of the sample, of a group that of its first sample; None: none.
-        reason: "unmatched": `where` excluded it, or a member of it; "too_small": fewer than `least_members` were left.
+        reason: "unmatched": `where` excluded it, or a member of it; "too_small": fewer than `least_members` were left;
+            "late": it was not finished, and would have become too stale.
         version: the version that was published then, of the policy that `where` compares with, or else of
             `not_before_version`; None: the claim named no policy, or it had no version.
         sample_count: samples that went; of a cleared group also those that had failed before.

@@ -51,14 +51,16 @@ class EvictionCode(IntEnum):
 
     UNMATCHED = 1
     TOO_SMALL = 2
+    LATE = 3
 
 
 BatchUnit = Literal["sample", "group"]
 Blocks = Literal["aligned", "anywhere"]
-EvictionReason = Literal["unmatched", "too_small"]
+EvictionReason = Literal["unmatched", "too_small", "late"]
 GivenBack = Literal["delivered", "trained", "published"]
 OnLost = Literal["requeue", "fail", "remove"]
 KeyMode = Literal["upsert", "new", "existing"]
+Late = Literal["wait", "evict"]
 RefillOutcome = Literal["refilled", "pending", "unknown", "used_up", "given_up"]
 Unmatched = Literal["wait", "fail", "clear"]
 ReadLayout = Literal["auto", "dense", "jagged"]
@@ -195,6 +197,8 @@ class Admission:
             `most` to `(max_staleness + 1) * global_batch` and `given_back` to "published", has batches planned such
             that the bound holds, and leaves it to `acquire` to make samples. None: there is no such bound.
         global_batch: with `max_staleness`: the units that all ranks take for one version.
+        late: with `max_staleness`: what becomes of work that is not finished when a batch could be planned but for it:
+            batches "wait" for it, or it is evicted ("evict"), whoever is at it; see `get_meta(unmatched=, refill=)`.
     """
 
     task_name: str
@@ -204,6 +208,7 @@ class Admission:
     policy: str = DEFAULT_POLICY
     max_staleness: int | None = None
     global_batch: int = 0
+    late: Late = "wait"
 
     def __post_init__(self) -> None:
         check_name("task_name", self.task_name)
@@ -211,6 +216,7 @@ class Admission:
         check_words: tuple[tuple[str, str, tuple[str, ...]], ...] = (
             ("unit", self.unit, get_args(BatchUnit)),
             ("given_back", self.given_back, get_args(GivenBack)),
+            ("late", self.late, get_args(Late)),
         )
         for name, word, words in check_words:
             if word not in words:
@@ -230,11 +236,12 @@ class Admission:
         """Set what follows from `max_staleness`, and refuse what contradicts it."""
         whose = f"of the admission of task {self.task_name!r}"
         if self.max_staleness is None:
-            if self.global_batch:
-                raise InvalidArgumentError(
-                    f"global_batch {whose} is {self.global_batch}, without max_staleness; give both, or most instead",
-                    field="admissions",
-                )
+            for name, value in (("global_batch", self.global_batch), ("late", self.late)):
+                if value not in {0, "wait"}:
+                    raise InvalidArgumentError(
+                        f"{name} {whose} is {value!r}, without max_staleness; give both, or most instead",
+                        field="admissions",
+                    )
             return
         if self.max_staleness < 0 or self.global_batch < 1:
             raise InvalidArgumentError(

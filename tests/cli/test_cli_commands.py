@@ -350,7 +350,7 @@ def test_evicted_samples_are_listed_and_counted(client: tq.Client) -> None:
         ["2", "sample", "-", "b", "unmatched", "-", "1", "unknown"],
     ]
     assert [each["serial"] for each in document("task", "evicted", "p", "t", "--after", "1")["units"]] == [2]
-    assert re.search(r"evicted +2 by where, 0 groups with too few members\n", invoke("task", "show", "p", "t"))
+    assert re.search(r"evicted +2 by where, 0 groups with too few members, 0 late\n", invoke("task", "show", "p", "t"))
 
 
 def test_dead_lettered_samples_are_listed_and_delivered_again(client: tq.Client) -> None:

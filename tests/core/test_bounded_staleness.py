@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from property_settings import examples
 
-from tq_service.errors import InvalidArgumentError, PreconditionError, VersionError
+from tq_service.errors import InvalidArgumentError, PreconditionError, SampleNotFoundError, VersionError
 from tq_service.machine.claims import ConsumptionReset, SamplesClaimed
 from tq_service.machine.policies import VersionPublished
 from tq_service.planning.staleness import DueUnits
@@ -68,9 +68,9 @@ def test_what_is_due_before_any_plan_is_taken_first():
 # What a partition with the bound takes
 
 
-def bounded(max_staleness=1, batch_size=2, unit="sample", **settings):
+def bounded(max_staleness=1, batch_size=2, unit="sample", late="wait", **settings):
     catalog = Catalog(PlanRunner())
-    admission = Admission("t", max_staleness=max_staleness, global_batch=batch_size, unit=unit)
+    admission = Admission("t", max_staleness=max_staleness, global_batch=batch_size, unit=unit, late=late)
     catalog.create("train", PartitionSettings(admissions=(admission,), **settings))
     catalog.publish(VersionPublished(policy="default", version=0), [])
     return catalog
@@ -130,6 +130,28 @@ async def test_a_plan_waits_for_what_would_become_too_old_and_takes_the_rest_in_
     assert [batch.staleness for batch in catalog.get("train").tasks["t"].recent_batches] == [0, 1, 1]
 
 
+@pytest.mark.parametrize("unmatched", ["wait", "clear"])
+async def test_what_is_late_may_be_evicted_once_a_batch_could_be_planned_but_for_it(unmatched):
+    catalog = bounded(max_staleness=1, batch_size=2, unit="group", late="evict")
+    groups = [{"groups": [name] * GROUP_SIZE, "group_size": GROUP_SIZE} for name in "abcdef"]
+    first, *others, fourth = [await slots(catalog, GROUP_SIZE, **each) for each in groups[:4]]
+    for claim in others:
+        finish(catalog, claim)
+    asked = {"batch_unit": "group", "unmatched": unmatched}
+    assert (await take(catalog, 0, **asked)).rows.tolist() == [2, 3, 4, 5]
+    publish(catalog, 1, 0)
+    last = await finished(catalog, GROUP_SIZE, **groups[4])
+    finish(catalog, fourth)
+    assert isinstance(await take(catalog, 1, **asked), RankPlan)  # with a free place for what is not late
+    publish(catalog, 2, 1)
+    task = catalog.get("train").tasks["t"]
+    assert (task.late_count, [unit.reason for unit in task.evicted], task.evicted[0].group) == (1, ["late"], "a")
+    assert sorted(task.batches[1].rows.tolist()) == sorted([*fourth.rows.tolist(), *last.rows.tolist()])
+    with pytest.raises((PreconditionError, SampleNotFoundError)):
+        finish(catalog, first)
+    assert task.outstanding_count == 0
+
+
 async def test_a_slot_that_is_lost_is_waited_for_no_longer():
     catalog = bounded(max_staleness=0, batch_size=2)
     lost, _ = await slots(catalog), await finished(catalog)
@@ -184,6 +206,8 @@ async def test_what_could_evade_the_bound_is_refused():
         ({"max_staleness": -1, "global_batch": 1}, "0 or more versions"),
         ({"max_staleness": 1}, "1 or more"),
         ({"global_batch": 4, "most": 2}, "without max_staleness"),
+        ({"most": 2, "late": "evict"}, "without max_staleness"),
+        ({"max_staleness": 1, "global_batch": 2, "late": "never"}, "wait, evict"),
         ({"max_staleness": 1, "global_batch": 2, "most": 3}, "sets it to 4"),
         ({"max_staleness": 1, "global_batch": 2, "given_back": "trained"}, "sets it to 'published'"),
     ],
@@ -230,15 +254,17 @@ class Run:
     batch_size = 3
     lease_seconds = 150.0
 
-    def __init__(self, seed, max_staleness):
+    def __init__(self, seed, max_staleness, late="wait"):
+        self.late = late
         self.rng = random.Random(seed)
         self.max_staleness = max_staleness
-        self.catalog = bounded(max_staleness, self.batch_size, unit="group")
+        self.catalog = bounded(max_staleness, self.batch_size, unit="group", late=late)
         self.now = 0.0
         self.events = []
         self.numbers = itertools.count()
         self.prompts = itertools.count()
         self.waiting_prompts = []  # whose group was lost, before new ones
+        self.evicted_names = set()
         self.starts = {}  # version by prompt, of groups that were made and are not trained or lost
         self.ready = set()
         self.planned = []  # batches of prompts that were planned and whose publication has not come
@@ -278,16 +304,17 @@ class Run:
             seconds = self.rng.uniform(0.2, 5.0) * (20 if self.rng.random() < 0.05 else 1)
             fate = self.rng.random()
             if fate < 0.03:
-                self.after(self.lease_seconds, self.when(self.expire, prompt, claim))
+                self.after(self.lease_seconds, self.when(self.expire, prompt, claim, name))
             elif fate < 0.05:
-                self.after(seconds, self.when(self.give_up, prompt, claim))
+                self.after(seconds, self.when(self.give_up, prompt, claim, name))
             else:
-                self.after(seconds, self.when(self.put, prompt, claim))
+                self.after(seconds, self.when(self.put, prompt, claim, name))
 
-    def when(self, happens, prompt, claim):
+    def when(self, happens, prompt, claim, name):
         async def later():
-            happens(prompt, claim)
-            await self.fill()
+            if name not in self.evicted_names:
+                happens(prompt, claim)
+                await self.fill()
 
         return later
 
@@ -324,6 +351,7 @@ class Run:
         request = asks((0, 1, self.batch_index), batch_size=self.batch_size, batch_unit="group", epoch=self.epoch)
         answer = (await self.catalog.claim("train", b"", request, 0.0)).answer
         assert isinstance(answer, RankPlan) == may_plan
+        await self.note_evicted()
         if not may_plan:
             return
         partition = self.catalog.get("train")
@@ -337,6 +365,15 @@ class Run:
         self.batch_index += 1
         self.train()
 
+    async def note_evicted(self):
+        """Have the prompts of evicted groups made again."""
+        for unit in self.catalog.get("train").tasks["t"].evicted:
+            if unit.group not in self.evicted_names:
+                assert self.late == "evict"
+                self.evicted_names.add(unit.group)
+                self.lose(int(unit.group.split("/")[0]))
+                await self.fill()
+
     def may_plan(self):
         """Whether there is a batch that leaves the others their time, by counting."""
         version = self.version + len(self.planned)
@@ -344,6 +381,8 @@ class Run:
         ready = [prompt for prompt in unplanned if prompt in self.ready]
         if len(ready) < self.batch_size:
             return False
+        if self.late == "evict":
+            return True
         for later in range(self.max_staleness + 1):
             due = [each for each in unplanned if self.starts[each] + self.max_staleness <= version + later]
             must = len(due) - later * self.batch_size
@@ -406,11 +445,12 @@ class Run:
         assert restored.tasks["t"].outstanding_count == before.get("train").tasks["t"].outstanding_count
 
 
+@pytest.mark.parametrize("late", ["wait", "evict"])
 @pytest.mark.parametrize("max_staleness", [0, 1, 2, 4])
-@examples(6)
+@examples(4)
 @given(st.integers(0, 2**32))
-def test_no_sample_is_trained_too_late_and_no_plan_later_than_it_may_be(max_staleness, seed):
-    run = Run(seed, max_staleness)
+def test_no_sample_is_trained_too_late_and_no_plan_later_than_it_may_be(max_staleness, late, seed):
+    run = Run(seed, max_staleness, late)
     asyncio.run(run.run(40))
     assert max(run.staleness) <= max_staleness
     assert run.trained.isdisjoint(run.waiting_prompts)

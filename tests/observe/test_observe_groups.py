@@ -59,6 +59,7 @@ def totals_of(numbers, task):
         dead_lettered=numbers[task, "samples_dead_lettered"],
         unmatched=numbers[task, "units_evicted_unmatched"],
         too_small=numbers[task, "units_evicted_too_small"],
+        late=numbers[task, "units_evicted_late"],
     )
 
 

@@ -280,8 +280,9 @@ def _facts(task: TaskStatus, partition: PartitionDescription) -> Iterator[tuple[
         yield "batches trained", f"{task.trained_batch_count:,}, {task.saved_batch_count:,} in a checkpoint"
     if task.outstanding_count is not None:
         yield "outstanding", f"{task.outstanding_count:,}"
-    if task.unmatched_count or task.too_small_count:
-        yield "evicted", f"{task.unmatched_count:,} by where, {task.too_small_count:,} groups with too few members"
+    if task.unmatched_count or task.too_small_count or task.late_count:
+        too_small, late = f"{task.too_small_count:,} groups with too few members", f"{task.late_count:,} late"
+        yield "evicted", f"{task.unmatched_count:,} by where, {too_small}, {late}"
     if task.refilled_count:
         yield "refilled", f"{task.refilled_count:,}"
     oldest, ahead = task.oldest_version, task.staleness_versions

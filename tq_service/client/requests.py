@@ -37,6 +37,7 @@ from tq_service.wire.metadata import (
     BATCH_UNITS,
     GIVEN_BACK,
     KEY_MODES,
+    LATE,
     LAYOUTS,
     ON_LOST,
     OPERATORS,
@@ -117,7 +118,7 @@ _EXPECTED: Final = {
     FieldDescriptor.TYPE_INT32: "an integer of 32 bits",
 }
 _ENUMS: Final[Mapping[str, Any]] = {
-    "BatchUnit": BATCH_UNITS, "GivenBack": GIVEN_BACK, "KeyMode": KEY_MODES, "Layout": LAYOUTS,
+    "BatchUnit": BATCH_UNITS, "GivenBack": GIVEN_BACK, "KeyMode": KEY_MODES, "Late": LATE, "Layout": LAYOUTS,
     "OnLost": ON_LOST, "SampleState": STATES,
     "Unmatched": UNMATCHED,
 }  # fmt: skip

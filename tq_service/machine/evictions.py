@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from tq_service.state.partition import Partition
 from tq_service.state.plan import Indexes, Refill
 from tq_service.state.table import FAILED
 
-_REASONS: dict[int, EvictionReason] = {EvictionCode.UNMATCHED: "unmatched", EvictionCode.TOO_SMALL: "too_small"}
+_REASONS: dict[int, EvictionReason] = dict(zip(EvictionCode, get_args(EvictionReason), strict=True))
 
 
 class UnitsEvicted(Change):

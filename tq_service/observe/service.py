@@ -68,6 +68,7 @@ _OF_TASK: Final = (
     (CounterMetricFamily, "samples_dead_lettered", "Samples delivered too often without being acknowledged."),
     (CounterMetricFamily, "units_evicted_unmatched", "Samples and groups that claims evicted by their where."),
     (CounterMetricFamily, "units_evicted_too_small", "Groups that claims evicted since too few members were left."),
+    (CounterMetricFamily, "units_evicted_late", "What claims evicted since it would have become too stale."),
 )
 _OF_BACKLOG: Final = (
     (GaugeMetricFamily, "task_ready_samples", "Samples that claims like the task's last one could get."),
@@ -85,6 +86,7 @@ _TOTALS: Final = (  # fields of `TaskTotals`, and the metrics that show them
     ("dead_lettered", "samples_dead_lettered"),
     ("unmatched", "units_evicted_unmatched"),
     ("too_small", "units_evicted_too_small"),
+    ("late", "units_evicted_late"),
 )
 _LINES_OF_GROUP: Final = len(_OF_GROUP) + len(_STATES)
 _LINES_OF_TASK: Final = len(_OF_TASK) + len(_OF_BACKLOG)

@@ -19,7 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tq_service.errors import InvalidArgumentError, SamplerError
-from tq_service.schema import START_VERSION, Admission
+from tq_service.schema import START_VERSION, Admission, EvictionCode
+from tq_service.state.evictions import Evicted
 from tq_service.state.ledger import RecordedPlan, TaskLedger
 from tq_service.state.partition import Partition
 from tq_service.state.plan import ClaimRequest, Indexes
@@ -246,8 +247,30 @@ class StalenessBound:
         return int(version - 1 - starts[present].min()) if version is not None and present.any() else None
 
     def awaited(self) -> Indexes:
-        """Return the positions of rows that are not ready and that plans have to wait for."""
+        """Return the positions of rows that are not ready and that plans have to wait for, unit by unit."""
+        return self._awaited()[0]
+
+    def _awaited(self) -> tuple[Indexes, Indexes, int]:
+        """Return the same, the sizes of their units, and how many units are ready."""
         if (version := self._version) is None:
-            return np.zeros(0, np.int64)
+            return np.zeros(0, np.int64), np.zeros(0, np.int64), 0
         due, positions, unit_of = self._units(version)
-        return positions[np.isin(unit_of, due.waits_for(self._ready_units(positions, unit_of)))]
+        ready = self._ready_units(positions, unit_of)
+        awaited = np.flatnonzero(np.isin(unit_of, due.waits_for(ready)))
+        by_unit = awaited[np.argsort(unit_of[awaited], kind="stable")]
+        return positions[by_unit], np.unique(unit_of[by_unit], return_counts=True)[1], ready.size
+
+    def late(self) -> Evicted | None:
+        """Return the units to be evicted, without which a batch could be planned; None if there are none."""
+        if self._admission.late == "wait":
+            return None
+        positions, sizes, ready_count = self._awaited()
+        if not sizes.size or (ready_count < self._admission.global_batch and not self._no_more):
+            return None
+        first = positions[np.cumsum(sizes) - sizes]
+        return Evicted(
+            rows=self._partition.table.index[positions],
+            sizes=sizes,
+            reasons=np.full(sizes.size, EvictionCode.LATE, np.uint8),
+            is_group=self._slots(first) >= 0,
+        )

@@ -849,6 +849,8 @@ class Search:
         ):  # else a version went back
             self.evicted = self._evictions.units(self._candidates)
         if plan is None:
+            if self.evicted is None and self._rows.bound is not None:
+                self.evicted = self._rows.bound.late()
             if self._end is None:
                 return self._miss()
             return self._end if self.is_current else NOT_LOOKED

@@ -351,7 +351,11 @@ class Explanation:
 
 def _evicted(task: TaskLedger) -> str:
     """Return what claims of a task have evicted, as the end of a sentence; "" if nothing."""
-    counts = [(task.unmatched_count, "that their where excludes"), (task.too_small_count, "with too few members left")]
+    counts = [
+        (task.unmatched_count, "that their where excludes"),
+        (task.too_small_count, "with too few members left"),
+        (task.late_count, "that would have become too stale"),
+    ]
     parts = [f"{count} {reason}" for count, reason in counts if count]
     return f"; claims of it have evicted {task.evicted_count} samples or groups: {', '.join(parts)}" if parts else ""
 

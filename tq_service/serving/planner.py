@@ -873,12 +873,12 @@ class Planner:
     def _evict(self, request: ClaimRequest, evicted: Evicted | None) -> bool:
         """Fail or clear what a claim evicts; return whether it did, which it does not once the partition is gone."""
         spec, policy = request.batch_spec, self._partition.policies.get(request.policy or "")
-        if evicted is None or spec.unmatched == "wait":
+        if evicted is None:
             return False
         change = UnitsEvicted(
             **self._names,
             evicted=evicted,
-            action=spec.unmatched,
+            action="clear" if spec.unmatched == "clear" else "fail",
             version=None if policy is None else policy.version,
             refill=spec.refill,
         )

@@ -228,6 +228,7 @@ def status_of(
         outstanding_count=task.outstanding_count,
         unmatched_count=task.unmatched_count,
         too_small_count=task.too_small_count,
+        late_count=task.late_count,
         refilled_count=task.refilled_count,
         waiting_count=catalog.waiting_count(partition, task.name),
         delivered_per_second=rate,

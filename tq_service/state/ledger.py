@@ -310,6 +310,7 @@ class TaskTotals:
         dead_lettered: those of them that are not delivered again.
         unmatched: units that its claims evicted since their `where` excludes them.
         too_small: groups that its claims evicted since too few members were left.
+        late: samples and groups that its claims evicted since they would have become too stale.
     """
 
     delivered: int = 0
@@ -318,6 +319,7 @@ class TaskTotals:
     dead_lettered: int = 0
     unmatched: int = 0
     too_small: int = 0
+    late: int = 0
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -345,6 +347,7 @@ class TaskFacts:
             back with the next publication.
         unmatched_count: units that its claims evicted since their `where` excludes them, in all epochs.
         too_small_count: groups that its claims evicted since too few members were left, in all epochs.
+        late_count: samples and groups that they evicted since they would have become too stale.
         refilled_count: rows that were made claimable again for it by evictions, in all epochs.
     """
 
@@ -368,12 +371,13 @@ class TaskFacts:
     done_units: int = 0
     unmatched_count: int = 0
     too_small_count: int = 0
+    late_count: int = 0
     refilled_count: int = 0
 
     @property
     def evicted_count(self) -> int:
         """Units that claims of the task evicted, in all epochs."""
-        return self.unmatched_count + self.too_small_count
+        return self.unmatched_count + self.too_small_count + self.late_count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -917,11 +921,10 @@ class TaskLedger(TaskFacts):
 
     def note_evicted(self, units: Sequence[EvictedUnit]) -> None:
         """Record what a claim of the task has evicted; the oldest units on record are forgotten where they are many."""
-        unmatched_count = sum(unit.reason == "unmatched" for unit in units)
-        self.unmatched_count += unmatched_count
-        self.too_small_count += len(units) - unmatched_count
-        self.totals.unmatched += unmatched_count
-        self.totals.too_small += len(units) - unmatched_count
+        for unit in units:
+            count = f"{unit.reason}_count"
+            setattr(self, count, getattr(self, count) + 1)
+            setattr(self.totals, unit.reason, getattr(self.totals, unit.reason) + 1)
         self.evicted.extend(units)
 
     def evicted_after(self, serial: int, most: int) -> list[EvictedUnit]:

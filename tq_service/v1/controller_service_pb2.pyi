@@ -51,6 +51,30 @@ GIVEN_BACK_PUBLISHED: GivenBack.ValueType  # 3
 """With the next version of the policy that is published after that."""
 global___GivenBack = GivenBack
 
+class _Late:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _LateEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_Late.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    LATE_UNSPECIFIED: _Late.ValueType  # 0
+    """Unset: plans wait for it."""
+    LATE_WAIT: _Late.ValueType  # 1
+    """Plans wait for it."""
+    LATE_EVICT: _Late.ValueType  # 2
+    """It is evicted, held and leased samples too, as GetMetaRequest.unmatched says, else it fails."""
+
+class Late(_Late, metaclass=_LateEnumTypeWrapper):
+    """What becomes of work that a plan would make too stale."""
+
+LATE_UNSPECIFIED: Late.ValueType  # 0
+"""Unset: plans wait for it."""
+LATE_WAIT: Late.ValueType  # 1
+"""Plans wait for it."""
+LATE_EVICT: Late.ValueType  # 2
+"""It is evicted, held and leased samples too, as GetMetaRequest.unmatched says, else it fails."""
+global___Late = Late
+
 class _BatchUnit:
     ValueType = typing.NewType("ValueType", builtins.int)
     V: typing_extensions.TypeAlias = ValueType
@@ -227,6 +251,8 @@ class _EvictionReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper.
     """`where` excluded it, or a member of it."""
     EVICTION_REASON_TOO_SMALL: _EvictionReason.ValueType  # 2
     """Fewer than `least_members` were left of the group."""
+    EVICTION_REASON_LATE: _EvictionReason.ValueType  # 3
+    """It was not finished, and would have become too stale (`Admission.late`)."""
 
 class EvictionReason(_EvictionReason, metaclass=_EvictionReasonEnumTypeWrapper):
     """Why a unit was evicted."""
@@ -237,6 +263,8 @@ EVICTION_REASON_UNMATCHED: EvictionReason.ValueType  # 1
 """`where` excluded it, or a member of it."""
 EVICTION_REASON_TOO_SMALL: EvictionReason.ValueType  # 2
 """Fewer than `least_members` were left of the group."""
+EVICTION_REASON_LATE: EvictionReason.ValueType  # 3
+"""It was not finished, and would have become too stale (`Admission.late`)."""
 global___EvictionReason = EvictionReason
 
 class _RefillOutcome:
@@ -368,6 +396,7 @@ class Admission(google.protobuf.message.Message):
     POLICY_FIELD_NUMBER: builtins.int
     MAX_STALENESS_FIELD_NUMBER: builtins.int
     GLOBAL_BATCH_FIELD_NUMBER: builtins.int
+    LATE_FIELD_NUMBER: builtins.int
     task_name: builtins.str
     """The task that producers wait for. One that has not claimed yet has all samples pending."""
     most: builtins.int
@@ -387,6 +416,10 @@ class Admission(google.protobuf.message.Message):
     """
     global_batch: builtins.int
     """With `max_staleness`: the units that all ranks take for one version, 1 or more."""
+    late: global___Late.ValueType
+    """With `max_staleness`: what becomes of units that are not finished when a batch could be planned but for them, since
+    they would become too stale behind it. Unset: batches wait for them.
+    """
     def __init__(
         self,
         *,
@@ -397,9 +430,10 @@ class Admission(google.protobuf.message.Message):
         policy: builtins.str = ...,
         max_staleness: builtins.int | None = ...,
         global_batch: builtins.int = ...,
+        late: global___Late.ValueType = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_max_staleness", b"_max_staleness", "max_staleness", b"max_staleness"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_max_staleness", b"_max_staleness", "given_back", b"given_back", "global_batch", b"global_batch", "max_staleness", b"max_staleness", "most", b"most", "policy", b"policy", "task_name", b"task_name", "unit", b"unit"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_max_staleness", b"_max_staleness", "given_back", b"given_back", "global_batch", b"global_batch", "late", b"late", "max_staleness", b"max_staleness", "most", b"most", "policy", b"policy", "task_name", b"task_name", "unit", b"unit"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_max_staleness", b"_max_staleness"]) -> typing.Literal["max_staleness"] | None: ...
 
 global___Admission = Admission
@@ -2443,6 +2477,7 @@ class TaskStatus(google.protobuf.message.Message):
     UNMATCHED_COUNT_FIELD_NUMBER: builtins.int
     TOO_SMALL_COUNT_FIELD_NUMBER: builtins.int
     REFILLED_COUNT_FIELD_NUMBER: builtins.int
+    LATE_COUNT_FIELD_NUMBER: builtins.int
     task_name: builtins.str
     """Name of the task."""
     epoch: builtins.int
@@ -2494,6 +2529,8 @@ class TaskStatus(google.protobuf.message.Message):
     """Groups that its claims evicted since too few members were left, in all epochs."""
     refilled_count: builtins.int
     """Samples that were made claimable again for it by evictions, in all epochs."""
+    late_count: builtins.int
+    """Samples and groups that its claims evicted since they would have become too stale, in all epochs."""
     @property
     def dead_lettered_indexes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Indexes of dead-lettered samples that are not cleared; at most the first hundred."""
@@ -2536,9 +2573,10 @@ class TaskStatus(google.protobuf.message.Message):
         unmatched_count: builtins.int = ...,
         too_small_count: builtins.int = ...,
         refilled_count: builtins.int = ...,
+        late_count: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_oldest_version", b"_oldest_version", "_outstanding_count", b"_outstanding_count", "_staleness_versions", b"_staleness_versions", "oldest_version", b"oldest_version", "outstanding_count", b"outstanding_count", "staleness_versions", b"staleness_versions"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_oldest_version", b"_oldest_version", "_outstanding_count", b"_outstanding_count", "_staleness_versions", b"_staleness_versions", "complete", b"complete", "consumed_count", b"consumed_count", "dead_lettered_count", b"dead_lettered_count", "dead_lettered_indexes", b"dead_lettered_indexes", "delivered_per_second", b"delivered_per_second", "dp_size", b"dp_size", "epoch", b"epoch", "leased_count", b"leased_count", "leases", b"leases", "leasing_claim_count", b"leasing_claim_count", "oldest_version", b"oldest_version", "outstanding_count", b"outstanding_count", "pending_count", b"pending_count", "planned_batch_count", b"planned_batch_count", "recent_batches", b"recent_batches", "redelivered_count", b"redelivered_count", "refilled_count", b"refilled_count", "saved_batch_count", b"saved_batch_count", "skipped_count", b"skipped_count", "staleness_versions", b"staleness_versions", "task_name", b"task_name", "too_small_count", b"too_small_count", "trained_batch_count", b"trained_batch_count", "unmatched_count", b"unmatched_count", "waiting_count", b"waiting_count"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_oldest_version", b"_oldest_version", "_outstanding_count", b"_outstanding_count", "_staleness_versions", b"_staleness_versions", "complete", b"complete", "consumed_count", b"consumed_count", "dead_lettered_count", b"dead_lettered_count", "dead_lettered_indexes", b"dead_lettered_indexes", "delivered_per_second", b"delivered_per_second", "dp_size", b"dp_size", "epoch", b"epoch", "late_count", b"late_count", "leased_count", b"leased_count", "leases", b"leases", "leasing_claim_count", b"leasing_claim_count", "oldest_version", b"oldest_version", "outstanding_count", b"outstanding_count", "pending_count", b"pending_count", "planned_batch_count", b"planned_batch_count", "recent_batches", b"recent_batches", "redelivered_count", b"redelivered_count", "refilled_count", b"refilled_count", "saved_batch_count", b"saved_batch_count", "skipped_count", b"skipped_count", "staleness_versions", b"staleness_versions", "task_name", b"task_name", "too_small_count", b"too_small_count", "trained_batch_count", b"trained_batch_count", "unmatched_count", b"unmatched_count", "waiting_count", b"waiting_count"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_oldest_version", b"_oldest_version"]) -> typing.Literal["oldest_version"] | None: ...
     @typing.overload

@@ -21,6 +21,7 @@ from tq_service.schema import (
     EvictionReason,
     FieldSpec,
     GivenBack,
+    Late,
     Layout,
     Operator,
     Published,
@@ -32,6 +33,7 @@ from tq_service.wire.metadata import (
     BATCH_UNITS,
     EVICTION_REASONS,
     GIVEN_BACK,
+    LATE,
     LAYOUTS,
     OPERATORS,
     REFILL_OUTCOMES,
@@ -55,6 +57,7 @@ _WORDS: Final[Mapping[Any, EnumWords[Any]]] = {
     BatchUnit: BATCH_UNITS,
     EvictionReason: EVICTION_REASONS,
     GivenBack: GIVEN_BACK,
+    Late: LATE,
     Layout: LAYOUTS,
     Operator: OPERATORS,
     RefillOutcome: REFILL_OUTCOMES,
@@ -63,6 +66,7 @@ _WORDS: Final[Mapping[Any, EnumWords[Any]]] = {
 _ENUMS: Final[Mapping[str, EnumWords[Any]]] = {
     "BatchUnit": BATCH_UNITS,
     "EvictionReason": EVICTION_REASONS,
+    "Late": LATE,
     "GivenBack": GIVEN_BACK,
     "RefillOutcome": REFILL_OUTCOMES,
 }

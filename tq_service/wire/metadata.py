@@ -27,6 +27,7 @@ from tq_service.schema import (
     FieldSpec,
     GivenBack,
     KeyMode,
+    Late,
     Layout,
     OnLost,
     Operator,
@@ -262,6 +263,7 @@ ENCODINGS: Final = EnumWords("encoding", pb.Encoding, Encoding)
 STATES: Final = EnumWords("state", pb.SampleState, SampleState)
 KEY_MODES: Final[EnumWords[KeyMode]] = EnumWords("key_mode", commit_pb2.KeyMode, get_args(KeyMode))
 GIVEN_BACK: Final[EnumWords[GivenBack]] = EnumWords("given_back", controller_service_pb2.GivenBack, get_args(GivenBack))
+LATE: Final[EnumWords[Late]] = EnumWords("late", controller_service_pb2.Late, get_args(Late))
 ON_LOST: Final[EnumWords[OnLost]] = EnumWords("on_lost", controller_service_pb2.OnLost, get_args(OnLost))
 BATCH_UNITS: Final[EnumWords[BatchUnit]] = EnumWords(
     "batch_unit", controller_service_pb2.BatchUnit, get_args(BatchUnit)
