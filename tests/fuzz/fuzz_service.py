@@ -282,6 +282,7 @@ def _use_all_of(client: tq.Client) -> None:
     client.restart_ranks("train", "ranked", dp_size=2)
     client.take_evicted("train", "ranked")
     client.fail_samples(partition_id="train", keys=["not there"])
+    client.release(client.acquire("train", "rollout", lease=8e4))
     client.publish_version(2)
     client.get_version(at_least=3, max_wait=0.01)
     client.remove_policy()
