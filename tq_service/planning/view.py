@@ -671,7 +671,6 @@ class Search:
         self._request = request
         self._spec = request.batch_spec
         self._rows = Readiness(partition, task, self._spec, length)
-        self._starts = starts
         self._new_scan = partial(Scan, self._rows, starts, self._spec.order_by, watch=watch, look_past=look_past)
         self._new_plain_scan = partial(Scan, self._rows, starts, watch=watch)
         self._candidates = _NONE  # for eviction, by global index
@@ -732,16 +731,11 @@ class Search:
         admission = outstanding.admission
         if not no_more:
             check_bounded_claim(self._request, admission)
-
-        def left() -> Indexes:
-            scan = Scan(rows, self._starts, watch=ScanWatch(), of="left")
-            return next(found for found, is_last in scan.first(None) if is_last)
-
         rows.bound = StalenessBound(
             self._partition,
             self._task,
             admission,
-            left=left,
+            left=partial(self._all_of, "left"),
             is_ready=lambda positions: rows.ready_but_for(positions, Lack.OLDER),
             in_order=partial(in_order, rows.values_of, orders) if orders else np.sort,
             no_more=no_more or self._partition.sealed,
