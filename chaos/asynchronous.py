@@ -77,8 +77,8 @@ async def _generate(client: tq.AsyncClient, prompt: tq.BatchMeta, rng: random.Ra
             on_lost="remove", max_wait=1.0,
         )  # fmt: skip
     except tq.AlreadyExistsError:
-        found, _ = await client.lookup_samples(_TRAIN, keys, state="live")
-        if found.size == _GROUP_SIZE:  # its worker has died before it could acknowledge the prompt
+        found, _ = await client.lookup_samples(_TRAIN, keys, task_name=_ROLLOUT)
+        if found.size == _GROUP_SIZE and not found.leased.any():  # its worker has died before it could say so
             await client.ack(prompt)
         else:
             await asyncio.sleep(0.1)

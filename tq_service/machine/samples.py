@@ -571,8 +571,9 @@ def _find_rows(partition: Partition, write: SampleWrite) -> Indexes | None:
     is_known = positions >= 0
     if write.key_mode == "new" and is_known.any():
         key = keys[int(np.argmax(is_known))]
+        remedy = "make slots with other keys" if write.is_of_slots else "use key_mode upsert to write to it"
         raise AlreadyExistsError(
-            f"key {key!r} is known in partition {partition.partition_id!r}; use key_mode upsert to write to it",
+            f"key {key!r} is known in partition {partition.partition_id!r}; {remedy}",
             metadata={"resource_type": "key", "resource_name": key, "partition_id": partition.partition_id},
         )
     if write.key_mode == "existing" and not is_known.all():
