@@ -15,6 +15,7 @@ from tq_service.machine.policies import VersionPublished
 from tq_service.machine.state_machine import State, StateMachine, decode_group
 from tq_service.samplers import PlanRunner, Sampler, SequentialSampler
 from tq_service.schema import EndCounts
+from tq_service.serving import planner
 from tq_service.serving.catalog import Catalog
 from tq_service.serving.planner import NotYet
 from tq_service.state.partition import PartitionSettings
@@ -70,6 +71,16 @@ async def test_a_range_has_the_batches_that_are_ready_in_one_group_and_no_more_t
     assert catalog.get("train").tasks["t"].next_batch_index == 3
     assert rows(await ask(catalog, 3, 64)) == [[6, 7], [8, 9]]
     assert catalog.machine.log.claims() == [3, 2]
+
+
+async def test_a_range_that_takes_long_is_cut_short(catalog, monkeypatch):
+    monkeypatch.setattr(planner, "_RANGE_SECONDS", 0.0)
+    insert(catalog, 11)
+    short = rows(await ask(catalog, 0, 5))
+    assert [0, 1] in short
+    assert len(short) < 5
+    monkeypatch.undo()
+    assert rows(await ask(catalog, 0, 5)) == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
 
 
 async def test_a_range_that_is_asked_for_again_begins_alike_and_may_have_more(catalog):
