@@ -78,7 +78,7 @@ async def _generate(client: tq.AsyncClient, prompt: tq.BatchMeta, rng: random.Ra
         )  # fmt: skip
     except tq.AlreadyExistsError:
         found, _ = await client.lookup_samples(_TRAIN, keys, task_name=_ROLLOUT)
-        if found.size == _GROUP_SIZE and not found.leased.any():  # its worker has died before it could say so
+        if found.size == _GROUP_SIZE and not np.any(found.leased):  # its worker has died before it could say so
             await client.ack(prompt)
         else:
             await asyncio.sleep(0.1)

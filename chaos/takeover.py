@@ -267,7 +267,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     output = (given.output / f"{datetime.datetime.now():%Y-%m-%d-%H%M%S}-takeover-{given.seed}").resolve()
     output.mkdir(parents=True)
     _say(f"seed {given.seed}, lease {given.lease_seconds:g} s, logs and data in {output}")
-    rng, report, pauses = random.Random(given.seed), Report(), {}
+    rng, report = random.Random(given.seed), Report()
+    pauses: dict[str, list[tuple[float, float]]] = {}
     with Network() as network:
         cluster = ReplicatedCluster(network, output, given.lease_seconds, given.mirror)
         try:

@@ -364,7 +364,7 @@ class EvictedUnit:
         reason: "unmatched": `where` excluded it, or a member of it; "too_small": fewer than `least_members` were left;
             "late": it was not finished, and would have become too stale.
         version: the version that was published then, of the policy that `where` compares with, or else of
-            `not_before_version`; None: the claim named no policy, or it had no version.
+            `not_before_version` or of the partition's `max_staleness`; None: there is no policy, or it had no version.
         sample_count: samples that went; of a cleared group also those that had failed before.
         refill: what came of `get_meta(refill=)`: "refilled"; "pending": its sample was claimable anyway; "unknown":
             there is no such partition or key; "used_up": it was refilled `max_refills` times before; "given_up": the

@@ -8,7 +8,7 @@ from typing import Final
 
 VERSION: Final = "0.1.0"
 
-PROTOCOL: Final = 4
+PROTOCOL: Final = 3
 """Raised with each change of the protos or of a byte layout after which older clients or services misread each other.
 
 `make accept-protos` raises it when `buf breaking` finds such a change.

@@ -8,17 +8,17 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from domain_support import ack, asks, expire, new_id, new_write, release, restart_ranks, update
+from domain_support import ack, asks, expire, new_id, new_write, release, restart_ranks, turns, update
 from hypothesis import given
 from hypothesis import strategies as st
 from property_settings import examples
 
 from tq_service.errors import InvalidArgumentError, PreconditionError, SampleNotFoundError, VersionError
 from tq_service.machine.claims import ConsumptionReset, SamplesClaimed
-from tq_service.machine.policies import VersionPublished
+from tq_service.machine.policies import PolicyRemoved, VersionPublished
 from tq_service.planning.staleness import DueUnits
 from tq_service.samplers import PlanRunner
-from tq_service.schema import Admission
+from tq_service.schema import Admission, EndCounts
 from tq_service.serving.catalog import Catalog
 from tq_service.serving.planner import NotYet
 from tq_service.state.ledger import RecordedPlan
@@ -145,7 +145,8 @@ async def test_what_is_late_may_be_evicted_once_a_batch_could_be_planned_but_for
     assert isinstance(await take(catalog, 1, **asked), RankPlan)  # with a free place for what is not late
     publish(catalog, 2, 1)
     task = catalog.get("train").tasks["t"]
-    assert (task.late_count, [unit.reason for unit in task.evicted], task.evicted[0].group) == (1, ["late"], "a")
+    (evicted,) = task.evicted
+    assert (task.late_count, evicted.reason, evicted.group, evicted.version) == (1, "late", "a", 1)
     assert sorted(task.batches[1].rows.tolist()) == sorted([*fourth.rows.tolist(), *last.rows.tolist()])
     with pytest.raises((PreconditionError, SampleNotFoundError)):
         finish(catalog, first)
@@ -230,6 +231,59 @@ async def test_the_last_batch_may_be_short():
         finish(catalog, claim)
     assert (await take(catalog, 0)).rows.tolist() == [0, 1]
     assert (await take(catalog, 1)).rows.tolist() == [2]
+
+
+async def test_the_last_batch_of_a_finite_claim_may_be_short_too():
+    catalog = bounded(max_staleness=1, batch_size=2)
+    first, second = await slots(catalog), await slots(catalog)
+    finish(catalog, first)
+    assert isinstance(await take(catalog, 0, finite=True), NotYet)  # for the second
+    expire(catalog, workers_of(catalog), second.request_id)
+    assert (await take(catalog, 0, finite=True)).rows.tolist() == [0]
+    assert isinstance(await take(catalog, 1, finite=True), EndCounts)
+
+
+async def test_a_claim_looks_again_once_what_it_waits_for_has_its_last_field():
+    """Other rows are ready: one more is all that it takes, although none of them may be planned so far."""
+    catalog = bounded(max_staleness=1, batch_size=3)
+    claims = [await slots(catalog) for _ in range(4)]
+    for claim in claims:
+        finish(catalog, claim)
+    fields = ("x", "reward")
+    for claim in claims[:2]:
+        update(catalog, claim.rows.tolist(), ["reward"])
+    waiting = asyncio.ensure_future(
+        catalog.claim("train", b"", asks((0, 1, 0), batch_size=3, data_fields=fields), 20.0)
+    )
+    await turns()
+    assert not waiting.done()
+    update(catalog, claims[2].rows.tolist(), ["reward"])
+    assert (await waiting).answer.rows.tolist() == [0, 1, 2]
+    publish(catalog, 1, 0)
+    later = [await finished(catalog) for _ in range(3)]
+    for claim in later:
+        update(catalog, claim.rows.tolist(), ["reward"])
+    waiting = asyncio.ensure_future(
+        catalog.claim("train", b"", asks((0, 1, 1), batch_size=3, data_fields=fields), 20.0)
+    )
+    await turns()
+    assert not waiting.done()  # the fourth is due by version 1
+    update(catalog, claims[3].rows.tolist(), ["reward"])
+    async with asyncio.timeout(10):
+        assert (await waiting).answer.rows.tolist() == [3, 4, 5]
+
+
+async def test_no_rewind_and_no_removal_evades_the_bound():
+    catalog = bounded(max_staleness=1, batch_size=2)
+    await slots(catalog)
+    with pytest.raises(VersionError, match="trained 0 batches"):
+        catalog.publish(VersionPublished(policy="default", version=9, rewind=True), [])
+    with pytest.raises(PreconditionError, match="1 are outstanding") as refused:
+        catalog.commit(PolicyRemoved(policy="default"))
+    assert refused.value.reason == "STALENESS_BOUNDED"
+    expire(catalog, workers_of(catalog), catalog.get("train").tasks["rollout"].leases.popitem()[0])
+    catalog.commit(PolicyRemoved(policy="default"))
+    assert not catalog.policies
 
 
 # Everything that can be late

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
-from tq_service.errors import VersionError
+from tq_service.errors import PreconditionError, VersionError
 from tq_service.machine.state_machine import Change, State, Step
 from tq_service.schema import check_name, check_range
+from tq_service.state.ledger import TaskLedger
+from tq_service.state.partition import Partition
 from tq_service.state.policies import Policy
 
 
@@ -57,8 +59,8 @@ class VersionPublished(Change):
 def check_pace(state: State, published: VersionPublished, trained: Mapping[tuple[str, str], int]) -> None:
     """Refuse a version with which samples would be older than the batches trained since the last one account for.
 
-    Tasks with a `max_staleness` count one version for each batch, see "The bound" in docs/asynchronous_rl.md. What has
-    nothing outstanding does not mind.
+    Tasks with a `max_staleness` count one version for each batch, see "The bound" in docs/asynchronous_rl.md. Those
+    with nothing outstanding take any version.
 
     Args:
         state: before the publication.
@@ -69,15 +71,11 @@ def check_pace(state: State, published: VersionPublished, trained: Mapping[tuple
         VersionError: it is too high.
     """
     known = state.policies.get(published.policy)
-    if known is None or published.rewind:
+    if known is None:  # so nothing is outstanding either
         return
-    for partition in state.partitions.values():
-        admission = partition.settings.bounded_admission
-        if admission is None or admission.policy != published.policy:
-            continue
-        task = partition.tasks[admission.task_name]
+    for partition, task in _bounded(state, published.policy):
         count = task.unpublished_count(trained.get((partition.partition_id, task.name), -1))
-        if task.outstanding_count and published.version > known.version + count:
+        if published.version > known.version + count:
             raise VersionError(
                 f"version is {published.version}, {published.version - known.version} more than policy "
                 f"{published.policy!r} has, but task {task.name!r} of partition {partition.partition_id!r} has trained "
@@ -91,13 +89,36 @@ def check_pace(state: State, published: VersionPublished, trained: Mapping[tuple
             )
 
 
+def _bounded(state: State, policy: str) -> Iterator[tuple[Partition, TaskLedger]]:
+    """Yield the tasks that have something outstanding whose staleness is counted in versions of a policy."""
+    for partition in state.partitions.values():
+        admission = partition.settings.bounded_admission
+        if admission is not None and admission.policy == policy:
+            task = partition.tasks[admission.task_name]
+            if task.outstanding_count:
+                yield partition, task
+
+
 class PolicyRemoved(Change):
     """A policy has no version any more."""
 
     policy: str
 
     def prepare(self, state: State) -> bool | None:
-        """Return None if it has none."""
+        """Return None if it has none.
+
+        Raises:
+            PreconditionError: it bounds the staleness of what is outstanding.
+        """
+        if (bounded := next(_bounded(state, self.policy), None)) is not None:
+            partition, task = bounded
+            raise PreconditionError(
+                f"policy {self.policy!r} bounds the staleness of work for task {task.name!r} of partition "
+                f"{partition.partition_id!r}, of which {task.outstanding_count} are outstanding; clear the partition "
+                f"first",
+                reason="STALENESS_BOUNDED",
+                metadata={"partition_id": partition.partition_id, "task_name": task.name},
+            )
         return True if self.policy in state.policies else None
 
     def apply(self, state: State, prepared: bool, step: Step) -> None:

@@ -144,9 +144,9 @@ class SampleWrite:
         put: where the columns are, None for metadata and state only.
         columns: the columns of the put.
         claim: the leased claim that the samples of `global_indexes` are of; None: the write is not checked against one.
+        acks: the same, where they are acknowledged in the same change; None: they are not.
         is_of_slots: whether it makes slots: new samples that are held.
         start_version: of slots: the version that is published; None: they have none.
-        acks: the same, where they are acknowledged in the same change; None: they are not.
 
     Raises:
         InvalidArgumentError: no sample is named where they must be existing ones, or the rows are not those of whole
@@ -165,9 +165,9 @@ class SampleWrite:
     put: Put | None = None
     columns: Sequence[ColumnWrite] = ()
     claim: LeasedClaim | None = field(default=None, metadata=_CHECKED_ONCE)
+    acks: LeasedClaim | None = None
     is_of_slots: bool = False
     start_version: int | None = None
-    acks: LeasedClaim | None = None
 
     def __post_init__(self) -> None:
         if (self.claim or self.acks) is not None and self.global_indexes is None:

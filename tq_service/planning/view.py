@@ -743,8 +743,8 @@ class Search:
 
     @property
     def _is_plain(self) -> bool:
-        """Whether rows become ready one by one, without groups or conditions that could rule them out."""
-        return self.view.grouping is None and not self._spec.where
+        """Whether rows become ready one by one: nothing but they themselves keeps any of them from a plan."""
+        return self.view.grouping is None and not self._spec.where and self._rows.bound is None
 
     @property
     def _unready_count(self) -> int:
@@ -768,7 +768,7 @@ class Search:
         for some in self.view.scan.stretches(_LEAST_CHUNK, at_once):  # mostly the first unready row tells
             left = some.start + np.flatnonzero(rows.task.is_left(some))
             kept = left[~rows.excluded(left)]
-            is_ready = rows.ready(kept)
+            is_ready = rows.ready_but_for(kept, Lack.OLDER)
             unready = kept[~is_ready]
             if unready.size and (grouping is None or not bool(grouping.is_dead(unready).all())):
                 return None
@@ -879,7 +879,7 @@ class Search:
         missing, is_closed = 1, self._partition.sealed or self._spec.finite  # or soon closed, by a first sample
         # Of the class: reading it runs no code of the sampler.
         needs_min_size = type(self._request.sampler).plans_below_min_size is not True
-        if self._spec.evicts:  # a single row may have to go
+        if self._spec.evicts or self._rows.bound is not None:  # a single row may have to go, or be awaited
             needs_min_size = False
         if needs_min_size and self.view.scan.exhausted and self.wanted.batch_unit == "sample":
             missing = self.wanted.min_size - self.view.scan.seen_count

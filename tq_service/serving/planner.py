@@ -872,9 +872,10 @@ class Planner:
 
     def _evict(self, request: ClaimRequest, evicted: Evicted | None) -> bool:
         """Fail or clear what a claim evicts; return whether it did, which it does not once the partition is gone."""
-        spec, policy = request.batch_spec, self._partition.policies.get(request.policy or "")
         if evicted is None:
             return False
+        spec, bounded = request.batch_spec, self._partition.settings.bounded_admission
+        policy = self._partition.policies.get(request.policy or ("" if bounded is None else bounded.policy))
         change = UnitsEvicted(
             **self._names,
             evicted=evicted,

@@ -351,7 +351,8 @@ class AsyncClaimCalls(AsyncBase):
 
         Slots count for the admissions of their partition, and wait for capacity in order of arrival, as puts of new
         samples do. Put the data with `put(data, metadata=slots, ack=True)`, which makes them live. Extend the lease of
-        long work. Slots that are released without data are removed.
+        long work. Slots that are released without data are removed. A call that is given up may have made slots: they
+        are lost with their lease.
 
         Args:
             partition_id: the partition, which must exist.
