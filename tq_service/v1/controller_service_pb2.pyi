@@ -3390,8 +3390,8 @@ class EvictedUnit(google.protobuf.message.Message):
     reason: global___EvictionReason.ValueType
     """Why it was evicted."""
     version: builtins.int
-    """The version that was published then, of the policy that `where` compares with, or else of `not_before_version` or of
-    the partition's `max_staleness`. Unset: there is no policy, or it had no version.
+    """The version that was published then: of the policy that `where` compares with, or else of `not_before_version` or
+    of the partition's `max_staleness`. Unset: there is no policy, or it had no version.
     """
     sample_count: builtins.int
     """Number of samples that went; of a cleared group also those that had failed before."""
