@@ -23,6 +23,7 @@ COMMAND: Final = (sys.executable, "-m", "tq_service.cli")
 _LISTENING: Final = re.compile(rb"listening on (\S+)\s")
 _READ_BYTES: Final = 4096
 _TAIL_LINES: Final = 25
+_STOP_SECONDS: Final = 30.0  # longer than the 15 s that a service gives its calls to finish
 
 
 class ListeningProcess:
@@ -57,7 +58,7 @@ class ListeningProcess:
         log: Path | None = None,
         start_new_session: bool = False,
         start_seconds: float = 60.0,
-        stop_seconds: float = 10.0,
+        stop_seconds: float = _STOP_SECONDS,
     ) -> None:
         self.command = tuple(command)
         self._env = env
@@ -247,7 +248,7 @@ class ServiceProcess(ListeningProcess):
         log: Path | None = None,
         start_new_session: bool = False,
         start_seconds: float = 60.0,
-        stop_seconds: float = 10.0,
+        stop_seconds: float = _STOP_SECONDS,
     ) -> None:
         where = ["--host", "127.0.0.1", "--port", "0"]
         kept = [] if data_dir is None else ["--data-dir", str(data_dir)]

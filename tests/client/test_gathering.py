@@ -346,6 +346,36 @@ async def test_during_an_outage_each_caller_is_told_why(kind):
     await client.aclose()
 
 
+async def test_a_caller_that_goes_on_in_its_last_moment_is_told_of_the_tries_before(kind):
+    """Two calls are under way, so two callers find the service unavailable; the others have no time for a try."""
+    tries = []
+
+    def send(joint, deadline, note):
+        tries.append(joint)
+        if len(tries) > 2:
+            raise tq.DeadlineError("no answer in 1 ms")
+        failure = tq.UnavailableError("cannot reach it")
+        note(failure)
+        raise failure
+
+    async def send_async(*arguments):
+        send(*arguments)
+
+    many_threads()
+    client = make_client(kind, "127.0.0.1:1", timeout=8)
+    real = getattr(client, "client", client)
+    real._send = send_async if real is client else send
+    sent = Sent(client, is_held=True)
+    calls = [asyncio.ensure_future(client.put({"x": [1]}, partition_id="p")) for _ in range(COUNT)]
+    await sent.until(COUNT)
+    sent.let_go()
+    outcomes = await asyncio.gather(*calls, return_exceptions=True)
+    assert len(tries) > 2
+    assert set(map(type, outcomes)) == {tq.UnavailableError}
+    assert sum("cannot reach it; tried for 8 s" in str(each) for each in outcomes) >= COUNT - 2
+    await client.aclose()
+
+
 async def test_closing_a_client_sends_what_was_gathered(kind, service):
     many_threads()
     client = make_client(kind, service, timeout=30)

@@ -270,7 +270,7 @@ class SampleCalls(Base):
         except TqError as error:
             seconds = seconds_without_capacity(error)
             if not batch.is_refused_by(error) or (seconds is None and len(batch.members) == 1):
-                raise
+                raise leader.reason_of(error) from error
             if seconds is not None:  # each waits for capacity by itself, as do those that come soon
                 self._keep_apart(leader.put.write.partition_id, seconds)
         lines.end(batch, answered)
