@@ -707,6 +707,7 @@ class PutJournal(Backing[Blob]):
         self._log.append_put(*encoded)
 
     def pack(self, put_id: bytes, put: StoredPut) -> PackedPut | None:
+        """Return a committed put as it is kept for its record."""
         kept = self._records[put_id]
         return kept if isinstance(kept, PackedPut) and put.may_be_packed else None
 

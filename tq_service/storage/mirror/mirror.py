@@ -303,7 +303,8 @@ class Mirror(Backing[PutObject]):
         self._copies[put_id] = self._flushed.pop(put_id)
 
     def pack(self, put_id: bytes, put: StoredPut) -> PackedPut | None:
-        return None  # it is copied from its blob, may be spilled, and is fetched into another one
+        """Return None: it is copied from its blob, may be spilled, and is fetched into another one."""
+        return None
 
     # Giving them back
 
