@@ -37,7 +37,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import lru_cache
-from itertools import islice, takewhile
+from itertools import chain, islice, takewhile
 from typing import Any, ClassVar, Final, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import numpy as np
@@ -133,6 +133,7 @@ class PutTable(Mapping[bytes, StoredPut]):
         self._ttl_seconds = ttl_seconds
         self.clock = clock
         self._backing = backing
+        backing.kept_puts = self._kept
         self._shards: list[dict[bytes, AnyPut]] = [{} for _ in range(_SHARDS)]
         self._owned: Counter[bytes] = Counter()  # puts by owner
         self._absent_since: dict[bytes, float] = {}  # owners that no controller is
@@ -161,8 +162,16 @@ class PutTable(Mapping[bytes, StoredPut]):
 
     def unpack(self, put_id: bytes) -> StoredPut:
         """Return a put that is about to change, which is no longer packed."""
-        put = self._shard(put_id)[put_id] = self[put_id]
+        shard = self._shard(put_id)
+        if isinstance(packed := shard[put_id], PackedPut):
+            self._backing.unpack(put_id, packed)
+        put = shard[put_id] = self[put_id]
         return put
+
+    def _kept(self) -> Iterator[tuple[bytes, AnyPut]]:
+        """Return all puts as they are kept now, to be read once, by any thread."""
+        names = list(chain.from_iterable(self._shards))
+        return zip(names, list(chain.from_iterable(map(dict.values, self._shards))), strict=True)
 
     def replace(self, put_id: bytes, put: StoredPut | RecoveredPut) -> StoredPut | RecoveredPut:
         """Have what is left of a put in its place, or what it is loaded from; return what was there."""
@@ -433,6 +442,7 @@ class Backing(Generic[SourceT]):
         on_fetched: called with the record and the bytes of each put that was fetched, which it keeps; returns the put,
             None where nothing of it is left.
         on_looked_at: called with each recovered put once it was looked at.
+        kept_puts: returns all puts of the engine as it keeps them.
         is_volatile: whether it keeps nothing.
     """
 
@@ -443,6 +453,7 @@ class Backing(Generic[SourceT]):
         self.on_recovered: Callable[[Mapping[bytes, RecoveredPut | PackedPut]], None] = lambda _: None
         self.on_fetched: Callable[[PutStored, memoryview], StoredPut | None] = lambda *_: None
         self.on_looked_at: Callable[[bytes], None] = lambda _: None
+        self.kept_puts: Callable[[], Iterator[tuple[bytes, AnyPut]]] = lambda: iter(())
         self.damaged: dict[bytes, str] = {}
         self.may_fetch: Callable[[], bool] = lambda: True
         self.fetch_error = ""
@@ -467,6 +478,9 @@ class Backing(Generic[SourceT]):
     def pack(self, put_id: bytes, put: StoredPut) -> PackedPut | None:
         """Return a put that is committed as it is to be kept; None if it stays as it is."""
         return put.packed()
+
+    def unpack(self, put_id: bytes, packed: PackedPut) -> None:
+        """Take note that a put is no longer kept as it was packed."""
 
     def delete(self, put_id: bytes, blob: Blob) -> None:
         """Forget a put, and release its blob when it may be."""
@@ -668,7 +682,8 @@ class PutJournal(Backing[Blob]):
     def __init__(self, store: SegmentBlobs) -> None:
         super().__init__(store)
         self._store = store
-        self._records: dict[bytes, EncodedPut | PackedPut] = {}  # a packed put says all that its record does
+        # Of puts that the engine does not keep packed: a packed put says all that its record does.
+        self._records: dict[bytes, EncodedPut | PackedPut] = {}
 
     # Taking puts
 
@@ -707,9 +722,16 @@ class PutJournal(Backing[Blob]):
         self._log.append_put(*encoded)
 
     def pack(self, put_id: bytes, put: StoredPut) -> PackedPut | None:
-        """Return a committed put as it is kept for its record."""
+        """Return a committed put as it was recorded, if it was packed for that."""
         kept = self._records[put_id]
-        return kept if isinstance(kept, PackedPut) and put.may_be_packed else None
+        if not isinstance(kept, PackedPut) or not put.may_be_packed:
+            return None
+        del self._records[put_id]
+        return kept
+
+    def unpack(self, put_id: bytes, packed: PackedPut) -> None:
+        """Keep the record of a put, which goes on being that of the whole put."""
+        self._records[put_id] = packed
 
     # Giving them back
 
@@ -731,8 +753,12 @@ class PutJournal(Backing[Blob]):
 
     def records(self) -> Iterator[bytes]:
         """Return what is written down of each put now, to be read once, by any thread."""
-        kept = list(self._records.items())
-        return (b"".join(encode_packed(put_id, each) if isinstance(each, PackedPut) else each) for put_id, each in kept)
+        own = zip(list(self._records), list(self._records.values()), strict=True)
+        packed = ((put_id, each) for put_id, each in self.kept_puts() if isinstance(each, PackedPut))
+        return (
+            b"".join(encode_packed(put_id, each) if isinstance(each, PackedPut) else each)
+            for put_id, each in chain(own, packed)
+        )
 
     # After a restart
 
@@ -750,18 +776,23 @@ class PutJournal(Backing[Blob]):
         """
         self._log = log
         left = left_puts(records)
-        self._records = {put_id: _packed(record, encoded[1]) or encoded for put_id, (record, encoded) in left.items()}
+        recovered: dict[bytes, RecoveredPut | PackedPut] = {}
+        for put_id, (record, encoded) in left.items():
+            if (packed := _packed(record, encoded[1])) is None:
+                self._records[put_id] = encoded
+            else:
+                recovered[put_id] = packed
         # Newest first: where the end of a put was lost with a part of the journal, its blob may have the bytes of a
         # later one.
-        puts = [(put_id, record, values) for put_id, (record, (_, values)) in reversed(left.items())]
+        puts = [
+            (put_id, record, values)
+            for put_id, (record, (_, values)) in reversed(left.items())
+            if put_id not in recovered
+        ]
         found = iter(
             self._store.recover([(record.segment, record.size_bytes) for _, record, _ in puts if record.segment])
         )
-        recovered: dict[bytes, RecoveredPut | PackedPut] = {}
         for put_id, record, values in puts:
-            if isinstance(kept := self._records[put_id], PackedPut):
-                recovered[put_id] = kept
-                continue
             blob = next(found) if record.segment else Blob(self._store, len(values), values)
             if blob is None:
                 self.mark_damaged(put_id, f"segment {record.segment} is missing")
