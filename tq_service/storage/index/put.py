@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import accumulate
 from sys import intern
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -476,7 +476,8 @@ class PutKind:
 _kind: Final = lru_cache(maxsize=256)(PutKind)
 
 
-class PackedPut(NamedTuple):
+@dataclass(slots=True, eq=False)  # a named tuple takes 16 bytes more, a frozen one longer to make
+class PackedPut:
     """A small put of which nothing was freed, in a quarter of the memory; it is unpacked for each look at it.
 
     Attributes:
