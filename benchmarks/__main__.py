@@ -38,6 +38,7 @@ BENCHMARKS = (
     "gpu_by_loader",
     "kv_calls",
     "memory",
+    "put_memory",
     "memory_bounds",
     "back_pressure",
     "refused_flood",

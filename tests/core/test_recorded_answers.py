@@ -63,9 +63,9 @@ def test_a_snapshot_stays_as_it_was():
 def test_snapshots_copy_nothing():
     answers = filled(5000)
     forget_before(answers, 100.0)
-    before = [sys.getrefcount(entry) for entry in answers._entries]
+    before = [sys.getrefcount(request_id) for request_id in answers._ids]
     snapshots = [answers.snapshot() for _ in range(3)]
-    assert [sys.getrefcount(entry) for entry in answers._entries] == before
+    assert [sys.getrefcount(request_id) for request_id in answers._ids] == before
     answers.add(name(5000), "late", 5000.0)
     assert [len(entries(snapshot)) for snapshot in snapshots] == [4900] * 3
 
@@ -75,7 +75,7 @@ def test_what_is_forgotten_is_let_go_of():
     for number in range(20_000):
         answers.add(name(number), object(), number)
         forget_before(answers, number - 4000.0)
-        kept.append(len(answers._entries))
+        kept.append(len(answers._ids))
     assert len(answers) == 4001
     assert max(kept) < 4001 * 5 // 4 + 1024
 

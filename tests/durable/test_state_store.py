@@ -300,7 +300,7 @@ class Engine:
         return len(list(records))
 
     def records(self):
-        return [(PUT, b"")]
+        return [PUT]
 
 
 PUT = encode_put(PutStored(put_id=b"1" * 16, partition_id="train", row_count=1, columns=(), row_sets=(), size_bytes=0))

@@ -55,7 +55,7 @@ class Directory:
     def snapshot(self):
         """Go on from what is there now, as a snapshot and a new journal do."""
         self.flush()
-        self.records[:] = list(map(b"".join, self.journal.records()))
+        self.records[:] = list(self.journal.records())
         self.durable_count = len(self.records)
 
     def segments(self):

@@ -3,6 +3,7 @@ import errno
 import gc
 import os
 import threading
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,7 @@ from tq_service.errors import (
 )
 from tq_service.storage.blobs import segments
 from tq_service.storage.engine import StorageEngine
+from tq_service.storage.index.put import PackedPut
 from tq_service.wire import shared_memory
 
 ROWS = 100
@@ -77,6 +79,53 @@ async def test_puts_come_back_as_they_were(tmp_path, shared, data, sync):
         assert engine.stat().used_bytes == pytest.approx(used, abs=8192)
         directory.snapshot()
     assert len({StorageEngine(max_bytes=None, boot_id=BOOT).run_id for _ in range(3)}) == 3
+
+
+async def test_a_record_of_a_packed_put_is_the_one_that_was_written_down(directory):
+    engine = directory.open()
+    for number, data in enumerate([SMALL, {"x": np.zeros(5)}, {"empty": np.zeros((3, 0))}, SMALL]):
+        await put(engine, number, data)
+    await put(engine, 4, BIG)
+    written = list(directory.records)
+    assert sorted(directory.journal.records()) == sorted(written)
+    engine = directory.open()  # nothing was durable
+    directory.records[:] = written
+    directory.flush()
+    engine = directory.open()
+    assert sorted(directory.journal.records()) == sorted(written)
+    assert [isinstance(engine.puts._shard(put_id(n))[put_id(n)], PackedPut) for n in range(5)] == [True] * 4 + [False]
+
+
+async def test_a_packed_put_that_is_freed_in_part_comes_back_as_it_was_put(directory):
+    engine = directory.open()
+    await put(engine, 1, SMALL)
+    engine.free([cells(1, 0, 2)])
+    check(engine, 1, SMALL, [1, 3])
+    directory.snapshot()
+    engine = directory.open()
+    check(engine, 1, SMALL)
+    assert reconcile(engine, [cells(1, 1, 3)]).missing_count == 0
+    with pytest.raises(PutNotFoundError):
+        check(engine, 1, SMALL, [0])
+    check(engine, 1, SMALL, [1, 3])
+    engine.free([cells(1)])
+    directory.snapshot()
+    assert (engine.stat().used_bytes, directory.records) == (0, [])
+
+
+async def test_a_packed_put_takes_few_bytes_with_a_journal(directory):
+    engine, data = directory.open(), {"x": np.arange(1)}
+    for number in range(1 << 12):  # so that the tables of puts have begun to grow
+        await put(engine, number, data)
+    directory.flush()
+    directory.records.clear()
+    tracemalloc.start()
+    for number in range(1 << 12, 1 << 13):
+        await put(engine, number, data)
+        directory.records.clear()
+    traced_bytes, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert traced_bytes / (1 << 12) < 8 + 400
 
 
 async def test_what_was_not_durable_is_gone_and_its_segment_is_used_again(directory):

@@ -772,7 +772,7 @@ def is_packed(engine, number):
 
 
 @pytest.mark.parametrize("data", [SMALL, DATA, {"empty": np.zeros((3, 0))}], ids=["one", "all layouts", "no bytes"])
-async def test_a_small_put_is_packed_once_it_is_confirmed_and_reads_the_same(engine, data):
+async def test_a_small_put_is_packed_once_it_is_confirmed_and_stays_so_while_it_is_read(engine, data):
     for number in (1, 2):
         await put(engine, number, data, confirm=False)
     asked = runs(data, (0, 0, len(next(iter(data.values())))))
@@ -784,7 +784,7 @@ async def test_a_small_put_is_packed_once_it_is_confirmed_and_reads_the_same(eng
     after = read(engine, [1], asked)
     assert after.keys() == before.keys() == data.keys()
     assert all(same(after[name], before[name]) if name != "object" else after[name] == before[name] for name in data)
-    assert not is_packed(engine, 1)
+    assert is_packed(engine, 1)
     for number in (1, 2):
         engine.free([PutCells(put_id=put_id(number))])
     assert (engine.stat().used_bytes, engine.stat().put_count) == (0, 0)
@@ -794,11 +794,24 @@ async def test_cells_of_a_packed_put_are_freed_one_by_one(engine):
     await put(engine, 1, DATA)
     assert is_packed(engine, 1)
     engine.free([PutCells(put_id=put_id(1), rows=np.array([0, 2]))])
+    assert not is_packed(engine, 1)
     back = read(engine, [1], runs(["dense", "jagged"], (0, 1, 1)))
     assert back["dense"].tolist() == DATA["dense"][1:2].tolist()
     assert same(back["jagged"], DATA["jagged"][1:2])
     engine.free([PutCells(put_id=put_id(1), rows=np.array([1, 3]))])
     assert engine.stat().used_bytes == 0
+
+
+async def test_a_packed_put_that_is_freed_while_it_is_read_is_read_to_its_end(engine):
+    for number in (1, 2):
+        await put(engine, number, {"x": np.arange(6)})
+    with engine.open_read([runs(["x"], (0, 1, 4), (1, 0, 2))], [put_id(1), put_id(2)]) as reading:
+        engine.free([cells(1), PutCells(put_id=put_id(2), rows=np.arange(5))])
+        assert b"".join([chunk async for part in reading.parts() for chunk in part]) == (
+            np.array([1, 2, 3, 4, 0, 1]).tobytes()
+        )
+    engine.free([cells(2)])
+    assert (engine.stat().used_bytes, engine.stat().put_count) == (0, 0)
 
 
 async def test_a_put_that_is_large_is_not_packed(engine):

@@ -552,7 +552,7 @@ class StateStore:
             partitions=() if self._catalog is None else self._catalog.snapshot(),
             policies=() if self._catalog is None else list(self._catalog.policies.values()),
             answers=() if self._catalog is None else self._catalog.answers.snapshot(),
-            puts=() if self._puts is None else map(b"".join, self._puts.records()),
+            puts=() if self._puts is None else self._puts.records(),
         )
 
     def _write_to_disk(self, number: int, snapshot: ServiceSnapshot) -> float:

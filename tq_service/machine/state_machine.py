@@ -23,9 +23,10 @@ import logging
 import struct
 import time
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, islice
+from itertools import chain, islice, starmap
 from operator import attrgetter
 from typing import Any, ClassVar, Final, NamedTuple, Protocol, TypeAlias, dataclass_transform
 
@@ -102,9 +103,14 @@ class IdempotencyCache:
         self._max_bytes = max_bytes
         self._weigh = weigh
         self.used_bytes = 0
-        self._newest: dict[bytes, Entry] = {}  # of each id
-        self._entries: list[Entry] = []  # in order of time; shared with snapshots
-        self._forgotten_count = 0  # of them, in front
+        self._newest: dict[bytes, int] = {}  # the number of the newest answer of each id; they count from 0
+        # Id, time and what is kept of all answers in order of time, since an `Entry` of each would take more memory.
+        # Shared with snapshots: they only grow, until others take their place.
+        self._ids: list[bytes] = []
+        self._seconds = array("d")
+        self._packed: list[Any] = []
+        self._forgotten_count = 0  # of these, in front
+        self._removed_count = 0  # answers that were in front of these
 
     def __len__(self) -> int:
         return len(self._newest)
@@ -117,10 +123,10 @@ class IdempotencyCache:
                 another method, to which the caller gave the same id.
         """
         check_id("request_id", request_id)
-        known = self._newest.get(request_id)
-        if known is None or known.seconds < now_seconds - self._keep_seconds:
+        number = self._newest.get(request_id)
+        if number is None or self._seconds[number - self._removed_count] < now_seconds - self._keep_seconds:
             return None
-        recorded = self._unpack(known.value)
+        recorded = self._unpack(self._packed[number - self._removed_count])
         if not isinstance(recorded, kind):
             raise InvalidArgumentError(
                 f"request_id {request_id.hex()} is that of another call, which was answered with a "
@@ -135,38 +141,45 @@ class IdempotencyCache:
         An id is recorded twice where the settings kept its first answer for a shorter time than they do now.
         """
         self._forget_old(at_seconds)
-        entry = self._newest[request_id] = Entry(request_id, at_seconds, packed)
-        self._entries.append(entry)
-        self.used_bytes += self._bytes_of(entry)
+        self._append(request_id, at_seconds, packed)
+
+    def _append(self, request_id: bytes, at_seconds: float, packed: Any) -> None:
+        self._newest[request_id] = self._removed_count + len(self._ids)
+        self._ids.append(request_id)
+        self._seconds.append(at_seconds)
+        self._packed.append(packed)
+        self.used_bytes += _ENTRY_BYTES + self._weigh(packed)
 
     def _forget_old(self, now: float) -> None:
-        while self._newest:
-            oldest = self._entries[self._forgotten_count]
+        oldest = self._forgotten_count
+        while oldest < len(self._ids):
             is_too_much = self._max_bytes is not None and self.used_bytes > self._max_bytes
-            if not is_too_much and oldest.seconds >= now - self._keep_seconds:
+            if not is_too_much and self._seconds[oldest] >= now - self._keep_seconds:
                 break
-            self.used_bytes -= self._bytes_of(oldest)
-            if self._newest[oldest.key] is oldest:
-                del self._newest[oldest.key]
-            self._forgotten_count += 1
-        if self._forgotten_count > _MOST_FORGOTTEN + len(self._entries) // _FORGOTTEN_SHARE:
-            self._entries, self._forgotten_count = self._entries[self._forgotten_count :], 0
-
-    def _bytes_of(self, entry: Entry) -> int:
-        return _ENTRY_BYTES + self._weigh(entry.value)
+            self.used_bytes -= _ENTRY_BYTES + self._weigh(self._packed[oldest])
+            if self._newest[self._ids[oldest]] == self._removed_count + oldest:
+                del self._newest[self._ids[oldest]]
+            oldest += 1
+        self._forgotten_count = oldest
+        if oldest > _MOST_FORGOTTEN + len(self._ids) // _FORGOTTEN_SHARE:
+            self._ids, self._seconds, self._packed = self._ids[oldest:], self._seconds[oldest:], self._packed[oldest:]
+            self._forgotten_count, self._removed_count = 0, self._removed_count + oldest
 
     def snapshot(self) -> Iterator[Entry]:
         """Return the answers as they are now, packed, to be read once, by any thread.
 
-        It costs the same however many there are: the list only grows at its end, or another one takes its place.
+        It costs the same however many there are: the lists only grow at their end, or others take their place.
         """
-        return islice(self._entries, self._forgotten_count, len(self._entries))
+        entries = zip(self._ids, self._seconds, self._packed, strict=False)
+        return starmap(Entry, islice(entries, self._forgotten_count, len(self._ids)))
 
     def restore(self, answers: Iterable[Entry]) -> None:
         """Record the answers of a snapshot, besides those that are here."""
-        self._entries, self._forgotten_count = merged(answers, self.snapshot()), 0
-        self._newest = {entry.key: entry for entry in self._entries}
-        self.used_bytes = sum(map(self._bytes_of, self._entries))
+        entries = merged(answers, self.snapshot())
+        self._newest, self._ids, self._seconds, self._packed = {}, [], array("d"), []
+        self._forgotten_count = self._removed_count = self.used_bytes = 0
+        for entry in entries:
+            self._append(entry.key, entry.seconds, entry.value)
 
 
 _log = logging.getLogger(__name__)

@@ -35,7 +35,7 @@ from tq_service.storage.blobs.memory import (
 )
 from tq_service.storage.blobs.shared import MemfdBlobs, RegionBlobs, SharedStore
 from tq_service.storage.index.admission import Admission
-from tq_service.storage.index.put import PendingPut, PutCells, RowSet, StoredColumn, StoredPut
+from tq_service.storage.index.put import PackedPut, PendingPut, PutCells, RowSet, StoredColumn, StoredPut
 from tq_service.storage.index.put_table import (
     Backing,
     Overdue,
@@ -307,8 +307,7 @@ class StorageEngine:
             if (state := self._reconciliations.get(self.puts.owner_of(put_id))) is not None:
                 state.staying.add(put_id)
             self.puts.confirm(put_id)
-            if self.is_volatile:
-                self.puts.pack(put_id)
+            self.puts.pack(put_id)
         self._spill()
         return True
 
@@ -524,7 +523,7 @@ class StorageEngine:
     def _free_some(self, cells: PutCells) -> None:
         """Free some cells of a put whose tables are here."""
         put_id = cells.put_id
-        if not self.puts[put_id].free(cells):
+        if not self.puts.unpack(put_id).free(cells):
             self._delete(put_id)
         elif self._move is not None and self._move.put_id == put_id:
             self._move.freed.append(cells)
@@ -610,10 +609,10 @@ class StorageEngine:
 
     # Outliving the process
 
-    def _on_recovered(self, puts: Mapping[bytes, RecoveredPut]) -> None:
+    def _on_recovered(self, puts: Mapping[bytes, RecoveredPut | PackedPut]) -> None:
         """Take over puts of an earlier process, or of an engine that is gone."""
         self.puts.recover(puts)
-        self._admission.add(sum(put.values.charge for put in puts.values()))
+        self._admission.add(sum(put.charge for put in puts.values()))
 
     async def check(self, put_ids: Collection[bytes]) -> None:
         """Have the bytes of recovered and spilled puts here, and look at those of the first, before they are read."""
@@ -698,8 +697,8 @@ class StorageEngine:
 
     def _finish(self, pending: PendingPut, stored: StoredPut) -> None:
         del self._pending[pending.put_id]
-        self._backing.record(pending.put_id, stored)
         stored.share_columns()
+        self._backing.record(pending.put_id, stored)
         self.puts.add(pending.put_id, stored)
         self._written_bytes += stored.values.charge
         self._residents.add(pending.put_id)

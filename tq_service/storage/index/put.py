@@ -12,13 +12,14 @@ in Python for each row, and its readers do it anyway.
 from __future__ import annotations
 
 import codecs
+import struct
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import accumulate
 from sys import intern
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -274,17 +275,27 @@ class StoredPut:
         self.columns = _shared_columns(self.row_count, *key)
         self._has_shared_columns = True
 
+    def take_shared(self, values: Blob) -> None:
+        """Have the blob of its values, where its columns are laid out already, and in common with other puts."""
+        self.values = values
+        self.live_bytes = values.charge
+        self._has_shared_columns = True
+
+    @property
+    def may_be_packed(self) -> bool:
+        """Whether it is small and as it came: in Python's heap, and nothing of it was freed."""
+        return self._has_shared_columns and self.values.backing is None and self.values.copy is None
+
     def packed(self) -> PackedPut | None:
-        """Return it as two objects; None if it is not small, is freed in part or read, or is not in Python's heap."""
-        values = self.values
-        is_in_heap = values.backing is None and not values.store.is_durable
-        if not (self._has_shared_columns and is_in_heap) or values.is_pinned:
+        """Return it as two objects; None unless it `may_be_packed`."""
+        if not self.may_be_packed:
             return None
-        columns = self.left_columns()
+        columns, values = self.left_columns(), self.values
         specs = tuple(column.spec for column in columns)
         kind = _kind(specs, self.row_count, self.partition_id, self.for_existing_rows, self.owner)
-        sizes = np.array([column.value_bytes for column in columns], np.int32).tobytes()
-        return PackedPut(kind, b"".join((sizes, self.tables(), values.view())))
+        sizes = _sizes(len(columns)).pack(*(column.value_bytes for column in columns))
+        tables = _NO_TABLES if values.store.is_durable else self.tables()
+        return PackedPut(kind, b"".join((sizes, tables, values.view())))
 
     def _own_columns(self) -> None:
         """Have columns of its own, which may be changed."""
@@ -451,8 +462,9 @@ class StoredPut:
                 self.columns[name] = None
 
 
-class PutKind(NamedTuple):
-    """What puts of the same columns of a partition have in common."""
+@dataclass(frozen=True, slots=True, eq=False)
+class PutKind:
+    """What puts of the same columns of a partition have in common; compared by identity, since it is made once."""
 
     specs: tuple[FieldSpec, ...]
     row_count: int
@@ -464,8 +476,9 @@ class PutKind(NamedTuple):
 _kind: Final = lru_cache(maxsize=256)(PutKind)
 
 
-class PackedPut(NamedTuple):
-    """A small put of which nothing was freed, as long as nothing of it is needed: a third of the memory.
+@dataclass(slots=True, eq=False)  # a named tuple takes 16 bytes more, a frozen one longer to make
+class PackedPut:
+    """A small put of which nothing was freed, in a quarter of the memory; it is unpacked for each look at it.
 
     Attributes:
         kind: shared with other puts.
@@ -485,22 +498,65 @@ class PackedPut(NamedTuple):
         """Bytes of the quota that it takes."""
         return len(self.content) - _SIZE_BYTES * len(self.kind.specs)
 
+    def parts(self) -> tuple[bytes, bytes]:
+        """Return the packed sizes of its columns, and its tables and values."""
+        start = _SIZE_BYTES * len(self.kind.specs)
+        return self.content[:start], self.content[start:]
+
     def unpacked(self, store: BlobStore) -> StoredPut:
         """Return the put as it was, in the store that it was in."""
-        kind, content = self.kind, self.content
-        rows, sizes = RowSet(kind.row_count), np.frombuffer(content, np.int32, len(kind.specs)).tolist()
-        columns = {spec.name: StoredColumn(spec, rows, size) for spec, size in zip(kind.specs, sizes, strict=True)}
+        kind, (sizes, content) = self.kind, self.parts()
+        columns = _packed_columns(kind, sizes, is_durable=store.is_durable)
         put = StoredPut(
-            {**columns}, kind.row_count, kind.partition_id, for_existing_rows=kind.for_existing_rows, owner=kind.owner
+            columns, kind.row_count, kind.partition_id, for_existing_rows=kind.for_existing_rows, owner=kind.owner
         )
-        tables_at = _SIZE_BYTES * len(sizes)
-        values = content[tables_at + put.tables_bytes :]
-        blob = Blob(store, len(values), values)
-        blob.charge = self.charge
-        put.place(blob)
-        put.tables()[:] = content[tables_at : tables_at + put.tables_bytes]
-        put.share_columns()
+        if store.is_durable:
+            blob = Blob(store, len(content), content)
+        else:
+            values = content[put.tables_bytes :]
+            blob = Blob(store, len(values), values)
+            blob.charge = self.charge
+            blob.tables = bytearray(content[: put.tables_bytes]) if put.tables_bytes else _NO_TABLES
+        put.take_shared(blob)
         return put
+
+
+def packed_put(
+    columns: Sequence[tuple[FieldSpec, int]],
+    content: bytes,
+    row_count: int,
+    partition_id: str,
+    *,
+    for_existing_rows: bool,
+    owner: bytes,
+) -> PackedPut:
+    """Return a small put by the spec of each column and the bytes of its values, and the tables and values of all."""
+    specs = tuple(spec for spec, _ in columns)
+    kind = _kind(specs, row_count, intern(partition_id), for_existing_rows, _one_of(owner))
+    return PackedPut(kind, _sizes(len(columns)).pack(*(size for _, size in columns)) + content)
+
+
+def unpack_sizes(sizes: bytes) -> tuple[int, ...]:
+    """Return the bytes of the values of each column of a packed put."""
+    return _sizes(len(sizes) // _SIZE_BYTES).unpack(sizes)
+
+
+@cache
+def _sizes(count: int) -> struct.Struct:
+    return struct.Struct(f"<{count}i")
+
+
+@lru_cache(maxsize=256)
+def _packed_columns(kind: PutKind, sizes: bytes, *, is_durable: bool) -> dict[str, StoredColumn | None]:
+    """Return the columns of packed puts of a kind and such sizes; in a durable store their values follow the tables."""
+    row_set, columns = RowSet(kind.row_count), list[StoredColumn]()
+    for spec, value_bytes in zip(kind.specs, unpack_sizes(sizes), strict=True):
+        columns.append(StoredColumn(spec, row_set, value_bytes))
+    at = sum(column.tables_size() for column in columns) if is_durable else 0
+    for column in columns:
+        column.values_at = at
+        at += column.value_bytes
+    return {column.spec.name: column for column in columns}
 
 
 @lru_cache(maxsize=64)

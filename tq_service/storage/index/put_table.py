@@ -37,7 +37,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import lru_cache
-from itertools import islice, takewhile
+from itertools import chain, islice, takewhile
 from typing import Any, ClassVar, Final, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import numpy as np
@@ -49,7 +49,18 @@ from tq_service.results import MirrorStatus
 from tq_service.schema import CONTROLLER_NAME_BYTES, FieldSpec
 from tq_service.storage.blobs.memory import Blob, BlobStore, is_temporary
 from tq_service.storage.blobs.segments import SegmentBlobs
-from tq_service.storage.index.put import PackedPut, PendingPut, PutCells, Rows, RowSet, StoredColumn, StoredPut
+from tq_service.storage.index.put import (
+    PackedPut,
+    PendingPut,
+    PutCells,
+    PutKind,
+    Rows,
+    RowSet,
+    StoredColumn,
+    StoredPut,
+    packed_put,
+    unpack_sizes,
+)
 
 _log = logging.getLogger(__name__)
 _SHARDS: Final = 1024
@@ -62,6 +73,7 @@ _LEAST_PAUSE_SECONDS: Final = 0.001
 _RETRY_SECONDS: Final = 1.0
 SourceT = TypeVar("SourceT", bound=Hashable)
 AnyPut: TypeAlias = "StoredPut | RecoveredPut | PackedPut"
+_ANY_ID: Final = bytes(16)  # comes first in a record, so that no other bytes of it are taken for it
 _spec: Final = lru_cache(maxsize=1024)(FieldSpec)  # every put brings the same few
 
 
@@ -98,13 +110,18 @@ class RecoveredPut(NamedTuple):
     owner: bytes
     spilled_bytes: int = 0
 
+    @property
+    def charge(self) -> int:
+        """Bytes of the quota that it takes."""
+        return self.values.charge
+
 
 class PutTable(Mapping[bytes, StoredPut]):
     """Puts by name, and which of them are not known to be committed.
 
-    Packed and recovered ones, of which many may never be asked for, are loaded when needed. Recovered ones are not
-    overdue before their controller has listed its puts: it may be down for long. Puts are in many small dicts, so that
-    all can be looked at in slices while others come and go.
+    Recovered ones, of which many may never be asked for, are loaded when needed. They are not overdue before their
+    controller has listed its puts: it may be down for long. Packed ones are unpacked for each look at them, and stay
+    packed. Puts are in many small dicts, so that all can be looked at in slices while others come and go.
 
     Args:
         ttl_seconds: how long a put waits for its confirmation.
@@ -116,13 +133,14 @@ class PutTable(Mapping[bytes, StoredPut]):
         self._ttl_seconds = ttl_seconds
         self.clock = clock
         self._backing = backing
+        backing.kept_puts = self._kept
         self._shards: list[dict[bytes, AnyPut]] = [{} for _ in range(_SHARDS)]
         self._owned: Counter[bytes] = Counter()  # puts by owner
         self._absent_since: dict[bytes, float] = {}  # owners that no controller is
         self._waiting: dict[bytes, float] = {}  # since when, ascending: their receipts were given until then
         self._recovered: set[bytes] = set()
 
-    def recover(self, puts: Mapping[bytes, RecoveredPut]) -> None:
+    def recover(self, puts: Mapping[bytes, RecoveredPut | PackedPut]) -> None:
         """Take over puts of an earlier process."""
         for put_id, put in puts.items():
             self._shard(put_id)[put_id] = put
@@ -136,11 +154,24 @@ class PutTable(Mapping[bytes, StoredPut]):
         self.wait(put_id)
 
     def pack(self, put_id: bytes) -> None:
-        """Have a small put take less memory until it is needed."""
+        """Have a small put take less memory."""
         shard = self._shard(put_id)
         put = shard[put_id]
-        if isinstance(put, StoredPut) and (packed := put.packed()) is not None:
+        if isinstance(put, StoredPut) and (packed := self._backing.pack(put_id, put)) is not None:
             shard[put_id] = packed
+
+    def unpack(self, put_id: bytes) -> StoredPut:
+        """Return a put that is about to change, which is no longer packed."""
+        shard = self._shard(put_id)
+        if isinstance(packed := shard[put_id], PackedPut):
+            self._backing.unpack(put_id, packed)
+        put = shard[put_id] = self[put_id]
+        return put
+
+    def _kept(self) -> Iterator[tuple[bytes, AnyPut]]:
+        """Return all puts as they are kept now, to be read once, by any thread."""
+        names = list(chain.from_iterable(self._shards))
+        return zip(names, list(chain.from_iterable(map(dict.values, self._shards))), strict=True)
 
     def replace(self, put_id: bytes, put: StoredPut | RecoveredPut) -> StoredPut | RecoveredPut:
         """Have what is left of a put in its place, or what it is loaded from; return what was there."""
@@ -252,8 +283,8 @@ class PutTable(Mapping[bytes, StoredPut]):
         shard = self._shard(put_id)
         put = shard[put_id]
         if isinstance(put, PackedPut):
-            put = shard[put_id] = put.unpacked(self._backing.store)
-        elif isinstance(put, RecoveredPut):
+            return put.unpacked(self._backing.store)
+        if isinstance(put, RecoveredPut):
             put = shard[put_id] = self._backing.load(put_id, put.values)
         return put
 
@@ -411,6 +442,7 @@ class Backing(Generic[SourceT]):
         on_fetched: called with the record and the bytes of each put that was fetched, which it keeps; returns the put,
             None where nothing of it is left.
         on_looked_at: called with each recovered put once it was looked at.
+        kept_puts: returns all puts of the engine as it keeps them.
         is_volatile: whether it keeps nothing.
     """
 
@@ -418,9 +450,10 @@ class Backing(Generic[SourceT]):
 
     def __init__(self, store: BlobStore) -> None:
         self.store = store
-        self.on_recovered: Callable[[Mapping[bytes, RecoveredPut]], None] = lambda _: None
+        self.on_recovered: Callable[[Mapping[bytes, RecoveredPut | PackedPut]], None] = lambda _: None
         self.on_fetched: Callable[[PutStored, memoryview], StoredPut | None] = lambda *_: None
         self.on_looked_at: Callable[[bytes], None] = lambda _: None
+        self.kept_puts: Callable[[], Iterator[tuple[bytes, AnyPut]]] = lambda: iter(())
         self.damaged: dict[bytes, str] = {}
         self.may_fetch: Callable[[], bool] = lambda: True
         self.fetch_error = ""
@@ -441,6 +474,13 @@ class Backing(Generic[SourceT]):
 
     def record(self, put_id: bytes, put: StoredPut) -> None:
         """Take note that a put is complete: it was flushed."""
+
+    def pack(self, put_id: bytes, put: StoredPut) -> PackedPut | None:
+        """Return a put that is committed as it is to be kept; None if it stays as it is."""
+        return put.packed()
+
+    def unpack(self, put_id: bytes, packed: PackedPut) -> None:
+        """Take note that a put is no longer kept as it was packed."""
 
     def delete(self, put_id: bytes, blob: Blob) -> None:
         """Forget a put, and release its blob when it may be."""
@@ -642,7 +682,8 @@ class PutJournal(Backing[Blob]):
     def __init__(self, store: SegmentBlobs) -> None:
         super().__init__(store)
         self._store = store
-        self._records: dict[bytes, EncodedPut] = {}
+        # Of puts that the engine does not keep packed: a packed put says all that its record does.
+        self._records: dict[bytes, EncodedPut | PackedPut] = {}
 
     # Taking puts
 
@@ -672,10 +713,25 @@ class PutJournal(Backing[Blob]):
         blob = put.values.copy or put.values
         if blob.store is not self._store:
             raise RuntimeError(f"put {put_id.hex()} was finished before it was flushed")
-        record = encode_put(describe_put(put_id, put))
-        memory = b"" if blob.number else blob.memory
-        encoded = self._records[put_id] = record, memory if isinstance(memory, bytes | bytearray) else bytes(memory)
+        if (packed := put.packed()) is not None:
+            self._records[put_id], encoded = packed, encode_packed(put_id, packed)
+        else:
+            memory = b"" if blob.number else blob.memory
+            values = memory if isinstance(memory, bytes | bytearray) else bytes(memory)
+            self._records[put_id] = encoded = encode_put(describe_put(put_id, put)), values
         self._log.append_put(*encoded)
+
+    def pack(self, put_id: bytes, put: StoredPut) -> PackedPut | None:
+        """Return a committed put as it was recorded, if it was packed for that."""
+        kept = self._records[put_id]
+        if not isinstance(kept, PackedPut) or not put.may_be_packed:
+            return None
+        del self._records[put_id]
+        return kept
+
+    def unpack(self, put_id: bytes, packed: PackedPut) -> None:
+        """Keep the record of a put, which goes on being that of the whole put."""
+        self._records[put_id] = packed
 
     # Giving them back
 
@@ -695,9 +751,14 @@ class PutJournal(Backing[Blob]):
             raise
         self._log.after_durable(old.release)
 
-    def records(self) -> Sequence[EncodedPut]:
-        """Return what is written down of each put now."""
-        return list(self._records.values())
+    def records(self) -> Iterator[bytes]:
+        """Return what is written down of each put now, to be read once, by any thread."""
+        own = zip(list(self._records), list(self._records.values()), strict=True)
+        packed = ((put_id, each) for put_id, each in self.kept_puts() if isinstance(each, PackedPut))
+        return (
+            b"".join(encode_packed(put_id, each) if isinstance(each, PackedPut) else each)
+            for put_id, each in chain(own, packed)
+        )
 
     # After a restart
 
@@ -715,14 +776,22 @@ class PutJournal(Backing[Blob]):
         """
         self._log = log
         left = left_puts(records)
-        self._records = {put_id: encoded for put_id, (_, encoded) in left.items()}
+        recovered: dict[bytes, RecoveredPut | PackedPut] = {}
+        for put_id, (record, encoded) in left.items():
+            if (packed := _packed(record, encoded[1])) is None:
+                self._records[put_id] = encoded
+            else:
+                recovered[put_id] = packed
         # Newest first: where the end of a put was lost with a part of the journal, its blob may have the bytes of a
         # later one.
-        puts = [(put_id, record, values) for put_id, (record, (_, values)) in reversed(left.items())]
+        puts = [
+            (put_id, record, values)
+            for put_id, (record, (_, values)) in reversed(left.items())
+            if put_id not in recovered
+        ]
         found = iter(
             self._store.recover([(record.segment, record.size_bytes) for _, record, _ in puts if record.segment])
         )
-        recovered = {}
         for put_id, record, values in puts:
             blob = next(found) if record.segment else Blob(self._store, len(values), values)
             if blob is None:
@@ -741,7 +810,8 @@ class PutJournal(Backing[Blob]):
         return put
 
     def _record_of(self, put_id: bytes) -> PutStored:
-        record, _ = decode_put(self._records[put_id][0])
+        kept = self._records[put_id]
+        record = kept if isinstance(kept, PackedPut) else decode_put(kept[0])[0]
         if not isinstance(record, PutStored):
             raise TypeError(f"put {put_id.hex()} was written down as {type(record).__name__}")
         return record
@@ -776,6 +846,45 @@ def encode_put(record: PutRecord) -> bytes:
     return _SIZE.pack(len(encoded)) + encoded
 
 
+def encode_packed(put_id: bytes, put: PackedPut) -> EncodedPut:
+    """Return the record of a packed put, and the values that follow it."""
+    sizes, values = put.parts()
+    before, after = _around_id(put.kind, sizes, len(values))
+    return before + put_id + after, values
+
+
+@lru_cache(maxsize=256)
+def _around_id(kind: PutKind, sizes: bytes, size_bytes: int) -> tuple[bytes, bytes]:
+    """Return what is before and after the name of a put in its record, which puts of one kind and size share."""
+    columns = zip(kind.specs, unpack_sizes(sizes), strict=True)
+    record = PutStored(
+        put_id=_ANY_ID,
+        partition_id=kind.partition_id,
+        row_count=kind.row_count,
+        columns=tuple(_column_record(spec, value_bytes, 0) for spec, value_bytes in columns),
+        row_sets=(None,),
+        size_bytes=size_bytes,
+        for_existing_rows=kind.for_existing_rows,
+        owner=kind.owner,
+    )
+    before, _, after = encode_put(record).partition(_ANY_ID)
+    return before, after
+
+
+def _packed(record: PutStored, values: bytes | bytearray) -> PackedPut | None:
+    """Return a put that was written down whole, with its values; None for others."""
+    if record.segment or record.freed_names or record.row_sets != (None,):
+        return None
+    return packed_put(
+        [(_spec_of(column), column.value_bytes) for column in record.columns],
+        bytes(values),
+        record.row_count,
+        record.partition_id,
+        for_existing_rows=record.for_existing_rows,
+        owner=record.owner,
+    )
+
+
 def decode_put(data: bytes) -> tuple[PutRecord, EncodedPut]:
     """Return a record, and its bytes apart from the values that follow.
 
@@ -807,17 +916,8 @@ def describe_put(put_id: bytes, put: StoredPut) -> PutStored:
         partition_id=put.partition_id,
         row_count=put.row_count,
         columns=tuple(
-            ColumnRecord(
-                spec.name,
-                spec.dtype,
-                spec.layout or "",
-                spec.row_shape or (),
-                spec.encoding or "",
-                column.value_bytes,
-                row_sets.index(column.row_set),
-            )
+            _column_record(column.spec, column.value_bytes, row_sets.index(column.row_set))
             for column in put.left_columns()
-            for spec in (column.spec,)
         ),
         size_bytes=blob.size,
         row_sets=tuple(row_set.rows for row_set in row_sets),
@@ -829,13 +929,21 @@ def describe_put(put_id: bytes, put: StoredPut) -> PutStored:
     )
 
 
+def _column_record(spec: FieldSpec, value_bytes: int, row_set: int) -> ColumnRecord:
+    layout, row_shape, encoding = spec.layout or "", spec.row_shape or (), spec.encoding or ""
+    return ColumnRecord(spec.name, spec.dtype, layout, row_shape, encoding, value_bytes, row_set)
+
+
+def _spec_of(column: ColumnRecord) -> FieldSpec:
+    return _spec(column.name, column.dtype, column.layout, column.row_shape, column.encoding or None)
+
+
 def put_of(record: PutStored) -> StoredPut:
     """Return the put of a record, which is not placed yet."""
     row_sets = [RowSet(record.row_count if rows is None else rows.size, rows) for rows in record.row_sets]
     columns: dict[str, StoredColumn | None] = dict.fromkeys(record.freed_names)
-    for name, dtype, layout, row_shape, encoding, value_bytes, row_set in record.columns:
-        spec = _spec(name, dtype, layout, row_shape, encoding or None)
-        columns[name] = StoredColumn(spec, row_sets[row_set], value_bytes)
+    for column in record.columns:
+        columns[column.name] = StoredColumn(_spec_of(column), row_sets[column.row_set], column.value_bytes)
     return StoredPut(
         columns,
         record.row_count,

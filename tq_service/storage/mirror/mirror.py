@@ -24,7 +24,7 @@ from tq_service.errors import DataLossError, QuotaExceededError, TqError, Unavai
 from tq_service.objects.base import LARGEST_OBJECT_BYTES, Buffer
 from tq_service.results import MirrorStatus
 from tq_service.storage.blobs.memory import RETRY_AFTER_SECONDS, Blob, MemoryBlobs
-from tq_service.storage.index.put import PendingPut, StoredPut
+from tq_service.storage.index.put import PackedPut, PendingPut, StoredPut
 from tq_service.storage.index.put_table import Backing, PutStored, RecoveredPut, decode_put, describe_put, encode_put
 from tq_service.storage.mirror.layout import PutObject, pack_puts, unpack_heads
 from tq_service.storage.mirror.writer import ObjectWriter
@@ -301,6 +301,10 @@ class Mirror(Backing[PutObject]):
     def record(self, put_id: bytes, put: StoredPut) -> None:
         """Take note that a flushed put is complete."""
         self._copies[put_id] = self._flushed.pop(put_id)
+
+    def pack(self, put_id: bytes, put: StoredPut) -> PackedPut | None:
+        """Return None: it is copied from its blob, may be spilled, and is fetched into another one."""
+        return None
 
     # Giving them back
 
