@@ -318,6 +318,7 @@ EXTREME_REQUESTS: list[tuple[str, Message]] = [
     ("ClearSamples", controller_pb.ClearSamplesRequest(partition_id="train", global_indexes=[0])),
     ("SetCustomMeta", controller_pb.SetCustomMetaRequest(**TRAIN_IDS)),
     ("SetCustomMeta", controller_pb.SetCustomMetaRequest(**TRAIN_IDS, global_indexes=[0, 0])),
+    ("TruncateSamples", controller_pb.TruncateSamplesRequest(**TRAIN_IDS, global_indexes=[0], lengths=[0])),
     ("Locate", controller_pb.LocateRequest(partition_id="train", global_indexes=[0], keys=["k0"])),
     ("Locate", controller_pb.LocateRequest(partition_id="train", global_indexes=[-(2**63), 2**63 - 1])),
     ("CheckProduction", controller_pb.CheckProductionRequest(partition_id="train")),

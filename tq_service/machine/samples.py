@@ -154,7 +154,7 @@ class SampleWrite:
 
     Raises:
         InvalidArgumentError: no sample is named where they must be existing ones, the rows are not those of whole
-            puts, or an append has no columns, or changes something else.
+            puts, or an append changes something else, too.
     """
 
     row_count: int
@@ -195,8 +195,8 @@ class SampleWrite:
 
     def _check_append(self, lengths: Indexes) -> None:
         problem = ""
-        if self.global_indexes is None or self.put is None:
-            problem = "without global_indexes and a put; name the samples by their indexes, and put what is added"
+        if self.global_indexes is None:
+            problem = "without global_indexes; name the samples by their indexes"
         elif lengths.size != self.row_count:
             problem = f"with {lengths.size} lengths for {self.row_count} samples; give the length of each before"
         elif self.state is not None or self.acks is not None or self.rows_per_put:
