@@ -61,21 +61,20 @@ async def roll_out(namespace: str, address: str, seed: int) -> None:
 
 async def _work(client: tq.AsyncClient, rng: random.Random) -> None:
     while True:
-        unfinished = await client.get_meta(
-            partition_id=_TRAIN, task_name=_ROLLOUT, data_fields=[], batch_size=_GROUP_SIZE, min_batch_size=1, held=True,
-            lease=_SLOT_SECONDS, max_wait=0,
-        )  # fmt: skip
-        if unfinished.status == "batch":
-            with suppress(tq.LeaseExpiredError):
+        try:
+            unfinished = await client.get_meta(
+                partition_id=_TRAIN, task_name=_ROLLOUT, data_fields=[], batch_size=_GROUP_SIZE, min_batch_size=1,
+                held=True, lease=_SLOT_SECONDS, max_wait=0,
+            )  # fmt: skip
+            if unfinished.status == "batch":
                 await _grow(client, unfinished, rng)
                 await _finish(client, unfinished)
-            continue
-        try:
+                continue
             prompt = await client.get_meta(
                 partition_id=_PROMPTS, task_name=_ROLLOUT, data_fields=["x"], batch_size=1, lease=_PROMPT_SECONDS,
                 max_wait=_POLL_SECONDS,
             )  # fmt: skip
-        except tq.LeaseExpiredError:  # the answer was lost, and came too late
+        except tq.LeaseExpiredError:  # the answer was lost, and came too late, or another worker continues now
             continue
         if prompt.status == "end":
             return

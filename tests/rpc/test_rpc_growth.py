@@ -82,7 +82,9 @@ def test_cells_are_all_that_was_added_however_they_are_read(service: LiveServer,
     assert rows_of(client.get_data(concat)) == [expected[2], expected[0], expected[3]]
     client.truncate(metadata=slots, to=[0, 2, 5, 300_000, 1], data_fields=["tokens", "logprobs"])
     cut = [row[:to] for row, to in zip(expected, [0, 2, 5, 300_000, 1], strict=True)]
-    assert rows_of(client.get_data(partition_id="train", global_indexes=[1, 2, 3, 4], data_fields=["tokens"])) == cut[1:]
+    assert (
+        rows_of(client.get_data(partition_id="train", global_indexes=[1, 2, 3, 4], data_fields=["tokens"])) == cut[1:]
+    )
     client.append({"tokens": [[7], [8], [], [9, 9], [7]]}, metadata=slots, at=[0, 2, 5, 300_000, 1])
     cut = [row + more for row, more in zip(cut, [[7], [8], [], [9, 9], [7]], strict=True)]
     assert client.put({"reward": torch.arange(5.0)}, metadata=slots, ack=True).size == 5
