@@ -74,7 +74,7 @@ async def _work(client: tq.AsyncClient, rng: random.Random) -> None:
                 partition_id=_PROMPTS, task_name=_ROLLOUT, data_fields=["x"], batch_size=1, lease=_PROMPT_SECONDS,
                 max_wait=_POLL_SECONDS,
             )  # fmt: skip
-        except tq.LeaseExpiredError:  # the answer was lost, and came too late, or another worker continues now
+        except tq.LeaseExpiredError:  # the answer was lost, and came too late, or another worker has it now
             continue
         if prompt.status == "end":
             return
@@ -93,8 +93,8 @@ async def _generate(client: tq.AsyncClient, prompt: tq.BatchMeta, rng: random.Ra
             max_wait=1.0,
         )  # fmt: skip
     except tq.AlreadyExistsError:
-        live, _ = await client.lookup_samples(_TRAIN, keys, task_name=_ACTOR, missing_ok=True)
-        if live.size == _GROUP_SIZE and all("x" in live.data_fields and live.produced["x"]):  # finished by others
+        found, _ = await client.lookup_samples(_TRAIN, keys)
+        if found.size == _GROUP_SIZE and all(found.produced.get("x", [False])):  # finished, maybe by others
             await client.ack(prompt)
         else:
             await asyncio.sleep(0.1)
@@ -116,7 +116,7 @@ async def _generate(client: tq.AsyncClient, prompt: tq.BatchMeta, rng: random.Ra
 
 
 async def _grow(client: tq.AsyncClient, slots: tq.BatchMeta, rng: random.Random) -> None:
-    """Append to samples until they have all of their tokens; what they have already may be discarded, or a part of it."""
+    """Append to samples until they have all of their tokens; a part of what they have already may be discarded."""
     lengths = await _lengths(client, slots)
     if any(lengths):
         print(_CONTINUED, slots.keys, lengths, flush=True)
@@ -174,9 +174,9 @@ def train(namespace: str, address: str, log_path: Path, seed: int) -> None:
             groups, versions = [], []
             for rank in range(dp_size):
                 meta = client.get_meta(
-                    partition_id=_TRAIN, task_name=_ACTOR, data_fields=["x", "tokens"], batch_size=_GLOBAL_BATCH // dp_size,
-                    batch_unit="group", dp_rank=rank, dp_size=dp_size, batch_index=batch_index, epoch=epoch,
-                    max_wait=_RUN_SECONDS,
+                    partition_id=_TRAIN, task_name=_ACTOR, data_fields=["x", "tokens"],
+                    batch_size=_GLOBAL_BATCH // dp_size, batch_unit="group", dp_rank=rank, dp_size=dp_size,
+                    batch_index=batch_index, epoch=epoch, max_wait=_RUN_SECONDS,
                 )  # fmt: skip
                 if meta.status != "batch":
                     log.write("end", batch_index=batch_index, status=meta.status)

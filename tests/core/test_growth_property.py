@@ -64,8 +64,8 @@ class Store:
             parts = [self.rows[put, name, row] for put, row in zip(puts, rows, strict=True)]
             lengths = runs.extent_lengths or [WHOLE_EXTENT] * len(parts)
             parts = iter([part[:length] for part, length in zip(parts, lengths, strict=True)])
-            for count in runs.extent_counts or [1] * positions.size:
-                found.append([value for _ in range(count) for value in next(parts)])
+            counts = runs.extent_counts or [1] * positions.size
+            found += [[value for _ in range(count) for value in next(parts)] for count in counts]
         return found
 
 

@@ -68,8 +68,7 @@ def test_cells_are_all_that_was_added_however_they_are_read(service: LiveServer,
         data = {"tokens": added, "logprobs": [row.to(torch.float32) for row in added]}
         meta = client.append(data, metadata=meta, at=at)
         assert sorted(meta.data_fields) == ["logprobs", "tokens"]
-        for row, some in zip(expected, added, strict=True):
-            row += some.tolist()
+        expected = [row + some.tolist() for row, some in zip(expected, added, strict=True)]
     assert rows_of(client.get_data(meta)) == expected
     found, _ = client.lookup_samples("train")
     assert rows_of(client.get_data(found), "logprobs") == expected

@@ -93,7 +93,7 @@ def test_every_request_with_an_id_is_here() -> None:
 
 
 def make_claims(server: LiveServer) -> None:
-    """Claim samples for two tasks, one of them with a lease, and for ranks; publish a version; make a slot that grows."""
+    """Claim samples for two tasks, one of them with a lease, and for ranks; publish a version; have a slot grow."""
     for task_name, lease in (("held", None), ("leased", {"seconds": 60})):
         asked = {**CLAIM, "task_name": task_name, "lease": lease}
         server.controller.GetMeta(pb.GetMetaRequest(**asked, request_id=bytes(16), batch_size=2))

@@ -202,7 +202,7 @@ class CellLocations:
 
 
 class _Rows(NamedTuple):
-    """The rows of puts that cells of a field are, one by one: the put, and the row in it; for the rest see `CellRuns`."""
+    """The rows of puts that cells of a field are, one by one: the put, and the row in it; see also `CellRuns`."""
 
     puts: Indexes
     rows: Indexes

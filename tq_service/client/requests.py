@@ -345,8 +345,8 @@ def check_rows(metadata: BatchMeta, columns: Iterable[ColumnShape]) -> None:
     for column in columns:
         if column.row_count != metadata.size:
             raise InvalidArgumentError(
-                f"metadata has {metadata.size} samples, field {column.spec.name!r} has {column.row_count} rows; put one "
-                "row for each sample, or give the metadata of the samples that the rows are for",
+                f"metadata has {metadata.size} samples, field {column.spec.name!r} has {column.row_count} rows; put "
+                "one row for each sample, or give the metadata of the samples that the rows are for",
                 field="data",
             )
 

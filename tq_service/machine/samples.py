@@ -191,16 +191,16 @@ class SampleWrite:
                 field="rows_per_put",
             )
         if self.append_at is not None:
-            self._check_append(self.append_at)
+            self._check_lengths(self.append_at)
 
-    def _check_append(self, lengths: Indexes) -> None:
+    def _check_lengths(self, lengths: Indexes) -> None:
         problem = ""
         if self.global_indexes is None:
             problem = "without global_indexes; name the samples by their indexes"
         elif lengths.size != self.row_count:
             problem = f"with {lengths.size} lengths for {self.row_count} samples; give the length of each before"
-        elif self.state is not None or self.acks is not None or self.rows_per_put:
-            problem = "with state, ack or rows_per_put; write these by a call of their own"
+        elif self.state is not None or self.acks is not None or self.groups is not None or self.rows_per_put:
+            problem = "with state, ack, groups or rows_per_put; write these by a call of their own"
         if problem:
             raise InvalidArgumentError(f"append_at is given {problem}", field="append_at")
 
@@ -367,8 +367,7 @@ class SamplesTruncated(Change):
         is_changed = False
         for name in self.field_names:
             _check_ragged(partition, name)
-            lengths = partition.cells.lengths(name, positions)
-            _check_lengths(partition, name, positions, lengths, self.lengths, lengths >= self.lengths)
+            lengths = _check_lengths(partition, name, positions, self.lengths, at_least=True)
             is_there = partition.cells.produced([name], positions)
             is_changed |= bool((is_there & ((lengths > self.lengths) | (self.lengths == 0))).any())
         return (partition, positions) if is_changed else None
@@ -488,8 +487,6 @@ def check_write(partition: Partition, write: SampleWrite) -> CheckedWrite:
             f"existing; clear the partition to start over, or use another one",
             metadata={"partition_id": partition.partition_id},
         )
-    if positions is not None and partition.cells.write_once and write.append_at is None:
-        _check_write_once(partition, write, positions[positions >= 0])
     if partition.sealed and write.keys is not None and write.key_mode == "upsert" and positions is not None:
         for column in write.columns:  # which looks like another run under the same name
             is_there = partition.cells.produced([column.spec.name], positions)
@@ -503,10 +500,7 @@ def check_write(partition: Partition, write: SampleWrite) -> CheckedWrite:
                 )
     if not write.is_of_slots:
         _check_not_bounded(partition, write, new_count)
-    if write.append_at is None or positions is None:
-        specs = partition.cells.merged_specs(write.columns, positions)
-    else:
-        specs = _check_append(partition, write, positions, write.append_at)
+    specs = _check_columns(partition, write, positions)
     partition.meta.check(write.all_meta, write.row_count)
     if positions is not None and write.state is not None and write.state is not SampleState.FAILED:
         known = positions[positions >= 0]
@@ -539,20 +533,28 @@ def check_write(partition: Partition, write: SampleWrite) -> CheckedWrite:
     return checked
 
 
-def _check_append(partition: Partition, write: SampleWrite, positions: Indexes, before: Indexes) -> Sequence[FieldSpec]:
+def _check_columns(partition: Partition, write: SampleWrite, positions: Indexes | None) -> list[FieldSpec]:
+    """Refuse columns that samples at `positions`, None if all are new, do not take; return what fields are then."""
+    if write.append_at is not None and positions is not None:
+        return _check_append(partition, write, positions, write.append_at)
+    if positions is not None and partition.cells.write_once:
+        _check_write_once(partition, write, positions[positions >= 0])
+    return partition.cells.merged_specs(write.columns, positions)
+
+
+def _check_append(partition: Partition, write: SampleWrite, positions: Indexes, before: Indexes) -> list[FieldSpec]:
     """Refuse to add to cells of another length, or of samples that do not grow; return what the fields are then."""
     check_growing(partition, write.claim, positions)
     specs = partition.cells.appended_specs(write.columns)
     for spec in specs:
-        lengths = partition.cells.lengths(spec.name, positions)
-        _check_lengths(partition, spec.name, positions, lengths, before, lengths == before)
+        _check_lengths(partition, spec.name, positions, before)
         counts = partition.cells.extent_counts(spec.name, positions)
         if counts.max() >= MOST_EXTENTS:
             index = int(partition.table.index[positions[int(counts.argmax())]])
             raise PreconditionError(
                 f"field {spec.name!r} of sample {index} of partition {partition.partition_id!r} has "
-                f"{int(counts.max())} extents, expected fewer than {MOST_EXTENTS} before an append; put the field whole, "
-                f"which makes it one, and append in larger steps",
+                f"{int(counts.max())} extents, expected fewer than {MOST_EXTENTS} before an append; put the field "
+                f"whole, which makes it one, and append in larger steps",
                 reason="TOO_MANY_EXTENTS",
                 metadata={
                     "partition_id": partition.partition_id,
@@ -582,11 +584,13 @@ def _check_ragged(partition: Partition, name: str) -> None:
 
 
 def _check_lengths(
-    partition: Partition, name: str, positions: Indexes, lengths: Indexes, expected: Indexes, fits: NDArray[np.bool_]
-) -> None:
-    """Refuse cells that have other lengths than a caller expects."""
+    partition: Partition, name: str, positions: Indexes, expected: Indexes, *, at_least: bool = False
+) -> Indexes:
+    """Refuse cells that have other lengths, or smaller ones, than a caller expects; return their lengths."""
+    lengths = partition.cells.lengths(name, positions)
+    fits = lengths >= expected if at_least else lengths == expected
     if fits.all():
-        return
+        return lengths
     first = int(np.argmin(fits))
     index, got = int(partition.table.index[positions[first]]), int(lengths[first])
     raise PreconditionError(

@@ -1,7 +1,7 @@
 """The columns of a partition: its fields, the puts that hold their cells and which row holds each, and custom_meta.
 
-The values of fields are in storage services, located by cells; those of custom_meta columns are here. A cell is a row of
-a put, or, once it has grown, several: see `extents.py`.
+The values of fields are in storage services, located by cells; those of custom_meta columns are here. A cell is a row
+of a put, or, once it has grown, several: see `extents.py`.
 """
 
 from __future__ import annotations

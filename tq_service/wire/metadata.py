@@ -112,7 +112,7 @@ class CellRuns:
         first_rows: `(runs,)`, the first row of each in its put.
         row_counts: `(runs,)`, the number of rows of each.
         extent_counts: `(n,)`, where cells have grown, of how many rows each cell is; empty: all are of one.
-        extent_lengths: `(rows,)`, how much of the first dimension of each row belongs to its cell, `WHOLE_EXTENT`: all of it.
+        extent_lengths: `(rows,)`, how much of the first dimension of each row belongs to its cell, `WHOLE_EXTENT`: all.
     """
 
     field_names: tuple[str, ...]

@@ -223,7 +223,8 @@ class SampleCalls(Base):
         The samples are held and leased to the caller: slots, or what `get_meta(held=True, lease=...)` claims. The value
         of a cell is all that was appended to it, in order, along the first dimension of its rows; `get_data` returns it
         as one. A field that does not exist is made: jagged, of the dtype of the data. A cell takes 1,024 appends; a
-        `put` of the field replaces them all by one value.
+        `put` of the field replaces them all by one value. A batch that was claimed or looked up before an append has
+        the cells of then: `get_data` takes the one that this returns.
 
         Args:
             data: as for `put`, without objects and scalars: what to add to each of `n` samples, none of it included.
@@ -236,8 +237,9 @@ class SampleCalls(Base):
             The samples, with the fields of `data`.
 
         Raises:
-            PreconditionError: a field of a sample has another length (reason LENGTH_MISMATCH, with `got` and `expected`),
-                a sample is not held (SAMPLE_NOT_HELD), or has grown too often (TOO_MANY_EXTENTS). Nothing is written.
+            PreconditionError: a field of a sample has another length (reason LENGTH_MISMATCH, with `got` and
+                `expected`), a sample is not held (SAMPLE_NOT_HELD), or has grown too often (TOO_MANY_EXTENTS). Nothing
+                is written.
             LeaseExpiredError: samples are no longer leased to this worker, or were acknowledged; nothing is written.
             FieldMismatchError: a field is of another dtype or shape, or cannot be jagged.
             InvalidArgumentError: `metadata` is not of one leased claim, or counts differ.
@@ -267,8 +269,8 @@ class SampleCalls(Base):
     ) -> None:
         """Discard what jagged fields of unfinished samples have beyond a length.
 
-        A field that is cut to length 0 is not produced any more, as if it was never put. What was appended last is freed
-        first: each append as a whole. The bytes of one that is cut are freed once all of it goes.
+        A field that is cut to length 0 is not produced any more, as if it was never put. What was appended last is
+        freed first: each append as a whole. The bytes of one that is cut are freed once all of it goes.
 
         Args:
             metadata: the samples, held and of one leased claim; see `append`.
@@ -277,8 +279,8 @@ class SampleCalls(Base):
             timeout: seconds until the call fails; None: the client's.
 
         Raises:
-            PreconditionError: a field of a sample is shorter (reason LENGTH_MISMATCH, with `got` and `expected`), or a
-                sample is not held (SAMPLE_NOT_HELD); nothing is cut.
+            PreconditionError: a field of a sample is shorter (reason LENGTH_MISMATCH, with `got` and `expected`), or
+                a sample is not held (SAMPLE_NOT_HELD); nothing is cut.
             LeaseExpiredError: samples are no longer leased to this worker, or were acknowledged; nothing is cut.
             FieldMismatchError: a field is not jagged in its first dimension.
             InvalidArgumentError: `metadata` is not of one leased claim, counts differ, or no field is named.
