@@ -201,7 +201,7 @@ def test_cells_are_what_was_added_in_order_and_the_rest_is_freed(steps):
     growing.step("clear", list(growing.rows))
     assert not growing.store.rows
     assert growing.train.cells.used_bytes == 0
-    assert growing.train.cells.extents.count == len(growing.train.cells.extents._free)
+    assert growing.train.cells.extents.is_empty
 
 
 def checkpointed(growing):

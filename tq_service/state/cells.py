@@ -468,7 +468,7 @@ class CellTable:
         for name in names:
             cells, extents = self.fields[name].cell[positions], None
             key = cells.tobytes()
-            if self.extents.has(cells):  # cells that have grown differ by field
+            if not self.extents.is_empty and self.extents.has(cells):  # cells that have grown differ by field
                 extents = self.extents.chains.resolve(cells)
                 key = b"".join(
                     each.tobytes() for each in (extents.cells, extents.counts, self.extents.lengths(extents))

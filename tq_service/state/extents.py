@@ -97,7 +97,7 @@ class ExtentTable(SlotTable):
 
     def has(self, cells: Indexes) -> bool:
         """Whether any of some cells has grown."""
-        return self.count > len(self._free) and bool((cells >= GROWN).any())
+        return not self.is_empty and bool((cells >= GROWN).any())
 
     def lengths(self, extents: Extents) -> Indexes:
         """Return how much belongs to the cell of each extent, `WHOLE_EXTENT` for cells that have not grown."""
