@@ -430,11 +430,11 @@ class ControllerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def TruncateSamples(self, request, context):
-        """Discards what fields of held samples have beyond a length. Changes: their cells; one of length 0 is not produced any
-        more. Bytes are freed as whole extents, each stored by one append or put; the rest of one that is cut is kept until
-        all of it goes. Idempotent: a cell that has the length already stays as it is. Does not block. Errors: NOT_FOUND,
-        INVALID_ARGUMENT (a field of another kind), FAILED_PRECONDITION (STALE_INCARNATION, LEASE_EXPIRED, SAMPLE_NOT_HELD;
-        LENGTH_MISMATCH: a cell is shorter).
+        """Discards what fields of held samples have beyond a length. Changes: their cells; one of length 0 is not produced
+        any more. Bytes are freed as whole extents, each stored by one append or put; the rest of one that is cut is kept
+        until all of it goes. Idempotent: a cell that has the length already stays as it is. Does not block. Errors:
+        NOT_FOUND, INVALID_ARGUMENT (a field of another kind), FAILED_PRECONDITION (STALE_INCARNATION, LEASE_EXPIRED,
+        SAMPLE_NOT_HELD; LENGTH_MISMATCH: a cell is shorter).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

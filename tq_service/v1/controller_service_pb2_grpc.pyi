@@ -242,11 +242,11 @@ class ControllerServiceStub:
         tq_service.v1.controller_service_pb2.TruncateSamplesRequest,
         tq_service.v1.controller_service_pb2.TruncateSamplesResponse,
     ]
-    """Discards what fields of held samples have beyond a length. Changes: their cells; one of length 0 is not produced any
-    more. Bytes are freed as whole extents, each stored by one append or put; the rest of one that is cut is kept until
-    all of it goes. Idempotent: a cell that has the length already stays as it is. Does not block. Errors: NOT_FOUND,
-    INVALID_ARGUMENT (a field of another kind), FAILED_PRECONDITION (STALE_INCARNATION, LEASE_EXPIRED, SAMPLE_NOT_HELD;
-    LENGTH_MISMATCH: a cell is shorter).
+    """Discards what fields of held samples have beyond a length. Changes: their cells; one of length 0 is not produced
+    any more. Bytes are freed as whole extents, each stored by one append or put; the rest of one that is cut is kept
+    until all of it goes. Idempotent: a cell that has the length already stays as it is. Does not block. Errors:
+    NOT_FOUND, INVALID_ARGUMENT (a field of another kind), FAILED_PRECONDITION (STALE_INCARNATION, LEASE_EXPIRED,
+    SAMPLE_NOT_HELD; LENGTH_MISMATCH: a cell is shorter).
     """
 
     CloseGroups: grpc.UnaryUnaryMultiCallable[
@@ -630,11 +630,11 @@ class ControllerServiceAsyncStub:
         tq_service.v1.controller_service_pb2.TruncateSamplesRequest,
         tq_service.v1.controller_service_pb2.TruncateSamplesResponse,
     ]
-    """Discards what fields of held samples have beyond a length. Changes: their cells; one of length 0 is not produced any
-    more. Bytes are freed as whole extents, each stored by one append or put; the rest of one that is cut is kept until
-    all of it goes. Idempotent: a cell that has the length already stays as it is. Does not block. Errors: NOT_FOUND,
-    INVALID_ARGUMENT (a field of another kind), FAILED_PRECONDITION (STALE_INCARNATION, LEASE_EXPIRED, SAMPLE_NOT_HELD;
-    LENGTH_MISMATCH: a cell is shorter).
+    """Discards what fields of held samples have beyond a length. Changes: their cells; one of length 0 is not produced
+    any more. Bytes are freed as whole extents, each stored by one append or put; the rest of one that is cut is kept
+    until all of it goes. Idempotent: a cell that has the length already stays as it is. Does not block. Errors:
+    NOT_FOUND, INVALID_ARGUMENT (a field of another kind), FAILED_PRECONDITION (STALE_INCARNATION, LEASE_EXPIRED,
+    SAMPLE_NOT_HELD; LENGTH_MISMATCH: a cell is shorter).
     """
 
     CloseGroups: grpc.aio.UnaryUnaryMultiCallable[
@@ -1060,11 +1060,11 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         request: tq_service.v1.controller_service_pb2.TruncateSamplesRequest,
         context: _ServicerContext,
     ) -> typing.Union[tq_service.v1.controller_service_pb2.TruncateSamplesResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.TruncateSamplesResponse]]:
-        """Discards what fields of held samples have beyond a length. Changes: their cells; one of length 0 is not produced any
-        more. Bytes are freed as whole extents, each stored by one append or put; the rest of one that is cut is kept until
-        all of it goes. Idempotent: a cell that has the length already stays as it is. Does not block. Errors: NOT_FOUND,
-        INVALID_ARGUMENT (a field of another kind), FAILED_PRECONDITION (STALE_INCARNATION, LEASE_EXPIRED, SAMPLE_NOT_HELD;
-        LENGTH_MISMATCH: a cell is shorter).
+        """Discards what fields of held samples have beyond a length. Changes: their cells; one of length 0 is not produced
+        any more. Bytes are freed as whole extents, each stored by one append or put; the rest of one that is cut is kept
+        until all of it goes. Idempotent: a cell that has the length already stays as it is. Does not block. Errors:
+        NOT_FOUND, INVALID_ARGUMENT (a field of another kind), FAILED_PRECONDITION (STALE_INCARNATION, LEASE_EXPIRED,
+        SAMPLE_NOT_HELD; LENGTH_MISMATCH: a cell is shorter).
         """
 
     @abc.abstractmethod
