@@ -1,9 +1,10 @@
 """Bounded staleness with real processes that are killed at random: `python -m chaos.asynchronous --runs 100`.
 
-In each run rollout workers in two processes claim prompts, make slots for their groups, and put them late, never, or as
-failed; a trainer claims batches and publishes a version for each. Processes of each kind are killed and started again
-at random moments; the trainer goes on with another number of ranks. In the end each prompt was trained once, and none
-later than the bound allows. A prompt names the keys of its group, so that no two groups of it are trained.
+In each run rollout workers in two processes claim prompts, make slots for their groups, append to them in steps, and
+finish them late, never, or not at all; others continue what was left unfinished. A trainer claims batches and publishes
+a version for each. Processes of each kind are killed and started again at random moments; the trainer goes on with
+another number of ranks. In the end each prompt was trained once, with what its workers have appended, and none later
+than the bound allows. A prompt names the keys of its group, so that no two groups of it are trained.
 """
 
 from __future__ import annotations
@@ -15,13 +16,15 @@ import random
 import signal
 import sys
 import time
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 import tq_service as tq
 from chaos.cluster import Cluster, Process, wait_until, without_torch
@@ -37,7 +40,12 @@ _PROMPT_SECONDS: Final = 3.0
 _SLOT_SECONDS: Final = 1.5
 _TIMEOUT_SECONDS: Final = 60.0
 _RUN_SECONDS: Final = 120.0
-_POLL_SECONDS: Final = 5.0
+_POLL_SECONDS: Final = 0.5
+_TOKENS: Final = (16, 21)
+"""Of each member of a group."""
+
+_MOST_PER_STEP: Final = 5
+_CONTINUED: Final = "continued"
 
 
 # What the processes do
@@ -54,11 +62,19 @@ async def roll_out(namespace: str, address: str, seed: int) -> None:
 async def _work(client: tq.AsyncClient, rng: random.Random) -> None:
     while True:
         try:
+            unfinished = await client.get_meta(
+                partition_id=_TRAIN, task_name=_ROLLOUT, data_fields=[], batch_size=_GROUP_SIZE, min_batch_size=1,
+                held=True, lease=_SLOT_SECONDS, max_wait=0,
+            )  # fmt: skip
+            if unfinished.status == "batch":
+                await _grow(client, unfinished, rng)
+                await _finish(client, unfinished)
+                continue
             prompt = await client.get_meta(
                 partition_id=_PROMPTS, task_name=_ROLLOUT, data_fields=["x"], batch_size=1, lease=_PROMPT_SECONDS,
                 max_wait=_POLL_SECONDS,
             )  # fmt: skip
-        except tq.LeaseExpiredError:  # the answer was lost, and came too late
+        except tq.LeaseExpiredError:  # the answer was lost, and came too late, or another worker has it now
             continue
         if prompt.status == "end":
             return
@@ -74,11 +90,11 @@ async def _generate(client: tq.AsyncClient, prompt: tq.BatchMeta, rng: random.Ra
     try:
         slots = await client.acquire(
             _TRAIN, _ROLLOUT, keys=keys, groups=[str(name)], group_size=_GROUP_SIZE, lease=_SLOT_SECONDS,
-            on_lost="remove", max_wait=1.0,
+            max_wait=1.0,
         )  # fmt: skip
     except tq.AlreadyExistsError:
-        found, _ = await client.lookup_samples(_TRAIN, keys, task_name=_ROLLOUT)
-        if found.size == _GROUP_SIZE and not np.any(found.leased):  # its worker has died before it could say so
+        found, _ = await client.lookup_samples(_TRAIN, keys)
+        if found.size == _GROUP_SIZE and all(found.produced.get("x", [False])):  # finished, maybe by others
             await client.ack(prompt)
         else:
             await asyncio.sleep(0.1)
@@ -87,7 +103,7 @@ async def _generate(client: tq.AsyncClient, prompt: tq.BatchMeta, rng: random.Ra
     if slots.status != "batch":
         await client.release(prompt)
         return
-    await asyncio.sleep(rng.uniform(0.005, 0.06) * (20 if rng.random() < 0.08 else 1))
+    await _grow(client, slots, rng)
     fate = rng.random()
     if fate < 0.05:
         await asyncio.sleep(_SLOT_SECONDS * 1.5)  # too late, which is for the service to say
@@ -95,8 +111,53 @@ async def _generate(client: tq.AsyncClient, prompt: tq.BatchMeta, rng: random.Ra
         await client.clear_samples(slots)
         await client.release(prompt)
         return
-    await client.put({"x": np.arange(_GROUP_SIZE)}, metadata=slots, ack=True)
+    await _finish(client, slots)
     await client.ack(prompt)
+
+
+async def _grow(client: tq.AsyncClient, slots: tq.BatchMeta, rng: random.Random) -> None:
+    """Append to samples until they have all of their tokens; a part of what they have already may be discarded."""
+    lengths = await _lengths(client, slots)
+    if any(lengths):
+        print(_CONTINUED, slots.keys, lengths, flush=True)
+    if rng.random() < 0.2:
+        lengths = [rng.randint(0, length) for length in lengths]
+        await client.truncate(metadata=slots, to=lengths, data_fields=["tokens"])
+    wanted = [_tokens_of(key) for key in slots.keys]
+    pause = rng.uniform(0.001, 0.01) * (20 if rng.random() < 0.08 else 1)
+    while any(length < len(tokens) for length, tokens in zip(lengths, wanted, strict=True)):
+        await asyncio.sleep(pause)
+        ends = [length + rng.randint(0, _MOST_PER_STEP) for length in lengths]
+        added = [tokens[start:end] for tokens, start, end in zip(wanted, lengths, ends, strict=True)]
+        await client.append({"tokens": added}, metadata=slots, at=lengths)
+        lengths = [length + len(some) for length, some in zip(lengths, added, strict=True)]
+
+
+async def _lengths(client: tq.AsyncClient, slots: tq.BatchMeta) -> list[int]:
+    """Return how many tokens samples have."""
+    lengths = []
+    for index, key in zip(slots.global_indexes, slots.keys, strict=True):
+        found = await client.get_data(
+            partition_id=_TRAIN, global_indexes=[index], data_fields=["tokens"], missing="skip", missing_fields="skip"
+        )
+        tokens = found["tokens"][0].tolist() if found and len(found["tokens"]) else []
+        if tokens != _tokens_of(key)[: len(tokens)].tolist():
+            raise ValueError(f"sample {key} has the tokens {tokens}")
+        lengths.append(len(tokens))
+    return lengths
+
+
+async def _finish(client: tq.AsyncClient, slots: tq.BatchMeta) -> None:
+    await client.put({"x": np.array([_member_of(key) for key in slots.keys])}, metadata=slots, ack=True)
+
+
+def _member_of(key: str | None) -> int:
+    return int(str(key).split("/")[1])
+
+
+def _tokens_of(key: str | None) -> NDArray[np.int64]:
+    """Return the tokens of a sample: others for each."""
+    return zlib.crc32(str(key).encode()) + np.arange(_TOKENS[_member_of(key)])
 
 
 def train(namespace: str, address: str, log_path: Path, seed: int) -> None:
@@ -113,15 +174,15 @@ def train(namespace: str, address: str, log_path: Path, seed: int) -> None:
             groups, versions = [], []
             for rank in range(dp_size):
                 meta = client.get_meta(
-                    partition_id=_TRAIN, task_name=_ACTOR, data_fields=["x"], batch_size=_GLOBAL_BATCH // dp_size,
-                    batch_unit="group", dp_rank=rank, dp_size=dp_size, batch_index=batch_index, epoch=epoch,
-                    max_wait=_RUN_SECONDS,
+                    partition_id=_TRAIN, task_name=_ACTOR, data_fields=["x", "tokens"],
+                    batch_size=_GLOBAL_BATCH // dp_size, batch_unit="group", dp_rank=rank, dp_size=dp_size,
+                    batch_index=batch_index, epoch=epoch, max_wait=_RUN_SECONDS,
                 )  # fmt: skip
                 if meta.status != "batch":
                     log.write("end", batch_index=batch_index, status=meta.status)
                     return
                 members = [place % _GROUP_SIZE for place in range(meta.size)]
-                if members and client.get_data(meta)["x"].tolist() != members:
+                if members and not _is_whole(client.get_data(meta), members, meta.keys):
                     log.write("wrong", batch_index=batch_index)
                 groups += [str(key).split("/")[0] for key in meta.keys[::_GROUP_SIZE]]
                 versions += [int(each["start_version"]) for each in meta.custom_meta]
@@ -130,6 +191,12 @@ def train(namespace: str, address: str, log_path: Path, seed: int) -> None:
             time.sleep(rng.uniform(0.005, 0.05))
             client.publish_version(published + 1, trained={(_TRAIN, _ACTOR): batch_index})
             batch_index += 1
+
+
+def _is_whole(data: Any, members: list[int], keys: Sequence[str | None]) -> bool:
+    """Whether the data of samples is what workers have put and appended."""
+    tokens = [row.tolist() for row in data["tokens"]]
+    return bool(data["x"].tolist() == members and tokens == [_tokens_of(key).tolist() for key in keys])
 
 
 # A run
@@ -148,6 +215,7 @@ class Run:
         kills: processes that were killed.
         max_staleness: the bound.
         staleness: the most versions that a sample was late.
+        continued: claims of samples that had tokens of another worker.
     """
 
     def __init__(self, cluster: Cluster, number: int, directory: Path, rng: random.Random) -> None:
@@ -166,6 +234,7 @@ class Run:
         self._trainer = Process("trainer", [*module, seed, "--as", "trainer"], directory / "trainer.log")
         self.kills = 0
         self.staleness = 0
+        self.continued = 0
 
     def run(self) -> Iterator[str]:
         """Run to the end, and yield what is wrong."""
@@ -188,6 +257,8 @@ class Run:
             finally:
                 for process in (*self._workers, self._trainer):
                     process.end()
+            logs = [process.log.read_text() for process in self._workers]
+            self.continued = sum(log.count(_CONTINUED) for log in logs)
             yield from self._violations(names)
             for name in (_PROMPTS, _TRAIN):
                 client.clear_partition(name)
@@ -232,7 +303,7 @@ def _say(text: str) -> None:
 
 
 def _trial(given: argparse.Namespace) -> int:
-    rng, broken, kills, latest = random.Random(given.seed), 0, 0, dict[int, int]()
+    rng, broken, kills, continued, latest = random.Random(given.seed), 0, 0, 0, dict[int, int]()
     cluster = Cluster("embedded", "process", given.output)
     given.output.mkdir(parents=True, exist_ok=True)
     try:
@@ -242,6 +313,7 @@ def _trial(given: argparse.Namespace) -> int:
             run = Run(cluster, number, given.output / f"run-{number}", rng)
             violations = list(run.run())
             kills += run.kills
+            continued += run.continued
             latest[run.max_staleness] = max(run.staleness, latest.get(run.max_staleness, 0))
             for violation in violations:
                 broken += 1
@@ -252,6 +324,7 @@ def _trial(given: argparse.Namespace) -> int:
     finally:
         cluster.close()
     _say("; ".join(f"at most {bound} versions late: {latest[bound]} was the most" for bound in sorted(latest)))
+    _say(f"{continued} times a worker continued what another had begun")
     _say(f"{given.runs} runs, {kills} kills, {broken} violations; seed {given.seed}; logs and data in {given.output}")
     return 1 if broken else 0
 

@@ -310,6 +310,8 @@ MOST_NAMED_PER_WRITE: Final = 2**14
 """Most samples with keys or groups that one request writes."""
 LARGEST_EXACT: Final = 1 << 53
 """Of the integers that floats hold."""
+WHOLE_EXTENT: Final = (1 << 32) - 1
+"""Stands for the length of an extent of a cell that is not cut."""
 _LARGEST: Final = sys.float_info.max
 
 

@@ -69,6 +69,16 @@ function rowsOf({ spec, value_bytes, extents }, values, rowCount) {
   });
 }
 
+function joined(arrays) {
+  const whole = new arrays[0].constructor(arrays.reduce((size, each) => size + each.length, 0));
+  let at = 0;
+  for (const each of arrays) {
+    whole.set(each, at);
+    at += each.length;
+  }
+  return whole;
+}
+
 function objectOf(encoding, row, name) {
   if (ENCODINGS[encoding] === "ENCODING_TEXT") return row.toString("utf8");
   if (ENCODINGS[encoding] === "ENCODING_BYTES") return row;
@@ -224,6 +234,7 @@ export class Client {
 
   async #cells({ storages, puts, runs }) {
     const fields = new Map(runs.flatMap((each) => each.field_names).map((name) => [name, []]));
+    const widths = new Map(); // elements of each row per length in its first dimension
     for (const [index, endpoint] of storages.entries()) {
       const here = puts.flatMap((put, at) => (put.storage_index === index ? [at] : []));
       for (const name of fields.keys()) {
@@ -247,7 +258,16 @@ export class Client {
         request.runs.push(run);
         const { header, values } = await this.#read(this.#storage(endpoint), request);
         const rows = rowsOf(header.columns[0], values, positions.length);
+        widths.set(name, header.columns[0].spec.row_shape.slice(1).map(Number).reduce((a, b) => a * b, 1));
         positions.forEach((at, i) => (fields.get(name)[at] = rows[i]));
+      }
+    }
+    for (const { field_names, extent_counts, extent_lengths } of runs.filter((each) => each.extent_counts.length)) {
+      for (const name of field_names) {
+        // Cells that have grown: each is several rows, of which what was truncated does not count.
+        const parts = fields.get(name).map((row, i) => row.subarray(0, extent_lengths[i] * widths.get(name)));
+        let at = 0;
+        fields.set(name, extent_counts.map((count) => joined(parts.slice(at, (at += count)))));
       }
     }
     return Object.fromEntries(fields);

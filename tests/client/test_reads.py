@@ -62,7 +62,7 @@ def test_rows_come_back_in_order(data):
         puts=tuple(PutRef(STORAGES[number], f"put {number}".encode()) for number in range(3)), runs=tuple(runs)
     )
     reads = plan_reads(locations, list(values))
-    received = merge_answers(reads, [serve(read, puts) for read in reads], list(values), {})
+    received = merge_answers(reads, [serve(read, puts) for read in reads], list(values), {}, CellLocations())
     back = decode_columns([column for column, _ in received], [buffer for _, buffer in received], as_torch=False)
     assert back["dense"].tolist() == list(range(size))
     for name in ("jagged", "grid"):
@@ -93,7 +93,7 @@ def test_a_dense_part_of_a_jagged_field_comes_back_jagged(declared):
     for rows in (torch.tensor([[1.0, 2.0], [4.0, 5.0]]), [torch.tensor([3.0])]):
         (column,) = encode_columns({"x": rows})
         answers.append([(column, column_bytes(column))])
-    ((column, buffer),) = merge_answers(reads, answers, ["x"], declared)
+    ((column, buffer),) = merge_answers(reads, answers, ["x"], declared, locations)
     assert column.spec.layout is Layout.JAGGED
     rows = decode_columns([column], [buffer], as_torch=False)["x"]
     assert [row.tolist() for row in rows] == [[1, 2], [3], [4, 5]]
@@ -110,7 +110,7 @@ def test_storages_that_hold_different_kinds_of_a_field_are_an_error():
         (column,) = encode_columns({"x": torch.zeros(1, dtype=dtype)})
         answers.append([(column, column_bytes(column))])
     with pytest.raises(FieldMismatchError, match=r"int64.*float32"):
-        merge_answers(reads, answers, ["x"], {})
+        merge_answers(reads, answers, ["x"], {}, CellLocations())
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_short_and_long_rows_of_two_storages_are_put_in_order(dtype, lengths):
         columns = encode_columns(values)
         reads.append(StorageRead(storage=STORAGES[number], positions=positions, request=GetRequest()))
         answers.append([(column, column_bytes(column)) for column in columns])
-    merged = merge_answers(reads, answers, ["rows", "fixed"], {})
+    merged = merge_answers(reads, answers, ["rows", "fixed"], {}, CellLocations())
     back = decode_columns([column for column, _ in merged], [values for _, values in merged])
     for got, row in zip(back["rows"].unbind(), rows, strict=True):
         assert got.dtype == dtype

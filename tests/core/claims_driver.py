@@ -38,6 +38,7 @@ from tq_service.errors import (
     TqError,
 )
 from tq_service.machine.evictions import UnitsEvicted
+from tq_service.machine.samples import SamplesTruncated
 from tq_service.samplers import (
     GRPOGroupNSampler,
     PlanRunner,
@@ -45,7 +46,7 @@ from tq_service.samplers import (
     SeqlenBalancedSampler,
     SequentialSampler,
 )
-from tq_service.schema import EndCounts, FieldSpec, Layout
+from tq_service.schema import WHOLE_EXTENT, EndCounts, FieldSpec, Layout
 from tq_service.serving import planner
 from tq_service.serving.catalog import Catalog
 from tq_service.serving.status import consumption_of
@@ -93,6 +94,12 @@ def column_of(name, rows):
     shape = tuple(np.where(differs, -1, shapes[0]).tolist())
     spec = FieldSpec(name, dtype=rows.dtype, layout=Layout.JAGGED, row_shape=shape)
     return ColumnWrite(spec=spec, extents=shapes[:, differs])
+
+
+def jagged_column(name, rows):
+    """Return rows of a field as a column of an append."""
+    spec = FieldSpec(name, dtype=rows.dtype, layout=Layout.JAGGED, row_shape=(-1, *rows.shapes[0][1:]))
+    return ColumnWrite(spec=spec, extents=np.array(rows.shapes, np.int64)[:, :1])
 
 
 class Call:
@@ -379,6 +386,50 @@ class Driver:
         else:
             assert expected is None
 
+    def append(self, name, request_id, rows, fields):
+        """Add to the cells of samples of a claim, maybe where they do not end, or too late."""
+        rng, model = self.rng, self.model
+        columns = {field: self._added(model.fields.get(field), len(rows)) for field in fields}
+        at = [model.rows[row].cells.get(fields[0], (0,))[0] + (rng.random() < 0.05) for row in rows]
+        before = digest(self.partition)
+        expected = model.append(model.task(name), request_id, rows, columns, at)
+        specs = [jagged_column(field, given) for field, given in columns.items()]
+        claim = LeasedClaim(task_name=name, request_id=request_id)
+        write = new_write(len(rows), specs, indexes=rows, claim=claim, append_at=np.array(at, np.int64))
+        self._expect(expected, before, lambda: write_to(self.catalog, write))
+
+    def _added(self, known, count):
+        rng = self.rng
+        is_known = known is not None and rng.random() < 0.9
+        rest = [max(0, size) for size in known.shape[1:]] if is_known else [2] * rng.choice([0, 0, 1])
+        dtype = known.dtype if is_known else rng.choice(["float32", "int64"])
+        return Rows(dtype, [(rng.choice(SIZES), *rest) for _ in range(count)], jagged=True)
+
+    def truncate(self, name, request_id, rows, fields):
+        """Cut the cells of samples of a claim, maybe to more than they have, or too late."""
+        rng, model = self.rng, self.model
+        most = [model.rows[row].cells.get(fields[0], (0,))[0] for row in rows]
+        lengths = [rng.choice([0, size, size // 2, max(0, size - 1), size + (rng.random() < 0.1)]) for size in most]
+        before = digest(self.partition)
+        expected = model.truncate(model.task(name), request_id, rows, fields, lengths)
+        change = SamplesTruncated(
+            partition_id=NAME,
+            global_indexes=np.array(rows, np.int64),
+            lengths=np.array(lengths, np.int64),
+            field_names=list(fields),
+            claim=LeasedClaim(task_name=name, request_id=request_id),
+        )
+        self._expect(expected, before, lambda: self.catalog.commit(change))
+
+    def _expect(self, errors, before, change):
+        try:
+            change()
+        except TqError as error:
+            assert type(error).__name__ in (errors or "").split(), (error, errors)
+            assert digest(self.partition) == before
+        else:
+            assert errors is None
+
     def set_meta(self, indexes, entries):
         self.model.update(indexes, meta=entries)
         set_meta(self.catalog, np.array(indexes, np.int64), meta(entries))
@@ -657,7 +708,24 @@ class Driver:
             assert (spec.dtype, spec.layout, spec.row_shape) == (known.dtype, layout, known.shape)
             lengths = [known.length_of(row.cells[name]) if name in row.cells else -1 for row in rows]
             assert field.lengths(positions).tolist() == lengths
+            self._check_extents(name, positions[produced], [length for length in lengths if length >= 0])
+        chains = [field.cell.data[positions] for field in partition.cells.fields.values()]
+        chains = [partition.cells.extents.chains.resolve(cells).slots for cells in chains]
+        assert partition.cells.extents.count - len(partition.cells.extents._free) == sum(
+            np.count_nonzero(slots >= 0) for slots in chains
+        )
         self._check_groups()
+
+    def _check_extents(self, name, positions, lengths):
+        """Compare where cells are with their lengths, and with what is not freed."""
+        cells = self.partition.cells
+        for runs in cells.locate([name], positions) if positions.size else ():
+            counts = runs.extent_counts or [1] * len(lengths)
+            parts = runs.extent_lengths or [WHOLE_EXTENT] * len(lengths)
+            assert (sum(counts), len(counts)) == (sum(runs.row_counts), len(lengths))
+            bounds = np.cumsum([0, *counts]).tolist()
+            for length, start, end in zip(lengths, bounds, bounds[1:], strict=False):
+                assert parts[start:end] == [WHOLE_EXTENT] or sum(parts[start:end]) == length
 
     def _check_groups(self):
         groups = self.partition.groups

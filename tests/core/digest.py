@@ -19,11 +19,12 @@ def digest(partition, *, with_gaps=False):
     table = partition.table
     positions = np.arange(table.count) if with_gaps else table.present_positions()
     slots = [table for table in partition.tables.values() if table is not partition.table]
+    extents = partition.cells.extents  # are compared as parts of their cells
     return {
         "facts": facts_of(partition.facts),
         "tables": sorted(partition.tables),
         "rows": {name: _row_values(partition, name, column.data[positions]) for name, column in table.columns.items()},
-        "slots": [_slot_values(each) for each in slots],
+        "slots": [_slot_values(each) for each in slots if each is not extents],
         "tasks": {name: _task(task) for name, task in partition.tasks.items()},
         "rebuilt": {
             "present_count": table.present_count,
@@ -61,10 +62,17 @@ def _row_values(partition, name, values):
         names[values < 0] = None
         return names.tolist()
     if name.startswith("cell/"):
-        slots, rows = slots_and_rows(values)
-        puts = partition.cells.puts.occupants[slots]
-        return [None if value < 0 else (put, row) for value, put, row in zip(values, puts, rows.tolist(), strict=True)]
+        return [_cell(partition, value) for value in values]
     return values.tolist()
+
+
+def _cell(partition, value):
+    """Return the rows of puts that a cell consists of, each with how much of it belongs to the cell."""
+    extents = partition.cells.extents.chains.resolve(np.array([value]))
+    slots, rows = slots_and_rows(extents.cells)
+    puts = partition.cells.puts.occupants[slots]
+    lengths = partition.cells.extents.lengths(extents)
+    return None if value < 0 else list(zip(puts, rows.tolist(), lengths.tolist(), strict=True))
 
 
 def _slot_values(table):

@@ -246,6 +246,54 @@ class Model:
             self.update(held, state="live")
         return None
 
+    def growth_error(self, task, request_id, rows):
+        """Return the name of the error of a worker that adds to these rows of its claim, None without one."""
+        if error := self.lease_error(task, request_id, rows):
+            return error
+        if any(self.rows[index].state != "held" for index in rows):
+            return "PreconditionError"
+        claim = task.claims.get(request_id)
+        return None if claim is not None and set(rows) <= claim.left else "LeaseExpiredError"
+
+    def append(self, task, request_id, rows, columns, at):
+        """Add rows to the cells of samples of a claim; return the names of the errors, None without one."""
+        if error := self.growth_error(task, request_id, rows):
+            return error
+        errors = set()
+        for name, column in columns.items():
+            known, rest = self.fields.get(name), column.shapes[0][1:]
+            if known is not None and (not known.takes(column) or known.shape[1:] != rest):
+                errors.add("FieldMismatchError")
+            elif [self.rows[index].cells.get(name, (0,))[0] for index in rows] != at:
+                errors.add("PreconditionError")
+        if errors:
+            return " ".join(errors)
+        for name, column in columns.items():
+            self.fields[name] = Field(column.dtype, (-1, *column.shapes[0][1:]), jagged=True)
+            for index, length, (added, *rest) in zip(rows, at, column.shapes, strict=True):
+                self.rows[index].cells[name] = (length + added, *rest)
+        return None
+
+    def truncate(self, task, request_id, rows, names, lengths):
+        """Cut the cells of samples of a claim; return the names of the errors, None without one."""
+        if error := self.growth_error(task, request_id, rows):
+            return error
+        errors = set()
+        for name in names:
+            if name in self.fields and self.fields[name].shape[:1] != (-1,):
+                errors.add("FieldMismatchError")
+            if any(self.rows[row].cells.get(name, (0,))[0] < to for row, to in zip(rows, lengths, strict=True)):
+                errors.add("PreconditionError")
+        if errors:
+            return " ".join(errors)
+        for name in names:
+            for index, to in zip(rows, lengths, strict=True):
+                _, *rest = self.rows[index].cells.pop(name, (0,))
+                if to:
+                    self.rows[index].cells[name] = (to, *rest)
+        self._forget_fields()
+        return None
+
     def is_replaced(self, rows, name):
         """Whether a write to some rows leaves no cell of a field."""
         kept = {row.index for row in self.rows.values()} - {row.index for row in rows}

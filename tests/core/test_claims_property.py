@@ -32,13 +32,13 @@ STEPS = (
     *["insert"] * 6, *["columns"] * 5, *["ask"] * 8, "ask_ahead", "replay", "retry", "leave", "leave_late", "look",
     "disagree", "release", "fail", "hold", "free", "set_meta", "seal", "close_group", "reset", "restart", "clear",
     "clear_all", "overwrite", "turn", "turn", "ack", "ack", "ack", "extend", "pass_time", *["ask_named"] * 3,
-    *["put_leased"] * 3,
+    *["put_leased"] * 3, *["grow"] * 4,
 )  # fmt: skip
 # Workers that lease, and crash, in partitions that soon come to their end.
 LEASE_STEPS = (
     *["insert"] * 4, *["columns"] * 3, *["ask"] * 9, *["ack"] * 7, *["pass_time"] * 5, *["seal"] * 2, "look", "fail",
     "hold", "free", "release", "retry", "retry", *["extend"] * 4, "leave_late", "close_group", "clear", "reset", "turn",
-    "ask_named", "ask_named", *["put_leased"] * 5,
+    "ask_named", "ask_named", *["put_leased"] * 5, *["grow"] * 5,
 )  # fmt: skip
 GROUPS = ("a", "b", "c", "d")
 
@@ -394,6 +394,20 @@ class Interleaving:
                 fields=rng.choice([(), ("y",), ("x", "y")]),
                 state=rng.choice([None, None, None, "held", "live", "failed"]),
             )
+
+    async def grow(self, rng):
+        """A worker adds to unfinished samples that it leases, some times, and cuts some."""
+        name, _, task = self._task(rng, ranked=False)
+        if not task.rows_of_claims:
+            return
+        request_id, rows_of = self._known_claim(rng, task), task.rows_of_claims
+        rows = sorted(set(rows_of[request_id]) & self.driver.model.rows.keys())
+        if live := [row for row in rows if self.driver.model.rows[row].state == "live" and rng.random() < 0.95]:
+            self.driver.update(live, state="held")
+        for _ in range(rng.randint(1, 5) if rows else 0):
+            some = rng.sample(rows, rng.randint(1, len(rows)))
+            change = rng.choice([self.driver.append] * 3 + [self.driver.truncate])
+            change(name, request_id, some, rng.choice([("x",), ("y",), ("y",), ("y", "x")]))
 
     async def extend(self, rng):
         name, _, task = self._task(rng, ranked=False)

@@ -11,7 +11,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent.parent / "core"))
 
 from digest import digest, facts_of
-from domain_support import BOOT, batch_spec, new_write, plan_of
+from domain_support import BOOT, batch_spec, jagged, new_write, plan_of
 
 from tq_service.durable.state_store import StateStore
 from tq_service.errors import ServiceFailedError
@@ -40,6 +40,7 @@ from tq_service.machine.samples import (
     PartitionCreated,
     PartitionSealed,
     SamplesCleared,
+    SamplesTruncated,
     SamplesWritten,
     StateReplaced,
 )
@@ -54,7 +55,7 @@ from tq_service.state.plan import LeaseTerms, Refill
 
 TRAIN = {"partition_id": "train"}
 TASK = {**TRAIN, "task_name": "t"}
-FIRST, SECOND = b"1" * 16, b"2" * 16
+FIRST, SECOND, THIRD = b"1" * 16, b"2" * 16, b"5" * 16
 ROWS = replace(
     new_write(
         10,
@@ -65,6 +66,14 @@ ROWS = replace(
     ),
     put=Put("s0", BOOT, bytes(15) + b"\1"),  # whatever was made before: kept files have it
 )
+
+
+def grown(number, added, before):
+    """Return an append to two slots."""
+    write = new_write(2, [jagged("tokens", added)], indexes=[10, 11], append_at=np.array(before))
+    return replace(write, put=Put("s0", BOOT, bytes(15) + bytes([number])))
+
+
 LEASED = {"plan": plan_of(range(2, 6)), "lease": LeaseTerms(seconds=60.0, max_deliveries=1)}
 STORY = [
     PartitionCreated(incarnation=b"i" * 16, settings=PartitionSettings(), **TRAIN),
@@ -101,6 +110,11 @@ STORY = [
         refill=Refill(**TASK),
         **TASK,
     ),
+    SamplesWritten(write=new_write(2, keys=["s0", "s1"], state="held"), **TRAIN),
+    SamplesClaimed(request_id=THIRD, plan=plan_of(range(10, 12)), lease=LeaseTerms(seconds=60.0), **TASK),
+    SamplesWritten(write=grown(2, [2, 3], [0, 0]), **TRAIN),
+    SamplesWritten(write=grown(3, [1, 4], [2, 3]), **TRAIN),
+    SamplesTruncated(global_indexes=np.array([10, 11]), lengths=np.array([1, 5]), field_names=["tokens"], **TRAIN),
     TaskAdvanced(trained=0, saved=0, **TASK),
     VersionPublished(policy="default", version=3),
     VersionPublished(policy="default", version=2, rewind=True),

@@ -64,7 +64,8 @@ def check_catalog(catalog: Catalog) -> None:
     assert partition.tasks["other"].leased_count == 2
     assert partition.sealed
     keys = partition.key[partition.table.present_positions()].tolist()
-    assert keys == [f"k{row}" for row in (1, 2, 3, 4, 5, 7, 8, 9)]
+    assert keys == [*(f"k{row}" for row in (1, 2, 3, 4, 5, 7, 8, 9)), "s0", "s1"]
+    assert partition.cells.lengths("tokens", partition.key_index.positions_of(["s0", "s1"])).tolist() == [1, 5]
     assert len(list(catalog.answers.snapshot())) == 1
 
 

@@ -108,6 +108,26 @@ def test_cells_that_were_overwritten_since_the_claim_are_located_again(address: 
     assert run_node(address, "--input-type=module", "--eval", OVERWRITER) == "4,5,6\n"
 
 
+def test_cells_that_have_grown_are_read_as_one(address: str) -> None:
+    with tq.Client(address) as client:
+        client.create_partition("grown")
+        slots = client.acquire("grown", "rollout", count=2, lease=60.0)
+        for at, rows in (([0, 0], [[[1, 2], [3, 4]], [[5, 6]]]), ([2, 1], [[[7, 8]], [[9, 10], [11, 12]]])):
+            client.append({"x": [np.array(row, np.int32) for row in rows]}, metadata=slots, at=at)
+        client.truncate(metadata=slots, to=[3, 2], data_fields=["x"])
+        client.append({"x": [np.array([[row, row]], np.int32) for row in (13, 14)]}, metadata=slots, at=[3, 2])
+        client.put({"y": np.arange(2)}, metadata=slots, ack=True)
+    script = """
+        import { Client } from "./tq.mjs";
+        const client = new Client(process.env.TQ_ADDRESS, { protos: "../../protos" });
+        const { x } = await client.get(await client.claim("grown", "reader", ["x"], 2));
+        console.log(x.map((row) => row.join()).join(" "));
+        client.close();
+    """
+    found = run_node(address, "--input-type=module", "--eval", script)
+    assert found == "1,2,3,4,7,8,13,13 5,6,9,10,14,14\n"
+
+
 def test_indexes_that_come_as_ranges_are_read(address: str) -> None:
     script = """
         import { indexesOf } from "./tq.mjs";

@@ -182,6 +182,7 @@ def example_of(kind: Descriptor, meta: tq.BatchMeta) -> Message:
         "write": WRITE,
         "custom_meta": WRITE.custom_meta,
         "groups": ["g0"],
+        "lengths": [0, 0],
         "keys": ["k0"],
         "prefix": "t",
         "page_size": 3,
@@ -195,6 +196,8 @@ def example_of(kind: Descriptor, meta: tq.BatchMeta) -> Message:
     if "global_indexes" in values:  # samples are named by these, by keys or by groups
         values.pop("keys", None)
         values.pop("groups", None)
+    if "lengths" in values:
+        values["claim"] = metadata_pb2.LeasedClaim(task_name="t", claim_request_id=new_id())
     if "get" in kind.fields_by_name:
         values["get"] = example_of(kind.fields_by_name["get"].message_type, meta)
     return GetMessageClass(kind)(**values)
@@ -318,6 +321,7 @@ EXTREME_REQUESTS: list[tuple[str, Message]] = [
     ("ClearSamples", controller_pb.ClearSamplesRequest(partition_id="train", global_indexes=[0])),
     ("SetCustomMeta", controller_pb.SetCustomMetaRequest(**TRAIN_IDS)),
     ("SetCustomMeta", controller_pb.SetCustomMetaRequest(**TRAIN_IDS, global_indexes=[0, 0])),
+    ("TruncateSamples", controller_pb.TruncateSamplesRequest(**TRAIN_IDS, global_indexes=[0], lengths=[0])),
     ("Locate", controller_pb.LocateRequest(partition_id="train", global_indexes=[0], keys=["k0"])),
     ("Locate", controller_pb.LocateRequest(partition_id="train", global_indexes=[-(2**63), 2**63 - 1])),
     ("CheckProduction", controller_pb.CheckProductionRequest(partition_id="train")),

@@ -60,6 +60,15 @@ def mutating_requests(meta: tq.BatchMeta, request_id: bytes) -> dict[str, Messag
         ),
         "RemovePolicy": pb.RemovePolicyRequest(request_id=request_id, policy="actor"),
         "SetCustomMeta": pb.SetCustomMetaRequest(**ids(request_id, global_indexes=[0, 2], custom_meta=[column])),
+        "TruncateSamples": pb.TruncateSamplesRequest(
+            **ids(
+                request_id,
+                global_indexes=[len(meta.global_indexes)],
+                lengths=[1],
+                data_fields=["tokens"],
+                claim={"task_name": "slots", "claim_request_id": b"s" * 16},
+            )
+        ),
         "CloseGroups": pb.CloseGroupsRequest(**ids(request_id, groups=["g0"])),
         "ClearSamples": pb.ClearSamplesRequest(**ids(request_id, keys=["k0", "k3"])),
         "FailSamples": pb.FailSamplesRequest(**ids(request_id, keys=["k1"])),
@@ -84,7 +93,7 @@ def test_every_request_with_an_id_is_here() -> None:
 
 
 def make_claims(server: LiveServer) -> None:
-    """Claim samples for two tasks, one of them with a lease, and for ranks; publish a version."""
+    """Claim samples for two tasks, one of them with a lease, and for ranks; publish a version; have a slot grow."""
     for task_name, lease in (("held", None), ("leased", {"seconds": 60})):
         asked = {**CLAIM, "task_name": task_name, "lease": lease}
         server.controller.GetMeta(pb.GetMetaRequest(**asked, request_id=bytes(16), batch_size=2))
@@ -92,6 +101,12 @@ def make_claims(server: LiveServer) -> None:
         rank = {"task_name": "ranked", "dp_rank": 0, "dp_size": 2, "batch_index": index, "batch_size": 1}
         server.controller.GetMeta(pb.GetMetaRequest(**CLAIM | rank, request_id=bytes(16)))
     server.controller.PublishVersion(pb.PublishVersionRequest(request_id=b"p" * 16, policy="actor", version=1))
+    write = commit_pb2.SampleWrite(partition_id="train", row_count=1)
+    terms = {"task_name": "slots", "lease": {"seconds": 60}}
+    answer = server.controller.Acquire(pb.AcquireRequest(request_id=b"s" * 16, write=write, **terms))
+    slots = tq.BatchMeta.from_proto(answer.meta, claim_id=b"s" * 16, task_name="slots")
+    for at in range(2):
+        server.client().append({"tokens": [[at]]}, metadata=slots, at=[at])
 
 
 @pytest.mark.parametrize("name", mutating_requests(tq.BatchMeta(), b""))

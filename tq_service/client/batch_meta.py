@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from tq_service.custom_meta import MetaColumn, concatenated, laid_over, no_values
 from tq_service.errors import InvalidArgumentError, StaleIncarnationError, TqError
 from tq_service.results import Revision, WaitReason
-from tq_service.schema import EndCounts, FieldSpec, Layout, SampleConsumption
+from tq_service.schema import WHOLE_EXTENT, EndCounts, FieldSpec, Layout, SampleConsumption
 from tq_service.v1 import metadata_pb2 as pb
 from tq_service.wire.columns import merge_specs
 from tq_service.wire.messages import read_message, read_seconds
@@ -136,7 +136,10 @@ class PutRef(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CellLocations:
-    """Where the cells of a batch are: for every located field one cell for each sample, in the order of the batch."""
+    """Where the cells of a batch are: for every located field one cell for each sample, in the order of the batch.
+
+    A cell is one row of a put, or several where it has grown (`CellRuns.extent_counts`).
+    """
 
     puts: tuple[PutRef, ...] = ()
     runs: tuple[CellRuns, ...] = ()
@@ -161,9 +164,7 @@ class CellLocations:
 
     def select(self, positions: Indexes) -> CellLocations:
         """Return the locations of the samples at `positions`, in this order."""
-        cells = [(runs.field_names, *runs.expand()) for runs in self.runs]
-        selected = [CellRuns.of_rows(names, puts[positions], rows[positions]) for names, puts, rows in cells]
-        return CellLocations(puts=self.puts, runs=tuple(selected))
+        return CellLocations(puts=self.puts, runs=tuple(runs.select(positions) for runs in self.runs))
 
     def select_fields(self, field_names: Sequence[str]) -> CellLocations:
         """Return the locations of these fields only."""
@@ -178,22 +179,41 @@ class CellLocations:
     def concat(parts: Sequence[CellLocations]) -> CellLocations:
         """Return the locations of several batches one after the other, of the fields that all of them locate."""
         puts: dict[PutRef, int] = {}
-        per_part: list[dict[str, tuple[Indexes, Indexes]]] = []
+        per_part: list[dict[str, _Rows]] = []
         for part in parts:
             numbers = np.array([puts.setdefault(put, len(puts)) for put in part.puts], np.int64)
-            cells: dict[str, tuple[Indexes, Indexes]] = {}
+            cells: dict[str, _Rows] = {}
             for runs in part.runs:
                 own, rows = runs.expand()
-                cells.update(dict.fromkeys(runs.field_names, (numbers[own], rows)))
+                found = _Rows(numbers[own], rows, runs.extent_counts, runs.extent_lengths)
+                cells.update(dict.fromkeys(runs.field_names, found))
             per_part.append(cells)
-        alike: dict[tuple[bytes, bytes], tuple[list[str], Indexes, Indexes]] = {}
+        alike: dict[tuple[bytes, ...], tuple[list[str], _Rows]] = {}
         for name in per_part[0] if per_part else ():
             if not all(name in cells for cells in per_part):
                 continue
-            at, rows = (np.concatenate([cells[name][side] for cells in per_part]) for side in (0, 1))
-            alike.setdefault((at.tobytes(), rows.tobytes()), ([], at, rows))[0].append(name)
-        joined = [CellRuns.of_rows(tuple(names), at, rows) for names, at, rows in alike.values()]
+            rows_of_field = [cells[name] for cells in per_part]
+            if any(rows.counts.size for rows in rows_of_field):  # then these say it of all cells
+                rows_of_field = [rows.with_counts() for rows in rows_of_field]
+            whole = _Rows(*map(np.concatenate, zip(*rows_of_field, strict=True)))
+            alike.setdefault(tuple(each.tobytes() for each in whole), ([], whole))[0].append(name)
+        joined = [CellRuns.of_rows(tuple(names), *whole) for names, whole in alike.values()]
         return CellLocations(puts=tuple(puts), runs=tuple(joined))
+
+
+class _Rows(NamedTuple):
+    """The rows of puts that cells of a field are, one by one: the put, and the row in it; see also `CellRuns`."""
+
+    puts: Indexes
+    rows: Indexes
+    counts: Indexes
+    lengths: Indexes
+
+    def with_counts(self) -> _Rows:
+        """Return the same with a count of extents for each cell."""
+        if self.counts.size:
+            return self
+        return self._replace(counts=np.ones_like(self.rows), lengths=np.full_like(self.rows, WHOLE_EXTENT))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -93,6 +93,8 @@ class Put:
 
     def _likeness(self) -> Hashable | None:
         write, metadata = self.write, self.write.metadata
+        if write.append_at:
+            return None
         is_small = 0 < write.row_count <= MOST_ROWS and self.size_bytes <= INLINE_BYTES
         if not is_small or not isinstance(write.partition_id, str) or not is_on_host(self.columns):
             return None

@@ -64,13 +64,20 @@ class StorageRead:
 
     Attributes:
         storage: the instance of a storage service.
-        positions: `(n,)`, which samples of the batch, ascending.
+        positions: `(n,)`, which rows of the located runs, ascending: samples of the batch, or extents of their cells.
         request: the cells.
+        owners: `(n,)`, which samples of the batch these are, if they are extents.
     """
 
     storage: StorageRef
     positions: Indexes
     request: GetRequest
+    owners: Indexes | None = None
+
+    @property
+    def samples(self) -> Indexes:
+        """Which samples of the batch the rows are of `(n,)`."""
+        return self.positions if self.owners is None else self.owners
 
     @property
     def field_names(self) -> list[str]:
@@ -90,16 +97,20 @@ class StorageRead:
 
 
 def plan_reads(locations: CellLocations, data_fields: Sequence[str]) -> list[StorageRead]:
-    """Return the reads that fetch these fields: one for each storage service and set of samples it has fields of."""
+    """Return the reads that fetch these fields: one for each storage service and set of rows it has of fields."""
     numbers: dict[StorageRef, int] = {}
     of_put = np.array([numbers.setdefault(put.storage, len(numbers)) for put in locations.puts], np.int64)
     storages = list(numbers)
-    groups: dict[tuple[int, bytes], tuple[Indexes, list[CellRuns]]] = {}
+    groups: dict[tuple[int, bytes, bytes], tuple[Indexes, Indexes | None, list[CellRuns]]] = {}
     for runs in locations.select_fields(data_fields).runs:
+        counts = runs.extent_counts
+        of_sample = np.repeat(np.arange(counts.size), counts) if counts.size else None
         for number, positions, part in _split_by_storage(runs, of_put[runs.put_indexes]):
-            groups.setdefault((number, positions.tobytes()), (positions, []))[1].append(part)
+            owners = None if of_sample is None else of_sample[positions]
+            key = number, positions.tobytes(), b"" if owners is None else owners.tobytes()
+            groups.setdefault(key, (positions, owners, []))[2].append(part)
     reads = []
-    for (number, _), (positions, parts) in groups.items():
+    for (number, *_), (positions, owners, parts) in groups.items():
         used = np.unique(np.concatenate([part.put_indexes for part in parts]))
         renumbered = [replace(part, put_indexes=np.searchsorted(used, part.put_indexes)) for part in parts]
         request = GetRequest(
@@ -107,7 +118,7 @@ def plan_reads(locations: CellLocations, data_fields: Sequence[str]) -> list[Sto
             put_ids=[locations.puts[put].put_id for put in used.tolist()],
             runs=[part.to_proto() for part in renumbered],
         )
-        reads.append(StorageRead(storage=storages[number], positions=positions, request=request))
+        reads.append(StorageRead(storage=storages[number], positions=positions, request=request, owners=owners))
     return reads
 
 
@@ -127,6 +138,7 @@ def merge_answers(
     answers: Sequence[Sequence[Received]],
     data_fields: Sequence[str],
     specs: Mapping[str, FieldSpec],
+    locations: CellLocations,
 ) -> list[Received]:
     """Return one column for each field, its rows in the order of the batch.
 
@@ -135,6 +147,7 @@ def merge_answers(
         answers: for each read its columns.
         data_fields: the fields, in the order wanted.
         specs: what is known of the fields: rows put dense into a field that is jagged come back jagged.
+        locations: where the cells are: says which are several extents, to be joined.
 
     Raises:
         InternalError: an answer lacks a field.
@@ -148,7 +161,35 @@ def merge_answers(
     missing = [name for name, pieces in parts.items() if not pieces]
     if missing:
         raise InternalError(f"no storage service sent field {missing[0]!r}")
-    return [_merge(pieces, specs.get(name)) for name, pieces in parts.items()]
+    grown = {name: runs for runs in locations.runs if runs.extent_counts.size for name in runs.field_names}
+    merged = [_merge(pieces, specs.get(name)) for name, pieces in parts.items()]
+    return [
+        _join_extents(received, grown[name]) if name in grown else received
+        for name, received in zip(parts, merged, strict=True)
+    ]
+
+
+def _join_extents(received: Received, runs: CellRuns) -> Received:
+    """Return cells as one row each, of a column of their extents: what is one after the other is copied for cuts only.
+
+    Raises:
+        InternalError: the column is not ragged in its first dimension.
+    """
+    column, values = received
+    if column.extents is None or column.spec.ragged_dims[:1] != (0,):
+        raise InternalError(f"field {column.spec.name!r} is {column.spec.describe()}, and its cells have extents")
+    extents = column.extents.copy()
+    kept = np.minimum(extents[:, 0], runs.extent_lengths)
+    if (kept < extents[:, 0]).any():
+        starts, item_bytes = column.row_offsets(), column.row_bytes() // np.maximum(extents[:, 0], 1)
+        ends = starts[:-1] + kept * item_bytes
+        values = np.concatenate([values[start:end] for start, end in zip(starts.tolist(), ends.tolist(), strict=False)])
+        extents[:, 0] = kept
+    firsts = np.cumsum(runs.extent_counts) - runs.extent_counts
+    joined = extents[firsts]
+    joined[:, 0] = np.add.reduceat(kept, firsts)
+    shape = replace(column, row_count=firsts.size, extents=joined, value_bytes=values.size)
+    return shape, values
 
 
 def _merge(pieces: Sequence[tuple[Indexes, ColumnShape, Bytes]], declared: FieldSpec | None) -> Received:
@@ -560,7 +601,7 @@ def lost_samples(metadata: BatchMeta, read: StorageRead, error: DataLossError) -
         if of_row.any():
             lost |= of_row
             fields += runs.field_names
-    part = metadata.select_samples(read.positions[lost])
+    part = metadata.select_samples(np.unique(read.samples[lost]))
     names = [
         f"{index} ({key})" if key else str(index)
         for index, key in zip(part.global_indexes[:_MOST_NAMED], part.keys, strict=False)
@@ -594,15 +635,16 @@ def unread_samples(
     reason = error.__cause__ if isinstance(error.__cause__, UnavailableError) else error
     place = f" at {storage.address}" if storage.address else ""
     fields = ", ".join(repr(name) for name in read.field_names)
+    sample_count = np.unique(read.samples).size
     return type(error)(
         f"storage service {storage.storage_id!r}{place} did not answer within {deadline.timeout:g} s; it "
-        f"holds {fields} of {read.positions.size} of the {metadata.size} samples of partition "
+        f"holds {fields} of {sample_count} of the {metadata.size} samples of partition "
         f"{metadata.partition_id!r}: {reason.message}",
         metadata={
             **error.metadata,
             "storage_id": storage.storage_id,
             "address": storage.address,
-            "sample_count": str(read.positions.size),
+            "sample_count": str(sample_count),
             "data_fields": ",".join(read.field_names),
         },
     )

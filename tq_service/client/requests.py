@@ -32,6 +32,7 @@ from tq_service.errors import InvalidArgumentError
 from tq_service.schema import DEFAULT_POLICY, KeyMode, Published, SampleState, check_named_rows
 from tq_service.v1 import commit_pb2, metadata_pb2
 from tq_service.v1 import controller_service_pb2 as pb
+from tq_service.wire.columns import ColumnShape
 from tq_service.wire.messages import read_seconds, to_duration
 from tq_service.wire.metadata import (
     BATCH_UNITS,
@@ -313,6 +314,7 @@ def not_zero(name: str, value: Given) -> Given:
 
 def check_leased(metadata: BatchMeta) -> None:
     """Refuse batches that are not of one leased claim."""
+    check_is_batch(metadata)
     if metadata.lease_seconds is None:
         raise InvalidArgumentError(
             "metadata is of no leased claim: ask for it with get_meta(lease=...); batches of several claims that were "
@@ -329,7 +331,6 @@ def check_ack(metadata: BatchMeta | None, *, fenced: bool) -> None:
             "get_meta(lease=...) answered, or leave ack out.",
             field="metadata",
         )
-    check_is_batch(metadata)
     check_leased(metadata)
     if not fenced:
         raise InvalidArgumentError(
@@ -337,6 +338,34 @@ def check_ack(metadata: BatchMeta | None, *, fenced: bool) -> None:
             "one of the two",
             field="fenced",
         )
+
+
+def check_rows(metadata: BatchMeta, columns: Iterable[ColumnShape]) -> None:
+    """Refuse columns that do not have a row for each sample of a batch."""
+    for column in columns:
+        if column.row_count != metadata.size:
+            raise InvalidArgumentError(
+                f"metadata has {metadata.size} samples, field {column.spec.name!r} has {column.row_count} rows; put "
+                "one row for each sample, or give the metadata of the samples that the rows are for",
+                field="data",
+            )
+
+
+def row_lengths(name: str, values: Iterable[int], row_count: int) -> list[int]:
+    """Return lengths of the cells of some samples, one for each.
+
+    Raises:
+        InvalidArgumentError: they are of another number of samples, or negative.
+    """
+    lengths = listed(name, values)
+    if len(lengths) != row_count:
+        raise InvalidArgumentError(
+            f"{name} has {len(lengths)} lengths, expected {row_count}: one for each sample of metadata", field=name
+        )
+    for place, length in enumerate(lengths):
+        if not isinstance(length, int) or isinstance(length, bool) or length < 0:
+            raise InvalidArgumentError(f"{name}[{place}] is {length!r:.200}, expected a length, 0 or more", field=name)
+    return lengths
 
 
 def _order(position: int, column: Any) -> pb.Order:
@@ -488,6 +517,7 @@ class Write:
         state: that the samples get.
         fenced: whether it is refused once samples of a leased claim are no longer the worker's.
         ack: whether they are acknowledged, too.
+        append_at: lengths of the cells that the columns are added to; (): they replace cells.
     """
 
     partition_id: str
@@ -501,6 +531,7 @@ class Write:
     state: SampleState | str | None = None
     fenced: bool = True
     ack: bool = False
+    append_at: Sequence[int] = ()
 
     @property
     def claim(self) -> metadata_pb2.LeasedClaim | None:
@@ -562,6 +593,7 @@ def write_message(writes: Sequence[Write], rows_per_put: int = 0) -> commit_pb2.
         group_size=first.group_size or 0,
         state=first.state,
         rows_per_put=rows_per_put,
+        append_at=first.append_at,
     )
     if first.meta_columns:
         columns = zip(*(write.meta_columns for write in writes), strict=True)

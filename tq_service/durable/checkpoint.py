@@ -52,6 +52,7 @@ from tq_service.journal.files import (
     read_records,
 )
 from tq_service.state.cells import CELL_COLUMN, NOT_PRODUCED, CellsSnapshot, Put, cells_of, slots_and_rows
+from tq_service.state.extents import GROWN, Chains
 from tq_service.state.partition import Partition, PartitionSnapshot
 from tq_service.state.plan import Indexes
 from tq_service.state.table import ColumnSnapshot, TableSnapshot
@@ -71,6 +72,7 @@ _BAD_DIRECTORY: Final = frozenset(
 BLOCK_BYTES: Final = 4 << 20
 _MOST_ROWS: Final = 1 << 16
 _MOST_PUTS: Final = 256  # finding the cells of so many holds the loop for about a millisecond
+_CHAIN_COLUMNS: Final = ("cell", "previous", "depth")
 _BLOCK: Final = Put("", b"", b"")
 """Stands for a block that is to become a put."""
 
@@ -166,7 +168,7 @@ class Block:
         partition_id: their partition.
         puts: the puts that hold them, all of one storage service.
         runs: where they are in these puts.
-        global_indexes: their samples `(n,)`.
+        global_indexes: their samples `(n,)`, one several times if its cell is of several extents.
         value_bytes: their bytes, set once they are written.
     """
 
@@ -187,13 +189,22 @@ class PartitionPlan:
     def __init__(self, partition: PartitionSnapshot) -> None:
         """Read the cells of a partition, which takes about 50 ms for a million samples."""
         self._partition = partition
-        rows, puts = partition.tables["rows"], partition.tables["puts"]
+        rows, puts, extents = (partition.tables[name] for name in ("rows", "puts", "extents"))
         self._read_puts(puts)
         self._indexes: Indexes = rows.columns["index"].values()
+        self._chains = Chains(**{name: extents.columns[name].values() for name in _CHAIN_COLUMNS})
+        self._extent_cells = self._chains.cell.copy()
         self._cells: dict[str, Indexes] = {}
         self.blocks: list[Block] = []
-        for names, cells in _put_together(CellsSnapshot.of(rows, puts).cells):
-            self._add_blocks(tuple(names), cells)
+        for names, cells in _put_together(CellsSnapshot.of(rows, puts, extents).cells):
+            has_grown = cells >= GROWN
+            own = np.where(has_grown, NOT_PRODUCED, cells)
+            renamed = np.where(has_grown, cells, self._add_blocks(tuple(names), own, self._indexes))
+            self._cells |= dict.fromkeys(names, renamed)
+            if has_grown.any():
+                found = self._chains.resolve(cells[has_grown])
+                indexes = self._indexes[has_grown][found.owners]
+                self._extent_cells[found.slots] = self._add_blocks(tuple(names), found.cells, indexes)
 
     def partition(self) -> PartitionSnapshot:
         """Return the partition with its blocks for puts, once they all were read."""
@@ -205,7 +216,8 @@ class PartitionPlan:
             "made": cells,
             "bytes": np.array([block.value_bytes for block in self.blocks], np.int64),
         }
-        rows = self._partition.tables["rows"]
+        rows, extents = self._partition.tables["rows"], self._partition.tables["extents"]
+        chains = {name: getattr(self._chains, name) for name in _CHAIN_COLUMNS} | {"cell": self._extent_cells}
         changed = {"index": self._indexes} | {CELL_COLUMN + name: cells for name, cells in self._cells.items()}
         return replace(
             self._partition,
@@ -213,6 +225,7 @@ class PartitionPlan:
                 **self._partition.tables,
                 "rows": replace(rows, columns={**rows.columns, **_snapshots(changed)}),
                 "puts": TableSnapshot(size=count, columns=_snapshots(columns)),
+                "extents": replace(extents, columns={**extents.columns, **_snapshots(chains)}),
             },
         )
 
@@ -231,13 +244,15 @@ class PartitionPlan:
         counts = np.maximum(table.columns["cells"].values(), 1)
         self._cell_bytes: NDArray[np.float64] = table.columns["bytes"].values() / counts  # of parts of a put a guess
 
-    def _add_blocks(self, names: tuple[str, ...], cells: Indexes) -> None:
-        """Add the cells of fields that lie alike: of each storage service in the order of the table, some MiB each."""
+    def _add_blocks(self, names: tuple[str, ...], cells: Indexes, indexes: Indexes) -> Indexes:
+        """Add the cells of fields that lie alike: of each storage service in the given order, some MiB each.
+
+        Return the cells that they become; `indexes` are their samples.
+        """
         renamed = np.full(cells.size, NOT_PRODUCED, np.int64)
-        self._cells |= dict.fromkeys(names, renamed)
         produced = np.flatnonzero(cells >= 0)
         if not produced.size:
-            return
+            return renamed
         slots, _ = slots_and_rows(cells[produced])
         storages = self._storage_of[slots]
         order = np.argsort(storages, kind="stable")
@@ -257,9 +272,10 @@ class PartitionPlan:
                     partition_id=self._partition.facts.partition_id,
                     puts=puts,
                     runs=runs,
-                    global_indexes=self._indexes[positions],
+                    global_indexes=indexes[positions],
                 )
             )
+        return renamed
 
     def _runs(self, names: tuple[str, ...], cells: Indexes) -> tuple[list[Put], CellRuns]:
         """Return the puts of cells, and the cells as runs of neighbouring rows."""

@@ -20,7 +20,7 @@ from tq_service.schema import EndCounts, check_range
 from tq_service.state.ledger import Claim, RecordedPlan, TaskLedger
 from tq_service.state.partition import Partition
 from tq_service.state.plan import MOST_RANKS, BatchSpec, Indexes, LeasedClaim, LeaseTerms
-from tq_service.state.table import DROPPED, FAILED, HELD, LIVE
+from tq_service.state.table import DROPPED, FAILED, HELD, LIVE, STATE_NAMES
 
 _MOST_NAMED = 20
 
@@ -490,6 +490,30 @@ def check_claim(partition: Partition, claim: LeasedClaim | None, rows: Indexes) 
     """
     if claim is not None:
         _check_leased(partition, partition.known_task(claim.task_name), claim.request_id, rows)
+
+
+def check_growing(partition: Partition, claim: LeasedClaim | None, positions: Indexes) -> None:
+    """Refuse to add to samples, or to cut them, that are not held, or not leased to a claim that may write to them.
+
+    Raises:
+        PreconditionError: one is not held.
+        LeaseExpiredError: one was acknowledged.
+    """
+    other = positions[partition.state[positions] != HELD]
+    if other.size:
+        index, state = int(partition.table.index[other[0]]), STATE_NAMES[int(partition.state[other[0]])]
+        raise PreconditionError(
+            f"sample {index} of partition {partition.partition_id!r} is {state}, expected a held one ({other.size} of "
+            f"{positions.size} are not): finished samples neither grow nor shrink. Put the field whole, or grow slots "
+            f"(Acquire) before they are finished",
+            reason="SAMPLE_NOT_HELD",
+            metadata={"partition_id": partition.partition_id, "global_index": str(index), "state": state},
+        )
+    if claim is not None:
+        task = partition.known_task(claim.task_name)
+        known = task.claims.get(claim.request_id)
+        if known is None or (task.claim[positions] != -known.serial).any():
+            raise _lease_over_error(task, partition.table.index[positions])
 
 
 class Acked(NamedTuple):

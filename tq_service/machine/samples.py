@@ -19,17 +19,19 @@ from numpy.typing import NDArray
 from tq_service.custom_meta import MetaColumn
 from tq_service.errors import (
     AlreadyExistsError,
+    FieldMismatchError,
     InvalidArgumentError,
     KeyNotFoundError,
     PartitionSealedError,
     PreconditionError,
     nearest,
 )
-from tq_service.machine.claims import Acked, acknowledge, check_acked, check_claim
+from tq_service.machine.claims import Acked, acknowledge, check_acked, check_claim, check_growing
 from tq_service.machine.rows import clear_rows, set_state, skip_rest
 from tq_service.machine.state_machine import Change, State, Step
 from tq_service.schema import START_VERSION, FieldSpec, KeyMode, SampleState
 from tq_service.state.cells import ColumnWrite, Put
+from tq_service.state.extents import MOST_EXTENTS
 from tq_service.state.groups import CheckedGroups
 from tq_service.state.partition import Partition, PartitionSettings
 from tq_service.state.plan import Indexes, LeasedClaim
@@ -147,10 +149,12 @@ class SampleWrite:
         acks: the same, where they are acknowledged in the same change; None: they are not.
         is_of_slots: whether it makes slots: new samples that are held.
         start_version: of slots: the version that is published; None: they have none.
+        append_at: the lengths that the cells of the samples have before the columns are added to them `(n,)`; None:
+            the columns replace cells.
 
     Raises:
-        InvalidArgumentError: no sample is named where they must be existing ones, or the rows are not those of whole
-            puts.
+        InvalidArgumentError: no sample is named where they must be existing ones, the rows are not those of whole
+            puts, or an append changes something else, too.
     """
 
     row_count: int
@@ -168,6 +172,7 @@ class SampleWrite:
     acks: LeasedClaim | None = None
     is_of_slots: bool = False
     start_version: int | None = None
+    append_at: Indexes | None = None
 
     def __post_init__(self) -> None:
         if (self.claim or self.acks) is not None and self.global_indexes is None:
@@ -185,6 +190,19 @@ class SampleWrite:
                 f"puts of as many rows each",
                 field="rows_per_put",
             )
+        if self.append_at is not None:
+            self._check_lengths(self.append_at)
+
+    def _check_lengths(self, lengths: Indexes) -> None:
+        problem = ""
+        if self.global_indexes is None:
+            problem = "without global_indexes; name the samples by their indexes"
+        elif lengths.size != self.row_count:
+            problem = f"with {lengths.size} lengths for {self.row_count} samples; give the length of each before"
+        elif self.state is not None or self.acks is not None or self.groups is not None or self.rows_per_put:
+            problem = "with state, ack, groups or rows_per_put; write these by a call of their own"
+        if problem:
+            raise InvalidArgumentError(f"append_at is given {problem}", field="append_at")
 
     @property
     def all_meta(self) -> Sequence[MetaColumn]:
@@ -272,6 +290,8 @@ class SamplesWritten(Change):
             rows, indexes = positions, table.index[positions]
         if write.state is SampleState.FAILED and write.put is not None:
             step.freed.append(write.put)  # bytes of failed rows are not kept
+        elif write.put is not None and write.append_at is not None and positions is not None:
+            step.freed += partition.cells.append(write.put, write.columns, prepared.specs, positions, write.append_at)
         elif write.put is not None:
             cells = partition.cells
             step.freed += cells.write(write.put, write.columns, prepared.specs, rows, write.row_count)
@@ -316,6 +336,46 @@ class MetaSet(Change):
         """Write the values."""
         partition, positions = prepared
         partition.meta.write(self.columns, positions)
+        partition.notify_rows(self.global_indexes)
+        step.written.append((partition, self.global_indexes))
+        step.note_change(partition)
+
+
+class SamplesTruncated(Change):
+    """Cells of held samples were cut to lengths."""
+
+    partition_id: str
+    global_indexes: Indexes
+    lengths: Indexes
+    field_names: Sequence[str]
+    claim: LeasedClaim | None = field(default=None, metadata=_CHECKED_ONCE)
+
+    def prepare(self, state: State) -> FoundRows | None:
+        """Find the samples, unless all cells have the lengths already."""
+        partition = state.partition(self.partition_id)
+        if self.global_indexes.size == 0 or self.lengths.size != self.global_indexes.size or self.lengths.min() < 0:
+            raise InvalidArgumentError(
+                f"got {self.lengths.size} lengths for {self.global_indexes.size} samples; expected one for each, 0 or "
+                f"more, and at least one sample",
+                field="lengths",
+            )
+        if not self.field_names:
+            raise InvalidArgumentError("data_fields is empty; name the fields to cut", field="data_fields")
+        check_claim(partition, self.claim, self.global_indexes)
+        positions = partition.positions_of(self.global_indexes)
+        check_growing(partition, self.claim, positions)
+        is_changed = False
+        for name in self.field_names:
+            _check_ragged(partition, name)
+            lengths = _check_lengths(partition, name, positions, self.lengths, at_least=True)
+            is_there = partition.cells.produced([name], positions)
+            is_changed |= bool((is_there & ((lengths > self.lengths) | (self.lengths == 0))).any())
+        return (partition, positions) if is_changed else None
+
+    def apply(self, state: State, prepared: FoundRows, step: Step) -> None:
+        """Cut them."""
+        partition, positions = prepared
+        step.freed += partition.cells.truncate(self.field_names, positions, self.lengths)
         partition.notify_rows(self.global_indexes)
         step.written.append((partition, self.global_indexes))
         step.note_change(partition)
@@ -427,8 +487,6 @@ def check_write(partition: Partition, write: SampleWrite) -> CheckedWrite:
             f"existing; clear the partition to start over, or use another one",
             metadata={"partition_id": partition.partition_id},
         )
-    if positions is not None and partition.cells.write_once:
-        _check_write_once(partition, write, positions[positions >= 0])
     if partition.sealed and write.keys is not None and write.key_mode == "upsert" and positions is not None:
         for column in write.columns:  # which looks like another run under the same name
             is_there = partition.cells.produced([column.spec.name], positions)
@@ -442,7 +500,7 @@ def check_write(partition: Partition, write: SampleWrite) -> CheckedWrite:
                 )
     if not write.is_of_slots:
         _check_not_bounded(partition, write, new_count)
-    specs = partition.cells.merged_specs(write.columns, positions)
+    specs = _check_columns(partition, write, positions)
     partition.meta.check(write.all_meta, write.row_count)
     if positions is not None and write.state is not None and write.state is not SampleState.FAILED:
         known = positions[positions >= 0]
@@ -473,6 +531,81 @@ def check_write(partition: Partition, write: SampleWrite) -> CheckedWrite:
                 metadata={"partition_id": partition.partition_id},
             )
     return checked
+
+
+def _check_columns(partition: Partition, write: SampleWrite, positions: Indexes | None) -> list[FieldSpec]:
+    """Refuse columns that samples at `positions`, None if all are new, do not take; return what fields are then."""
+    if write.append_at is not None and positions is not None:
+        return _check_append(partition, write, positions, write.append_at)
+    if positions is not None and partition.cells.write_once:
+        _check_write_once(partition, write, positions[positions >= 0])
+    return partition.cells.merged_specs(write.columns, positions)
+
+
+def _check_append(partition: Partition, write: SampleWrite, positions: Indexes, before: Indexes) -> list[FieldSpec]:
+    """Refuse to add to cells of another length, or of samples that do not grow; return what the fields are then."""
+    check_growing(partition, write.claim, positions)
+    specs = partition.cells.appended_specs(write.columns)
+    for spec in specs:
+        _check_lengths(partition, spec.name, positions, before)
+        counts = partition.cells.extent_counts(spec.name, positions)
+        if counts.max() >= MOST_EXTENTS:
+            index = int(partition.table.index[positions[int(counts.argmax())]])
+            raise PreconditionError(
+                f"field {spec.name!r} of sample {index} of partition {partition.partition_id!r} has "
+                f"{int(counts.max())} extents, expected fewer than {MOST_EXTENTS} before an append; put the field "
+                f"whole, which makes it one, and append in larger steps",
+                reason="TOO_MANY_EXTENTS",
+                metadata={
+                    "partition_id": partition.partition_id,
+                    "field_name": spec.name,
+                    "global_index": str(index),
+                    "got": str(int(counts.max())),
+                    "limit": str(MOST_EXTENTS),
+                },
+            )
+    return specs
+
+
+def _check_ragged(partition: Partition, name: str) -> None:
+    """Refuse to cut a field that cannot grow."""
+    known = partition.cells.fields.get(name)
+    if known is not None and known.produced_count and known.spec.ragged_dims[:1] != (0,):
+        raise FieldMismatchError(
+            f"field {name!r} is {known.spec.describe()}, expected one whose rows differ in their first dimension; put "
+            f"it whole instead",
+            field="data_fields",
+            metadata={
+                "field_name": name,
+                "got": known.spec.describe(),
+                "expected": "jagged in the first dimension",
+            },
+        )
+
+
+def _check_lengths(
+    partition: Partition, name: str, positions: Indexes, expected: Indexes, *, at_least: bool = False
+) -> Indexes:
+    """Refuse cells that have other lengths, or smaller ones, than a caller expects; return their lengths."""
+    lengths = partition.cells.lengths(name, positions)
+    fits = lengths >= expected if at_least else lengths == expected
+    if fits.all():
+        return lengths
+    first = int(np.argmin(fits))
+    index, got = int(partition.table.index[positions[first]]), int(lengths[first])
+    raise PreconditionError(
+        f"field {name!r} of sample {index} of partition {partition.partition_id!r} has length {got}, expected "
+        f"{int(expected[first])} ({np.count_nonzero(~fits)} of {fits.size} samples differ); continue at its length, or "
+        f"truncate it",
+        reason="LENGTH_MISMATCH",
+        metadata={
+            "partition_id": partition.partition_id,
+            "field_name": name,
+            "global_index": str(index),
+            "got": str(got),
+            "expected": str(int(expected[first])),
+        },
+    )
 
 
 def _check_not_bounded(partition: Partition, write: SampleWrite, new_count: int) -> None:

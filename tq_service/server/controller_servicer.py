@@ -29,7 +29,7 @@ from tq_service.machine.claims import (
     TaskAdvanced,
 )
 from tq_service.machine.policies import PolicyRemoved, VersionPublished
-from tq_service.machine.samples import GroupsClosed, MetaSet, PartitionSealed
+from tq_service.machine.samples import GroupsClosed, MetaSet, PartitionSealed, SamplesTruncated
 from tq_service.results import ControllerStatus, PartitionWait, PolicyStatus
 from tq_service.samplers import PlanRunner, SamplerRegistry
 from tq_service.schema import check_id, check_name, check_range
@@ -256,6 +256,22 @@ class ControllerServicer(
         change = MetaSet(partition_id=partition.partition_id, global_indexes=indexes, columns=columns, claim=claim)
         self.catalog.commit(change)
         return pb.SetCustomMetaResponse()
+
+    @_once
+    def TruncateSamples(self, request: pb.TruncateSamplesRequest) -> pb.TruncateSamplesResponse:
+        partition = self.catalog.get(request.partition_id, request.incarnation)
+        claim = converters.leased_claim(request)
+        if claim is None:
+            raise InvalidArgumentError("claim is unset; send the leased claim whose samples are cut", field="claim")
+        change = SamplesTruncated(
+            partition_id=partition.partition_id,
+            global_indexes=decode_integers(request.global_indexes),
+            lengths=decode_integers(request.lengths),
+            field_names=list(request.data_fields),
+            claim=claim,
+        )
+        self.catalog.commit(change)
+        return pb.TruncateSamplesResponse()
 
     @_once
     def CloseGroups(self, request: pb.CloseGroupsRequest) -> pb.CloseGroupsResponse:

@@ -99,6 +99,10 @@ def sample_write(
             "ack is set without a claim; send the leased claim whose samples are acknowledged, or leave ack unset",
             field="ack",
         )
+    if write.append_at and claim is None:
+        raise InvalidArgumentError(
+            "append_at is set without a claim; send the leased claim whose samples grow", field="append_at"
+        )
     return SampleWrite(
         row_count=write.row_count,
         global_indexes=decode_integers(write.global_indexes) if write.global_indexes else None,
@@ -120,6 +124,7 @@ def sample_write(
         ],
         claim=None if write.ack else claim,
         acks=claim if write.ack else None,
+        append_at=decode_integers(write.append_at) if write.append_at else None,
     )
 
 
@@ -134,7 +139,7 @@ def slots(request: pb.AcquireRequest, start_version: int | None) -> SampleWrite:
         InvalidArgumentError: the request names existing samples, or a state.
     """
     write = request.write
-    for name in ("global_indexes", "key_mode", "state", "claim", "rows_per_put"):
+    for name in ("global_indexes", "key_mode", "state", "claim", "rows_per_put", "append_at"):
         if name in {field.name for field, _ in write.ListFields()}:
             raise InvalidArgumentError(
                 f"write has {name}, expected new samples, which are held; leave it out", field=f"write.{name}"
@@ -149,7 +154,11 @@ def slots(request: pb.AcquireRequest, start_version: int | None) -> SampleWrite:
 
 
 def leased_claim(
-    request: commit_pb2.SampleWrite | pb.SetCustomMetaRequest | pb.ClearSamplesRequest | pb.FailSamplesRequest,
+    request: commit_pb2.SampleWrite
+    | pb.SetCustomMetaRequest
+    | pb.TruncateSamplesRequest
+    | pb.ClearSamplesRequest
+    | pb.FailSamplesRequest,
 ) -> LeasedClaim | None:
     """Return the claim under which samples are changed, None where none is named."""
     if not request.HasField("claim"):
@@ -503,6 +512,8 @@ def _add_locations(message: metadata_pb2.Locations, runs: Iterable[CellRuns], en
             put_indexes=[numbers[index] for index in run.put_indexes],
             first_rows=run.first_rows,
             row_counts=run.row_counts,
+            extent_counts=run.extent_counts,
+            extent_lengths=run.extent_lengths,
         )
 
 

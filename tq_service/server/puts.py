@@ -548,6 +548,8 @@ class Commits:
         self, request: pb.InsertRequest | commit_pb2.CommitRequest, context: Context, kind: type[Answer]
     ) -> Answer:
         """Write samples without cells, or metadata and state alone."""
+        if request.write.append_at:
+            raise InvalidArgumentError("append_at came without a placement; say where the put is", field="append_at")
         async with self.admitted(request, 0, context):
             return await self._write_once(request, kind, converters.sample_write(request.write))
 

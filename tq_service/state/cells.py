@@ -1,6 +1,7 @@
 """The columns of a partition: its fields, the puts that hold their cells and which row holds each, and custom_meta.
 
-The values of fields are in storage services, located by cells; those of custom_meta columns are here.
+The values of fields are in storage services, located by cells; those of custom_meta columns are here. A cell is a row
+of a put, or, once it has grown, several: see `extents.py`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from tq_service.custom_meta import DTYPES, KIND_NAMES, MetaColumn, fitted
 from tq_service.errors import FieldMismatchError, InvalidArgumentError
 from tq_service.results import MetaColumnStatus
 from tq_service.schema import LARGEST_EXACT, Encoding, FieldSpec, Layout
+from tq_service.state.extents import Extents, ExtentTable, plain
 from tq_service.state.plan import Condition, Indexes
 from tq_service.state.table import Column, ColumnSnapshot, NewColumn, RowTable, SlotTable, TableSnapshot, as_slice
 
@@ -83,13 +85,20 @@ def slots_and_rows(cells: Indexes) -> tuple[Indexes, Indexes]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CellRuns:
-    """Cells of fields that were put together, as runs of neighbouring rows in the order of the samples."""
+    """Cells of fields that were put together, as runs of neighbouring rows in the order of the samples.
+
+    Attributes:
+        extent_counts: where cells have grown, of how many rows each cell is.
+        extent_lengths: how much of each of these rows belongs to its cell, `WHOLE_EXTENT`: all of it.
+    """
 
     field_names: tuple[str, ...]
     puts: tuple[Put, ...]
     put_indexes: Sequence[int]
     first_rows: Sequence[int]
     row_counts: Sequence[int]
+    extent_counts: Sequence[int] = ()
+    extent_lengths: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,20 +121,21 @@ def freed_cells(freed: Freed) -> CellSet:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CellsSnapshot:
-    """Which cells samples had at one moment: the puts, and by field the cells of all rows."""
+    """Which cells samples had at one moment: the puts, by field the cells of all rows, and extents of grown ones."""
 
     puts: TableSnapshot
     cells: Mapping[str, ColumnSnapshot]
+    extents: TableSnapshot
 
     @classmethod
-    def of(cls, rows: TableSnapshot, puts: TableSnapshot) -> CellsSnapshot:
-        """Return the cells of a partition by the snapshots of its rows and puts."""
+    def of(cls, rows: TableSnapshot, puts: TableSnapshot, extents: TableSnapshot) -> CellsSnapshot:
+        """Return the cells of a partition by the snapshots of its rows, puts and extents."""
         cells = {
             name.removeprefix(CELL_COLUMN): column
             for name, column in rows.columns.items()
             if name.startswith(CELL_COLUMN)
         }
-        return cls(puts=puts, cells=cells)
+        return cls(puts=puts, cells=cells, extents=extents)
 
 
 class Field:
@@ -197,12 +207,13 @@ class CellTable:
 
     Attributes:
         fields: by name.
+        extents: of cells that have grown.
         write_once: names of those whose cells take one value only.
         former_specs: what fields were that forgot it, the last ones of them. An empty batch of a claim is described by
             them, which a rank may ask for once the samples of the others are cleared.
     """
 
-    __slots__ = ("_declared", "_default_layout", "_table", "fields", "former_specs", "puts", "write_once")
+    __slots__ = ("_declared", "_default_layout", "_table", "extents", "fields", "former_specs", "puts", "write_once")
 
     def __init__(
         self, table: RowTable, declared: Iterable[FieldSpec] = (), default_layout: Layout = Layout.AUTO
@@ -212,6 +223,7 @@ class CellTable:
         self.write_once = frozenset(spec.name for spec in self._declared.values() if spec.write_once)
         self._default_layout = default_layout
         self.puts = PutTable()
+        self.extents = ExtentTable()
         self.fields: dict[str, Field] = {}
         self.former_specs: dict[str, FieldSpec] = {}
         for spec in self._declared.values():
@@ -226,11 +238,12 @@ class CellTable:
         """Return which cells samples have now, for `live_cells`."""
         count = self._table.count
         cells = {name: field.cell.snapshot(count) for name, field in self.fields.items()}
-        return CellsSnapshot(puts=self.puts.snapshot(), cells=cells)
+        return CellsSnapshot(puts=self.puts.snapshot(), cells=cells, extents=self.extents.snapshot())
 
     def rebuild(self) -> None:
         """Find out what follows from restored columns."""
         self.puts.rebuild()
+        self.extents.rebuild()
         for field in self.fields.values():
             field.produced_count = int(np.count_nonzero(field.cell.data >= 0))
 
@@ -293,6 +306,34 @@ class CellTable:
             merged.append(merge_specs(known, column, layout))
         return merged
 
+    def appended_specs(self, columns: Sequence[ColumnWrite]) -> list[FieldSpec]:
+        """Return the specs that the fields have once cells have grown by `columns`, or refuse them."""
+        specs = []
+        for column, merged in zip(columns, self.merged_specs(columns, None), strict=True):
+            spec = replace(merged, layout=Layout.JAGGED, row_shape=(-1, *(merged.row_shape or ())[1:]))
+            if column.spec.ragged_dims != (0,) or spec.ragged_dims != (0,):
+                field = self.fields.get(spec.name)
+                raise _mismatch(
+                    FieldSpec(spec.name) if field is None else field.spec,
+                    column.spec,
+                    "append to fields whose rows differ in their first dimension alone, and put others whole",
+                )
+            specs.append(spec)
+        return specs
+
+    def lengths(self, name: str, positions: Indexes) -> Indexes:
+        """Return the sizes of cells of a field in their first dimension, 0 of those that do not exist."""
+        field = self.fields.get(name)
+        return np.zeros(positions.size, np.int64) if field is None else np.maximum(field.lengths(positions), 0)
+
+    def extent_counts(self, name: str, positions: Indexes) -> Indexes:
+        """Return of how many extents cells of a field are, 0 of those that do not exist."""
+        field = self.fields.get(name)
+        if field is None:
+            return np.zeros(positions.size, np.int64)
+        cells = field.cell[positions]
+        return np.where(cells < 0, 0, self.extents.chains.counts(cells))
+
     def new_columns(self, specs: Iterable[FieldSpec]) -> list[NewColumn]:
         """Return the columns that are still to be declared for fields of these specs."""
         columns = []
@@ -326,6 +367,51 @@ class CellTable:
                 field.length.write(where, column.sizes(spec.ragged_dims[0]))
         return freed
 
+    def append(
+        self, put: Put, columns: Sequence[ColumnWrite], specs: Sequence[FieldSpec], positions: Indexes, lengths: Indexes
+    ) -> list[Freed]:
+        """Add the rows of the put, in order, to the ends of the cells at `positions`, all of which have these lengths.
+
+        Return those rows that are in no cell: they add nothing to one.
+        """
+        slot = self.puts.add(put, len(columns) * positions.size, sum(column.value_bytes for column in columns))
+        rows = cells_of(slot, positions.size)
+        unused: list[tuple[str, Indexes]] = []
+        for column, spec in zip(columns, specs, strict=True):
+            self.former_specs.pop(spec.name, None)
+            field, ends = self.declare(spec), lengths + column.sizes(0)
+            cells = field.cell[positions]
+            is_new = cells < 0
+            grows = ~is_new & (ends > lengths)
+            cells[is_new] = rows[is_new]
+            if grows.any():
+                before = lengths[grows]
+                cells[grows] = self.extents.append(spec.name, cells[grows], before, rows[grows], ends[grows])
+            field.cell.write(positions, cells)
+            field.produced_count += int(np.count_nonzero(is_new))
+            if field.length is not None:
+                field.length.write(positions, ends)
+            unused.append((spec.name, rows[~is_new & ~grows]))
+        return self._count_off(unused)
+
+    def truncate(self, names: Iterable[str], positions: Indexes, lengths: Indexes) -> list[Freed]:
+        """Cut the cells of fields at `positions` to lengths `(n,)` that they have at least; return what is freed.
+
+        Those of length 0 are not produced any more.
+        """
+        fields = [field for name in dict.fromkeys(names) if (field := self.fields.get(name)) is not None]
+        freed: list[Freed] = []
+        for field in fields:
+            is_cut = (lengths > 0) & (field.lengths(positions) > lengths)
+            where, to = positions[is_cut], lengths[is_cut]
+            if where.size:
+                cells, dropped = self.extents.truncate(field.spec.name, field.cell[where], to)
+                field.cell.write(where, cells)
+                if field.length is not None:
+                    field.length.write(where, to)
+                freed += self._count_off([(field.spec.name, dropped)])
+        return freed + self.free(positions[lengths == 0], fields)
+
     def free(self, positions: Indexes, fields: Iterable[Field]) -> list[Freed]:
         """Mark the cells of rows as not produced and return those that were; fields without cells are forgotten."""
         looked_at = list(fields)
@@ -352,9 +438,13 @@ class CellTable:
         for field in fields:
             produced = positions[field.cell[positions] >= 0]
             if produced.size:
-                forgotten.append((field.spec.name, field.cell[produced]))
+                forgotten.append((field.spec.name, self.extents.release(field.cell[produced])))
                 field.cell.write(as_slice(produced), NOT_PRODUCED)
                 field.produced_count -= produced.size
+        return self._count_off(forgotten)
+
+    def _count_off(self, forgotten: Iterable[tuple[str, Indexes]]) -> list[Freed]:
+        """Count off cells of puts, by field, that are in no sample any more; return them."""
         freed: list[Freed] = []
         for slot, alike in _by_put(forgotten).items():
             put, count = self.puts.get(slot), sum(len(rows) // _ROW_BYTES * len(names) for rows, names in alike.items())
@@ -363,24 +453,39 @@ class CellTable:
 
     def count_of_runs(self, positions: Indexes, most: int) -> int:
         """Return how many rows from the first on have cells in at most so many runs, each of one put; -1 is no row."""
-        breaks = np.zeros(max(0, positions.size - 1), np.bool_)
+        breaks = np.zeros(max(0, positions.size - 1), np.int64)
         for field in self.fields.values():
-            slots = np.where(positions < 0, NOT_PRODUCED, field.cell[positions]) >> _SLOT_SHIFT
-            breaks |= slots[1:] != slots[:-1]
-        heads = breaks.nonzero()[0]
-        return positions.size if heads.size < most else int(heads[most - 1]) + 1
+            cells = np.where(positions < 0, NOT_PRODUCED, field.cell[positions])
+            slots = cells >> _SLOT_SHIFT
+            counts = self.extents.chains.counts(cells)[1:] if self.extents.has(cells) else 1
+            np.maximum(breaks, np.where(slots[1:] != slots[:-1], counts, counts - 1), out=breaks)
+        heads = breaks.cumsum()
+        return min(positions.size, int(np.searchsorted(heads, most)) + 1)
 
     def locate(self, names: Sequence[str], positions: Indexes) -> list[CellRuns]:
         """Return where cells are, of those fields that all rows have; fields that lie alike share their runs."""
-        alike: dict[bytes, tuple[Indexes, list[str]]] = {}
+        alike: dict[bytes, tuple[Indexes, Extents | None, list[str]]] = {}
         for name in names:
-            cells = self.fields[name].cell[positions]
-            alike.setdefault(cells.tobytes(), (cells, []))[1].append(name)
+            cells, extents = self.fields[name].cell[positions], None
+            key = cells.tobytes()
+            if not self.extents.is_empty and self.extents.has(cells):  # cells that have grown differ by field
+                extents = self.extents.chains.resolve(cells)
+                key = b"".join(
+                    each.tobytes() for each in (extents.cells, extents.counts, self.extents.lengths(extents))
+                )
+            alike.setdefault(key, (cells, extents, []))[2].append(name)
         return [
-            self._runs(tuple(fields), cells)
-            for cells, fields in alike.values()
+            self._runs(tuple(fields), cells) if extents is None else self._grown_runs(tuple(fields), extents)
+            for cells, extents, fields in alike.values()
             if cells.size and int(cells.min()) != NOT_PRODUCED
         ]
+
+    def _grown_runs(self, names: tuple[str, ...], extents: Extents) -> CellRuns:
+        return replace(
+            self._runs(names, extents.cells),
+            extent_counts=extents.counts.tolist(),
+            extent_lengths=self.extents.lengths(extents).tolist(),
+        )
 
     def _runs(self, names: tuple[str, ...], cells: Indexes) -> CellRuns:
         breaks = (cells[1:] - cells[:-1] != 1).nonzero()[0]
@@ -426,11 +531,22 @@ def live_cells(snapshot: CellsSnapshot) -> Iterator[CellSet]:
     if partial:
         is_partial = np.concatenate(masks)
         cells = {
-            name: np.concatenate([block[is_partial[block >> _SLOT_SHIFT] & (block >= 0)] for block in column.blocks()])
-            for name, column in snapshot.cells.items()
+            name: [_of_puts(block, is_partial) for block in column.blocks()] for name, column in snapshot.cells.items()
         }
-        for slot, alike in _by_put(cells.items()).items():
+        extents = snapshot.extents.columns
+        for names, some in zip(extents["field"].blocks(), extents["cell"].blocks(), strict=True):
+            for name in set(names.tolist()) - {None}:
+                cells[name].append(_of_puts(some[names == name], is_partial))
+        in_order = ((name, np.concatenate(blocks)) for name, blocks in cells.items())
+        for slot, alike in _by_put(in_order).items():
             yield from _cell_sets(partial[slot], alike)
+
+
+def _of_puts(cells: Indexes, is_meant: NDArray[np.bool_]) -> Indexes:
+    """Return those of some cells, extents among them, that are in some puts, by slot."""
+    cells = cells[plain(cells)]
+    meant: Indexes = cells[is_meant[cells >> _SLOT_SHIFT]]
+    return meant
 
 
 def _by_put(cells_of_fields: Iterable[tuple[str, Indexes]]) -> dict[int, dict[bytes, list[str]]]:

@@ -337,7 +337,12 @@ class Partition:
     @property
     def tables(self) -> dict[str, Table]:
         """All tables of the partition by name."""
-        return {"rows": self.table, "groups": self.groups.slots, "puts": self.cells.puts}
+        return {
+            "rows": self.table,
+            "groups": self.groups.slots,
+            "puts": self.cells.puts,
+            "extents": self.cells.extents,
+        }
 
     @property
     def facts(self) -> PartitionFacts:

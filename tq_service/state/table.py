@@ -743,6 +743,11 @@ class SlotTable(Table):
         self.occupants = self.column(occupants, np.object_, None)
         self._free: list[int] = []
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no slot is in use."""
+        return self.count == len(self._free)
+
     def allocate(self, count: int) -> Sequence[int]:
         """Return so many slots that are not in use, at least one."""
         slots = self._free[-count:]

@@ -75,6 +75,7 @@ class SampleWrite(google.protobuf.message.Message):
     CLAIM_FIELD_NUMBER: builtins.int
     ROWS_PER_PUT_FIELD_NUMBER: builtins.int
     ACK_FIELD_NUMBER: builtins.int
+    APPEND_AT_FIELD_NUMBER: builtins.int
     partition_id: builtins.str
     """The partition, 1 to 512 printable characters. It is made with default settings where it does not exist."""
     incarnation: builtins.bytes
@@ -130,6 +131,16 @@ class SampleWrite(google.protobuf.message.Message):
     def claim(self) -> tq_service.v1.metadata_pb2.LeasedClaim:
         """The claim whose samples `global_indexes` are; needs them. Unset: the write is not checked against a lease."""
 
+    @property
+    def append_at(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Makes the write an append: the rows of the put are added to the cells of the samples, along their first dimension,
+        instead of replacing them. For each sample, the length of its cell before, the same for all columns; 0 where it has
+        none yet. Another length is LENGTH_MISMATCH, and nothing is written. Needs `global_indexes`, `claim`, and columns
+        that are jagged in the first dimension alone. The samples are held (SAMPLE_NOT_HELD) and leased to the claim, so it
+        goes with none of `keys`, `groups`, `state`, `rows_per_put` and `ack`. A cell has at most 1,024 extents
+        (TOO_MANY_EXTENTS). It may add to a write-once field. Empty: the write is no append.
+        """
+
     def __init__(
         self,
         *,
@@ -146,9 +157,10 @@ class SampleWrite(google.protobuf.message.Message):
         claim: tq_service.v1.metadata_pb2.LeasedClaim | None = ...,
         rows_per_put: builtins.int = ...,
         ack: builtins.bool = ...,
+        append_at: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["claim", b"claim"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["ack", b"ack", "claim", b"claim", "custom_meta", b"custom_meta", "global_indexes", b"global_indexes", "group_size", b"group_size", "groups", b"groups", "incarnation", b"incarnation", "key_mode", b"key_mode", "keys", b"keys", "partition_id", b"partition_id", "row_count", b"row_count", "rows_per_put", b"rows_per_put", "state", b"state"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["ack", b"ack", "append_at", b"append_at", "claim", b"claim", "custom_meta", b"custom_meta", "global_indexes", b"global_indexes", "group_size", b"group_size", "groups", b"groups", "incarnation", b"incarnation", "key_mode", b"key_mode", "keys", b"keys", "partition_id", b"partition_id", "row_count", b"row_count", "rows_per_put", b"rows_per_put", "state", b"state"]) -> None: ...
 
 global___SampleWrite = SampleWrite
 

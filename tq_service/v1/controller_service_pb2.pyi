@@ -1686,6 +1686,75 @@ class SetCustomMetaResponse(google.protobuf.message.Message):
 global___SetCustomMetaResponse = SetCustomMetaResponse
 
 @typing.final
+class TruncateSamplesRequest(google.protobuf.message.Message):
+    """Lengths to which fields of samples are cut."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    PARTITION_ID_FIELD_NUMBER: builtins.int
+    INCARNATION_FIELD_NUMBER: builtins.int
+    GLOBAL_INDEXES_FIELD_NUMBER: builtins.int
+    LENGTHS_FIELD_NUMBER: builtins.int
+    DATA_FIELDS_FIELD_NUMBER: builtins.int
+    CLAIM_FIELD_NUMBER: builtins.int
+    request_id: builtins.bytes
+    """16 random bytes that the client makes for this change and sends again with each retry. Of other lengths:
+    INVALID_ARGUMENT.
+    """
+    partition_id: builtins.str
+    """The partition; it must exist."""
+    incarnation: builtins.bytes
+    """Fails with STALE_INCARNATION where the partition has another incarnation, since it was cleared and made again.
+    Empty: any.
+    """
+    @property
+    def global_indexes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """The samples, each once; they must exist, be held, and be leased to the claim."""
+
+    @property
+    def lengths(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """For each sample, the length that its cells are cut to, 0 or more, and at most their length; that of a cell that
+        does not exist is 0.
+        """
+
+    @property
+    def data_fields(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Names of the fields to cut, one or more. One that is unknown has no cells."""
+
+    @property
+    def claim(self) -> tq_service.v1.metadata_pb2.LeasedClaim:
+        """The claim whose samples they are; required."""
+
+    def __init__(
+        self,
+        *,
+        request_id: builtins.bytes = ...,
+        partition_id: builtins.str = ...,
+        incarnation: builtins.bytes = ...,
+        global_indexes: collections.abc.Iterable[builtins.int] | None = ...,
+        lengths: collections.abc.Iterable[builtins.int] | None = ...,
+        data_fields: collections.abc.Iterable[builtins.str] | None = ...,
+        claim: tq_service.v1.metadata_pb2.LeasedClaim | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["claim", b"claim"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["claim", b"claim", "data_fields", b"data_fields", "global_indexes", b"global_indexes", "incarnation", b"incarnation", "lengths", b"lengths", "partition_id", b"partition_id", "request_id", b"request_id"]) -> None: ...
+
+global___TruncateSamplesRequest = TruncateSamplesRequest
+
+@typing.final
+class TruncateSamplesResponse(google.protobuf.message.Message):
+    """Empty: the fields have these lengths."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+global___TruncateSamplesResponse = TruncateSamplesResponse
+
+@typing.final
 class CloseGroupsRequest(google.protobuf.message.Message):
     """Groups that get no further members."""
 

@@ -123,6 +123,11 @@ class ControllerServiceStub(object):
                 request_serializer=tq__service_dot_v1_dot_controller__service__pb2.SetCustomMetaRequest.SerializeToString,
                 response_deserializer=tq__service_dot_v1_dot_controller__service__pb2.SetCustomMetaResponse.FromString,
                 )
+        self.TruncateSamples = channel.unary_unary(
+                '/tq_service.v1.ControllerService/TruncateSamples',
+                request_serializer=tq__service_dot_v1_dot_controller__service__pb2.TruncateSamplesRequest.SerializeToString,
+                response_deserializer=tq__service_dot_v1_dot_controller__service__pb2.TruncateSamplesResponse.FromString,
+                )
         self.CloseGroups = channel.unary_unary(
                 '/tq_service.v1.ControllerService/CloseGroups',
                 request_serializer=tq__service_dot_v1_dot_controller__service__pb2.CloseGroupsRequest.SerializeToString,
@@ -246,7 +251,8 @@ class ControllerServiceServicer(object):
 
     def Commit(self, request, context):
         """Makes a stored put visible and writes keys, groups, state and custom_meta, all in one step: allocates new samples,
-        or adds and overwrites columns of existing ones, and acknowledges those of a leased claim (`SampleWrite.ack`).
+        or adds, overwrites and appends to columns of existing ones, and acknowledges those of a leased claim
+        (`SampleWrite.ack`).
         Without a placement it writes metadata and state only. Idempotent under `request_id`. With new samples it blocks as
         Insert does. A put is dropped, and its bytes are free, where its commit is refused because of `write` or the state
         of the partition, or finds no capacity until then: put the data again under a new put_id. It stays where the commit
@@ -254,9 +260,9 @@ class ControllerServiceServicer(object):
         Errors: RESOURCE_EXHAUSTED (no capacity), NOT_FOUND (unknown key or sample; PUT_NOT_FOUND: the receipt is void, so
         put the data again under a new put_id), ALREADY_EXISTS (a key exists, a sample has a value of a write-once field,
         or the put is committed under another request_id), FAILED_PRECONDITION (PARTITION_SEALED, STALE_INCARNATION;
-        SAMPLE_FAILED where `state` would make a failed sample live or held; LEASE_EXPIRED: see `SampleWrite.claim`),
-        INVALID_ARGUMENT (counts, dtype, layout or shape differ), DATA_LOSS (the storage service has restarted and lost the
-        put: put the data again).
+        SAMPLE_FAILED where `state` would make a failed sample live or held; LEASE_EXPIRED: see `SampleWrite.claim`;
+        LENGTH_MISMATCH, SAMPLE_NOT_HELD, TOO_MANY_EXTENTS: see `SampleWrite.append_at`), INVALID_ARGUMENT (counts, dtype,
+        layout or shape differ), DATA_LOSS (the storage service has restarted and lost the put: put the data again).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -418,6 +424,17 @@ class ControllerServiceServicer(object):
         """Writes custom_meta of samples; values merge with what is there. Changes: these columns; waiting claims may become
         ready. Idempotent. Does not block. Errors: NOT_FOUND, INVALID_ARGUMENT (a value is no JSON, or too large),
         FAILED_PRECONDITION (STALE_INCARNATION; LEASE_EXPIRED: see `claim`).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def TruncateSamples(self, request, context):
+        """Discards what fields of held samples have beyond a length. Changes: their cells; one of length 0 is not produced
+        any more. Bytes are freed as whole extents, each stored by one append or put; the rest of one that is cut is kept
+        until all of it goes. Idempotent: a cell that has the length already stays as it is. Does not block. Errors:
+        NOT_FOUND, INVALID_ARGUMENT (a field of another kind), FAILED_PRECONDITION (STALE_INCARNATION, LEASE_EXPIRED,
+        SAMPLE_NOT_HELD; LENGTH_MISMATCH: a cell is shorter).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -684,6 +701,11 @@ def add_ControllerServiceServicer_to_server(servicer, server):
                     servicer.SetCustomMeta,
                     request_deserializer=tq__service_dot_v1_dot_controller__service__pb2.SetCustomMetaRequest.FromString,
                     response_serializer=tq__service_dot_v1_dot_controller__service__pb2.SetCustomMetaResponse.SerializeToString,
+            ),
+            'TruncateSamples': grpc.unary_unary_rpc_method_handler(
+                    servicer.TruncateSamples,
+                    request_deserializer=tq__service_dot_v1_dot_controller__service__pb2.TruncateSamplesRequest.FromString,
+                    response_serializer=tq__service_dot_v1_dot_controller__service__pb2.TruncateSamplesResponse.SerializeToString,
             ),
             'CloseGroups': grpc.unary_unary_rpc_method_handler(
                     servicer.CloseGroups,
@@ -1120,6 +1142,23 @@ class ControllerService(object):
         return grpc.experimental.unary_unary(request, target, '/tq_service.v1.ControllerService/SetCustomMeta',
             tq__service_dot_v1_dot_controller__service__pb2.SetCustomMetaRequest.SerializeToString,
             tq__service_dot_v1_dot_controller__service__pb2.SetCustomMetaResponse.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def TruncateSamples(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/tq_service.v1.ControllerService/TruncateSamples',
+            tq__service_dot_v1_dot_controller__service__pb2.TruncateSamplesRequest.SerializeToString,
+            tq__service_dot_v1_dot_controller__service__pb2.TruncateSamplesResponse.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 

@@ -63,7 +63,8 @@ class ControllerServiceStub:
         tq_service.v1.commit_pb2.CommitResponse,
     ]
     """Makes a stored put visible and writes keys, groups, state and custom_meta, all in one step: allocates new samples,
-    or adds and overwrites columns of existing ones, and acknowledges those of a leased claim (`SampleWrite.ack`).
+    or adds, overwrites and appends to columns of existing ones, and acknowledges those of a leased claim
+    (`SampleWrite.ack`).
     Without a placement it writes metadata and state only. Idempotent under `request_id`. With new samples it blocks as
     Insert does. A put is dropped, and its bytes are free, where its commit is refused because of `write` or the state
     of the partition, or finds no capacity until then: put the data again under a new put_id. It stays where the commit
@@ -71,9 +72,9 @@ class ControllerServiceStub:
     Errors: RESOURCE_EXHAUSTED (no capacity), NOT_FOUND (unknown key or sample; PUT_NOT_FOUND: the receipt is void, so
     put the data again under a new put_id), ALREADY_EXISTS (a key exists, a sample has a value of a write-once field,
     or the put is committed under another request_id), FAILED_PRECONDITION (PARTITION_SEALED, STALE_INCARNATION;
-    SAMPLE_FAILED where `state` would make a failed sample live or held; LEASE_EXPIRED: see `SampleWrite.claim`),
-    INVALID_ARGUMENT (counts, dtype, layout or shape differ), DATA_LOSS (the storage service has restarted and lost the
-    put: put the data again).
+    SAMPLE_FAILED where `state` would make a failed sample live or held; LEASE_EXPIRED: see `SampleWrite.claim`;
+    LENGTH_MISMATCH, SAMPLE_NOT_HELD, TOO_MANY_EXTENTS: see `SampleWrite.append_at`), INVALID_ARGUMENT (counts, dtype,
+    layout or shape differ), DATA_LOSS (the storage service has restarted and lost the put: put the data again).
     """
 
     Acquire: grpc.UnaryUnaryMultiCallable[
@@ -235,6 +236,17 @@ class ControllerServiceStub:
     """Writes custom_meta of samples; values merge with what is there. Changes: these columns; waiting claims may become
     ready. Idempotent. Does not block. Errors: NOT_FOUND, INVALID_ARGUMENT (a value is no JSON, or too large),
     FAILED_PRECONDITION (STALE_INCARNATION; LEASE_EXPIRED: see `claim`).
+    """
+
+    TruncateSamples: grpc.UnaryUnaryMultiCallable[
+        tq_service.v1.controller_service_pb2.TruncateSamplesRequest,
+        tq_service.v1.controller_service_pb2.TruncateSamplesResponse,
+    ]
+    """Discards what fields of held samples have beyond a length. Changes: their cells; one of length 0 is not produced
+    any more. Bytes are freed as whole extents, each stored by one append or put; the rest of one that is cut is kept
+    until all of it goes. Idempotent: a cell that has the length already stays as it is. Does not block. Errors:
+    NOT_FOUND, INVALID_ARGUMENT (a field of another kind), FAILED_PRECONDITION (STALE_INCARNATION, LEASE_EXPIRED,
+    SAMPLE_NOT_HELD; LENGTH_MISMATCH: a cell is shorter).
     """
 
     CloseGroups: grpc.UnaryUnaryMultiCallable[
@@ -439,7 +451,8 @@ class ControllerServiceAsyncStub:
         tq_service.v1.commit_pb2.CommitResponse,
     ]
     """Makes a stored put visible and writes keys, groups, state and custom_meta, all in one step: allocates new samples,
-    or adds and overwrites columns of existing ones, and acknowledges those of a leased claim (`SampleWrite.ack`).
+    or adds, overwrites and appends to columns of existing ones, and acknowledges those of a leased claim
+    (`SampleWrite.ack`).
     Without a placement it writes metadata and state only. Idempotent under `request_id`. With new samples it blocks as
     Insert does. A put is dropped, and its bytes are free, where its commit is refused because of `write` or the state
     of the partition, or finds no capacity until then: put the data again under a new put_id. It stays where the commit
@@ -447,9 +460,9 @@ class ControllerServiceAsyncStub:
     Errors: RESOURCE_EXHAUSTED (no capacity), NOT_FOUND (unknown key or sample; PUT_NOT_FOUND: the receipt is void, so
     put the data again under a new put_id), ALREADY_EXISTS (a key exists, a sample has a value of a write-once field,
     or the put is committed under another request_id), FAILED_PRECONDITION (PARTITION_SEALED, STALE_INCARNATION;
-    SAMPLE_FAILED where `state` would make a failed sample live or held; LEASE_EXPIRED: see `SampleWrite.claim`),
-    INVALID_ARGUMENT (counts, dtype, layout or shape differ), DATA_LOSS (the storage service has restarted and lost the
-    put: put the data again).
+    SAMPLE_FAILED where `state` would make a failed sample live or held; LEASE_EXPIRED: see `SampleWrite.claim`;
+    LENGTH_MISMATCH, SAMPLE_NOT_HELD, TOO_MANY_EXTENTS: see `SampleWrite.append_at`), INVALID_ARGUMENT (counts, dtype,
+    layout or shape differ), DATA_LOSS (the storage service has restarted and lost the put: put the data again).
     """
 
     Acquire: grpc.aio.UnaryUnaryMultiCallable[
@@ -611,6 +624,17 @@ class ControllerServiceAsyncStub:
     """Writes custom_meta of samples; values merge with what is there. Changes: these columns; waiting claims may become
     ready. Idempotent. Does not block. Errors: NOT_FOUND, INVALID_ARGUMENT (a value is no JSON, or too large),
     FAILED_PRECONDITION (STALE_INCARNATION; LEASE_EXPIRED: see `claim`).
+    """
+
+    TruncateSamples: grpc.aio.UnaryUnaryMultiCallable[
+        tq_service.v1.controller_service_pb2.TruncateSamplesRequest,
+        tq_service.v1.controller_service_pb2.TruncateSamplesResponse,
+    ]
+    """Discards what fields of held samples have beyond a length. Changes: their cells; one of length 0 is not produced
+    any more. Bytes are freed as whole extents, each stored by one append or put; the rest of one that is cut is kept
+    until all of it goes. Idempotent: a cell that has the length already stays as it is. Does not block. Errors:
+    NOT_FOUND, INVALID_ARGUMENT (a field of another kind), FAILED_PRECONDITION (STALE_INCARNATION, LEASE_EXPIRED,
+    SAMPLE_NOT_HELD; LENGTH_MISMATCH: a cell is shorter).
     """
 
     CloseGroups: grpc.aio.UnaryUnaryMultiCallable[
@@ -823,7 +847,8 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[tq_service.v1.commit_pb2.CommitResponse, collections.abc.Awaitable[tq_service.v1.commit_pb2.CommitResponse]]:
         """Makes a stored put visible and writes keys, groups, state and custom_meta, all in one step: allocates new samples,
-        or adds and overwrites columns of existing ones, and acknowledges those of a leased claim (`SampleWrite.ack`).
+        or adds, overwrites and appends to columns of existing ones, and acknowledges those of a leased claim
+        (`SampleWrite.ack`).
         Without a placement it writes metadata and state only. Idempotent under `request_id`. With new samples it blocks as
         Insert does. A put is dropped, and its bytes are free, where its commit is refused because of `write` or the state
         of the partition, or finds no capacity until then: put the data again under a new put_id. It stays where the commit
@@ -831,9 +856,9 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         Errors: RESOURCE_EXHAUSTED (no capacity), NOT_FOUND (unknown key or sample; PUT_NOT_FOUND: the receipt is void, so
         put the data again under a new put_id), ALREADY_EXISTS (a key exists, a sample has a value of a write-once field,
         or the put is committed under another request_id), FAILED_PRECONDITION (PARTITION_SEALED, STALE_INCARNATION;
-        SAMPLE_FAILED where `state` would make a failed sample live or held; LEASE_EXPIRED: see `SampleWrite.claim`),
-        INVALID_ARGUMENT (counts, dtype, layout or shape differ), DATA_LOSS (the storage service has restarted and lost the
-        put: put the data again).
+        SAMPLE_FAILED where `state` would make a failed sample live or held; LEASE_EXPIRED: see `SampleWrite.claim`;
+        LENGTH_MISMATCH, SAMPLE_NOT_HELD, TOO_MANY_EXTENTS: see `SampleWrite.append_at`), INVALID_ARGUMENT (counts, dtype,
+        layout or shape differ), DATA_LOSS (the storage service has restarted and lost the put: put the data again).
         """
 
     @abc.abstractmethod
@@ -1027,6 +1052,19 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         """Writes custom_meta of samples; values merge with what is there. Changes: these columns; waiting claims may become
         ready. Idempotent. Does not block. Errors: NOT_FOUND, INVALID_ARGUMENT (a value is no JSON, or too large),
         FAILED_PRECONDITION (STALE_INCARNATION; LEASE_EXPIRED: see `claim`).
+        """
+
+    @abc.abstractmethod
+    def TruncateSamples(
+        self,
+        request: tq_service.v1.controller_service_pb2.TruncateSamplesRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[tq_service.v1.controller_service_pb2.TruncateSamplesResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.TruncateSamplesResponse]]:
+        """Discards what fields of held samples have beyond a length. Changes: their cells; one of length 0 is not produced
+        any more. Bytes are freed as whole extents, each stored by one append or put; the rest of one that is cut is kept
+        until all of it goes. Idempotent: a cell that has the length already stays as it is. Does not block. Errors:
+        NOT_FOUND, INVALID_ARGUMENT (a field of another kind), FAILED_PRECONDITION (STALE_INCARNATION, LEASE_EXPIRED,
+        SAMPLE_NOT_HELD; LENGTH_MISMATCH: a cell is shorter).
         """
 
     @abc.abstractmethod

@@ -449,6 +449,8 @@ class CellRuns(google.protobuf.message.Message):
     PUT_INDEXES_FIELD_NUMBER: builtins.int
     FIRST_ROWS_FIELD_NUMBER: builtins.int
     ROW_COUNTS_FIELD_NUMBER: builtins.int
+    EXTENT_COUNTS_FIELD_NUMBER: builtins.int
+    EXTENT_LENGTHS_FIELD_NUMBER: builtins.int
     @property
     def field_names(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Names of the fields that share these runs, since they were put together."""
@@ -467,6 +469,19 @@ class CellRuns(google.protobuf.message.Message):
     def row_counts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """For each run, its number of rows, 1 or more."""
 
+    @property
+    def extent_counts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """For each sample, the number of rows that its cell consists of, 1 or more: extents, which appends have added one
+        after the other. The value of the cell is these rows joined along their first dimension, each cut to its
+        `extent_lengths`. The runs have the rows of all samples, in order. Empty: each cell is one row. A get has neither.
+        """
+
+    @property
+    def extent_lengths(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """For each of these rows, how much of its first dimension belongs to the cell; what follows was truncated. 2^32 - 1:
+        all of it. Empty without `extent_counts`.
+        """
+
     def __init__(
         self,
         *,
@@ -474,8 +489,10 @@ class CellRuns(google.protobuf.message.Message):
         put_indexes: collections.abc.Iterable[builtins.int] | None = ...,
         first_rows: collections.abc.Iterable[builtins.int] | None = ...,
         row_counts: collections.abc.Iterable[builtins.int] | None = ...,
+        extent_counts: collections.abc.Iterable[builtins.int] | None = ...,
+        extent_lengths: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["field_names", b"field_names", "first_rows", b"first_rows", "put_indexes", b"put_indexes", "row_counts", b"row_counts"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["extent_counts", b"extent_counts", "extent_lengths", b"extent_lengths", "field_names", b"field_names", "first_rows", b"first_rows", "put_indexes", b"put_indexes", "row_counts", b"row_counts"]) -> None: ...
 
 global___CellRuns = CellRuns
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Any, Final, TypeVar
 
@@ -17,6 +18,7 @@ from tq_service.wire.columns import (
     SourceColumn,
     array_bytes,
     dtype_name,
+    extents_as,
     is_on_device,
     is_tensor,
     is_tensor_type,
@@ -77,6 +79,36 @@ def encode_columns(data: Any, known: Mapping[str, FieldSpec] | None = None) -> l
     if not first.row_count:
         raise InvalidArgumentError("data has 0 rows; put at least one sample", field="data")
     return columns
+
+
+def encode_appended(data: Any, known: Mapping[str, FieldSpec]) -> list[SourceColumn]:
+    """Return the columns of an append: those of a put, jagged in the first dimension of their rows.
+
+    Args:
+        data: as for `encode_columns`; rows have one or more dimensions.
+        known: fields as the partition has them, as far as it is known.
+
+    Raises:
+        InvalidArgumentError: a column is of scalars, of objects, or of rows that differ in another dimension; otherwise
+            see `encode_columns`.
+    """
+    names = [name for name, _ in _fields_of(data)]
+    jagged = {name: FieldSpec(name, layout=Layout.JAGGED) for name in names if isinstance(name, str) and name}
+    return [_ragged(column) for column in encode_columns(data, jagged | dict(known))]
+
+
+def _ragged(column: SourceColumn) -> SourceColumn:
+    spec, shape = column.spec, column.spec.row_shape
+    if spec.layout is Layout.OBJECT or not shape or spec.ragged_dims not in {(), (0,)}:
+        raise InvalidArgumentError(
+            f"field {spec.name!r} is {spec.describe()}; expected a tensor or a list of numbers for each sample, which "
+            "differ in their first dimension alone. Put other fields whole",
+            field="data",
+            metadata={"field_name": spec.name},
+        )
+    ragged = replace(spec, layout=Layout.JAGGED, row_shape=(-1, *shape[1:]))
+    extents = extents_as(ragged, spec, column.extents, column.row_count)
+    return replace(column, spec=ragged, extents=None if extents is None else np.ascontiguousarray(extents))
 
 
 def has_lists(data: Any) -> bool:

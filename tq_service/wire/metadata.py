@@ -8,7 +8,7 @@ Users give it as columns too, or as one mapping a sample, and read it as such; `
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import chain
 from operator import itemgetter
@@ -45,6 +45,9 @@ _FEW_VALUES: Final = 64
 _LEAST_MEAN_LENGTH: Final = 4
 _BYTES_TYPE: Final = 2  # of a field, in the encoding of protobuf: a packed one has its values as bytes
 _MOST_INDEXES: Final = 2**31  # a few bytes must not make a reader reserve whatever they say
+
+
+NO_INTEGERS: Final = np.zeros(0, np.int64)
 
 
 def decode_integers(values: Sequence[int]) -> Indexes:
@@ -108,12 +111,16 @@ class CellRuns:
         put_indexes: `(runs,)`, which of the puts that are named beside the runs.
         first_rows: `(runs,)`, the first row of each in its put.
         row_counts: `(runs,)`, the number of rows of each.
+        extent_counts: `(n,)`, where cells have grown, of how many rows each cell is; empty: all are of one.
+        extent_lengths: `(rows,)`, how much of the first dimension of each row belongs to its cell, `WHOLE_EXTENT`: all.
     """
 
     field_names: tuple[str, ...]
     put_indexes: Indexes
     first_rows: Indexes
     row_counts: Indexes
+    extent_counts: Indexes = field(default_factory=NO_INTEGERS.copy)
+    extent_lengths: Indexes = field(default_factory=NO_INTEGERS.copy)
 
     @classmethod
     def from_proto(cls, message: pb.CellRuns) -> CellRuns:
@@ -123,16 +130,32 @@ class CellRuns:
             put_indexes=decode_integers(message.put_indexes),
             first_rows=decode_integers(message.first_rows),
             row_counts=decode_integers(message.row_counts),
+            extent_counts=decode_integers(message.extent_counts),
+            extent_lengths=decode_integers(message.extent_lengths),
         )
 
     @classmethod
-    def of_rows(cls, field_names: tuple[str, ...], puts: Indexes, rows: Indexes) -> CellRuns:
-        """Return the runs of cells given one by one: the put `(n,)` and the row in it `(n,)`."""
+    def of_rows(
+        cls,
+        field_names: tuple[str, ...],
+        puts: Indexes,
+        rows: Indexes,
+        extent_counts: Indexes = NO_INTEGERS,
+        extent_lengths: Indexes = NO_INTEGERS,
+    ) -> CellRuns:
+        """Return the runs of rows given one by one: the put `(n,)` and the row in it `(n,)`; for others see above."""
         starts, counts = _runs_at((np.diff(puts) != 0) | (np.diff(rows) != 1), rows.size)
-        return cls(field_names=field_names, put_indexes=puts[starts], first_rows=rows[starts], row_counts=counts)
+        return cls(
+            field_names=field_names,
+            put_indexes=puts[starts],
+            first_rows=rows[starts],
+            row_counts=counts,
+            extent_counts=extent_counts,
+            extent_lengths=extent_lengths,
+        )
 
     def to_proto(self) -> pb.CellRuns:
-        """Return the runs as a message."""
+        """Return the runs as the message of a get, which is for rows."""
         message = pb.CellRuns(field_names=self.field_names)
         for name in ("put_indexes", "first_rows", "row_counts"):
             fill_packed(message, name, getattr(self, name).astype(np.uint32))
@@ -140,12 +163,22 @@ class CellRuns:
 
     @property
     def row_count(self) -> int:
-        """Number of cells of each field."""
+        """Number of rows of each field."""
         return int(self.row_counts.sum())
 
     def expand(self) -> tuple[Indexes, Indexes]:
-        """Return the cells one by one: the put `(n,)` and the row in it `(n,)`."""
+        """Return the rows one by one: the put `(rows,)` and the row in it `(rows,)`."""
         return np.repeat(self.put_indexes, self.row_counts), expand_runs(self.first_rows, self.row_counts)
+
+    def select(self, positions: Indexes) -> CellRuns:
+        """Return the runs of the cells of the samples at `positions`, in this order."""
+        puts, rows = self.expand()
+        counts = self.extent_counts
+        if not counts.size:
+            return CellRuns.of_rows(self.field_names, puts[positions], rows[positions])
+        at = expand_runs((np.cumsum(counts) - counts)[positions], counts[positions])
+        lengths = self.extent_lengths[at]
+        return CellRuns.of_rows(self.field_names, puts[at], rows[at], counts[positions], lengths)
 
 
 def set_indexes(message: pb.BatchMeta, indexes: Indexes | range) -> None:

@@ -199,7 +199,7 @@ class AsyncFetchCalls(AsyncBase):
             probe.received(value_bytes)
 
         def decode() -> Any:
-            received = merge_answers(reads, answers, wanted, specs)
+            received = merge_answers(reads, answers, wanted, specs, distinct.locations)
             if order is not None:
                 received = [take_rows(column, order) for column in received]
             return to_batch(received, located.size, layout, landing)
@@ -256,7 +256,7 @@ class AsyncFetchCalls(AsyncBase):
         now = await self._locate(
             deadline,
             "global_indexes",
-            located.indexes[read.positions[:1]],
+            located.indexes[read.samples[:1]],
             partition_id=located.full_partition_id,
             incarnation=located.incarnation,
             data_fields=read.field_names[:1],

@@ -21,8 +21,11 @@ from tq_service.client.requests import (
     GroupColumn,
     MetaGiven,
     NameColumn,
+    Write,
     changed_samples,
     check_ack,
+    check_leased,
+    check_rows,
     check_word,
     condition_messages,
     meta_columns_of,
@@ -30,6 +33,7 @@ from tq_service.client.requests import (
     new_id,
     partition_of,
     request_of,
+    row_lengths,
     seconds,
     write_of,
 )
@@ -61,7 +65,7 @@ from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1.metadata_pb2 import MetaColumn
 from tq_service.v1.storage_service_pb2 import PutHeader, PutResponse
 from tq_service.wire.columns import put_header
-from tq_service.wire.encoding import encode_columns, has_lists
+from tq_service.wire.encoding import encode_appended, encode_columns, has_lists
 from tq_service.wire.messages import read_message, to_duration
 from tq_service.wire.metadata import encode_meta_columns
 
@@ -166,13 +170,8 @@ class SampleCalls(Base):
 
         def encode() -> tuple[Put, JointPut | None]:
             columns = encode_columns(data, known) if data is not None else []
-            for column in columns:
-                if metadata is not None and column.row_count != metadata.size:
-                    raise InvalidArgumentError(
-                        f"metadata has {metadata.size} samples, field {column.spec.name!r} has {column.row_count} "
-                        "rows; put one row for each sample, or give the metadata of the samples that the rows are for",
-                        field="data",
-                    )
+            if metadata is not None:
+                check_rows(metadata, columns)
             write = write_of(
                 self._namespace,
                 partition_id=partition_id,
@@ -217,6 +216,89 @@ class SampleCalls(Base):
         if knows_held and full_name not in self._refused_lists:
             self._refused_lists.append(full_name)  # is asked first from now on, so that lists are sent once
         return written
+
+    def append(self, data: Any, *, metadata: BatchMeta, at: Iterable[int], timeout: float | None = None) -> BatchMeta:
+        """Add to the ends of jagged fields of unfinished samples; only what is added is sent and stored.
+
+        The samples are held and leased to the caller: slots, or what `get_meta(held=True, lease=...)` claims. The value
+        of a cell is all that was appended to it, in order, along the first dimension of its rows; `get_data` returns it
+        as one. A field that does not exist is made: jagged, of the dtype of the data. A cell takes 1,024 appends; a
+        `put` of the field replaces them all by one value. A batch that was claimed or looked up before an append has
+        the cells of then: `get_data` takes the one that this returns.
+
+        Args:
+            data: as for `put`, without objects and scalars: what to add to each of `n` samples, none of it included.
+            metadata: the samples, of one leased claim.
+            at: `n` lengths, in the first dimension: those that the fields of `data` have before. A field that a sample
+                lacks has length 0. Fields of other lengths take calls of their own.
+            timeout: seconds until the call fails; None: the client's. An append without capacity waits until then.
+
+        Returns:
+            The samples, with the fields of `data`.
+
+        Raises:
+            PreconditionError: a field of a sample has another length (reason LENGTH_MISMATCH, with `got` and
+                `expected`), a sample is not held (SAMPLE_NOT_HELD), or has grown too often (TOO_MANY_EXTENTS). Nothing
+                is written.
+            LeaseExpiredError: samples are no longer leased to this worker, or were acknowledged; nothing is written.
+            FieldMismatchError: a field is of another dtype or shape, or cannot be jagged.
+            InvalidArgumentError: `metadata` is not of one leased claim, or counts differ.
+            QuotaExceededError: no capacity until the deadline, or more than the quota.
+        """
+        check_leased(metadata)
+        lengths = row_lengths("at", at, metadata.size)
+        if not metadata.size:
+            return metadata
+        deadline = self._deadline(timeout)
+        known = {spec.name: spec for spec in metadata.fields}
+
+        def encode() -> tuple[Put, JointPut]:
+            columns = encode_appended(data, known)
+            check_rows(metadata, columns)
+            write = Write(
+                partition_id=metadata.full_partition_id, row_count=metadata.size, metadata=metadata, append_at=lengths
+            )
+            put = Put(columns=columns, write=write, for_existing_rows=True)
+            return put, JointPut((put,))
+
+        put, alone = unless_light(encode, data)
+        return self._write(put, alone, deadline)
+
+    def truncate(
+        self, *, metadata: BatchMeta, to: Iterable[int], data_fields: Iterable[str], timeout: float | None = None
+    ) -> None:
+        """Discard what jagged fields of unfinished samples have beyond a length.
+
+        A field that is cut to length 0 is not produced any more, as if it was never put. What was appended last is
+        freed first: each append as a whole. The bytes of one that is cut are freed once all of it goes.
+
+        Args:
+            metadata: the samples, held and of one leased claim; see `append`.
+            to: `n` lengths, in the first dimension, to which all these fields of each sample are cut.
+            data_fields: the fields; those that a sample lacks have length 0.
+            timeout: seconds until the call fails; None: the client's.
+
+        Raises:
+            PreconditionError: a field of a sample is shorter (reason LENGTH_MISMATCH, with `got` and `expected`), or
+                a sample is not held (SAMPLE_NOT_HELD); nothing is cut.
+            LeaseExpiredError: samples are no longer leased to this worker, or were acknowledged; nothing is cut.
+            FieldMismatchError: a field is not jagged in its first dimension.
+            InvalidArgumentError: `metadata` is not of one leased claim, counts differ, or no field is named.
+        """
+        check_leased(metadata)
+        lengths = row_lengths("to", to, metadata.size)
+        if not metadata.size:
+            return
+        self._ask(
+            pb.TruncateSamplesResponse,
+            timeout,
+            batch=metadata,
+            incarnation=metadata.incarnation,
+            global_indexes=metadata.indexes,
+            lengths=lengths,
+            data_fields=data_fields,
+            claim=metadata.leased_claim,
+        )
 
     def _held_fields(self, full_partition_id: str, deadline: Deadline) -> dict[str, FieldSpec]:
         """Return what the fields of a partition hold, none of one that is not there."""
