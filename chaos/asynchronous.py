@@ -1,9 +1,9 @@
 """Bounded staleness with real processes that are killed at random: `python -m chaos.asynchronous --runs 100`.
 
-In each run rollout workers in two processes claim prompts, make slots for their groups, and put them late, never, or as
-failed; a trainer claims batches and publishes a version for each. Processes of each kind are killed and started again
-at random moments; the trainer goes on with another number of ranks. In the end each prompt was trained once, and none
-later than the bound allows. A prompt names the keys of its group, so that no two groups of it are trained.
+In each run rollout workers in two processes claim prompts with slots for their groups, and put them late, never, or
+reject them; a trainer claims batches and publishes a version for each. In some runs it evicts groups that are late, and
+their prompts are claimed again. Processes of each kind are killed and started again at random moments; the trainer
+goes on with another number of ranks. In the end each prompt was trained once, and none later than the bound allows.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, get_args
 
 import numpy as np
 
 import tq_service as tq
 from chaos.cluster import Cluster, Process, wait_until, without_torch
 from chaos.events import EventLog, read_events
+from tq_service.schema import Late
 
 _PROMPTS, _TRAIN, _ROLLOUT, _ACTOR = "prompts", "train", "rollout", "actor"
 _PROMPT_COUNT: Final = 40
@@ -33,11 +34,11 @@ _GROUP_SIZE: Final = 2
 _GLOBAL_BATCH: Final = 4
 _RANK_COUNTS: Final = (1, 2, 4)
 _WORKERS_PER_PROCESS: Final = 6
-_PROMPT_SECONDS: Final = 3.0
 _SLOT_SECONDS: Final = 1.5
 _TIMEOUT_SECONDS: Final = 60.0
 _RUN_SECONDS: Final = 120.0
 _POLL_SECONDS: Final = 5.0
+_EVICTING_SHARE: Final = 0.4
 
 
 # What the processes do
@@ -55,53 +56,38 @@ async def _work(client: tq.AsyncClient, rng: random.Random) -> None:
     while True:
         try:
             prompt = await client.get_meta(
-                partition_id=_PROMPTS, task_name=_ROLLOUT, data_fields=["x"], batch_size=1, lease=_PROMPT_SECONDS,
-                max_wait=_POLL_SECONDS,
+                partition_id=_PROMPTS, task_name=_ROLLOUT, data_fields=["x"], batch_size=1, lease=_SLOT_SECONDS,
+                admit=tq.Admit(_TRAIN, group_size=_GROUP_SIZE), max_wait=_POLL_SECONDS,
             )  # fmt: skip
-        except tq.LeaseExpiredError:  # the answer was lost, and came too late
+        except (tq.LeaseExpiredError, tq.SamplesClearedError):  # the answer was lost, and came too late
             continue
         if prompt.status == "end":
             return
-        if prompt.status == "batch":
+        if prompt.admitted is not None:
             with suppress(tq.LeaseExpiredError):  # another worker has the prompt now
-                await _generate(client, prompt, rng)
+                await _generate(client, prompt, prompt.admitted, rng)
 
 
-async def _generate(client: tq.AsyncClient, prompt: tq.BatchMeta, rng: random.Random) -> None:
+async def _generate(client: tq.AsyncClient, prompt: tq.BatchMeta, slots: tq.BatchMeta, rng: random.Random) -> None:
     """Make the group of a prompt, or give the prompt back."""
-    (name,) = prompt.keys
-    keys = [f"{name}/{member}" for member in range(_GROUP_SIZE)]
-    try:
-        slots = await client.acquire(
-            _TRAIN, _ROLLOUT, keys=keys, groups=[str(name)], group_size=_GROUP_SIZE, lease=_SLOT_SECONDS,
-            on_lost="remove", max_wait=1.0,
-        )  # fmt: skip
-    except tq.AlreadyExistsError:
-        found, _ = await client.lookup_samples(_TRAIN, keys, task_name=_ROLLOUT)
-        if found.size == _GROUP_SIZE and not np.any(found.leased):  # its worker has died before it could say so
-            await client.ack(prompt)
-        else:
-            await asyncio.sleep(0.1)
-            await client.release(prompt)
-        return
-    if slots.status != "batch":
-        await client.release(prompt)
-        return
     await asyncio.sleep(rng.uniform(0.005, 0.06) * (20 if rng.random() < 0.08 else 1))
     fate = rng.random()
     if fate < 0.05:
         await asyncio.sleep(_SLOT_SECONDS * 1.5)  # too late, which is for the service to say
     if fate < 0.3:  # rejected
-        await client.clear_samples(slots)
         await client.release(prompt)
         return
-    await client.put({"x": np.arange(_GROUP_SIZE)}, metadata=slots, ack=True)
-    await client.ack(prompt)
+    try:
+        await client.put({"x": np.arange(_GROUP_SIZE)}, metadata=slots, ack=True)
+    except tq.SampleNotFoundError:  # evicted
+        await client.release(prompt)
 
 
-def train(namespace: str, address: str, log_path: Path, seed: int) -> None:
+def train(namespace: str, address: str, log_path: Path, seed: int, late: Late) -> None:
     """Train batches until the end, as other ranks than those before."""
     rng, log = random.Random(f"{seed} {time.time_ns()}"), EventLog(log_path)
+    evicting: dict[str, Any] = {"unmatched": "clear", "refill": (_PROMPTS, _ROLLOUT), "max_refills": _PROMPT_COUNT}
+    evicting = evicting if late == "evict" else {}
     with tq.Client(address, namespace=namespace, timeout=_TIMEOUT_SECONDS) as client:
         dp_size = rng.choice(_RANK_COUNTS)
         try:
@@ -115,7 +101,7 @@ def train(namespace: str, address: str, log_path: Path, seed: int) -> None:
                 meta = client.get_meta(
                     partition_id=_TRAIN, task_name=_ACTOR, data_fields=["x"], batch_size=_GLOBAL_BATCH // dp_size,
                     batch_unit="group", dp_rank=rank, dp_size=dp_size, batch_index=batch_index, epoch=epoch,
-                    max_wait=_RUN_SECONDS,
+                    max_wait=_RUN_SECONDS, **evicting,
                 )  # fmt: skip
                 if meta.status != "batch":
                     log.write("end", batch_index=batch_index, status=meta.status)
@@ -123,7 +109,7 @@ def train(namespace: str, address: str, log_path: Path, seed: int) -> None:
                 members = [place % _GROUP_SIZE for place in range(meta.size)]
                 if members and client.get_data(meta)["x"].tolist() != members:
                     log.write("wrong", batch_index=batch_index)
-                groups += [str(key).split("/")[0] for key in meta.keys[::_GROUP_SIZE]]
+                groups += meta.groups[::_GROUP_SIZE]
                 versions += [int(each["start_version"]) for each in meta.custom_meta]
             published = client.get_version()
             log.write("batch", batch_index=batch_index, groups=groups, versions=versions, published=published)
@@ -147,6 +133,8 @@ class Run:
     Attributes:
         kills: processes that were killed.
         max_staleness: the bound.
+        late: what becomes of groups that would become too stale.
+        evicted_count: groups that were evicted for that.
         staleness: the most versions that a sample was late.
     """
 
@@ -156,20 +144,23 @@ class Run:
         self._rng = rng
         self._log_path = directory / "trainer.jsonl"
         self.max_staleness = rng.choice((0, 1, 2, 4))
+        self.late: Late = "evict" if rng.random() < _EVICTING_SHARE else "wait"
         self._namespace = f"run-{number}"
-        module = [sys.executable, "-m", "chaos.asynchronous", self._namespace, cluster.address, str(self._log_path)]
+        module = [sys.executable, "-m", "chaos.asynchronous", "--late", self.late]
+        module += [self._namespace, cluster.address, str(self._log_path)]
         seed = str(rng.randrange(1 << 30))
         self._workers = [
             Process(name, [*module, f"{seed}{place}", "--as", "workers"], directory / f"{name}.log")
             for place, name in enumerate(("workers-0", "workers-1"))
         ]
         self._trainer = Process("trainer", [*module, seed, "--as", "trainer"], directory / "trainer.log")
-        self.kills = 0
-        self.staleness = 0
+        self.kills = self.staleness = self.evicted_count = 0
 
     def run(self) -> Iterator[str]:
         """Run to the end, and yield what is wrong."""
-        admission = tq.Admission(_ACTOR, max_staleness=self.max_staleness, global_batch=_GLOBAL_BATCH, unit="group")
+        admission = tq.Admission(
+            _ACTOR, max_staleness=self.max_staleness, global_batch=_GLOBAL_BATCH, unit="group", late=self.late
+        )
         with tq.Client(self._cluster.address, namespace=self._namespace, timeout=_TIMEOUT_SECONDS) as client:
             client.publish_version(0)
             client.create_partition(_TRAIN, admissions=[admission])
@@ -189,6 +180,7 @@ class Run:
                 for process in (*self._workers, self._trainer):
                     process.end()
             yield from self._violations(names)
+            self.evicted_count = len(client.take_evicted(_TRAIN, _ACTOR).units)
             for name in (_PROMPTS, _TRAIN):
                 client.clear_partition(name)
             client.remove_policy()
@@ -232,7 +224,7 @@ def _say(text: str) -> None:
 
 
 def _trial(given: argparse.Namespace) -> int:
-    rng, broken, kills, latest = random.Random(given.seed), 0, 0, dict[int, int]()
+    rng, broken, kills, evicted, latest = random.Random(given.seed), 0, 0, 0, dict[int, int]()
     cluster = Cluster("embedded", "process", given.output)
     given.output.mkdir(parents=True, exist_ok=True)
     try:
@@ -242,6 +234,7 @@ def _trial(given: argparse.Namespace) -> int:
             run = Run(cluster, number, given.output / f"run-{number}", rng)
             violations = list(run.run())
             kills += run.kills
+            evicted += run.evicted_count
             latest[run.max_staleness] = max(run.staleness, latest.get(run.max_staleness, 0))
             for violation in violations:
                 broken += 1
@@ -252,7 +245,8 @@ def _trial(given: argparse.Namespace) -> int:
     finally:
         cluster.close()
     _say("; ".join(f"at most {bound} versions late: {latest[bound]} was the most" for bound in sorted(latest)))
-    _say(f"{given.runs} runs, {kills} kills, {broken} violations; seed {given.seed}; logs and data in {given.output}")
+    counts = f"{given.runs} runs, {kills} kills, {evicted} groups evicted, {broken} violations"
+    _say(f"{counts}; seed {given.seed}; logs and data in {given.output}")
     return 1 if broken else 0
 
 
@@ -271,6 +265,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(3)), help="repeats the faults of a trial")
     parser.add_argument("--output", type=Path, default=Path("chaos-output"), help="directory for logs and data")
     parser.add_argument("--as", dest="role", choices=("workers", "trainer"), help=argparse.SUPPRESS)
+    parser.add_argument("--late", choices=get_args(Late), default="wait", help=argparse.SUPPRESS)
     parser.add_argument("place", nargs="*", help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     if given.role is None:
@@ -279,7 +274,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.role == "workers":
         asyncio.run(roll_out(namespace, address, int(seed)))
     else:
-        train(namespace, address, Path(log_path), int(seed))
+        train(namespace, address, Path(log_path), int(seed), given.late)
     return 0
 
 
