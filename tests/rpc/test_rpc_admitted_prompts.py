@@ -5,12 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import grpc
 import numpy as np
 import pytest
-from live_server import AnyClient, LiveServer
+from live_server import AnyClient, ClientKind, LiveServer, LoopThread
 
 import tq_service as tq
 from tq_service.client.requests import get_meta_request
@@ -316,3 +317,37 @@ def test_released_slots_with_data_are_for_other_workers_and_stand_for_their_prom
         partition_id="train", task_name="rollout", data_fields=[], batch_size=1, held=True, lease=60.0, max_wait=5.0
     )
     assert goes_on.groups == ["p0"]
+
+
+def test_prompts_and_slots_outlive_a_restart(tmp_path: Path, loop_thread: LoopThread, client_kind: ClientKind) -> None:
+    with LiveServer(loop_thread, data_dir=tmp_path) as server:
+        kept = server.client(client_kind)
+        kept.create_partition("train")
+        kept.put({"x": np.arange(2)}, partition_id="prompts", keys=["p0", "p1"])
+        prompts = claim(kept, batch_size=2)
+        kept.checkpoint("before")
+        finish(kept, slots_of(prompts).select_samples([0]))
+    with LiveServer(loop_thread, data_dir=tmp_path) as server:
+        kept = server.client(client_kind)
+        finish(kept, slots_of(prompts).select_samples([1]))  # and its prompt with it
+        assert kept.release(prompts) == 1
+        assert (states(kept), claimable(kept)) == ((2, 0, 0), 1)
+        kept.restore("before", replace=True)
+        assert (states(kept), task(kept, "prompts").leased_count) == ((0, 4, 0), 2)
+
+
+def test_a_checkpoint_has_both_sides_in_whichever_namespace_it_is_restored(
+    tmp_path: Path, loop_thread: LoopThread, client_kind: ClientKind
+) -> None:
+    with LiveServer(loop_thread, data_dir=tmp_path) as server:
+        before, after = (server.client(client_kind, namespace=name) for name in ("before", "after"))
+        before.create_partition("train")
+        before.put({"x": np.arange(2)}, partition_id="prompts", keys=["p0", "p1"])
+        prompts = claim(before, batch_size=2)
+        before.checkpoint("half-way")
+        after.restore("half-way")
+        finish(before, slots_of(prompts))
+        assert (claimable(before), task(before, "prompts").leased_count) == (0, 0)
+        assert (states(after), task(after, "prompts").leased_count) == ((0, 4, 0), 2)
+        after.reset_consumption("prompts", "rollout", keep_consumed=True)
+        assert (states(after), states(before)) == ((0, 0, 0), (4, 0, 0))
