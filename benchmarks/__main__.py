@@ -25,6 +25,7 @@ BENCHMARKS = (
     "waiting_clients",
     "commits_per_second",
     "insert_rate",
+    "admitted_puts",
     "named_puts",
     "bulk_by_column",
     "bulk_by_size",

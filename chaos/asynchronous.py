@@ -1,10 +1,11 @@
 """Bounded staleness with real processes that are killed at random: `python -m chaos.asynchronous --runs 100`.
 
-In each run rollout workers in two processes claim prompts, make slots for their groups, append to them in steps, and
-finish them late, never, or not at all; others continue what was left unfinished. A trainer claims batches and publishes
-a version for each. Processes of each kind are killed and started again at random moments; the trainer goes on with
-another number of ranks. In the end each prompt was trained once, with what its workers have appended, and none later
-than the bound allows. A prompt names the keys of its group, so that no two groups of it are trained.
+In each run rollout workers in two processes claim prompts with slots for their groups, append to these in steps, and
+finish them late, never, or reject them; others continue what was left unfinished, or begin it again. A trainer claims
+batches and publishes a version for each. In some runs it evicts groups that are late, and their prompts are claimed
+again. Processes of each kind are killed and started again at random moments; the trainer goes on with another number of
+ranks. In the end each prompt was trained once, with what its workers have appended, and none later than the bound
+allows.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +30,7 @@ from numpy.typing import NDArray
 import tq_service as tq
 from chaos.cluster import Cluster, Process, wait_until, without_torch
 from chaos.events import EventLog, read_events
+from tq_service.schema import Late
 
 _PROMPTS, _TRAIN, _ROLLOUT, _ACTOR = "prompts", "train", "rollout", "actor"
 _PROMPT_COUNT: Final = 40
@@ -36,14 +38,12 @@ _GROUP_SIZE: Final = 2
 _GLOBAL_BATCH: Final = 4
 _RANK_COUNTS: Final = (1, 2, 4)
 _WORKERS_PER_PROCESS: Final = 6
-_PROMPT_SECONDS: Final = 3.0
 _SLOT_SECONDS: Final = 1.5
 _TIMEOUT_SECONDS: Final = 60.0
 _RUN_SECONDS: Final = 120.0
 _POLL_SECONDS: Final = 0.5
+_EVICTING_SHARE: Final = 0.4
 _TOKENS: Final = (16, 21)
-"""Of each member of a group."""
-
 _MOST_PER_STEP: Final = 5
 _CONTINUED: Final = "continued"
 
@@ -61,69 +61,63 @@ async def roll_out(namespace: str, address: str, seed: int) -> None:
 
 async def _work(client: tq.AsyncClient, rng: random.Random) -> None:
     while True:
+        held_count = (await client.describe_partition(_TRAIN)).held_count  # first: slots may be left without a prompt
         try:
-            unfinished = await client.get_meta(
-                partition_id=_TRAIN, task_name=_ROLLOUT, data_fields=[], batch_size=_GROUP_SIZE, min_batch_size=1,
-                held=True, lease=_SLOT_SECONDS, max_wait=0,
-            )  # fmt: skip
-            if unfinished.status == "batch":
-                await _grow(client, unfinished, rng)
-                await _finish(client, unfinished)
+            if held_count and await _continue(client, rng):
                 continue
             prompt = await client.get_meta(
-                partition_id=_PROMPTS, task_name=_ROLLOUT, data_fields=["x"], batch_size=1, lease=_PROMPT_SECONDS,
+                partition_id=_PROMPTS, task_name=_ROLLOUT, data_fields=["x"], batch_size=1, lease=_SLOT_SECONDS,
+                admit=tq.Admit(_TRAIN, group_size=_GROUP_SIZE, on_lost=rng.choice(("remove", "requeue"))),
                 max_wait=_POLL_SECONDS,
             )  # fmt: skip
-        except tq.LeaseExpiredError:  # the answer was lost, and came too late, or another worker has it now
+            if prompt.admitted is not None:
+                await _generate(client, prompt, prompt.admitted, rng)
+        except (tq.LeaseExpiredError, tq.SamplesClearedError):  # too late: another worker has it now, or nobody
             continue
         if prompt.status == "end":
-            return
-        if prompt.status == "batch":
-            with suppress(tq.LeaseExpiredError):  # another worker has the prompt now
-                await _generate(client, prompt, rng)
+            if not held_count:
+                return
+            await asyncio.sleep(_POLL_SECONDS / 10)
 
 
-async def _generate(client: tq.AsyncClient, prompt: tq.BatchMeta, rng: random.Random) -> None:
-    """Make the group of a prompt, or give the prompt back."""
-    (name,) = prompt.keys
-    keys = [f"{name}/{member}" for member in range(_GROUP_SIZE)]
-    try:
-        slots = await client.acquire(
-            _TRAIN, _ROLLOUT, keys=keys, groups=[str(name)], group_size=_GROUP_SIZE, lease=_SLOT_SECONDS,
-            max_wait=1.0,
-        )  # fmt: skip
-    except tq.AlreadyExistsError:
-        found, _ = await client.lookup_samples(_TRAIN, keys)
-        if found.size == _GROUP_SIZE and all(found.produced.get("x", [False])):  # finished, maybe by others
-            await client.ack(prompt)
-        else:
-            await asyncio.sleep(0.1)
-            await client.release(prompt)
-        return
+async def _continue(client: tq.AsyncClient, rng: random.Random) -> bool:
+    """Finish slots that another worker has left; return whether there were some."""
+    slots = await client.get_meta(
+        partition_id=_TRAIN, task_name=_ROLLOUT, data_fields=[], batch_size=_GROUP_SIZE, min_batch_size=1, held=True,
+        lease=_SLOT_SECONDS, max_wait=0,
+    )  # fmt: skip
     if slots.status != "batch":
-        await client.release(prompt)
-        return
-    await _grow(client, slots, rng)
+        return False
+    with suppress(tq.SampleNotFoundError):  # evicted
+        await _grow(client, slots, rng)
+        await _finish(client, slots)
+    return True
+
+
+async def _generate(client: tq.AsyncClient, prompt: tq.BatchMeta, slots: tq.BatchMeta, rng: random.Random) -> None:
+    """Make the group of a prompt, or give the prompt back."""
     fate = rng.random()
-    if fate < 0.05:
-        await asyncio.sleep(_SLOT_SECONDS * 1.5)  # too late, which is for the service to say
-    if fate < 0.3:  # rejected
-        await client.clear_samples(slots)
-        await client.release(prompt)
-        return
-    await _finish(client, slots)
-    await client.ack(prompt)
+    try:
+        await _grow(client, slots, rng)
+        if fate < 0.05:
+            await asyncio.sleep(_SLOT_SECONDS * 1.5)  # too late, which is for the service to say
+        if fate >= 0.3:
+            await _finish(client, slots)
+            return
+    except tq.SampleNotFoundError:  # evicted
+        pass
+    await client.release(prompt)
 
 
 async def _grow(client: tq.AsyncClient, slots: tq.BatchMeta, rng: random.Random) -> None:
     """Append to samples until they have all of their tokens; a part of what they have already may be discarded."""
     lengths = await _lengths(client, slots)
     if any(lengths):
-        print(_CONTINUED, slots.keys, lengths, flush=True)
+        print(_CONTINUED, slots.global_indexes, lengths, flush=True)
     if rng.random() < 0.2:
         lengths = [rng.randint(0, length) for length in lengths]
         await client.truncate(metadata=slots, to=lengths, data_fields=["tokens"])
-    wanted = [_tokens_of(key) for key in slots.keys]
+    wanted = [_tokens_of(index) for index in slots.global_indexes]
     pause = rng.uniform(0.001, 0.01) * (20 if rng.random() < 0.08 else 1)
     while any(length < len(tokens) for length, tokens in zip(lengths, wanted, strict=True)):
         await asyncio.sleep(pause)
@@ -136,33 +130,31 @@ async def _grow(client: tq.AsyncClient, slots: tq.BatchMeta, rng: random.Random)
 async def _lengths(client: tq.AsyncClient, slots: tq.BatchMeta) -> list[int]:
     """Return how many tokens samples have."""
     lengths = []
-    for index, key in zip(slots.global_indexes, slots.keys, strict=True):
+    for index in slots.global_indexes:
         found = await client.get_data(
             partition_id=_TRAIN, global_indexes=[index], data_fields=["tokens"], missing="skip", missing_fields="skip"
         )
         tokens = found["tokens"][0].tolist() if found and len(found["tokens"]) else []
-        if tokens != _tokens_of(key)[: len(tokens)].tolist():
-            raise ValueError(f"sample {key} has the tokens {tokens}")
+        if tokens != _tokens_of(index)[: len(tokens)].tolist():
+            raise ValueError(f"sample {index} has the tokens {tokens}")
         lengths.append(len(tokens))
     return lengths
 
 
 async def _finish(client: tq.AsyncClient, slots: tq.BatchMeta) -> None:
-    await client.put({"x": np.array([_member_of(key) for key in slots.keys])}, metadata=slots, ack=True)
+    await client.put({"x": np.array(slots.global_indexes)}, metadata=slots, ack=True)
 
 
-def _member_of(key: str | None) -> int:
-    return int(str(key).split("/")[1])
-
-
-def _tokens_of(key: str | None) -> NDArray[np.int64]:
+def _tokens_of(index: int) -> NDArray[np.int64]:
     """Return the tokens of a sample: others for each."""
-    return zlib.crc32(str(key).encode()) + np.arange(_TOKENS[_member_of(key)])
+    return zlib.crc32(str(index).encode()) + np.arange(_TOKENS[index % len(_TOKENS)])
 
 
-def train(namespace: str, address: str, log_path: Path, seed: int) -> None:
+def train(namespace: str, address: str, log_path: Path, seed: int, late: Late) -> None:
     """Train batches until the end, as other ranks than those before."""
     rng, log = random.Random(f"{seed} {time.time_ns()}"), EventLog(log_path)
+    evicting: dict[str, Any] = {"unmatched": "clear", "refill": (_PROMPTS, _ROLLOUT), "max_refills": _PROMPT_COUNT}
+    evicting = evicting if late == "evict" else {}
     with tq.Client(address, namespace=namespace, timeout=_TIMEOUT_SECONDS) as client:
         dp_size = rng.choice(_RANK_COUNTS)
         try:
@@ -176,15 +168,14 @@ def train(namespace: str, address: str, log_path: Path, seed: int) -> None:
                 meta = client.get_meta(
                     partition_id=_TRAIN, task_name=_ACTOR, data_fields=["x", "tokens"],
                     batch_size=_GLOBAL_BATCH // dp_size, batch_unit="group", dp_rank=rank, dp_size=dp_size,
-                    batch_index=batch_index, epoch=epoch, max_wait=_RUN_SECONDS,
+                    batch_index=batch_index, epoch=epoch, max_wait=_RUN_SECONDS, **evicting,
                 )  # fmt: skip
                 if meta.status != "batch":
                     log.write("end", batch_index=batch_index, status=meta.status)
                     return
-                members = [place % _GROUP_SIZE for place in range(meta.size)]
-                if members and not _is_whole(client.get_data(meta), members, meta.keys):
+                if meta.size and not _is_whole(meta, client.get_data(meta)):
                     log.write("wrong", batch_index=batch_index)
-                groups += [str(key).split("/")[0] for key in meta.keys[::_GROUP_SIZE]]
+                groups += meta.groups[::_GROUP_SIZE]
                 versions += [int(each["start_version"]) for each in meta.custom_meta]
             published = client.get_version()
             log.write("batch", batch_index=batch_index, groups=groups, versions=versions, published=published)
@@ -193,10 +184,15 @@ def train(namespace: str, address: str, log_path: Path, seed: int) -> None:
             batch_index += 1
 
 
-def _is_whole(data: Any, members: list[int], keys: Sequence[str | None]) -> bool:
-    """Whether the data of samples is what workers have put and appended."""
+def _is_whole(meta: tq.BatchMeta, data: Any) -> bool:
+    """Whether samples are those of whole groups, and their data is what workers have put and appended."""
+    groups = [group for group in meta.groups[::_GROUP_SIZE] for _ in range(_GROUP_SIZE)]
     tokens = [row.tolist() for row in data["tokens"]]
-    return bool(data["x"].tolist() == members and tokens == [_tokens_of(key).tolist() for key in keys])
+    return bool(
+        meta.groups == groups
+        and data["x"].tolist() == meta.global_indexes
+        and tokens == [_tokens_of(index).tolist() for index in meta.global_indexes]
+    )
 
 
 # A run
@@ -214,6 +210,8 @@ class Run:
     Attributes:
         kills: processes that were killed.
         max_staleness: the bound.
+        late: what becomes of groups that would become too stale.
+        evicted_count: groups that were evicted for that.
         staleness: the most versions that a sample was late.
         continued: claims of samples that had tokens of another worker.
     """
@@ -224,21 +222,23 @@ class Run:
         self._rng = rng
         self._log_path = directory / "trainer.jsonl"
         self.max_staleness = rng.choice((0, 1, 2, 4))
+        self.late: Late = "evict" if rng.random() < _EVICTING_SHARE else "wait"
         self._namespace = f"run-{number}"
-        module = [sys.executable, "-m", "chaos.asynchronous", self._namespace, cluster.address, str(self._log_path)]
+        module = [sys.executable, "-m", "chaos.asynchronous", "--late", self.late]
+        module += [self._namespace, cluster.address, str(self._log_path)]
         seed = str(rng.randrange(1 << 30))
         self._workers = [
             Process(name, [*module, f"{seed}{place}", "--as", "workers"], directory / f"{name}.log")
             for place, name in enumerate(("workers-0", "workers-1"))
         ]
         self._trainer = Process("trainer", [*module, seed, "--as", "trainer"], directory / "trainer.log")
-        self.kills = 0
-        self.staleness = 0
-        self.continued = 0
+        self.kills = self.staleness = self.evicted_count = self.continued = 0
 
     def run(self) -> Iterator[str]:
         """Run to the end, and yield what is wrong."""
-        admission = tq.Admission(_ACTOR, max_staleness=self.max_staleness, global_batch=_GLOBAL_BATCH, unit="group")
+        admission = tq.Admission(
+            _ACTOR, max_staleness=self.max_staleness, global_batch=_GLOBAL_BATCH, unit="group", late=self.late
+        )
         with tq.Client(self._cluster.address, namespace=self._namespace, timeout=_TIMEOUT_SECONDS) as client:
             client.publish_version(0)
             client.create_partition(_TRAIN, admissions=[admission])
@@ -260,6 +260,7 @@ class Run:
             logs = [process.log.read_text() for process in self._workers]
             self.continued = sum(log.count(_CONTINUED) for log in logs)
             yield from self._violations(names)
+            self.evicted_count = len(client.take_evicted(_TRAIN, _ACTOR).units)
             for name in (_PROMPTS, _TRAIN):
                 client.clear_partition(name)
             client.remove_policy()
@@ -303,7 +304,8 @@ def _say(text: str) -> None:
 
 
 def _trial(given: argparse.Namespace) -> int:
-    rng, broken, kills, continued, latest = random.Random(given.seed), 0, 0, 0, dict[int, int]()
+    rng, broken, latest = random.Random(given.seed), 0, dict[int, int]()
+    kills = evicted = continued = 0
     cluster = Cluster("embedded", "process", given.output)
     given.output.mkdir(parents=True, exist_ok=True)
     try:
@@ -313,6 +315,7 @@ def _trial(given: argparse.Namespace) -> int:
             run = Run(cluster, number, given.output / f"run-{number}", rng)
             violations = list(run.run())
             kills += run.kills
+            evicted += run.evicted_count
             continued += run.continued
             latest[run.max_staleness] = max(run.staleness, latest.get(run.max_staleness, 0))
             for violation in violations:
@@ -324,8 +327,8 @@ def _trial(given: argparse.Namespace) -> int:
     finally:
         cluster.close()
     _say("; ".join(f"at most {bound} versions late: {latest[bound]} was the most" for bound in sorted(latest)))
-    _say(f"{continued} times a worker continued what another had begun")
-    _say(f"{given.runs} runs, {kills} kills, {broken} violations; seed {given.seed}; logs and data in {given.output}")
+    counts = f"{given.runs} runs, {kills} kills, {evicted} groups evicted, {continued} claims continued"
+    _say(f"{counts}, {broken} violations; seed {given.seed}; logs and data in {given.output}")
     return 1 if broken else 0
 
 
@@ -344,6 +347,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(3)), help="repeats the faults of a trial")
     parser.add_argument("--output", type=Path, default=Path("chaos-output"), help="directory for logs and data")
     parser.add_argument("--as", dest="role", choices=("workers", "trainer"), help=argparse.SUPPRESS)
+    parser.add_argument("--late", choices=get_args(Late), default="wait", help=argparse.SUPPRESS)
     parser.add_argument("place", nargs="*", help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     if given.role is None:
@@ -352,7 +356,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.role == "workers":
         asyncio.run(roll_out(namespace, address, int(seed)))
     else:
-        train(namespace, address, Path(log_path), int(seed))
+        train(namespace, address, Path(log_path), int(seed), given.late)
     return 0
 
 

@@ -68,7 +68,7 @@ if TYPE_CHECKING:
     from tq_service.client.traces import trace
     from tq_service.custom_meta import JSON_NULL
     from tq_service.observe.clients import instrument
-    from tq_service.schema import Admission, FieldSpec, Layout, Published, SampleState
+    from tq_service.schema import Admission, Admit, FieldSpec, Layout, Published, SampleState
     from tq_service.wire.connection import Tls
     from tq_service.wire.objects import register_object_codec
 
@@ -78,6 +78,7 @@ __all__ = [
     "JSON_NULL",
     "Admission",
     "AdmissionLimitError",
+    "Admit",
     "AlreadyExistsError",
     "AsyncClient",
     "BatchForgottenError",
@@ -145,7 +146,7 @@ __all__ = [
 # Imported when they are asked for: the command line, health probes above all, does without clients and numpy.
 _LAZY: Final = {
     **dict.fromkeys(("AsyncClient", "BatchMeta", "Client"), "tq_service.client"),
-    **dict.fromkeys(("Admission", "FieldSpec", "Layout", "Published", "SampleState"), "tq_service.schema"),
+    **dict.fromkeys(("Admission", "Admit", "FieldSpec", "Layout", "Published", "SampleState"), "tq_service.schema"),
     "JSON_NULL": "tq_service.custom_meta",
     "Tls": "tq_service.wire.connection",
     "instrument": "tq_service.observe.clients",

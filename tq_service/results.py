@@ -82,6 +82,7 @@ class WaitCode(StrEnum):
         SAMPLER_WAITS: enough samples are ready, and the sampler does not plan a batch yet.
         VERSION_NOT_PUBLISHED: the claim waits for a version of a policy that is not published yet.
         STALENESS_BOUNDED: enough samples are ready, and older ones that are not would become too stale.
+        NO_CAPACITY: enough prompts are ready, and there is no capacity for the slots of `admit`.
     """
 
     PARTITION_NOT_FOUND = "PARTITION_NOT_FOUND"
@@ -93,6 +94,7 @@ class WaitCode(StrEnum):
     SAMPLER_WAITS = "SAMPLER_WAITS"
     VERSION_NOT_PUBLISHED = "VERSION_NOT_PUBLISHED"
     STALENESS_BOUNDED = "STALENESS_BOUNDED"
+    NO_CAPACITY = "NO_CAPACITY"
 
 
 class Lack(Enum):
@@ -290,6 +292,8 @@ class TaskStatus:
         trained_batch_count: batches of this epoch that were trained, see `advance`.
         saved_batch_count: batches of this epoch that a checkpoint of the trainer covers, see `advance`.
         outstanding_count: units that are outstanding for it, as its admission counts them; None: it has none.
+        running_count: units that are held, which are being generated, as its admission counts them; None: it has no
+            `most_running`.
         unmatched_count: samples and groups that its claims evicted since `where` excluded them, in all epochs.
         too_small_count: groups that its claims evicted since too few members were left, in all epochs.
         late_count: samples and groups that they evicted since they would have become too stale.
@@ -318,6 +322,7 @@ class TaskStatus:
     trained_batch_count: int = 0
     saved_batch_count: int = 0
     outstanding_count: int | None = None
+    running_count: int | None = None
     unmatched_count: int = 0
     too_small_count: int = 0
     late_count: int = 0

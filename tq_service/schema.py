@@ -199,6 +199,9 @@ class Admission:
         global_batch: with `max_staleness`: the units that all ranks take for one version.
         late: with `max_staleness`: what becomes of work that is not finished when a batch could be planned but for it:
             batches "wait" for it, or it is evicted ("evict"), whoever is at it; see `get_meta(unmatched=, refill=)`.
+        most_running: most units that may be held at a time, which are being generated: `acquire`, `get_meta(admit=)`
+            and puts of held samples wait for others to finish. A group is held as long as one of its samples is. 0: no
+            bound.
     """
 
     task_name: str
@@ -209,6 +212,7 @@ class Admission:
     max_staleness: int | None = None
     global_batch: int = 0
     late: Late = "wait"
+    most_running: int = 0
 
     def __post_init__(self) -> None:
         check_name("task_name", self.task_name)
@@ -231,6 +235,7 @@ class Admission:
                 f"and global_batch",
                 field="admissions",
             )
+        check_range("most_running", self.most_running, 0, hint="; 0 stands for no bound")
 
     def _set_by_staleness(self) -> None:
         """Set what follows from `max_staleness`, and refuse what contradicts it."""
@@ -259,6 +264,39 @@ class Admission:
                     field="admissions",
                 )
             object.__setattr__(self, name, implied)
+
+
+@dataclass(frozen=True, slots=True)
+class Admit:
+    """The slots that rollout workers get with the prompts that they claim; see `get_meta(admit=)`.
+
+    Attributes:
+        partition_id: the partition of the slots, which must exist.
+        group_size: slots of each prompt. More than 1: they are a group, named by the key of the prompt; 1 or None: one
+            slot with the key of the prompt.
+        on_lost: what becomes of slots that are still held when the lease runs out. "remove": their prompts can be
+            claimed again. "requeue": workers claim them with `get_meta(held=True)`; "fail": they fail; then their
+            prompts are done.
+        policy: the published version of this policy becomes `start_version` in the custom_meta of the slots. None: that
+            of the admission with a `max_staleness`; without one there is no `start_version`.
+    """
+
+    partition_id: str
+    group_size: int | None = None
+    on_lost: OnLost = "remove"
+    policy: str | None = None
+
+    def __post_init__(self) -> None:
+        check_name("admit", self.partition_id)
+        check_range("group_size", self.slot_count, 1, MOST_SAMPLES)
+        if self.on_lost not in get_args(OnLost):
+            words = ", ".join(get_args(OnLost))
+            raise InvalidArgumentError(f"on_lost is {self.on_lost!r}, expected one of {words}", field="on_lost")
+
+    @property
+    def slot_count(self) -> int:
+        """Slots of each prompt."""
+        return 1 if self.group_size is None else self.group_size
 
 
 _CONSUMED: Final = ("consumed_count", "kept_count")

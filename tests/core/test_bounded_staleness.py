@@ -298,6 +298,27 @@ class Event:
     happens: object = field(compare=False)
 
 
+LEASE_SECONDS = 150.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What becomes of a group, known to nobody before: how, and how long after its slots are made."""
+
+    seconds: float
+    fate: str
+
+    @classmethod
+    def draw(cls, rng):
+        seconds = rng.uniform(0.2, 5.0) * (20 if rng.random() < 0.05 else 1)
+        chance = rng.random()
+        if chance < 0.03:
+            return cls(LEASE_SECONDS, "lost")
+        if chance < 0.05:
+            return cls(seconds, "failed")
+        return cls(seconds, rng.choice(("rejected", "trained")))  # as DAPO rejects groups whose rewards are all alike
+
+
 class Run:
     """Rollout workers, and a trainer that takes a second a batch, on a simulated clock, over a real partition.
 
@@ -306,7 +327,6 @@ class Run:
     """
 
     batch_size = 3
-    lease_seconds = 150.0
 
     def __init__(self, seed, max_staleness, late="wait"):
         self.late = late
@@ -355,14 +375,13 @@ class Run:
             name = f"{prompt}/{next(self.numbers)}"
             self.starts[prompt] = self.version
             claim = await slots(self.catalog, GROUP_SIZE, groups=[name] * GROUP_SIZE, group_size=GROUP_SIZE)
-            seconds = self.rng.uniform(0.2, 5.0) * (20 if self.rng.random() < 0.05 else 1)
-            fate = self.rng.random()
-            if fate < 0.03:
-                self.after(self.lease_seconds, self.when(self.expire, prompt, claim, name))
-            elif fate < 0.05:
-                self.after(seconds, self.when(self.give_up, prompt, claim, name))
-            else:
-                self.after(seconds, self.when(self.put, prompt, claim, name))
+            outcome = self.next_outcome()
+            happens = {"lost": self.expire, "failed": self.give_up, "rejected": self.reject, "trained": self.put}
+            self.after(outcome.seconds, self.when(happens[outcome.fate], prompt, claim, name))
+
+    def next_outcome(self):
+        """Return what will become of the next slots."""
+        return Outcome.draw(self.rng)
 
     def when(self, happens, prompt, claim, name):
         async def later():
@@ -385,13 +404,13 @@ class Run:
         self.lose(prompt)
 
     def put(self, prompt, claim):
-        update(self.catalog, claim.rows.tolist(), ["x"], state="live")
-        ack(self.catalog, workers_of(self.catalog), claim.request_id)
-        if self.rng.random() < 0.5:  # as DAPO rejects groups whose rewards are all alike
-            update(self.catalog, claim.rows.tolist(), [], state="failed")
-            self.lose(prompt)
-        else:
-            self.ready.add(prompt)
+        finish(self.catalog, claim)
+        self.ready.add(prompt)
+
+    def reject(self, prompt, claim):
+        finish(self.catalog, claim)
+        update(self.catalog, claim.rows.tolist(), [], state="failed")
+        self.lose(prompt)
 
     def lose(self, prompt):
         del self.starts[prompt]

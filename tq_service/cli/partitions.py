@@ -226,6 +226,8 @@ def _bounds(partition: PartitionDescription) -> _Rows:
         what = f"{admission.unit}s until {admission.given_back}"
         if admission.max_staleness is not None:
             what += f", at most {admission.max_staleness} versions late"
+        if admission.most_running:
+            what += f", at most {admission.most_running:,} held"
         yield f"task {admission.task_name}", admission.most, what
 
 
@@ -280,6 +282,8 @@ def _facts(task: TaskStatus, partition: PartitionDescription) -> Iterator[tuple[
         yield "batches trained", f"{task.trained_batch_count:,}, {task.saved_batch_count:,} in a checkpoint"
     if task.outstanding_count is not None:
         yield "outstanding", f"{task.outstanding_count:,}"
+    if task.running_count is not None:
+        yield "running", f"{task.running_count:,}"
     if task.unmatched_count or task.too_small_count or task.late_count:
         too_small, late = f"{task.too_small_count:,} groups with too few members", f"{task.late_count:,} late"
         yield "evicted", f"{task.unmatched_count:,} by where, {too_small}, {late}"

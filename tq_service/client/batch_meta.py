@@ -362,6 +362,8 @@ class BatchMeta:
             `SampleConsumption`; None if no task was named. See `consumed`.
         waiting_for: with "not_yet": why there is nothing yet; None where the call did not ask for it, see `get_meta`.
         revision: of a look-up: from which `watch` goes on from the answer; None otherwise.
+        admitted: of prompts that were claimed with `admit`: their slots, those of the first prompt first; None
+            otherwise.
     """
 
     status: Status = "batch"
@@ -380,6 +382,7 @@ class BatchMeta:
     lease_seconds: float | None = None
     waiting_for: WaitReason | None = None
     revision: Revision | None = None
+    admitted: BatchMeta | None = None
     delivery_counts: tuple[int, ...] = field(
         default=(), metadata={"column": SampleColumn("delivery_counts", 0, is_of_sample=False)}
     )
@@ -405,6 +408,7 @@ class BatchMeta:
         consumption: NDArray[np.uint8] | None = None,
         waiting_for: WaitReason | None = None,
         revision: Revision | None = None,
+        admitted: BatchMeta | None = None,
     ) -> BatchMeta:
         """Return the batch of a message that a client of a namespace got; the message must not change any more.
 
@@ -436,6 +440,7 @@ class BatchMeta:
             consumption=consumption,
             waiting_for=waiting_for,
             revision=revision,
+            admitted=admitted,
             produced_columns=decode_produced(message.produced, indexes.size) if message.produced else (),
             **unread,
         )
@@ -561,9 +566,14 @@ class BatchMeta:
         new_position[chosen] = np.arange(chosen.size)
         if np.count_nonzero(new_position >= 0) != chosen.size:
             raise InvalidArgumentError("a position comes twice; select each sample once", field="positions")
+        admitted = self.admitted
+        if admitted is not None and self.size:
+            slot_count = admitted.size // self.size
+            admitted = admitted.select_samples((chosen[:, None] * slot_count + np.arange(slot_count)).ravel())
         return replace(
             self,
             indexes=self.indexes[chosen],
+            admitted=admitted,
             steps=_select_steps(self.steps, new_position),
             locations=self.locations.select(chosen),
             produced_columns=tuple(column[chosen] for column in self.produced_columns),
@@ -630,6 +640,8 @@ class BatchMeta:
         claim: dict[str, Any] = {}
         if any((part.claim_id, part.task_name) != (first.claim_id, first.task_name) for part in parts):
             claim = {"claim_id": b"", "task_name": "", "lease_seconds": None, "delivery_counts": ()}
+        admitted = [part.admitted for part in parts if part.admitted is not None]
+        claim["admitted"] = BatchMeta.concat(admitted) if len(admitted) == len(parts) else None
         starts = np.cumsum([0, *(part.size for part in parts[:-1])]).tolist()
         return replace(
             first,

@@ -29,7 +29,7 @@ from tq_service.client.batch_meta import (
 )
 from tq_service.custom_meta import MetaColumn, MetaValue, concatenated
 from tq_service.errors import InvalidArgumentError
-from tq_service.schema import DEFAULT_POLICY, KeyMode, Published, SampleState, check_named_rows
+from tq_service.schema import DEFAULT_POLICY, Admit, KeyMode, Published, SampleState, check_named_rows
 from tq_service.v1 import commit_pb2, metadata_pb2
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.wire.columns import ColumnShape
@@ -232,12 +232,13 @@ def get_meta_request(
     policy: str = DEFAULT_POLICY,
     refill: tuple[str, str] | None = None,
     max_refills: int = 3,
+    admit: Admit | None = None,
     namespace: Namespace = NO_NAMESPACE,
     **alike: Any,
 ) -> pb.GetMetaRequest:
     """Return the request for a batch, of the arguments of `get_meta`; `max_wait` is set at each poll.
 
-    Policies, and the partition of `refill`, are named in `namespace`.
+    Policies, and the partitions of `refill` and `admit`, are named in `namespace`.
     """
     own: dict[str, Any] = {"dp_rank": dp_rank, "batch_index": batch_index}
     if not_before_version is not None:
@@ -253,6 +254,18 @@ def get_meta_request(
             partition_id=namespace.full_name(refill[0]),
             task_name=refill[1],
             max_refills=not_zero("max_refills", max_refills),
+        )
+    if admit is not None:
+        if not isinstance(admit, Admit):
+            raise InvalidArgumentError(
+                f"admit is {admit!r:.200}, expected Admit(partition_id, group_size=...)", field="admit"
+            )
+        own["admit"] = request_of(
+            pb.Admit,
+            partition_id=namespace.full_name(admit.partition_id),
+            group_size=admit.slot_count,
+            on_lost=admit.on_lost,
+            policy="" if admit.policy is None else namespace.full_name(admit.policy),
         )
     if batch_count is not None:
         own["batch_count"] = not_zero("batch_count", batch_count)

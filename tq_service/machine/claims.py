@@ -150,7 +150,7 @@ class ClaimReleased(TaskChange):
     """A queue claim was released: what is left of it can be claimed again.
 
     Samples that the claim acknowledged or released before are ignored, as is an unknown claim: a client releases what
-    it may have got.
+    it may have got. Prompts lose their slots, unless these are finished, see `SharedLease`.
 
     Attributes:
         global_indexes: samples of a leased claim; None: all that are left of it.
@@ -184,12 +184,14 @@ class ClaimReleased(TaskChange):
             task.ended.add(self.request_id, step.at_seconds, is_expired=False)
         if claim is None:
             return 0
-        task.nack(claim, positions)
-        empty = _without_data(partition, claim, positions)
-        reopen(partition, task, positions, positions, step)
-        count = int(np.count_nonzero(partition.state[positions] == LIVE))
-        if empty.size:
-            clear_rows(partition, empty, step)
+        shared = SharedLease.of(partition, task, claim)
+        if shared is not None and claim is shared.prompts.claim:
+            positions = shared.acknowledge_finished(positions, step)
+            shared.remove_slots(partition.table.index[positions], step)
+        rows = partition.table.index[positions]
+        count = _release(Leased(partition, task, claim), positions, step)
+        if shared is not None and claim is shared.slots.claim:
+            shared.leave_to_slots(rows, step)
         return count
 
 
@@ -214,7 +216,9 @@ class ClaimAcked(TaskChange):
 
     def make(self, partition: Partition, task: TaskLedger, found: tuple[Claim, Indexes], step: Step) -> int:
         """Consume the samples for good, or return them for their next use; return how many they are."""
-        return _ack(partition, task, *found, step)
+        count = _ack(partition, task, *found, step)
+        finish_prompts(partition, Acked(task, *found), step)
+        return count
 
 
 class ClaimExtended(TaskChange):
@@ -245,8 +249,11 @@ class ClaimExtended(TaskChange):
     def make(self, partition: Partition, task: TaskLedger, found: tuple[Claim, LeaseTerms], step: Step) -> int:
         """Change how long the lease lasts; return how many samples are left of it."""
         claim, lease = found
-        claim.lease = lease
-        step.leases.append((partition, task.name, claim))
+        shared = SharedLease.of(partition, task, claim)
+        for side in (Leased(partition, task, claim),) if shared is None else shared:
+            if side.claim.lease is not None and side.claim.leased_count:
+                side.claim.lease = replace(side.claim.lease, seconds=lease.seconds)
+                step.leases.append((side.partition, task.name, side.claim))
         return claim.leased_count
 
 
@@ -264,16 +271,11 @@ class LeaseExpired(TaskChange):
 
     def make(self, partition: Partition, task: TaskLedger, found: tuple[Claim, Indexes], step: Step) -> None:
         """Take the samples from the worker."""
-        step.note_change(partition)  # what is dead-lettered may bring the end, or let the rest of its group go
         claim, positions = found
-        reopen(partition, task, task.expire(*found, step.at_seconds), positions, step)
-        on_lost = None if claim.lease is None else claim.lease.on_lost
-        if on_lost in {"fail", "remove"}:
-            held = positions[partition.state[positions] == HELD]
-            if on_lost == "fail":
-                set_state(partition, FAILED, held, step)
-            elif held.size:
-                clear_rows(partition, held, step)
+        if (shared := SharedLease.of(partition, task, claim)) is not None:
+            shared.expire(step)
+        else:
+            _expire(Leased(partition, task, claim), positions, step)
 
 
 class ConsumptionReset(TaskChange):
@@ -303,6 +305,9 @@ class ConsumptionReset(TaskChange):
 
     def make(self, partition: Partition, task: TaskLedger, found: Any, step: Step) -> int:
         """Start the epoch and return it."""
+        for claim in list(task.claims.values()):  # whose records go: neither side may be left to be claimed again
+            if (shared := SharedLease.of(partition, task, claim)) is not None:
+                shared.expire(step)
         reopened = task.reset(keep_consumed=self.keep_consumed, open_count=partition.open_count)
         if self.keep_consumed:
             reopen(partition, task, reopened, reopened, step)
@@ -461,17 +466,168 @@ def _without_data(partition: Partition, claim: Claim, positions: Indexes) -> Ind
 
 def acknowledge(partition: Partition, acked: Acked, step: Step) -> None:
     """Acknowledge what `check_acked` has found."""
-    step.tasks.append((partition, acked.task.name))
     _ack(partition, acked.task, acked.claim, acked.positions, step)
 
 
+def finish_prompts(partition: Partition, acked: Acked, step: Step) -> None:
+    """Acknowledge the prompts whose last slots have become live."""
+    shared = SharedLease.of(partition, acked.task, acked.claim)
+    if shared is not None and acked.claim is shared.slots.claim:
+        shared.acknowledge_finished(shared.prompts.task.left(shared.prompts.claim), step)
+
+
 def _ack(partition: Partition, task: TaskLedger, claim: Claim, positions: Indexes, step: Step) -> int:
-    """Consume samples for good, or have them claimable for their next use; return how many they are."""
+    """Consume samples for good, or have them claimable for their next use; return how many. Slots end with prompts."""
+    shared, rows = SharedLease.of(partition, task, claim), partition.table.index[positions]
+    _consume(Leased(partition, task, claim), positions, step)
+    if shared is not None and claim is shared.prompts.claim:
+        shared.end_slots(rows, step)
+    return rows.size
+
+
+class Leased(NamedTuple):
+    """A leased claim, and where it is."""
+
+    partition: Partition
+    task: TaskLedger
+    claim: Claim
+
+
+def _consume(leased: Leased, positions: Indexes, step: Step) -> None:
+    partition, task, claim = leased
     returned = task.ack(claim, positions)
     if returned.size:
         reopen(partition, task, returned, returned, step)
+    step.tasks.append((partition, task.name))
     step.changed[partition] = None  # the end may have come with the last that was leased
-    return positions.size
+
+
+def _release(leased: Leased, positions: Indexes, step: Step) -> int:
+    """Have samples claimable again, and remove slots without data; return how many can be claimed at once."""
+    partition, task, claim = leased
+    task.nack(claim, positions)
+    empty = _without_data(partition, claim, positions)
+    reopen(partition, task, positions, positions, step)
+    step.tasks.append((partition, task.name))
+    count = int(np.count_nonzero(partition.state[positions] == LIVE))
+    if empty.size:
+        clear_rows(partition, empty, step)
+    return count
+
+
+def _expire(leased: Leased, positions: Indexes, step: Step) -> None:
+    partition, task, claim = leased
+    step.note_change(partition)  # what is dead-lettered may bring the end, or let the rest of its group go
+    step.tasks.append((partition, task.name))
+    reopen(partition, task, task.expire(claim, positions, step.at_seconds), positions, step)
+    on_lost = None if claim.lease is None else claim.lease.on_lost
+    if on_lost in {"fail", "remove"}:
+        held = positions[partition.state[positions] == HELD]
+        if on_lost == "fail":
+            set_state(partition, FAILED, held, step)
+        elif held.size:
+            clear_rows(partition, held, step)
+
+
+class SharedLease(NamedTuple):
+    """The lease of prompts and of the slots that were made with their claim (`Admit`), in two partitions.
+
+    Each prompt has as many slots, in the order of the prompts. It is finished when all of them are live. A prompt that
+    can be claimed again has no slots: so its group can be made anew, and nobody makes it twice. A claim whose other
+    side is gone, as with its partition, has the lease alone.
+    """
+
+    prompts: Leased
+    slots: Leased
+
+    @classmethod
+    def of(cls, partition: Partition, task: TaskLedger, claim: Claim) -> SharedLease | None:
+        """Return the lease that a claim shares, None if it shares none."""
+        if claim.lease is None or not claim.lease.shared_with:
+            return None
+        other = partition.all_partitions.get(claim.lease.shared_with)
+        other_task = None if other is None else other.tasks.get(task.name)
+        other_claim = None if other_task is None else other_task.claims.get(claim.request_id)
+        if other is None or other_task is None or other_claim is None or other_claim.lease is None:
+            return None
+        if other_claim.lease.shared_with != partition.partition_id:
+            return None
+        own, others = Leased(partition, task, claim), Leased(other, other_task, other_claim)
+        return cls(own, others) if claim.lease.on_lost is None else cls(others, own)
+
+    def _slots_by_prompt(self, rows: Indexes) -> Indexes:
+        """Return the positions of the slots of prompts `(n, slots)`, -1 for slots that were cleared."""
+        positions = self.slots.partition.table.find(self.slots.claim.rows)
+        return positions.reshape(self.prompts.claim.rows.size, -1)[np.isin(self.prompts.claim.rows, rows)]
+
+    def _slots_of(self, rows: Indexes) -> Indexes:
+        """Return the positions of the slots of prompts that are there."""
+        positions = self._slots_by_prompt(rows).ravel()
+        return positions[positions >= 0]
+
+    def _leased(self, positions: Indexes) -> Indexes:
+        """Return which of some slots the claim still leases."""
+        leased: Indexes = positions[self.slots.task.claim[positions] == self.slots.claim.mark]
+        return leased
+
+    def acknowledge_finished(self, positions: Indexes, step: Step) -> Indexes:
+        """Acknowledge those of some prompts that are finished, and their slots; return the others."""
+        rows = self.prompts.claim.rows
+        by_prompt, states = self._slots_by_prompt(rows), self.slots.partition.state
+        is_finished = ((by_prompt >= 0) & (states[by_prompt] == LIVE)).all(axis=1)
+        finished = np.isin(self.prompts.partition.table.index[positions], rows[is_finished])
+        if finished.any():
+            slots = self._leased(by_prompt[is_finished].ravel())
+            if slots.size:
+                _consume(self.slots, slots, step)
+            _consume(self.prompts, positions[finished], step)
+        return positions[~finished]
+
+    def end_slots(self, rows: Indexes, step: Step) -> None:
+        """Acknowledge the slots of prompts that are live, and release those that are held."""
+        leased = self._leased(self._slots_of(rows))
+        is_live = self.slots.partition.state[leased] == LIVE
+        if is_live.any():
+            _consume(self.slots, leased[is_live], step)
+        if not is_live.all():
+            _release(self.slots, leased[~is_live], step)
+
+    def remove_slots(self, rows: Indexes, step: Step) -> None:
+        """Remove the slots of prompts, whatever they hold."""
+        if (positions := self._slots_of(rows)).size:
+            step.tasks.append((self.slots.partition, self.slots.task.name))
+            step.consumed[self.slots.partition] = None
+            clear_rows(self.slots.partition, positions, step)
+
+    def leave_to_slots(self, rows: Indexes, step: Step) -> None:
+        """Acknowledge the prompts of released slots that are there still: other workers go on with these."""
+        by_prompt = self.slots.claim.rows.reshape(self.prompts.claim.rows.size, -1)
+        is_left = self.slots.partition.table.find(rows) >= 0
+        kept = self.prompts.claim.rows[np.isin(by_prompt, rows[is_left]).any(axis=1)]
+        positions = self.prompts.task.left(self.prompts.claim)
+        done = positions[np.isin(self.prompts.partition.table.index[positions], kept)]
+        if done.size:
+            _consume(self.prompts, done, step)
+
+    def expire(self, step: Step) -> None:
+        """Take from the worker what it has not finished, on both sides."""
+        prompts, slots = self
+        index = prompts.partition.table.index
+        if not (prompts.claim.leased_count or slots.claim.leased_count):
+            return
+        left = self.acknowledge_finished(prompts.task.left(prompts.claim), step)
+        if slots.claim.leased_count:
+            _expire(slots, slots.task.left(slots.claim), step)
+        if slots.claim.lease is not None and slots.claim.lease.on_lost != "remove":
+            has_slots = (self._slots_by_prompt(prompts.claim.rows) >= 0).any(axis=1)
+            is_kept = np.isin(index[left], prompts.claim.rows[has_slots])
+            if is_kept.any():
+                _consume(prompts, left[is_kept], step)
+            left = left[~is_kept]
+        else:
+            self.remove_slots(index[left], step)
+        if left.size:
+            _expire(prompts, left, step)
 
 
 # Checks

@@ -26,7 +26,14 @@ from tq_service.errors import (
     PreconditionError,
     nearest,
 )
-from tq_service.machine.claims import Acked, acknowledge, check_acked, check_claim, check_growing
+from tq_service.machine.claims import (
+    Acked,
+    acknowledge,
+    check_acked,
+    check_claim,
+    check_growing,
+    finish_prompts,
+)
 from tq_service.machine.rows import clear_rows, set_state, skip_rest
 from tq_service.machine.state_machine import Change, State, Step
 from tq_service.schema import START_VERSION, FieldSpec, KeyMode, SampleState
@@ -286,6 +293,8 @@ class SamplesWritten(Change):
                 set_state(partition, STATE_CODES[write.state], positions[positions >= 0], step)
             elif write.acks is not None:  # what was held is finished
                 set_state(partition, LIVE, positions[partition.state[positions] == HELD], step)
+            if prepared.acked is not None:
+                finish_prompts(partition, prepared.acked, step)
             positions[positions < 0] = np.arange(added.start, added.stop)
             rows, indexes = positions, table.index[positions]
         if write.state is SampleState.FAILED and write.put is not None:

@@ -207,8 +207,8 @@ class State:
         self.answers = IdempotencyCache(600.0) if answers is None else answers
 
     def add_partition(self, partition: Partition) -> None:
-        """Have a partition, whose conditions can compare with what is published."""
-        partition.policies = self.policies
+        """Have a partition, which can compare with what is published, and share leases with others."""
+        partition.policies, partition.all_partitions = self.policies, self.partitions
         self.partitions[partition.partition_id] = partition
 
     def policy(self, name: str) -> Policy:

@@ -35,6 +35,7 @@ from tq_service.server.storages import StorageRegistry
 from tq_service.serving.catalog import Catalog
 from tq_service.serving.lookup import find_names, name_token
 from tq_service.state.cells import Put
+from tq_service.state.ledger import Claim
 from tq_service.state.partition import Partition, PartitionSnapshot
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1.storage_service_pb2 import GetRequest
@@ -354,7 +355,7 @@ def _columns(checkpoint: Checkpoint, block: StoredBlock) -> list[Column]:
 def _renamed(
     partitions: Sequence[PartitionSnapshot], rename: Callable[[str], str], prefix: str = ""
 ) -> list[PartitionSnapshot]:
-    """Return the partitions whose names begin so, under other names, as are the policies of their admissions.
+    """Return the partitions whose names begin so, under other names, as are what their admissions and leases name.
 
     Raises:
         InvalidArgumentError: a name is too long.
@@ -366,10 +367,18 @@ def _renamed(
             admissions = tuple(replace(admission, policy=rename(admission.policy)) for admission in settings.admissions)
             settings = replace(settings, admissions=admissions)
             facts = replace(facts, partition_id=rename(facts.partition_id), settings=settings)
-            renamed.append(replace(each, facts=facts))
+            tasks = [replace(task, claims=[_of_renamed(claim, rename) for claim in task.claims]) for task in each.tasks]
+            renamed.append(replace(each, facts=facts, tasks=tasks))
     for each in renamed:
         check_name("prefix", each.facts.partition_id)
     return renamed
+
+
+def _of_renamed(claim: Claim, rename: Callable[[str], str]) -> Claim:
+    """Return a claim of a partition that is renamed, with the one that it shares its lease with."""
+    if claim.lease is None or not claim.lease.shared_with:
+        return claim
+    return replace(claim, lease=replace(claim.lease, shared_with=rename(claim.lease.shared_with)))
 
 
 def _sample_count(partitions: Sequence[PartitionSnapshot]) -> int:

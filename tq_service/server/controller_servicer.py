@@ -47,6 +47,7 @@ from tq_service.serving.catalog import Catalog
 from tq_service.serving.explain import Explainer
 from tq_service.serving.lookup import Clearing, Failing, find_names, find_page, locate, name_token, wait_for_samples
 from tq_service.serving.planner import NotYet
+from tq_service.serving.slots import PromptClaims, admitted_slots
 from tq_service.serving.status import consumption_of, description_of, evicted_by, production_of, summary_of
 from tq_service.state.ledger import Claim
 from tq_service.state.partition import Partition, PartitionSettings
@@ -116,6 +117,7 @@ class ControllerServicer(
         self._runner = runner
         self._registry = SamplerRegistry(allow_import=settings.allow_sampler_import)
         self.commits = Commits(catalog=catalog, puts=storages.puts, endpoint_of=storages.endpoint_of, waiting=waiting)
+        self._prompts = PromptClaims(self.catalog)
         self._slots = Slots(
             catalog=catalog,
             endpoint_of=storages.endpoint_of,
@@ -368,7 +370,8 @@ class ControllerServicer(
         remaining = context.time_remaining()
         if remaining is not None and remaining <= 0:  # no client would get what is delivered now
             raise DeadlineError("the call's deadline had passed when it arrived")
-        claimed = await self.catalog.claim(
+        serve = self.catalog.claim if spec.admit is None else self._prompts.claim
+        claimed = await serve(
             request.partition_id,
             request.incarnation,
             claim,
@@ -381,6 +384,12 @@ class ControllerServicer(
         )  # fmt: skip
         if claimed.partition is not None and isinstance(claimed.answer, Claim):
             self._retract_if_unsent(context, claimed.partition, claim.task_name, claim.request_id)
+            if spec.admit is not None:
+                slots, made = admitted_slots(self.catalog, claimed.partition, claim.task_name, claimed.answer)
+                admitted = converters.slots_answer(
+                    slots, made, claim.task_name, self.storages.endpoint_of, now=asyncio.get_running_loop().time()
+                )
+                answer.admitted.CopyFrom(admitted.meta)
         if request.explain and isinstance(claimed.answer, NotYet):
             reason = await self._explainer.explain(request.partition_id, claim, self._shown_names())
             answer.reason.CopyFrom(to_message(pb.WaitReason, reason))

@@ -6,10 +6,7 @@ import asyncio
 import time
 from dataclasses import replace
 
-import numpy as np
-
-from tq_service.errors import AdmissionLimitError, InvalidArgumentError, PartitionSealedError, QuotaExceededError
-from tq_service.machine.claims import SamplesClaimed
+from tq_service.errors import AdmissionLimitError, PartitionSealedError, QuotaExceededError
 from tq_service.machine.samples import SampleWrite
 from tq_service.schema import EndCounts, check_name, check_range
 from tq_service.server import converters
@@ -17,9 +14,9 @@ from tq_service.server.rpc.inbox import WaitingCalls
 from tq_service.server.rpc.methods import Context
 from tq_service.serving.catalog import Catalog
 from tq_service.serving.planner import NotYet
-from tq_service.state.ledger import RecordedPlan
+from tq_service.serving.slots import make_slots, start_version
 from tq_service.state.partition import Partition
-from tq_service.state.plan import LeaseTerms, Plan
+from tq_service.state.plan import LeaseTerms
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.wire.messages import read_seconds
 from tq_service.wire.metadata import ON_LOST
@@ -62,7 +59,7 @@ class Slots:
         check_range("max_wait", max_wait, 0)
         deadline = time.monotonic() + min(max_wait, self._max_wait_cap_seconds)
         partition = self._catalog.get(message.partition_id, message.incarnation)
-        write = converters.slots(request, self._start_version(partition, request.policy))
+        write = converters.slots(request, start_version(self._catalog, partition, request.policy))
         queue = self._catalog.admission_queue(message.partition_id)
         try:
             if queue is None:
@@ -78,41 +75,15 @@ class Slots:
                 raise
             return self._without_slots(partition, request.task_name, is_end=False)
 
-    def _start_version(self, partition: Partition, policy: str) -> int | None:
-        """Return the version that slots are stamped with, None where they have none.
-
-        Raises:
-            PolicyNotFoundError: no version of the policy is published.
-            InvalidArgumentError: the staleness of the partition is counted in versions of another policy.
-        """
-        bounded = partition.settings.bounded_admission
-        if bounded is not None and policy not in {"", bounded.policy}:
-            raise InvalidArgumentError(
-                f"policy is {policy!r}, expected {bounded.policy!r}, whose versions the max_staleness of task "
-                f"{bounded.task_name!r} of partition {partition.partition_id!r} counts; leave it out",
-                field="policy",
-            )
-        named = policy if bounded is None else bounded.policy
-        return self._catalog.policy(named).version if named else None
-
     def _make(self, request: pb.AcquireRequest, write: SampleWrite, lease: LeaseTerms) -> pb.AcquireResponse:
         """Add the slots and lease them, in one step, once for each request_id."""
         partition_id, task_name = request.write.partition_id, request.task_name
 
         def make() -> pb.AcquireResponse:
             partition = self._catalog.get(partition_id, request.write.incarnation)
-            self._catalog.task(partition, task_name)
-            now = replace(write, start_version=self._start_version(partition, request.policy))
-            written = self._catalog.write(partition_id, request.write.incarnation, now)
-            plan = RecordedPlan.of(Plan.of([np.asarray(written.global_indexes)]))
-            claim = self._catalog.commit(
-                SamplesClaimed(
-                    partition_id=partition_id,
-                    task_name=task_name,
-                    plan=plan,
-                    request_id=request.request_id,
-                    lease=lease,
-                )
+            now = replace(write, start_version=start_version(self._catalog, partition, request.policy))
+            claim = make_slots(
+                self._catalog, partition, now, task_name=task_name, request_id=request.request_id, lease=lease
             )
             return converters.slots_answer(
                 partition, claim, task_name, self._endpoint_of, now=asyncio.get_running_loop().time()

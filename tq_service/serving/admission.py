@@ -13,6 +13,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final, Protocol
 
 import numpy as np
@@ -48,22 +49,31 @@ class Demand:
         sample_count: how many they are.
         group_count: how many groups they begin; samples without a group are one each.
         value_bytes: bytes of their cells.
+        held_sample_count: how many of the samples are held.
+        held_group_count: how many of the groups they begin are.
         groups: names of groups of the samples; of groups that have begun its members take nothing.
     """
 
     sample_count: int = 0
     group_count: int = 0
     value_bytes: int = 0
+    held_sample_count: int = 0
+    held_group_count: int = 0
     groups: tuple[str, ...] = ()
 
 
 def sum_of(demands: Iterable[Demand | None]) -> Demand:
     """Return what several writes take together, None for nothing."""
-    samples = groups = size = 0
+    total = Demand()
     for demand in filter(None, demands):
-        samples, groups = samples + demand.sample_count, groups + demand.group_count
-        size += demand.value_bytes
-    return Demand(sample_count=samples, group_count=groups, value_bytes=size)
+        total = Demand(
+            sample_count=total.sample_count + demand.sample_count,
+            group_count=total.group_count + demand.group_count,
+            value_bytes=total.value_bytes + demand.value_bytes,
+            held_sample_count=total.held_sample_count + demand.held_sample_count,
+            held_group_count=total.held_group_count + demand.held_group_count,
+        )
+    return total
 
 
 _REMEDIES: Final[Mapping[GivenBack, str]] = {
@@ -175,6 +185,47 @@ class AdmissionBound:
         )
 
 
+class RunningBound:
+    """The most units that may be held, which are being generated; see `Bound`."""
+
+    task_name = ""
+
+    def __init__(self, partition: Partition, admission: Admission) -> None:
+        self._partition = partition
+        self._unit = admission.unit
+        self.limit = admission.most_running
+
+    def share(self, demand: Demand) -> int:
+        """Return the units of a write that are held."""
+        return demand.held_group_count if self._unit == "group" else demand.held_sample_count
+
+    def used(self) -> int:
+        """Return the units that are held."""
+        return self._partition.held_count(self._unit)
+
+    def waits_for(self, got: int) -> str:
+        """Return why a write waits."""
+        return (
+            f"partition {self._partition.partition_id!r} would have {got} {self._unit}s held, which are being "
+            f"generated, its admission has most_running {self.limit}"
+        )
+
+    def error(self, got: int, *, may_fit_later: bool, note: str = "") -> ResourceExhaustedError:
+        """Return the error of a write."""
+        remedy = _outcome("rollout workers have to finish some first", note) if may_fit_later else _SPLIT
+        return AdmissionLimitError(
+            f"{self.waits_for(got)}{remedy}",
+            retry_after_seconds=RETRY_AFTER_SECONDS if may_fit_later else None,
+            metadata={
+                "limit_name": "most_running",
+                "got": str(got),
+                "limit": str(self.limit),
+                "task_name": "",
+                "unit": self._unit,
+            },
+        )
+
+
 _SPLIT: Final = "; split the put"
 
 
@@ -186,7 +237,8 @@ def bounds_of(partition: Partition) -> list[Bound]:
     """Return the bounds that the settings of a partition have."""
     settings = partition.settings
     bounds: list[Bound] = [] if settings.max_bytes is None else [ByteBound(partition, settings.max_bytes)]
-    return [*bounds, *(AdmissionBound(partition, admission) for admission in settings.admissions)]
+    bounds += [AdmissionBound(partition, admission) for admission in settings.admissions]
+    return [*bounds, *(RunningBound(partition, each) for each in settings.admissions if each.most_running)]
 
 
 def demand_of(partition: Partition, write: SampleWrite, value_bytes: int) -> Demand | None:
@@ -208,12 +260,27 @@ def demand_of(partition: Partition, write: SampleWrite, value_bytes: int) -> Dem
         if count == 0:
             return None
         group_count = len(groups) + int(np.count_nonzero(checked.groups.codes == NO_GROUP))
+    is_held = write.state is SampleState.HELD
     return Demand(
         sample_count=count,
         group_count=group_count,
         value_bytes=value_bytes * count // write.row_count,
+        held_sample_count=count if is_held else 0,
+        held_group_count=group_count if is_held else 0,
         groups=groups,
     )
+
+
+def demand_of_slots(partition: Partition, prompt_count: int, slot_count: int) -> Demand:
+    """Return what the slots of new prompts take, whichever these are.
+
+    Raises:
+        PartitionSealedError: the partition takes no new samples.
+    """
+    count = prompt_count * slot_count
+    write = SampleWrite(row_count=count, state=SampleState.HELD, is_of_slots=True)
+    check_write(partition, write)
+    return Demand(sample_count=count, group_count=prompt_count, held_sample_count=count, held_group_count=prompt_count)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -221,6 +288,8 @@ class WaitingWrite(contextlib.AbstractContextManager["WaitingWrite"]):
     """A write that waits for capacity, and once it is admitted has it: until the end of the `with` in which it is made.
 
     Attributes:
+        look: returns what the write takes now, None where that is nothing; raises if the partition would refuse it.
+        names_keys: whether its samples may become known while it waits.
         demand: what the write takes, None where that is nothing.
         seen: the marks of the queue as of which it takes that: keys and groups may become known while it waits.
         since: when it came, or its last turn was over, see `AdmissionTurn`.
@@ -229,8 +298,8 @@ class WaitingWrite(contextlib.AbstractContextManager["WaitingWrite"]):
 
     queue: AdmissionQueue
     request_id: bytes
-    write: SampleWrite
-    value_bytes: int
+    look: Callable[[], Demand | None]
+    names_keys: bool
     demand: Demand | None = None
     seen: tuple[bool, int, int] | None = None
     since: float = field(default_factory=time.monotonic)
@@ -238,6 +307,11 @@ class WaitingWrite(contextlib.AbstractContextManager["WaitingWrite"]):
 
     def __exit__(self, *exception: object) -> None:
         self.queue.leave(self)
+
+    @property
+    def has_capacity(self) -> bool:
+        """Whether the capacity is its own still; a retry of the call may have taken it over."""
+        return self.queue.has_admitted(self)
 
 
 class AdmissionQueue:
@@ -285,7 +359,11 @@ class AdmissionQueue:
     def first_waits_for(self, asking: ClaimRequest | None = None) -> str:
         """Return why the first write that waits has no capacity, beside a claim that waits; empty if none waits."""
         first = next(iter(self._waiting.values()), None)
-        refusing = None if first is None or first.demand is None else self._refusing(first.demand)
+        return "" if first is None or first.demand is None else self.waits_for(first.demand, asking)
+
+    def waits_for(self, demand: Demand, asking: ClaimRequest | None = None) -> str:
+        """Return why there is no capacity for what a write would take, beside a claim that waits; empty: there is."""
+        refusing = self._refusing(demand)
         return "" if refusing is None else refusing[0].waits_for(refusing[1]) + self._note(refusing[0], asking)
 
     async def enter(
@@ -306,26 +384,19 @@ class AdmissionQueue:
             CallCancelledError: a retry took the place of this call.
             TqError: the partition would refuse the write whatever capacity there is.
         """
-        entering = WaitingWrite(
-            queue=self, request_id=request_id, write=write, value_bytes=value_bytes, since=self._clock()
-        )
-        self._update_demand(entering)
-        if entering.demand is None:
-            return entering
-        for bound in self._bounds:
-            if (share := bound.share(entering.demand)) > bound.limit:
-                raise bound.error(share, may_fit_later=False)
-        if request_id in self._admitted:
-            self._admitted[request_id] = entering
-            return entering
-        if (earlier := self._waiting.get(request_id)) is not None:
-            earlier.admitted.set_exception(CallCancelledError("a retry of this call took its place in the queue"))
-            entering.since = earlier.since
-            self._turn.leave(earlier)
-        self._waiting[request_id] = entering
-        self.wake(entering)
-        if self._end_error is not None:
-            self.end(self._end_error)
+        look = partial(demand_of, self._partition, write, value_bytes)
+        return await self.enter_with(request_id, look, deadline, names_keys=write.keys is not None)
+
+    async def enter_with(
+        self,
+        request_id: bytes,
+        look: Callable[[], Demand | None],
+        deadline: float | None,
+        *,
+        names_keys: bool = False,
+    ) -> WaitingWrite:
+        """Return capacity for what `look` returns; see `enter` and `WaitingWrite`."""
+        entering = self._join(request_id, look, names_keys=names_keys)
         try:
             timeout = None if deadline is None else deadline - self._clock()
             if not entering.admitted.done() and (timeout is None or timeout > 0):
@@ -340,6 +411,47 @@ class AdmissionQueue:
             raise
         finally:
             del entering  # through which an error would hold this frame, and with it the partition
+
+    def enter_now(self, request_id: bytes, look: Callable[[], Demand | None]) -> WaitingWrite:
+        """Return capacity if there is some in this step, after all that wait; raises as `enter` does at a deadline."""
+        entering = self._join(request_id, look, names_keys=False)
+        if not entering.admitted.done():
+            error = self._too_late(entering)
+            self.leave(entering)
+            raise error
+        entering.admitted.result()
+        return entering
+
+    def _join(self, request_id: bytes, look: Callable[[], Demand | None], *, names_keys: bool) -> WaitingWrite:
+        """Have a write wait, unless there is capacity for it, or it takes none."""
+        entering = WaitingWrite(
+            queue=self, request_id=request_id, look=look, names_keys=names_keys, since=self._clock()
+        )
+        self._update_demand(entering)
+        if entering.demand is None:
+            entering.admitted.set_result(None)
+            return entering
+        for bound in self._bounds:
+            if (share := bound.share(entering.demand)) > bound.limit:
+                raise bound.error(share, may_fit_later=False)
+        before = self._admitted.get(request_id)
+        if before is not None and before.demand == entering.demand:
+            self._admitted[request_id] = entering
+            entering.admitted.set_result(None)
+            return entering
+        if (earlier := self._waiting.get(request_id)) is not None:
+            earlier.admitted.set_exception(CallCancelledError("a retry of this call took its place in the queue"))
+            entering.since = earlier.since
+            self._turn.leave(earlier)
+        self._waiting[request_id] = entering
+        self.wake(entering)
+        if self._end_error is not None:
+            self.end(self._end_error)
+        return entering
+
+    def has_admitted(self, admission: WaitingWrite) -> bool:
+        """Whether a write has capacity that it has not left."""
+        return self._admitted.get(admission.request_id) is admission
 
     def leave(self, admission: WaitingWrite) -> None:
         """Give up the place of a write, or its capacity; a retry that has taken it over keeps it."""
@@ -414,14 +526,14 @@ class AdmissionQueue:
         added = self._partition.table.next_index - waiting.seen[1]
         if added and waiting.demand.groups:
             return bool((self._partition.groups.slot_of.find(waiting.demand.groups) >= 0).any())
-        return added > 0 and waiting.write.keys is not None
+        return added > 0 and waiting.names_keys
 
     def _update_demand(self, admission: WaitingWrite) -> None:
         """Find out what a write takes, where it may be more or less than before."""
         table = self._partition.table
         marks = self._partition.sealed, table.next_index, table.removed_count
         if admission.seen != marks:
-            admission.demand = demand_of(self._partition, admission.write, admission.value_bytes)
+            admission.demand = admission.look()
             admission.seen = marks
 
     def _refusing(self, demand: Demand, admitted: Demand | None = None) -> tuple[Bound, int] | None:

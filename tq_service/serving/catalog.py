@@ -294,6 +294,8 @@ class Catalog:
         policies: the published versions, by the name of their policy.
         versions: the calls that wait for one.
         history: what has changed since when.
+        capacity_waits: the claims that wait for capacity in another partition, with the name of their own one, by
+            request id.
         on_freed: called with cells that no sample has any more, once that was appended to the log.
         on_batch: called with the name of the sampler and each batch that was recorded for ranks.
         on_partition: called with a partition and whether it was "created", "restored", or "removed".
@@ -319,6 +321,7 @@ class Catalog:
         self._most_samples = math.inf  # there are no more than that
         # What waits for partitions that are not there, in order of the calls: claims, and look-ups as None.
         self._arrivals: dict[str, dict[asyncio.Future[bool], ClaimRequest | None]] = {}
+        self.capacity_waits: dict[bytes, tuple[str, ClaimRequest]] = {}
         self._under_way: set[asyncio.Task[None]] = set()
         self._retracted: list[tuple[Partition, str, bytes]] = []  # claims, while no change is made
         self._is_draining = False
@@ -725,7 +728,7 @@ class Catalog:
         names = [task_name] if task_name else list(planners)
         waiting = [each for name in names if name in planners for each in planners[name].waiting_claims()]
         alike: dict[tuple[str, ClaimSpec, NotBefore | None], list[ClaimRequest]] = {}
-        for request in self.versions.claims(partition):
+        for request in (*self.versions.claims(partition), *self._awaiting_capacity(partition)):
             if task_name in {"", request.task_name}:
                 alike.setdefault((request.task_name, request.spec, request.not_before), []).append(request)
         return [*waiting, *((requests[0], len(requests)) for requests in alike.values())]
@@ -742,7 +745,12 @@ class Catalog:
         """Return the number of calls that wait for a task."""
         planner = self.known_planner(partition, task_name)
         count = 0 if planner is None else planner.waiting_count
-        return count + sum(request.task_name == task_name for request in self.versions.claims(partition))
+        others = (*self.versions.claims(partition), *self._awaiting_capacity(partition))
+        return count + sum(request.task_name == task_name for request in others)
+
+    def _awaiting_capacity(self, partition: Partition) -> list[ClaimRequest]:
+        """Return the claims of a partition that wait for capacity in another one."""
+        return [request for name, request in self.capacity_waits.values() if name == partition.partition_id]
 
     async def claim(
         self,

@@ -21,7 +21,7 @@ from tq_service.planning.staleness import StalenessBound
 from tq_service.planning.view import Readiness
 from tq_service.results import Lack, NotReady, WaitCode, WaitReason
 from tq_service.schema import START_VERSION, Blocks
-from tq_service.serving.admission import AdmissionQueue
+from tq_service.serving.admission import AdmissionQueue, demand_of_slots
 from tq_service.serving.catalog import Catalog
 from tq_service.serving.planner import RunsPlans
 from tq_service.serving.sweep import Slices, sweep
@@ -94,7 +94,7 @@ class Explainer:
         return [_unexplained(*asked, count) for asked, count in alike.items() if task_name in {"", asked[0]}]
 
     async def _reason(self, partition: Partition, request: ClaimRequest) -> WaitReason:
-        """Return why a claim of a partition waits, as it was just seen where many rows are to be looked at."""
+        """Return why a claim of a partition waits."""
         if (text := self._lacking_version(request.not_before)) is not None:
             return WaitReason(
                 code=WaitCode.VERSION_NOT_PUBLISHED,
@@ -103,6 +103,21 @@ class Explainer:
                 data_fields=request.spec.data_fields,
                 sealed=partition.sealed,
             )
+        reason = await self._look_once(partition, request)
+        if request.spec.admit is None or reason.ready_count < reason.needed_count:
+            return reason
+        slots = self._catalog.find(request.spec.admit.partition_id, missing_ok=True)
+        queue = None if slots is None else self._catalog.admission_queue(slots.partition_id)
+        if slots is None or queue is None or slots.sealed:
+            return reason
+        demand = demand_of_slots(slots, request.spec.min_batch_size, request.spec.admit.slot_count)
+        if not (waits_for := queue.waits_for(demand)):
+            return reason
+        text = f"{reason.ready_count} prompts are ready, and there is no capacity for their slots: {waits_for}"
+        return replace(reason, code=WaitCode.NO_CAPACITY, text=text)
+
+    async def _look_once(self, partition: Partition, request: ClaimRequest) -> WaitReason:
+        """Return what is ready for a claim and what is not, as it was just seen where many rows are to be looked at."""
         if partition.table.count <= _SHARED_ROWS:
             return await self._look(partition, request)
         # Not by the partition itself, which would stay in memory after it was cleared.

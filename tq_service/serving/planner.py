@@ -37,6 +37,7 @@ from tq_service.errors import (
     InternalError,
     InvalidArgumentError,
     LeaseExpiredError,
+    SamplerError,
     SamplesClearedError,
     TqError,
 )
@@ -775,8 +776,12 @@ class Planner:
             polls: those of its calls that had come when it was begun to look.
         """
         if isinstance(found, Planned | EndFound):
-            with self._group():
-                answer = self._record(first.request, found)
+            try:
+                with self._group():
+                    answer = self._record(first.request, found)
+            except TqError as error:  # no slots can be made
+                self._fail(line, error)
+                return
             next_index = self.task.next_batch_index
             if not line.is_ranked:
                 first.end(answer)
@@ -843,7 +848,11 @@ class Planner:
         return answer
 
     def _record_for_worker(self, request: ClaimRequest, found: Planned | EndFound) -> Claim | EndCounts:
-        """Record what a queue worker gets; an end is of this one only, or of all that ask under its name."""
+        """Record what a queue worker gets; an end is of this one only, or of all that ask under its name.
+
+        Raises:
+            TqError: slots of prompts cannot be made, so these are not claimed.
+        """
         name = request.claim_name
         if name:
             self._enqueue_answers(waiter for waiter in self._queue if waiter.request.claim_name == name)
@@ -854,6 +863,14 @@ class Planner:
                 )
             return found.end
         terms, grouping = request.lease, found.grouping
+        if request.make_slots is not None:
+            if grouping is not None or found.plan.is_reusing or found.plan.dropped:
+                raise SamplerError(
+                    f"sampler {request.batch_spec.sampler!r} delivers groups, drops samples or uses them again, "
+                    f"expected one that delivers prompts one by one: admit makes slots for each. Use 'sequential'",
+                    metadata={"sampler": request.batch_spec.sampler},
+                )
+            request.make_slots(found.plan.rows)
         if terms is not None and grouping is not None:
             terms = replace(terms, group_block_size=grouping.block_size or 0, blocks=grouping.blocks)
         change = SamplesClaimed(

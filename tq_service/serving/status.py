@@ -205,6 +205,7 @@ def status_of(
     dead_lettered = partition.table.index[task.dead_lettered()[:_MOST_DEAD_LETTERED]]
     planner = catalog.known_planner(partition, task.name)
     rate = 0.0 if planner is None else planner.deliveries.per_second(time.monotonic())
+    admission = None if task.outstanding is None else task.outstanding.admission
     return TaskStatus(
         task_name=task.name,
         epoch=task.epoch,
@@ -226,6 +227,7 @@ def status_of(
         trained_batch_count=task.trained + 1,
         saved_batch_count=task.saved + 1,
         outstanding_count=task.outstanding_count,
+        running_count=None if admission is None or not admission.most_running else partition.held_count(admission.unit),
         unmatched_count=task.unmatched_count,
         too_small_count=task.too_small_count,
         late_count=task.late_count,

@@ -24,7 +24,16 @@ from tq_service.errors import (
     nearest,
 )
 from tq_service.log_message import LogMessage
-from tq_service.schema import Admission, FieldSpec, Layout, check_name, check_passed_on, check_range, check_unique
+from tq_service.schema import (
+    Admission,
+    BatchUnit,
+    FieldSpec,
+    Layout,
+    check_name,
+    check_passed_on,
+    check_range,
+    check_unique,
+)
 from tq_service.state.cells import CellTable, CustomMeta
 from tq_service.state.groups import GroupTable, KeyIndex
 from tq_service.state.ledger import TaskLedger, TaskSnapshot, task_columns
@@ -179,6 +188,7 @@ class Partition:
             range where all of them are new.
         on_reset: called, while a change is applied, with the name of a task that starts from all rows again.
         policies: those of the service, for conditions that compare with a published version; set by its owner.
+        all_partitions: those of the service, for claims that share a lease with one of another; set by its owner.
     """
 
     def __init__(self, partition_id: str, settings: PartitionSettings, incarnation: bytes = b"") -> None:
@@ -203,6 +213,7 @@ class Partition:
         self.on_rows = Listeners()
         self.on_reset = Listeners()
         self.policies: Policies = {}
+        self.all_partitions: Mapping[str, Partition] = {}
         # A task with an admission is known from the start, so that its count begins with the first sample.
         for name in dict.fromkeys((*settings.tasks, *(each.task_name for each in settings.admissions))):
             self.open_task(name)
@@ -302,6 +313,14 @@ class Partition:
     def open_count(self) -> int:
         """Samples that are live or held."""
         return self.state_counts[LIVE] + self.state_counts[HELD]
+
+    def held_count(self, unit: BatchUnit) -> int:
+        """Return how many samples are held, or how many groups with such a one, as an admission counts units."""
+        count = self.state_counts[HELD]
+        if unit == "sample" or not (count and self.groups.in_use):
+            return count
+        slots = self.groups.of_rows[: self.table.count][self.state[: self.table.count] == HELD]
+        return distinct(slots[slots >= 0], self.groups.slots.count).size + int(np.count_nonzero(slots < 0))
 
     # Reading
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, ClassVar, Final, Protocol, cast
@@ -21,6 +21,7 @@ from tq_service.errors import InvalidArgumentError
 from tq_service.schema import (
     MOST_SAMPLES,
     Admission,
+    Admit,
     BatchUnit,
     Blocks,
     FieldSpec,
@@ -541,7 +542,8 @@ def shown(value: object) -> str:
         case Admission():
             place = f"{value.given_back} by {value.policy}" if value.given_back == "published" else value.given_back
             bound = "" if value.max_staleness is None else f", at most {value.max_staleness} versions late"
-            return f"{value.task_name}: {value.most} {value.unit}s until {place}{bound}"
+            running = f", at most {value.most_running} running" if value.most_running else ""
+            return f"{value.task_name}: {value.most} {value.unit}s until {place}{bound}{running}"
         case tuple():
             return ", ".join(map(shown, value)) or "none"
     return str(value)
@@ -595,6 +597,8 @@ class LeaseTerms:
         blocks: where these begin: at multiples of their length, or anywhere.
         on_lost: of slots: what becomes of those that are still held when the lease runs out; those that are released
             without data are removed. None: the claim is of samples that were there before.
+        shared_with: the partition in which a claim of the same task under the same request id shares the lease: of
+            prompts that of their slots, and the other way round. Empty: the lease is of this claim alone.
 
     Raises:
         InvalidArgumentError: a number is out of its range.
@@ -605,6 +609,7 @@ class LeaseTerms:
     group_block_size: int | None = None
     blocks: Blocks = "aligned"
     on_lost: OnLost | None = None
+    shared_with: str = ""
 
     def __post_init__(self) -> None:
         if not 0 < self.seconds <= MAX_LEASE_SECONDS:  # which NaN fails too
@@ -642,6 +647,7 @@ class ClaimSpec:
         data_fields: what the answer locates; `batch_spec.data_fields` has the same names in one order for all ranks.
         min_batch_size: the least a queue worker takes; 0 stands for the whole batch.
         dp_size: number of ranks, None for queue workers.
+        admit: the slots that a rollout worker gets with its prompts; None: none.
 
     Raises:
         InvalidArgumentError: a size is out of its range, or fields are not named each once.
@@ -651,6 +657,7 @@ class ClaimSpec:
     data_fields: tuple[str, ...] = field(compare=False)
     min_batch_size: int = 0
     dp_size: int | None = None
+    admit: Admit | None = None
 
     def __post_init__(self) -> None:
         if self.data_fields or not self.batch_spec.held:
@@ -686,7 +693,7 @@ class ClaimSpec:
 
     @cached_property
     def _hash(self) -> int:  # `where` may list thousands of values
-        return hash((self.batch_spec, self.min_batch_size, self.dp_size))
+        return hash((self.batch_spec, self.min_batch_size, self.dp_size, self.admit))
 
     def __hash__(self) -> int:
         return self._hash
@@ -724,6 +731,8 @@ class ClaimRequest:
         claim_name: of a queue worker's claim, which is the same whenever it is asked for by this name; empty: none.
         not_before: what must be published first; None: nothing.
         batch_count: the most batches that a rank takes, from that of `rank` on.
+        make_slots: makes the slots of `spec.admit`, given the prompts of a plan, in the step in which they are claimed;
+            if it raises, they are not.
 
     Raises:
         InvalidArgumentError: the id or a name is none, a rank asks for a lease, or for a claim by name, or a queue
@@ -740,6 +749,7 @@ class ClaimRequest:
     claim_name: str = ""
     not_before: NotBefore | None = None
     batch_count: int = 1
+    make_slots: Callable[[Indexes], None] | None = None
 
     def __post_init__(self) -> None:
         check_name("task_name", self.task_name)
@@ -762,6 +772,8 @@ class ClaimRequest:
                 "held samples are claimed without a lease; give one, under which a rollout worker goes on with them",
                 field="lease",
             )
+        if self.spec.admit is not None:
+            self._check_admit()
         if self.claim_name:
             check_name("claim_name", self.claim_name)
             if self.rank is not None:
@@ -769,6 +781,23 @@ class ClaimRequest:
                     f"claim_name is {self.claim_name!r}, which is for queue workers; a rank names its batch by dp_rank "
                     f"and batch_index",
                     field="claim_name",
+                )
+
+    def _check_admit(self) -> None:
+        """Refuse slots for anything but prompts of a worker that leases them, each by itself and once."""
+        spec = self.batch_spec
+        for name, got, expected in (
+            ("lease", "unset" if self.lease is None else "set", "set"),
+            ("claim_name", self.claim_name, ""),
+            ("batch_unit", spec.batch_unit, "sample"),
+            ("max_uses", spec.max_uses, 1),
+            ("held", spec.held, False),
+        ):
+            if got != expected:
+                raise InvalidArgumentError(
+                    f"{name} is {got!r} with admit, expected {expected!r}: slots are made for prompts that a rollout "
+                    f"worker leases one by one",
+                    field=name,
                 )
 
     @property

@@ -397,6 +397,7 @@ class Admission(google.protobuf.message.Message):
     MAX_STALENESS_FIELD_NUMBER: builtins.int
     GLOBAL_BATCH_FIELD_NUMBER: builtins.int
     LATE_FIELD_NUMBER: builtins.int
+    MOST_RUNNING_FIELD_NUMBER: builtins.int
     task_name: builtins.str
     """The task that producers wait for. One that has not claimed yet has all samples pending."""
     most: builtins.int
@@ -420,6 +421,10 @@ class Admission(google.protobuf.message.Message):
     """With `max_staleness`: what becomes of units that are not finished when a batch could be planned but for them, since
     they would become too stale behind it. Unset: batches wait for them.
     """
+    most_running: builtins.int
+    """Most units that may be held at a time, which are being generated: new held samples wait until others are live, have
+    failed or were cleared. 0: there is no such bound.
+    """
     def __init__(
         self,
         *,
@@ -431,9 +436,10 @@ class Admission(google.protobuf.message.Message):
         max_staleness: builtins.int | None = ...,
         global_batch: builtins.int = ...,
         late: global___Late.ValueType = ...,
+        most_running: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_max_staleness", b"_max_staleness", "max_staleness", b"max_staleness"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_max_staleness", b"_max_staleness", "given_back", b"given_back", "global_batch", b"global_batch", "late", b"late", "max_staleness", b"max_staleness", "most", b"most", "policy", b"policy", "task_name", b"task_name", "unit", b"unit"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_max_staleness", b"_max_staleness", "given_back", b"given_back", "global_batch", b"global_batch", "late", b"late", "max_staleness", b"max_staleness", "most", b"most", "most_running", b"most_running", "policy", b"policy", "task_name", b"task_name", "unit", b"unit"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_max_staleness", b"_max_staleness"]) -> typing.Literal["max_staleness"] | None: ...
 
 global___Admission = Admission
@@ -781,6 +787,7 @@ class GetMetaRequest(google.protobuf.message.Message):
     LEAST_MEMBERS_FIELD_NUMBER: builtins.int
     REFILL_FIELD_NUMBER: builtins.int
     HELD_FIELD_NUMBER: builtins.int
+    ADMIT_FIELD_NUMBER: builtins.int
     request_id: builtins.bytes
     """16 random bytes that the client makes for this change and sends again with each retry. Of other lengths:
     INVALID_ARGUMENT.
@@ -903,6 +910,13 @@ class GetMetaRequest(google.protobuf.message.Message):
     def refill(self) -> global___Refill:
         """Where units that are evicted are made again; needs `unmatched`. Unset: nowhere."""
 
+    @property
+    def admit(self) -> global___Admit:
+        """Rollout workers: the slots that are made in another partition with the claim of prompts, in one step. It needs a
+        `lease`. The call waits until there are prompts and that partition has capacity, and holds neither while it waits.
+        Unset: none.
+        """
+
     def __init__(
         self,
         *,
@@ -938,9 +952,10 @@ class GetMetaRequest(google.protobuf.message.Message):
         least_members: builtins.int = ...,
         refill: global___Refill | None = ...,
         held: builtins.bool = ...,
+        admit: global___Admit | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_batch_index", b"_batch_index", "_dp_rank", b"_dp_rank", "_dp_size", b"_dp_size", "_epoch", b"_epoch", "_not_before_version", b"_not_before_version", "batch_index", b"batch_index", "dp_rank", b"dp_rank", "dp_size", b"dp_size", "epoch", b"epoch", "lease", b"lease", "max_wait", b"max_wait", "not_before_version", b"not_before_version", "refill", b"refill", "sampler_config", b"sampler_config"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_batch_index", b"_batch_index", "_dp_rank", b"_dp_rank", "_dp_size", b"_dp_size", "_epoch", b"_epoch", "_not_before_version", b"_not_before_version", "batch_count", b"batch_count", "batch_index", b"batch_index", "batch_size", b"batch_size", "batch_unit", b"batch_unit", "claim_name", b"claim_name", "data_fields", b"data_fields", "dp_rank", b"dp_rank", "dp_size", b"dp_size", "drop_last", b"drop_last", "epoch", b"epoch", "explain", b"explain", "finite", b"finite", "held", b"held", "incarnation", b"incarnation", "lease", b"lease", "least_members", b"least_members", "max_deliveries", b"max_deliveries", "max_uses", b"max_uses", "max_wait", b"max_wait", "micro_batch_size", b"micro_batch_size", "min_batch_size", b"min_batch_size", "not_before_version", b"not_before_version", "order_by", b"order_by", "partition_id", b"partition_id", "policy", b"policy", "refill", b"refill", "request_id", b"request_id", "sampler", b"sampler", "sampler_config", b"sampler_config", "task_name", b"task_name", "unmatched", b"unmatched", "where", b"where"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_batch_index", b"_batch_index", "_dp_rank", b"_dp_rank", "_dp_size", b"_dp_size", "_epoch", b"_epoch", "_not_before_version", b"_not_before_version", "admit", b"admit", "batch_index", b"batch_index", "dp_rank", b"dp_rank", "dp_size", b"dp_size", "epoch", b"epoch", "lease", b"lease", "max_wait", b"max_wait", "not_before_version", b"not_before_version", "refill", b"refill", "sampler_config", b"sampler_config"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_batch_index", b"_batch_index", "_dp_rank", b"_dp_rank", "_dp_size", b"_dp_size", "_epoch", b"_epoch", "_not_before_version", b"_not_before_version", "admit", b"admit", "batch_count", b"batch_count", "batch_index", b"batch_index", "batch_size", b"batch_size", "batch_unit", b"batch_unit", "claim_name", b"claim_name", "data_fields", b"data_fields", "dp_rank", b"dp_rank", "dp_size", b"dp_size", "drop_last", b"drop_last", "epoch", b"epoch", "explain", b"explain", "finite", b"finite", "held", b"held", "incarnation", b"incarnation", "lease", b"lease", "least_members", b"least_members", "max_deliveries", b"max_deliveries", "max_uses", b"max_uses", "max_wait", b"max_wait", "micro_batch_size", b"micro_batch_size", "min_batch_size", b"min_batch_size", "not_before_version", b"not_before_version", "order_by", b"order_by", "partition_id", b"partition_id", "policy", b"policy", "refill", b"refill", "request_id", b"request_id", "sampler", b"sampler", "sampler_config", b"sampler_config", "task_name", b"task_name", "unmatched", b"unmatched", "where", b"where"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_batch_index", b"_batch_index"]) -> typing.Literal["batch_index"] | None: ...
     @typing.overload
@@ -953,6 +968,45 @@ class GetMetaRequest(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: typing.Literal["_not_before_version", b"_not_before_version"]) -> typing.Literal["not_before_version"] | None: ...
 
 global___GetMetaRequest = GetMetaRequest
+
+@typing.final
+class Admit(google.protobuf.message.Message):
+    """The slots of claimed prompts: new held samples, leased as a claim of the same task under the same `request_id` in
+    their own partition. They share the lease of their prompts: ExtendClaim of either claim extends both, and both end
+    together. A prompt is acknowledged with the last of its slots. A prompt that can be claimed again has no slots: where
+    it is released, or its lease runs out, its slots are removed unless all of them are live; then it is acknowledged.
+    Where a prompt is acknowledged, slots of it that are live are, too, and held ones are released.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PARTITION_ID_FIELD_NUMBER: builtins.int
+    GROUP_SIZE_FIELD_NUMBER: builtins.int
+    ON_LOST_FIELD_NUMBER: builtins.int
+    POLICY_FIELD_NUMBER: builtins.int
+    partition_id: builtins.str
+    """The partition of the slots, which must exist; another one than that of the prompts."""
+    group_size: builtins.int
+    """How many slots each prompt gets, 1 or more. More than 1: they are a group, which is named by the key of the prompt.
+    0 or 1: one slot, which has the key of the prompt.
+    """
+    on_lost: global___OnLost.ValueType
+    """What becomes of slots that are still held when the lease runs out. REQUEUE and FAIL keep them, so their prompts
+    count as done. Unset: they are removed, and their prompts can be claimed again.
+    """
+    policy: builtins.str
+    """The policy whose published version is their `start_version`; see AcquireRequest."""
+    def __init__(
+        self,
+        *,
+        partition_id: builtins.str = ...,
+        group_size: builtins.int = ...,
+        on_lost: global___OnLost.ValueType = ...,
+        policy: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["group_size", b"group_size", "on_lost", b"on_lost", "partition_id", b"partition_id", "policy", b"policy"]) -> None: ...
+
+global___Admit = Admit
 
 @typing.final
 class Refill(google.protobuf.message.Message):
@@ -992,6 +1046,7 @@ class GetMetaResponse(google.protobuf.message.Message):
     META_FIELD_NUMBER: builtins.int
     REASON_FIELD_NUMBER: builtins.int
     MORE_FIELD_NUMBER: builtins.int
+    ADMITTED_FIELD_NUMBER: builtins.int
     @property
     def meta(self) -> tq_service.v1.metadata_pb2.BatchMeta:
         """The status, and with a batch its samples, their metadata and where their cells are."""
@@ -1006,15 +1061,20 @@ class GetMetaResponse(google.protobuf.message.Message):
         stop before a batch that is not ready, or is refused: a call for that one waits, or fails.
         """
 
+    @property
+    def admitted(self) -> tq_service.v1.metadata_pb2.BatchMeta:
+        """With BATCH, where `admit` asked for them: the slots, those of the first prompt first."""
+
     def __init__(
         self,
         *,
         meta: tq_service.v1.metadata_pb2.BatchMeta | None = ...,
         reason: global___WaitReason | None = ...,
         more: collections.abc.Iterable[tq_service.v1.metadata_pb2.BatchMeta] | None = ...,
+        admitted: tq_service.v1.metadata_pb2.BatchMeta | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["meta", b"meta", "reason", b"reason"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["meta", b"meta", "more", b"more", "reason", b"reason"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["admitted", b"admitted", "meta", b"meta", "reason", b"reason"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["admitted", b"admitted", "meta", b"meta", "more", b"more", "reason", b"reason"]) -> None: ...
 
 global___GetMetaResponse = GetMetaResponse
 
@@ -1042,7 +1102,8 @@ class WaitReason(google.protobuf.message.Message):
     field that is asked for; ALL_CONSUMED: nothing is left of an open partition; TOO_FEW_READY; GROUPS_INCOMPLETE: too
     few groups are ready as a whole; SAMPLER_WAITS: enough samples are ready, of which the sampler makes no batch yet;
     VERSION_NOT_PUBLISHED: a version that is asked for with `not_before_version`; STALENESS_BOUNDED: enough are ready,
-    and older ones that are not would become too stale.
+    and older ones that are not would become too stale; NO_CAPACITY: enough prompts are ready, and the partition of
+    `admit` has no capacity for their slots.
     """
     text: builtins.str
     """A sentence for people, with names and counts; it may change."""
@@ -2547,6 +2608,7 @@ class TaskStatus(google.protobuf.message.Message):
     TOO_SMALL_COUNT_FIELD_NUMBER: builtins.int
     REFILLED_COUNT_FIELD_NUMBER: builtins.int
     LATE_COUNT_FIELD_NUMBER: builtins.int
+    RUNNING_COUNT_FIELD_NUMBER: builtins.int
     task_name: builtins.str
     """Name of the task."""
     epoch: builtins.int
@@ -2600,6 +2662,8 @@ class TaskStatus(google.protobuf.message.Message):
     """Samples that were made claimable again for it by evictions, in all epochs."""
     late_count: builtins.int
     """Samples and groups that its claims evicted since they would have become too stale, in all epochs."""
+    running_count: builtins.int
+    """Units that are held, which are being generated, as its admission counts them. Unset: it has no `most_running`."""
     @property
     def dead_lettered_indexes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Indexes of dead-lettered samples that are not cleared; at most the first hundred."""
@@ -2643,13 +2707,16 @@ class TaskStatus(google.protobuf.message.Message):
         too_small_count: builtins.int = ...,
         refilled_count: builtins.int = ...,
         late_count: builtins.int = ...,
+        running_count: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_oldest_version", b"_oldest_version", "_outstanding_count", b"_outstanding_count", "_staleness_versions", b"_staleness_versions", "oldest_version", b"oldest_version", "outstanding_count", b"outstanding_count", "staleness_versions", b"staleness_versions"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_oldest_version", b"_oldest_version", "_outstanding_count", b"_outstanding_count", "_staleness_versions", b"_staleness_versions", "complete", b"complete", "consumed_count", b"consumed_count", "dead_lettered_count", b"dead_lettered_count", "dead_lettered_indexes", b"dead_lettered_indexes", "delivered_per_second", b"delivered_per_second", "dp_size", b"dp_size", "epoch", b"epoch", "late_count", b"late_count", "leased_count", b"leased_count", "leases", b"leases", "leasing_claim_count", b"leasing_claim_count", "oldest_version", b"oldest_version", "outstanding_count", b"outstanding_count", "pending_count", b"pending_count", "planned_batch_count", b"planned_batch_count", "recent_batches", b"recent_batches", "redelivered_count", b"redelivered_count", "refilled_count", b"refilled_count", "saved_batch_count", b"saved_batch_count", "skipped_count", b"skipped_count", "staleness_versions", b"staleness_versions", "task_name", b"task_name", "too_small_count", b"too_small_count", "trained_batch_count", b"trained_batch_count", "unmatched_count", b"unmatched_count", "waiting_count", b"waiting_count"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_oldest_version", b"_oldest_version", "_outstanding_count", b"_outstanding_count", "_running_count", b"_running_count", "_staleness_versions", b"_staleness_versions", "oldest_version", b"oldest_version", "outstanding_count", b"outstanding_count", "running_count", b"running_count", "staleness_versions", b"staleness_versions"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_oldest_version", b"_oldest_version", "_outstanding_count", b"_outstanding_count", "_running_count", b"_running_count", "_staleness_versions", b"_staleness_versions", "complete", b"complete", "consumed_count", b"consumed_count", "dead_lettered_count", b"dead_lettered_count", "dead_lettered_indexes", b"dead_lettered_indexes", "delivered_per_second", b"delivered_per_second", "dp_size", b"dp_size", "epoch", b"epoch", "late_count", b"late_count", "leased_count", b"leased_count", "leases", b"leases", "leasing_claim_count", b"leasing_claim_count", "oldest_version", b"oldest_version", "outstanding_count", b"outstanding_count", "pending_count", b"pending_count", "planned_batch_count", b"planned_batch_count", "recent_batches", b"recent_batches", "redelivered_count", b"redelivered_count", "refilled_count", b"refilled_count", "running_count", b"running_count", "saved_batch_count", b"saved_batch_count", "skipped_count", b"skipped_count", "staleness_versions", b"staleness_versions", "task_name", b"task_name", "too_small_count", b"too_small_count", "trained_batch_count", b"trained_batch_count", "unmatched_count", b"unmatched_count", "waiting_count", b"waiting_count"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_oldest_version", b"_oldest_version"]) -> typing.Literal["oldest_version"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_outstanding_count", b"_outstanding_count"]) -> typing.Literal["outstanding_count"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_running_count", b"_running_count"]) -> typing.Literal["running_count"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_staleness_versions", b"_staleness_versions"]) -> typing.Literal["staleness_versions"] | None: ...
 

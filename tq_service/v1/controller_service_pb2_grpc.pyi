@@ -98,7 +98,9 @@ class ControllerServiceStub:
     marks its own; with `batch_count` also the batches behind it that are ready; with `unmatched` samples that the task
     never gets are failed or cleared, with a plan or without one. A rank that asks again gets the same
     answer, and so does a queue worker under the same `request_id`, or under the same `claim_name`. A claim without a
-    name of a queue worker that disconnects before the answer is sent is released. Errors: FAILED_PRECONDITION
+    name of a queue worker that disconnects before the answer is sent is released. With `admit` also the slots of the
+    claimed prompts are made, in the same step; what Acquire refuses is refused then, and no prompt is claimed. Errors:
+    FAILED_PRECONDITION
     (RANKS_DISAGREE, STALE_INCARNATION, STALE_EPOCH, PARTITION_CLEARED, SAMPLES_CLEARED, BATCH_FORGOTTEN,
     CLAIM_RELEASED, LEASE_EXPIRED), NOT_FOUND (a task that is not one of those the partition was created with),
     INVALID_ARGUMENT (arguments, unknown sampler or option), INTERNAL and DEADLINE_EXCEEDED (the sampler failed or
@@ -486,7 +488,9 @@ class ControllerServiceAsyncStub:
     marks its own; with `batch_count` also the batches behind it that are ready; with `unmatched` samples that the task
     never gets are failed or cleared, with a plan or without one. A rank that asks again gets the same
     answer, and so does a queue worker under the same `request_id`, or under the same `claim_name`. A claim without a
-    name of a queue worker that disconnects before the answer is sent is released. Errors: FAILED_PRECONDITION
+    name of a queue worker that disconnects before the answer is sent is released. With `admit` also the slots of the
+    claimed prompts are made, in the same step; what Acquire refuses is refused then, and no prompt is claimed. Errors:
+    FAILED_PRECONDITION
     (RANKS_DISAGREE, STALE_INCARNATION, STALE_EPOCH, PARTITION_CLEARED, SAMPLES_CLEARED, BATCH_FORGOTTEN,
     CLAIM_RELEASED, LEASE_EXPIRED), NOT_FOUND (a task that is not one of those the partition was created with),
     INVALID_ARGUMENT (arguments, unknown sampler or option), INTERNAL and DEADLINE_EXCEEDED (the sampler failed or
@@ -886,7 +890,9 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         marks its own; with `batch_count` also the batches behind it that are ready; with `unmatched` samples that the task
         never gets are failed or cleared, with a plan or without one. A rank that asks again gets the same
         answer, and so does a queue worker under the same `request_id`, or under the same `claim_name`. A claim without a
-        name of a queue worker that disconnects before the answer is sent is released. Errors: FAILED_PRECONDITION
+        name of a queue worker that disconnects before the answer is sent is released. With `admit` also the slots of the
+        claimed prompts are made, in the same step; what Acquire refuses is refused then, and no prompt is claimed. Errors:
+        FAILED_PRECONDITION
         (RANKS_DISAGREE, STALE_INCARNATION, STALE_EPOCH, PARTITION_CLEARED, SAMPLES_CLEARED, BATCH_FORGOTTEN,
         CLAIM_RELEASED, LEASE_EXPIRED), NOT_FOUND (a task that is not one of those the partition was created with),
         INVALID_ARGUMENT (arguments, unknown sampler or option), INTERNAL and DEADLINE_EXCEEDED (the sampler failed or

@@ -27,7 +27,7 @@ from tq_service.client.transport import Deadline, WaitReports, import_tensordict
 from tq_service.client_probes import probes
 from tq_service.errors import CallCancelledError, DeadlineError, InternalError, TqError, UnavailableError
 from tq_service.results import ConsumptionStatus, EvictedUnits, ProductionStatus, WaitReason
-from tq_service.schema import DEFAULT_POLICY, BatchUnit, OnLost, Unmatched, check_range
+from tq_service.schema import DEFAULT_POLICY, Admit, BatchUnit, OnLost, Unmatched, check_range
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1.metadata_pb2 import BATCH_STATUS_NOT_YET
 from tq_service.wire.messages import read_message, to_duration
@@ -74,6 +74,7 @@ class ClaimCalls(Base):
         refill: tuple[str, str] | None = None,
         max_refills: int = 3,
         held: bool = False,
+        admit: Admit | None = None,
         not_before_version: int | None = None,
         policy: str = DEFAULT_POLICY,
         max_wait: float = DEFAULT_MAX_WAIT_SECONDS,
@@ -148,6 +149,7 @@ class ClaimCalls(Base):
         refill: tuple[str, str] | None = None,
         max_refills: int = 3,
         held: bool = False,
+        admit: Admit | None = None,
         not_before_version: int | None = None,
         policy: str = DEFAULT_POLICY,
         max_wait: float = DEFAULT_MAX_WAIT_SECONDS,
@@ -204,6 +206,11 @@ class ClaimCalls(Base):
             max_refills: how often, at most, for each sample in an epoch of that task.
             held: rollout workers, with a `lease`: whether held samples are claimed, and no live ones: slots that other
                 workers have lost. `data_fields` may be empty then.
+            admit: rollout workers, with a `lease`: the slots that are made in another partition with the claim, in one
+                change; `BatchMeta.admitted` has them. The call waits until there are prompts, which need keys, and
+                capacity for the slots of `min_batch_size` of them. Prompts and slots share the lease: `extend` of
+                either extends both. A prompt is acknowledged with the last of its slots; `release` of a prompt removes
+                its slots.
             not_before_version: a version of `policy` that must be published before the batch is planned; until then
                 the call waits as for samples. None: none.
             policy: that of `not_before_version`, in the client's namespace.
@@ -224,6 +231,8 @@ class ClaimCalls(Base):
                 incarnation or epoch is stale.
             LeaseExpiredError: a retry, or a call under the same `claim_name`, came after the lease of the first answer
                 had run out; ClaimReleasedError, SamplesClearedError: after its samples were released or cleared.
+            PartitionNotFoundError, PolicyNotFoundError, AdmissionLimitError, AlreadyExistsError: with `admit`, see
+                `acquire`; the last one also where a group has the name of a prompt. No prompt is claimed.
             BatchForgottenError: of batches that do not consume their samples only the last are kept on record.
             TaskNotFoundError: the partition was created for other tasks.
             SamplerError: the sampler failed; SamplerTimeoutError: it hung.
@@ -256,6 +265,7 @@ class ClaimCalls(Base):
             refill=refill,
             max_refills=max_refills,
             held=held,
+            admit=admit,
             batch_count=batch_count,
             not_before_version=not_before_version,
             policy=policy,
@@ -278,6 +288,11 @@ class ClaimCalls(Base):
             claim_id=claim_id,
             task_name=request.task_name,
             waiting_for=read_message(WaitReason, answer.reason) if answer.HasField("reason") else None,
+            admitted=BatchMeta.from_proto(
+                answer.admitted, self._namespace, claim_id=claim_id, task_name=request.task_name
+            )
+            if answer.HasField("admitted")
+            else None,
         )
         for probe in probes:
             probe.claimed(time.perf_counter() - began_at, meta.status)

@@ -608,7 +608,7 @@ function renderLimits(status) {
   const limits = open.flatMap((partition) =>
     partition.admissions.map((admission) => {
       const task = partition.tasks.find((each) => each.task_name === admission.task_name);
-      return { partition, admission, outstanding: task?.outstanding_count ?? 0 };
+      return { partition, admission, outstanding: task?.outstanding_count ?? 0, held: task?.running_count ?? 0 };
     }),
   );
   list(
@@ -616,7 +616,7 @@ function renderLimits(status) {
     limits,
     ({ partition, admission }) => JSON.stringify([nameOf(partition), admission.task_name]),
     () => make("li", "", make("p", "pair", make("span"), make("span")), makeBar(["used"], "bar thin"), make("p", "soft")),
-    (node, { partition, admission, outstanding }) => {
+    (node, { partition, admission, outstanding, held }) => {
       const [pair, bar, note] = node.children;
       write(pair.children[0], `${admission.task_name} of ${nameOf(partition)}`);
       write(pair.children[1], `${count(outstanding)} of ${count(admission.most)} ${admission.unit}s outstanding`);
@@ -624,7 +624,8 @@ function renderLimits(status) {
       mark(bar.firstChild, "class", outstanding >= admission.most ? "much" : "used");
       const waiting = partition.waiting_put_count ? counted(partition.waiting_put_count, "put waits", "puts wait") : "no put waits";
       const late = admission.max_staleness === null ? "" : `, at most ${counted(admission.max_staleness, "version", "versions")} late`;
-      write(note, `until ${admission.given_back}, ${waiting}${late}`);
+      const running = admission.most_running ? `, ${count(held)} of ${count(admission.most_running)} held` : "";
+      write(note, `until ${admission.given_back}, ${waiting}${late}${running}`);
     },
   );
   show(byId("admissions-panel"), limits.length > 0);
