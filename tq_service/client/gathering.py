@@ -215,11 +215,6 @@ class Member:
         answered = None if self.batch is None else self.batch.answered
         return None if answered is None else answered.part(self.put.write, self.start)
 
-    def reason_of(self, failure: TqError) -> TqError:
-        """Return what a caller is told that sent and failed: tries of others may know more than one that was short."""
-        known = self.line.failure
-        return unavailable_until(self.deadline, known) if isinstance(failure, DeadlineError) and known else failure
-
     def overdue(self) -> TqError:
         """Return the error of a caller whose deadline is over."""
         if self.line.failure is not None:

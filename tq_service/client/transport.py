@@ -36,7 +36,7 @@ from tq_service.client.connection_check import find_fault
 from tq_service.errors import DeadlineError, NotLeaderError, PreconditionError, TqError, UnavailableError
 from tq_service.log_message import LogMessage
 from tq_service.results import WaitReason
-from tq_service.v1 import controller_service_pb2, storage_service_pb2
+from tq_service.v1 import controller_service_pb2, method_rule_pb2, storage_service_pb2
 from tq_service.wire.columns import is_tensor
 from tq_service.wire.connection import CONNECTION_OPTIONS, TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, Tls, cluster_options
 from tq_service.wire.device import on_these_streams
@@ -64,17 +64,33 @@ CLUSTER_CHANNEL_OPTIONS: Final = cluster_options(CHANNEL_OPTIONS)
 
 
 class Method(NamedTuple):
-    """A method of the services, by its full name, and the class of its requests."""
+    """A method of the services.
+
+    Attributes:
+        name: its full name.
+        request: the class of its requests.
+        is_batched: whether it may be one of the calls of a `CallMany`.
+    """
 
     name: str
     request: type[Message]
+    is_batched: bool
+
+    @property
+    def short_name(self) -> str:
+        """Its name without that of its service."""
+        return self.name.rpartition("/")[2]
 
 
 @cache
 def method_of(answer: Descriptor) -> Method:
     """Return the method that answers with messages of a kind: no two of them answer with the same."""
     return next(
-        Method(f"/{service.full_name}/{method.name}", GetMessageClass(method.input_type))
+        Method(
+            f"/{service.full_name}/{method.name}",
+            GetMessageClass(method.input_type),
+            method.GetOptions().Extensions[method_rule_pb2.rule].is_batched,
+        )
         for module in (controller_service_pb2, storage_service_pb2, health_pb2)
         for service in module.DESCRIPTOR.services_by_name.values()
         for method in service.methods

@@ -44,6 +44,7 @@ from tq_service.client_probes import probes
 from tq_service.dataplane.driver import Allocated
 from tq_service.errors import (
     DataLossError,
+    DeadlineError,
     FieldMismatchError,
     InvalidArgumentError,
     PartitionNotFoundError,
@@ -269,7 +270,9 @@ class AsyncSampleCalls(AsyncBase):
         except TqError as error:
             seconds = seconds_without_capacity(error)
             if not batch.is_refused_by(error) or (seconds is None and len(batch.members) == 1):
-                raise leader.reason_of(error) from error
+                if isinstance(error, DeadlineError) and leader.line.failure is not None:
+                    raise leader.overdue() from error  # a try in the last moment, after others that say more
+                raise
             if seconds is not None:  # each waits for capacity by itself, as do those that come soon
                 self._keep_apart(leader.put.write.partition_id, seconds)
         lines.end(batch, answered)
