@@ -97,6 +97,7 @@ ATTACKS: dict[str, tuple[Callable[[CallStream], None], str]] = {
     "a timeout below 0": (lambda stream: stream.send(claim(2, seconds=-1)), "timeout"),
     "much metadata": (
         lambda stream: stream.send(call(2, "GetMeta", b"", metadata={"a": "x" * 2000})), "at most 1024"),
+    "a large request": (lambda stream: stream.send(call(2, "GetMeta", bytes(20_000))), "at most 16384"),
     "no message": (lambda stream: stream.send_raw(b"\xff" * 40), "cannot be read"),
 }  # fmt: skip
 

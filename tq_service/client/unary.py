@@ -8,7 +8,7 @@ both sides a third of a call by itself. One alone goes by itself, as do all call
                 -> the stream breaks: as UNAVAILABLE, so the caller tries it again under the same id
                 -> the stream is refused: by itself, at once
 
-Threads share no stream: waking one thread by another takes longer than a call by itself.
+Threads share no stream: it would take two more threads, and gain little (docs/adr/0046).
 """
 
 from __future__ import annotations
@@ -27,13 +27,18 @@ from google.rpc.status_pb2 import Status
 from tq_service.client.transport import Deadline, Method, method_of
 from tq_service.client_probes import carriers
 from tq_service.v1.controller_service_pb2 import BatchedAnswer, CallManyRequest, CallManyResponse
-from tq_service.wire.connection import MOST_BATCHED_CALLS, MOST_BATCHED_METADATA_BYTES, Metadata, in_parts
+from tq_service.wire.connection import (
+    MOST_BATCHED_CALLS,
+    MOST_BATCHED_METADATA_BYTES,
+    MOST_BATCHED_REQUEST_BYTES,
+    Metadata,
+    in_parts,
+)
 from tq_service.wire.error_table import STATUS_TRAILER
 from tq_service.wire.messages import to_duration
 
 Response = TypeVar("Response", bound=Message)
 
-_MOST_REQUEST_BYTES: Final = 16 << 10
 _IDLE_SECONDS: Final = 5.0
 _REFUSED_SECONDS: Final = 10.0
 _CODES: Final = {code.value[0]: code for code in grpc.StatusCode}
@@ -113,7 +118,7 @@ class AsyncUnaryCalls(_Calls):
         if method.is_batched:
             self._under_way += 1
         try:
-            if method.is_batched and self._under_way > 1 and len(request) <= _MOST_REQUEST_BYTES:
+            if method.is_batched and self._under_way > 1 and len(request) <= MOST_BATCHED_REQUEST_BYTES:
                 trace, stream = carried(), self._stream()
                 if stream is not None and _size_of(trace) <= MOST_BATCHED_METADATA_BYTES:
                     with suppress(_RefusedError):

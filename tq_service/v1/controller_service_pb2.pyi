@@ -4059,8 +4059,8 @@ class CallManyRequest(google.protobuf.message.Message):
 
     @property
     def cancelled_call_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Calls of earlier messages whose answers are not wanted any more; they are cancelled before `calls` are made. A queue
-        claim whose answer was not sent is released. Calls that were answered, or are unknown, are ignored.
+        """Calls of earlier messages whose answers are not wanted any more; they are cancelled before `calls` are made. A
+        queue claim whose answer was not sent is released. Calls that were answered, or are unknown, are ignored.
         """
 
     def __init__(
@@ -4105,14 +4105,14 @@ class BatchedCall(google.protobuf.message.Message):
     method: builtins.str
     """Such as "GetMeta"."""
     request: builtins.bytes
-    """The request of that method, serialized."""
+    """The request of that method, serialized, at most 16 KiB."""
     @property
     def timeout(self) -> google.protobuf.duration_pb2.Duration:
         """After which the call ends with DEADLINE_EXCEEDED; unset: never."""
 
     @property
     def metadata(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
-        """What would be metadata of the call by itself to tell its trace, such as "traceparent"."""
+        """What would be metadata of the call by itself to tell its trace, such as "traceparent"; 1 KiB at most."""
 
     def __init__(
         self,

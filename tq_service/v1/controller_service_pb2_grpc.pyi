@@ -142,10 +142,11 @@ class ControllerServiceStub:
     under the token with which the stream was opened. Changes, answers and errors are those of each call by itself, and
     so are roles, limits and metrics; calls are neither ordered nor one change. Every call is answered once, unless it
     is cancelled. Where the stream ends before, calls that were not answered are made again under the same ids, by
-    themselves unless it was UNAVAILABLE. While more than 256 calls are not answered, or 1 MiB of answers is not read,
-    nothing more is read. Errors, of the stream: INVALID_ARGUMENT (a message with more than 256 calls, a method that
-    may not be called so, a `call_id` that is in use, a `timeout` below 0), RESOURCE_EXHAUSTED (too many such streams),
-    DEADLINE_EXCEEDED (no call and no answer for a minute, or answers are not read: `stall_seconds`).
+    themselves unless it was UNAVAILABLE. Beyond 256 calls that are not answered, or 1 MiB of answers not read, nothing
+    more is read. Errors, of the stream: INVALID_ARGUMENT (a message with more than 256 calls, a method that
+    may not be called so, a `call_id` that is in use, a `timeout` below 0, a call that is too large),
+    RESOURCE_EXHAUSTED (too many such streams), DEADLINE_EXCEEDED (no call is open, or no answer is read, for
+    `stall_seconds`), UNAVAILABLE (draining; another controller leads).
     """
 
     CheckConsumption: grpc.UnaryUnaryMultiCallable[
@@ -532,10 +533,11 @@ class ControllerServiceAsyncStub:
     under the token with which the stream was opened. Changes, answers and errors are those of each call by itself, and
     so are roles, limits and metrics; calls are neither ordered nor one change. Every call is answered once, unless it
     is cancelled. Where the stream ends before, calls that were not answered are made again under the same ids, by
-    themselves unless it was UNAVAILABLE. While more than 256 calls are not answered, or 1 MiB of answers is not read,
-    nothing more is read. Errors, of the stream: INVALID_ARGUMENT (a message with more than 256 calls, a method that
-    may not be called so, a `call_id` that is in use, a `timeout` below 0), RESOURCE_EXHAUSTED (too many such streams),
-    DEADLINE_EXCEEDED (no call and no answer for a minute, or answers are not read: `stall_seconds`).
+    themselves unless it was UNAVAILABLE. Beyond 256 calls that are not answered, or 1 MiB of answers not read, nothing
+    more is read. Errors, of the stream: INVALID_ARGUMENT (a message with more than 256 calls, a method that
+    may not be called so, a `call_id` that is in use, a `timeout` below 0, a call that is too large),
+    RESOURCE_EXHAUSTED (too many such streams), DEADLINE_EXCEEDED (no call is open, or no answer is read, for
+    `stall_seconds`), UNAVAILABLE (draining; another controller leads).
     """
 
     CheckConsumption: grpc.aio.UnaryUnaryMultiCallable[
@@ -942,10 +944,11 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         under the token with which the stream was opened. Changes, answers and errors are those of each call by itself, and
         so are roles, limits and metrics; calls are neither ordered nor one change. Every call is answered once, unless it
         is cancelled. Where the stream ends before, calls that were not answered are made again under the same ids, by
-        themselves unless it was UNAVAILABLE. While more than 256 calls are not answered, or 1 MiB of answers is not read,
-        nothing more is read. Errors, of the stream: INVALID_ARGUMENT (a message with more than 256 calls, a method that
-        may not be called so, a `call_id` that is in use, a `timeout` below 0), RESOURCE_EXHAUSTED (too many such streams),
-        DEADLINE_EXCEEDED (no call and no answer for a minute, or answers are not read: `stall_seconds`).
+        themselves unless it was UNAVAILABLE. Beyond 256 calls that are not answered, or 1 MiB of answers not read, nothing
+        more is read. Errors, of the stream: INVALID_ARGUMENT (a message with more than 256 calls, a method that
+        may not be called so, a `call_id` that is in use, a `timeout` below 0, a call that is too large),
+        RESOURCE_EXHAUSTED (too many such streams), DEADLINE_EXCEEDED (no call is open, or no answer is read, for
+        `stall_seconds`), UNAVAILABLE (draining; another controller leads).
         """
 
     @abc.abstractmethod

@@ -80,6 +80,9 @@ MAX_REQUEST_BYTES: Final = 64 << 20
 MOST_BATCHED_CALLS: Final = 256
 """Calls of one `CallMany` that are not answered, and calls of one of its messages."""
 
+MOST_BATCHED_REQUEST_BYTES: Final = 16 << 10
+"""Of each of them; a larger request goes by itself."""
+
 MOST_BATCHED_METADATA_BYTES: Final = 1024
 """What each of them may have besides the metadata of its stream."""
 

@@ -24,7 +24,11 @@ from tq_service.server.rpc.calls import Handler, Services
 from tq_service.server.rpc.inbox import WaitingCalls, needs_no_turn
 from tq_service.server.rpc.methods import METHODS, Context, EndableCalls
 from tq_service.v1 import controller_service_pb2 as pb
-from tq_service.wire.connection import MOST_BATCHED_CALLS, MOST_BATCHED_METADATA_BYTES
+from tq_service.wire.connection import (
+    MOST_BATCHED_CALLS,
+    MOST_BATCHED_METADATA_BYTES,
+    MOST_BATCHED_REQUEST_BYTES,
+)
 from tq_service.wire.error_table import to_status
 from tq_service.wire.messages import read_seconds
 
@@ -240,12 +244,9 @@ class _Stream:
                 f"call_id is {asked.call_id}, that of a call which is open; give each another", field="calls.call_id"
             )
         call = _Call(self._context, asked)
+        _check_size("request", len(asked.request), MOST_BATCHED_REQUEST_BYTES)
         size = sum(len(key.encode()) + len(value.encode()) for key, value in call.invocation_metadata())
-        if size > MOST_BATCHED_METADATA_BYTES:
-            raise InvalidArgumentError(
-                f"metadata of a call has {size} bytes; expected at most {MOST_BATCHED_METADATA_BYTES}",
-                field="calls.metadata",
-            )
+        _check_size("metadata", size, MOST_BATCHED_METADATA_BYTES)
         details: Any = _Details(name, self._metadata)
         handler: Any = self._services.service(details)
         loop = asyncio.get_running_loop()
@@ -328,6 +329,14 @@ class _Stream:
         for call in calls:
             if not call.is_unwanted:
                 self._end(call)
+
+
+def _check_size(name: str, size: int, most: int) -> None:
+    if size > most:
+        raise InvalidArgumentError(
+            f"{name} of a call has {size} bytes; expected at most {most}. Make the call by itself",
+            field=f"calls.{name}",
+        )
 
 
 class Batches:
