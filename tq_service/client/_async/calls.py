@@ -25,6 +25,7 @@ from tq_service.client.transport import (
     CLUSTER_CHANNEL_OPTIONS,
     AsyncBackgroundCalls,
     AsyncSignal,
+    AsyncUnaryCalls,
     Backoff,
     Deadline,
     Outage,
@@ -33,12 +34,13 @@ from tq_service.client.transport import (
     async_is_over,
     async_leave,
     async_sleep,
+    carried,
     error_of,
     import_tensordict,
+    metadata_of,
     method_of,
     resolve_address,
 )
-from tq_service.client.unary import AsyncUnaryCalls, carried, metadata_of
 from tq_service.dataplane.bulk.client import BulkLink
 from tq_service.dataplane.driver import AsyncGrpcDriver
 from tq_service.dataplane.shared_memory.client import HostLink

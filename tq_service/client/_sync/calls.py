@@ -29,17 +29,19 @@ from tq_service.client.transport import (
     Deadline,
     Outage,
     Signal,
+    UnaryCalls,
+    carried,
     current_home,
     error_of,
     import_tensordict,
     is_of_closing,
     is_over,
     leave,
+    metadata_of,
     method_of,
     resolve_address,
     sleep,
 )
-from tq_service.client.unary import UnaryCalls, carried, metadata_of
 from tq_service.dataplane.bulk.client import BulkLink
 from tq_service.dataplane.driver import GrpcDriver
 from tq_service.dataplane.shared_memory.client import HostLink
