@@ -152,6 +152,7 @@ def test_calls_that_share_a_stream_have_the_traces_of_their_callers(
     assert len(of_client) == 4
     assert {span.parent.span_id for span in of_service if span.parent} == of_client
     live.loop.run(client.aclose())
+    assert len(ended(spans, live, calls=5)) == 9  # with that of the stream
 
 
 def test_calls_without_a_trace_have_one_of_their_own(live: LiveServer, exporter: InMemorySpanExporter) -> None:
