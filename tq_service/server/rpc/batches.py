@@ -323,9 +323,11 @@ class _Stream:
             self._unwritten_bytes -= len(call.answer)
             if not call.is_unwanted:
                 add(call_id=call.call_id, answer=call.answer, status=call.status)
-        self._writing_since = time.monotonic()
-        await self._context.write(message)
-        self._writing_since = None
+        self._has_place.set()
+        if message.answers:
+            self._writing_since = time.monotonic()
+            await self._context.write(message)
+            self._writing_since = None
         for call in calls:
             if not call.is_unwanted:
                 self._end(call)
