@@ -119,6 +119,15 @@ def test_what_cannot_be_understood_ends_the_stream_and_all_its_calls(
     still_works(server.client())
 
 
+@pytest.mark.usefixtures("put")
+def test_a_stream_that_fails_while_answers_are_written_says_why(server: LiveServer) -> None:
+    for number in range(100):
+        with CallStream(server.channel) as stream:
+            stream.send(*(claim(4 * number + place) for place in range(4)))
+            stream.send_raw(b"\xff" * 40)
+            assert "cannot be read" in stream.failure().details()
+
+
 def test_a_message_that_is_too_large_ends_the_stream(server: LiveServer, stream: CallStream) -> None:
     stream.send(waiting_claim(1))
     until(lambda: waiting(server) == 1)

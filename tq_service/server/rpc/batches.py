@@ -38,6 +38,7 @@ _MOST_UNWRITTEN_BYTES: Final = 1 << 20
 _MOST_STREAMS: Final = 256  # each may hold a message that has not come whole
 _MOST_STREAMS_OF_ONE: Final = 2  # the second is opened with a new token, while calls are open on the first
 _CALLS_A_TURN: Final = 16
+_LAST_WRITE_SECONDS: Final = 1.0
 _NAMES: Final = {method.short_name: method.name for method in METHODS.values() if method.is_batched}
 
 
@@ -161,7 +162,7 @@ class _Stream:
         self._open: dict[int, _Call] = {}
         self._answered: list[_Call] = []  # of the open calls, those whose answer was not written
         self._unwritten_bytes = 0
-        self._is_closing = False
+        self._is_closing = self._is_stopped = False
         self._has_answers = asyncio.Event()
         self._has_place = asyncio.Event()
         self._is_over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -191,8 +192,13 @@ class _Stream:
                 raise UnavailableError("the service is shutting down and takes no more calls; try again")
         finally:
             reader.cancel()
-            writer.cancel()
             self._is_over.cancel()
+            # gRPC loses the status of a stream of which a write was cancelled that could have gone on; and the answers
+            # of that write may arrive, so that their claims must not be released.
+            self._is_stopped = True
+            self._has_answers.set()
+            await asyncio.wait((writer,), timeout=_LAST_WRITE_SECONDS)
+            writer.cancel()
             for call in list(self._open.values()):
                 self._cancel(call)
             await asyncio.gather(reader, writer, self._is_over, return_exceptions=True)
@@ -299,10 +305,10 @@ class _Stream:
 
     async def _write_all(self) -> None:
         """Write answers, as many as are ready, until the stream is closing and no call is open."""
-        while self._open or not self._is_closing:
+        while not self._is_stopped and (self._open or not self._is_closing):
             await self._has_answers.wait()
             self._has_answers.clear()
-            while self._answered:
+            while self._answered and not self._is_stopped:
                 await self._write(self._taken())
 
     def _taken(self) -> list[_Call]:
