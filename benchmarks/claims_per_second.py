@@ -1,7 +1,8 @@
 """How many batches a second can ranks claim, and at what cost, beside TransferQueue and a gRPC echo?
 
 The ranks are tasks of one or several client processes, each with one `tq.AsyncClient`; each asks for its batches one
-after the other, all ranks at the same time, one by one or in ranges. The echo gets as many calls as there are batches,
+after the other, all ranks at the same time, one by one or in ranges. Claims that are under way together share a stream;
+the case "alone" makes each by itself. The echo gets as many calls as there are batches,
 with messages of the sizes of one claim; it knows no protobuf and keeps no state. TransferQueue gets the same load from
 a process of its own, with fewer claims: its claims cost what the partition holds, and become cheaper as it is consumed,
 so that they are measured when half of it is.
@@ -10,6 +11,7 @@ so that they are measured when half of it is.
 from __future__ import annotations
 
 import asyncio
+import math
 import multiprocessing
 import secrets
 import sys
@@ -19,6 +21,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
+from operator import attrgetter
 
 import grpc
 import numpy as np
@@ -38,7 +41,7 @@ _CLAIMS_A_REPEAT, _CLAIMS_OF_ONE_RANK, _QUICK_SHARE = 1_536, 512, 8
 _PEER_CLAIMS_A_REPEAT = 192
 _PEER_RANK_COUNTS = (8, 64)
 _START_SECONDS = 0.2
-_CLAIM, _ECHO, _PEER = "claim", "echo", "TransferQueue"
+_CLAIM, _ALONE, _ECHO, _PEER = "claim", "alone", "echo", "TransferQueue"
 
 Call = Callable[[int, int], Awaitable[int]]
 """Makes the call of a rank for its batches from an index on; returns of how many batches it was."""
@@ -67,13 +70,14 @@ class Clients:
 
 
 ONE_RANK, RANGES, TOGETHER = Clients(process_count=1, rank_count=1), 16, Clients(process_count=1, rank_count=64)
+SPREAD = Clients(process_count=8, rank_count=8)
 CLIENTS = (
     ONE_RANK,
     Clients(process_count=1, rank_count=1, batch_count=4),
     Clients(process_count=1, rank_count=1, batch_count=RANGES),
     Clients(process_count=1, rank_count=8),
     TOGETHER,
-    Clients(process_count=8, rank_count=8),
+    SPREAD,
     Clients(process_count=1, rank_count=512),
 )
 
@@ -118,11 +122,13 @@ async def _carry_out_all(orders: Connection, address: str, echo_address: str) ->
         await echo(request)
         return 1
 
-    async with tq.AsyncClient(address) as client:
-        await asyncio.gather(client.list_partitions(), call_echo(0, 0))
+    async with tq.AsyncClient(address) as client, tq.AsyncClient(address) as alone:
+        alone._calls.endpoint().unary._alone_until = math.inf
+        await asyncio.gather(client.list_partitions(), alone.list_partitions(), call_echo(0, 0))
         orders.send(None)
         while (order := await asyncio.to_thread(orders.recv)) is not None:
-            orders.send(await _carry_out(order, call_echo if order.case == _ECHO else _claims(client, order)))
+            calls = call_echo if order.case == _ECHO else _claims(alone if order.case == _ALONE else client, order)
+            orders.send(await _carry_out(order, calls))
     await channel.close()
 
 
@@ -220,25 +226,30 @@ def _row(
     with _client_processes(clients.process_count, service[0], echo[0]) as ends:
         cases = {
             case: partial(_measure, case, clients, ends, psutil.Process(pid), count)
-            for case, (_, pid) in ((_CLAIM, service), (_ECHO, echo))
+            for case, (_, pid) in ((_CLAIM, service), (_ECHO, echo), (_ALONE, service))
         }
         if transfer_queue.is_there and clients.is_compared:
             cases[_PEER] = partial(_ask_peer, transfer_queue, clients.rank_count)
         outcomes = interleave(cases, options.repeats)
     rates = {case: [each.rate for each in found] for case, found in outcomes.items()}
+    server, client = (
+        {case: median([value(each) / each.batch_count * 1e6 for each in found]) for case, found in outcomes.items()}
+        for value in (attrgetter("server_seconds"), attrgetter("client_seconds"))
+    )
     peers = [median(rates[_PEER]), median_ratio(rates[_CLAIM], rates[_PEER])] if _PEER in rates else [None] * 2
     return [
         str(clients),
         median(rates[_CLAIM]),
         median(rates[_ECHO]),
         median_ratio(rates[_CLAIM], rates[_ECHO]),
-        *(
-            median([each.server_seconds / each.batch_count * 1e6 for each in outcomes[case]])
-            for case in cases
-            if case != _PEER
-        ),
-        median([each.client_seconds / each.batch_count * 1e6 for each in outcomes[_CLAIM]]),
+        server[_CLAIM],
+        server[_ECHO],
+        client[_CLAIM],
         *peers,
+        median(rates[_ALONE]),
+        median_ratio(rates[_CLAIM], rates[_ALONE]),
+        server[_ALONE],
+        client[_ALONE],
     ]
 
 
@@ -276,11 +287,16 @@ def _report(rows: list[list[Cell]], transfer_queue: Peer) -> Report:
             "client, µs",
             "TransferQueue, claims/s",
             "claims / TransferQueue",
+            "alone, claims/s",
+            "claims / alone",
+            "service alone, µs",
+            "client alone, µs",
         ],
         rows=rows,
         notes=[
             f"{SAMPLE_COUNT:,} samples, batches of {BATCH_SIZE}; each process has one tq.AsyncClient",
             "a claim is one batch of one rank; in ranges, one call claims several; the echo has a call for each",
+            "claims that are under way together in a process share a stream; alone: each is a call by itself",
             "µs are processor time of all threads, for each batch",
             f"the echo's request has {_ECHO_SIZES[0]} bytes, its answer {_ECHO_SIZES[1]}",
             "TransferQueue: when half of the samples are consumed; before that its claims are dearer, later cheaper",
@@ -288,6 +304,7 @@ def _report(rows: list[list[Cell]], transfer_queue: Peer) -> Report:
         ],
         aims=[
             Aim(what="claims/s of 64 ranks", measured=_number(by_clients[TOGETHER][1]), wanted=2_000),
+            Aim(what=f"claims/s of {SPREAD} / alone", measured=_number(by_clients[SPREAD][10]), wanted=1.3),
             Aim(what=f"claims/s of one rank in ranges of {RANGES} / echo", measured=_number(of_range[3]), wanted=1.5),
             *(
                 Aim(what=f"claims/s of {clients.rank_count} ranks / TransferQueue", measured=_number(row[8]), wanted=15)

@@ -47,6 +47,7 @@ def test_every_call_of_the_service_has_a_method():
     calls -= {method.short_name for method in METHODS.values() if method.is_internal}
     directories = (ROOT / "tq_service" / name for name in ("client/_sync", "dataplane"))
     paths = [path for directory in directories for path in directory.rglob("*.py")]
+    paths.append(ROOT / "tq_service" / "client" / "transport.py")
     source = "".join(path.read_text() for path in paths)
     made = r"(?:unary|unary_once|_ask|_pages|method_of|Put)\(\s*(?:kind=)?(?:\w+\.)?([A-Z]\w+)Response\b"
     of_client = set(re.findall(made, source)) - {"HealthCheck"}

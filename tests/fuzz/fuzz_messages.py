@@ -65,6 +65,7 @@ WORDS: dict[str, Sequence[Any]] = {
     "FieldSpec.name": FIELDS,
     "MetaColumn.name": COLUMNS,
     "column": COLUMNS,
+    "BatchedCall.method": ["GetMeta", "GetMeta", "AckClaim", "ReleaseClaim", "ExtendClaim", "Insert", "CallMany", ""],
     "policy": ["default", "", "x" * 300],
     "json_values": ["null", "[1]", '{"a": null}', "3", '"text"', "NaN", "", "[" * 40, "1e999", '"\\ud800"'],
     "keys": KEYS,

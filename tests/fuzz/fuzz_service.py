@@ -196,7 +196,9 @@ class FuzzedService:
         metadata = as_service() if is_internal(method) else None
         data = [self._with_ids(message) for message in sent]
         try:
-            if method.client_streaming:
+            if method.client_streaming and method.server_streaming:
+                list(self.channel.stream_stream(path)(iter(data), timeout=CALL_SECONDS, metadata=metadata))
+            elif method.client_streaming:
                 self.channel.stream_unary(path)(iter(data), timeout=CALL_SECONDS, metadata=metadata)
             elif method.server_streaming:
                 answers = self.channel.unary_stream(path)(data[0], timeout=CALL_SECONDS, metadata=metadata)
@@ -225,10 +227,27 @@ class FuzzedService:
             _use_all_of(client)
         incarnation = self.controller.ListPartitions(pb.ListPartitionsRequest()).partitions[0].incarnation
         tokens = {**{value: token for token, value in self.ids.items()}, incarnation: INCARNATION}
-        return {
+        found = {
             method: [[_with_tokens(message, tokens) for message in call] for call in calls]
             for method, calls in proxy.calls.items()
         }
+        return found | {"CallMany": [_together(found)]}
+
+
+def _together(traffic: dict[str, list[list[bytes]]]) -> list[bytes]:
+    """Return a stream of all calls that may go in one, each method in a message of its own."""
+    batched = {method.short_name: traffic[method.short_name] for method in TABLE.values() if method.is_batched}
+    messages = [
+        pb.CallManyRequest(
+            calls=[
+                pb.BatchedCall(call_id=number, method=name, request=request)
+                for number, (request,) in enumerate(calls, 100 * place)
+            ],
+            cancelled_call_ids=[100 * place],
+        )
+        for place, (name, calls) in enumerate(batched.items())
+    ]
+    return [message.SerializeToString() for message in messages]
 
 
 def as_service() -> tuple[tuple[str, str], ...]:

@@ -135,6 +135,26 @@ def test_a_context_from_around_is_carried_on(live: LiveServer, spans: InMemorySp
     assert listing.context.trace_id == step.get_span_context().trace_id
 
 
+def test_calls_that_share_a_stream_have_the_traces_of_their_callers(
+    live: LiveServer, spans: InMemorySpanExporter
+) -> None:
+    client = live.client("async").real
+
+    async def claim_together() -> None:
+        asks = [client.get_meta(partition_id=f"none-{number}", max_wait=0.2, **ASKS) for number in range(4)]
+        await asyncio.gather(*asks)
+        assert client._calls.endpoint().unary._streams
+
+    live.loop.run(claim_together())
+    found = ended(spans, live, calls=4)
+    of_client = {span.context.span_id for span in found if span.name == "tq_service.get_meta" and span.context}
+    of_service = [span for span in found if span.name.endswith("/GetMeta")]
+    assert len(of_client) == 4
+    assert {span.parent.span_id for span in of_service if span.parent} == of_client
+    live.loop.run(client.aclose())
+    assert len(ended(spans, live, calls=5)) == 9  # with that of the stream
+
+
 def test_calls_without_a_trace_have_one_of_their_own(live: LiveServer, exporter: InMemorySpanExporter) -> None:
     exporter.clear()
     live.client().list_partitions()

@@ -14,6 +14,7 @@ import tq_service as tq
 from tq_service.log_message import LogMessage
 from tq_service.server.rpc.calls import ObservedCalls
 from tq_service.server.rpc.methods import METHODS, Caller
+from tq_service.v1 import controller_service_pb2 as pb
 
 LOGGER = "tq_service.server.rpc.calls"
 
@@ -50,6 +51,25 @@ def test_each_call_has_its_line(lines: Any, start_server: StartServer) -> None:
     puts = [line for line in lines() if line["method"] in {"Put", "PutInline"}]
     assert {line["partition"] for line in puts} == {"train"}
     assert len({line["request_id"] for line in puts}) == 2
+
+
+def test_each_call_of_a_stream_has_its_line(lines: Any, start_server: StartServer) -> None:
+    server: LiveServer = start_server()
+    request = pb.GetMetaRequest(request_id=b"i" * 16, partition_id="train", task_name="t", data_fields=["x"])
+    calls = [
+        pb.BatchedCall(call_id=1, method="GetMeta", request=request.SerializeToString()),
+        pb.BatchedCall(call_id=2, method="AckClaim", request=b"\xff"),
+    ]
+    list(server.controller.CallMany(iter([pb.CallManyRequest(calls=calls)]), timeout=20))
+    server.settle()
+    found = {line["method"]: line for line in lines()}
+    assert found.keys() == {"GetMeta", "AckClaim", "CallMany"}
+    assert {name: line["outcome"] for name, line in found.items()} == {
+        "GetMeta": "INVALID_ARGUMENT", "AckClaim": "INVALID_ARGUMENT", "CallMany": "OK",
+    }  # fmt: skip
+    assert (found["GetMeta"]["partition"], found["GetMeta"]["task"]) == ("train", "t")
+    assert found["GetMeta"]["request_id"] == (b"i" * 16).hex()
+    assert found["GetMeta"]["peer"] == found["CallMany"]["peer"]
 
 
 def test_at_other_levels_calls_do_not_pass_it(caplog: pytest.LogCaptureFixture) -> None:

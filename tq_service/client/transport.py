@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.util import find_spec
@@ -32,17 +32,31 @@ from grpc.experimental import ChannelOptions
 from grpc_health.v1 import health_pb2
 
 from tq_service.addresses import DEFAULT_ADDRESS, cause_of, parse_address
+from tq_service.client.call_stream import CallStream, RefusedError
 from tq_service.client.connection_check import find_fault
+from tq_service.client_probes import carriers
 from tq_service.errors import DeadlineError, NotLeaderError, PreconditionError, TqError, UnavailableError
 from tq_service.log_message import LogMessage
 from tq_service.results import WaitReason
-from tq_service.v1 import controller_service_pb2, storage_service_pb2
+from tq_service.v1 import controller_service_pb2, method_rule_pb2, storage_service_pb2
+from tq_service.v1.controller_service_pb2 import CallManyResponse
 from tq_service.wire.columns import is_tensor
-from tq_service.wire.connection import CONNECTION_OPTIONS, TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, Tls, cluster_options
+from tq_service.wire.connection import (
+    CONNECTION_OPTIONS,
+    MOST_BATCHED_METADATA_BYTES,
+    MOST_BATCHED_REQUEST_BYTES,
+    TOKEN_FILE_VARIABLE,
+    TOKEN_VARIABLE,
+    Metadata,
+    Tls,
+    cluster_options,
+    in_parts,
+)
 from tq_service.wire.device import on_these_streams
 from tq_service.wire.error_table import from_rpc_error, status_from_trailers
 
 T = TypeVar("T")
+Response = TypeVar("Response", bound=Message)
 _log = logging.getLogger(__name__)
 
 ADDRESS_VARIABLE: Final = "TQ_ADDRESS"
@@ -64,17 +78,33 @@ CLUSTER_CHANNEL_OPTIONS: Final = cluster_options(CHANNEL_OPTIONS)
 
 
 class Method(NamedTuple):
-    """A method of the services, by its full name, and the class of its requests."""
+    """A method of the services.
+
+    Attributes:
+        name: its full name.
+        request: the class of its requests.
+        is_batched: whether it may be one of the calls of a `CallMany`.
+    """
 
     name: str
     request: type[Message]
+    is_batched: bool
+
+    @property
+    def short_name(self) -> str:
+        """Its name without that of its service."""
+        return self.name.rpartition("/")[2]
 
 
 @cache
 def method_of(answer: Descriptor) -> Method:
     """Return the method that answers with messages of a kind: no two of them answer with the same."""
     return next(
-        Method(f"/{service.full_name}/{method.name}", GetMessageClass(method.input_type))
+        Method(
+            f"/{service.full_name}/{method.name}",
+            GetMessageClass(method.input_type),
+            method.GetOptions().Extensions[method_rule_pb2.rule].is_batched,
+        )
         for module in (controller_service_pb2, storage_service_pb2, health_pb2)
         for service in module.DESCRIPTOR.services_by_name.values()
         for method in service.methods
@@ -103,6 +133,7 @@ FIRST_PAUSE_SECONDS: Final = 0.05
 SHORTEST_TRY_SECONDS: Final = 0.02
 _LONGEST_TRY_SECONDS: Final = 1e9  # gRPC takes a deadline that 64 bits of nanoseconds cannot hold for one long past
 LONGEST_PAUSE_SECONDS: Final = 0.5
+_REFUSED_SECONDS: Final = 10.0
 LONGEST_CLUSTER_PAUSE_SECONDS: Final = 0.2
 """Shorter, since a try asks the next controller: with three, the one that leads now may be the third that is asked."""
 
@@ -507,6 +538,121 @@ class Signal(threading.Event):
         """Wait until it is set since the last time, or the deadline is over."""
         self.wait(min(deadline.remaining(), threading.TIMEOUT_MAX))
         self.clear()
+
+
+def carried() -> Metadata:
+    """Return what tells the trace of a call, nothing where calls are not traced."""
+    return tuple(pair for carry in carriers for pair in carry()) if carriers else ()
+
+
+def metadata_of(token: Metadata | None, trace: Metadata) -> Metadata | None:
+    """Return the metadata of a call by itself."""
+    return (*(token or ()), *trace) if trace else token
+
+
+class _Calls:
+    """What both forms of unary calls on a channel share.
+
+    Args:
+        channel: on which calls are made.
+        token: returns the metadata that says whose calls they are.
+    """
+
+    def __init__(self, channel: Any, token: Callable[[], Metadata | None]) -> None:
+        self._channel = channel
+        self._token = token
+        self._opened: dict[tuple[type[Message], bool], Any] = {}
+
+    def _alone(self, kind: type[Response], request: bytes, deadline: Deadline) -> Any:
+        """Begin a call by itself, of a serialized request, and return it; in parts if it is large."""
+        name = method_of(kind.DESCRIPTOR).name
+        first, *others = in_parts(request, name)
+        key = kind, bool(others)
+        call = self._opened.get(key)
+        if call is None:
+            make = self._channel.stream_unary if others else self._channel.unary_unary
+            call = self._opened[key] = make(name, response_deserializer=kind.FromString)
+        metadata = metadata_of(self._token(), carried())
+        return call(iter((first, *others)) if others else first, timeout=deadline.remaining(), metadata=metadata)
+
+
+class UnaryCalls(_Calls):
+    """Unary calls of threads, each by itself: to share a stream takes two more threads, and gains little (ADR 46)."""
+
+    def make(self, kind: type[Response], request: bytes, deadline: Deadline) -> Response:
+        """Return the answer to a serialized request.
+
+        Raises:
+            grpc.RpcError: the call has failed.
+            InvalidArgumentError: the request is larger than a service takes.
+        """
+        answer: Response = self._alone(kind, request, deadline)
+        return answer
+
+    def close(self) -> None:
+        """Do nothing: all calls are on the channel."""
+
+
+class AsyncUnaryCalls(_Calls):
+    """Unary calls of one event loop.
+
+    A call of a method that may be batched goes in a stream if another such call is under way at that moment, which
+    costs both sides a third. One alone goes by itself, as do all calls where the service refuses streams.
+    """
+
+    def __init__(self, channel: Any, token: Callable[[], Metadata | None]) -> None:
+        super().__init__(channel, token)
+        self._streams: list[
+            CallStream
+        ] = []  # the last one takes calls; others, with older tokens, end with their calls
+        self._under_way = 0  # calls that may be batched
+        self._alone_until = 0.0
+
+    async def make(self, kind: type[Response], request: bytes, deadline: Deadline) -> Response:
+        """Return the answer to a serialized request.
+
+        Raises:
+            grpc.RpcError: the call has failed.
+            InvalidArgumentError: the request is larger than a service takes.
+        """
+        method = method_of(kind.DESCRIPTOR)
+        if method.is_batched:
+            self._under_way += 1
+        try:
+            if method.is_batched and self._under_way > 1 and len(request) <= MOST_BATCHED_REQUEST_BYTES:
+                trace, stream = carried(), self._stream()
+                if stream is not None and _size_of(trace) <= MOST_BATCHED_METADATA_BYTES:
+                    with suppress(RefusedError):
+                        return kind.FromString(
+                            await stream.make(method.short_name, request, deadline.remaining(), trace)
+                        )
+            answer: Response = await self._alone(kind, request, deadline)
+            return answer
+        finally:
+            if method.is_batched:
+                self._under_way -= 1
+
+    def _stream(self) -> CallStream | None:
+        """Return the stream that takes another call, None if there is none."""
+        token, stream = self._token(), self._streams[-1] if self._streams else None
+        if stream is not None and not stream.is_over and stream.token == token:
+            return stream if stream.has_place else None
+        if stream is not None and stream.is_refused:
+            self._alone_until = stream.ended_at + _REFUSED_SECONDS
+        if time.monotonic() < self._alone_until:
+            return None
+        stream = CallStream(self._channel, method_of(CallManyResponse.DESCRIPTOR).name, token)
+        self._streams = [*(each for each in self._streams if not each.is_over), stream]
+        return stream
+
+    def close(self) -> None:
+        """Cancel the calls in streams."""
+        for stream in self._streams:
+            stream.close()
+
+
+def _size_of(metadata: Sequence[tuple[str, str]]) -> int:
+    return sum(len(key.encode()) + len(value.encode()) for key, value in metadata)
 
 
 class AsyncBackgroundCalls:

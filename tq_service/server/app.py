@@ -41,6 +41,7 @@ from tq_service.server.listener import Connections, Listener
 from tq_service.server.mirroring import Adopted, Mirroring, Registration
 from tq_service.server.process import collect_garbage, give_back_freed_memory, tuned_process
 from tq_service.server.receipts import ReceiptKeys
+from tq_service.server.rpc.batches import Batches
 from tq_service.server.rpc.calls import DurableAnswers, ObservedCalls, RunningCalls, Services
 from tq_service.server.rpc.inbox import WaitingCalls
 from tq_service.server.rpc.methods import Middleware
@@ -251,6 +252,7 @@ class App:
                 add_StorageControlServiceServicer_to_server(servicer, server)
             services.append(STORAGE_SERVICE)
         if self.controller is not None:
+            self.controller.batches = Batches(server, settings.stall_seconds)
             add_ControllerServiceServicer_to_server(self.controller, server)
             if takes_services:
                 add_StorageRegistryServiceServicer_to_server(self.controller, server)
@@ -364,6 +366,8 @@ class App:
     async def _end_idle(self) -> None:
         if self._servicer is not None:
             self._servicer.end_slow_streams()
+        if self.controller is not None:
+            self.controller.batches.end_stalled()
         await self._connections.sweep(self.port)
 
     async def _keep_house(self) -> None:

@@ -37,6 +37,7 @@ from tq_service.server import converters
 from tq_service.server.checkpoints import Checkpoints
 from tq_service.server.heartbeat import MOST_OVERDUE_PUTS
 from tq_service.server.puts import Commits
+from tq_service.server.rpc.batches import Batches
 from tq_service.server.rpc.inbox import WaitingCalls
 from tq_service.server.rpc.methods import Context, shown_partitions
 from tq_service.server.slots import Slots
@@ -93,7 +94,12 @@ class ControllerServicer(
         store: has the state outlive the process; None: it ends with it.
         shared_memory: whether clients of this host share memory with this process.
         controllers: returns those of the cluster, none where the controller is alone.
+
+    Attributes:
+        batches: streams of calls; whoever adds this to a server sets it, since their calls come back through that.
     """
+
+    batches: Batches
 
     def __init__(
         self,
@@ -137,9 +143,10 @@ class ControllerServicer(
         self.storages.recover()
 
     def drain(self) -> None:
-        """End the calls that wait, and those that watch."""
+        """End the calls that wait, those that watch, and the streams of calls."""
         self.catalog.drain()
         self.watches.drain()
+        self.batches.drain()
 
     # Partitions
 
@@ -551,6 +558,9 @@ class ControllerServicer(
         return pb.ListSamplersResponse(
             samplers=[to_message(pb.SamplerDescription, known[name]) for name in page], next_page_token=next_token
         )
+
+    async def CallMany(self, requests: Any, context: Context) -> None:  # type: ignore[override]  # it writes
+        await self.batches.run(requests, context)
 
     async def Watch(self, request: pb.WatchRequest, context: Context) -> None:  # type: ignore[override]  # it writes
         await self.watches.serve(request, context)

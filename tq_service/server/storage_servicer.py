@@ -37,7 +37,7 @@ from tq_service.server.rpc.inbox import (
     LeastRate,
     Progress,
     WaitingCalls,
-    awaits_end,
+    needs_no_turn,
     received,
     wait_until,
 )
@@ -278,7 +278,7 @@ class StorageServicer:
             transfer = server.open(blob.size - start, fill, on_moved=progress.moved, on_unused=blob.unpin)
             pending.end_transfer = transfer.close
             with contextlib.closing(transfer), self._least_rate.watching(progress):
-                awaits_end.set(True)
+                needs_no_turn.set(True)
                 ticket = transfer.ticket.SerializeToString()
                 await context.send_initial_metadata(((SEND_AS_KEY, SEND_AS_BULK), (TICKET_KEY, ticket)))
                 try:
@@ -700,7 +700,7 @@ async def _receive_region(pending: PendingPut, session: Session, parts: AsyncIte
     """Have the client of a session fill the region of a put."""
     region = pending.require_open().values.backing
     with contextlib.closing(session.offer([region])) as offer:
-        awaits_end.set(True)
+        needs_no_turn.set(True)
         named = pb.RegionOffer(offer_id=offer.offer_id, region=region.number).SerializeToString()
         await context.send_initial_metadata(((SEND_AS_KEY, SEND_AS_REGION), (REGION_KEY, named)))
         await _read_end(parts, "shared memory")
@@ -712,7 +712,7 @@ async def _receive_region(pending: PendingPut, session: Session, parts: AsyncIte
 async def _receive_fd(pending: PendingPut, session: Session, parts: AsyncIterator[Part], context: Context) -> None:
     """Have the client of a session send sealed memory."""
     with session.awaiting(pending.put_id) as take_fd:
-        awaits_end.set(True)
+        needs_no_turn.set(True)
         await context.send_initial_metadata(((SEND_AS_KEY, SEND_AS_FD),))
         await _read_end(parts, "shared memory")
         try:

@@ -4180,3 +4180,134 @@ class ListCheckpointsResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["checkpoints", b"checkpoints", "next_page_token", b"next_page_token"]) -> None: ...
 
 global___ListCheckpointsResponse = ListCheckpointsResponse
+
+@typing.final
+class CallManyRequest(google.protobuf.message.Message):
+    """Calls to be made, and others to be cancelled."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CALLS_FIELD_NUMBER: builtins.int
+    CANCELLED_CALL_IDS_FIELD_NUMBER: builtins.int
+    @property
+    def calls(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___BatchedCall]:
+        """At most 256."""
+
+    @property
+    def cancelled_call_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Calls of earlier messages whose answers are not wanted any more; they are cancelled before `calls` are made. A
+        queue claim whose answer was not sent is released. Calls that were answered, or are unknown, are ignored.
+        """
+
+    def __init__(
+        self,
+        *,
+        calls: collections.abc.Iterable[global___BatchedCall] | None = ...,
+        cancelled_call_ids: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["calls", b"calls", "cancelled_call_ids", b"cancelled_call_ids"]) -> None: ...
+
+global___CallManyRequest = CallManyRequest
+
+@typing.final
+class BatchedCall(google.protobuf.message.Message):
+    """A unary call of this service."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    @typing.final
+    class MetadataEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.str
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.str = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
+    CALL_ID_FIELD_NUMBER: builtins.int
+    METHOD_FIELD_NUMBER: builtins.int
+    REQUEST_FIELD_NUMBER: builtins.int
+    TIMEOUT_FIELD_NUMBER: builtins.int
+    METADATA_FIELD_NUMBER: builtins.int
+    call_id: builtins.int
+    """Chosen by the client; not that of another call of the stream that is not answered yet."""
+    method: builtins.str
+    """Such as "GetMeta"."""
+    request: builtins.bytes
+    """The request of that method, serialized, at most 16 KiB."""
+    @property
+    def timeout(self) -> google.protobuf.duration_pb2.Duration:
+        """After which the call ends with DEADLINE_EXCEEDED; unset: never."""
+
+    @property
+    def metadata(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
+        """What would be metadata of the call by itself to tell its trace, such as "traceparent"; 1 KiB at most."""
+
+    def __init__(
+        self,
+        *,
+        call_id: builtins.int = ...,
+        method: builtins.str = ...,
+        request: builtins.bytes = ...,
+        timeout: google.protobuf.duration_pb2.Duration | None = ...,
+        metadata: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["timeout", b"timeout"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["call_id", b"call_id", "metadata", b"metadata", "method", b"method", "request", b"request", "timeout", b"timeout"]) -> None: ...
+
+global___BatchedCall = BatchedCall
+
+@typing.final
+class CallManyResponse(google.protobuf.message.Message):
+    """As many answers as are ready."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ANSWERS_FIELD_NUMBER: builtins.int
+    @property
+    def answers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___BatchedAnswer]:
+        """In the order in which they were made."""
+
+    def __init__(
+        self,
+        *,
+        answers: collections.abc.Iterable[global___BatchedAnswer] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["answers", b"answers"]) -> None: ...
+
+global___CallManyResponse = CallManyResponse
+
+@typing.final
+class BatchedAnswer(google.protobuf.message.Message):
+    """What became of one call."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CALL_ID_FIELD_NUMBER: builtins.int
+    ANSWER_FIELD_NUMBER: builtins.int
+    STATUS_FIELD_NUMBER: builtins.int
+    call_id: builtins.int
+    """That of the call."""
+    answer: builtins.bytes
+    """The answer of the method, serialized."""
+    status: builtins.bytes
+    """A google.rpc.Status, serialized, as the trailer grpc-status-details-bin has it: the call has failed. Empty: it has
+    not.
+    """
+    def __init__(
+        self,
+        *,
+        call_id: builtins.int = ...,
+        answer: builtins.bytes = ...,
+        status: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["answer", b"answer", "call_id", b"call_id", "status", b"status"]) -> None: ...
+
+global___BatchedAnswer = BatchedAnswer

@@ -68,6 +68,11 @@ class ControllerServiceStub(object):
                 request_serializer=tq__service_dot_v1_dot_controller__service__pb2.ExtendClaimRequest.SerializeToString,
                 response_deserializer=tq__service_dot_v1_dot_controller__service__pb2.ExtendClaimResponse.FromString,
                 )
+        self.CallMany = channel.stream_stream(
+                '/tq_service.v1.ControllerService/CallMany',
+                request_serializer=tq__service_dot_v1_dot_controller__service__pb2.CallManyRequest.SerializeToString,
+                response_deserializer=tq__service_dot_v1_dot_controller__service__pb2.CallManyResponse.FromString,
+                )
         self.CheckConsumption = channel.unary_unary(
                 '/tq_service.v1.ControllerService/CheckConsumption',
                 request_serializer=tq__service_dot_v1_dot_controller__service__pb2.CheckConsumptionRequest.SerializeToString,
@@ -323,6 +328,21 @@ class ControllerServiceServicer(object):
         """Sets how long a leased queue claim still lasts, counted from now. Changes: the end of its lease. Idempotent, does
         not block. Errors: NOT_FOUND (partition or task), FAILED_PRECONDITION (LEASE_EXPIRED, as for AckClaim, or nothing
         is left of the claim), INVALID_ARGUMENT (the lease).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CallMany(self, request_iterator, context):
+        """Makes calls of one client together, for less than by themselves: GetMeta, AckClaim, ReleaseClaim, ExtendClaim, all
+        under the token with which the stream was opened. Changes, answers and errors are those of each call by itself, and
+        so are roles, limits and metrics; calls are neither ordered nor one change. Every call is answered once, unless it
+        is cancelled. Where the stream ends before, calls that were not answered are made again under the same ids, by
+        themselves unless it was UNAVAILABLE. Beyond 256 calls that are not answered, or 1 MiB of answers not read, nothing
+        more is read. Errors, of the stream: INVALID_ARGUMENT (a message with more than 256 calls, a method that
+        may not be called so, a `call_id` that is in use, a `timeout` below 0, a call that is too large),
+        RESOURCE_EXHAUSTED (too many such streams), DEADLINE_EXCEEDED (no call is open, or no answer is read, for
+        `stall_seconds`), UNAVAILABLE (draining; another controller leads).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -649,6 +669,11 @@ def add_ControllerServiceServicer_to_server(servicer, server):
                     request_deserializer=tq__service_dot_v1_dot_controller__service__pb2.ExtendClaimRequest.FromString,
                     response_serializer=tq__service_dot_v1_dot_controller__service__pb2.ExtendClaimResponse.SerializeToString,
             ),
+            'CallMany': grpc.stream_stream_rpc_method_handler(
+                    servicer.CallMany,
+                    request_deserializer=tq__service_dot_v1_dot_controller__service__pb2.CallManyRequest.FromString,
+                    response_serializer=tq__service_dot_v1_dot_controller__service__pb2.CallManyResponse.SerializeToString,
+            ),
             'CheckConsumption': grpc.unary_unary_rpc_method_handler(
                     servicer.CheckConsumption,
                     request_deserializer=tq__service_dot_v1_dot_controller__service__pb2.CheckConsumptionRequest.FromString,
@@ -957,6 +982,23 @@ class ControllerService(object):
         return grpc.experimental.unary_unary(request, target, '/tq_service.v1.ControllerService/ExtendClaim',
             tq__service_dot_v1_dot_controller__service__pb2.ExtendClaimRequest.SerializeToString,
             tq__service_dot_v1_dot_controller__service__pb2.ExtendClaimResponse.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def CallMany(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(request_iterator, target, '/tq_service.v1.ControllerService/CallMany',
+            tq__service_dot_v1_dot_controller__service__pb2.CallManyRequest.SerializeToString,
+            tq__service_dot_v1_dot_controller__service__pb2.CallManyResponse.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 

@@ -137,6 +137,21 @@ class ControllerServiceStub:
     is left of the claim), INVALID_ARGUMENT (the lease).
     """
 
+    CallMany: grpc.StreamStreamMultiCallable[
+        tq_service.v1.controller_service_pb2.CallManyRequest,
+        tq_service.v1.controller_service_pb2.CallManyResponse,
+    ]
+    """Makes calls of one client together, for less than by themselves: GetMeta, AckClaim, ReleaseClaim, ExtendClaim, all
+    under the token with which the stream was opened. Changes, answers and errors are those of each call by itself, and
+    so are roles, limits and metrics; calls are neither ordered nor one change. Every call is answered once, unless it
+    is cancelled. Where the stream ends before, calls that were not answered are made again under the same ids, by
+    themselves unless it was UNAVAILABLE. Beyond 256 calls that are not answered, or 1 MiB of answers not read, nothing
+    more is read. Errors, of the stream: INVALID_ARGUMENT (a message with more than 256 calls, a method that
+    may not be called so, a `call_id` that is in use, a `timeout` below 0, a call that is too large),
+    RESOURCE_EXHAUSTED (too many such streams), DEADLINE_EXCEEDED (no call is open, or no answer is read, for
+    `stall_seconds`), UNAVAILABLE (draining; another controller leads).
+    """
+
     CheckConsumption: grpc.UnaryUnaryMultiCallable[
         tq_service.v1.controller_service_pb2.CheckConsumptionRequest,
         tq_service.v1.controller_service_pb2.CheckConsumptionResponse,
@@ -525,6 +540,21 @@ class ControllerServiceAsyncStub:
     """Sets how long a leased queue claim still lasts, counted from now. Changes: the end of its lease. Idempotent, does
     not block. Errors: NOT_FOUND (partition or task), FAILED_PRECONDITION (LEASE_EXPIRED, as for AckClaim, or nothing
     is left of the claim), INVALID_ARGUMENT (the lease).
+    """
+
+    CallMany: grpc.aio.StreamStreamMultiCallable[
+        tq_service.v1.controller_service_pb2.CallManyRequest,
+        tq_service.v1.controller_service_pb2.CallManyResponse,
+    ]
+    """Makes calls of one client together, for less than by themselves: GetMeta, AckClaim, ReleaseClaim, ExtendClaim, all
+    under the token with which the stream was opened. Changes, answers and errors are those of each call by itself, and
+    so are roles, limits and metrics; calls are neither ordered nor one change. Every call is answered once, unless it
+    is cancelled. Where the stream ends before, calls that were not answered are made again under the same ids, by
+    themselves unless it was UNAVAILABLE. Beyond 256 calls that are not answered, or 1 MiB of answers not read, nothing
+    more is read. Errors, of the stream: INVALID_ARGUMENT (a message with more than 256 calls, a method that
+    may not be called so, a `call_id` that is in use, a `timeout` below 0, a call that is too large),
+    RESOURCE_EXHAUSTED (too many such streams), DEADLINE_EXCEEDED (no call is open, or no answer is read, for
+    `stall_seconds`), UNAVAILABLE (draining; another controller leads).
     """
 
     CheckConsumption: grpc.aio.UnaryUnaryMultiCallable[
@@ -933,6 +963,23 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         """Sets how long a leased queue claim still lasts, counted from now. Changes: the end of its lease. Idempotent, does
         not block. Errors: NOT_FOUND (partition or task), FAILED_PRECONDITION (LEASE_EXPIRED, as for AckClaim, or nothing
         is left of the claim), INVALID_ARGUMENT (the lease).
+        """
+
+    @abc.abstractmethod
+    def CallMany(
+        self,
+        request_iterator: _MaybeAsyncIterator[tq_service.v1.controller_service_pb2.CallManyRequest],
+        context: _ServicerContext,
+    ) -> typing.Union[collections.abc.Iterator[tq_service.v1.controller_service_pb2.CallManyResponse], collections.abc.AsyncIterator[tq_service.v1.controller_service_pb2.CallManyResponse]]:
+        """Makes calls of one client together, for less than by themselves: GetMeta, AckClaim, ReleaseClaim, ExtendClaim, all
+        under the token with which the stream was opened. Changes, answers and errors are those of each call by itself, and
+        so are roles, limits and metrics; calls are neither ordered nor one change. Every call is answered once, unless it
+        is cancelled. Where the stream ends before, calls that were not answered are made again under the same ids, by
+        themselves unless it was UNAVAILABLE. Beyond 256 calls that are not answered, or 1 MiB of answers not read, nothing
+        more is read. Errors, of the stream: INVALID_ARGUMENT (a message with more than 256 calls, a method that
+        may not be called so, a `call_id` that is in use, a `timeout` below 0, a call that is too large),
+        RESOURCE_EXHAUSTED (too many such streams), DEADLINE_EXCEEDED (no call is open, or no answer is read, for
+        `stall_seconds`), UNAVAILABLE (draining; another controller leads).
         """
 
     @abc.abstractmethod

@@ -15,17 +15,17 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import descriptor_pb2 as google_dot_protobuf_dot_descriptor__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ftq_service/v1/method_rule.proto\x12\rtq_service.v1\x1a google/protobuf/descriptor.proto\"\xe2\x01\n\nMethodRule\x12\"\n\x05roles\x18\x01 \x03(\x0e\x32\x13.tq_service.v1.Role\x12-\n\npartitions\x18\x02 \x01(\x0e\x32\x19.tq_service.v1.Partitions\x12\x18\n\x10partition_fields\x18\x03 \x03(\t\x12\x15\n\rput_ids_field\x18\x04 \x01(\t\x12\x12\n\nis_audited\x18\x05 \x01(\x08\x12\r\n\x05waits\x18\x06 \x01(\x08\x12\x12\n\nfills_disk\x18\x07 \x01(\x08\x12\x19\n\x11is_answer_durable\x18\x08 \x01(\x08*q\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\r\n\tROLE_READ\x10\x01\x12\x10\n\x0cROLE_PRODUCE\x10\x02\x12\x10\n\x0cROLE_CONSUME\x10\x03\x12\x0e\n\nROLE_ADMIN\x10\x04\x12\x10\n\x0cROLE_SERVICE\x10\x05*h\n\nPartitions\x12\x1a\n\x16PARTITIONS_UNSPECIFIED\x10\x00\x12\x13\n\x0fPARTITIONS_NONE\x10\x01\x12\x15\n\x11PARTITIONS_LISTED\x10\x02\x12\x12\n\x0ePARTITIONS_ALL\x10\x03:I\n\x04rule\x12\x1e.google.protobuf.MethodOptions\x18\xfa\xba\x03 \x01(\x0b\x32\x19.tq_service.v1.MethodRuleb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ftq_service/v1/method_rule.proto\x12\rtq_service.v1\x1a google/protobuf/descriptor.proto\"\xf6\x01\n\nMethodRule\x12\"\n\x05roles\x18\x01 \x03(\x0e\x32\x13.tq_service.v1.Role\x12-\n\npartitions\x18\x02 \x01(\x0e\x32\x19.tq_service.v1.Partitions\x12\x18\n\x10partition_fields\x18\x03 \x03(\t\x12\x15\n\rput_ids_field\x18\x04 \x01(\t\x12\x12\n\nis_audited\x18\x05 \x01(\x08\x12\r\n\x05waits\x18\x06 \x01(\x08\x12\x12\n\nfills_disk\x18\x07 \x01(\x08\x12\x19\n\x11is_answer_durable\x18\x08 \x01(\x08\x12\x12\n\nis_batched\x18\t \x01(\x08*q\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\r\n\tROLE_READ\x10\x01\x12\x10\n\x0cROLE_PRODUCE\x10\x02\x12\x10\n\x0cROLE_CONSUME\x10\x03\x12\x0e\n\nROLE_ADMIN\x10\x04\x12\x10\n\x0cROLE_SERVICE\x10\x05*h\n\nPartitions\x12\x1a\n\x16PARTITIONS_UNSPECIFIED\x10\x00\x12\x13\n\x0fPARTITIONS_NONE\x10\x01\x12\x15\n\x11PARTITIONS_LISTED\x10\x02\x12\x12\n\x0ePARTITIONS_ALL\x10\x03:I\n\x04rule\x12\x1e.google.protobuf.MethodOptions\x18\xfa\xba\x03 \x01(\x0b\x32\x19.tq_service.v1.MethodRuleb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tq_service.v1.method_rule_pb2', _globals)
 if _descriptor._USE_C_DESCRIPTORS == False:
   DESCRIPTOR._options = None
-  _globals['_ROLE']._serialized_start=313
-  _globals['_ROLE']._serialized_end=426
-  _globals['_PARTITIONS']._serialized_start=428
-  _globals['_PARTITIONS']._serialized_end=532
+  _globals['_ROLE']._serialized_start=333
+  _globals['_ROLE']._serialized_end=446
+  _globals['_PARTITIONS']._serialized_start=448
+  _globals['_PARTITIONS']._serialized_end=552
   _globals['_METHODRULE']._serialized_start=85
-  _globals['_METHODRULE']._serialized_end=311
+  _globals['_METHODRULE']._serialized_end=331
 # @@protoc_insertion_point(module_scope)

@@ -102,6 +102,7 @@ class MethodRule(google.protobuf.message.Message):
     WAITS_FIELD_NUMBER: builtins.int
     FILLS_DISK_FIELD_NUMBER: builtins.int
     IS_ANSWER_DURABLE_FIELD_NUMBER: builtins.int
+    IS_BATCHED_FIELD_NUMBER: builtins.int
     partitions: global___Partitions.ValueType
     """Which partitions a call concerns; the token of its caller must be for each."""
     put_ids_field: builtins.str
@@ -114,6 +115,8 @@ class MethodRule(google.protobuf.message.Message):
     """It is refused while the disk of the data directory is nearly full: what is left is for calls that free space."""
     is_answer_durable: builtins.bool
     """What it answers was durable before anybody could ask for it, so its answers wait for no disk."""
+    is_batched: builtins.bool
+    """It may be one of the calls of a CallMany."""
     @property
     def roles(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[global___Role.ValueType]:
         """One of these is needed. A method for ROLE_SERVICE alone is internal: clients are refused also by a service that
@@ -137,8 +140,9 @@ class MethodRule(google.protobuf.message.Message):
         waits: builtins.bool = ...,
         fills_disk: builtins.bool = ...,
         is_answer_durable: builtins.bool = ...,
+        is_batched: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["fills_disk", b"fills_disk", "is_answer_durable", b"is_answer_durable", "is_audited", b"is_audited", "partition_fields", b"partition_fields", "partitions", b"partitions", "put_ids_field", b"put_ids_field", "roles", b"roles", "waits", b"waits"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["fills_disk", b"fills_disk", "is_answer_durable", b"is_answer_durable", "is_audited", b"is_audited", "is_batched", b"is_batched", "partition_fields", b"partition_fields", "partitions", b"partitions", "put_ids_field", b"put_ids_field", "roles", b"roles", "waits", b"waits"]) -> None: ...
 
 global___MethodRule = MethodRule
 

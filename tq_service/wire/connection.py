@@ -77,6 +77,15 @@ PART_BYTES: Final = 2 << 20
 MAX_REQUEST_BYTES: Final = 64 << 20
 """Of a request with all its parts."""
 
+MOST_BATCHED_CALLS: Final = 256
+"""Calls of one `CallMany` that are not answered, and calls of one of its messages."""
+
+MOST_BATCHED_REQUEST_BYTES: Final = 16 << 10
+"""Of each of them; a larger request goes by itself."""
+
+MOST_BATCHED_METADATA_BYTES: Final = 1024
+"""What each of them may have besides the metadata of its stream."""
+
 LISTENING_OPTIONS: Final = (
     # What is not read yet lies in memory that no quota counts: gRPC would let it grow to megabytes for each call.
     ("grpc.http2.lookahead_bytes", STREAM_WINDOW_BYTES),

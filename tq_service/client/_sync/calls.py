@@ -29,24 +29,26 @@ from tq_service.client.transport import (
     Deadline,
     Outage,
     Signal,
+    UnaryCalls,
+    carried,
     current_home,
     error_of,
     import_tensordict,
     is_of_closing,
     is_over,
     leave,
+    metadata_of,
     method_of,
     resolve_address,
     sleep,
 )
-from tq_service.client_probes import carriers
 from tq_service.dataplane.bulk.client import BulkLink
 from tq_service.dataplane.driver import GrpcDriver
 from tq_service.dataplane.shared_memory.client import HostLink
 from tq_service.errors import CallCancelledError, PreconditionError, TqError, UnavailableError
 from tq_service.schema import FieldSpec
 from tq_service.v1 import controller_service_pb2 as pb
-from tq_service.wire.connection import Controllers, Credentials, Metadata, Signature, Tls, in_parts, open_channel
+from tq_service.wire.connection import Controllers, Credentials, Metadata, Signature, Tls, open_channel
 from tq_service.wire.error_table import status_from_trailers
 from tq_service.wire.metadata import decode_spec
 
@@ -75,25 +77,13 @@ class Endpoint:
             link=HostLink(),
             bulk=BulkLink(address, calls.credentials.tls),
         )
+        self.unary = UnaryCalls(self.channel, calls.credentials.metadata)
         self._calls = calls
         self._outage = Outage(address, calls.credentials.tls)
-        self._opened: dict[tuple[type[Message], bool], Any] = {}
-
-    def opened(self, kind: type[Message], *, is_in_parts: bool) -> Any:
-        """Return the call that answers with such a message, of a serialized request or its parts; it is made once."""
-        key = kind, is_in_parts
-        call = self._opened.get(key)
-        if call is None:
-            make = self.channel.stream_unary if is_in_parts else self.channel.unary_unary
-            call = self._opened[key] = make(method_of(kind.DESCRIPTOR).name, response_deserializer=kind.FromString)
-        return call
 
     def metadata(self) -> Metadata | None:
         """Return what a call carries: the token, and the context of its trace where calls are traced."""
-        metadata = self._calls.credentials.metadata()
-        for carry in carriers:
-            metadata = (*(metadata or ()), *carry())
-        return metadata
+        return metadata_of(self._calls.credentials.metadata(), carried())
 
     @contextmanager
     def errors(self, deadline: Deadline, *, is_retried: bool = True) -> Iterator[None]:
@@ -123,6 +113,7 @@ def close_all(endpoints: dict[Any, Endpoint]) -> None:
     while endpoints:
         _, endpoint = endpoints.popitem()
         endpoint.driver.close()
+        endpoint.unary.close()
         endpoint.channel.close()
 
 
@@ -231,14 +222,8 @@ class Calls:
     ) -> Response:
         """Make a unary call; `is_retried` tells whether the caller tries again while the service is unavailable."""
         endpoint = self.endpoint(address)
-        first, *others = in_parts(request.SerializeToString(), method_of(kind.DESCRIPTOR).name)
         with endpoint.errors(deadline, is_retried=is_retried):
-            answer: Response = endpoint.opened(kind, is_in_parts=bool(others))(
-                iter((first, *others)) if others else first,
-                timeout=deadline.remaining(),
-                metadata=endpoint.metadata(),
-            )
-            return answer
+            return endpoint.unary.make(kind, request.SerializeToString(), deadline)
 
     def _check_open(self) -> None:
         if self.closed:

@@ -418,9 +418,10 @@ class DurableAnswers(Middleware):
         state, member = self._state, self._member
         if state is None or (method.is_answer_durable and (method.is_open or member is None)):
             return behavior
+        waits = not method.is_answer_durable
 
         async def durable(answer: Any = None) -> Any:
-            if state.has_unflushed:
+            if waits and state.has_unflushed:
                 await state.wait_durable()
             if member is not None and not member.may_answer:
                 raise self._refusal()

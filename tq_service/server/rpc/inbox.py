@@ -44,8 +44,8 @@ _EOF: Final = grpc.aio.EOF
 _ROUNDED_SHARE: Final = 0.035
 """gRPC rounds timeouts up on the way, and sends one of up to 3.3 % more if it has just sent that (both measured)."""
 
-awaits_end: Final[ContextVar[bool]] = ContextVar("awaits_end", default=False)
-"""Set by a call that expects no further message but the end of its stream, which may take long: it needs no turn."""
+needs_no_turn: Final[ContextVar[bool]] = ContextVar("needs_no_turn", default=False)
+"""Set by a call whose next message may take long to come: the end of its stream, or further calls of a batch."""
 
 
 def wait_until(context: Context) -> float | None:
@@ -393,7 +393,7 @@ class Requests:
             return message
         # The frame before was taken: its turn ends with that, not with its arrival.
         self._leave_frame()
-        if awaits_end.get():
+        if needs_no_turn.get():
             data = await self._context.read()
         else:
             self._frame = await self._inbox.frames.enter(self._connection)

@@ -63,6 +63,7 @@ class Method:
         waits: whether it may wait for samples or capacity.
         fills_disk: whether it is refused while the disk is nearly full.
         is_answer_durable: whether its answers were durable before anybody could ask for them.
+        is_batched: whether it may be one of the calls of a CallMany.
     """
 
     name: str
@@ -77,6 +78,7 @@ class Method:
     waits: bool = False
     fills_disk: bool = False
     is_answer_durable: bool = False
+    is_batched: bool = False
 
     @property
     def short_name(self) -> str:
@@ -134,6 +136,7 @@ def method_of(described: MethodDescriptor) -> Method:
         waits=rule.waits,
         fills_disk=rule.fills_disk,
         is_answer_durable=rule.is_answer_durable,
+        is_batched=rule.is_batched,
     )
 
 

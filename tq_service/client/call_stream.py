@@ -1,0 +1,195 @@
+"""Calls of one event loop that go together in a stream, each as if it were made by itself.
+
+    sent -> answered | failed, with a status of its own
+         -> the stream breaks: as UNAVAILABLE, so the caller tries it again under the same id
+         -> the stream is refused: `RefusedError`, so the caller makes it by itself, at once
+
+A call that is cancelled, or whose deadline is over, is not sent any more, or cancelled at the service. A stream that is
+not used for some seconds ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from itertools import count
+from typing import Any, Final
+
+import grpc
+from google.rpc.status_pb2 import Status
+
+from tq_service.v1.controller_service_pb2 import BatchedAnswer, CallManyRequest, CallManyResponse
+from tq_service.wire.connection import MOST_BATCHED_CALLS, Metadata
+from tq_service.wire.error_table import STATUS_TRAILER
+from tq_service.wire.messages import to_duration
+
+_IDLE_SECONDS: Final = 5.0
+_CODES: Final = {code.value[0]: code for code in grpc.StatusCode}
+_BROKEN: Final = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED}
+
+
+class RefusedError(Exception):
+    """The stream was refused, or ended without being broken: its calls go by themselves."""
+
+
+class CallStream:
+    """Calls that go together.
+
+    Args:
+        channel: on which it is opened.
+        name: of `CallMany`.
+        token: metadata that says whose calls they are.
+
+    Attributes:
+        token: as given.
+        is_over: whether it takes no more calls.
+        is_refused: whether the service has ended it with an error that is not a matter of time.
+        ended_at: when it did, by `time.monotonic`.
+    """
+
+    def __init__(self, channel: Any, name: str, token: Metadata | None) -> None:
+        self.token = token
+        self.is_over = self.is_refused = False
+        self.ended_at = 0.0
+        self._ids = count(1)
+        self._waiting: dict[int, asyncio.Future[bytes]] = {}
+        self._next = CallManyRequest()  # what was not sent yet
+        self._has_more = asyncio.Event()
+        self._used_at = time.monotonic()
+        make = channel.stream_stream(
+            name,
+            request_serializer=CallManyRequest.SerializeToString,
+            response_deserializer=CallManyResponse.FromString,
+        )
+        self._call = make(metadata=token)
+        self._loop = asyncio.get_running_loop()
+        self._writer = self._loop.create_task(self._write_all())
+        self._reader = self._loop.create_task(self._read_all())
+        self._timer = self._loop.call_later(_IDLE_SECONDS, self._end_if_idle)
+
+    @property
+    def has_place(self) -> bool:
+        """Whether another call may be under way."""
+        return len(self._waiting) < MOST_BATCHED_CALLS
+
+    async def make(self, method: str, request: bytes, seconds: float, trace: Metadata) -> bytes:
+        """Return the serialized answer of a call.
+
+        Args:
+            method: its name, such as "GetMeta".
+            request: serialized.
+            seconds: until it fails.
+            trace: metadata that tells its trace.
+
+        Raises:
+            grpc.RpcError: the call has failed, or the stream was broken.
+            RefusedError: it was not made here.
+        """
+        call_id = next(self._ids)
+        answered = self._waiting[call_id] = self._loop.create_future()
+        asked = self._next.calls.add(call_id=call_id, method=method, request=request, timeout=to_duration(seconds))
+        if trace:
+            asked.metadata.update(trace)
+        self._has_more.set()
+        timer = self._loop.call_later(seconds, _expire, answered)
+        try:
+            data: bytes = await answered
+            return data
+        finally:
+            timer.cancel()
+            if self._waiting.pop(call_id, None) is not None and not self.is_over:
+                self._drop(call_id)
+            self._used_at = time.monotonic()
+
+    def _drop(self, call_id: int) -> None:
+        """Have a call not made, or cancelled if it was sent."""
+        for place, asked in enumerate(self._next.calls):
+            if asked.call_id == call_id:
+                del self._next.calls[place]
+                return
+        self._next.cancelled_call_ids.append(call_id)
+        self._has_more.set()
+
+    async def _write_all(self) -> None:
+        with suppress(grpc.RpcError, asyncio.InvalidStateError):  # of a call that is over: its reader knows why
+            while not self.is_over:
+                await self._has_more.wait()
+                self._has_more.clear()
+                message, self._next = self._next, CallManyRequest()
+                if message.calls or message.cancelled_call_ids:
+                    await self._call.write(message)
+            await self._call.done_writing()
+
+    async def _read_all(self) -> None:
+        failure: grpc.aio.AioRpcError | None = None
+        try:
+            while (message := await self._call.read()) is not grpc.aio.EOF:
+                for answer in message.answers:
+                    self._take(answer)
+        except grpc.aio.AioRpcError as error:
+            failure = error
+        except asyncio.CancelledError:
+            self._end(asyncio.Future.cancel)
+            raise
+        if failure is not None and failure.code() in _BROKEN:
+            broken = failure
+            self._end(lambda answered: answered.set_exception(_copied(broken)))
+        else:
+            self.is_refused = failure is not None
+            self._end(lambda answered: answered.set_exception(RefusedError()))
+
+    def _take(self, answer: BatchedAnswer) -> None:
+        answered = self._waiting.get(answer.call_id)
+        if answered is None or answered.done():  # it was cancelled, or is late
+            return
+        del self._waiting[answer.call_id]
+        if not answer.status:
+            answered.set_result(answer.answer)
+            return
+        status = Status.FromString(answer.status)
+        trailers = grpc.aio.Metadata((STATUS_TRAILER, answer.status))
+        code = _CODES.get(status.code, grpc.StatusCode.UNKNOWN)
+        answered.set_exception(grpc.aio.AioRpcError(code, grpc.aio.Metadata(), trailers, details=status.message))
+
+    def _end(self, end: Callable[[asyncio.Future[bytes]], object]) -> None:
+        """End all calls, each in this way."""
+        self.is_over, self.ended_at = True, time.monotonic()
+        self._writer.cancel()
+        self._timer.cancel()
+        for answered in self._waiting.values():
+            if not answered.done():
+                end(answered)
+
+    def _end_if_idle(self) -> None:
+        """Have the stream end if it was not used for long."""
+        left = self._used_at + _IDLE_SECONDS - time.monotonic()
+        if self._waiting or left > 0:
+            self._timer = self._loop.call_later(max(left, _IDLE_SECONDS / 2), self._end_if_idle)
+        else:
+            self.is_over = True
+            self._has_more.set()
+
+    def close(self) -> None:
+        """Cancel all calls."""
+        self._end(asyncio.Future.cancel)
+        self._reader.cancel()
+        self._call.cancel()
+
+
+def _expire(answered: asyncio.Future[bytes]) -> None:
+    if not answered.done():
+        none, code = grpc.aio.Metadata(), grpc.StatusCode.DEADLINE_EXCEEDED
+        answered.set_exception(grpc.aio.AioRpcError(code, none, none, details="Deadline Exceeded"))
+
+
+def _copied(failure: grpc.aio.AioRpcError) -> grpc.aio.AioRpcError:
+    """Return an error for one of several calls, each of which adds its frames."""
+    return grpc.aio.AioRpcError(
+        failure.code(),
+        failure.initial_metadata(),
+        failure.trailing_metadata(),
+        details=failure.details(),
+        debug_error_string=failure.debug_error_string(),
+    )

@@ -1,0 +1,391 @@
+"""Unary calls that a client makes together, in one stream: each is handled as if it had come by itself.
+
+    read -> each call in a task of its own, through its handler with all middleware -> answers that are ready -> written
+
+So a stream adds no way to do anything: `Services` finds the handler of each call, by the metadata with which the stream
+was opened, as it does for gRPC; and the handler gets a context that reads one request and has its own deadline. What a
+batch saves is what gRPC takes for each call, which is most of a small one.
+
+A stream is read as long as few calls are open: those that are not answered, or whose answer was not written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
+
+import grpc
+
+from tq_service.errors import DeadlineError, InvalidArgumentError, TqError, UnavailableError
+from tq_service.schema import check_range
+from tq_service.server.rpc.calls import Handler, Services
+from tq_service.server.rpc.inbox import WaitingCalls, needs_no_turn
+from tq_service.server.rpc.methods import METHODS, Context, EndableCalls
+from tq_service.v1 import controller_service_pb2 as pb
+from tq_service.wire.connection import (
+    MOST_BATCHED_CALLS,
+    MOST_BATCHED_METADATA_BYTES,
+    MOST_BATCHED_REQUEST_BYTES,
+)
+from tq_service.wire.error_table import to_status
+from tq_service.wire.messages import read_seconds
+
+_MOST_UNWRITTEN_BYTES: Final = 1 << 20
+"""Of answers that wait until the client reads; also what is written at once, but for a single larger answer."""
+
+_MOST_STREAMS: Final = 256  # each may hold a message that has not come whole
+_MOST_STREAMS_OF_ONE: Final = 2  # the second is opened with a new token, while calls are open on the first
+_CALLS_A_TURN: Final = 16
+_LAST_WRITE_SECONDS: Final = 1.0
+_NAMES: Final = {method.short_name: method.name for method in METHODS.values() if method.is_batched}
+
+
+class _Details(NamedTuple):
+    """What gRPC says of a call before its request is read."""
+
+    method: str
+    invocation_metadata: Any
+
+
+class _Call:
+    """A call of a stream: the context of its handler.
+
+    It ends once: when its answer was written, or when it is cancelled, and then has no answer.
+
+    Attributes:
+        call_id: chosen by the client.
+        task: handles it.
+        answer: what the handler has returned, serialized.
+        status: why it has failed; empty: it has not.
+        is_late: whether its deadline is over.
+        is_unwanted: whether it was cancelled.
+        is_begun: whether its task has begun.
+        is_answered: whether the handler is done.
+    """
+
+    __slots__ = (
+        "_callbacks", "_code", "_ends_at", "_metadata", "_request", "_stream", "answer", "call_id", "is_answered",
+        "is_begun", "is_late", "is_unwanted", "status", "task", "timer",
+    )  # fmt: skip
+
+    def __init__(self, stream: Context, asked: pb.BatchedCall) -> None:
+        self._stream = stream
+        self._request: bytes | None = asked.request
+        self._metadata = tuple(asked.metadata.items())
+        self._callbacks: list[Callable[[Any], object]] = []
+        self._code: grpc.StatusCode | None = None
+        self._ends_at: float | None = None
+        if asked.HasField("timeout"):
+            seconds = read_seconds("timeout", asked.timeout)
+            check_range("timeout", seconds, 0)
+            self._ends_at = time.monotonic() + seconds
+        self.call_id = asked.call_id
+        self.task: asyncio.Task[None] | None = None
+        self.timer: asyncio.TimerHandle | None = None
+        self.answer = self.status = b""
+        self.is_late = self.is_unwanted = self.is_begun = self.is_answered = False
+
+    # The context, as far as handlers and middleware use one.
+
+    async def read(self) -> Any:
+        """Return the request, and then that there is nothing more."""
+        request, self._request = self._request, None
+        return grpc.aio.EOF if request is None else request
+
+    def peer(self) -> str:
+        """Return the client."""
+        return self._stream.peer()
+
+    def auth_context(self) -> Any:
+        """Return what is known of the client by its certificate."""
+        return self._stream.auth_context()
+
+    def invocation_metadata(self) -> Any:
+        """Return what tells the trace of the call; the token was the stream's."""
+        return self._metadata
+
+    def time_remaining(self) -> float | None:
+        """Return the seconds until its deadline, None if it has none."""
+        if self._ends_at is None:
+            return None
+        return 0.0 if self.is_late else max(0.0, self._ends_at - time.monotonic())
+
+    def add_done_callback(self, callback: Callable[[Any], object]) -> None:
+        """Have something called with this context when the call ends."""
+        self._callbacks.append(callback)
+
+    def cancelled(self) -> bool:
+        """Whether it has ended without its answer being written."""
+        return self.is_unwanted
+
+    def code(self) -> grpc.StatusCode | None:
+        """Return the code with which it was aborted."""
+        return self._code
+
+    async def abort_with_status(self, status: grpc.Status) -> None:
+        """End the call with an error."""
+        self._code = status.code
+        trailers: Any = status.trailing_metadata
+        ((_, self.status),) = trailers
+        raise grpc.aio.AbortError
+
+    # What its stream does.
+
+    def expire(self) -> None:
+        """End it, since its deadline is over."""
+        self.is_late = True
+        if self.task is not None:
+            self.task.cancel()
+
+    def end(self) -> None:
+        """Have those called who wait for the end."""
+        if self.timer is not None:
+            self.timer.cancel()
+        for callback in self._callbacks:
+            callback(self)
+
+
+class _Stream:
+    """One stream, from its first message to its end.
+
+    Args:
+        services: has the handlers.
+        context: of the stream.
+    """
+
+    def __init__(self, services: Services, context: Context) -> None:
+        self._services = services
+        self._context = context
+        self._metadata = context.invocation_metadata()
+        self._open: dict[int, _Call] = {}
+        self._answered: list[_Call] = []  # of the open calls, those whose answer was not written
+        self._unwritten_bytes = 0
+        self._is_closing = self._is_stopped = False
+        self._has_answers = asyncio.Event()
+        self._has_place = asyncio.Event()
+        self._is_over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._idle_since = time.monotonic()  # counts while no call is open
+        self._writing_since: float | None = None
+
+    async def run(self, requests: Any) -> None:
+        """Handle all calls of a stream.
+
+        Raises:
+            InvalidArgumentError: it has a message that cannot be understood.
+            UnavailableError: the service drains.
+        """
+        reader = asyncio.ensure_future(self._read_all(requests))
+        writer = asyncio.ensure_future(self._write_all())
+        try:
+            await asyncio.wait((reader, writer, self._is_over), return_when=asyncio.FIRST_COMPLETED)
+            for part in (reader, writer, self._is_over):
+                if part.done():
+                    part.result()
+            reader.cancel()
+            self._is_closing = True
+            self._has_answers.set()
+            await writer
+            if self._is_over.done():
+                self._is_over.result()
+                raise UnavailableError("the service is shutting down and takes no more calls; try again")
+        finally:
+            reader.cancel()
+            self._is_over.cancel()
+            # gRPC loses the status of a stream of which a write was cancelled that could have gone on; and the answers
+            # of that write may arrive, so that their claims must not be released.
+            self._is_stopped = True
+            self._has_answers.set()
+            await asyncio.wait((writer,), timeout=_LAST_WRITE_SECONDS)
+            writer.cancel()
+            for call in list(self._open.values()):
+                self._cancel(call)
+            await asyncio.gather(reader, writer, self._is_over, return_exceptions=True)
+
+    def close(self) -> None:
+        """End the stream once the calls that are open have their answers."""
+        if not self._is_over.done():
+            self._is_over.set_result(None)
+
+    def stall(self, most_seconds: float) -> DeadlineError | None:
+        """Return an error if the client has been waited for too long, for a call or to read an answer."""
+        since = self._writing_since
+        if since is None and not self._open:
+            since = self._idle_since
+        if since is None or time.monotonic() - since < most_seconds:
+            return None
+        return DeadlineError(
+            f"no call came within {most_seconds:g} s, or no answer was read (stall_seconds); open another stream with "
+            "the next call",
+            metadata={"limit_name": "stall_seconds", "limit": f"{most_seconds:g}"},
+        )
+
+    async def _read_all(self, requests: Any) -> None:
+        needs_no_turn.set(True)
+        async for message in requests:
+            if len(message.calls) > MOST_BATCHED_CALLS:
+                raise InvalidArgumentError(
+                    f"a message has {len(message.calls)} calls; expected at most {MOST_BATCHED_CALLS}", field="calls"
+                )
+            for call_id in message.cancelled_call_ids:
+                if (call := self._open.get(call_id)) is not None:
+                    self._cancel(call)
+            for number, asked in enumerate(message.calls, 1):
+                while len(self._open) >= MOST_BATCHED_CALLS or self._unwritten_bytes >= _MOST_UNWRITTEN_BYTES:
+                    self._has_place.clear()
+                    await self._has_place.wait()
+                self._start(asked)
+                if number % _CALLS_A_TURN == 0:
+                    await asyncio.sleep(0)  # other calls of the service have their turn
+
+    def _start(self, asked: pb.BatchedCall) -> None:
+        name = _NAMES.get(asked.method)
+        if name is None:
+            raise InvalidArgumentError(
+                f"method is {asked.method[:64]!r}; expected one of {', '.join(_NAMES)}", field="calls.method"
+            )
+        if asked.call_id in self._open:
+            raise InvalidArgumentError(
+                f"call_id is {asked.call_id}, that of a call which is open; give each another", field="calls.call_id"
+            )
+        call = _Call(self._context, asked)
+        _check_size("request", len(asked.request), MOST_BATCHED_REQUEST_BYTES)
+        size = sum(len(key.encode()) + len(value.encode()) for key, value in call.invocation_metadata())
+        _check_size("metadata", size, MOST_BATCHED_METADATA_BYTES)
+        details: Any = _Details(name, self._metadata)
+        handler: Any = self._services.service(details)
+        loop = asyncio.get_running_loop()
+        self._open[call.call_id] = call
+        call.task = loop.create_task(self._handle(call, handler))
+        remaining = call.time_remaining()
+        if remaining is not None:
+            call.timer = loop.call_later(remaining, call.expire)
+
+    async def _handle(self, call: _Call, handler: Handler) -> None:
+        """Have a call handled, and note its answer."""
+        made: Any = handler
+        call.is_begun = True
+        try:
+            call.answer = made.response_serializer(await made.stream_unary(None, call))
+        except grpc.aio.AbortError:
+            pass
+        except asyncio.CancelledError:
+            call.is_unwanted |= not call.is_late
+            call.status = to_status(DeadlineError("the deadline of the call is over")).SerializeToString()
+        except Exception as error:
+            if not self._is_over.done():
+                self._is_over.set_exception(error)
+            call.is_unwanted = True
+        call.is_answered = True
+        if call.is_unwanted:
+            self._end(call)
+            return
+        self._answered.append(call)
+        self._unwritten_bytes += len(call.answer)
+        self._has_answers.set()
+
+    def _cancel(self, call: _Call) -> None:
+        """Drop a call; its task ends it if it is under way."""
+        if call.is_unwanted:
+            return
+        call.is_unwanted = True
+        if call.task is not None and not call.is_answered:
+            call.task.cancel()
+        if call.is_answered or not call.is_begun:
+            self._end(call)
+
+    def _end(self, call: _Call) -> None:
+        del self._open[call.call_id]
+        if not self._open:
+            self._idle_since = time.monotonic()
+        call.end()
+        self._has_place.set()
+        self._has_answers.set()  # what closes the stream looks whether all have ended
+
+    async def _write_all(self) -> None:
+        """Write answers, as many as are ready, until the stream is closing and no call is open."""
+        while not self._is_stopped and (self._open or not self._is_closing):
+            await self._has_answers.wait()
+            self._has_answers.clear()
+            while self._answered and not self._is_stopped:
+                await self._write(self._taken())
+
+    def _taken(self) -> list[_Call]:
+        """Return calls whose answers are ready, and go in one message."""
+        size = count = 0
+        for call in self._answered:
+            size += len(call.answer)
+            if count and size > _MOST_UNWRITTEN_BYTES:
+                break
+            count += 1
+        taken, self._answered = self._answered[:count], self._answered[count:]
+        return taken
+
+    async def _write(self, calls: list[_Call]) -> None:
+        message = pb.CallManyResponse()
+        add = message.answers.add
+        for call in calls:
+            self._unwritten_bytes -= len(call.answer)
+            if not call.is_unwanted:
+                add(call_id=call.call_id, answer=call.answer, status=call.status)
+        self._has_place.set()
+        if message.answers:
+            self._writing_since = time.monotonic()
+            await self._context.write(message)
+            self._writing_since = None
+        for call in calls:
+            if not call.is_unwanted:
+                self._end(call)
+
+
+def _check_size(name: str, size: int, most: int) -> None:
+    if size > most:
+        raise InvalidArgumentError(
+            f"{name} of a call has {size} bytes; expected at most {most}. Make the call by itself",
+            field=f"calls.{name}",
+        )
+
+
+class Batches:
+    """The streams of calls of a server. Confined to its event loop.
+
+    Args:
+        services: has the handlers of their calls.
+        stall_seconds: how long a stream may be open without a call, or with answers that are not read.
+    """
+
+    def __init__(self, services: Services, stall_seconds: float) -> None:
+        self._services = services
+        self._stall_seconds = stall_seconds
+        self._places = WaitingCalls(_MOST_STREAMS, _MOST_STREAMS_OF_ONE, "call_streams")
+        self._streams: set[_Stream] = set()
+        self._running = EndableCalls()
+
+    async def run(self, requests: Any, context: Context) -> None:
+        """Handle the calls of a stream until it ends.
+
+        Raises:
+            LimitExceededError: there are too many.
+            TqError: see `CallMany`.
+        """
+        with self._places.one(context):
+            stream = _Stream(self._services, context)
+            self._streams.add(stream)
+            try:
+                await self._running.run(stream.run(requests), stream)
+            finally:
+                self._streams.discard(stream)
+
+    def end_stalled(self) -> None:
+        """End streams that nothing moves on; to be called every second or so."""
+
+        def error_of(stream: _Stream) -> TqError | None:
+            return stream.stall(self._stall_seconds)
+
+        self._running.end(error_of)
+
+    def drain(self) -> None:
+        """End all streams, each once the calls that are open have their answers."""
+        for stream in self._streams:
+            stream.close()
