@@ -88,6 +88,15 @@ async def test_every_call_is_about_partitions_of_the_namespace(kind, tmp_path):
         assert (await call("take_evicted", "train", "trainer")).units == ()
         slots = await call("acquire", "train", "rollout", policy="default", lease=60)
         assert (slots.full_partition_id, slots.custom_meta) == ("run-7/train", [{"start_version": 1}])
+        grown = await call("append", {"tokens": [[1, 2]]}, metadata=slots, at=[0])
+        await call("truncate", metadata=grown, to=[1], data_fields=["tokens"])
+        assert (await client.get_data(grown))["tokens"][0].tolist() == [1]
+        await client.put(rows(1), partition_id="prompts", keys=["p"])
+        asked = {"partition_id": "prompts", "task_name": "rollout", "data_fields": FIELDS, "batch_size": 1}
+        prompt = await client.get_meta(**asked, lease=60, admit=tq.Admit("train", group_size=2, policy="default"))
+        assert prompt.admitted.full_partition_id == "run-7/train"
+        await client.release(prompt)
+        await client.clear_partition("prompts")
         assert await call("remove_policy")
         assert await call("explain", "train") == []
         await call("seal_partition", "train")

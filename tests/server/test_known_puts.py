@@ -14,6 +14,7 @@ from tq_service.internal.v1 import storage_control_pb2
 from tq_service.machine.samples import SamplesCleared
 from tq_service.server.puts import KnownPuts
 from tq_service.state.cells import CellSet, CellsSnapshot, Put, PutTable
+from tq_service.state.extents import ExtentTable
 from tq_service.storage.engine import StorageEngine
 from tq_service.storage.index.put import PutCells
 from tq_service.wire.encoding import encode_columns
@@ -43,7 +44,7 @@ def snapshot_of(puts):
     table = PutTable()
     for put in puts:
         table.add(put, 1, 8)
-    return CellsSnapshot(puts=table.snapshot(), cells={})
+    return CellsSnapshot(puts=table.snapshot(), cells={}, extents=ExtentTable().snapshot())
 
 
 def test_what_is_said_of_very_many_puts_takes_many_small_messages_made_one_by_one():
