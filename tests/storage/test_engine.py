@@ -470,7 +470,7 @@ async def test_a_loop_of_put_and_clear_keeps_memory_flat():
         assert stat.used_bytes == 0
         assert stat.pooled_bytes <= 36 << 20
         rss.append(psutil.Process().memory_info().rss)
-    assert max(rss[30:]) - max(rss[:30]) < 64 << 20  # a put is 13 MB or more; other threads of the process allocate, too
+    assert max(rss[30:]) - max(rss[:30]) < 64 << 20  # a put is 13 MB or more; other threads allocate, too
 
 
 async def test_pooled_memory_is_given_back_in_time():
