@@ -577,7 +577,7 @@ class _Calls:
 
 
 class UnaryCalls(_Calls):
-    """Unary calls of threads, each by itself: to share a stream takes two more threads, and gains little (ADR 46)."""
+    """Unary calls of threads, each by itself: to share a stream would take two more threads (ADR 48)."""
 
     def make(self, kind: type[Response], request: bytes, deadline: Deadline) -> Response:
         """Return the answer to a serialized request.
@@ -602,9 +602,8 @@ class AsyncUnaryCalls(_Calls):
 
     def __init__(self, channel: Any, token: Callable[[], Metadata | None]) -> None:
         super().__init__(channel, token)
-        self._streams: list[
-            CallStream
-        ] = []  # the last one takes calls; others, with older tokens, end with their calls
+        # The last one takes calls. Others, with older tokens, end with their calls.
+        self._streams: list[CallStream] = []
         self._under_way = 0  # calls that may be batched
         self._alone_until = 0.0
 

@@ -450,10 +450,8 @@ def _add_rows(write: SampleWrite, checked: CheckedWrite, step: Step) -> slice:
         partition.key_index.add(keys, partition.table.index[added])
     if checked.groups is not None:
         partition.groups.add(checked.groups, write.group_size, added)
-    if code == FAILED:
-        partition.count_states(added, 1)
-    else:
-        partition.state_counts[code] += count
+    partition.count_states(added, 1)
+    if code != FAILED:
         for task in partition.tasks.values():
             task.on_rows_added(added)
     if partition.groups.in_use and not had_groups:  # blocks of unnamed rows are no groups any more

@@ -310,6 +310,40 @@ class GroupTable:
         self.slot_of.add(names[slots].tolist(), slots)
 
 
+class GroupCount:
+    """Counts the groups that have at least one of some rows, and besides the rows that are in no group.
+
+    Args:
+        groups: those of the partition.
+
+    Attributes:
+        count: how many both are.
+    """
+
+    def __init__(self, groups: GroupTable) -> None:
+        self._groups = groups
+        self._row_counts = np.zeros(0, np.int64)  # by slot of the group
+        self.count = 0
+
+    def add(self, positions: Indexes, by: int) -> None:
+        """Have rows counted from now on, or not any more where `by` is -1."""
+        slots = self._groups.of_rows[positions]
+        self.count += by * int(np.count_nonzero(slots < 0))
+        slots, counts = np.unique(slots[slots >= 0], return_counts=True)
+        if not slots.size:
+            return
+        if (missing := int(slots[-1]) + 1 - self._row_counts.size) > 0:
+            self._row_counts = np.append(self._row_counts, np.zeros(missing + self._row_counts.size, np.int64))
+        before = self._row_counts[slots]
+        after = self._row_counts[slots] = before + by * counts
+        self.count += int(np.count_nonzero(after)) - int(np.count_nonzero(before))
+
+    def clear(self) -> None:
+        """Have no rows counted."""
+        self._row_counts[:] = 0
+        self.count = 0
+
+
 def _too_many(name: str, have: int, limit: int, count: int) -> PreconditionError:
     return PreconditionError(
         f"group {name!r} has {have} of {limit} members, got {count} more; declare a larger group_size or use another "

@@ -35,7 +35,7 @@ from tq_service.schema import (
     check_unique,
 )
 from tq_service.state.cells import CellTable, CustomMeta
-from tq_service.state.groups import GroupTable, KeyIndex
+from tq_service.state.groups import GroupCount, GroupTable, KeyIndex
 from tq_service.state.ledger import TaskLedger, TaskSnapshot, task_columns
 from tq_service.state.outstanding import Outstanding
 from tq_service.state.plan import Condition, Indexes, differences, shown
@@ -205,6 +205,8 @@ class Partition:
         self.cells = CellTable(self.table, settings.fields, settings.default_layout)
         self.tasks: dict[str, TaskLedger] = {}
         self.state_counts = [0, 0, 0, 0]  # of rows in the table, by state code
+        counts_groups = any(each.most_running and each.unit == "group" for each in settings.admissions)
+        self._held_groups = GroupCount(self.groups) if counts_groups else None
         self.insert_size_gcd = 0  # greatest common divisor of the sizes of all puts of new rows
         self.row_version = 0  # rows written so far, for claims that wait for a number of them
         self.state_version = 0  # other changes that may matter to waiting claims
@@ -245,6 +247,9 @@ class Partition:
         if counts[FAILED]:
             slots = self.groups.of_rows[rows][states == FAILED]
             self.groups.failed.add(slots[slots >= 0], by)
+        if counts[HELD] and self._held_groups is not None:
+            positions = np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
+            self._held_groups.add(positions[states == HELD], by)
 
     # Tasks
 
@@ -315,12 +320,13 @@ class Partition:
         return self.state_counts[LIVE] + self.state_counts[HELD]
 
     def held_count(self, unit: BatchUnit) -> int:
-        """Return how many samples are held, or how many groups with such a one, as an admission counts units."""
-        count = self.state_counts[HELD]
-        if unit == "sample" or not (count and self.groups.in_use):
-            return count
-        slots = self.groups.of_rows[: self.table.count][self.state[: self.table.count] == HELD]
-        return distinct(slots[slots >= 0], self.groups.slots.count).size + int(np.count_nonzero(slots < 0))
+        """Return how many samples are held, or how many groups with such a one, as an admission counts units.
+
+        Groups are counted where an admission has `most_running` for them.
+        """
+        if unit == "group" and self._held_groups is not None:
+            return self._held_groups.count
+        return self.state_counts[HELD]
 
     # Reading
 
@@ -411,7 +417,10 @@ class Partition:
         partition.groups.rebuild(in_use=facts.has_groups)
         partition.cells.rebuild()
         present = partition.table.present_positions()
-        partition.state_counts = np.bincount(partition.state[present], minlength=4).tolist()
+        states = partition.state[present]
+        partition.state_counts = np.bincount(states, minlength=4).tolist()
+        if partition._held_groups is not None:
+            partition._held_groups.add(present[states == HELD], 1)
         partition.key_index.rebuild()
         for task in snapshot.tasks:
             partition.tasks[task.facts.name].restore(task)

@@ -218,7 +218,7 @@ class SampleCalls(Base):
         return written
 
     def append(self, data: Any, *, metadata: BatchMeta, at: Iterable[int], timeout: float | None = None) -> BatchMeta:
-        """Add to the ends of jagged fields of unfinished samples; only what is added is sent and stored.
+        """Add to the ends of jagged fields of unfinished samples; only the new values are sent and stored.
 
         The samples are held and leased to the caller: slots, or what `get_meta(held=True, lease=...)` claims. The value
         of a cell is all that was appended to it, in order, along the first dimension of its rows; `get_data` returns it
