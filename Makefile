@@ -2,7 +2,7 @@
 #
 #   make install            .venv with torch, the package and the tools
 #   make test               the tests, about 11 minutes on two cores
-#   make test-all           the tests, with those that are left to the night
+#   make nightly            all tests: also those marked nightly, on other Pythons and with the lowest dependencies
 #   make test-cuda          the tests that need a GPU; without one they are skipped, and say so
 #   make properties         the property and model tests with thousands of examples each
 #   make demo               a tiny policy trained through the service, which is killed halfway; about two minutes
@@ -12,9 +12,13 @@
 #   make compare BASE=...   is this tree slower than that commit? 20 to 25 minutes
 #   make compat             verl's own code over TransferQueue and over the service: every answer compared, bit for bit
 #   make demo-verl          verl's own trainer while the service and a worker are killed: what is lost, what trained twice
-#   make check              format, lint, types, protos, generated code, layers, words: all that CI asks besides the tests
+#   make check              format, lint, types, protos, generated code, layers, words, docs: all that CI asks besides the tests
+#   make docs               the site of the documentation, in build/site: works without a network
 #   make manifests          the chart's profiles for kustomize, in deploy/kubernetes; needs helm
-#   make release            wheel, chart and manifests of this version, in dist
+#   make dist               wheel and sdist, in dist; checks what they hold
+#   make release            those, an SBOM, chart, manifests and docs of this version, in dist
+#   make test-versions      some tests over the wheel on Python 3.12 and 3.13, without torch
+#   make test-lowest        the same on 3.11 with the lowest versions of the dependencies
 #   make accept-protos      the protos as they are now become what `make check` holds later ones against
 #
 # Torch is installed first and alone, so that its build can be chosen: on Linux, PyPI's is for CUDA and has some GB. For
@@ -24,10 +28,11 @@
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 BASE ?= HEAD
+OTHER_PYTHONS := 3.12 3.13
 # A test waits about half of its time, for timeouts and for other processes.
 TEST_PROCESSES ?= $(shell expr 2 \* $$(nproc 2> /dev/null || sysctl -n hw.ncpu) + 1)
-# Tests that only read the sources: `make check` runs them, and `make test` does not run them again.
-LINTS := $(patsubst %,tests/test_%.py,error_metadata layers no_pickle pages trace_path words)
+# Tests that only read the sources, or the site made of them: `make check` runs them, and `make test` does not run them again.
+LINTS := $(patsubst %,tests/test_%.py,error_metadata layers no_pickle pages site trace_path words)
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
@@ -38,13 +43,15 @@ export PYTHON
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Compiled modules are kept: without them a service takes 2.3 s of processor time to start instead of 0.8 s.
 unexport PYTHONDONTWRITEBYTECODE
+# Without a note on mkdocs 2 in each build.
+export NO_MKDOCS_2_WARNING := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install format lint typecheck generate accept-protos check test test-all test-cuda properties chaos fuzz soak bench compare compat demo demo-verl manifests release clean FORCE
+.PHONY: help install format lint typecheck generate accept-protos check test nightly test-cuda properties chaos fuzz soak bench compare compat demo demo-verl docs manifests dist sbom release test-versions test-lowest clean FORCE
 
 help:
-	@sed -n '3,18s/^# *//p' Makefile
-	@echo "also: format lint typecheck generate bench clean"
+	@sed -n '3,22s/^# *//p' Makefile
+	@echo "also: format lint typecheck generate bench sbom clean"
 
 # A virtual environment whose interpreter is gone (after an upgrade of Python, or a move of the directory) is stale too.
 ifneq ($(shell $(BIN)/python -c 'print("works")' 2>/dev/null),works)
@@ -55,7 +62,7 @@ $(INSTALLED): pyproject.toml
 	$(BIN)/python -c '' 2>/dev/null || $(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet $(TORCH)
-	$(BIN)/python -m pip install --quiet --editable '.[data,uvloop,plots,ui]' --group dev
+	$(BIN)/python -m pip install --quiet --editable '.[data,uvloop,plots,ui]' --group dev --group docs
 	@touch $@
 
 install: $(INSTALLED) $(ETCD)
@@ -95,13 +102,30 @@ generate: $(INSTALLED) $(HELM)
 	$(BIN)/python scripts/settings_table.py
 	$(BIN)/python scripts/render_chart.py
 
+docs: $(INSTALLED)
+	$(BIN)/python -m mkdocs build --strict
+
 manifests: $(INSTALLED) $(HELM)
 	$(BIN)/python scripts/render_chart.py --manifests
 
-release: manifests
-	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+# The same commit gives the same bytes, on any machine with the same hatchling.
+dist: $(INSTALLED)
+	$(BIN)/python -m pytest --quiet tests/test_distribution.py
+	rm -f dist/tq_service-*
+	SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(BIN)/python -m build --no-isolation --outdir dist
+	$(BIN)/python -m twine check --strict dist/tq_service-*
+
+# The packages of the server image, in today's versions: the wheel with the extras of docker/Dockerfile.
+sbom: dist
+	$(BIN)/python -m venv --clear .venv-sbom
+	.venv-sbom/bin/python -m pip install --quiet "$$(ls dist/tq_service-*.whl)[$$(sed -n 's/^ARG EXTRAS=//p' docker/Dockerfile)]"
+	rm .venv-sbom/lib/python*/site-packages/tq_service-*.dist-info/direct_url.json  # has the path of this directory
+	$(BIN)/cyclonedx-py environment --output-reproducible --output-file dist/tq-service.cdx.json .venv-sbom
+
+release: sbom docs manifests
 	PATH="$(abspath $(BIN)):$$PATH" helm package --destination dist deploy/helm/tq-service
 	tar --create --gzip --file dist/tq-service-manifests.tar.gz --directory deploy kubernetes
+	tar --create --gzip --file dist/tq-service-docs.tar.gz --directory build site
 
 # Messages and methods without comments, as descriptors: a fresh clone without history or network can be checked.
 accept-protos: $(INSTALLED)
@@ -117,9 +141,17 @@ check: lint typecheck $(HELM)
 	$(BIN)/python -m pytest --quiet $(LINTS)
 
 # Tests of one file stay together, in the order of the files: the long ones are among the first.
-test test-all: $(INSTALLED) $(NODE_PACKAGES) $(HELM) $(ETCD)
+test nightly: $(INSTALLED) $(NODE_PACKAGES) $(HELM) $(ETCD)
 	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder $(LINTS:%=--ignore=%) \
 		$(if $(filter test,$@),-m "not nightly")
+	$(if $(filter nightly,$@),$(MAKE) test-versions test-lowest)
+
+# Newest dependencies, without torch. Pythons that are not installed are skipped.
+test-versions: $(INSTALLED)
+	$(BIN)/python scripts/other_pythons.py $(OTHER_PYTHONS)
+
+test-lowest: $(INSTALLED)
+	$(BIN)/python scripts/other_pythons.py --lowest 3.11
 
 test-cuda: $(INSTALLED)
 	$(BIN)/python -m pytest -m cuda tests/cuda
@@ -156,5 +188,5 @@ demo: $(INSTALLED)
 	$(BIN)/python -m examples.demo
 
 clean:
-	rm -rf $(VENV) examples/node/node_modules .venv-generate .venv-transferqueue .venv-ray .venv-compat-* build dist demo-output chaos-output compat-output .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) examples/node/node_modules .venv-generate .venv-sbom .venv-versions .venv-transferqueue .venv-ray .venv-compat-* build dist demo-output chaos-output compat-output .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

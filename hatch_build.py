@@ -1,14 +1,18 @@
-"""Build hook of hatchling: a wheel or sdist has the commit it was built from in `tq_service/COMMIT`."""
+"""Hooks of hatchling: wheel and sdist have their commit in `tq_service/COMMIT`, and a README without relative links."""
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+from hatchling.metadata.plugin.interface import MetadataHookInterface
+
+_LINK = re.compile(r"(?P<image>!?)\[(?P<text>[^\]]*)\]\((?!https?:)(?P<path>[^)]+)\)")
 
 
 class CommitHook(BuildHookInterface[Any]):
@@ -35,6 +39,38 @@ class CommitHook(BuildHookInterface[Any]):
         """Remove the temporary file, after the archive is written."""
         if self._directory is not None:
             self._directory.cleanup()
+
+
+class ReadmeHook(MetadataHookInterface):
+    """Adds the README and the addresses of the project, from the setting `repository`.
+
+    A package index shows the README alone: relative links become absolute ones to the tag of this version. Without a
+    repository they become plain text, and images are left out.
+    """
+
+    def update(self, metadata: dict[str, Any]) -> None:
+        """Set `readme` and `urls`."""
+        repository = self.config["repository"].rstrip("/")
+        tag = f"v{metadata['version']}"
+
+        def absolute(link: re.Match[str]) -> str:
+            if not repository:
+                return "" if link["image"] else link["text"]
+            kind = "raw" if link["image"] else "blob"
+            return f"{link['image']}[{link['text']}]({repository}/{kind}/{tag}/{link['path']})"
+
+        text = _LINK.sub(absolute, (Path(self.root) / "README.md").read_text(encoding="utf-8"))
+        metadata["readme"] = {"content-type": "text/markdown", "text": text}
+        metadata["urls"] = (
+            {
+                "Source": repository,
+                "Documentation": f"{repository}/tree/{tag}/docs",
+                "Changelog": f"{repository}/blob/{tag}/CHANGELOG.md",
+                "Issues": f"{repository}/issues",
+            }
+            if repository
+            else {}
+        )
 
 
 def _head_of(root: str) -> str:

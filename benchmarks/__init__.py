@@ -1,1 +1,1 @@
-"""Programs that measure the service, one file a question; see README.md."""
+"""Programs that measure the service, one file per question; see README.md."""

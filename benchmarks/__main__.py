@@ -1,4 +1,4 @@
-"""Runs all benchmarks, each in a process of its own, and writes `benchmarks/results/<date>.md` with its plots."""
+"""Runs all benchmarks, each in a separate process, and writes `benchmarks/results/<date>.md` with its plots."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ BENCHMARKS = (
     "bulk_by_claims",
     "bulk_by_storages",
     "same_host",
+    "neoproto",
     "data_loader",
+    "context_parallel",
     "gpu_by_put",
     "gpu_by_get",
     "gpu_by_loader",
@@ -48,6 +50,7 @@ BENCHMARKS = (
     "durability_cost",
     "object_stores",
     "metrics_cost",
+    "recording_cost",
     "restart",
     "checkpoint_pause",
     "balancing",
@@ -55,7 +58,7 @@ BENCHMARKS = (
     "planning_delay",
     "loop_stops",
 )
-BY_OPTION = re.compile("(bulk|gpu)_by_(.*)")  # a benchmark, and its option --by
+BY_OPTION = re.compile("(bulk|gpu)_by_(.*)")  # a benchmark with its option --by
 RESULTS = ROOT / "benchmarks" / "results"
 
 
@@ -80,7 +83,7 @@ def _commit() -> str:
 
 
 def _summary(reports: Sequence[Report]) -> list[str]:
-    """Return the lines that name the aims which are missed, and those which could not be measured."""
+    """Return the lines that name missed aims, and aims that could not be measured."""
     aims = [(report.name, aim) for report in reports for aim in report.aims]
     lines: list[str] = []
     for heading, met in (("Missed aims:", False), ("Aims that could not be measured:", None)):
@@ -94,7 +97,12 @@ def _write(
 ) -> Path:
     plots = directory / date
     plots.mkdir(parents=True, exist_ok=True)
-    lines = [f"# Benchmarks of {date}", "", "Each section can be run alone: `python -m benchmarks <its name>`.", ""]
+    lines = [
+        f"# Benchmarks of {date}",
+        "",
+        "Each section can run separately: `python -m benchmarks <its name>`.",
+        "",
+    ]
     lines += ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in machine.items()), ""]
     lines += [f"Command: `{' '.join(['python -m benchmarks', *flags])}`", ""]
     lines += _summary(reports)
@@ -108,18 +116,20 @@ def _write(
 
 
 def main() -> int:
-    """Run the benchmarks that are named, or all of them."""
+    """Run the named benchmarks, or all of them."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks", description=(__doc__ or "").split("\n", maxsplit=1)[0]
     )
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"which ones: {', '.join(BENCHMARKS)}; default: all")
-    parser.add_argument("--quick", action="store_true", help="little of everything, to see that it works")
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help=f"benchmarks to run: {', '.join(BENCHMARKS)}; default: all"
+    )
+    parser.add_argument("--quick", action="store_true", help="a little of everything, to check that it works")
     parser.add_argument("--repeats", type=int, help="how often each case is measured")
     parser.add_argument("--results", type=Path, default=RESULTS, help="directory for the table and the plots")
-    parser.add_argument("--without", action="append", default=[], choices=PEER_NAMES, help="leave this peer out")
+    parser.add_argument("--without", action="append", default=[], choices=PEER_NAMES, help="peer to leave out")
     given = parser.parse_args()
     if unknown := set(given.names) - set(BENCHMARKS):
-        parser.error(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(BENCHMARKS)}")
+        parser.error(f"unknown: {', '.join(sorted(unknown))}; expected {', '.join(BENCHMARKS)}")
     flags = [*(["--quick"] if given.quick else []), *(["--repeats", str(given.repeats)] if given.repeats else [])]
     without = set(given.without)
     machine = {**describe_machine(), "commit": _commit()}
@@ -134,7 +144,7 @@ def main() -> int:
             continue
         print(f"{report.to_text()}\n({name}: {time.monotonic() - started:.0f} s)\n", flush=True)
         reports.append(report)
-        without.update(report.without)  # what could not be installed once need not be tried again
+        without.update(report.without)  # do not try again to install an unavailable peer
     date = datetime.datetime.now(datetime.UTC).date().isoformat()
     if reports:
         chosen = [*flags, *_without(given.without), *given.names]

@@ -1,7 +1,7 @@
 """How much more does a put cost into a partition that counts outstanding work?
 
-One client process and one service; each case puts groups of 8 samples one after the other into a partition of its own,
-of which an admission counts the samples or the groups, and never has them wait.
+One client process and one service; each case puts groups of 8 samples one after another into a separate partition. An
+admission of the partition counts the samples or the groups, and never makes them wait.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tq_service.testing import ServiceProcess
 
 _GROUP_SIZE: Final = 8
 _PUT_COUNT: Final = 50
-_REPEATS_OF_ONE: Final = 8  # puts of a millisecond
+_REPEATS_OF_ONE: Final = 8  # a put takes about a millisecond
 _TASK: Final = "update_actor"
 _BARE: Final = "no admission"
 _WANTED: Final = 1.15
@@ -35,7 +35,7 @@ _CASES: Final = {
 
 
 async def _seconds(client: tq.AsyncClient, admissions: tuple[tq.Admission, ...]) -> float:
-    """Return the seconds of a put, the mean of many into a partition of their own."""
+    """Return the mean seconds of many puts into a separate partition."""
     partition_id, data = secrets.token_hex(8), {"x": np.ones((_GROUP_SIZE, 128), np.int64)}
     await client.create_partition(partition_id, admissions=admissions)
     began_at = time.perf_counter()
@@ -63,10 +63,10 @@ def run(options: Options) -> Report:
         question="How much more does a put cost into a partition that counts outstanding work?",
         columns=["what the admission counts", "ms", "of a bare put"],
         rows=rows,
-        notes=[f"the mean of {_PUT_COUNT} puts of a group of {_GROUP_SIZE} samples with 128 numbers each, none waits"],
+        notes=[f"the mean of {_PUT_COUNT} puts of a group of {_GROUP_SIZE} samples with 128 numbers each; none waits"],
         aims=[
             Aim(
-                what="the most that an admitted put costs, of a bare one",
+                what="largest cost of an admitted put, of a bare one",
                 measured=max(ratios.values()),
                 wanted=_WANTED,
                 at_least=False,

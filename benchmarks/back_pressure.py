@@ -1,7 +1,8 @@
 """Under a sustained overload: do producers wait, is anything lost, and how much memory does the server take?
 
-Producers put as fast as they can, one consumer takes a batch, reads it, clears it and rests. Bytes go over the wire, or
-as memory shared with the clients, which is no process's own: it is counted by what the storage service holds.
+Producers put as fast as they can; one consumer takes a batch, reads it, clears it and pauses. Bytes go over the network
+or through memory shared with the clients. Shared memory belongs to no single process, so its size is taken from the
+storage service's figures.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _LOOK_SECONDS = 0.01
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Case:
-    """What bounds the producers: flags of the server and settings of the partition."""
+    """The limit on the producers: flags of the server and settings of the partition."""
 
     flags: tuple[str, ...] = ()
     max_bytes: int | None = None
@@ -42,7 +43,7 @@ class _Case:
 
 @dataclass(slots=True)
 class _Seen:
-    """What was seen in one run: peaks, in bytes and samples, what producers waited for, and what consumers got."""
+    """Measurements of one run: peaks in bytes and samples, seconds in puts, and the consumed samples."""
 
     resident_bytes: float = 0
     stored_bytes: float = 0
@@ -97,7 +98,7 @@ async def _watch(address: str, pid: int, seen: _Seen, *, is_shared: bool) -> Non
 async def _overload(case: _Case, address: str, pid: int, put_count: int) -> _Seen:
     seen = _Seen()
     async with tq.AsyncClient(address, timeout=60.0) as client:
-        await client.put({"x": np.zeros(1)}, partition_id="first")  # what the first put of all sets up stays out
+        await client.put({"x": np.zeros(1)}, partition_id="first")  # leaves out memory for the very first put
         await client.clear_partition("first")
         await client.create_partition(_PARTITION, max_bytes=case.max_bytes, admissions=case.admissions)
     watching = asyncio.create_task(_watch(address, pid, seen, is_shared="off" not in case.flags))
@@ -108,7 +109,7 @@ async def _overload(case: _Case, address: str, pid: int, put_count: int) -> _See
     seen.run_seconds = time.perf_counter() - began_at
     watching.cancel()
     with suppress(asyncio.CancelledError):
-        await watching  # raises what ended it before: then nothing was watched
+        await watching  # raises the error that ended it early, if any
     return seen
 
 
@@ -155,14 +156,14 @@ def run(options: Options) -> Report:
         rows=rows,
         aims=[
             Aim(what="most memory of the server / quota", measured=worst, wanted=1.10, at_least=False),
-            Aim(what="runs that lost a sample or handed one out twice", measured=lost, wanted=0, at_least=False),
+            Aim(what="runs that lost a sample or delivered one twice", measured=lost, wanted=0, at_least=False),
         ],
         notes=[
-            f"{_PRODUCER_COUNT} producers put {_PUT_ROWS} MiB at a time as fast as they can, and one consumer rests "
-            f"{_REST_SECONDS * 1000:g} ms after each batch; quota {_QUOTA_BYTES // _MIB} MiB. Memory: how much more "
-            "of it is resident than before, the most seen; with shared memory what the server has for itself and what "
-            "is stored. New samples may use nine tenths of the quota; what comes on top over the wire, some 100 MiB, "
-            "is gRPC's for the streams of seven connections, whatever the quota.",
+            f"{_PRODUCER_COUNT} producers put {_PUT_ROWS} MiB at a time as fast as they can, and one consumer pauses "
+            f"{_REST_SECONDS * 1000:g} ms after each batch; quota {_QUOTA_BYTES // _MIB} MiB. Memory: the peak growth "
+            "of resident memory; with shared memory, the server's private memory plus the stored bytes. New samples "
+            "may use nine tenths of the quota. Over the network, gRPC takes about 100 MiB more for the streams of "
+            "seven connections, whatever the quota.",
         ],
     )  # fmt: skip
 

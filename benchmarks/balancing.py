@@ -1,6 +1,6 @@
 """How evenly, how fast and into how few packs are samples spread over ranks, and how does the peer compare?
 
-Karmarkar-Karp of TransferQueue runs in an environment of its own, in turn with ours, on the same lengths.
+TransferQueue's Karmarkar-Karp runs in a separate environment, in turn with ours, on the same lengths.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tq_service.balancing import get_seqlen_balanced_partitions
 Int64s = NDArray[np.int64]
 Balance = Callable[[Int64s, int, bool], tuple[float, list[list[int]]]]
 
-# Items, ranks, and whether sizes are equal. The last two take the peer seconds and are measured once.
+# Items, ranks, and whether sizes are equal. The last two take the peer several seconds and are measured once.
 CASES = ((4_096, 64, True), (16_384, 512, True), (4_096, 64, False), (4_096, 512, False), (16_384, 512, False))
 _SLOW_CASES = CASES[3:]
 _MOST_ABOVE_PERCENT = 0.1
@@ -97,12 +97,12 @@ def run(options: Options) -> Report:
 def _report(rows: list[list[Cell]], aims: list[Aim], transfer_queue: Peer) -> Report:
     return Report(
         name="balancing",
-        question="How evenly and how fast are samples spread over ranks, beside TransferQueue's Karmarkar-Karp?",
+        question="How evenly and how fast are samples spread over ranks, compared with TransferQueue's Karmarkar-Karp?",
         columns=["lengths, items / ranks", "above the bound, %", "peer: above, %", "ms", "peer: ms", "peer / ours"],
         rows=rows,
         notes=[
             "the bound is max(mean of the ranks, longest item); equal size: every rank the same number of items",
-            "lognormal(7.5, 1.0) capped at 32,768; the trace is that of the Azure Public Dataset 2023 (conversations)",
+            "lognormal(7.5, 1.0) capped at 32,768; the trace is from the Azure Public Dataset 2023 (conversations)",
             "512 ranks of free size take the peer 5 to 30 s and are measured once",
             *transfer_queue.notes,
         ],

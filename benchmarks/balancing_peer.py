@@ -13,7 +13,7 @@ from benchmarks.peer_program import Commands, serve
 
 
 def _balance(lengths: list[int], k_partitions: int, equal_size: bool) -> tuple[float, list[list[int]]]:
-    """Return the seconds it took, and the items of each partition."""
+    """Return the seconds taken, and the items of each partition."""
     started = time.perf_counter()
     partitions = get_seqlen_balanced_partitions(lengths, k_partitions, equal_size)
     return time.perf_counter() - started, partitions

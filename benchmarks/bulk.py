@@ -1,7 +1,7 @@
 """How fast do columns travel into the service and back, compared with raw TCP, a memcpy and TransferQueue?
 
 `--by` chooses the variable: the kind of the column (the default, measured with an asyncio client and TransferQueue
-too), its size, the number of client processes, what they leave of another client's claims, or the number of storage
+too), its size, the number of client processes, another client's claim rate meanwhile, or the number of storage
 services.
 
 Services run in separate processes and share no memory with clients of their host. Each turn clears the partition that
@@ -65,7 +65,7 @@ _SIZES = (KIB, 16 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB,
 _TURN_BYTES = 64 * MIB
 _MOST_TENSORS_A_TURN = 64
 _STORAGE_COUNTS = (1, 2, 4)
-_PUT_COUNT, _PUT_BYTES, _ROWS_A_PUT = 16, 4 * MIB, 64  # of a batch that lies on several storage services
+_PUT_COUNT, _PUT_BYTES, _ROWS_A_PUT = 16, 4 * MIB, 64  # of a batch on several storage services
 _LONGEST_SECONDS = 120.0
 _SERVICE, _ASYNC, _TCP, _MEMCPY = "tq.Client", "tq.AsyncClient", "raw TCP", "memcpy"
 _AGAIN = ", at once again"
@@ -115,7 +115,7 @@ def _twice(action: Callable[[], Any]) -> tuple[Any, Any]:
     return action(), action()
 
 
-# The rows of the table
+# Rows of the table
 
 
 def _rows(what: str, size: int, times: Mapping[str, Sequence[Any]], limit: Sequence[Any], peer_name: str = "") -> Any:
@@ -146,10 +146,10 @@ def _column(repeats: Sequence[Any], column: int) -> list[float]:
 
 
 def _by_column(options: Options, stack: ExitStack, transfer_queue: Peer) -> Iterator[list[Cell]]:
-    """Make two round trips each turn.
+    """Make two round trips per turn.
 
-    Before the first trip other cases used the machine, and freed memory may have returned to the system, in a virtual
-    machine to its host; the second trip reuses it.
+    Before the first trip other cases used the machine, and freed memory may have returned to the system (in a virtual
+    machine, to its host). The second trip reuses it.
     """
     address, connection = _service(stack)
     client = stack.enter_context(tq.Client(address, timeout=60.0))
@@ -197,7 +197,7 @@ def _size_text(size: int) -> str:
 
 
 def _by_storages(options: Options, stack: ExitStack, _peer: Peer | None) -> Iterator[list[Cell]]:
-    """Have puts fill storage services evenly once, and get the samples of all puts in an order that mixes them."""
+    """Fill storage services evenly with puts once, and get the samples of all puts in a mixed order."""
     counts = _STORAGE_COUNTS[:2] if options.quick else _STORAGE_COUNTS
     cases = {str(count): _mixed_gets(stack.enter_context(_running_storages(count)), count) for count in counts}
     times = interleave(cases, options.repeats * 3)
@@ -207,7 +207,7 @@ def _by_storages(options: Options, stack: ExitStack, _peer: Peer | None) -> Iter
 
 @contextmanager
 def _running_storages(count: int) -> Iterator[tq.Client]:
-    """Give a client of a controller with storage services."""
+    """Yield a client of a controller with storage services."""
     with ExitStack() as stack:
         controller = stack.enter_context(ServiceProcess("--role", "controller"))
         flags = ("--role", "storage", "--controller", controller.address, "--shared-memory", "off")
@@ -218,11 +218,11 @@ def _running_storages(count: int) -> Iterator[tq.Client]:
 
 
 def _mixed_gets(client: tq.Client, storage_count: int) -> Callable[[], PutAndGet]:
-    """Put a batch that lies on all storage services, and return a get of it."""
+    """Put a batch across all storage services, and return a get of it."""
     rows = torch.rand(_ROWS_A_PUT, _PUT_BYTES // _ROWS_A_PUT // 4)
     order = np.random.default_rng(0).permutation(_PUT_COUNT * _ROWS_A_PUT).tolist()
     until = time.monotonic() + _LONGEST_SECONDS
-    while True:  # storage services announce themselves soon after their start
+    while True:  # storage services register soon after their start
         for _ in range(_PUT_COUNT):
             client.put({"x": rows}, partition_id=PARTITION)
         batch = client.get_meta(
@@ -232,7 +232,7 @@ def _mixed_gets(client: tq.Client, storage_count: int) -> Callable[[], PutAndGet
         if len(owners) == storage_count:
             break
         if time.monotonic() > until:
-            raise RuntimeError(f"the puts lie on {len(owners)} storage services, expected {storage_count}")
+            raise RuntimeError(f"the puts are on {len(owners)} storage services, expected {storage_count}")
         client.clear_partition(PARTITION)
         time.sleep(0.5)
 
@@ -254,28 +254,28 @@ def _service(stack: ExitStack) -> tuple[str, Any]:
     return server.address, stack.enter_context(tcp_sink.connect(sink.address))
 
 
-# The report
+# Report
 
 _MEASURED = {"column": _by_column, "size": _by_size, "storages": _by_storages}
 _NOTES = {
     "column": (
-        "at once again: the second of two round trips, before freed memory has gone back to the system",
-        "raw TCP and memcpy carry the bytes as they travel; writing and reading objects is part of put and get",
-        "TransferQueue gives dense rows back as a nested tensor",
+        "at once again: the second of two round trips, before freed memory returns to the system",
+        "raw TCP and memcpy move encoded bytes; puts and gets include encoding and decoding objects",
+        "TransferQueue returns dense rows as a nested tensor",
     ),
     "size": (
-        "dense float32, in rows of up to 1 MiB, one call after the other",
+        "dense float32, in rows of up to 1 MiB, one call at a time",
         "small puts wait for the controller's commit and the answer, small sends over TCP for one byte",
     ),
     "storages": (
-        f"a batch of {_PUT_COUNT * _PUT_BYTES >> 20} MiB, {_PUT_COUNT} puts of {_ROWS_A_PUT} rows; got in random order",
-        "services and client share the cores of one machine: more services can only help as far as there are cores",
+        f"{_PUT_COUNT * _PUT_BYTES >> 20} MiB per batch, {_PUT_COUNT} puts of {_ROWS_A_PUT} rows; read in random order",
+        "services and client share the cores of one machine: more services can only help while cores are free",
     ),
 }
 
 
 def _aims(rows: Sequence[Sequence[Cell]]) -> Iterator[Aim]:
-    """Yield the aims of tensors."""
+    """Yield the targets of tensors."""
     for what, how, *cells in rows:
         is_dense, is_nested = str(what).startswith("dense"), str(what).endswith("a nested tensor")
         if not str(how).startswith("tq.") or str(what).endswith(_AGAIN) or not (is_dense or is_nested):
@@ -290,7 +290,7 @@ def _aims(rows: Sequence[Sequence[Cell]]) -> Iterator[Aim]:
 
 
 def measure(options: Options, by: str, counts: Sequence[int] = (), **chosen: Sequence[str]) -> Report:
-    """Measure one variable of `BY`; by clients and claims, `counts` of them, by clients what else is chosen."""
+    """Measure one variable of `BY`; `counts` applies by clients and claims, `chosen` by clients only."""
     if by == "clients":
         return bulk_by_clients.measure(options, counts, **chosen)
     if by == "claims":
@@ -315,7 +315,7 @@ def measure(options: Options, by: str, counts: Sequence[int] = (), **chosen: Seq
     title = f"Throughput by {by}"
     return Report(
         name=name,
-        question=f"How fast do tensors go over the wire, into the service and back, by {by}?",
+        question=f"How fast do tensors go over the network, into the service and back, by {by}?",
         columns=["what", "how", *heads],
         rows=rows,
         notes=["GB are 10^9 bytes", *_NOTES[by], *(() if beside is None else beside.notes)],
@@ -334,9 +334,13 @@ def main() -> int:
     """Measure the variable that `--by` chooses."""
     parser = command_line(run)
     parser.add_argument("--by", choices=BY, default="column", help="the variable")
-    parser.add_argument("--clients", type=_counts, default=(), help="by clients and claims: how many, such as 1,4,16")
-    parser.add_argument("--data", action="append", choices=tuple(bulk_by_clients.DATA), help="by clients: only these")
-    parser.add_argument("--how", action="append", choices=bulk_by_clients.WAYS, help="by clients: only these ways")
+    parser.add_argument(
+        "--clients", type=_counts, default=(), help="by clients and claims: numbers of clients, such as 1,4,16"
+    )
+    parser.add_argument(
+        "--data", action="append", choices=tuple(bulk_by_clients.DATA), help="by clients: data to measure"
+    )
+    parser.add_argument("--how", action="append", choices=bulk_by_clients.WAYS, help="by clients: ways to measure")
     given = parser.parse_args()
     report = measure(given_options(given), given.by, given.clients, data_names=given.data or (), hows=given.how or ())
     show(report, given)

@@ -1,4 +1,4 @@
-"""`bulk --by claims`: what clients that put and get at full rate leave of the claims of another client."""
+"""`bulk --by claims`: another client's claim rate while clients put and get at full rate."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Claim = Callable[[str, float], Claims]
 
 
 class _Turn(NamedTuple):
-    """What was measured for some seconds."""
+    """Measurements over some seconds."""
 
     claims: Claims
     moved_bytes: int
@@ -39,7 +39,7 @@ class _Turn(NamedTuple):
 
 
 def measure(options: Options, counts: Sequence[int]) -> Report:
-    """Measure these numbers of clients, or the usual ones, and none."""
+    """Measure the given or the usual numbers of clients, and no clients."""
     counts = sorted(counts or (_QUICK_COUNTS if options.quick else CLIENT_COUNTS))
     seconds = _QUICK_SECONDS if options.quick else _SECONDS
     load_before = os.getloadavg()[0]
@@ -69,7 +69,7 @@ def measure(options: Options, counts: Sequence[int]) -> Report:
                 rows.append(_row(count, how, turns))
     return Report(
         name="bulk_by_claims",
-        question="How many claims a second are left to another client while clients put and get at full rate?",
+        question="How many claims per second can another client make while clients put and get at full rate?",
         columns=[
             "clients",
             "how",
@@ -84,16 +84,16 @@ def measure(options: Options, counts: Sequence[int]) -> Report:
         rows=rows,
         notes=[
             f"another client: a process with {CLAIMING_RANKS} ranks, for {seconds:g} s each time; batches of 8",
-            "clients: each a process that puts, gets and clears 64 MiB in rows of 1 MiB, one after the other",
-            "apart: the controller and the storage service are processes of their own; frames: with `bulk=off`",
-            "least, most and worst: of the repeats; claims/s, p50, p99 and GB/s are their medians",
+            "clients: each a process that repeatedly puts, gets and clears 64 MiB in rows of 1 MiB",
+            "apart: controller and storage service are separate processes; frames: with `bulk=off`",
+            "least, most and worst are over the repeats; claims/s, p50, p99 and GB/s are their medians",
             f"load average before {load_before:.1f}, after {os.getloadavg()[0]:.1f}; {usable_cores()} cores usable",
         ],
         aims=[] if options.quick or usable_cores() < _MANY_CORES else _aims(rows),
         plots=[
             Plot(
                 name="bulk_by_claims",
-                title="Claims beside clients that put and get",
+                title="Claims while clients put and get",
                 x_label="clients",
                 y_label="claims/s",
                 series={
@@ -126,7 +126,7 @@ def _aims(rows: Sequence[Sequence[Cell]]) -> list[Aim]:
     aims = []
     for count, how, rate, *_, p99, _worst, _moved in rows:
         if count == 16 and str(how) == f"{_ALL}, bulk":
-            aims.append(Aim(what=f"claims/s beside {count} clients", measured=float(rate or 0), wanted=_WANTED_RATE))
-            what = f"p99 of claims beside {count} clients, ms"
+            aims.append(Aim(what=f"claims/s with {count} clients", measured=float(rate or 0), wanted=_WANTED_RATE))
+            what = f"p99 of claims with {count} clients, ms"
             aims.append(Aim(what=what, measured=float(p99 or 0), wanted=_WANTED_P99_MS, at_least=False))
     return aims

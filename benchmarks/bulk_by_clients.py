@@ -1,4 +1,4 @@
-"""`bulk --by clients`: puts and gets of many clients at once, over bulk connections and in frames, beside raw TCP."""
+"""`bulk --by clients`: concurrent puts and gets of many clients, over bulk connections and in frames, and raw TCP."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ DATA = {
 }
 _QUICK_COUNTS = (1, 2)
 _QUICK_DATA = {"4 MiB, rows of 1 MiB": Data(4 * MIB, MIB), "4 MiB, rows of 2-6 KiB": Data(4 * MIB, None)}
-# Bytes of each client in a turn; of all of them together where they are few, lest a turn is too short to measure.
+# Bytes per client in a turn; the total for few clients, as a turn would otherwise be too short to measure.
 _TURN_BYTES, _TURN_BYTES_TOGETHER, _QUICK_TURN_BYTES = 64 * MIB, 256 * MIB, 8 * MIB
 _MAX_BYTES = "8GiB"
 _FIND_SECONDS, _ASK_AGAIN_SECONDS = 90.0, 0.1
 _TCP, _FRAMES, _BULK, _SECURE_FRAMES, _SECURE_BULK = "raw TCP", "frames", "bulk", "frames, TLS", "bulk, TLS"
 _STREAMS = {"bulk, 1 stream": 1, "bulk, 2 streams": 2, "bulk, 4 streams": 4}
 WAYS = (*_STREAMS, _SECURE_BULK, _SECURE_FRAMES)
-"""Those beside raw TCP, bulk as the service chooses, and frames; measured with rows of 1 MiB."""
+"""Other ways than raw TCP, bulk as the service chooses, and frames; measured with rows of 1 MiB."""
 
 _MANY_CORES = 8
 _LOOP_MS = 2.0
 
 
 class _Turn(NamedTuple):
-    """Seconds of what was done in a turn, and what it took of the service."""
+    """Seconds of the calls in a turn, and their cost to the service."""
 
     put: float
     get: float
@@ -58,7 +58,7 @@ class _Turn(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """How bytes go to a service."""
+    """A way to send bytes to a service."""
 
     service: BulkService
     target: Target
@@ -69,7 +69,7 @@ class _Way:
 def measure(
     options: Options, counts: Sequence[int] = (), data_names: Sequence[str] = (), hows: Sequence[str] = ()
 ) -> Report:
-    """Measure these numbers of clients, or the usual ones, with these data and in these of `WAYS`, or all."""
+    """Measure the given numbers of clients, data and `WAYS`; by default the usual numbers, and all data and ways."""
     counts = sorted(counts or (_QUICK_COUNTS if options.quick else CLIENT_COUNTS))
     data = _QUICK_DATA if options.quick else DATA
     data = {name: each for name, each in data.items() if name in (data_names or data)}
@@ -109,17 +109,17 @@ def measure(
         ],
         rows=rows,
         notes=[
-            "GB are 10^9 bytes, of all clients together: each is a process of its own with `tq.Client`",
+            "GB are 10^9 bytes, of all clients together; each is a separate process with `tq.Client`",
             "raw TCP: as many processes with one connection each, into and out of reused memory of one Python process "
-            "with a thread for each connection; gets are compared with bytes out of it",
+            "with a thread for each connection; gets are compared with bytes sent by it",
             "frames: the same with the service's `bulk=off`; bulk: as many streams as the service chooses, or as named",
             "random get: the rows of each put in random order; service: its processor time, and that of its event loop",
-            f"TLS: as figures, beside the same raw TCP without; load average before {load_before}, "
+            f"TLS: compared with the same raw TCP without TLS; load average before {load_before}, "
             f"after {_load_average()}; {usable_cores()} cores usable",
             *(
                 []
                 if _SECURE_BULK in ways
-                else ["TLS is not measured here: it is with rows of 1 MiB, where trustme is installed"]
+                else ["TLS is not measured here: it needs rows of 1 MiB and trustme installed"]
             ),
             *notes,
         ],
@@ -129,7 +129,7 @@ def measure(
 
 
 def _put_count(data: Data, count: int, options: Options) -> int:
-    """Return how many puts each client makes in a turn."""
+    """Return the number of puts of each client in a turn."""
     size = _QUICK_TURN_BYTES if options.quick else max(_TURN_BYTES, _TURN_BYTES_TOGETHER // count)
     return size // data.size_bytes
 
@@ -152,7 +152,7 @@ def _ways(stack: ExitStack) -> dict[str, _Way]:
 
 
 def _secure_ways(stack: ExitStack) -> dict[str, _Way]:
-    """Start services with TLS, where certificates can be made."""
+    """Start services with TLS, if certificates can be created."""
     try:
         import trustme
     except ModuleNotFoundError:
@@ -181,7 +181,7 @@ def _secure_ways(stack: ExitStack) -> dict[str, _Way]:
 
 
 class _Bench:
-    """Turns of so many clients, each of which makes so many puts, and gets them twice."""
+    """Turns of a number of clients, each making a number of puts and getting them twice."""
 
     def __init__(self, clients: Clients, count: int, put_count: int) -> None:
         self._clients = clients
@@ -190,18 +190,19 @@ class _Bench:
         self.call_count = count * put_count
 
     def find_way(self, way: _Way) -> None:
-        """Make the first calls, until the service has seen all of them take their way.
+        """Make the first calls, until the service has seen all of them go the given way.
 
         Raises:
-            RuntimeError: they do not, in time.
+            RuntimeError: they did not in time.
         """
         find_way(self._clients, self._count, way.service, way.target, is_bulk=way.is_bulk)
 
     def turn(self, way: _Way) -> _Turn:
-        """Do it, by a way, in memory that the service has used shortly before."""
+        """Make the turn in a given way, in memory that the service has used shortly before."""
         service, clients = way.service, self._clients
         service.set_stream_count(way.stream_count)
-        # Without this, the first way of a service in a round is charged for what went back to the system in the pause.
+        # Otherwise, the first way of a service in a round would pay for memory that was returned to the system in the
+        # pause.
         clients.seconds(self._count, "put", way.target, self.put_count)
         clients.seconds(self._count, "clear", way.target)
         usages = [service.usage()]
@@ -216,17 +217,17 @@ class _Bench:
         return _Turn(put, get, get_shuffled, usages[1].since(usages[0]), usages[2].since(usages[1]), transfers)
 
     def tcp_turn(self) -> _Turn:
-        """Carry as many bytes over raw TCP."""
+        """Send the same number of bytes over raw TCP."""
         send, fetch = (self._clients.seconds(self._count, action, self.put_count) for action in ("send", "fetch"))
         nothing = Usage(0, 0.0, 0.0)
         return _Turn(send, fetch, fetch, nothing, nothing, 0)
 
 
 def find_way(clients: Clients, count: int, service: BulkService, target: Target, *, is_bulk: bool) -> None:
-    """Have clients connect, and make calls until the service has seen all of them take their way.
+    """Connect clients, and make calls until the service has seen all of them go the given way.
 
     Raises:
-        RuntimeError: they do not, in time.
+        RuntimeError: they did not in time.
     """
     clients.seconds(count, "connect", target)
     wanted = 2 * count if is_bulk else 0
@@ -244,7 +245,7 @@ def find_way(clients: Clients, count: int, service: BulkService, target: Target,
         time.sleep(_ASK_AGAIN_SECONDS)
 
 
-# The report
+# Report
 
 
 def _rows(what: str, size: int, call_count: int, times: Mapping[str, Sequence[_Turn]]) -> Iterator[list[Cell]]:
@@ -261,7 +262,7 @@ def _rows(what: str, size: int, call_count: int, times: Mapping[str, Sequence[_T
 
 
 def _strays(what: str, bench: _Bench, ways: Mapping[str, _Way], times: Mapping[str, Sequence[_Turn]]) -> Iterator[str]:
-    """Say where not just the bytes of each call went over bulk connections, once."""
+    """Yield a line for each way with a wrong number of bulk transfers; one per call is expected."""
     for how, way in ways.items():
         wanted = 3 * bench.call_count * len(times[how]) if way.is_bulk else 0
         found = sum(turn.transfers for turn in times[how])

@@ -1,6 +1,6 @@
-"""Client processes that put, get and push at the same time, for `bulk`: each a process with a connection of each kind.
+"""Client processes that put, get and push concurrently, for `bulk`: each process has a connection of each kind.
 
-They begin together, and what they did is over when the last one is done.
+They start together, and their work ends when the last one has finished.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _JAGGED_BYTES = (2 << 10, 6 << 10)
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A service, and how it is reached."""
+    """A service and its address."""
 
     address: str
     tls: Tls | None = None
@@ -52,14 +52,14 @@ class Data:
     row_bytes: int | None
 
     def make(self, seed: int) -> torch.Tensor:
-        """Return it, float32."""
+        """Create the column, as float32."""
         random = np.random.default_rng(seed)
         values = torch.from_numpy(random.random(self.size_bytes // _FLOAT_BYTES, np.float32))
         if self.row_bytes is not None:
             return values.view(-1, self.row_bytes // _FLOAT_BYTES)
         low, high = (size // _FLOAT_BYTES for size in _JAGGED_BYTES)
         half = random.integers(low, high, len(values) // (low + high), endpoint=True)
-        lengths = random.permutation(np.concatenate([half, low + high - half]))  # whose sum is known
+        lengths = random.permutation(np.concatenate([half, low + high - half]))  # their sum is known
         offsets = np.concatenate([[0], np.cumsum(lengths)])
         return torch.nested.nested_tensor_from_jagged(values[: offsets[-1]], torch.from_numpy(offsets))
 
@@ -68,28 +68,28 @@ class Clients:
     """The client processes.
 
     Args:
-        pipes: one to each.
+        pipes: one pipe to each client.
     """
 
     def __init__(self, pipes: Sequence[Connection]) -> None:
         self._pipes = pipes
 
     def begin(self, count: int, action: str, *given: object) -> None:
-        """Have the first `count` clients begin something."""
+        """Start an action in the first `count` clients."""
         for pipe in self._pipes[:count]:
             pipe.send((action, *given))
 
     def results(self, count: int) -> list[Any]:
-        """Wait until these clients have done it, and return what came of it."""
+        """Wait until the first `count` clients have finished, and return their results."""
         results = []
         for pipe in self._pipes[:count]:
             if not pipe.poll(LONGEST_SECONDS):
-                raise RuntimeError(f"a client has not done its work in {LONGEST_SECONDS:g} s")
+                raise RuntimeError(f"a client did not finish its work in {LONGEST_SECONDS:g} s")
             results.append(pipe.recv())
         return results
 
     def seconds(self, count: int, action: str, *given: object) -> float:
-        """Return the seconds until these clients have all done something."""
+        """Return the seconds until the first `count` clients have all finished an action."""
         started = time.perf_counter()
         self.begin(count, action, *given)
         self.results(count)
@@ -98,14 +98,14 @@ class Clients:
 
 @contextmanager
 def running_clients(count: int, sink_address: str) -> Iterator[Clients]:
-    """Run client processes, and close them with the block."""
+    """Run client processes, and end them with the block."""
     with _processes(_Client, [(number, sink_address) for number in range(count)]) as pipes:
         yield Clients(pipes)
 
 
 @contextmanager
 def _processes(make: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> Iterator[list[Connection]]:
-    # A fork server that has imported torch starts processes in no time, and has no channel that they could inherit.
+    # A fork server that has imported torch starts processes quickly, without channels that they could inherit.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "tensordict", __name__])
     pipes, processes = [], []
@@ -119,14 +119,14 @@ def _processes(make: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -
         yield pipes
     finally:
         for pipe in pipes:
-            with suppress(BrokenPipeError):  # it has ended with an error, which is on stderr
+            with suppress(BrokenPipeError):  # it ended with an error, printed on stderr
                 pipe.send(None)
         for process in processes:
             process.join(LONGEST_SECONDS)
 
 
 def _work(pipe: Connection, make: Callable[..., Any], *given: object) -> None:
-    """Do what the pipe names until it is closed."""
+    """Carry out jobs from the pipe until it ends."""
     torch.set_num_threads(1)
     with ExitStack() as stack:
         worker = make(stack, *given)
@@ -136,7 +136,7 @@ def _work(pipe: Connection, make: Callable[..., Any], *given: object) -> None:
 
 
 class _Client:
-    """What one client process does: the methods are the actions of `Clients`."""
+    """The work of a client process: the methods are the actions of `Clients`."""
 
     def __init__(self, stack: ExitStack, number: int, sink_address: str) -> None:
         self._stack = stack
@@ -167,7 +167,7 @@ class _Client:
             self._last = self._clients[target].get_data(meta)["x"], None
 
     def shuffle(self) -> None:
-        """Choose a random order for the next gets, which should not be timed."""
+        """Choose a random order for the next gets, outside the timed part."""
         self._order = np.random.default_rng(0).permutation(len(self._metas[0]))
         self._metas = [meta.select_samples(self._order) for meta in self._metas]
 
@@ -177,14 +177,14 @@ class _Client:
             self._last = self._last[0], self._order
 
     def clear(self, target: Target) -> None:
-        """Check what came last, and clear what was put."""
+        """Check the last result, and clear the partition."""
         if self._last is not None:
             _check(*self._last, self._data)
         self._metas, self._last = [], None
         self._clients[target].clear_partition(self._name)
 
     def push(self, target: Target, seconds: float) -> int:
-        """Put, get and clear at full rate; return the bytes that went in and out."""
+        """Put, get and clear at full rate; return the bytes moved in and out."""
         client, moved, until = self._clients[target], 0, time.perf_counter() + seconds
         while time.perf_counter() < until:
             meta = client.put({"x": self._data}, partition_id=self._name)
@@ -203,11 +203,11 @@ class _Client:
 
 
 def _check(back: torch.Tensor, order: np.ndarray[Any, Any] | None, data: torch.Tensor) -> None:
-    """Raise unless the last row came back; comparing all of them would disturb the next measurement."""
+    """Raise unless the last row came back; comparing all rows would disturb the next measurement."""
     row = len(back) - 1 if order is None else int(order[-1])
     if not data.is_nested:
         is_right = torch.equal(back[-1], data[row])
-    else:  # taking a row of a nested tensor makes all of them
+    else:  # taking a row of a nested tensor creates all rows
         ours, theirs = data.offsets(), back.offsets()
         is_right = torch.equal(back.values()[theirs[-2] : theirs[-1]], data.values()[ours[row] : ours[row + 1]])
     if not is_right:
@@ -215,17 +215,17 @@ def _check(back: torch.Tensor, order: np.ndarray[Any, Any] | None, data: torch.T
 
 
 class Claims(NamedTuple):
-    """What came of claims."""
+    """Results of claims."""
 
     latencies: Sequence[float]
-    """The seconds of each."""
+    """Seconds of each claim."""
     seconds: float
-    """Until the last one was answered."""
+    """Seconds until the last claim was answered."""
 
 
 @contextmanager
 def running_claimer() -> Iterator[Callable[[str, float], Claims]]:
-    """Give what claims in a process of its own for some seconds."""
+    """Run a separate process that claims; yield a function that lets it claim for some seconds."""
     with _processes(_Claimer, [()]) as (pipe,):
 
         def claim(address: str, seconds: float) -> Claims:
@@ -237,7 +237,7 @@ def running_claimer() -> Iterator[Callable[[str, float], Claims]]:
 
 
 class _Claimer:
-    """Ranks of one process, each of which claims its batches one after the other."""
+    """Ranks in one process, each claiming one batch after another."""
 
     def __init__(self, stack: ExitStack) -> None:
         self._prepared: set[str] = set()

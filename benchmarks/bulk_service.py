@@ -1,7 +1,7 @@
-"""A service that says what it did, and takes orders about its bulk port: `tq-service` with a socket for a benchmark.
+"""A service that reports its usage and takes orders about its bulk port: `tq-service` with a socket for a benchmark.
 
-Orders and answers go over a Unix socket, whose path is in the environment. The number of streams is patched into the
-bulk server here, since the service chooses it from its load and has no option for it.
+Orders and answers go over a Unix socket; its path is in the environment. The number of streams is patched into the bulk
+server here, since the service chooses it from its load, without an option.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ _SOCKET_VARIABLE = "BENCH_BULK_SOCKET"
 
 
 class Usage(NamedTuple):
-    """What a service has done since its start."""
+    """A service's usage since its start."""
 
     transfers: int
-    """Puts and gets whose bytes went over bulk connections."""
+    """Puts and gets with their bytes on bulk connections."""
     process_seconds: float
-    """Processor time of all its threads."""
+    """Processor time of all threads."""
     loop_seconds: float
-    """Of them, of the thread with the event loop."""
+    """Processor time of the event loop's thread, which is included above."""
 
     def since(self, earlier: Usage) -> Usage:
-        """Return what came after an earlier one."""
+        """Return the difference from an earlier usage."""
         return Usage(*(now - then for now, then in zip(self, earlier, strict=True)))
 
 
@@ -48,11 +48,11 @@ class BulkService:
         self._orders = orders
 
     def usage(self) -> Usage:
-        """Return what it has done."""
+        """Return the usage so far."""
         return Usage(*self._ask("usage"))
 
     def set_stream_count(self, count: int | None) -> None:
-        """Have transfers that begin from now on use so many streams; None: as the service chooses."""
+        """Set the number of streams for new transfers; None: the service chooses it."""
         self._ask("streams", count)
 
     def _ask(self, *order: Any) -> Any:
@@ -65,8 +65,9 @@ def bulk_service(*flags: str, is_apart: bool = False) -> Iterator[BulkService]:
     """Run a service without shared memory until the block ends.
 
     Args:
-        *flags: of `tq-service serve`.
-        is_apart: whether its controller is a process of its own; what is said of the service is of the storage alone.
+        *flags: flags of `tq-service serve`.
+        is_apart: whether the controller runs in a separate process; the usage is then that of the storage service
+            alone.
     """
     with ExitStack() as stack:
         directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="tq-bench-"))
@@ -86,7 +87,7 @@ def bulk_service(*flags: str, is_apart: bool = False) -> Iterator[BulkService]:
 
 
 class _Watch:
-    """Counts the transfers of this process's bulk server, and chooses their streams when told to."""
+    """Counts the transfers of this process's bulk server, and sets the number of their streams on request."""
 
     def __init__(self) -> None:
         self._stream_count: int | None = None

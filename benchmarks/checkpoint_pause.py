@@ -1,7 +1,7 @@
 """How much slower are claims while a checkpoint is written?
 
-One client claims batches of 8 as the only rank of a task, with and without a checkpoint of everything being written: a
-million samples with keys, groups and metadata, 1 KiB each.
+One client claims batches of 8 as the only rank of a task, with and without a checkpoint being written. The service
+stores a million samples with keys, groups and metadata, 1 KiB each.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _ALONE, _BESIDE = "nothing else", "a checkpoint"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Repeat:
-    """Latencies of the claims of one repeat, and the checkpoint that was written meanwhile."""
+    """Latencies of the claims of one repeat, and the checkpoint written during it."""
 
     claims: list[float]
     seconds: float
@@ -45,7 +45,7 @@ class _Repeat:
 
     @property
     def rate(self) -> float:
-        """Claims a second."""
+        """Claims per second."""
         return len(self.claims) / self.seconds
 
 
@@ -121,9 +121,9 @@ def _report(count: int, times: dict[str, list[_Repeat]]) -> Report:
         notes=[
             f"{count:,} samples of {_SAMPLE_BYTES} bytes with keys, groups of {_GROUP_SIZE} and three custom_meta "
             "columns",
-            f"one rank claims batches of {_BATCH_SIZE}, one after the other, on the machine of the service",
-            "the longest pause is the most by which a sleep of 2 ms on the loop of the service came late, so what the "
-            "system gave to other processes is in it",
+            f"one rank claims batches of {_BATCH_SIZE}, one at a time, on the machine of the service",
+            "the longest pause is the longest delay of a sleep of 2 ms on the service's loop, including time that the "
+            "system gave to other processes",
         ],
         aims=[Aim(what="longest pause, ms", measured=float(rows[1][6] or 0), wanted=10.0, at_least=False)],
         plots=[],

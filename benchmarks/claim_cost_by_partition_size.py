@@ -1,7 +1,7 @@
-"""Does a claim cost more in a large partition, or in one that has lived long, than in a small new one?
+"""Does a claim cost more in a large partition, or in a long-lived one, than in a small new one?
 
-One client makes claims of 8 samples, one after the other, as a queue worker and as the only rank of a task; in the
-order of the samples, and in that of a number or a text which come with them.
+One client claims 8 samples at a time, as a queue worker and as the only rank of a task. It claims in the order of the
+samples, and in the order of a number or a text in their custom_meta.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _ORDERED = " samples, in the order of a "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Times:
-    """Seconds of the claims of one repeat; the first of a new task apart."""
+    """Seconds of the claims of one repeat; the first of a new task is kept separately."""
 
     first: float | None
     others: list[float]
@@ -53,7 +53,7 @@ class _Consumer:
         self._batch_indexes = itertools.count()
 
     async def claim(self, batch_size: int = BATCH_SIZE) -> float:
-        """Claim a batch; return the seconds it took."""
+        """Claim a batch; return its seconds."""
         rank = {"dp_rank": 0, "dp_size": 1, "batch_index": next(self._batch_indexes)} if self._is_ranked else {}
         started = time.perf_counter()
         meta = await self._client.get_meta(
@@ -61,7 +61,7 @@ class _Consumer:
             task_name=self._task,
             data_fields=["x"],
             batch_size=batch_size,
-            max_wait=120.0 if self._order_by else 0.0,  # the first claim in an order has all samples sorted
+            max_wait=120.0 if self._order_by else 0.0,  # the first claim in an order sorts all samples
             order_by=self._order_by,
             **rank,
         )
@@ -92,7 +92,7 @@ async def _in_old_task(consumer: _Consumer) -> _Times:
 
 
 class _LivedPartition:
-    """A partition in which 1,024 samples are live and many more have been: put, claimed by two tasks and cleared."""
+    """A partition with 1,024 live samples after many more: put, claimed by two tasks and cleared."""
 
     def __init__(self, client: tq.AsyncClient) -> None:
         self._client = client
@@ -165,7 +165,7 @@ def _report(rows: list[list[str | float | None]], counts: tuple[int, ...]) -> Re
     }
     return Report(
         name="claim_cost_by_partition_size",
-        question="Does a claim cost more in a large partition, or in one that has lived long, than in a small new one?",
+        question="Does a claim cost more in a large partition, or in a long-lived one, than in a small new one?",
         columns=[
             "mode",
             "partition",
@@ -177,8 +177,8 @@ def _report(rows: list[list[str | float | None]], counts: tuple[int, ...]) -> Re
         ],
         rows=rows,
         notes=[
-            f"claims of {BATCH_SIZE} samples by one client, one after the other, {_CLAIMS_A_REPEAT} a repeat",
-            "the first claim of a task, which sets it up, is not in p50 and p99; of the first ones the median is shown",
+            f"claims of {BATCH_SIZE} samples by one client, one at a time, {_CLAIMS_A_REPEAT} per repeat",
+            "p50 and p99 leave out the first claim of a task, which creates it; its median is shown separately",
         ],
         aims=[
             Aim(

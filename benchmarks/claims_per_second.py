@@ -1,11 +1,10 @@
-"""How many batches a second can ranks claim, and at what cost, beside TransferQueue and a gRPC echo?
+"""How many batches per second can ranks claim, and at what cost, compared with TransferQueue and a gRPC echo?
 
-The ranks are tasks of one or several client processes, each with one `tq.AsyncClient`; each asks for its batches one
-after the other, all ranks at the same time, one by one or in ranges. Claims that are under way together share a stream;
-the case "alone" makes each by itself. The echo gets as many calls as there are batches,
-with messages of the sizes of one claim; it knows no protobuf and keeps no state. TransferQueue gets the same load from
-a process of its own, with fewer claims: its claims cost what the partition holds, and become cheaper as it is consumed,
-so that they are measured when half of it is.
+The ranks are tasks of one or several client processes, each with one `tq.AsyncClient`. All ranks claim concurrently;
+each claims one batch after another, singly or in ranges. Concurrent claims share a stream; in the case "alone" each is
+a separate call. The echo gets one call per batch, with messages of the sizes of one claim; it uses no protobuf and
+keeps no state. TransferQueue gets the same load from a separate process, with fewer claims. Its claims cost time in
+proportion to the partition and get cheaper as it is consumed, so they are measured when half of it is consumed.
 """
 
 from __future__ import annotations
@@ -44,12 +43,12 @@ _START_SECONDS = 0.2
 _CLAIM, _ALONE, _ECHO, _PEER = "claim", "alone", "echo", "TransferQueue"
 
 Call = Callable[[int, int], Awaitable[int]]
-"""Makes the call of a rank for its batches from an index on; returns of how many batches it was."""
+"""Makes a rank's call for its batches from an index on; returns the number of batches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clients:
-    """Client processes, the ranks in each, and for how many batches each call asks."""
+    """Client processes, the ranks in each, and the number of batches per call."""
 
     process_count: int
     rank_count: int
@@ -84,7 +83,7 @@ CLIENTS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """What a client process is to do from a moment of the monotonic clock on: calls of its ranks."""
+    """Work for a client process from a time of the monotonic clock on: calls of its ranks."""
 
     case: str
     clients: Clients
@@ -96,7 +95,7 @@ class Order:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What one process, or several, did: batches, and the processor time of clients and server in seconds."""
+    """Results of one or several processes: batches, and the processor seconds of clients and server."""
 
     batch_count: int
     client_seconds: float
@@ -105,12 +104,12 @@ class Outcome:
 
     @property
     def rate(self) -> float:
-        """Batches a second."""
+        """Batches per second."""
         return self.batch_count / self.seconds
 
 
 def _serve_orders(orders: Connection, address: str, echo_address: str) -> None:
-    """Carry out orders until there are no more: the program of a client process."""
+    """Carry out orders until they end: the program of a client process."""
     run_async(_carry_out_all(orders, address, echo_address))
 
 
@@ -164,7 +163,7 @@ async def _carry_out(order: Order, call: Call) -> Outcome:
 
 @contextmanager
 def _client_processes(count: int, address: str, echo_address: str) -> Iterator[list[Connection]]:
-    """Run so many client processes, which are connected; yield where orders go."""
+    """Run connected client processes; yield the connections for orders."""
     spawn = multiprocessing.get_context("spawn")
     with ExitStack() as stack:
         ends = []
@@ -205,7 +204,7 @@ def _measure(case: str, clients: Clients, ends: Sequence[Connection], server: ps
 
 
 def _ask_peer(transfer_queue: Peer, rank_count: int) -> Outcome:
-    """Have TransferQueue's client claim; nothing else happens meanwhile."""
+    """Let TransferQueue's client claim while nothing else runs."""
     seconds = transfer_queue.ask(
         "claims",
         partition_id="claims",
@@ -276,7 +275,7 @@ def _report(rows: list[list[Cell]], transfer_queue: Peer) -> Report:
     of_range = by_clients[Clients(process_count=1, rank_count=1, batch_count=RANGES)]
     return Report(
         name="claims_per_second",
-        question="How many batches a second can ranks claim, and at what cost, beside TransferQueue and a gRPC echo?",
+        question="How many batches per second can ranks claim, and at what cost?",
         columns=[
             "processes of ranks",
             "claims/s",
@@ -295,11 +294,11 @@ def _report(rows: list[list[Cell]], transfer_queue: Peer) -> Report:
         rows=rows,
         notes=[
             f"{SAMPLE_COUNT:,} samples, batches of {BATCH_SIZE}; each process has one tq.AsyncClient",
-            "a claim is one batch of one rank; in ranges, one call claims several; the echo has a call for each",
-            "claims that are under way together in a process share a stream; alone: each is a call by itself",
-            "µs are processor time of all threads, for each batch",
+            "a claim is one batch of one rank; in ranges, one call claims several; the echo gets one call for each",
+            "concurrent claims of a process share a stream; alone: each is a separate call",
+            "µs are processor time of all threads per batch",
             f"the echo's request has {_ECHO_SIZES[0]} bytes, its answer {_ECHO_SIZES[1]}",
-            "TransferQueue: when half of the samples are consumed; before that its claims are dearer, later cheaper",
+            "TransferQueue: when half of the samples are consumed; earlier claims cost more, later ones less",
             *transfer_queue.notes,
         ],
         aims=[

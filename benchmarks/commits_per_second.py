@@ -1,9 +1,9 @@
-"""How many single samples a second can many small workers commit, and at what cost, compared with calls of an echo?
+"""How many single samples per second can many small workers commit, and at what cost, compared with calls of an echo?
 
-The workers are tasks of one or several client processes, each with one client; each puts one sample after the other.
-Puts that wait at the same moment in one process are sent as one; with `gathers_puts=False` each is a call of its own.
-An insert names a sample by its key and gives it custom_meta, without data: what a rollout worker does that announces a
-prompt. The service is one process, and for one case a controller and a storage service.
+The workers are tasks of one or several client processes, each with one client; each puts one sample after another.
+Concurrent puts of one process are sent together; with `gathers_puts=False` each is a separate call. An insert names a
+sample by its key and gives it custom_meta, without data, as a rollout worker does to announce a prompt. The service is
+one process or, for one case, a controller and a storage service.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from benchmarks.report import Cell, Plot, Report
 from tq_service.testing import ServiceProcess
 
 CLIENTS = ((1, 1), (1, 64), (1, 256), (8, 8), (64, 1))
-"""Client processes, and tasks of each."""
+"""Client processes, and tasks in each."""
 
 _SECONDS, _QUICK_SECONDS, _START_SECONDS = 1.0, 0.2, 0.2
 _ECHO_SIZES = (190, 140)
@@ -44,13 +44,13 @@ Call = Callable[[], Awaitable[object]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Servers:
-    """What is called: addresses, and the processes that answer each case.
+    """The called servers: addresses, and the processes that answer each case.
 
     Attributes:
-        service: the service as one process.
-        controller: of the service that has a storage service elsewhere.
-        echo: the echo.
-        processes: by case.
+        service: address of the service as one process.
+        controller: address of the controller with a separate storage service.
+        echo: address of the echo.
+        processes: server processes by case.
     """
 
     service: str
@@ -61,7 +61,7 @@ class Servers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """What client processes are to do: one case, with some tasks each, between two moments of the monotonic clock."""
+    """Work for client processes: one case with a number of tasks each, between two times of the monotonic clock."""
 
     case: str
     task_count: int
@@ -72,7 +72,7 @@ class Order:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What one process, or several, did: calls, and the processor time of clients and server in seconds."""
+    """Results of one or several processes: calls, and the processor seconds of clients and server."""
 
     call_count: int
     client_seconds: float
@@ -81,12 +81,12 @@ class Outcome:
 
     @property
     def rate(self) -> float:
-        """Calls a second."""
+        """Calls per second."""
         return self.call_count / self.seconds
 
 
 def _serve_orders(orders: Connection, address: str, controller: str, echo_address: str) -> None:
-    """Carry out orders until there are no more: the program of a client process."""
+    """Carry out orders until they end: the program of a client process."""
     run_async(_carry_out_all(orders, address, controller, echo_address))
 
 
@@ -133,7 +133,7 @@ async def _carry_out(order: Order, call: Call) -> Outcome:
 
 @contextmanager
 def _client_processes(count: int, servers: Servers) -> Iterator[list[Connection]]:
-    """Run so many client processes, which are connected; yield where orders go."""
+    """Run connected client processes; yield the connections for orders."""
     spawn = multiprocessing.get_context("spawn")
     with ExitStack() as stack:
         ends = []
@@ -180,7 +180,7 @@ def _measure(
 
 @contextmanager
 def _servers() -> Iterator[Servers]:
-    """Run what is called."""
+    """Run the servers."""
     with (
         ServiceProcess() as service,
         ServiceProcess("--role", "controller") as controller,
@@ -224,7 +224,7 @@ def run(options: Options) -> Report:
         rows = list(_rows(options, servers))
     return Report(
         name="commits_per_second",
-        question="How many single samples a second can many small workers commit, compared with calls of an echo?",
+        question="How many single samples per second can many small workers commit, compared with calls of an echo?",
         columns=[
             "processes of tasks",
             *(f"{case}, 1/s" for case in _CASES),
@@ -234,9 +234,9 @@ def run(options: Options) -> Report:
         ],
         rows=rows,
         notes=[
-            "one int64 a put; an insert has a key and one number of custom_meta; each process has one tq.AsyncClient",
-            "puts that wait at the same moment in a process are sent as one, inserts too; those by themselves are not",
-            "two services: a controller and a storage service, each a process",
+            "one int64 per put; an insert has a key and one number of custom_meta; each process has one tq.AsyncClient",
+            "concurrent puts of a process are sent together, and so are inserts; the separate ones are not",
+            "two services: a controller and a storage service, each in a separate process",
             "µs are processor time of all threads and servers of a case, per call",
             f"the echo's request has {_ECHO_SIZES[0]} bytes, its answer {_ECHO_SIZES[1]}",
         ],

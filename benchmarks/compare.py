@@ -1,22 +1,23 @@
 """Is this tree slower than the one before? Many short runs of both in turn, and of the one before against itself.
 
-    python -m benchmarks.compare HEAD~3          # this tree, as it lies there, against that commit
+    python -m benchmarks.compare HEAD~3          # this tree, with uncommitted changes, against that commit
 
-Three trees are laid beside each other: the commit, the commit once more as control, and this tree. A round starts each
-again, client and services in processes of their own, and lets each make every load for a second or so; order of loads
-and, for each load, of trees is drawn again. So what disturbs the machine, or one process by chance, disturbs all alike.
+Three trees are compared: the commit, the same commit as control, and this tree. Each round restarts all of them, with
+client and services in separate processes, and lets each make every load for about a second. The order of loads and, for
+each load, of trees is random. So a disturbance of the machine, or of one process by chance, affects all alike.
 
 For each figure the ratio of new to base is taken round by round (of speeds: above 1 is faster), then its median and
-the 95 % interval of the median, and the same for control to base, which should be 1. The interval is made of order
-statistics, so nothing is assumed of how the ratios are spread: Le Boudec, Performance Evaluation of Computer and
-Communication Systems (2010), theorem 2.1. The outcome is
+the 95 % interval of the median, and the same for control to base, which should be 1. The interval uses order
+statistics,
+so it does not depend on the distribution of the ratios: Le Boudec, Performance Evaluation of Computer and Communication
+Systems (2010), theorem 2.1. The outcome is
 
     worse        the interval of new / base lies below 0.97, and that of control / base does not
-    no worse     the interval of new / base begins at 0.97 or above, and that of control / base does not lie outside
-                 of 0.97 to 1 / 0.97, where the measurement itself would be off
-    unresolved   else: more pairs, or a quieter machine, may tell
+    no worse     the interval of new / base begins at 0.97 or above, and that of control / base is not entirely
+                 outside 0.97 to 1 / 0.97, which would mean a faulty measurement
+    unresolved   otherwise: more pairs, or a quieter machine, may resolve it
 
-The exit code is 1 where a figure is worse.
+The exit code is 1 if a figure is worse.
 """
 
 from __future__ import annotations
@@ -54,13 +55,13 @@ Outcome = Literal["worse", "no worse", "unresolved"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """What is compared.
+    """A compared figure.
 
     Attributes:
-        name: as `--figures` takes it.
-        what: with its unit, for the table.
+        name: its name for `--figures`.
+        what: description with its unit, for the table.
         load: the method of `compare_program` that measures it, perhaps with others.
-        more_is_better: False: less is.
+        more_is_better: False: less is better.
     """
 
     name: str
@@ -95,7 +96,7 @@ Round = Mapping[str, Mapping[str, float]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MedianRatio:
-    """The median of ratios of speeds, and its 95 % interval; from 0 to infinity where there are too few ratios."""
+    """The median of ratios of speeds, and its 95 % interval, which is 0 to infinity with too few ratios."""
 
     median: float
     low: float
@@ -104,13 +105,13 @@ class MedianRatio:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """One figure.
+    """The comparison of one figure.
 
     Attributes:
-        figure: which.
-        values: in each round, for each tree.
-        new: the speed of this tree, of the base's.
-        control: the base's speed, of its own.
+        figure: the figure.
+        values: its values by tree, for each round.
+        new: this tree's speed relative to the base.
+        control: the control's speed relative to the base.
     """
 
     figure: Figure
@@ -130,8 +131,8 @@ class Comparison:
 def median_with_interval(ratios: Sequence[float]) -> MedianRatio:
     """Return the median and its interval: the k-th smallest and the k-th largest value.
 
-    How many of n values lie below the median is a matter of n throws of a coin; k is the largest for which fewer than
-    k heads, or fewer than k tails, come with at most 5 %. Of less than 6 values there is no such k.
+    The number of n values below the median is distributed like heads in n coin throws. k is the largest number with a
+    probability of at most 5 % for fewer than k heads, or fewer than k tails. It exists only for 6 or more values.
     """
     ordered, count, k, tail = sorted(ratios), len(ratios), 0, 0.0
     while 2 * (tail := tail + math.comb(count, k) / 2**count) <= _UNCERTAINTY:
@@ -141,7 +142,7 @@ def median_with_interval(ratios: Sequence[float]) -> MedianRatio:
 
 
 def compare(figure: Figure, rounds: Iterable[Round]) -> Comparison:
-    """Return what the rounds say of a figure."""
+    """Return the comparison of a figure over all rounds."""
     values = {tree: [one[tree][figure.name] for one in rounds] for tree in TREES}
 
     def ratio(tree: str) -> MedianRatio:
@@ -152,16 +153,16 @@ def compare(figure: Figure, rounds: Iterable[Round]) -> Comparison:
 
 
 def lay_out(base: str, directory: Path) -> dict[str, Path]:
-    """Write the trees below a directory: each has its own package, and this one's benchmarks.
+    """Write the trees below a directory: each has its own package, and this tree's benchmarks.
 
     Raises:
-        RuntimeError: git knows no such commit, or it has no package.
+        RuntimeError: git does not know the commit, or the commit lacks the package.
     """
     archive = subprocess.run(
         ["git", "archive", "--format=zip", base, "tq_service"], cwd=ROOT, capture_output=True, check=False
     )
     if archive.returncode:
-        raise RuntimeError(f"git has no package at {base!r}: {archive.stderr.decode().strip()}")
+        raise RuntimeError(f"git could not find the package at {base!r}: {archive.stderr.decode().strip()}")
     trees = {tree: directory / tree for tree in TREES}
     unwanted = shutil.ignore_patterns("__pycache__", "results")
     for tree, path in trees.items():
@@ -174,7 +175,7 @@ def lay_out(base: str, directory: Path) -> dict[str, Path]:
 
 
 def measure_round(trees: Mapping[str, Path], loads: Sequence[str], seconds: float, rng: random.Random) -> Round:
-    """Start every tree, let each make every load once, stop them."""
+    """Start every tree, let each make every load once, and stop them."""
     found: dict[str, dict[str, float]] = {tree: {} for tree in trees}
     with ExitStack() as stack:
         programs = {
@@ -229,13 +230,13 @@ def to_text(comparisons: Sequence[Comparison], base: str, pairs: int, seconds: f
         notes=[
             f"{pairs} pairs of runs of {seconds:g} s; ratios of speeds: above 1 is faster",
             f"worse: the interval lies below {LEAST_RATIO}, and the control's does not; "
-            f"no worse: it begins at {LEAST_RATIO} or above; else unresolved",
+            f"no worse: it begins at {LEAST_RATIO} or above; otherwise unresolved",
         ],
     ).to_text()
 
 
 def to_json(comparisons: Sequence[Comparison], base: str, pairs: int, seconds: float) -> str:
-    """Return all that was measured as a JSON object."""
+    """Return all measurements as a JSON object."""
 
     def bounds(ratio: MedianRatio) -> dict[str, float | None]:
         return {name: value if math.isfinite(value) else None for name, value in asdict(ratio).items()}
@@ -256,16 +257,18 @@ def to_json(comparisons: Sequence[Comparison], base: str, pairs: int, seconds: f
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Compare, print, and return 1 where a figure is worse."""
+    """Compare, print, and return 1 if a figure is worse."""
     names = [figure.name for figure in FIGURES]
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.compare", description=(__doc__ or "").split("\n", maxsplit=1)[0]
     )
-    parser.add_argument("base", metavar="COMMIT", help="what this tree is compared with")
+    parser.add_argument("base", metavar="COMMIT", help="commit to compare this tree with")
     parser.add_argument("--figures", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
-    parser.add_argument("--pairs", type=int, default=_PAIRS, help=f"rounds; less than {_PAIRS} show little")
-    parser.add_argument("--seconds", type=float, default=_SECONDS, help="of each load of each tree in each round")
-    parser.add_argument("--seed", type=int, default=0, help="of the order")
+    parser.add_argument("--pairs", type=int, default=_PAIRS, help=f"rounds; fewer than {_PAIRS} show little")
+    parser.add_argument(
+        "--seconds", type=float, default=_SECONDS, help="seconds of each load of each tree in each round"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the order")
     parser.add_argument("--json", action="store_true", help="print JSON with all values instead of a table")
     given = parser.parse_args(arguments)
     if given.pairs < 1:

@@ -1,7 +1,7 @@
-"""What `compare` runs in each tree: services of that tree, and the loads on them, as answers to commands.
+"""The program that `compare` runs in each tree: services of that tree, and the loads on them, as answers to commands.
 
-The loads are those of the other benchmarks, in units of a tenth of a second or so, and use what clients of every tree
-have: `tq.Client` and `tq.AsyncClient`. A unit returns its figures; a run returns their medians.
+The loads are those of the other benchmarks, in units of about a tenth of a second. They use only interfaces that every
+tree has: `tq.Client` and `tq.AsyncClient`. A unit returns its figures; a run returns their medians.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Unit = Callable[[], dict[str, float]]
 
 
 class _Loads:
-    """Each method starts what its load needs, imports torch only if it needs that, and returns the unit to repeat."""
+    """Each method starts the services for its load, imports torch only if needed, and returns the unit to repeat."""
 
     def __init__(self, stack: ExitStack) -> None:
         try:
@@ -51,7 +51,7 @@ class _Loads:
         self._units: dict[str, Unit] = {}
 
     def prepare(self, loads: Sequence[str]) -> str:
-        """Start what the loads need; return the directory of the package that is measured."""
+        """Start the services for the loads; return the directory of the measured package."""
         for load in loads:
             self._units[load] = getattr(self, load)()
         return checked_package()
@@ -66,7 +66,7 @@ class _Loads:
         return {name: median([one[name] for one in found]) for name in found[0]}
 
     def _address(self, kind: str) -> str:
-        """Return where a service of this kind listens; loads share it."""
+        """Return the address of a service of this kind, which loads share."""
         if kind not in self._addresses:
             flags = [*_FLAGS[kind]]
             if kind == "process":
@@ -103,7 +103,7 @@ class _Loads:
         }
 
     def wake_up(self) -> Unit:
-        """Milliseconds from a put until the rank that waits for it has its batch."""
+        """Milliseconds from a put until the waiting rank has its batch."""
         wake_up = WakeUp(self._async_client("wire"), self._async_client("wire"), 1, _WAITS)
         return lambda: {"wake_up": 1e3 * median(self._runner.run(wake_up()))}
 
@@ -113,11 +113,11 @@ class _Loads:
         return lambda: {"insert": self._runner.run(put_rate(client, LARGE_COUNT // _PART, 1, with_keys=True))}
 
     def small(self) -> Unit:
-        """Puts and gets of 4 KiB over the wire, one after the other."""
+        """Consecutive puts and gets of 4 KiB over the network."""
         return self._round_trips("small", _SMALL_BYTES, 1.0)
 
     def remote(self) -> Unit:
-        """Puts of 4 KiB to a storage service in another process than the controller, by 1 and by 8 producers."""
+        """Puts of 4 KiB to a storage service in a different process from the controller, by 1 and by 8 producers."""
         started = ServiceProcess("--role", "controller", command=_SERVICE)
         controller = self._stack.enter_context(started).address
         flags = ("--role", "storage", "--controller", controller, *_FLAGS["wire"])
@@ -139,7 +139,7 @@ class _Loads:
         return lambda: {"put_remote": self._runner.run(rate(1)), "put_remote_by_8": self._runner.run(rate(8))}
 
     def large(self) -> Unit:
-        """GB/s of puts and gets of 64 MiB over the wire."""
+        """GB/s of puts and gets of 64 MiB over the network."""
         return self._round_trips("large", _LARGE_BYTES, _LARGE_BYTES / 1e9)
 
     def _round_trips(self, name: str, size: int, amount: float) -> Unit:
@@ -154,7 +154,7 @@ class _Loads:
         return unit
 
     def jagged(self) -> Unit:
-        """GB/s of puts and gets of 16 MiB in rows of 2 to 6 KiB over the wire."""
+        """GB/s of puts and gets of 16 MiB in rows of 2 to 6 KiB over the network."""
         from benchmarks.round_trips import JAGGED_BYTES, RoundTrips, jagged
 
         trip = RoundTrips(self._sync_client("wire"), jagged())
@@ -184,12 +184,12 @@ class _Loads:
         return unit
 
     def durable_claims(self) -> Unit:
-        """Claims of queue workers that outlive the process, each of them a change of its own."""
+        """Claims of queue workers that survive the process, each a separate change."""
         load = self._durability_load("process")
         return lambda: {"claims_durable": self._runner.run(load.queue_claims())}
 
     def durable_puts(self) -> Unit:
-        """Puts of one sample, and GB/s of puts of 16 MiB, that outlive the process."""
+        """Puts of one sample, and GB/s of puts of 16 MiB, that survive the process."""
         load = self._durability_load("process")
         return lambda: {
             "put_small_durable": self._runner.run(load.small_puts()),

@@ -1,6 +1,6 @@
-"""The service of the tree that this program lies in, for `compare`: it refuses to run another tree's.
+"""The service of the tree of this program, for `compare`: it refuses to run another tree's.
 
-The trees share one virtual environment, where the package is installed as well.
+The trees share one virtual environment, and the package is also installed there.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from benchmarks.harness import ROOT
 
 
 def checked_package() -> str:
-    """Return the directory of the package that was imported.
+    """Return the directory of the imported package.
 
     Raises:
-        RuntimeError: it is not of this tree.
+        RuntimeError: it is not this tree's package.
     """
     package = Path(tq_service.__file__).resolve().parent
     if package != ROOT / "tq_service":

@@ -1,9 +1,9 @@
-"""Which share of its time does a trainer rank wait for data when producers are fast enough?
+"""How much of its time does a trainer rank wait for data when producers are fast enough?
 
-One rank trains on batches of RL samples, jagged token columns beside dense ones and text, and each micro-batch takes a
-step of a fixed time, in which the CPU is free as while a GPU computes. The same steps are made with the micro-batches
-of the same partition in memory, which is the limit, and with a plain loop of `get_meta`, `get_data` and
-`split_micro_batches`, which is what the loader spares a trainer to write.
+One rank trains on batches of RL samples with jagged token columns, dense columns and text. Each micro-batch takes a
+step of a fixed time with the CPU free, as while a GPU computes. The same steps are made with the micro-batches of the
+same partition in memory, which is the limit. They are also made with a plain loop of `get_meta`, `get_data` and
+`split_micro_batches`, which a trainer would have to write without the loader.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _FIELDS = {
     "advantages": torch.float32,
 }
 _DATA_FIELDS = [*_FIELDS, "reward", "uid"]
-# Until the workers have started and the first batches are there, a trainer waits whatever the loader does.
+# A trainer always waits until the workers have started and the first batches have come.
 _WARM_UP_BATCHES = 1
 
 MicroBatches = Iterable[Any]
@@ -49,7 +49,7 @@ MicroBatches = Iterable[Any]
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What one pass over the partition took: seconds in all, seconds waited for micro-batches, and their number."""
+    """One pass over the partition: total seconds, seconds waited for micro-batches, and number of micro-batches."""
 
     seconds: float
     waited: float
@@ -62,7 +62,7 @@ class Run:
 
     @property
     def rate(self) -> float:
-        """Micro-batches a second."""
+        """Micro-batches per second."""
         return self.steps / self.seconds
 
 
@@ -79,7 +79,7 @@ def _columns(lengths: Any, first: int) -> dict[str, Any]:
 
 
 def _fill(client: tq.Client, batch_count: int) -> int:
-    """Put the samples in, and return the bytes of a batch."""
+    """Put the samples, and return the bytes of a batch."""
     lengths = lognormal_lengths(BATCH_SIZE * batch_count)
     for first in range(0, lengths.size, BATCH_SIZE):
         part = lengths[first : first + BATCH_SIZE]
@@ -108,7 +108,7 @@ def _claim(batch_size: int = BATCH_SIZE) -> dict[str, Any]:
 
 
 def _train(micro_batches: MicroBatches, step_seconds: float) -> Run:
-    """Make a step with each micro-batch, and count from the warm-up on."""
+    """Make a step with each micro-batch, and count after the warm-up."""
     per_batch = BATCH_SIZE // MICRO_BATCH_SIZE
     started = waited = 0.0
     steps = 0
@@ -128,7 +128,7 @@ def _train(micro_batches: MicroBatches, step_seconds: float) -> Run:
 
 
 def _plain_loop(client: tq.Client) -> Iterator[Any]:
-    """Claim, fetch and cut one batch after the other."""
+    """Claim, fetch and split one batch after another."""
     for batch_index in count():
         meta = client.get_meta(**_claim(), batch_index=batch_index)
         if meta.status == "end":
@@ -137,7 +137,7 @@ def _plain_loop(client: tq.Client) -> Iterator[Any]:
 
 
 class _Loader:
-    """A loader that goes through the partition again and again; workers stay alive as they do in training."""
+    """A loader that reads the partition repeatedly; its workers stay alive as in training."""
 
     def __init__(self, address: str, num_workers: int, prefetch_factor: int) -> None:
         self._loader = StreamingDataLoader(StreamingDataset(address, **_claim()), num_workers, prefetch_factor)
@@ -152,7 +152,7 @@ class _Loader:
 
 @contextmanager
 def _ways(address: str, client: tq.Client) -> Iterator[dict[str, Callable[[], MicroBatches]]]:
-    """Give the ways to get at micro-batches, each as a function that starts from the first one."""
+    """Yield the ways to get micro-batches, each as a function that starts at the first one."""
     in_memory = list(_plain_loop(client))
     loaders = {
         "loader, nothing ahead": _Loader(address, 0, 0),
@@ -208,14 +208,14 @@ def _report(rows: list[list[str | float | None]], waiting: dict[tuple[str, float
     names = list(dict.fromkeys(name for name, _ in waiting))
     return Report(
         name="data_loader",
-        question="Which share of its time does a trainer rank wait for data when producers are fast enough?",
+        question="How much of its time does a trainer rank wait for data when producers are fast enough?",
         columns=["step: how", "micro-batches/s", "of all in memory", "waiting, %", "wait for one, ms"],
         rows=rows,
         notes=[
             f"batches of {BATCH_SIZE} samples, {batch_bytes / 1e6:.1f} MB in {len(_FIELDS)} jagged columns, one dense "
             f"and one of text; micro-batches of {MICRO_BATCH_SIZE}, balanced by their tokens",
             "a step is a sleep; from the second batch on",
-            "0 ms: how fast they come at all",
+            "0 ms: the maximum rate",
         ],
         aims=[
             Aim(
@@ -231,7 +231,7 @@ def _report(rows: list[list[str | float | None]], waiting: dict[tuple[str, float
         plots=[
             Plot(
                 name="data_loader",
-                title="Share of the time that a trainer waits",
+                title="Share of a trainer's time spent waiting",
                 x_label="",
                 y_label="%",
                 bars=True,

@@ -1,4 +1,4 @@
-"""Draws the pictures of docs/balancing.md: `python -m benchmarks.draw_balancing`."""
+"""Draws the figures of docs/balancing.md: `python -m benchmarks.draw_balancing`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def draw_ranks(path: Path) -> None:
 
 
 def draw_packs(path: Path) -> None:
-    """Draw the fill of every pack, a row for each rank, steps apart."""
+    """Draw the fill of every pack, one row per rank, separated by step."""
     lengths = np.minimum(lognormal_lengths(_PACKED_SAMPLES, seed=3), CAP)
     names = ("next fit", "plan_packs", "plan_packs, uneven steps")
     figure, all_axes = _figure(len(names))

@@ -1,13 +1,15 @@
-"""What does it cost that nothing acknowledged is lost: of a process, of the machine, of one machine among several?
+"""How much does it cost not to lose acknowledged data: with a process, with the machine, with one of several machines?
 
-The same load on services that differ in what survives. Each is a controller and a storage service, two processes: in
-memory; the same once more as control; with data directories that survive the death of any process, or the machine's;
-with the controller's journal in three members of etcd; and with the storage service's puts a second time in an engine
-(`--mirror`), with 1 copy required, for each engine that is here, and with none required for one of them.
+The same load goes to services of different durability, each a controller and a storage service in two processes:
+- in memory, and the same once more as a control;
+- with data directories that survive the death of any process, or of the machine;
+- with the controller's journal in three members of etcd;
+- with a second copy of the storage service's puts in an object store (`--mirror`): with 1 required copy for each
+  available object store, and with none required for one of them.
 
-A round lets each service make each load for a moment; the order of loads, and of services within a load, is drawn each
-time. Of each figure the ratio to memory is taken round by round; the table has medians. Servers of etcd and of engines
-are on this machine, too: what is compared is work for its cores and disk, not networks.
+In a round each service makes each load for a moment; the order of loads, and of services within a load, is random each
+time. The ratio of each figure to memory is taken in each round; the table has medians. Servers of etcd and object
+stores are on this machine too: this compares the work for its cores and disk, not networks.
 
     python -m benchmarks.durability_cost
     python -m benchmarks.durability_cost --columns control mirror --engines valkey s3 --rounds 21
@@ -57,14 +59,14 @@ Rates = Mapping[str, Mapping[str, Sequence[float]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What is measured, and how much.
+    """The columns to measure, and for how long.
 
     Attributes:
         rounds: how often each service makes each load.
-        seconds: of each load of each service in each round, at least one unit of it.
-        columns: which of `COLUMNS` are compared with memory.
-        engines: which engines mirrors are in, names of `ENGINE_KEYS`.
-        quick: whether units are small and nothing is waited for in between.
+        seconds: duration of each load of each service in each round, at least one unit of it.
+        columns: the `COLUMNS` to compare with memory.
+        engines: the object stores of mirrors, names of `ENGINE_KEYS`.
+        quick: whether to use small units without waits between them.
     """
 
     rounds: int = _ROUNDS
@@ -96,7 +98,7 @@ def _cases(wire: Load, shared: Load, plan: Plan) -> dict[str, Rate]:
 
 @contextmanager
 def _without_shared_memory() -> Iterator[None]:
-    """Have clients reach services over the wire only, whose addresses they first use within the block."""
+    """Keep clients off shared memory, for addresses that they first use within the block."""
     before = os.environ.get(SWITCH_VARIABLE)
     os.environ[SWITCH_VARIABLE] = "off"
     try:
@@ -109,23 +111,23 @@ def _without_shared_memory() -> Iterator[None]:
 
 
 async def _wait_until_mirrored(storage: StorageServiceStub) -> None:
-    """Wait until a storage service owes its mirror nothing.
+    """Wait until the mirror has all bytes of a storage service.
 
     Raises:
-        UnavailableError: that takes too long.
+        UnavailableError: it takes too long.
     """
     end = time.monotonic() + _TIMEOUT_SECONDS
     while waiting := (await storage.Stat(StatRequest())).mirror.unmirrored_bytes:
         if time.monotonic() > end:
-            raise UnavailableError(f"{waiting} bytes are not in the mirror after {_TIMEOUT_SECONDS:g} s")
+            raise UnavailableError(f"{waiting} bytes are missing in the mirror after {_TIMEOUT_SECONDS:g} s")
         await asyncio.sleep(_LOOK_SECONDS / 10)
 
 
 async def _cases_of(service: Service, plan: Plan, stack: AsyncExitStack) -> dict[str, Rate]:
-    """Return the rates of a service by figure, over the wire and in shared memory by a client each."""
+    """Return the rates of a service by figure, with one client over the network and one in shared memory."""
     before_clear = None
     if service.is_mirrored_afterwards:
-        # A clear would spare the mirror what it has not written yet.
+        # A clear would spare the mirror the bytes that are not yet written.
         channel = await stack.enter_async_context(grpc.aio.insecure_channel(service.storage_address))
         before_clear = partial(_wait_until_mirrored, StorageServiceStub(channel))
 
@@ -141,7 +143,7 @@ async def _cases_of(service: Service, plan: Plan, stack: AsyncExitStack) -> dict
 
 
 async def _turn(unit: Rate, seconds: float) -> float:
-    """Return the rate over units of a load, one after the other for so many seconds, at least one."""
+    """Return the rate over consecutive units of a load within some seconds, at least one unit."""
     end, inverse = time.perf_counter() + seconds, [1 / await unit()]
     while time.perf_counter() < end:
         inverse.append(1 / await unit())
@@ -149,7 +151,7 @@ async def _turn(unit: Rate, seconds: float) -> float:
 
 
 def _busy_seconds() -> float:
-    """Return the time on processors of all processes that this one has started."""
+    """Return the processor time of all processes that this one has started."""
     seconds = 0.0
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):
@@ -159,9 +161,9 @@ def _busy_seconds() -> float:
 
 
 async def _wait_until_idle() -> None:
-    """Wait until what the last service, its engine or etcd still had to do is done: the next one must not pay for it.
+    """Wait until the last service, its object store and etcd have finished: their work would slow down the next one.
 
-    It takes a second and a half at most.
+    It takes 1.5 seconds at most.
     """
     before = _busy_seconds()
     for _ in range(_MOST_LOOKS):
@@ -176,8 +178,8 @@ class _Rounds:
     """Measures services in rounds.
 
     Attributes:
-        rates: of each figure and column, one a round.
-        failed: why columns were left out after they had begun.
+        rates: for each figure and column, one per round.
+        failed: reasons why columns were left out after they had started.
     """
 
     def __init__(self, of_column: Mapping[str, Mapping[str, Rate]], plan: Plan) -> None:
@@ -191,7 +193,7 @@ class _Rounds:
         self.failed: list[str] = []
 
     async def run(self) -> None:
-        """Measure, after one round of one unit each that does not count."""
+        """Measure, after a round of one unit each that does not count."""
         if not self._plan.quick:
             await self._round(0.0, is_counted=False)
         started = time.monotonic()
@@ -214,10 +216,10 @@ class _Rounds:
                         self.rates[figure][column].append(rate)
 
     def _leave_out(self, column: str, figure: str, error: TqError) -> None:
-        """Go on without a column, so that the others are not lost with it."""
+        """Continue without a column, which keeps the results of the others."""
         if column == MEMORY:
             raise error
-        reason = f"{column}: left out, since it failed ({figure}): {error}"
+        reason = f"{column}: left out because it failed ({figure}): {error}"
         print(reason, file=sys.stderr, flush=True)
         self.failed.append(reason)
         del self._of_column[column]
@@ -255,22 +257,22 @@ def _report(all_rates: Rates, plan: Plan, missing: Sequence[str]) -> Report:
     ]
     return Report(
         name="durability_cost",
-        question="What does it cost that nothing acknowledged is lost, beside a service that keeps it in memory?",
+        question="How much does it cost not to lose acknowledged data, compared with a service in memory?",
         columns=["what", MEMORY, *(f"{column} / {MEMORY}" for column in columns)],
         rows=rows,
         notes=[
             f"{plan.rounds} rounds of {plan.seconds:g} s for each figure and column; median ratios of the same round; "
             f"{CONTROL} is a second service in memory",
-            "each column is a controller and a storage service, and has one client process with one event loop in "
-            "common with the others; servers of etcd and of engines are on the same machine",
+            "each column is a controller and a storage service; all share one client process with one event loop; "
+            "servers of etcd and of object stores are on the same machine",
             "process, disk: data directories of both, on the disk of the directory for temporary files; etcd: the "
-            "controller's journal in three members, bytes in memory; mirrors: state and bytes in memory, bytes a "
-            "second time in the engine, 1 copy required where nothing else is said",
-            "the files of mirror: file are synced; Valkey has a replica, which is not waited for; S3 is SeaweedFS; "
+            "controller's journal in three members, bytes in memory; mirrors: state and bytes in memory, a "
+            "second copy of the bytes in the object store, 1 copy required unless stated",
+            "the files of mirror: file are synced; Valkey has a replica, but writes do not wait; S3 is SeaweedFS; "
             "Mooncake is over TCP",
-            f"batches of {BATCH_SIZE}; small puts of {SMALL_ROW_BYTES} B a sample; GB are 10^9 bytes; while producers "
-            "put: one put of all samples of a batch_index for each",
-            "0 required: the rate while producers put; what the mirror does after the last put is not in it",
+            f"batches of {BATCH_SIZE}; small puts of {SMALL_ROW_BYTES} B per sample; GB are 10^9 bytes; while "
+            "producers put: one put of all samples of a batch_index for each",
+            "0 required: the rate while producers put, without the mirror's work after the last put",
             *missing,
             *filter(None, (_intervals(figure, rates) for figure, rates in all_rates.items())),
         ],
@@ -282,7 +284,7 @@ def _report(all_rates: Rates, plan: Plan, missing: Sequence[str]) -> Report:
         plots=[
             Plot(
                 name="durability_cost",
-                title="What is left with durability",
+                title="Share of the rate with durability",
                 x_label="",
                 y_label="of the rate in memory",
                 bars=True,
@@ -293,7 +295,7 @@ def _report(all_rates: Rates, plan: Plan, missing: Sequence[str]) -> Report:
 
 
 def measure(plan: Plan) -> Report:
-    """Start what is compared, measure it, and stop it."""
+    """Start the compared services, measure them, and stop them."""
     with ExitStack() as stack:
         services = Services(stack, plan.columns, plan.engines)
         rates, failed = run_async(_measure(services.running, plan))
@@ -313,12 +315,14 @@ def _plan(options: Options, given: argparse.Namespace | None = None) -> Plan:
 
 
 def main() -> int:
-    """Measure the columns that are chosen."""
+    """Measure the chosen columns."""
     parser = command_line(run)
     parser.set_defaults(repeats=_ROUNDS)
     parser.add_argument("--rounds", dest="repeats", type=int, help="the same as --repeats; 6 or more for intervals")
-    parser.add_argument("--seconds", type=float, default=_SECONDS, help="of each figure of each column in each round")
-    parser.add_argument("--columns", nargs="+", choices=COLUMNS, default=COLUMNS, help="what is beside memory")
+    parser.add_argument(
+        "--seconds", type=float, default=_SECONDS, help="seconds of each figure of each column in each round"
+    )
+    parser.add_argument("--columns", nargs="+", choices=COLUMNS, default=COLUMNS, help="columns to compare with memory")
     parser.add_argument(
         "--engines", nargs="+", choices=tuple(ENGINE_KEYS), default=tuple(ENGINE_KEYS), help="of mirrors"
     )

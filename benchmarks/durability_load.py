@@ -1,4 +1,4 @@
-"""The same load on services that differ in what survives: claims, small puts and large ones, as rates."""
+"""The same load on services of different durability: claims, small puts and large ones, as rates."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ Rate = Callable[[], Awaitable[float]]
 
 
 class Load:
-    """The ways to make the same load on one service; each returns a rate.
+    """The kinds of load on one service; each returns a rate.
 
     Args:
-        client: of the service.
-        part: by how much less than everything is done.
-        tensor_bytes: of a large put.
-        large_puts_each: large puts of a producer, one after the other.
-        before_clear: awaited once the time is taken, before what was put is cleared.
+        client: client of the service.
+        part: divisor of the number of calls.
+        tensor_bytes: size of a large put.
+        large_puts_each: consecutive large puts of each producer.
+        before_clear: awaited after timing, before the data is cleared.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Load:
         self._before_clear = before_clear
 
     async def start(self) -> None:
-        """Put what is claimed."""
+        """Put the samples for claims."""
         await self._client.put({"x": np.arange(_SAMPLE_COUNT)}, partition_id="claims")
 
     async def _clear(self, partition_id: str) -> None:
@@ -72,7 +72,7 @@ class Load:
             raise RuntimeError(f"got {meta.size} samples, expected {BATCH_SIZE}")
 
     async def ranked_claims(self) -> float:
-        """Claims a second of ranks, from samples that are there."""
+        """Claims per second by ranks, of stored samples."""
         task, count = f"task-{next(self._numbers)}", _CLAIM_COUNT // RANK_COUNT // self._part
 
         async def consume(rank: int) -> None:
@@ -82,7 +82,7 @@ class Load:
         return await _rate(map(consume, range(RANK_COUNT)), count * RANK_COUNT)
 
     async def queue_claims(self) -> float:
-        """Claims a second of queue workers, each of which is a change of its own."""
+        """Claims per second by queue workers, each a separate change."""
         task, count = f"task-{next(self._numbers)}", _CLAIM_COUNT // RANK_COUNT // self._part
 
         async def consume(_worker: int) -> None:
@@ -94,7 +94,7 @@ class Load:
         return await _rate(map(consume, range(RANK_COUNT)), count * RANK_COUNT)
 
     async def steps(self) -> float:
-        """Claims a second while producers put what is claimed, one put for each batch of all ranks."""
+        """Claims per second while producers put the claimed samples, one put for each batch of all ranks."""
         partition_id, count = f"steps-{next(self._numbers)}", _STEP_COUNT // self._part
         data = {"x": np.zeros((RANK_COUNT * BATCH_SIZE, SMALL_ROW_BYTES // 8))}
 
@@ -112,7 +112,7 @@ class Load:
         return rate
 
     async def small_puts(self) -> float:
-        """Puts a second of one sample each."""
+        """Puts per second of one sample each."""
         partition_id, count = f"small-{next(self._numbers)}", _SMALL_PUT_COUNT // PRODUCER_COUNT // self._part
         data = {"x": np.zeros((1, SMALL_ROW_BYTES // 8))}
 
@@ -125,7 +125,7 @@ class Load:
         return rate
 
     async def large_puts(self) -> float:
-        """GB/s of producers that put tensors; what was there before was cleared."""
+        """GB/s of producers that put tensors; earlier ones were cleared."""
         count = PRODUCER_COUNT // self._part
 
         async def produce(_producer: int) -> None:
@@ -140,12 +140,12 @@ class Load:
 
 @cache
 def _tensor(size_bytes: int) -> np.ndarray[Any, Any]:
-    """Return rows of random numbers, the same ones for all loads of a process."""
+    """Return rows of random numbers, the same for all loads of a process."""
     return np.random.default_rng(17).random((_TENSOR_ROW_COUNT, size_bytes // _TENSOR_ROW_COUNT // 8))
 
 
 async def _rate(work: Iterable[Awaitable[None]], amount: float) -> float:
-    """Return the amount a second; all of the work has ended, also where some of it raises."""
+    """Return the amount per second; all work has ended, even if some of it raises."""
     started = time.perf_counter()
     for error in await asyncio.gather(*work, return_exceptions=True):
         if error is not None:

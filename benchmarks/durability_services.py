@@ -1,8 +1,7 @@
-"""The services that `durability_cost` compares: a controller and a storage service each; what survives differs."""
+"""The services that `durability_cost` compares: a controller and a storage service each, with different durability."""
 
 from __future__ import annotations
 
-import random
 import tempfile
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
@@ -22,23 +21,23 @@ ETCD: Final = "etcd"
 MIRROR: Final = "mirror"
 BACKGROUND: Final = "background"
 COLUMNS: Final = (CONTROL, *DURABILITIES, ETCD, MIRROR, BACKGROUND)
-"""What is measured beside memory: `mirror` is a column for each engine, `background` one for one engine."""
+"""Columns to compare with memory: `mirror` is a column per object store, `background` one for one object store."""
 
 ENGINE_KEYS: Final = {"file": "file", "valkey": "valkey", "s3": "s3_seaweedfs", "mooncake": "mooncake"}
-"""Engines by the name that a user gives, and their names in the contract suite."""
+"""Object stores by the name that a user gives, and their names in the contract suite."""
 
-_BACKGROUND_ENGINE: Final = "valkey"  # else the first that is here
+_BACKGROUND_ENGINE: Final = "valkey"  # if unavailable, the first available one
 _MAX_BYTES: Final = "4GiB"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Service:
-    """One of those that are compared.
+    """One of the compared services.
 
     Attributes:
         column: heading of its column.
-        address: of its controller.
-        storage_address: of its storage service.
+        address: address of its controller.
+        storage_address: address of its storage service.
         is_mirrored_afterwards: whether puts are complete before their copies are made.
     """
 
@@ -49,11 +48,11 @@ class Service:
 
 
 class Services:
-    """Starts what is compared, which ends with the stack.
+    """Starts the compared services, which end with the stack.
 
     Attributes:
-        running: what runs, memory first.
-        missing: why each of the others is not here.
+        running: the running services, memory first.
+        missing: for each of the others, the reason why it is unavailable.
     """
 
     def __init__(self, stack: ExitStack, columns: Collection[str], engines: Sequence[str]) -> None:
@@ -80,7 +79,7 @@ class Services:
         storage: Sequence[str] = (),
         is_mirrored_afterwards: bool = False,
     ) -> None:
-        """Start a controller and a storage service, with further flags for each."""
+        """Start a controller and a storage service with additional flags for each."""
         number = len(self.running)
         common = ["--internal-secret-file", str(self._directory / f"secret-{number}"), "--grace-seconds", "2"]
         leading = self._stack.enter_context(ServiceProcess("--role", "controller", *common, *controller))
@@ -103,10 +102,10 @@ class Services:
         self._start(durability, controller=controller, storage=storage)
 
     def _start_on_etcd(self) -> None:
-        """Start a service whose journal is in three members of etcd; bytes are in memory."""
+        """Start a service with its journal in three members of etcd; bytes are in memory."""
         directory = self._directory / "etcd"
         directory.mkdir()
-        ports = free_ports(6, random.Random())
+        ports = free_ports(6)
         try:
             members = etcd_members(list(zip(ports[:3], ports[3:], strict=True)), directory)
         except FileNotFoundError as reason:
@@ -120,7 +119,7 @@ class Services:
         self._start(ETCD, controller=("--journal", journal, "--cluster", "bench", "--data-dir", data_dir))
 
     def _start_mirrored(self, columns: Collection[str], engines: Sequence[str]) -> None:
-        """Start a service for each engine that is here; state of the controllers is in memory."""
+        """Start a service for each available object store; state of the controllers is in memory."""
         directory = self._directory / "engines"
         directory.mkdir()
         names = {ENGINE_KEYS[name]: name for name in engines}

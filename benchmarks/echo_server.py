@@ -1,6 +1,6 @@
-"""A `grpc.aio` server that does nothing but answer: the limit of what a unary call can cost in Python.
+"""A `grpc.aio` server that only answers: the minimum cost of a unary call in Python.
 
-The first four bytes of a request tell the size of the answer (little-endian).
+The first four bytes of a request are the size of the answer (little-endian).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The engines of the contract suite, with servers of their own on this machine, for benchmarks."""
+"""The object stores of the contract suite, with separate servers on this machine, for benchmarks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.harness import ROOT
 
-sys.path.append(str(ROOT / "tests"))  # where the contract suite has them
+sys.path.append(str(ROOT / "tests"))  # they belong to the contract suite
 from object_engines import ENGINES, Engine, MooncakeEngine, SeaweedEngine
 
 _MOONCAKE_BYTES = (1 << 30, 1 << 30)
@@ -19,15 +19,15 @@ _SEAWEED_VOLUMES = 100
 
 
 def start_engines(stack: ExitStack, directory: Path, names: Iterable[str]) -> tuple[dict[str, Engine], dict[str, str]]:
-    """Start engines, which end with the stack.
+    """Start object stores, which end with the stack.
 
     Args:
         stack: stops them.
-        directory: gets their data and logs; it must be there for longer than they run.
-        names: which ones, keys of `ENGINES`.
+        directory: directory for their data and logs; it must outlive them.
+        names: keys of `ENGINES` to start.
 
     Returns:
-        The engines that run, and why each of the others is not here.
+        The running object stores, and for each of the others the reason why it is unavailable.
     """
     running: dict[str, Engine] = {}
     missing: dict[str, str] = {}
@@ -35,7 +35,7 @@ def start_engines(stack: ExitStack, directory: Path, names: Iterable[str]) -> tu
         (directory / name).mkdir()
         engine = ENGINES[name](directory / name)
         if isinstance(engine, MooncakeEngine):
-            # What is removed keeps its memory until its lease is over, and a benchmark puts again before that.
+            # A removed object keeps its memory until its lease ends, and a benchmark puts again before that.
             engine.offered_bytes = _MOONCAKE_BYTES
         elif isinstance(engine, SeaweedEngine):
             engine.volume_count = _SEAWEED_VOLUMES

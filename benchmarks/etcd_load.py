@@ -1,16 +1,15 @@
 """Does the journal in etcd stay small under load, and how long do commits take?
 
 One controller with its journal in three members of a real etcd, and a storage service; producers put, ranks claim, and
-what is consumed is cleared. Each second etcd's database is looked at: its bytes on disk and in use, its keys of the
-journal. `python -m benchmarks.etcd_load --seconds 600`; the exit code is 1 where the second half of the run needs more
-than the first.
+consumed samples are cleared. Once per second the program reads etcd's bytes on disk and in use, and the number of
+journal keys. `python -m benchmarks.etcd_load --seconds 600`; the exit code is 1 if the second half of the run needs
+more than the first.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import random
 import statistics
 import sys
 import tempfile
@@ -35,7 +34,7 @@ _LARGER: Final = 1.5
 
 
 class Watched:
-    """What of etcd is looked at, each second."""
+    """The state of etcd, sampled once per second."""
 
     def __init__(self, members: tuple[str, ...]) -> None:
         self._etcd = Etcd(members)
@@ -46,7 +45,7 @@ class Watched:
         self.revision = 0
 
     def look(self) -> None:
-        """Look at etcd now."""
+        """Read the state of etcd."""
         status: pb.EtcdStatusResponse = self._etcd.ask(pb.EtcdStatusRequest())
         log = pb.EtcdRangeRequest(key=self._keys.log, range_end=after(self._keys.log), count_only=True)
         self.db_bytes.append(status.db_size)
@@ -67,7 +66,7 @@ async def _load(address: str, watched: Watched, seconds: float) -> list[float]:
     async def produce(client: tq.AsyncClient) -> None:
         while time.monotonic() < end:
             began = time.monotonic()
-            await client.insert("inserted", 1)  # one change, and no bytes of a sample: a commit of the journal
+            await client.insert("inserted", 1)  # one change without sample bytes: a single commit of the journal
             commit_seconds.append(time.monotonic() - began)
             await client.put(data, partition_id="train")
 
@@ -96,13 +95,13 @@ async def _load(address: str, watched: Watched, seconds: float) -> list[float]:
 
 
 def main() -> int:
-    """Run it and return the exit code."""
+    """Run the load and return the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--seconds", type=float, default=600.0, help="of load (default: 600)")
+    parser.add_argument("--seconds", type=float, default=600.0, help="seconds of load (default: 600)")
     given = parser.parse_args()
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tq-etcd-load-")))
-        ports = free_ports(6, random.Random())
+        ports = free_ports(6)
         for member in etcd_members(list(zip(ports[:3], ports[3:], strict=True)), directory).values():
             member.start()
             stack.callback(member.end)
@@ -128,7 +127,7 @@ def main() -> int:
     ):
         first, second = max(values[:half]), max(values[half:])
         is_flat &= second <= _LARGER * first
-        print(f"{name}: most {first:,} in the first half, {second:,} in the second")
+        print(f"{name}: at most {first:,} in the first half, {second:,} in the second")
     return 0 if is_flat else 1
 
 

@@ -1,7 +1,7 @@
 """How fast do tensors go from a GPU into the service and back, and does a trainer on the GPU wait for its batches?
 
-Puts and gets stand beside the copy of as many bytes between the device and pinned memory, which is the limit. A step of
-a trainer is matrix products of 5 or 20 ms; the same steps are made with the batches on the device already.
+Puts and gets are compared with a copy of the same size between the device and pinned memory, which is the limit. A
+trainer's step is matrix products of 5 or 20 ms; the same steps are also made with the batches already on the device.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ _MOST_WAITING = {0.005: 0.03, 0.020: 0.01}
 _WORKERS = (0, 2)
 _BATCH_BYTES = 8 << 20
 _BATCH_COUNT, _BATCH_COUNT_QUICK = 40, 8
-_WARM_UP_COUNT = 4  # until the workers have started, a trainer waits whatever the loader does
+_WARM_UP_COUNT = 4  # a trainer always waits until the workers have started
 _FIELDS = {"input_ids": torch.int64, "logprobs": torch.float32, "advantages": torch.float32}
 _PRODUCT_SIZE = 2048
 _QUESTIONS = {
-    "put": "How fast do tensors of a GPU go into the service, beside their copy to pinned memory?",
-    "get": "How fast do tensors come from the service to a GPU, beside their copy from pinned memory?",
-    "loader": "Which share of its time does a trainer on a GPU wait for data?",
+    "put": "How fast do tensors of a GPU go into the service, compared with a copy to pinned memory?",
+    "get": "How fast do tensors come from the service to a GPU, compared with a copy from pinned memory?",
+    "loader": "How much of its time does a trainer on a GPU wait for data?",
 }
 
 
 def _seconds(work: Callable[[], Any]) -> float:
-    """Return what some work takes, with what it leaves to the current stream."""
+    """Return the seconds of some work, including its work on the current stream."""
     torch.cuda.current_stream().synchronize()
     began = time.perf_counter()
     result = work()
@@ -53,7 +53,7 @@ def _seconds(work: Callable[[], Any]) -> float:
 
 
 class _Trip:
-    """Puts and gets of one size, and the copies beside them."""
+    """Puts and gets of one size, and the copies to compare them with."""
 
     def __init__(self, client: tq.Client, size: int) -> None:
         self._client = client
@@ -63,7 +63,7 @@ class _Trip:
         self._meta = self.put()
 
     def put(self) -> tq.BatchMeta:
-        """Put what takes the place of the last put, as in the long run."""
+        """Replace the data of the last put, as in the long run."""
         self._client.clear_partition(self._partition, missing_ok=True)
         self._meta = self._client.put({"x": self._there}, partition_id=self._partition)
         return self._meta
@@ -78,10 +78,10 @@ class _Trip:
         return self._there.copy_(self._pinned, non_blocking=True)
 
     def check(self) -> None:
-        """Raise if what is got is not what was put."""
+        """Raise if a get returns other values than the put sent."""
         self.put()
         if not torch.equal(self.get()["x"], self._there):
-            raise RuntimeError("what was got is not what was put")
+            raise RuntimeError("the get returned other values than the put sent")
 
 
 def _by_transfer(by: str, options: Options, address: str) -> tuple[list[list[Cell]], list[Aim]]:
@@ -101,7 +101,7 @@ def _by_transfer(by: str, options: Options, address: str) -> tuple[list[list[Cel
 
 
 def _fill(client: tq.Client, batch_count: int) -> int:
-    """Put jagged batches of 8 MiB, and return the samples of each."""
+    """Put jagged batches of 8 MiB, and return the number of samples in each."""
     lengths = lognormal_lengths(1 << 14)
     token_bytes = sum(dtype.itemsize for dtype in _FIELDS.values())
     rows = int(np.searchsorted(np.cumsum(lengths), _BATCH_BYTES // token_bytes))
@@ -118,7 +118,7 @@ def _fill(client: tq.Client, batch_count: int) -> int:
 
 
 class _Step:
-    """Matrix products that take some time, after a look at the batch."""
+    """Matrix products that take a given time, after reading from the batch."""
 
     def __init__(self, seconds: float) -> None:
         self._factor = torch.rand(_PRODUCT_SIZE, _PRODUCT_SIZE, device="cuda")
@@ -132,11 +132,11 @@ class _Step:
     def __call__(self, batch: Any) -> None:
         batch["input_ids"].values().sum()
         self._products(self._count)
-        torch.cuda.current_stream().synchronize()  # as a trainer that reads its loss
+        torch.cuda.current_stream().synchronize()  # like a trainer that reads its loss
 
 
 def _train(batches: Iterable[Any], step: _Step) -> float:
-    """Return the seconds of a step, from the warm-up on."""
+    """Return the seconds per step after the warm-up."""
     began, steps = 0.0, 0
     for number, (batch, _) in zip(count(1), batches, strict=False):
         step(batch)
@@ -188,7 +188,7 @@ def _by_loader(options: Options, address: str) -> tuple[list[list[Cell]], list[A
 
 
 def measure(options: Options, by: str) -> Report:
-    """Measure one of `BY`; where there is no GPU the report says so."""
+    """Measure one of `BY`; without a GPU nothing is measured, as the report then notes."""
     columns = ["what", "ours, GB/s", "pinned copy, GB/s", "ours / pinned copy"]
     if by == "loader":
         columns = ["step", "ms a step", "share of waiting"]
@@ -216,9 +216,9 @@ def run(options: Options) -> Report:
 
 
 def main() -> int:
-    """Measure what `--by` chooses."""
+    """Measure the variable that `--by` chooses."""
     parser = command_line(run)
-    parser.add_argument("--by", choices=BY, default=BY[0], help="what goes to or from the GPU")
+    parser.add_argument("--by", choices=BY, default=BY[0], help="what to measure")
     given = parser.parse_args()
     show(measure(given_options(given), given.by), given)
     return 0

@@ -1,4 +1,4 @@
-"""What every benchmark uses: processes, repeats, interleaving, medians, and the command line."""
+"""Shared by all benchmarks: processes, repeats, interleaving, medians, and the command line."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _LEAST_REPEATS = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """How much to measure.
+    """Amount of measuring.
 
     Attributes:
         repeats: how often each case is measured; the table has medians.
-        quick: whether to measure as little as shows that the benchmark works.
-        without: peers that are left out.
+        quick: whether to measure only enough to show that the benchmark works.
+        without: peers to leave out.
     """
 
     repeats: int = _LEAST_REPEATS
@@ -45,10 +45,11 @@ def running(module: str) -> ListeningProcess:
 def interleave(cases: Mapping[str, Callable[[], T]], repeats: int) -> dict[str, list[T]]:
     """Measure all cases in turn, `repeats` times after one round that does not count.
 
-    Every other round goes the other way, so that no case always follows the same one.
+    Every other round runs in reverse order: no case always follows the same one. A disturbance of the machine then
+    affects all cases alike.
 
     Returns:
-        For each case what it returned, so that what disturbs the machine disturbs all of them.
+        For each case its results.
     """
     results: dict[str, list[T]] = {name: [] for name in cases}
     for round_number in range(repeats + 1):
@@ -76,7 +77,7 @@ def _order(cases: Mapping[str, object], round_number: int) -> list[str]:
 
 
 def new_runner() -> asyncio.Runner:
-    """Return what runs coroutines, on uvloop where it is installed."""
+    """Return a runner of coroutines, with uvloop if it is installed."""
     try:
         import uvloop
     except ModuleNotFoundError:
@@ -85,7 +86,7 @@ def new_runner() -> asyncio.Runner:
 
 
 def run_async(main: Coroutine[Any, Any, T]) -> T:
-    """Run on uvloop where it is installed."""
+    """Run on uvloop if it is installed."""
     with new_runner() as runner:
         return runner.run(main)
 
@@ -96,7 +97,7 @@ def median(values: Sequence[float]) -> float:
 
 
 def median_ratio(ones: Sequence[float], others: Sequence[float]) -> float:
-    """Return the median over the repeats of the ratio of two figures that were measured in the same repeat."""
+    """Return the median over the repeats of the ratio of two figures from the same repeat."""
     return median([one / other for one, other in zip(ones, others, strict=True)])
 
 
@@ -108,23 +109,23 @@ def p50_p99(seconds: Sequence[Sequence[float]]) -> tuple[float, float]:
 
 
 def command_line(run: Callable[[Options], Report]) -> argparse.ArgumentParser:
-    """Return the parser of the flags that every benchmark has, for one that adds its own."""
+    """Return a parser with the flags that all benchmarks share, for a benchmark that adds its own."""
     parser = argparse.ArgumentParser(description=(sys.modules[run.__module__].__doc__ or "").split("\n", maxsplit=1)[0])
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--repeats", type=int, default=_LEAST_REPEATS, help="how often each case is measured")
-    parser.add_argument("--quick", action="store_true", help="little of everything, to see that it works")
-    parser.add_argument("--without", action="append", default=[], choices=PEER_NAMES, help="leave this peer out")
+    parser.add_argument("--quick", action="store_true", help="a little of everything, to check that it works")
+    parser.add_argument("--without", action="append", default=[], choices=PEER_NAMES, help="peer to leave out")
     return parser
 
 
 def given_options(given: argparse.Namespace) -> Options:
-    """Return the options that the flags of every benchmark say."""
+    """Return the options from the shared flags."""
     repeats = 2 if given.quick else given.repeats
     return Options(repeats=repeats, quick=given.quick, without=frozenset(given.without))
 
 
 def show(report: Report, given: argparse.Namespace) -> None:
-    """Print a report as its flags ask for."""
+    """Print a report as its flags request."""
     print(report.to_json() if given.json else report.to_text())
 
 

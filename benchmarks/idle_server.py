@@ -1,6 +1,6 @@
 """How much memory does an idle server take, and how soon is it healthy?
 
-Compared with a Python process that imports grpc and numpy and does nothing: less is not possible.
+Compared with a Python process that imports grpc and numpy and does nothing, which is the lower limit.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SETTLED_SECONDS = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Started:
-    """Of one start: seconds until it was there, and its resident memory in MB (10^6 bytes) soon after."""
+    """One start: seconds until it was ready, and its resident memory in MB (10^6 bytes) soon after."""
 
     seconds: float
     resident_mb: float

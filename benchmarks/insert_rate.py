@@ -1,6 +1,8 @@
-"""How many samples a second can be put, in one large put and in many small ones, beside TransferQueue and an echo?
+"""How many samples per second can be put, in one large put and in many small ones?
 
-One client process with one event loop; small puts are made by 64 workers at the same time.
+Compared with TransferQueue and an echo.
+
+One client process with one event loop; small puts are made by 64 concurrent workers.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ _ECHO_SIZES = (160, 64)
 
 
 async def _seconds_of_calls(call_count: int, call: Callable[[], Awaitable[object]]) -> float:
-    """Return the seconds that so many calls take, made by the workers at the same time."""
+    """Return the seconds of a number of calls, made by concurrent workers."""
 
     async def work() -> None:
         for _ in range(call_count // WORKER_COUNT):
@@ -49,7 +51,7 @@ async def _seconds_of_calls(call_count: int, call: Callable[[], Awaitable[object
 
 
 async def put_rate(client: tq.AsyncClient, rows_a_put: int, put_count: int, *, with_keys: bool = False) -> float:
-    """Return samples a second of puts into a partition of their own, which is cleared afterwards."""
+    """Return samples per second of puts into a separate partition, which is cleared afterwards."""
     partition_id = secrets.token_hex(8)
     columns = {"x": np.arange(rows_a_put)}
     lengths = [{"total_lengths": row} for row in range(rows_a_put)]
@@ -114,11 +116,11 @@ def _report(table: list[list[Cell]], transfer_queue: Peer) -> Report:
     of_peer = table[0][4]
     return Report(
         name="insert_rate",
-        question="How many samples a second can be put, in one large put and in many small ones?",
+        question="How many samples per second can be put, in one large put and in many small ones?",
         columns=["how", "samples/s", "calls/s", "calls / echo calls", "samples / TransferQueue"],
         rows=table,
         notes=[
-            f"one int64 a sample; small puts by {WORKER_COUNT} workers at the same time, in one client process",
+            f"one int64 per sample; small puts by {WORKER_COUNT} concurrent workers, in one client process",
             *transfer_queue.notes,
         ],
         aims=[

@@ -1,7 +1,7 @@
-"""How fast are puts, gets and lists by key in TransferQueue's place, from 1 and 16 Ray actors, beside TransferQueue?
+"""How fast are puts, gets and lists by key in place of TransferQueue, from 1 and 16 Ray actors, compared with it?
 
-Both are the same program in the same environment, `kv_calls_program.py`; what differs is the package that it imports as
-`transfer_queue`. They run in turn, one at a time: actors that wait take some 0.5 GB each.
+Both sides run the same program in the same environment, `kv_calls_program.py`; only the package that it imports as
+`transfer_queue` differs. They run in turn, one at a time: waiting actors take about 0.5 GB each.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _MODULE = "benchmarks.kv_calls_program"
 _PUT, _GET, _LIST, _SIZE = "kv_batch_put", "kv_batch_get", "kv_list", "MB"
 _WANTED = {_PUT: 3.0, _GET: 3.0, _LIST: 1.0}
 _OURS, _PEER = "ours", TRANSFER_QUEUE.name
-# Of each run; the first one of each call is not counted, and the median of the others is.
+# Of each run; the first of each call is not counted, and the median of the others is taken.
 _CALLS_A_RUN = 4
 
-# Of each call from so many actors the seconds, and the MB that each actor puts.
+# For each call and number of actors the seconds, and the MB that each actor puts.
 Found = dict[tuple[str, int], float]
 
 
@@ -38,7 +38,7 @@ def run(options: Options) -> Report:
     with peer(TRANSFER_QUEUE, _MODULE, options) as transfer_queue:
         notes, absent = transfer_queue.notes, transfer_queue.absent
     runs: dict[str, list[Found]] = {_OURS: [], _PEER: []}
-    if not absent:  # whose environment ours needs too
+    if not absent:  # our side needs its environment too
         python = TRANSFER_QUEUE.python()
         cases: dict[str, Callable[[], Found]] = {
             _OURS: partial(_run_ours, python, actor_counts),
@@ -55,7 +55,7 @@ def _run_ours(python: Path, actor_counts: tuple[int, ...]) -> Found:
 
 
 def _run(python: Path, place: Mapping[str, str], actor_counts: tuple[int, ...]) -> Found:
-    """Return what one run of the program measures."""
+    """Return the measurements of one run of the program."""
     with program(_MODULE, python=str(python), variables={**TRANSFER_QUEUE.variables, **place}) as running:
         (megabytes,) = running.ask("prepare", actor_count=max(actor_counts), sample_count=_SAMPLE_COUNT)
         running.ask("fill", key_count=_LISTED_COUNT)
@@ -85,14 +85,14 @@ def _report(
         rows.append([_what(call), count, *milliseconds, ratios[call, count]])
     sizes = {round(found[_SIZE, 1]) for found in [*runs[_OURS], *runs[_PEER]]}
     if len(sizes) > 1:
-        raise RuntimeError(f"all are to put the same, but they put MB: {sizes}")
+        raise RuntimeError(f"actors put different sizes, in MB: {sizes}; expected equal ones")
     return Report(
         name="kv_calls",
         question="How fast are puts, gets and lists by key in TransferQueue's place?",
         columns=["call", "actors", "ours, ms", "TransferQueue, ms", "TransferQueue / ours"],
         rows=rows,
         notes=[
-            f"each actor puts {_SAMPLE_COUNT} samples of its own with 27 fields ({sum(sizes)} MB) and gets them, all "
+            f"each actor puts {_SAMPLE_COUNT} samples with 27 fields ({sum(sizes)} MB) and gets them, all  "
             "at the same time: from the first start to the last end; kv_list by the driver",
             "2 storage units on TransferQueue's side; one service in memory on ours",
             *notes,

@@ -1,9 +1,11 @@
-"""Runs in TransferQueue's environment, over whatever `import transfer_queue` finds: Ray actors that make calls by key.
+"""Runs in TransferQueue's environment, over the `transfer_queue` that it imports: Ray actors that make calls by key.
 
-What was chosen, so that the peer is at its best: see `transfer_queue_peer.py`. Its two storage units are of no effect
-in the service's package, whose address is in `TQ_ADDRESS`.
+For the settings of the peer see `transfer_queue_peer.py`. Its two storage units do not exist in the service's
+package,
+whose address is in `TQ_ADDRESS`.
 
-Samples are as verl's trainers put them: 15 fields with a value a token, 7 with a number and 5 with an object a sample.
+Samples are like those of verl's trainers: 15 fields with a value per token, 7 with a number per sample and 5 with an
+object per sample.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from benchmarks.peer_program import Commands, serve
 from benchmarks.ray_cluster import ray_cluster
 
 _UNIT_COUNT = 2
-# Its data does not go through Ray's object store.
+# Its data bypasses Ray's object store.
 _OBJECT_STORE_BYTES = 80 << 20
 _CONFIG = {
     "controller": {"polling_mode": True},
@@ -53,7 +55,7 @@ _KEYS_A_PUT = 4_096
 
 
 def _columns(sample_count: int, seed: int) -> tuple[TensorDict, int]:
-    """Return 27 fields of samples, with texts of about 1,000 tokens, and the bytes of the tensors."""
+    """Return 27 fields of samples, for texts of about 1,000 tokens, and the bytes of the tensors."""
     rng = np.random.default_rng(seed)
     drawn = rng.lognormal(np.log(_MEAN_LENGTH) - _SPREAD**2 / 2, _SPREAD, sample_count)
     lengths = np.clip(drawn, 1, _LONGEST).astype(np.int64)
@@ -83,7 +85,7 @@ def _tag(number: int) -> dict[str, Any]:
 
 @ray.remote(num_cpus=0)
 class _Caller:
-    """One of the actors; it has data of its own."""
+    """One of the actors, with its own data."""
 
     def __init__(self, number: int, sample_count: int) -> None:
         transfer_queue.init()
@@ -92,25 +94,25 @@ class _Caller:
         self._fields, self._size_bytes = _columns(sample_count, seed=number)
 
     def megabytes(self) -> float:
-        """Return the size of the tensors that it puts."""
+        """Return the size of the tensors that it puts, in MB."""
         return self._size_bytes / 1e6
 
     def put(self) -> tuple[float, float]:
-        """Put the samples; return when the call began and ended, by a clock that all processes share."""
+        """Put the samples; return when the call began and ended, by a clock shared by all processes."""
         started = time.perf_counter()
         transfer_queue.kv_batch_put(self._keys, _PARTITION, fields=self._fields, tags=self._tags)
         return started, time.perf_counter()
 
     def get(self) -> tuple[float, float]:
-        """Get them; return when the call began and ended."""
+        """Get the samples; return when the call began and ended."""
         started = time.perf_counter()
         got = transfer_queue.kv_batch_get(self._keys, _PARTITION)
         ended = time.perf_counter()
         if set(got.keys()) != set(self._fields.keys()) or got["uid"][-1] != self._fields["uid"][-1]:
-            raise RuntimeError("what was got is not what was put")
+            raise RuntimeError("the get returned other values than the put sent")
         for name in _TOKENS + _PROBABILITIES:
             if not torch.equal(got[name].values(), self._fields[name].values()):
-                raise RuntimeError(f"what was got of {name} is not what was put")
+                raise RuntimeError(f"the get of {name} returned other values than the put sent")
         return started, ended
 
     def clear(self) -> None:
@@ -119,7 +121,7 @@ class _Caller:
 
 
 class _Load:
-    """The commands; each returns what was measured, in seconds."""
+    """The commands; each returns its measurements, in seconds."""
 
     def __init__(self) -> None:
         self._callers: list[Any] = []
@@ -134,12 +136,12 @@ class _Load:
         }
 
     def prepare(self, actor_count: int, sample_count: int) -> list[float]:
-        """Start the actors; return how many MB the first one puts."""
+        """Start the actors; return the MB that the first one puts."""
         self._callers = [_Caller.remote(number, sample_count) for number in range(actor_count)]
         return [ray.get([caller.megabytes.remote() for caller in self._callers])[0]]
 
     def round_trip(self, actor_count: int) -> list[float]:
-        """Have so many actors put at the same time, then get; return the seconds of all puts and of all gets."""
+        """Let actors put concurrently, then get; return the seconds of all puts and of all gets."""
         callers = self._callers[:actor_count]
         seconds = []
         for name in ("put", "get"):
@@ -149,7 +151,7 @@ class _Load:
         return seconds
 
     def fill(self, key_count: int) -> None:
-        """Put so many keys with tags, without data, which stay."""
+        """Put keys with tags, without data; they stay."""
         for start in range(0, key_count, _KEYS_A_PUT):
             numbers = range(start, min(start + _KEYS_A_PUT, key_count))
             keys = [f"{number}_0" for number in numbers]

@@ -1,9 +1,9 @@
 """How long does a client wait for a fetch, for a consumption check, and for data that is put while it waits?
 
 One client makes fetches and checks in turn, in small and large partitions. For the wake-up a worker puts the samples
-while the ranks wait in `get_meta`: time runs from the start of the put, its round trip included, until the last rank
-has its batch. They are compared with a gRPC echo, the minimum cost of a request, and with TransferQueue. Its requests
-scan the partition, and its consumers poll once per second, like its `StreamingDataset`.
+while the ranks wait in `get_meta`; time runs from the start of the put, with its round trip, until the last rank has
+its batch. Both are compared with a gRPC echo, the minimum cost of a request, and with TransferQueue. Its requests scan
+the partition, and its consumers poll once per second, like its `StreamingDataset`.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ SAMPLE_COUNTS = (1_024, 8_192, 65_536)
 BATCH_SIZE = 16
 _REQUESTS_A_REPEAT = SAMPLE_COUNTS[0] // BATCH_SIZE
 _FETCH, _CHECK = f"fetch of {BATCH_SIZE}", "consumption check"
-# A check of 65,536 samples takes TransferQueue some 0.3 s.
+# TransferQueue takes about 0.3 s for a check of 65,536 samples.
 _PEER_CHECKS_A_REPEAT = {1_024: 64, 8_192: 32, 65_536: 6}
 _FETCH_SIZES, _WAKE_SIZES = (96, 160), (64, 144)  # of the echo's request and answer
 _WANTED = {_FETCH: 12.0, _CHECK: 300.0}
 RANK_COUNTS = (1, 64)
 _PUTS_A_REPEAT = 64
 _PUTS_A_REPEAT_QUICK = 10
-# Each takes TransferQueue a second or so.
+# TransferQueue takes about a second for each.
 _PEER_PUTS_A_REPEAT = 2
-# Until all ranks wait: their requests take the client and the server some time to send and to take.
+# Time until all ranks wait: the client must send their requests and the server must read them.
 _PAUSE_SECONDS = 0.005
 _PAUSE_SECONDS_A_RANK = 0.001
 _SERVED = {count: f"put → {count} waiting rank{'s' if count > 1 else ''} served" for count in RANK_COUNTS}
@@ -48,7 +48,7 @@ Request = Callable[[], Awaitable[object]]
 
 
 async def _seconds(count: int, request: Request) -> list[float]:
-    """Return the seconds of each of so many requests."""
+    """Return the seconds of each of `count` requests."""
     times = [time.perf_counter()]
     for _ in range(count):
         await request()
@@ -70,7 +70,7 @@ class _Requests:
             self._transfer_queue.ask("fill", partition_id=partition_id, sample_count=sample_count)
 
     async def fetch(self, sample_count: int, count: int) -> list[float]:
-        """Claim batches of a new task: at first all samples are ready."""
+        """Claim batches of a new task; all samples are ready at the start."""
         return await _seconds(count, partial(self._claim, str(sample_count), secrets.token_hex(8)))
 
     async def check(self, sample_count: int, count: int) -> list[float]:
@@ -98,7 +98,7 @@ class _Requests:
 
 
 class WakeUp:
-    """Ranks of one task that wait, and a worker on a connection of its own that produces what they wait for."""
+    """Waiting ranks of one task, and a worker on a separate connection that puts their samples."""
 
     def __init__(self, ranks: tq.AsyncClient, worker: tq.AsyncClient, rank_count: int, put_count: int) -> None:
         self._ranks = ranks
@@ -168,7 +168,7 @@ async def _request_rows(options: Options, client: tq.AsyncClient, echo: Any, tra
 
 
 async def _wake_up_rows(options: Options, ranks: tq.AsyncClient, echo: Any, transfer_queue: Peer) -> list[list[Cell]]:
-    """Return the rows of ranks that wait."""
+    """Return the rows of waiting ranks."""
     put_count = _PUTS_A_REPEAT_QUICK if options.quick else _PUTS_A_REPEAT
 
     async def after_pauses(call: Request) -> list[float]:
@@ -183,7 +183,7 @@ async def _wake_up_rows(options: Options, ranks: tq.AsyncClient, echo: Any, tran
 
     async with tq.AsyncClient(ranks.address) as worker:
         put = partial(worker.put, {"x": np.arange(1)}, partition_id="without-waiters")
-        # Fewer puts for many ranks, whose start takes most of the time.
+        # Fewer puts for many ranks, as starting the ranks takes most of the time.
         wake_ups = {count: WakeUp(ranks, worker, count, put_count // min(count, 2)) for count in RANK_COUNTS}
         cases: dict[str, Callable[[], Awaitable[list[float]]]] = {
             "echo": partial(after_pauses, partial(echo, request_of(*_WAKE_SIZES))),
@@ -238,9 +238,9 @@ async def _measure(options: Options, address: str, echo_address: str, transfer_q
         ],
         rows=rows,
         notes=[
-            f"fetches and checks: one client, one request after the other, {_REQUESTS_A_REPEAT} a repeat; of "
-            "TransferQueue's checks fewer",
-            "fetches by a task that is new in each repeat: its first one, which sets it up, is among them",
+            f"fetches and checks: one client, one request at a time, {_REQUESTS_A_REPEAT} per repeat; fewer of  "
+            "TransferQueue's checks",
+            "fetches by a new task in each repeat, including the first one, which creates it",
             "served: from the start of the put until the last waiting rank has its batch, one sample for each",
             "negative: the rank was served before the worker had the answer to its put",
             *transfer_queue.notes,

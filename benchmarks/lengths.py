@@ -1,4 +1,4 @@
-"""Token counts to balance: drawn from a distribution, and of a recorded trace."""
+"""Token counts for balancing: drawn from a distribution, and from a recorded trace."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def lognormal_lengths(count: int, *, seed: int = 0) -> Int64s:
 def trace_lengths() -> Int64s | None:
     """Return context plus generated tokens `(19_366,)` of the requests of a production service.
 
-    The file, azure_llm_trace_conv.csv of the Azure Public Dataset 2023, is looked for in `TQ_BENCH_DATA` and in
-    `../shared/data`; None where it is not there.
+    The file, azure_llm_trace_conv.csv of the Azure Public Dataset 2023, is searched for in `TQ_BENCH_DATA` and
+    `../shared/data`. Returns None if it is missing.
     """
     path = Path(os.environ.get("TQ_BENCH_DATA", ROOT.parent / "shared" / "data")) / _TRACE
     if not path.exists():

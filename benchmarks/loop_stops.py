@@ -1,16 +1,16 @@
 """How long does the service keep all others waiting while millions of samples come and go, and its status is read?
 
-The service runs in this process, and so does what watches its event loop: a short sleep, again and again. The client is
-another process, lest its own work is measured. A stop is how long the loop did something else, by the clock and by the
-processor that its thread took, which other processes of the machine do not add to. With keys the partition is filled by
-writes of 8,192 keyed samples, over which all tables and the index of keys grow. The status is read of 200 partitions
-with 20 tasks, while a claim waits for each of them and for 200 that are not there, and of a partition in which half of
-the samples are dead-lettered.
+The service runs in this process, and so does the watcher of its event loop: a short sleep, again and again. The client
+is another process, as its own work must not be measured. A stop is the time that the loop spent elsewhere, by the clock
+and by the processor time of its thread, to which other processes do not add. With keys the partition is filled by
+writes of 8,192 keyed samples, while all tables and the index of keys grow. The status is read of 200 partitions with 20
+tasks, while a claim waits for each of them and for 200 that do not exist. It is also read of a partition with half of
+its samples dead-lettered.
 
-Data come and go as well: a put is compacted, texts are got in random order, keys are looked up that are not there. And
-samples are claimed of a partition of many: those whose text is one of a hundred, the last ones of a sealed partition,
-and those behind an incomplete group and many consumed ones. What an asyncio client does on the loop of its caller is
-measured in this process too, once its service has ended and another one runs in another process.
+Data come and go as well: a put is compacted, texts are read in random order, and missing keys are looked up. Samples
+are claimed from a large partition: those whose text is one of a hundred, the last ones of a sealed partition, and those
+behind an incomplete group and many consumed ones. The work of an asyncio client on its caller's loop is also measured
+in this process, after its service has ended, with a new service in another process.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def _put_rows(address: str, row_count: int, row_bytes: int) -> None:
 def _clear_data(address: str, row_count: int) -> None:
     with _client(address) as client:
         client.clear_samples(partition_id="data", global_indexes=range(row_count))
-        time.sleep(1.0)  # for the copy of the others, which goes on after the answer
+        time.sleep(1.0)  # the other rows are still copied after the answer
 
 
 def _put_texts(address: str, row_count: int) -> None:
@@ -165,7 +165,7 @@ def _clear_named(address: str, name: str) -> None:
 def _look_up(address: str, key_count: int) -> None:
     request = pb.LookupSamplesRequest(partition_id="texts")
     request.keys.extend(f"key-{number}" for number in range(key_count))
-    with contextlib.suppress(grpc.RpcError):  # it may be refused, for its size or its keys
+    with contextlib.suppress(grpc.RpcError):  # may be refused because of its size or its keys
         _call(address, "LookupSamples", request)
 
 
@@ -196,7 +196,7 @@ def _end_tagged(address: str) -> None:
 
 
 def _put_behind_group(address: str, row_count: int) -> None:
-    """Put a member of an incomplete group, and samples behind it, which are consumed but for the last ones."""
+    """Put a member of an incomplete group, and samples behind it; all of these but the last ones are consumed."""
     asked: dict[str, Any] = {"partition_id": "groups", "task_name": "task", "data_fields": ["x"]}
     with _client(address) as client:
         client.put({"x": np.zeros(1)}, partition_id="groups", groups=["open"], group_size=8)
@@ -218,7 +218,7 @@ def _claim_behind_group(address: str) -> None:
 
 @dataclass(slots=True, eq=False)
 class _Watch:
-    """What was measured, by what was done: the seconds of all calls, and the longest stops in ms, of both kinds."""
+    """The measurements by operation: seconds of all calls, and the longest stops in ms, by clock and by processor."""
 
     address: str
     clients: ProcessPoolExecutor
@@ -227,7 +227,7 @@ class _Watch:
     busy: dict[str, list[float]] = field(default_factory=dict)
 
     async def call(self, what: str, *calls: Callable[[str], None]) -> None:
-        """Make calls one after the other, and note the longest stop meanwhile and shortly after."""
+        """Make calls one after another, and record the longest stop during them and shortly after."""
         loop = asyncio.get_running_loop()
 
         async def all_of_them() -> None:
@@ -237,7 +237,7 @@ class _Watch:
         await self.do(what, all_of_them())
 
     async def do(self, what: str, work: Awaitable[Any]) -> None:
-        """Await something, and note the longest stop meanwhile and shortly after."""
+        """Await something, and record the longest stop during it and shortly after."""
         watching = asyncio.get_running_loop().create_task(self._watch(what))
         began_at = time.perf_counter()
         await work
@@ -277,7 +277,7 @@ async def _without_keys(watch: _Watch, rows: int) -> None:
 async def _with_keys(watch: _Watch, rows: int) -> None:
     inserts = [partial(_insert, row_count=_KEYED_STEP, keys_from=start) for start in range(0, rows, _KEYED_STEP)]
     await watch.call(f"inserts of {_KEYED_STEP:,} with keys, from none to {rows:,}", *inserts)
-    middle = rows // 2  # the first keys are found sooner than others
+    middle = rows // 2  # the first keys are found faster than others
     starts = range(middle, middle + _WRITES_BESIDE * _KEYED_STEP, _KEYED_STEP)
     clears = [partial(_clear_samples, start=start, row_count=_KEYED_STEP) for start in starts]
     await watch.call(f"clear_samples of {_KEYED_STEP:,} of {rows:,} with keys", *clears)
@@ -328,7 +328,7 @@ async def _claims(watch: _Watch, options: Options) -> None:
 
 
 async def _puts_of_an_async_client(watch: _Watch, options: Options) -> None:
-    """Put from this process, whose loop is watched, into a service of its own."""
+    """Put from this process, whose loop is watched, into a separate service."""
     rows = _QUICK_DATA if options.quick else _DATA
     columns: dict[str, Callable[[], Any]] = {
         f"{rows:,} numbers": lambda: list(range(rows)),
@@ -338,7 +338,7 @@ async def _puts_of_an_async_client(watch: _Watch, options: Options) -> None:
     }
     with ListeningProcess((*COMMAND, "serve", "--port", "0", "--log-level", "error")) as service:
         async with AsyncClient(service.address, timeout=300.0) as client:
-            await client.put({"x": [1]}, partition_id="p")  # so that no connection or import is measured
+            await client.put({"x": [1]}, partition_id="p")  # leaves out the connection and imports
             for what, make in columns.items():
                 data = {"x": make()}
                 await watch.do(f"async client: put of {what}", client.put(data, partition_id="p"))
@@ -351,7 +351,7 @@ async def _measure(options: Options) -> Report:
     with ProcessPoolExecutor(1, get_context("spawn")) as clients:
         async with running(settings) as app:
             watch = _Watch(f"127.0.0.1:{app.port}", clients)
-            await asyncio.get_running_loop().run_in_executor(clients, time.sleep, 0)  # its imports are not measured
+            await asyncio.get_running_loop().run_in_executor(clients, time.sleep, 0)  # leaves out its imports
             for _ in range(options.repeats):
                 await _without_keys(watch, rows)
             await _with_keys(watch, rows)
@@ -372,8 +372,8 @@ def _report(watch: _Watch, rows: int) -> Report:
         notes=[
             f"up to {rows:,} samples in one partition, without cells; with keys they are inserted once, not repeatedly",
             "data, claims and an async client with up to 1,000,000 rows, once each",
-            "a stop is by how much a sleep of 1 ms on the loop of the service came late, so what the system gave to "
-            "other processes is in it; not so in what the thread of the loop took of the processor",
+            "a stop is the delay of a sleep of 1 ms on the loop of the service, including time that the system gave to "
+            "other processes; the processor time of the loop's thread does not include that",
         ],
         aims=[
             Aim(

@@ -1,4 +1,4 @@
-"""What the figures were measured on."""
+"""Describes the machine of the measurements."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PACKAGES = ("tq-service", "grpcio", "protobuf", "uvloop", "numpy", "torch", "te
 
 
 def describe_machine() -> dict[str, str]:
-    """Return hardware, system and versions, by what they are called."""
+    """Return hardware, system and versions by label."""
     facts = {
         "processor": f"{_processor()}, {usable_cores()} cores usable of {psutil.cpu_count(logical=True) or 0}",
         "memory": f"{psutil.virtual_memory().total / 2**30:.1f} GiB",
@@ -31,7 +31,7 @@ def describe_machine() -> dict[str, str]:
 
 
 def usable_cores() -> int:
-    """Return how many cores this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else psutil.cpu_count(logical=True) or 1
 
 

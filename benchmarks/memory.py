@@ -1,7 +1,7 @@
-"""How much memory of the server do samples take, beside the bytes they consist of, and what comes back after a clear?
+"""How much server memory do samples take, compared with their bytes, and how much is returned after a clear?
 
-Resident memory of a server of its own for each case, before and after. Bytes go over the wire: memory that is shared
-with clients is no process's own.
+Resident memory of a separate server for each case, before and after. Bytes go over the network: memory that is shared
+with clients belongs to no single process.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ Load = Callable[[tq.AsyncClient], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Case:
-    """Samples, and the bytes that they consist of.
+    """Samples and the bytes that they consist of.
 
     Attributes:
-        load: puts them.
-        sample_count: how many they are.
-        least_bytes: what their columns have, all together.
+        load: puts the samples.
+        sample_count: number of samples.
+        least_bytes: total bytes of their columns.
     """
 
     load: Load
@@ -45,7 +45,7 @@ class _Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Growth:
-    """Resident bytes above those of the server before: with the samples, after a clear, and with them once more."""
+    """Resident bytes above those of the empty server: with the samples, after a clear, and after putting them again."""
 
     loaded: float
     cleared: float
@@ -53,7 +53,7 @@ class _Growth:
 
 
 def _samples(count: int, *, keys: bool = False, groups: bool = False, claimed: bool = False) -> _Case:
-    """Return samples of one int64 each, in one put."""
+    """Return a case of samples of one int64 each, in one put."""
     names = [f"prompt-{row:012d}" for row in range(count)]
     group_names = [f"group-{row // _GROUP_SIZE:012d}" for row in range(count)]
 
@@ -75,7 +75,7 @@ def _samples(count: int, *, keys: bool = False, groups: bool = False, claimed: b
 
 
 def _puts(size_bytes: int, count: int, worker_count: int) -> _Case:
-    """Return puts of one sample of so many bytes each, by workers at the same time."""
+    """Return a case of puts of one sample each, of the given size, by concurrent workers."""
     row = np.zeros((1, size_bytes // 4), np.float32)
 
     async def load(client: tq.AsyncClient) -> None:
@@ -94,7 +94,7 @@ async def _grow(case: _Case, address: str, pid: int) -> _Growth:
         return int(psutil.Process(pid).memory_info().rss)
 
     async with tq.AsyncClient(address, timeout=120.0) as client:
-        await client.put({"x": np.zeros(1)}, partition_id="first")  # what the first put of all sets up stays out
+        await client.put({"x": np.zeros(1)}, partition_id="first")  # leaves out memory for the very first put
         await client.get_meta(partition_id="first", task_name="t", data_fields=["x"], batch_size=1)
         before = await settled()
         seen = []
@@ -133,7 +133,7 @@ def run(options: Options) -> Report:
     """Measure."""
     cases = _cases(options)
     growths: dict[str, list[_Growth]] = {name: [] for name in cases}
-    for _ in range(1 if options.quick else options.repeats):  # each with a new server, so that none is warm
+    for _ in range(1 if options.quick else options.repeats):  # each with a new server: none is warm
         for name, case in cases.items():
             growths[name].append(_measured(case))
     rows: list[list[Cell]] = []
@@ -145,12 +145,12 @@ def run(options: Options) -> Report:
         rows.append([name, case.sample_count, *a_sample, loaded / case.least_bytes, cleared / loaded, again / loaded])
     return Report(
         name="memory",
-        question="How much memory of the server do samples take, and what comes back after a clear?",
+        question="How much server memory do samples take, and how much is returned after a clear?",
         columns=["what", "samples", "bytes a sample, at least", "resident", "resident / least", "left after a clear",
                  "put again"],
         rows=rows,
         notes=[
-            "bytes a sample are MB (10^6 bytes) a million samples",
+            "bytes per sample equal MB (10^6 bytes) per million samples",
             "at least: bytes of the tensors, of keys and group names, 8 for each number and for the claim of a sample",
             "left after a clear, and put again after it: resident memory above that of the empty server, as a share of "
             "that with the samples; the server keeps freed memory for the next puts",

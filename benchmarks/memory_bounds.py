@@ -1,7 +1,7 @@
-"""Does the service stay within its quota, whatever comes: floods without a token, oversized frames, many connections?
+"""Does the service stay within its quota under any load: floods without a token, oversized frames, many connections?
 
-Each case has a service of its own with a quota of 64 MiB and tokens. What is beside the quota is bounded too: 64 MiB at
-the peak, and 32 MiB ten seconds later, when only what is stored should be left.
+Each case has a separate service with a quota of 64 MiB and tokens. Memory beyond the quota is bounded too: 64 MiB at
+the peak, and 32 MiB ten seconds later, when only stored data should be left.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ _LATER_MIB = 32
 _LATER_SECONDS = 10.0
 _LOOK_SECONDS = 0.005
 _CALL_SECONDS = 60.0
-_PUT_SECONDS = 15.0  # most of those that do not fit wait for so long
+_PUT_SECONDS = 15.0  # most puts that do not fit wait for this time
 _OPEN = ("Check", "List", "Watch")
 _OWN_CHANNEL = (("grpc.use_local_subchannel_pool", 1), ("grpc.max_send_message_length", -1))
 
 
 @dataclass(frozen=True, slots=True)
 class _Service:
-    """A service under test: where it listens, its process, and a token that may do everything."""
+    """A service under test: its address, its process, and a token with all permissions."""
 
     address: str
     process: psutil.Process
@@ -70,11 +70,11 @@ class _Service:
             return StorageServiceStub(channel).Stat(StatRequest(), metadata=self.metadata, timeout=_CALL_SECONDS)
 
     def stored(self) -> float:
-        """Return the MiB that it has stored."""
+        """Return the MiB stored in the service."""
         return float(self.stat().used_bytes / _MIB)
 
     def bulk_connections(self, count: int) -> list[socket.socket]:
-        """Open connections to the bulk port, as many of them as it accepts."""
+        """Open connections to the bulk port, up to the number that it accepts."""
         target = "127.0.0.1", int(self.stat().bulk_address.rpartition(":")[2])
         opened = []
         with contextlib.suppress(OSError):
@@ -99,7 +99,7 @@ def _service() -> Iterator[_Service]:
 
 
 def _at_once(count: int, call: Callable[[int], object]) -> None:
-    """Make calls at once; how they end is not of interest here."""
+    """Make calls at the same time; their results do not matter here."""
 
     def one(number: int) -> None:
         with contextlib.suppress(grpc.RpcError, tq.TqError):
@@ -110,7 +110,7 @@ def _at_once(count: int, call: Callable[[int], object]) -> None:
 
 
 def _open_flood(method: str, count: int, size_mib: float) -> Load:
-    """Return calls of a method without a token, each with one message of a size."""
+    """Return a load of calls of a method without a token, each with one message of a size."""
 
     def load(service: _Service) -> None:
         channels, message = service.channels(8), bytes(int(size_mib * _MIB))
@@ -127,7 +127,7 @@ def _open_flood(method: str, count: int, size_mib: float) -> Load:
 
 
 def _oversized_frames(count: int, size_mib: float) -> Load:
-    """Return puts of 1,024 bytes, each with one frame that is far larger."""
+    """Return a load of puts of 1,024 bytes, each with one frame that is far larger."""
     shape = Column(
         spec=FieldSpec("x", "uint8", Layout.DENSE, (1024,)), row_count=1, extents=None, value_bytes=1024, chunks=()
     )
@@ -149,7 +149,7 @@ def _oversized_frames(count: int, size_mib: float) -> Load:
 
 
 def _large_requests(service: _Service) -> None:
-    """Make 64 inserts at once, with a message of 3 MiB each that says nothing."""
+    """Make 64 inserts at the same time, each with an empty message of 3 MiB."""
     channels, message = service.channels(8), bytes(3 * _MIB)
 
     def call(number: int) -> None:
@@ -172,7 +172,7 @@ def _connections(count: int) -> Load:
 
 
 def _bulk_strangers(count: int) -> Load:
-    """Return connections to the bulk port without a ticket, each of which sends 1 MiB."""
+    """Return a load of connections to the bulk port without a ticket, each sending 1 MiB."""
 
     def load(service: _Service) -> None:
         def send(connection: socket.socket) -> None:
@@ -187,7 +187,7 @@ def _bulk_strangers(count: int) -> Load:
 
 
 def _bulk_idlers(count: int) -> Load:
-    """Return connections to the bulk port that say nothing until they are closed."""
+    """Return a load of idle connections to the bulk port."""
 
     def load(service: _Service) -> None:
         for connection in service.bulk_connections(count):
@@ -199,7 +199,7 @@ def _bulk_idlers(count: int) -> Load:
 
 
 def _bulk_stallers(count: int) -> Load:
-    """Return puts of 2 MiB with a ticket, of which one byte less comes than declared, and then far more."""
+    """Return a load of puts of 2 MiB with a ticket: one byte less than declared is sent, and later far more."""
     shape = Column(
         spec=FieldSpec("x", "uint8", Layout.DENSE, (2 * _MIB,)),
         row_count=1,
@@ -235,7 +235,7 @@ def _check(channel: grpc.Channel) -> None:
 
 
 def _puts(count: int, size_bytes: int) -> Load:
-    """Return puts at once, by clients of their own."""
+    """Return a load of concurrent puts by separate clients."""
 
     def load(service: _Service) -> None:
         data = {"x": np.ones((4, size_bytes // 4), np.uint8)}
@@ -248,7 +248,7 @@ def _puts(count: int, size_bytes: int) -> Load:
 
 
 def _cleared(count: int) -> Load:
-    """Return partitions of 64 samples with keys that are consumed and cleared, one after the other."""
+    """Return a load of partitions with 64 keyed samples, consumed and cleared one after another."""
 
     def load(service: _Service) -> None:
         with service.client() as client:
@@ -287,10 +287,10 @@ def _cases(*, quick: bool) -> dict[str, Load]:
 
 
 def _measured(load: Load) -> tuple[float, float, float, float]:
-    """Return the resident MiB of an idle service, at the peak of a load, some seconds after it, and what it stores."""
+    """Return the resident MiB of an idle service, at the peak of a load and some seconds later, and its stored MiB."""
     with _service() as service:
         with service.client() as client:
-            client.put({"x": np.zeros(1)}, partition_id="first")  # what the first put of all sets up is no growth
+            client.put({"x": np.zeros(1)}, partition_id="first")  # memory for the very first put is not growth
             client.clear_partition("first")
         idle = peak = service.resident()
         is_over = threading.Event()
@@ -320,11 +320,11 @@ def run(options: Options) -> Report:
         beside_later = max(beside_later, later - idle - stored)
     return Report(
         name="memory_bounds",
-        question="Does the service stay within its quota, whatever comes?",
+        question="Does the service stay within its quota under any load?",
         columns=["load", "idle MiB", "peak MiB", "after 10 s MiB", "stored MiB", "peak above idle",
                  "left beside stored"],
         rows=rows,
-        notes=[f"resident memory of a service of its own for each load; quota {_QUOTA_MIB} MiB, tokens on"],
+        notes=[f"resident memory; each load has a separate service; quota {_QUOTA_MIB} MiB, tokens on"],
         aims=[
             Aim(what="MiB beside idle and quota at the peak", measured=beside_peak, wanted=_PEAK_MIB, at_least=False),
             Aim(what="MiB beside idle and stored 10 s later", measured=beside_later, wanted=_LATER_MIB, at_least=False),

@@ -1,8 +1,9 @@
-"""What do metrics cost: claims with and without them, and a scrape of many partitions and tasks?
+"""How much do metrics cost: claims with and without them, and a scrape of many partitions and tasks?
 
-The same load goes to services with metrics that are scraped, to as many without, and to others without, which say how
-much services alike differ: two processes of one program may differ by more than is looked for, so there are several of
-each. The scrape is of a service in this process, whose event loop is watched meanwhile.
+The same load goes to services with metrics that are scraped, to services without metrics, and to a second group
+without,
+which shows the variation between identical services. Two processes of one program may differ by more than the effect,
+so each group has several. The scraped service runs in this process, and its event loop is watched during scrapes.
 """
 
 from __future__ import annotations
@@ -44,14 +45,14 @@ def _fetch(port: int) -> bytes:
 
 
 async def _scrape_often(port: int) -> None:
-    """Scrape as a Prometheus would, though three times as often."""
+    """Scrape as Prometheus would, but three times as often."""
     while True:
         await asyncio.to_thread(_fetch, port)
         await asyncio.sleep(_SCRAPE_PERIOD_SECONDS)
 
 
 class _Case:
-    """Claims of one service: how many a second, and what each takes of the service's processor."""
+    """Claims of one service: claims per second, and processor time of the service per claim."""
 
     def __init__(self, load: Load, pid: int) -> None:
         self._load = load
@@ -133,7 +134,7 @@ async def _scrapes(options: Options) -> dict[str, float]:
 
 
 async def _watch_scrapes(app: App, count: int) -> dict[str, float]:
-    """Scrape, once for the time it takes and once to see for how long nothing else has its turn meanwhile."""
+    """Measure the duration of scrapes, and in separate scrapes for how long nothing else gets a turn."""
     assert app.metrics is not None
     seconds, cpu_seconds, held, busy, quiet, lines = [], [], [], [], [], 0
     for _ in range(count):
@@ -141,7 +142,7 @@ async def _watch_scrapes(app: App, count: int) -> dict[str, float]:
         body = await asyncio.to_thread(_fetch, app.metrics.port)
         seconds.append(time.perf_counter() - began_at)
         cpu_seconds.append(time.process_time() - cpu_began_at)
-        watching = asyncio.create_task(_longest_gap())  # which takes half of the interpreter
+        watching = asyncio.create_task(_longest_gap())  # takes half of the interpreter
         await asyncio.to_thread(_fetch, app.metrics.port)
         watching.cancel()
         for figures, longest in zip((held, busy), await watching, strict=True):
@@ -164,9 +165,9 @@ async def _watch_scrapes(app: App, count: int) -> dict[str, float]:
 
 
 async def _longest_gap() -> tuple[float, float]:
-    """Return the longest time between two turns of the event loop, once this is cancelled, and the longest work.
+    """Return the longest time between two turns of the event loop until this is cancelled, and the longest work.
 
-    The time is also that of other programs and threads; the work is what the thread of the loop used of a processor.
+    The time includes other programs and threads; the work is the processor time of the loop's thread.
     """
     longest, last = 0.0, time.perf_counter()
     longest_work, last_work = 0.0, time.thread_time()
@@ -186,18 +187,18 @@ def run(options: Options) -> Report:
     claims_ratio = rows[0][5]
     return Report(
         name="metrics_cost",
-        question="What do metrics cost: claims with and without them, and a scrape of many partitions and tasks?",
+        question="How much do metrics cost: claims with and without them, and a scrape of many partitions and tasks?",
         columns=["what", *_MODES, "off again / off", "on / off"],
         rows=rows,
         notes=[
-            f"{_process_count(options)} processes of each kind, in turn, and the means of their medians; those with "
+            f"{_process_count(options)} processes of each kind, in turn; means of their medians; those with "
             f"metrics are scraped every {_SCRAPE_PERIOD_SECONDS:g} s",
             f"{PARTITION_COUNT} partitions of as many groups, {TASK_COUNT} tasks each: a scrape has "
             f"{scrapes['lines']:.0f} lines and takes {scrapes['p50_ms']:.1f} ms (p50; the longest took "
-            f"{scrapes['longest_ms']:.1f} ms), and {scrapes['cpu_ms']:.1f} ms of a processor; its client included",
+            f"{scrapes['longest_ms']:.1f} ms), and {scrapes['cpu_ms']:.1f} ms of processor time, including its client",
             f"longest time between two turns of the event loop during a scrape: {scrapes['held_ms']:.2f} ms (median), "
-            f"as long without one: {scrapes['quiet_ms']:.2f} ms, other programs included",
-            f"of a processor the loop used {scrapes['busy_ms']:.2f} ms between two turns at most (median over scrapes)",
+            f"without one: {scrapes['quiet_ms']:.2f} ms; both include other programs",
+            f"the loop used at most {scrapes['busy_ms']:.2f} ms of processor time between turns (median over scrapes)",
         ],
         aims=[
             Aim(

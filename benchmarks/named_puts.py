@@ -1,8 +1,8 @@
 """How much more does a put of 16,384 samples cost with keys, groups and custom_meta, as columns and as dicts?
 
-One client process and one service; each case puts one field of all samples into a partition of its own. The ratio
-depends on the payload, so it is taken with three: an int64 per sample, which is less than its key has; 16; and 128, the
-tokens of a short response.
+One client process and one service; each case puts one field of all samples into a separate partition. The ratio
+depends on the payload, so it is measured with three: one int64 per sample, which is smaller than its key; 16; and 128,
+the tokens of a short response.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _WANTED: Final = 2.0
 
 
 def _cases() -> dict[str, dict[str, Any]]:
-    """Return what is put with the samples, by case."""
+    """Return the names and metadata that are put with the samples, by case."""
     numbers = range(_SAMPLE_COUNT)
     keys = [f"prompt-{number // _GROUP_SIZE:05d}/{number % _GROUP_SIZE}" for number in numbers]
     groups = [f"prompt-{number // _GROUP_SIZE:05d}" for number in numbers]
@@ -51,7 +51,7 @@ def _cases() -> dict[str, dict[str, Any]]:
 
 
 async def _seconds(client: tq.AsyncClient, data: Mapping[str, Any], named: Mapping[str, Any]) -> float:
-    """Return the seconds of a put into a partition of its own."""
+    """Return the seconds of a put into a separate partition."""
     partition_id = secrets.token_hex(8)
     await client.create_partition(partition_id)
     started = time.perf_counter()
@@ -89,8 +89,8 @@ def run(options: Options) -> Report:
         columns=["with", "ms", "of a bare put"],
         rows=rows,
         notes=[
-            f"one int64 a sample unless said otherwise, {_SAMPLE_COUNT // _GROUP_SIZE:,} groups of {_GROUP_SIZE}; each "
-            "put into a partition of its own, beside a bare one of the same payload"
+            f"one int64 per sample if not stated, {_SAMPLE_COUNT // _GROUP_SIZE:,} groups of {_GROUP_SIZE}; each "
+            "put into a separate partition, compared with a bare put of the same payload"
         ],
         aims=[
             Aim(

@@ -1,7 +1,8 @@
-"""What does an object cost in each engine, beside a put and a get of as many bytes over the wire?
+"""How much does an object cost in each object store, compared with a put and a get of the same size over the network?
 
-Engines are those of the contract suite, with servers on this machine: what is compared is work for its cores, not
-networks or disks. Each turn puts and gets objects of one size, one after the other, in all engines and in the service.
+The object stores are those of the contract suite, with servers on this machine. This compares the work for its cores,
+not networks or disks. Each round puts and gets objects of one size, one at a time, in all object stores and in the
+service.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _PARTITION = "objects"
 
 
 class _Objects:
-    """Puts and gets in one engine."""
+    """Puts and gets in one object store."""
 
     def __init__(self, store: ObjectStore) -> None:
         self._store = store
@@ -118,12 +119,12 @@ def run(options: Options) -> Report:
         rows = run_async(_measure(options, server.address, engines))
     return Report(
         name="object_stores",
-        question="What does an object cost in each engine, beside a put and a get of as many bytes over the wire?",
+        question="How much does an object cost in each object store, compared with the same bytes in the service?",
         columns=["bytes", "engine", "put, ms", "rate beside the service", "get, ms", "rate beside the service"],
         rows=rows,
         notes=[
-            "one call after the other; servers of engines are on this machine; one copy; a file is synced",
-            "rate beside the service: 2 is twice as fast, of the same run; the service's put has a commit besides",
+            "one call at a time; servers of object stores are on this machine; one copy; a file is synced",
+            "rate beside the service: 2 is twice as fast in the same run; the service's put includes a commit",
             *(f"{name}: {reason}" for name, reason in missing.items()),
         ],
     )

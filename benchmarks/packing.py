@@ -1,6 +1,6 @@
-"""How much padding and how much waiting for the heaviest rank do packs leave, beside simpler ways to pack?
+"""How much padding do packs leave, and how much waiting for the heaviest rank, compared with simpler ways to pack?
 
-On a recorded trace: 8 ranks, 4 optimizer steps, packs of 16,384 tokens; the whole trace and batches of it.
+On a recorded trace with 8 ranks, 4 optimizer steps and packs of 16,384 tokens; all of the trace, and batches of it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _BATCHES = (512, 1_024, 4_096)
 
 
 def next_fit(lengths: Int64s) -> Packs:
-    """Fill pack after pack in the order of the samples, then deal the packs to ranks and steps in turn."""
+    """Fill packs one after another in sample order, then deal them to ranks and steps in turn."""
     packs: list[list[int]] = []
     remaining = 0
     for sample, length in enumerate(lengths.tolist()):
@@ -38,7 +38,7 @@ def next_fit(lengths: Int64s) -> Packs:
 
 
 def karmarkar_karp_packs(lengths: Int64s) -> Packs:
-    """Split by Karmarkar-Karp over ranks (equal sizes), steps and packs, with more packs while one is over the cap."""
+    """Split by Karmarkar-Karp over ranks (equal sizes), steps and packs; add packs while any is over the cap."""
     usable = lengths.size // RANKS * RANKS
     ranks = [np.array(part) for part in karmarkar_karp(lengths[:usable], RANKS, True)]
     for rank, sample in enumerate(range(usable, lengths.size)):
@@ -60,7 +60,7 @@ def _split(samples: Int64s, lengths: Int64s) -> list[list[int]]:
 
 
 def _alike(packs: Packs) -> Packs:
-    """Fill up with empty packs until all ranks have as many in each step."""
+    """Add empty packs until all ranks have the same number in each step."""
     counts = [max(1, *(len(steps[step]) for steps in packs)) for step in range(STEPS)]
     return [[step + [[]] * (count - len(step)) for step, count in zip(steps, counts, strict=True)] for steps in packs]
 
@@ -123,7 +123,7 @@ def run(options: Options) -> Report:
             "heaviest rank, heaviest step: their tokens above the mean; waiting: the heaviest ranks of all steps "
             "together, above the mean",
             "next fit fills packs in the order of the samples and deals them in turn; Karmarkar-Karp splits over "
-            "ranks, steps and packs, with a pack more while one is over the cap",
+            "ranks, steps and packs, adding packs while any is over the cap",
         ],
         plots=[
             Plot(

@@ -1,4 +1,4 @@
-"""A program in another process that makes a load and times it, for a benchmark that measures something else in turn."""
+"""A program in another process that makes a load and times it, for benchmarks that alternate between systems."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _IDLE_SECONDS = 2.0
 
 
 class Program:
-    """A running program that answers as `benchmarks.peer_program` does."""
+    """A running program that answers requests; see `benchmarks.peer_program`."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
@@ -36,8 +36,8 @@ class Program:
             RuntimeError: the command raised, or the program has ended.
         """
         if self._process.stdin is None or self._process.stdout is None:
-            raise RuntimeError(f"{self._process.args!r} has no pipes")
-        with suppress(BrokenPipeError):  # then it has ended, and the missing answer tells
+            raise RuntimeError(f"{self._process.args!r} was started without pipes")
+        with suppress(BrokenPipeError):  # it has ended; the missing answer shows this
             self._process.stdin.write(json.dumps({"command": command, **arguments}) + "\n")
             self._process.stdin.flush()
         line = self._process.stdout.readline()
@@ -49,7 +49,7 @@ class Program:
         return answer["result"]
 
     def idle_cores(self) -> float:
-        """Return how many cores the program and all that it started use while they wait, over some seconds."""
+        """Measure how many cores the program and its child processes use while idle, over some seconds."""
         started, before = time.monotonic(), self._cpu_seconds()
         time.sleep(_IDLE_SECONDS)
         return (self._cpu_seconds() - before) / (time.monotonic() - started)
@@ -64,7 +64,7 @@ class Program:
 
 
 def _family(pid: int) -> list[psutil.Process]:
-    """Return a process and all that it started."""
+    """Return a process and all its descendants."""
     root = psutil.Process(pid)
     return [root, *root.children(recursive=True)]
 
@@ -75,7 +75,7 @@ def program(
 ) -> Iterator[Program]:
     """Run `python -m module` in a directory until the block ends.
 
-    It stops when its stdin ends, or is killed with all it started.
+    It stops when its stdin ends; otherwise it is killed with all its descendants.
     """
     command, pipe, environment = [python, "-m", module], subprocess.PIPE, {**os.environ, **(variables or {})}
     with subprocess.Popen(command, cwd=directory, env=environment, stdin=pipe, stdout=pipe, text=True) as process:
@@ -83,7 +83,7 @@ def program(
             yield Program(process)
         finally:
             if process.stdin is not None:
-                with suppress(BrokenPipeError):  # it has ended before it took what was written
+                with suppress(BrokenPipeError):  # it has ended before it read everything
                     process.stdin.close()
             try:
                 process.wait(_STOP_SECONDS)
@@ -94,11 +94,11 @@ def program(
 
 
 class Peer:
-    """A peer in its own environment, or the fact that it is not there.
+    """A peer in its own environment, which may be unavailable.
 
     Attributes:
-        name: of the peer.
-        notes: for the report: its versions and what it costs while it waits, or that it was not measured.
+        name: name of the peer.
+        notes: notes for the report: its versions and its idle cost, or that it was not measured.
     """
 
     def __init__(self, name: str, running: Program | None, notes: Sequence[str]) -> None:
@@ -108,18 +108,18 @@ class Peer:
 
     @property
     def is_there(self) -> bool:
-        """Whether it can be asked."""
+        """Whether the peer is available."""
         return self._running is not None
 
     @property
     def absent(self) -> list[str]:
-        """Its name where it is not there, for `Report.without`."""
+        """Its name if it is unavailable, for `Report.without`."""
         return [] if self.is_there else [self.name]
 
     def ask(self, command: str, **arguments: object) -> Any:
-        """Return what a command of its program returns; see `Program.ask`."""
+        """Run a command of its program and return the result; see `Program.ask`."""
         if self._running is None:
-            raise RuntimeError(f"{self.name} is not there: look at is_there first")
+            raise RuntimeError(f"{self.name} is not available; check is_there first")
         return self._running.ask(command, **arguments)
 
 
@@ -127,8 +127,8 @@ class Peer:
 def peer(environment: PeerEnvironment, module: str, options: Options) -> Iterator[Peer]:
     """Run a peer's program in its environment until the block ends.
 
-    Where it cannot be installed or started, or `options` leave it out, that is said on stderr and in the report, and
-    the benchmark goes on without it.
+    If it cannot be installed or started, or `options` leave it out, a message is printed on stderr, the report notes
+    it, and the benchmark continues without the peer.
     """
     with ExitStack() as stack:
         running, notes = None, [f"{environment.name} was left out or could not be installed: not measured"]

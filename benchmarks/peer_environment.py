@@ -1,4 +1,4 @@
-"""Virtual environments of the peers: made on first use, apart from ours and from each other."""
+"""Virtual environments of the peers, created on first use and separate from ours and from each other."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 _ROOT = Path(__file__).resolve().parent.parent
-# What pip installs before all else where an environment needs torch, as `TORCH` of the Makefile: on Linux, PyPI's build
-# is for CUDA and has some GB, so that the build is the user's choice.
+# Installed first in environments that need torch, as `TORCH` of the Makefile. On Linux, PyPI's build is for CUDA and
+# takes several GB, so the user chooses the build.
 _TORCH = "torch==2.13.0"
 
 
@@ -21,11 +21,11 @@ class PeerEnvironment:
     """A virtual environment of one peer.
 
     Attributes:
-        name: of the peer.
-        requirements: what pip installs.
-        alone: what pip installs after that without what it asks for itself.
-        needs_torch: whether torch is installed first, in a step of its own.
-        variables: environment variables that its programs run with.
+        name: name of the peer.
+        requirements: requirements for pip.
+        alone: requirements that pip installs afterwards, without their dependencies.
+        needs_torch: whether torch is installed first, in a separate step.
+        variables: environment variables for its programs.
     """
 
     name: str
@@ -35,17 +35,17 @@ class PeerEnvironment:
     variables: Mapping[str, str] = field(default_factory=dict)
 
     def python(self) -> Path:
-        """Return its Python, after making it where it is missing or other packages are asked for.
+        """Return the path of its Python; create the environment if it is missing or its requirements have changed.
 
         Raises:
-            RuntimeError: it cannot be made.
+            RuntimeError: it could not be created.
         """
         directory = _ROOT / f".venv-{self.name.lower()}"
         python, installed = directory / "bin" / "python", directory / "installed.txt"
         wanted = "\n".join([*self.requirements, *self.alone])
         if python.exists() and installed.exists() and installed.read_text() == wanted:
             return python
-        print(f"installing {self.name} in {directory.name}: some minutes, once", file=sys.stderr, flush=True)
+        print(f"installing {self.name} in {directory.name}: takes some minutes, once only", file=sys.stderr, flush=True)
         _run([sys.executable, "-m", "venv", "--clear", str(directory)])
         pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
         if self.needs_torch:
@@ -66,8 +66,8 @@ def _run(command: Sequence[str]) -> None:
 
 RAY_VERSION = "2.60.0"
 _RAY = f"ray=={RAY_VERSION}"
-# The second has a misleading name: without clusters, Ray listens on loopback only, and so does a caller that
-# asks it for the address of the node, as TransferQueue does.
+# The second has a misleading name: without clusters, it makes Ray listen on loopback only. It does the same for a
+# caller that asks Ray for the address of the node, such as TransferQueue.
 _RAY_VARIABLES = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 
 TRANSFER_QUEUE = PeerEnvironment(

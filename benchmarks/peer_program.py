@@ -1,7 +1,7 @@
-"""How a program in another environment answers a benchmark: a JSON object a line of stdin, one a line of stdout.
+"""Protocol of a program in another environment: it reads one JSON object per line of stdin, and answers on stdout.
 
-A request is `{"command": name, **arguments}`; the answer `{"result": ...}`, or `{"error": text}` when it raised.
-`benchmarks.peer` is the other end. The standard library only: this runs where our package is not.
+A request is `{"command": name, **arguments}`; the answer `{"result": ...}`, or `{"error": text}` if it raised.
+`benchmarks.peer` is the other end. It uses the standard library only, as our package is not installed there.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ Commands = Mapping[str, Callable[..., Any]]
 
 
 def serve(start: AbstractContextManager[Commands]) -> None:
-    """Enter `start`, answer with the commands that it gives until stdin ends, and leave it.
+    """Enter `start`, answer requests with its commands until stdin ends, and leave it.
 
-    What libraries print to stdout goes to stderr instead, so that it cannot be taken for an answer.
+    Output of libraries to stdout is sent to stderr, so it cannot be mistaken for an answer.
     """
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
@@ -32,5 +32,5 @@ def serve(start: AbstractContextManager[Commands]) -> None:
 def _answer(commands: Commands, request: dict[str, Any]) -> dict[str, Any]:
     try:
         return {"result": commands[request.pop("command")](**request)}
-    except Exception:  # the benchmark raises it again and ends this program
+    except Exception:  # the benchmark raises it and ends this program
         return {"error": traceback.format_exc()}

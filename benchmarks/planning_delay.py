@@ -1,7 +1,7 @@
 """Do other requests wait while the controller plans large batches?
 
-One process asks for a batch of 16,384 samples for 8 ranks after the other, each a new plan; another makes claims of 8
-samples on another partition and takes their latency.
+One process claims batches of 16,384 samples for 8 ranks one after another, each a new plan; another claims 8 samples at
+a time from another partition and measures the latency.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ LOADS: Mapping[str, Mapping[str, object] | None] = {
 
 @contextmanager
 def _load(address: str, sampler: str, config: Mapping[str, object] | None) -> Iterator[None]:
-    """Have large batches planned until the block ends."""
+    """Keep large batches being planned until the block ends."""
     if config is None:
         yield
         return
@@ -87,8 +87,8 @@ async def _measure(options: Options, address: str) -> Report:
         rows=rows,
         notes=[
             f"latency of claims of {_BATCH_SIZE} samples, {_CLAIMS_A_REPEAT} a repeat, while batches of {_SAMPLES:,} "
-            f"samples are planned for {_RANKS} ranks, one after the other, each for a new task",
-            "sequential plans nothing: what it costs is to set up tasks, to record batches and to answer",
+            f"samples are planned for {_RANKS} ranks, one after another, each for a new task",
+            "sequential plans nothing: its cost is creating tasks, recording batches and answering",
         ],
         aims=[
             Aim(what=f"{row[0]}: p99 above that of sequential, ms", measured=float(row[2] or 0) - others,
@@ -100,12 +100,12 @@ async def _measure(options: Options, address: str) -> Report:
 
 def run(options: Options) -> Report:
     """Measure."""
-    with ServiceProcess("--max-tasks", "65536") as server:  # each batch is of a task of its own
+    with ServiceProcess("--max-tasks", "65536") as server:  # each batch has a new task
         return run_async(_measure(options, server.address))
 
 
 def plan_without_end(address: str, sampler: str, config: str) -> None:
-    """Ask for one large batch after the other, each of a new task, until the process is stopped."""
+    """Claim large batches one after another, each for a new task, until the process is stopped."""
     with tq.Client(address) as client:
         while True:
             meta = client.get_meta(

@@ -1,4 +1,4 @@
-"""The plots of reports, as PNG."""
+"""Draws the plots of reports as PNG."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from benchmarks.report import Plot
 
 _SIZE_INCHES = (7.0, 4.2)
-# Three of four entries in a row would leave the last one alone.
+# For four entries three columns would leave one alone in the last row.
 _LEGEND_COLUMNS = {2: 2, 4: 2}
 
 
@@ -46,7 +46,7 @@ def draw(plot: Plot, directory: Path) -> Path:
 
 
 def _draw_bars(plot: Plot, axes: Any) -> None:
-    """Draw horizontal bars, those of one x next to each other."""
+    """Draw horizontal bars; bars with the same x are next to each other."""
     names = list(dict.fromkeys(x for points in plot.series.values() for x, _ in points))
     height = 0.8 / len(plot.series)
     for position, (label, points) in enumerate(plot.series.items()):

@@ -1,8 +1,8 @@
-"""How much memory of the service does a sample take that was put alone, and what has it?
+"""How much memory of the service does a sample take that was put alone, and which files allocate it?
 
-Samples of one int64 each, all alike, beside the same samples in one put. How much memory they take is by how much the
-process of a service grows. What has it is found by `tracemalloc`, with a service in this process: Python's heap by the
-file that allocated it, without what malloc adds. Long columns of numbers are mapped, and not in it.
+Samples of one int64 each are put one by one, and for comparison in one put. The memory per sample is the growth of the
+service's process. The files are found by `tracemalloc`, with a service in this process: Python's heap by allocating
+file, without malloc's overhead. Long numeric columns are mapped memory, which is not included.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _TASK_COUNT: Final = 64
 _PARTITION: Final = "alone"
 _PACKAGE: Final = str(Path(tq.__file__).parent)
 _LEAST_BYTES: Final = 1.0
-_SETTLED_SECONDS: Final = 6.0  # housekeeping gives freed memory back every 5
+_SETTLED_SECONDS: Final = 6.0  # housekeeping returns freed memory every 5 s
 
 Put = Callable[[tq.AsyncClient, int], Awaitable[None]]
 
 
 async def _alone(client: tq.AsyncClient, count: int) -> None:
-    """Put samples one by one, by some tasks at the same time."""
+    """Put samples one by one, from several concurrent tasks."""
     row = {"x": np.arange(1)}
 
     async def work(first: int) -> None:
@@ -48,7 +48,7 @@ async def _alone(client: tq.AsyncClient, count: int) -> None:
 
 
 async def _together(client: tq.AsyncClient, count: int) -> None:
-    """Put samples in one put."""
+    """Put all samples in one put."""
     await client.put({"x": np.arange(count)}, partition_id=_PARTITION)
 
 
@@ -58,14 +58,14 @@ def _flags(durability: str, directory: str) -> dict[str, Any]:
 
 
 async def _resident(address: str, pid: int, put: Put, count: int) -> float:
-    """Return the bytes by which a service grows for each sample."""
+    """Return the growth of a service in bytes per sample."""
 
     async def settled() -> int:
         await asyncio.sleep(_SETTLED_SECONDS)
         return int(psutil.Process(pid).memory_info().rss)
 
     async with tq.AsyncClient(address, gathers_puts=False, timeout=120.0) as client:
-        await _alone(client, count // 4)  # what a service takes for its first calls stays out
+        await _alone(client, count // 4)  # leaves out memory for the first calls of a service
         before = await settled()
         await put(client, count)
         return (await settled() - before) / count
@@ -83,11 +83,11 @@ def _measure(put: Put, count: int, durability: str, *more: str) -> float:
 
 
 async def _heap(count: int, durability: str) -> dict[str, float]:
-    """Return the bytes of Python's heap for each sample put alone, by the file that allocated them."""
+    """Return the bytes of Python's heap per sample put alone, by allocating file."""
     with tempfile.TemporaryDirectory() as directory:
         settings = load_settings({"port": 0, **_flags(durability, directory)}).settings
         async with running(settings) as app, tq.AsyncClient(f"127.0.0.1:{app.port}", gathers_puts=False) as client:
-            await _alone(client, count)  # so that tables have begun to grow
+            await _alone(client, count)  # starts the growth of the tables
             tracemalloc.start()
             try:
                 await _alone(client, count)
@@ -96,11 +96,11 @@ async def _heap(count: int, durability: str) -> dict[str, float]:
             finally:
                 tracemalloc.stop()
     found: dict[str, float] = {}
-    for each in traces:  # the largest first
+    for each in traces:  # largest first
         name = each.traceback[0].filename
         if name.startswith(_PACKAGE):
             found[name.removeprefix(f"{_PACKAGE}/")] = each.size / count
-        elif name == "<string>":  # which makes them
+        elif name == "<string>":  # generates their methods
             found["named tuples"] = each.size / count
     return found
 
@@ -125,13 +125,13 @@ def run(options: Options) -> Report:
         rows.append([durability, "Python's heap: all", sum(heap.values())])
     return Report(
         name="put_memory",
-        question="How much memory of the service does a sample take that was put alone, and what has it?",
+        question="How much memory of the service does a sample take that was put alone, and which files allocate it?",
         columns=["durability", "what", "bytes a sample"],
         rows=rows,
         notes=[
-            f"{count} samples of 8 bytes, of which each put brings one; by {_TASK_COUNT} tasks, not gathered",
+            f"{count} samples of 8 bytes, one per put; by {_TASK_COUNT} tasks, not gathered",
             "answers for retries are kept for request_record_seconds, 600 by default",
-            "Python's heap: by the file that allocated it, without what malloc adds",
+            "Python's heap: by allocating file, without malloc's overhead",
         ],
     )
 

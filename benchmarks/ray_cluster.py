@@ -11,10 +11,10 @@ import ray
 
 @contextmanager
 def ray_cluster(*, cpu_count: int, object_store_bytes: int) -> Iterator[None]:
-    """Run Ray until the block ends, without its dashboard, its files in a directory that goes with it.
+    """Run Ray until the block ends, without its dashboard, with its files in a temporary directory.
 
-    It listens on loopback only with the variables of `benchmarks.peer_environment`. Its own processes die with this
-    one, also when this one is killed.
+    With the variables of `benchmarks.peer_environment` it listens on loopback only. Its processes end with this one,
+    even if this one is killed.
     """
     with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as directory:
         ray.init(

@@ -1,8 +1,8 @@
 """Runs in Ray's environment: arrays go from this process through Ray's object store to an actor, which reads them.
 
-What was chosen, so that the peer is at its best: numpy arrays, which Ray maps for readers without a copy (tensors of
-torch it copies); an object store with capacity for all of them, so that no put waits until another one is gone; one
-reader that lives on, so that memory it has mapped once stays mapped.
+Settings that give the peer its best performance: numpy arrays, which Ray maps for readers without a copy (it copies
+tensors of torch); an object store with capacity for all of them, so no put waits for a release; one long-lived reader,
+so memory that it has mapped once stays mapped.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from benchmarks.peer_program import Commands, serve
 from benchmarks.ray_cluster import ray_cluster
 
 _OBJECT_STORE_BYTES = 2560 << 20
-# Ray frees objects without references once a second.
+# Ray frees unreferenced objects once per second.
 _FREED_SECONDS = 1.5
 
 
@@ -44,14 +44,14 @@ class _Load:
         self._replaced: list[Any] = []
 
     def load(self, row_count: int, row_length: int) -> None:
-        """Make the array that `round_trip` passes on."""
+        """Create the array for `round_trip`."""
         self._array = np.random.default_rng(0).random((row_count, row_length), np.float32)
 
     def round_trip(self, reuse: bool) -> tuple[float, float, float]:
-        """Return the seconds of a put, of a get by the other process, and of a get with reading every byte.
+        """Return the seconds of a put, of a get by the other process, and of a get that reads every byte.
 
-        With `reuse` the put takes the place of the last such one; without, nothing is freed, so that it takes memory
-        which the store has not used before.
+        With `reuse` the put replaces the last such one. Without it nothing is freed, so the put takes memory that the
+        store has not used before.
         """
         if reuse:
             self._replaced.clear()
@@ -62,7 +62,7 @@ class _Load:
         (self._replaced if reuse else self._kept).append(reference)
         get_seconds, read_seconds, total = ray.get(self._reader.read.remote([reference]))
         if total != float(self._array.sum()):
-            raise RuntimeError("what was got is not what was put")
+            raise RuntimeError("the get returned other values than the put sent")
         return put_seconds, get_seconds, read_seconds
 
 

@@ -1,7 +1,7 @@
 """Do well-behaved claims stay quick while a client floods the service with calls that are refused?
 
-One process sends calls as fast as is asked of it, and as the streams of its connection allow, all of them beyond the
-waiting calls that one client may have; another claims single samples one after the other and takes the time of each.
+One process sends calls at a given rate, as far as the streams of its connection allow. All are beyond the waiting calls
+that one client may have. Another process claims single samples, one after another, and times each claim.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ _PARTITION = "train"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Claims:
-    """How long claims took, in seconds, and how many calls a second were refused meanwhile."""
+    """Seconds that claims took, and refused calls per second during the claims."""
 
     p50: float
     p99: float
     refused_per_second: float
 
 
-# The flood, in a process of its own
+# The flood, run in a separate process
 
 
 async def _flood(address: str, rate: int) -> None:
-    """Hold all waiting calls that one client may have, then send `rate` more a second; tell how many were refused."""
+    """Hold all waiting calls allowed per client, then send `rate` more per second; print how many were refused."""
     counts = {grpc.StatusCode.RESOURCE_EXHAUSTED: 0}
     async with grpc.aio.insecure_channel(address) as channel:
         get_meta = ControllerServiceStub(channel).GetMeta
@@ -75,7 +75,7 @@ async def _flood(address: str, rate: int) -> None:
                 running.add(call)
                 call.add_done_callback(running.discard)
                 sent += 1
-            if len(running) > rate:  # the service does not keep up: what is late is left out
+            if len(running) > rate:  # the service does not keep up: skip the late calls
                 began_at, sent = time.monotonic(), 0
             if time.monotonic() - shown_at > 0.1:
                 shown_at = time.monotonic()
@@ -84,7 +84,7 @@ async def _flood(address: str, rate: int) -> None:
 
 
 class _Flood:
-    """A process that floods the service, and how many of its calls were refused a second."""
+    """A process that floods the service and counts the refused calls."""
 
     def __init__(self, address: str, rate: int) -> None:
         command = [sys.executable, "-m", "benchmarks.refused_flood", "--flood", address, "--rate", str(rate)]
@@ -93,7 +93,7 @@ class _Flood:
             raise RuntimeError("the flood did not start; its log is above")
 
     def end(self) -> float:
-        """Stop it, and return the calls that were refused a second."""
+        """Stop the flood and return the refused calls per second."""
         self._process.terminate()
         output, _ = self._process.communicate()
         points = [tuple(map(float, line.split())) for line in output.splitlines() if line.count(" ") == 1]
@@ -154,9 +154,9 @@ def run(options: Options) -> Report:
         ],
         rows=rows,
         notes=[
-            f"The flooding client holds the {_MOST_WAITING} waiting calls it may have; what it sends beside them is "
-            "refused, and at most as many are on their way at once (max_streams). Server, flood and the client that "
-            "claims are three processes.",
+            f"The flooding client holds the {_MOST_WAITING} waiting calls it may have; its further calls are "
+            "refused, and the number in flight is limited by max_streams. Server, flood and claiming "
+            "client are three processes.",
         ],
     )
 

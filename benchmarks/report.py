@@ -1,4 +1,4 @@
-"""What a benchmark finds: a table with its aims and plots, as text, as JSON and as Markdown."""
+"""The result of a benchmark: a table with its aims and plots, as text, as JSON and as Markdown."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ Cell = str | float | int | None
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Aim:
-    """A figure that is asked for.
+    """A target for a figure.
 
     Attributes:
         what: the figure, with its unit.
-        measured: what it is now; None where it could not be measured.
-        wanted: what it should be.
-        at_least: whether more is better; False: `wanted` is the most.
+        measured: the measured value; None if it could not be measured.
+        wanted: the target value.
+        at_least: whether more is better; False: `wanted` is the maximum.
     """
 
     what: str
@@ -28,7 +28,7 @@ class Aim:
 
     @property
     def met(self) -> bool | None:
-        """Whether the figure is as wanted; None where it could not be measured."""
+        """Whether the figure meets the target; None if it could not be measured."""
         if self.measured is None:
             return None
         return self.measured >= self.wanted if self.at_least else self.measured <= self.wanted
@@ -39,13 +39,13 @@ class Plot:
     """Lines or bars.
 
     Attributes:
-        name: file name without its ending.
-        title: what is shown.
+        name: file name without its suffix.
+        title: title of the plot.
         x_label: label of the x axis; with bars "".
         y_label: label of the y axis.
         series: for each label its points `(x, y)`; with bars x is text.
         log_x: whether the x axis is logarithmic.
-        log_y: whether the y axis is; not for bars.
+        log_y: whether the y axis is logarithmic; not for bars.
         bars: whether to draw bars instead of lines.
     """
 
@@ -64,14 +64,14 @@ class Report:
     """The result of one benchmark.
 
     Attributes:
-        name: of the benchmark, its module's.
-        question: what it answers.
-        columns: headings of the table, units included.
-        rows: the table.
-        notes: how it was measured, as far as a reader needs it.
-        aims: figures asked for.
-        plots: pictures of the table.
-        without: peers that were not there.
+            name: name of the benchmark, which is its module's.
+            question: the question that it answers.
+            columns: headings of the table, with units.
+            rows: the table.
+            notes: how it was measured, as far as a reader needs it.
+            aims: targets for its figures.
+            plots: plots of the table.
+            without: peers that were unavailable.
     """
 
     name: str
@@ -84,19 +84,19 @@ class Report:
     without: Sequence[str] = ()
 
     def to_json(self) -> str:
-        """Return it as one JSON object."""
+        """Return the report as one JSON object."""
         return json.dumps(asdict(self), indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> Report:
-        """Return what `to_json` wrote."""
+        """Parse the result of `to_json`."""
         fields = json.loads(text)
         fields["aims"] = [Aim(**aim) for aim in fields["aims"]]
         fields["plots"] = [Plot(**plot) for plot in fields["plots"]]
         return cls(**fields)
 
     def to_text(self) -> str:
-        """Return it as a table for a terminal."""
+        """Return the report as a table for a terminal."""
         cells = [list(self.columns), *([format_cell(cell) for cell in row] for row in self.rows)]
         widths = [max(len(row[column]) for row in cells) for column in range(len(self.columns))]
         lines = [self.question, ""]
@@ -110,7 +110,7 @@ class Report:
         return "\n".join(lines)
 
     def to_markdown(self, plot_directory: str) -> str:
-        """Return it as a section; its plots are linked as `<plot_directory>/<name>.png`."""
+        """Return the report as a section; its plots are linked as `<plot_directory>/<name>.png`."""
         lines = [f"## {self.name}", "", self.question, "", "| " + " | ".join(self.columns) + " |"]
         lines.append("|---" + "|--:" * (len(self.columns) - 1) + "|")
         lines += ["| " + " | ".join(map(format_cell, row)) + " |" for row in self.rows]

@@ -1,7 +1,7 @@
-"""How soon is a killed service back, and how much of the disk does what it knows take?
+"""How soon is a killed service back, and how much disk does its state take?
 
-A service is filled, killed with SIGKILL, and started again on its data directory, several times. What is measured is
-the time from the start of the process until it listens, that of Python and of all imports included.
+A service is filled, killed with SIGKILL, and restarted on its data directory, several times. The measured time is from
+the start of the process until it listens, including the start of Python and all imports.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tq_service.testing import ServiceProcess
 
 PRODUCER_COUNT = 8
 SAMPLE_COUNT, PUT_SAMPLES = 1_000_000, 64
-SMALL_PUT_COUNT = 10_000  # of two records each: the put, and what the controller did
+SMALL_PUT_COUNT = 10_000  # two records each: the put, and the controller's change
 _GROUP_SIZE = 8
 _CLAIM_SAMPLES = 512
 _SMALL_VALUES = 16
@@ -34,7 +34,7 @@ Fill = Callable[[tq.AsyncClient, int], Awaitable[int]]
 
 
 async def _produce(put: Callable[[int], Awaitable[object]], put_count: int) -> None:
-    """Make puts by several producers at a time."""
+    """Make puts from several producers concurrently."""
     numbers = iter(range(put_count))
 
     async def producer() -> None:
@@ -116,12 +116,12 @@ def run(options: Options) -> Report:
     _, (keyed_count, keyed_seconds, _), (small_count, _, small_mb) = found.values()
     return Report(
         name="restart",
-        question="How soon is a killed service back, and how much of the disk does what it knows take?",
+        question="How soon is a killed service back, and how much disk does its state take?",
         columns=["what it has", "samples", "back after, s", "journal, MB"],
         rows=rows,
         notes=[
             "durability process; back after SIGKILL, from the start of the process until it listens",
-            "the journal at the first kill, as the file system counts it; snapshots and the bytes of large puts apart",
+            "journal: at the first kill, as the file system counts it, without snapshots and the bytes of large puts",
         ],
         aims=[
             Aim(what=f"back with {keyed_count:,} samples, s", measured=keyed_seconds, wanted=_MOST_SECONDS,

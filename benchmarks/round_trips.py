@@ -1,4 +1,4 @@
-"""Columns that are put and got again, in benchmarks of bytes.
+"""Columns that are put and fetched again, in benchmarks of bytes.
 
 Only the public client is used: `compare.py` runs this on older trees too.
 """
@@ -18,7 +18,7 @@ JAGGED_BYTES, JAGGED_ROW_COUNT = 16 * MIB, 4_096
 PARTITION = "bulk"
 
 PutAndGet = tuple[float, float]
-"""The seconds of both; NaN: not measured."""
+"""The seconds of both; NaN if not measured."""
 
 
 def dense(size: int, row_bytes: int) -> torch.Tensor:

@@ -1,10 +1,10 @@
-"""How fast do tensors go from one process to another on the same host, beside Ray's object store?
+"""How fast do tensors go from one process to another on the same host, compared with Ray's object store?
 
-One process puts, another one gets. A get that maps memory costs next to nothing until the memory is read, so the time
-until every byte was read, by a sum over the array, is shown as well. Memory that the system must hand out first costs
-more than the copy, so both are shown: puts that take the place of a cleared one, as in the long run, and puts beside
-which all others stay, as in the first steps after a start. Columns that were filled in place are put at the cost of
-calls, and so beside unary calls of an echo.
+One process puts, another gets. A get that maps memory costs almost nothing until the memory is read, so the time until
+every byte was read, by a sum over the array, is shown too. Memory that the system must allocate first costs more than
+the copy, so two cases are shown: puts that replace a cleared one, as in the long run, and puts while all earlier ones
+stay, as in the first steps after a start. Columns filled in place are put at the cost of calls, so they are compared
+with unary calls of an echo.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ROW_COUNT, ROW_LENGTH = 256, 1 << 18
 SIZE_BYTES = ROW_COUNT * ROW_LENGTH * 4
 _WANTED = {"put": 1.8, "get": 1.0, "get and read every byte": 1.0}
 _MEMORIES = {"the last one was cleared": True, "nothing is cleared": False}
-# What is not cleared takes memory until the end, on both sides.
+# Puts that are not cleared take memory until the end, on both sides.
 _MOST_REPEATS = 7
 
 _ECHO_SIZES = 200, 200
@@ -43,7 +43,7 @@ Times = tuple[float, float, float]
 
 
 class RoundTrip:
-    """Puts here, and gets with `Reader.read` of `same_host_reader`, in this process or in another."""
+    """Puts in this process, and gets with `Reader.read` of `same_host_reader`, in this process or another."""
 
     def __init__(self, client: tq.Client, read: Callable[..., Times], row_count: int = ROW_COUNT) -> None:
         self._client = client
@@ -54,7 +54,7 @@ class RoundTrip:
         self._has_put = False
 
     def __call__(self, reuse: bool) -> Times:
-        """Put and get; with `reuse` after what the last such put has stored was cleared."""
+        """Put and get; with `reuse`, first clear the data of the last such put."""
         partition_id = "replaced" if reuse else f"kept-{next(self._numbers)}"
         if reuse and self._has_put:
             self._client.clear_partition(partition_id)
@@ -66,7 +66,7 @@ class RoundTrip:
             partition_id=partition_id, task_name="read", sample_count=len(self._data)
         )
         if total != self._total:
-            raise RuntimeError("what was got is not what was put")
+            raise RuntimeError("the get returned other values than the put sent")
         return put_seconds, get_seconds, read_seconds
 
 
@@ -80,7 +80,7 @@ class InPlace:
         self._request = request_of(*_ECHO_SIZES)
 
     def allocate_and_put(self) -> float:
-        """Return the seconds of both calls; what fills the columns is left out."""
+        """Return the seconds of both calls, without the time to fill the columns."""
         started = time.perf_counter()
         data = self._client.allocate(self._fields, ROW_COUNT, partition_id="in place")
         seconds = time.perf_counter() - started
@@ -130,13 +130,13 @@ def _report(rows: list[list[Cell]], echo_count: float, ray: Peer) -> Report:
     series = {"tq_service": _bars(rows, 2), **({"Ray": _bars(rows, 3)} if ray.is_there else {})}
     return Report(
         name="same_host",
-        question="How fast do tensors go from one process to another on the same host, beside Ray's object store?",
+        question="How fast do tensors go from process to process on the same host, compared with Ray's object store?",
         columns=["memory", "what", "GB/s", "Ray, GB/s", "ours / Ray"],
         rows=rows,
         notes=[
             f"{size} of dense float32 in {ROW_COUNT} rows; one process puts, another gets; GB are 10^9 bytes",
-            "reading: numpy's sum over the array, on both sides",
-            f"allocating {size} and putting what was filled in place took as long as {echo_count:.1f} unary echoes",
+            "reading: a numpy sum over the array, on both sides",
+            f"allocating {size} and putting it, filled in place, took as long as {echo_count:.1f} unary echoes",
             "Ray: numpy arrays, which its readers map without a copy",
             *ray.notes,
         ],
@@ -171,7 +171,7 @@ def _report(rows: list[list[Cell]], echo_count: float, ray: Peer) -> Report:
 
 
 def _bars(rows: list[list[Cell]], column: int) -> list[tuple[str, float]]:
-    """Return what moves or reads bytes: a get alone does neither, and would dwarf the others."""
+    """Return the rows that move or read bytes: a get alone does neither, and would dwarf the others."""
     return [(f"{row[1]},\n{row[0]}", float(row[column] or 0)) for row in rows if row[1] != "get"]
 
 

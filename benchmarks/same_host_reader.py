@@ -1,4 +1,4 @@
-"""A process that gets what another one has put: the reader of `same_host`."""
+"""A process that gets the data put by another process: the reader of `same_host`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Reader:
         self._client = tq.Client()
 
     def connect(self, address: str) -> None:
-        """Get from this service from now on."""
+        """Connect to a service for all further gets."""
         self._client.close()
         self._client = tq.Client(address, timeout=60.0)
 

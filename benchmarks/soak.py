@@ -2,9 +2,9 @@
 
     python -m benchmarks.soak --seconds 300 --mode memory --mode process
 
-The settings of the service that are times, such as how long answers are kept for retries, are shortened like the hour.
-Resident memory, open files, threads and disk of the service are sampled all the time. They are flat where the last
-third of the time has on average no more than the middle third; the first is for warming up.
+The time settings of the service, such as how long answers are kept for retries, are shortened like the hour. Resident
+memory, open files, threads and disk of the service are sampled all the time. They count as flat if the last third of
+the time has on average no more than the middle third; the first third is for warming up.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ _MOST_GROWTH = 1.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """What the service takes at one moment.
+    """The resources of the service at one moment.
 
     Attributes:
-        seconds: since the start.
-        resident_mb: memory, in 10^6 bytes.
-        open_files: file descriptors.
-        threads: their number.
-        disk_mb: of the data directory, in 10^6 bytes.
+        seconds: time since the start.
+        resident_mb: resident memory, in 10^6 bytes.
+        open_files: number of file descriptors.
+        threads: number of threads.
+        disk_mb: size of the data directory, in 10^6 bytes.
     """
 
     seconds: float
@@ -68,7 +68,7 @@ MEASURES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Course:
-    """How it went in one mode."""
+    """The samples of one mode over time."""
 
     mode: str
     samples: Sequence[Sample]
@@ -88,7 +88,7 @@ def _disk_bytes(directory: Path) -> int:
     for path in directory.rglob("*"):
         try:
             total += path.stat().st_blocks * 512
-        except FileNotFoundError:  # just replaced by the next one
+        except FileNotFoundError:  # just replaced by a newer file
             continue
     return total
 
@@ -124,7 +124,7 @@ def _server(mode: str, directory: Path, seconds: float) -> Iterator[ServiceProce
 
 
 def soak(mode: str, seconds: float) -> Course:
-    """Run a service in one of the modes under load for some seconds."""
+    """Run a service in a mode under load for some seconds."""
     with tempfile.TemporaryDirectory(prefix="tq-soak-") as name, _server(mode, Path(name), seconds) as server:
 
         async def run() -> Course:
@@ -139,7 +139,7 @@ def soak(mode: str, seconds: float) -> Course:
 
 
 def _plot(courses: Sequence[Course], attribute: str, measure: str) -> Plot:
-    """Return how a measure went in the modes that have it."""
+    """Return the plot of a measure over time, in the modes that have it."""
     return Plot(
         name=f"soak-{attribute.replace('_', '-')}",
         title=measure,
@@ -154,14 +154,14 @@ def _plot(courses: Sequence[Course], attribute: str, measure: str) -> Plot:
 
 
 def report(courses: Sequence[Course], seconds: float) -> Report:
-    """Return the table, the aims and the plots of what was measured."""
+    """Return the table, the aims and the plots of the results."""
     rows: list[list[Cell]] = []
     aims = []
     for course in courses:
         for attribute, measure in MEASURES.items():
             first, middle, last = course.thirds(attribute)
             if not middle:
-                continue  # there is no disk in memory mode
+                continue  # memory mode uses no disk
             rows.append([course.mode, measure, first, middle, last, last / middle])
             aims.append(
                 Aim(what=f"{measure}, durability {course.mode}: last third / middle third", measured=last / middle,
@@ -173,15 +173,15 @@ def report(courses: Sequence[Course], seconds: float) -> Report:
         columns=["durability", "what", "first third", "middle third", "last third", "last / middle"],
         rows=rows,
         notes=[
-            f"{seconds:g} s each, and so are the service's times shortened: answers are kept for retries for "
+            f"{seconds:g} s each; the service's times are shortened likewise: answers are kept for retries for "
             f"{_RECORD_SECONDS * min(1.0, seconds / _HOUR_SECONDS):.3g} s instead of {_RECORD_SECONDS:g}",
             *(
-                f"{course.mode}: {course.step_count:,} steps of {soak_load.SAMPLES_OF_A_STEP} samples, each a "
-                f"partition of its own; {course.sample_count:,} samples put, claimed, fetched and cleared"
+                f"{course.mode}: {course.step_count:,} steps of {soak_load.SAMPLES_OF_A_STEP} samples, each in  "
+                f"a separate partition; {course.sample_count:,} samples put, claimed, fetched and cleared"
                 for course in courses
             ),
             f"a step: {soak_load.PRODUCER_COUNT} producers, {soak_load.RANK_COUNT} ranks, a reward worker with leases; "
-            f"{soak_load.STEPS_AT_ONCE} steps at once; and a partition that lives on and is cleared sample by sample",
+            f"{soak_load.STEPS_AT_ONCE} steps at once; and a long-lived partition that is cleared sample by sample",
         ],
         aims=aims,
         plots=[plot for attribute, measure in MEASURES.items() if (plot := _plot(courses, attribute, measure)).series],
@@ -202,9 +202,9 @@ def write(found: Report, directory: Path, date: str) -> Path:
 
 
 def main() -> int:
-    """Soak, print the table and write it; exit code 1 where something has grown."""
+    """Soak, print the table and write it; return 1 if something has grown."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
-    parser.add_argument("--seconds", type=float, default=300.0, help="how long, in each mode")
+    parser.add_argument("--seconds", type=float, default=300.0, help="seconds in each mode")
     parser.add_argument("--mode", action="append", choices=MODES, help="a durability; default: memory and process")
     parser.add_argument("--results", type=Path, default=RESULTS, help="directory for the table and the plots")
     given = parser.parse_args()

@@ -1,7 +1,7 @@
-"""The load of `soak`: what a training job does in an hour, without the pauses in which its GPUs work.
+"""The load of `soak`: an hour of a training job without the pauses for its GPUs.
 
-Partitions that live for a step, made and cleared one after the other under ever new names, and one that lives on and is
-cleared sample by sample. Producers, reward workers with leases and DP ranks, over the wire and through shared memory.
+It has partitions that live for one step, created and cleared one after another under new names, and a long-lived one
+that is cleared sample by sample. Producers, reward workers with leases and DP ranks use the network and shared memory.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _LARGE_ROW_COUNT = 16
 
 
 class Load:
-    """Makes the load until it has to stop.
+    """Makes the load until the time is over.
 
     Attributes:
         step_count: steps done.
@@ -46,7 +46,7 @@ class Load:
         self._large_rows = np.zeros((_LARGE_ROW_COUNT, _LARGE_ROW_LENGTH), np.float32)
 
     async def run(self, seconds: float) -> None:
-        """Go on for some time, and end what was begun."""
+        """Make the load for some time, then finish the started work."""
         until = time.monotonic() + seconds
         async with asyncio.TaskGroup() as group:
             for _ in range(STEPS_AT_ONCE):
@@ -108,7 +108,7 @@ class Load:
             await self._client.get_data(meta)
 
     async def _replay(self) -> None:
-        """Put into the partition that lives on, and clear what was used."""
+        """Put into the long-lived partition and clear used samples."""
         await self._client.put({"x": self._large_rows}, partition_id="replay")
         meta = await self._client.get_meta(
             partition_id="replay", task_name="train", data_fields=["x"], batch_size=_LARGE_ROW_COUNT

@@ -1,8 +1,8 @@
 """Timers of processor time around functions of a program, and the service run with them.
 
-A stage has the time of its own: that of stages within it is theirs. `python -m benchmarks.stage_timers FILE serve ...`
-runs `tq-service serve ...` with timers around its stages. At each SIGUSR1 it writes into FILE what its stages have
-taken since it began.
+The time of a stage excludes the stages within it. `python -m benchmarks.stage_timers FILE serve ...` runs
+`tq-service serve ...` with timers around its stages. At each SIGUSR1 it writes to FILE the time of each stage since the
+start.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Stages = Mapping[str, tuple[str, ...]]
 
 SERVICE_STAGES: Final[Stages] = {
     "handler look-up": ("tq_service.server.rpc.calls:Services.service",),
-    "middleware": (),  # what is timed below, but for the stages within
+    "middleware": (),  # timed below, without the stages within
     "deserialize": (),
     "serialize": (),
     "GetMeta: handler, rest": ("tq_service.server.controller_servicer:ControllerServicer.GetMeta",),
@@ -62,15 +62,15 @@ CLIENT_STAGES: Final[Stages] = {
 class StageTimers:
     """Counts calls of functions, and the processor time of the thread that runs them, by stage.
 
-    For one thread; coroutines are timed while they run.
+    For a single thread; coroutines are timed only while they run.
     """
 
     def __init__(self) -> None:
         self._stages: dict[str, list[int]] = {}
-        self._inner_ns = [0]  # of each stage that is under way, what stages within it took
+        self._inner_ns = [0]  # for each running stage, the time of the stages within it
 
     def totals(self) -> dict[str, tuple[int, float]]:
-        """Return of each stage how often it was entered, and the seconds it took by itself."""
+        """Return how often each stage was entered, and its seconds without the stages within it."""
         return {name: (count, spent_ns / 1e9) for name, (count, spent_ns) in self._stages.items()}
 
     def timed(self, stage: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -104,7 +104,7 @@ class StageTimers:
         return awaited
 
     def wrap_all(self, stages: Stages) -> None:
-        """Put timers around all functions of stages, named as `module:function` or `module:class.function`."""
+        """Put timers around the functions of all stages, named `module:function` or `module:class.function`."""
         for stage, names in stages.items():
             for name in names:
                 module, _, path = name.partition(":")
@@ -117,7 +117,7 @@ class StageTimers:
 
 
 class _Steps:
-    """A coroutine of which each step is run by a timer."""
+    """A coroutine whose steps are each run by a timer."""
 
     def __init__(self, run: Callable[..., Any], coroutine: Any) -> None:
         self._run = run
@@ -137,7 +137,7 @@ class _Steps:
 
 
 def _time_handlers(timers: StageTimers) -> None:
-    """Put timers around the handlers of all methods, their middleware, and what reads and writes their messages."""
+    """Put timers around the handlers of all methods, their middleware, and the code that reads and writes messages."""
     from tq_service.server.rpc.calls import Services
 
     make: Any = Services._wrapped
@@ -156,7 +156,7 @@ def _time_handlers(timers: StageTimers) -> None:
 
 
 def _serve(path: Path) -> None:
-    """Run the service with timers, which it writes to a file when it is asked to."""
+    """Run the service with timers; on request it writes them to a file."""
     timers = StageTimers()
     _time_handlers(timers)
     timers.wrap_all(SERVICE_STAGES)

@@ -1,8 +1,8 @@
 """Where does the processor time of a claim and of a put of one sample go, stage by stage?
 
-Timers are put around functions of the service and of the client, in processes of this benchmark alone. A stage has the
-time of its own, without that of the stages within it; each timer adds half a microsecond to the stage around it. What
-no stage has is gRPC and the event loop. The threads of gRPC are read from the kernel (Linux).
+Functions of the service and of the client get timers, in processes of this benchmark only. The time of a stage excludes
+the stages within it; each timer adds half a microsecond to the enclosing stage. Time outside all stages is gRPC and the
+event loop. The times of gRPC's threads come from the kernel (Linux).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _ROW: Final = {"x": np.arange(1)}
 _POLL_SECONDS: Final = 0.005
 _LEAST_MICROSECONDS: Final = 0.1
 
-Stage = tuple[str, str]  # the process, and what it does
+Stage = tuple[str, str]  # process and stage name
 
 
 class _Service:
@@ -46,7 +46,7 @@ class _Service:
         self.process = ServiceProcess(command=command)
 
     async def seconds(self) -> Counter[Stage]:
-        """Return the seconds that each stage, and each kind of thread but the main one, has taken."""
+        """Return the seconds of each stage, and of each kind of thread except the main one."""
         self._path.unlink(missing_ok=True)
         self.process.send_signal(signal.SIGUSR1)
         while not self._path.exists():  # noqa: ASYNC110  (a file of another process)
@@ -57,7 +57,7 @@ class _Service:
 
 
 def _threads(process: str, pid: int, *, staged: float) -> Counter[Stage]:
-    """Return what the threads of a process have taken; of the main thread without what its stages have."""
+    """Return the processor seconds of a process's threads, those of its stages subtracted from the main thread."""
     found: Counter[Stage] = Counter()
     for thread in Path(f"/proc/{pid}/task").iterdir():
         try:
@@ -73,7 +73,7 @@ def _threads(process: str, pid: int, *, staged: float) -> Counter[Stage]:
 
 
 async def _together(call_count: int, call: Callable[[int, int], Awaitable[object]]) -> None:
-    """Make calls by all tasks at the same time, each after the other."""
+    """Make calls from all tasks concurrently, one at a time in each task."""
 
     async def one(task: int) -> None:
         for number in range(call_count // _TASK_COUNT):
@@ -121,7 +121,7 @@ async def _measure(options: Options) -> list[list[Cell]]:
 
 
 def _rows(kind: str, rounds: list[Counter[Stage]], call_count: int) -> list[list[Cell]]:
-    """Return for each stage the median of its microseconds for one call, and the sums of both processes."""
+    """Return the median microseconds per call of each stage, and the sums for both processes."""
     stages = dict.fromkeys(stage for each in rounds for stage in each)
     spent = {stage: median([each[stage] for each in rounds]) / call_count * 1e6 for stage in stages}
     rows: list[list[Cell]] = []
@@ -140,9 +140,9 @@ def run(options: Options) -> Report:
         columns=["call", "process", "stage", "processor time, µs a call"],
         rows=run_async(_measure(options)),
         notes=[
-            f"{_TASK_COUNT} tasks of one client process, each with one call after the other; claims of ranks, "
+            f"{_TASK_COUNT} tasks of one client process, each making one call at a time; claims of ranks,  "
             f"{_BATCH_SIZE} samples each; puts that are not gathered",
-            "each stage without the stages within it; a timer adds about 0.5 µs",
+            "a stage excludes the stages within it; a timer adds about 0.5 µs",
         ],
     )
 

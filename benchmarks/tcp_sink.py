@@ -1,8 +1,8 @@
-"""A process that receives and sends bytes over TCP in memory that it reuses: the limit of what loopback can carry.
+"""A process that receives and sends bytes over TCP, in reused memory: the upper limit for loopback.
 
-Each message is its size (8 bytes, little-endian) and that many bytes; it is answered by one byte when all are there.
-A size with the highest bit set asks for that many bytes instead. Every connection has a thread, which holds no lock
-while it receives and sends, and memory for the largest message so far, of at most 64 MiB.
+A message is its size (8 bytes, little-endian) and that many bytes; it is answered by one byte once complete. A size
+with the highest bit set requests that many bytes instead. Every connection has a thread, which holds no lock while it
+receives and sends, and memory for the largest message so far, at most 64 MiB.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import socket
 import threading
 
 BLOCK_BYTES = 64 << 20
-_STEP_BYTES = 4 << 20  # as fast as any (`MSG_WAITALL` fills it in one call)
+_STEP_BYTES = 4 << 20  # no other size is faster (`MSG_WAITALL` fills it in one call)
 _FETCH = 1 << 63
 
 
@@ -35,11 +35,11 @@ def fetch(connection: socket.socket, target: memoryview) -> None:
     """Receive bytes until memory is full."""
     connection.sendall((_FETCH | len(target)).to_bytes(8, "little"))
     if not _receive(connection, target):
-        raise ConnectionError("the process that sends has closed the connection")
+        raise ConnectionError("the sending process has closed the connection")
 
 
 def _receive(connection: socket.socket, target: memoryview) -> bool:
-    """Fill memory; return whether that many bytes came."""
+    """Fill memory; return whether enough bytes came."""
     while target:
         received = connection.recv_into(target[:_STEP_BYTES], 0, socket.MSG_WAITALL)
         if not received:

@@ -1,13 +1,13 @@
 """Runs in TransferQueue's environment: its controller and two storage units on Ray, and a client that makes the load.
 
-What was chosen, so that the peer is at its best:
-- its low-level asynchronous client, awaited from one long-lived event loop as its documentation asks: it saves the keys
-  of the KV interface and the hand-over of the synchronous client to a thread;
-- the SimpleStorage backend with two units, its default; polling mode, in which the controller never sleeps;
+Settings that give the peer its best performance:
+- its low-level asynchronous client, awaited from one long-lived event loop as its documentation asks. This avoids the
+  keys of the KV interface, and the thread of the synchronous client;
+- the SimpleStorage backend with two units, its default; polling mode: the controller never sleeps;
 - `SequentialSampler`, its default and the cheapest one;
-- no limit on the samples stored, no metrics, and the variables that `benchmarks.peer_environment` sets: a pool of
-  sockets large enough for all ranks, as many threads as cores, and errors only in the log;
-- puts without keys, tags or metadata; numbers in columns of two dimensions, which it stores faster than those of one.
+- no limit on the stored samples, no metrics, and the variables that `benchmarks.peer_environment` sets: a pool of
+  sockets large enough for all ranks, as many threads as cores, and only errors in the log;
+- puts without keys, tags or metadata; numbers in two-dimensional columns, which it stores faster than one-dimensional.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from benchmarks.peer_program import Commands, serve
 from benchmarks.ray_cluster import ray_cluster
 
 _UNIT_COUNT = 2
-# Its actors ask Ray for a core each; the controller is one more.
+# Each of its actors requests one core from Ray, and so does the controller.
 _ACTOR_COUNT = _UNIT_COUNT + 1
 _POLL_SECONDS = 1.0
-# Its data does not go through Ray's object store.
+# Its data bypasses Ray's object store.
 _OBJECT_STORE_BYTES = 80 << 20
 _CONFIG = {
     "controller": {"polling_mode": True, "sampler": "SequentialSampler"},
@@ -46,7 +46,7 @@ _CONFIG = {
 
 
 class _Load:
-    """The commands; each returns what was measured, in seconds."""
+    """The commands; each returns its measurements, in seconds."""
 
     def __init__(self, client: Any, runner: asyncio.Runner) -> None:
         self._client = client
@@ -71,11 +71,11 @@ class _Load:
         return self._runner.run(coroutine)
 
     def fill(self, partition_id: str, sample_count: int) -> None:
-        """Put so many samples of one int64 into a partition that stays."""
+        """Put samples of one int64 into a partition that stays."""
         self._run(self._client.async_put(_numbers(sample_count), partition_id=partition_id))
 
     def insert(self, sample_count: int) -> float:
-        """Return the seconds of one put of so many samples into a partition of their own, which is cleared."""
+        """Return the seconds of one put of samples into a separate partition, which is then cleared."""
         data = _numbers(sample_count)
         started = time.perf_counter()
         self._run(self._client.async_put(data, partition_id="insert"))
@@ -86,7 +86,7 @@ class _Load:
     def claims(
         self, partition_id: str, rank_count: int, claim_count: int, batch_size: int, consumed_count: int
     ) -> float:
-        """Return the seconds of claims of a new task by ranks at the same time, after so many samples were consumed."""
+        """Return the seconds of concurrent claims by the ranks of a new task, after some samples were consumed."""
         return float(self._run(self._claims(partition_id, rank_count, claim_count, batch_size, consumed_count)))
 
     async def _claims(
@@ -111,7 +111,7 @@ class _Load:
             raise RuntimeError(f"got {meta.size} samples, expected {batch_size}")
 
     def fetch(self, partition_id: str, batch_size: int, repeats: int) -> list[float]:
-        """Return the seconds of each claim of a new task, one after the other."""
+        """Return the seconds of consecutive claims of a new task."""
         return list(self._run(self._fetch(partition_id, batch_size, repeats)))
 
     async def _fetch(self, partition_id: str, batch_size: int, repeats: int) -> list[float]:
@@ -123,7 +123,7 @@ class _Load:
         return [end - start for start, end in itertools.pairwise(times)]
 
     def check_consumption(self, partition_id: str, repeats: int) -> list[float]:
-        """Return the seconds of each check whether a task has consumed the partition."""
+        """Return the seconds of each check of whether a task has consumed the partition."""
         return list(self._run(self._check_consumption(partition_id, repeats)))
 
     async def _check_consumption(self, partition_id: str, repeats: int) -> list[float]:
@@ -137,10 +137,10 @@ class _Load:
         return [end - start for start, end in itertools.pairwise(times)]
 
     def wake_up(self, count: int) -> list[float]:
-        """Return the seconds from the start of each put of one sample until a consumer that waits has claimed it.
+        """Return the seconds from the start of each put of one sample until a waiting consumer has claimed it.
 
-        The consumer waits as `StreamingDataset` does: it asks, and sleeps for a second where there is nothing. The put
-        comes at any moment of that second.
+        The consumer waits like `StreamingDataset`: it claims, and sleeps for a second if nothing is ready. The put
+        comes at a random moment of that second.
         """
         return list(self._run(self._wake_up(count)))
 
@@ -158,7 +158,7 @@ class _Load:
         return times
 
     async def _served(self, partition_id: str, task: str) -> float:
-        """Return the time when a sample was claimed."""
+        """Return the time of the claim of a sample."""
         while True:
             meta = await self._client.async_get_meta(
                 data_fields=["x"], batch_size=1, partition_id=partition_id, mode="fetch", task_name=task
@@ -168,7 +168,7 @@ class _Load:
             await asyncio.sleep(_POLL_SECONDS)
 
     def load(self, name: str, row_lengths: list[int]) -> None:
-        """Make float32 rows of these lengths for `round_trip`: dense where they are equal, else jagged."""
+        """Create float32 rows of these lengths for `round_trip`: dense if all are equal, otherwise jagged."""
         if len(set(row_lengths)) == 1:
             data = torch.rand(len(row_lengths), row_lengths[0])
         else:
@@ -177,7 +177,7 @@ class _Load:
         self._data[name] = TensorDict({"x": data}, batch_size=[len(row_lengths)])
 
     def round_trip(self, name: str) -> tuple[float, float]:
-        """Return the seconds of a put of what was loaded and of a get; the partition is cleared."""
+        """Return the seconds of a put and of a get of the loaded rows; the partition is cleared."""
         return tuple(self._run(self._round_trip(self._data[name])))
 
     async def _round_trip(self, data: TensorDict) -> tuple[float, float]:
@@ -187,7 +187,7 @@ class _Load:
         back = await self._client.async_get_data(meta)
         times.append(time.perf_counter())
         if not torch.equal(back["x"].values().flatten()[-1], _values(data["x"]).flatten()[-1]):
-            raise RuntimeError("what was got is not what was put")
+            raise RuntimeError("the get returned other values than the put sent")
         await self._client.async_clear_partition("bulk")
         return times[1] - times[0], times[2] - times[1]
 

@@ -1,8 +1,8 @@
 """What do thousands of waiting clients cost, and how soon are they served?
 
-Four client processes with four connections each play up to 8,192 clients, each of which asks for one sample after the
-other. Queue workers: one put wakes all, or small puts each wake as many as they can serve. Ranks of one task: a batch
-has one sample for each. 64 clients of the same processes do the same at a second server, which is idle otherwise.
+Four client processes with four connections each run up to 8,192 clients that claim one sample after another. As queue
+workers: one put wakes all, or small puts each wake as many as they can serve. As ranks of one task: a batch has one
+sample for each. For comparison, 64 clients in the same processes do the same at an otherwise idle server.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _TRICKLE_FEW, _TRICKLE_MANY = "64 alone, small puts", "small puts"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Served:
-    """What one load showed: claims a second, seconds from put to receipt, and seconds of health checks meanwhile."""
+    """Results of one load: claims per second, seconds from put to receipt, and seconds of its health checks."""
 
     rate: float
     handed_out: list[float]
@@ -52,7 +52,7 @@ class _Served:
 
 
 class _HealthProbe:
-    """Health checks one after the other, from a thread and on a connection of its own."""
+    """Makes health checks in a thread, on a separate connection."""
 
     def __init__(self, address: str) -> None:
         self._channel = grpc.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)])
@@ -65,7 +65,7 @@ class _HealthProbe:
 
     @contextmanager
     def running(self) -> Iterator[list[float]]:
-        """Check until the block ends; the list has the seconds of each check then."""
+        """Check until the block ends; the list then has the seconds of each check."""
         seconds: list[float] = []
         stopping = threading.Event()
 
@@ -88,7 +88,7 @@ class _HealthProbe:
 
 
 class _Line:
-    """Clients that wait for the samples of a partition of their own."""
+    """Clients that wait for the samples of one partition."""
 
     def __init__(self, server: ServiceProcess, crowd: CrowdProcesses, name: str, count: int, *, ranked: bool) -> None:
         self._crowd = crowd
@@ -118,7 +118,7 @@ class _Line:
         _until(all_wait, f"{self.count} clients waiting")
 
     def serve(self, put_sizes: Sequence[int], pause_seconds: float = 0.0) -> _Served:
-        """Put samples and return when clients have got them all and wait again, each sample having come once."""
+        """Put samples; return when each has been delivered once and all clients wait again."""
         first, total = self._produced, sum(put_sizes)
         self._produced += total
         starts = []
@@ -130,7 +130,7 @@ class _Line:
             _until(lambda: self._crowd.got_count(self._name) >= total, f"{total} samples handed out")
         got = sorted(self._crowd.take(self._name))
         if [index for index, _ in got] != list(range(first, self._produced)):
-            raise RuntimeError(f"{total} samples were put; lost or handed out twice, got {len(got)}")
+            raise RuntimeError(f"{total} samples were put; got {len(got)}, some lost or delivered twice")
         self.wait_until_waiting()
         seconds = time.monotonic() - starts[0]
         latencies = [when - start for start, (_, when) in zip(starts, got, strict=True)]
@@ -150,14 +150,14 @@ def _resident_bytes(pids: Sequence[int]) -> int:
 
 
 def _loads(few: _Line, beside: _Line, many: _Line, *, ranked: bool) -> dict[str, Callable[[], _Served]]:
-    """Return what is measured in turn, by the name in the table; `few` are at a server of their own."""
+    """Return the loads to measure in turn, by their name in the table; `few` are at a separate server."""
     claims_of_few = min(many.count, _CLAIMS_OF_FEW)
     cases = {
         _FEW: partial(few.serve, [claims_of_few]),
         _WAKES_ALL: partial(many.serve, [many.count]),
         _OTHERS: partial(beside.serve, [claims_of_few]),
     }
-    if not ranked:  # small puts would complete no batch of that many ranks
+    if not ranked:  # small puts would not fill a batch of all ranks
         cases |= {
             _TRICKLE_FEW: partial(few.serve, _TRICKLE, _TRICKLE_PAUSE_SECONDS),
             _TRICKLE_MANY: partial(many.serve, _TRICKLE, _TRICKLE_PAUSE_SECONDS),
@@ -166,7 +166,7 @@ def _loads(few: _Line, beside: _Line, many: _Line, *, ranked: bool) -> dict[str,
 
 
 def _measure(kind: str, count: int, options: Options) -> list[list[Cell]]:
-    """Return the rows of one crowd: `kind` of client, so many of them."""
+    """Return the rows of one crowd: `count` clients of a kind."""
     ranked = kind == _RANKS
     with ServiceProcess() as calm, ServiceProcess() as crowded, running_crowd() as crowd:
         few = _Line(calm, crowd, "few", FEW, ranked=ranked)
@@ -212,19 +212,19 @@ def _report(rows: list[list[Cell]], counts: Sequence[int]) -> Report:
         rows=rows,
         notes=[
             f"{PROCESS_COUNT} client processes with {CONNECTIONS_A_PROCESS} connections each",
-            "every client asks for one sample, and again as soon as it has it",
-            "every sample came once, and every client saw the end",
-            "claims/s: until all samples are handed out and all clients wait again",
-            f"of 64's: 64 clients of the same processes at a server of their own take {_CLAIMS_OF_FEW:,} samples",
+            "every client claims one sample after another",
+            "every sample was delivered once, and every client saw the end",
+            "claims/s: until all samples are delivered and all clients wait again",
+            f"of 64's: 64 clients of the same processes at a separate server take {_CLAIMS_OF_FEW:,} samples",
             f"small puts: {len(_TRICKLE)} of {_TRICKLE[0]} samples, one each {1e3 * _TRICKLE_PAUSE_SECONDS:g} ms",
-            "health checks go on meanwhile, on a connection of their own",
+            "health checks run all the time, on a separate connection",
         ],
         aims=aims,
         plots=[
             Plot(
                 name="waiting_clients",
                 title=f"Claims per second of many clients, of those of {FEW}",
-                x_label="queue workers that wait",
+                x_label="waiting queue workers",
                 y_label="ratio",
                 series={"one put wakes all": [(count, float(row[4] or 0)) for count, row in woken.items()]},
                 log_x=True,

@@ -1,12 +1,12 @@
-"""Many clients, which wait for samples one by one: the crowd of `waiting_clients`, and the processes that play it.
+"""Many clients that wait for samples one by one: the crowd of `waiting_clients`, and the processes that run it.
 
-To each process, commands come as lines of JSON on stdin and are answered by one line each on stdout; times are of the
+Each process reads commands as lines of JSON on stdin and answers each with one line on stdout. Times come from the
 system's monotonic clock, which all processes share.
 
-    {"join": {...}}        clients begin to ask, each until the end of the partition; see `Crowd.join`
-    {"count": task}        how many samples the clients of a task have got
-    {"take": task}         what they have got since the last time, [[global_index, seconds], ...]
-    {"ended": task}        how many clients of a task have seen its end
+    {"join": {...}}        start clients that claim until the end of the partition; see `Crowd.join`
+    {"count": task}        number of samples that the clients of a task have got
+    {"take": task}         samples since the last `take`, [[global_index, seconds], ...]
+    {"ended": task}        number of clients of a task that have seen its end
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _MAX_WAIT_SECONDS = 600.0
 
 @dataclass(slots=True)
 class _Got:
-    """What the clients of one task have got."""
+    """The samples that the clients of one task have got."""
 
     samples: list[tuple[int, float]] = field(default_factory=list)
     ended_count: int = 0
@@ -59,7 +59,7 @@ class Crowd:
         self, *, address: str, partition_id: str, task_name: str, count: int, connections: int, first_rank: int = 0,
         dp_size: int = 0,
     ) -> None:  # fmt: skip
-        """Have `count` clients ask for one sample after the other, as ranks from `first_rank` on where `dp_size` is."""
+        """Start `count` clients that claim one sample after another; with `dp_size`, as ranks from `first_rank` on."""
         got = self._got.setdefault(task_name, _Got())
         clients = [tq.AsyncClient(address) for _ in range(connections)]
         self._clients += clients
@@ -71,20 +71,20 @@ class Crowd:
             member.add_done_callback(self._members.discard)
 
     def count(self, task_name: str) -> int:
-        """Return how many samples the clients of a task have got since the last `take`."""
+        """Return the number of samples that the clients of a task have got since the last `take`."""
         got = self._got[task_name]
         if got.failed is not None:
             raise RuntimeError(got.failed)
         return len(got.samples)
 
     def take(self, task_name: str) -> list[tuple[int, float]]:
-        """Return what the clients of a task have got since the last time."""
+        """Return the samples that the clients of a task have got since the last `take`."""
         got = self._got[task_name]
         samples, got.samples = got.samples, []
         return samples
 
     def ended(self, task_name: str) -> int:
-        """Return how many clients of a task have seen its end."""
+        """Return the number of clients of a task that have seen its end."""
         return self._got[task_name].ended_count
 
 
@@ -128,7 +128,7 @@ class CrowdProcesses:
         return [process.pid for process in self._processes]
 
     def join(self, address: str, name: str, count: int, *, ranked: bool) -> None:
-        """Have `count` clients ask for the samples of partition and task `name`, in equal parts of the processes."""
+        """Start `count` clients for the samples of partition and task `name`, split equally among the processes."""
         part = count // len(self._processes)
         for number, process in enumerate(self._processes):
             where = {"address": address, "partition_id": name, "task_name": name}
@@ -136,16 +136,16 @@ class CrowdProcesses:
             self._tell(process, "join", {**where, **ranks, "count": part, "connections": CONNECTIONS_A_PROCESS})
 
     def got_count(self, name: str) -> int:
-        """Return how many samples the clients of a task have got since the last `take`."""
+        """Return the number of samples that the clients of a task have got since the last `take`."""
         return sum(self._tell(process, "count", name) for process in self._processes)
 
     def take(self, name: str) -> list[tuple[int, float]]:
-        """Return what the clients of a task have got since the last time: global index and monotonic seconds."""
+        """Return global index and monotonic seconds of the samples of a task since the last `take`."""
         answers = [self._tell(process, "take", name) for process in self._processes]
         return [(index, seconds) for answer in answers for index, seconds in answer]
 
     def ended_count(self, name: str) -> int:
-        """Return how many clients of a task have seen its end."""
+        """Return the number of clients of a task that have seen its end."""
         return sum(self._tell(process, "ended", name) for process in self._processes)
 
     @staticmethod

@@ -1,8 +1,8 @@
 """What do a hundred watchers cost claims and puts, and how soon do they know?
 
-The same claims of 64 ranks, and the same puts of 16 workers, are made alone, while 100 clients in another process watch
-all partitions, and alone again, in turns. The clients of both sides share the processors with the service, whose
-own processor time for a call is shown besides.
+Claims of 64 ranks and puts of 16 workers are measured alone, then while 100 clients in another process watch all
+partitions, and alone again, in turns. Clients and service share the processors, so the service's processor time per
+call is shown too.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ _QUIET_SECONDS = 0.3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Measured:
-    """Calls a second, and microseconds of the service's processor time for each."""
+    """Calls per second, and microseconds of the service's processor time per call."""
 
     rate: float
     cpu_us: float
 
 
 class _Load:
-    """What is measured, on one service; its calls use one event loop."""
+    """The measured calls on one service; they use one event loop."""
 
     def __init__(self, service: ServiceProcess, scale: int) -> None:
         self._address = service.address
@@ -64,13 +64,13 @@ class _Load:
 
     @asynccontextmanager
     async def watchers(self) -> AsyncIterator[Callable[[], AbstractAsyncContextManager[None]]]:
-        """Have a process that watches while a `with` of what is yielded lasts."""
+        """Start a process of watchers. It watches inside a `with` block of the yielded function."""
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "benchmarks.watchers", "--watch", self._address, cwd=ROOT, stdin=PIPE, stdout=PIPE
         )
         commands, answers = process.stdin, process.stdout
         if commands is None or answers is None:
-            raise RuntimeError("the watchers have no pipes")
+            raise RuntimeError("the watchers were started without pipes")
 
         @asynccontextmanager
         async def watching() -> AsyncIterator[None]:
@@ -115,7 +115,7 @@ class _Load:
         return measured
 
     async def trickle(self) -> float:
-        """Claim now and then; return the milliseconds of processor time that the service takes a second."""
+        """Claim occasionally; return the service's processor time in milliseconds per second."""
         task, before, began_at = secrets.token_hex(8), self._process.cpu_times(), time.perf_counter()
         while (seconds := time.perf_counter() - began_at) < _TRICKLE_SECONDS:
             await self._client.get_meta(
@@ -133,7 +133,7 @@ class _Load:
         return _Measured(rate=count / seconds, cpu_us=cpu / count * 1e6)
 
     async def delays(self) -> list[float]:
-        """Return for some puts after a pause the seconds until a single watcher has them."""
+        """Return the seconds until a single watcher has a put, for some puts after a pause."""
         delays = []
         async with self._client.watch("quiet") as watch:
             await anext(watch)
@@ -185,8 +185,8 @@ async def _measure(options: Options) -> Report:
         rows=rows,
         notes=[
             f"{_WATCHERS} clients in one process of the same machine watch samples and tasks of all partitions",
-            f"at some 40 claims a second they take {extra_ms:.1f} ms of the service's processor time a second, in the "
-            "median of differences: the rounds of answers, whose number does not grow with that of claims",
+            f"at about 40 claims per second they take {extra_ms:.1f} ms of the service's processor time per second "
+            "(median of differences) for the rounds of answers, whose number does not grow with the claims",
             f"after a pause a single watcher has a put {delay:.1f} ms after it was begun, in the median",
         ],
         aims=[
@@ -216,7 +216,7 @@ def _number(cell: Cell) -> float | None:
 
 
 async def _watch(address: str) -> None:
-    """Watch from a line "on" to a line "off" of standard input; answer each once that is done."""
+    """Watch from a line "on" to a line "off" on standard input; answer each line once it has taken effect."""
     clients = [tq.AsyncClient(address) for _ in range(_WATCHERS)]
     watches: list[AsyncWatch] = []
 

@@ -1,1 +1,1 @@
-"""Kills the service and its clients at random while they work, and checks what was promised against a plain model."""
+"""Kills the service and its clients at random under load, and checks its guarantees against a plain model."""

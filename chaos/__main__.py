@@ -1,7 +1,8 @@
-"""Runs scenarios of chaos and prints a report: `python -m chaos --rounds 100`; exit code 1 for a broken guarantee.
+"""Run fault-injection scenarios and print a report: `python -m chaos --rounds 100`.
 
-The service runs as one process, then as a controller and two storage services. In each scenario 8 producers, 8 trainer
-ranks and 4 queue workers in 5 processes share a partition, while processes are killed and restarted at random moments.
+The exit code is 1 if a guarantee was broken. The service runs as one process, then as a controller and two storage
+services. In each scenario 8 producers, 8 trainer ranks and 4 queue workers in 5 processes share a partition, while
+processes are killed and restarted at random moments.
 A run prints its seed; `--seed` repeats its faults: the same targets after the same pauses.
 """
 
@@ -46,7 +47,7 @@ def _prefill(cluster: Cluster, sample_count: int) -> None:
         for start in range(0, sample_count, _PREFILL_PUT_ROWS):
             rows = np.arange(start, min(start + _PREFILL_PUT_ROWS, sample_count))
             client.put({"x": rows}, partition_id="prefill", custom_meta=[{"version": 0}] * len(rows))
-    _say(f"{sample_count:,} samples are kept before the first scenario")
+    _say(f"{sample_count:,} samples are stored before the first scenario")
 
 
 def _prefill_violations(cluster: Cluster, sample_count: int) -> list[str]:
@@ -57,7 +58,7 @@ def _prefill_violations(cluster: Cluster, sample_count: int) -> list[str]:
         rows = list(range(0, sample_count, max(1, sample_count // 100)))
         batch = client.get_data(partition_id="prefill", global_indexes=rows)
         wrong = count != sample_count or batch["x"].tolist() != rows
-        return [f"of {sample_count} samples put before the scenarios {count} are there, or changed"] if wrong else []
+        return [f"of {sample_count} prefilled samples {count} are left, or some changed"] if wrong else []
 
 
 def _trial(topology: Topology, given: argparse.Namespace, directory: Path) -> Report:
@@ -68,7 +69,7 @@ def _trial(topology: Topology, given: argparse.Namespace, directory: Path) -> Re
     try:
         cluster.start()
         with tq.Client(cluster.address, timeout=_START_SECONDS) as client:
-            client.put({"x": np.zeros(1)}, partition_id="first")  # waits until all of it is there
+            client.put({"x": np.zeros(1)}, partition_id="first")  # waits until every service is ready
             client.clear_partition("first")
         _prefill(cluster, given.prefill)
         for number, start in enumerate(range(0, given.rounds, given.rounds_per_scenario)):
@@ -95,10 +96,12 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m chaos", description=(__doc__ or "").split("\n", maxsplit=1)[0])
     parser.add_argument("--rounds", type=int, default=100, help="faults for each topology (default: 100)")
     parser.add_argument("--rounds-per-scenario", type=int, default=10, help="faults per partition")
-    parser.add_argument("--seconds", type=float, default=2.0, help="longest pause between two faults (default: 2)")
+    parser.add_argument(
+        "--seconds", type=float, default=2.0, help="longest pause between faults in seconds (default: 2)"
+    )
     parser.add_argument("--topology", choices=[*_TOPOLOGIES, "all"], default="all", help="how the service runs")
     durabilities: tuple[Durability, ...] = ("memory", "process", "disk")
-    parser.add_argument("--durability", choices=durabilities, default="process", help="memory: clients are killed only")
+    parser.add_argument("--durability", choices=durabilities, default="process", help="memory: only clients are killed")
     parser.add_argument(
         "--prefill", type=int, default=0, metavar="SAMPLES", help="samples put before the first scenario"
     )
@@ -108,7 +111,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what the command line asks for and return the exit code."""
+    """Run the command line and return the exit code."""
     given = _options(arguments)
     topologies = _TOPOLOGIES if given.topology == "all" else (given.topology,)
     output = given.output / f"{datetime.datetime.now():%Y-%m-%d-%H%M%S}-{given.seed}"
@@ -128,5 +131,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 if __name__ == "__main__":
     without_torch()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what was started is ended
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ends the started processes
     sys.exit(main())

@@ -1,4 +1,4 @@
-"""Users of the service: producers, trainer ranks, callers by name and queue workers; each goes on from its log."""
+"""Users of the service: producers, trainer ranks, named callers and queue workers. Each resumes from its log."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ _LONGEST_PAUSE_SECONDS: Final = 0.06
 
 
 class Actor:
-    """What the three have in common.
+    """A user of the service.
 
     Args:
-        client: its own.
-        partition_id: the partition of the act.
-        number: which of its kind it is.
-        directory: where its log is.
-        seed: of its random numbers.
-        stopping: whether producers are to stop.
+        client: the actor's own client.
+        partition_id: the partition of the scenario.
+        number: index among the actors of its kind.
+        directory: directory of its log.
+        seed: seed of its random numbers.
+        stopping: returns whether producers must stop.
     """
 
     kind: str
@@ -68,15 +68,15 @@ class Actor:
 
 
 class Producer(Actor):
-    """Puts samples, some with their reward in a second put; tags some; some are held, and cleared again.
+    """Puts samples and tags some of them. Some get their reward in a second put; some are held, and may be cleared.
 
-    In a part of its rounds it puts many single samples at once, so that the client gathers them.
+    In some rounds it puts many single samples at once, which the client gathers.
     """
 
     kind = "producer"
 
     async def run(self) -> None:
-        """Put until it has to stop."""
+        """Put until told to stop."""
         begun = sum(event["what"] == "put" for event in self.past)
         while not self.stopping():
             is_gathered = self.rng.random() < _GATHERED_SHARE
@@ -143,21 +143,21 @@ class Rank(Actor):
 
 
 class Named(Rank):
-    """Claims batch after batch by name, of samples that are used twice, and reads them."""
+    """Claims batch after batch by name and reads them. Each sample is used twice."""
 
     kind = "named"
 
 
 class Worker(Actor):
-    """Takes leased samples, reads them, and acknowledges most; some late, some it gives back, some it lets run out.
+    """Leases samples, reads them and acknowledges most: some late. It releases some and lets some leases expire.
 
-    It grades half of those that it acknowledges in the same change: a grade tells whose acknowledgement counts.
+    It grades half of the samples it acknowledges, in the same change. The grade shows which acknowledgement counted.
     """
 
     kind = "worker"
 
     async def run(self) -> None:
-        """Take and acknowledge samples until the end."""
+        """Lease and acknowledge samples until the end."""
         while True:
             self.log.write("ask")
             try:
@@ -170,7 +170,9 @@ class Worker(Actor):
                     lease=LEASE_SECONDS,
                     max_wait=_MAX_WAIT_SECONDS,
                 )
-            except tq.LeaseExpiredError:  # the answer was lost, and the service was away for longer than the lease
+            except (
+                tq.errors.LeaseExpiredError
+            ):  # the answer was lost, and the service was away for longer than the lease
                 self.log.write("lease_lost")
                 continue
             if meta.status == "end":
@@ -185,14 +187,14 @@ class Worker(Actor):
         self.log.write("read", wrong=await read(self.client, meta))
         fate = self.rng.random()
         if fate < 0.02:
-            return  # the lease runs out
+            return  # the lease expires
         if fate < 0.05:
             await asyncio.sleep(LEASE_SECONDS * self.rng.uniform(0.5, 1.5))
         elif fate < 0.15:
             self.log.write("release", indexes=indexes)
             try:
                 await self.client.release(meta)
-            except tq.LeaseExpiredError as late:
+            except tq.errors.LeaseExpiredError as late:
                 self.log.write("release_late", indexes=indexes, error=str(late))
             else:
                 self.log.write("released", indexes=indexes)
@@ -204,7 +206,7 @@ class Worker(Actor):
                 await self.client.ack(meta)
             else:
                 await self.client.put({GRADE: np.full(meta.size, grade)}, metadata=meta, ack=True)
-        except tq.LeaseExpiredError as late:
+        except tq.errors.LeaseExpiredError as late:
             self.log.write("ack_late", indexes=indexes, error=str(late))
         else:
             self.log.write("ack_done", indexes=indexes)
@@ -214,7 +216,7 @@ ACTORS: Final[dict[str, type[Actor]]] = {one.kind: one for one in (Producer, Ran
 
 
 def rank_request(partition_id: str, rank: int, batch_index: int, max_wait: float = _MAX_WAIT_SECONDS) -> dict[str, Any]:
-    """Return the arguments with which a rank asks for a batch."""
+    """Return the arguments of a rank's claim for a batch."""
     return {
         "partition_id": partition_id,
         "task_name": RANK_TASK,
@@ -231,7 +233,7 @@ def rank_request(partition_id: str, rank: int, batch_index: int, max_wait: float
 def named_request(
     partition_id: str, number: int, batch_index: int, max_wait: float = _MAX_WAIT_SECONDS
 ) -> dict[str, Any]:
-    """Return the arguments with which a caller asks for a claim by name."""
+    """Return the arguments of a claim by name."""
     return {
         "partition_id": partition_id,
         "task_name": NAMED_TASK,
@@ -248,7 +250,7 @@ REQUESTS: Final[dict[str, Callable[..., dict[str, Any]]]] = {"rank": rank_reques
 
 
 def described(meta: tq.BatchMeta) -> dict[str, Any]:
-    """Return what must be the same whenever a claim is asked for again, as JSON has it."""
+    """Return, as JSON values, the parts of an answer that must be the same each time the claim is repeated."""
     return {
         "status": meta.status,
         "indexes": list(meta.global_indexes),
@@ -261,7 +263,7 @@ def described(meta: tq.BatchMeta) -> dict[str, Any]:
 
 
 async def read(client: tq.AsyncClient, meta: tq.BatchMeta) -> list[str]:
-    """Read a batch and return what is wrong in it."""
+    """Read a batch and return the wrong values as "key: field"."""
     if not meta.size:
         return []
     return wrong_fields([str(key) for key in meta.keys], await client.get_data(meta))

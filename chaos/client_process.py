@@ -1,6 +1,6 @@
-"""A process with some actors: `python -m chaos.client_process ADDRESS PARTITION DIRECTORY SEED KIND NUMBER...`.
+"""Run some actors in one process: `python -m chaos.client_process ADDRESS PARTITION DIRECTORY SEED KIND NUMBER...`.
 
-It ends with 0 when all of them are done, with 1 when the service answered one of them what it must not.
+It exits with 0 when all actors are done, and with 1 if the service gave one of them a wrong answer.
 """
 
 from __future__ import annotations
@@ -40,6 +40,6 @@ async def _run(address: str, partition_id: str, directory: Path, seed: int, kind
 if __name__ == "__main__":
     without_torch()
     address, partition_id, directory, seed, kind, *numbers = sys.argv[1:]
-    if int(numbers[0]) // len(numbers) % 2:  # half of the producers and ranks move all bytes over the network
+    if int(numbers[0]) // len(numbers) % 2:  # half of the producers and ranks use no shared memory
         os.environ[SWITCH_VARIABLE] = "off"
     asyncio.run(_run(address, partition_id, Path(directory), int(seed), kind, *map(int, numbers)))

@@ -1,4 +1,4 @@
-"""The processes of a service on fixed ports of this machine, and how they are killed and started again."""
+"""The processes of a service on fixed ports of this machine, which can be killed and restarted."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tq_service.testing import COMMAND
 Topology = Literal["embedded", "split"]
 Durability = Literal["memory", "process", "disk"]
 
-# Below those that the system gives to outgoing connections: none of these takes the port while its service is dead.
+# Below the range for outgoing connections, which might take a port while its service is dead.
 _PORTS: Final = range(20_000, 30_000)
 _START_SECONDS: Final = 60.0
 _END_SECONDS: Final = 30.0
@@ -27,14 +27,14 @@ _STORAGE_NAMES: Final = ("one", "two")
 
 
 def without_torch() -> None:
-    """Make this process one without torch: it reads arrays, and starts in a tenth of the time."""
+    """Keep torch out of this process: it reads arrays and starts ten times as fast."""
     sys.modules["torch"] = None  # type: ignore[assignment]
     sys.modules["tensordict"] = None  # type: ignore[assignment]
 
 
 @dataclass(slots=True)
 class Process:
-    """One process that can be started again with the same command; what it says goes to a file."""
+    """A process that can be restarted with the same command; its output goes to a file."""
 
     name: str
     command: Sequence[str]
@@ -47,12 +47,12 @@ class Process:
             self.running = subprocess.Popen(self.command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
 
     def send(self, number: signal.Signals) -> None:
-        """Send it a signal."""
+        """Send a signal to the process."""
         if self.running is not None:
             self.running.send_signal(number)
 
     def exit_code(self, timeout_seconds: float = _END_SECONDS) -> int | None:
-        """Wait until it has ended; None where it has not in time, or never began."""
+        """Wait for the end and return the exit code; None on timeout, or if it was never started."""
         if self.running is None:
             return None
         try:
@@ -61,7 +61,7 @@ class Process:
             return None
 
     def end(self) -> int | None:
-        """Kill it, and return the code with which it had ended by itself; None where it still ran, or never began."""
+        """Kill the process. Return its exit code if it had already ended; None if it was running or never started."""
         if self.running is None:
             return None
         code = self.running.poll()
@@ -74,9 +74,9 @@ class Cluster:
     """A service as one process, or as a controller and two storage services.
 
     Args:
-        topology: which of the two.
-        durability: how it keeps its state; in "memory" a kill ends the state too.
-        directory: gets data and logs.
+            topology: one process, or a controller and two storage services.
+            durability: how it keeps its state; with "memory" a kill loses the state too.
+            directory: directory for data and logs.
     """
 
     def __init__(self, topology: Topology, durability: Durability, directory: Path) -> None:
@@ -101,7 +101,7 @@ class Cluster:
         return Process(name, [*COMMAND, "serve", *flags], self._directory / f"{name}.log")
 
     def storage_address(self, name: str) -> str:
-        """Return where a storage service listens."""
+        """Return the address of a storage service."""
         return f"127.0.0.1:{self._ports[name]}"
 
     def start(self) -> None:
@@ -110,10 +110,10 @@ class Cluster:
             process.start()
 
     def inject_fault(self, names: Sequence[str], number: signal.Signals) -> list[str]:
-        """End processes by a signal and start them again at once.
+        """End processes by a signal and restart them at once.
 
         Returns:
-            What is wrong with how they ended.
+            A line for each process that ended in an unexpected way.
         """
         for name in names:
             self.processes[name].send(number)
@@ -127,7 +127,7 @@ class Cluster:
         return wrong
 
     def dead(self) -> list[str]:
-        """Return the processes that ended by themselves."""
+        """Return the processes that have ended without a fault injected."""
         return [
             name
             for name, process in self.processes.items()
@@ -135,7 +135,7 @@ class Cluster:
         ]
 
     def failures(self) -> list[str]:
-        """Return the lines of the logs that tell of faults."""
+        """Return the log lines that report failures."""
         marks = ("Traceback", " failed", "Fatal", "CRITICAL")
         return [
             f"{name}: {line}"
@@ -146,13 +146,13 @@ class Cluster:
         ]
 
     def close(self) -> None:
-        """Kill what runs."""
+        """Kill the running processes."""
         for process in self.processes.values():
             process.end()
 
 
 def wait_until(condition: Callable[[], bool], timeout_seconds: float, pause_seconds: float = 0.02) -> bool:
-    """Call `condition` until it is true; whether it was in time."""
+    """Call `condition` until it is true; return whether it was true in time."""
     deadline = time.monotonic() + timeout_seconds
     while not condition():
         if time.monotonic() > deadline:
@@ -162,9 +162,9 @@ def wait_until(condition: Callable[[], bool], timeout_seconds: float, pause_seco
 
 
 def free_ports(count: int) -> list[int]:
-    """Return ports that nothing listens on, and that the system gives to no outgoing connection.
+    """Return free ports outside the range for outgoing connections.
 
-    They differ from those of a run with the same seed that goes on at the same time.
+    Concurrent runs with the same seed get different ports.
     """
     rng = random.SystemRandom()
     found: list[int] = []

@@ -1,4 +1,4 @@
-"""What the samples hold: made from their keys alone, so that every reader knows what must be in a sample."""
+"""The contents of samples, derived from their keys alone, so every reader can check a sample."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import tq_service as tq
 FIELDS: Final = ("ids", "blob", "text")
 REWARD: Final = "reward"
 GRADE: Final = "grade"
-"""What some queue workers put as they acknowledge: a random number, so that no two deliveries have the same."""
+"""Put by some queue workers with the acknowledgement: a random number, different for every delivery."""
 TAGS: Final[tuple[Any, ...]] = (7, "text", 0.5, tq.JSON_NULL, [1, "two", None], {"a": {"b": [True]}}, None)
-"""What samples have as `tag` in their custom_meta, one after the other: of several types, null, and none."""
+"""Values of `tag` in the custom_meta of samples, used in turn: several types, null, and no tag."""
 
 _HUGE_SHARE: Final = 0.01
-_HUGE_BYTES: Final = (2 << 20, 3 << 20)  # over bulk connections, where memory is not shared
+_HUGE_BYTES: Final = (2 << 20, 3 << 20)  # sent over bulk connections unless memory is shared
 _LARGE_SHARE: Final = 0.04
 _LARGE_BYTES: Final = (64 << 10, 200 << 10)
 _SMALL_BYTES: Final = (0, 200)
@@ -31,28 +31,28 @@ def key_of(producer: int, serial: int, row: int) -> str:
 
 
 def version_of(key: str) -> int:
-    """Return the `version` in the custom_meta of a sample: the serial of its put."""
+    """Return the `version` in the custom_meta of a sample, which is the serial of its put."""
     return int(key.split("-")[1])
 
 
 def tag_in(custom_meta: Mapping[str, Any]) -> Any:
-    """Return the tag that was read, as it was put."""
+    """Return a sample's tag as it was put."""
     return (tq.JSON_NULL if custom_meta["tag"] is None else custom_meta["tag"]) if "tag" in custom_meta else None
 
 
 def columns_of(keys: Sequence[str]) -> dict[str, Any]:
-    """Return the columns of new samples: jagged integers, jagged bytes of which some are large, and text."""
+    """Return the columns of new samples: jagged integers, jagged bytes (some of them large), and text."""
     samples = [_sample(key) for key in keys]
     return {name: [sample[name] for sample in samples] for name in FIELDS}
 
 
 def rewards_of(keys: Sequence[str]) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """Return the column that some samples get in a put of its own."""
+    """Return the reward column, which some samples get in a second put."""
     return np.array([_rng(key).random() for key in keys])
 
 
 def wrong_fields(keys: Sequence[str], batch: Mapping[str, Any]) -> list[str]:
-    """Return "key: field" for each value of a batch that is not what was put."""
+    """Return "key: field" for each value of a batch that differs from the value put."""
     wrong = []
     rewards = rewards_of(keys)
     for position, key in enumerate(keys):

@@ -1,4 +1,4 @@
-"""A real etcd of some members, as processes that can be killed and started again."""
+"""The members of a real etcd, as processes that can be killed and restarted."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ _BROUGHT: Final = Path(__file__).parents[1] / ".venv" / "etcd" / "usr" / "bin" /
 
 
 def etcd_program() -> str:
-    """Return the program etcd: of the system, or the one that `make install` brought.
+    """Return the path of the etcd program: the system's, or the one installed by `make install`.
 
     Raises:
-        FileNotFoundError: there is none.
+        FileNotFoundError: etcd is not installed.
     """
     program = shutil.which("etcd") or (str(_BROUGHT) if _BROUGHT.is_file() else None)
     if program is None:
-        raise FileNotFoundError("no etcd here; `make install` brings it where there is apt-get, or put one on PATH")
+        raise FileNotFoundError("no etcd here; run `make install` on a system with apt-get, or put etcd on PATH")
     return program
 
 
 def why_no_etcd() -> str:
-    """Return why tests of a real etcd are skipped, or an empty text if there is one."""
+    """Return the reason to skip tests of a real etcd; empty if etcd is installed."""
     try:
         etcd_program()
     except FileNotFoundError as error:
@@ -37,12 +37,12 @@ def why_no_etcd() -> str:
 def etcd_members(
     ports: Sequence[tuple[int, int]], directory: Path, hosts: Sequence[Host] | None = None
 ) -> dict[str, Process]:
-    """Return the processes of the members by name, which are not started.
+    """Return the processes of the members by name, not yet started.
 
     Args:
-        ports: of each member: for clients, and for the other members.
-        directory: gets data and logs.
-        hosts: of each member; None: this one, and the loopback address.
+        ports: two ports per member: for clients, and for the other members.
+        directory: directory for data and logs.
+        hosts: host of each member; None: this host, on the loopback address.
     """
     program = etcd_program()
     hosts = hosts or [Host("127.0.0.1", (), "lo")] * len(ports)

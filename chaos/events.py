@@ -1,6 +1,6 @@
-"""What an actor asked for and got, one line each in a file of its own: what the model is made from.
+"""The requests and answers of an actor, one line each in the actor's own file. The model is built from them.
 
-A line is in the system's hands before the actor goes on, so that it outlives the actor's process.
+A line is passed to the operating system before the actor continues, so it survives the actor's process.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Event = dict[str, Any]
 
 
 class EventLog:
-    """The file of one actor; opened again by its successor."""
+    """The log file of one actor; its successor opens it again."""
 
     def __init__(self, path: Path) -> None:
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -28,14 +28,14 @@ class EventLog:
 
 
 def read_events(path: Path) -> list[Event]:
-    """Return the events of one actor, none where it has not begun."""
+    """Return the events of one actor, or an empty list if it has not started."""
     if not path.exists():
         return []
     lines = path.read_text().split("\n")
-    return [json.loads(line) for line in lines[:-1]]  # what follows the last line end was being written
+    return [json.loads(line) for line in lines[:-1]]  # the last line may be incomplete
 
 
 def all_events(directory: Path, kind: str) -> Iterator[tuple[str, list[Event]]]:
-    """Yield name and events of each actor of a kind."""
+    """Yield the name and the events of each actor of a kind."""
     for path in sorted(directory.glob(f"{kind}-*.jsonl")):
         yield path.stem, read_events(path)

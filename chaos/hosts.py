@@ -1,6 +1,6 @@
-"""Hosts on one network, as namespaces of this machine: the way between two of them can be cut, and nothing says so.
+"""Hosts on one network, as network namespaces of this machine. The path between two hosts can be cut silently.
 
-A program that uses them runs in namespaces of its own (`in_own_network`), so that nothing of it outlives the program.
+A program that uses them runs in separate namespaces (`in_own_network`), so everything ends with the program.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ from typing import Final
 _INSIDE: Final = "TQ_CHAOS_NETWORK"
 _PREFIX: Final = "10.98.0"
 _BRIDGE: Final = "tq-chaos"
-_NOWHERE: Final = "02:00:00:00:00:ff"  # a link address that no host has: what is sent there is dropped without a word
+_NOWHERE: Final = "02:00:00:00:00:ff"  # a link address of no host: packets to it are dropped silently
 
 
 def why_not() -> str:
-    """Return why this system makes no such network; empty where it does."""
+    """Return the reason why this system cannot create such a network; empty if it can."""
     missing = [name for name in ("unshare", "nsenter", "ip") if shutil.which(name) is None]
     if missing:
         return f"needs {', '.join(missing)}"
     tried = subprocess.run(
         ["unshare", "-Urn", "ip", "link", "add", "one", "type", "bridge"], capture_output=True, text=True, check=False
     )
-    return f"the system makes no network namespaces for users: {tried.stderr.strip()}" if tried.returncode else ""
+    return f"users cannot create network namespaces: {tried.stderr.strip()}" if tried.returncode else ""
 
 
 def in_own_network(module: str, arguments: Sequence[str]) -> None:
-    """Run this program again in namespaces of its own, unless that has been done; it returns in these only.
+    """Run this program again in its own namespaces, unless it runs in them already. Returns only inside them.
 
     Raises:
-        OSError: the system has none for users.
+        OSError: the system does not allow users to create namespaces.
     """
     if os.environ.get(_INSIDE):
         return
     if reason := why_not():
-        raise OSError(f"hosts of a network of their own cannot be made: {reason}")
+        raise OSError(f"could not create hosts on a separate network: {reason}")
     os.environ[_INSIDE] = "1"
     os.execvp("unshare", ["unshare", "-Urn", sys.executable, "-m", module, *arguments])
 
@@ -50,9 +50,9 @@ class Host:
     """One host.
 
     Attributes:
-        ip: its address.
-        enter: what comes before a command that runs there; empty: this program runs there.
-        device: its end of the cable.
+            ip: its address.
+            enter: prefix of a command that runs on the host; empty for the host of this program.
+            device: its network device.
     """
 
     ip: str
@@ -60,14 +60,14 @@ class Host:
     device: str
 
     def run(self, *command: str) -> None:
-        """Run a command there."""
+        """Run a command on the host."""
         subprocess.run([*self.enter, *command], check=True, timeout=20, capture_output=True)
 
 
 class Network:
-    """The hosts, one of which is that of this program and has the first address.
+    """The hosts, including that of this program, which has the first address.
 
-    Use it in a `with`: the hosts end with the block. They also end if this program is killed.
+    Use it in a `with` block: the hosts end with the block. They also end if this program is killed.
     """
 
     def __init__(self) -> None:
@@ -85,9 +85,9 @@ class Network:
         self.close()
 
     def add(self) -> Host:
-        """Return a new host with a cable."""
+        """Add a host to the network and return it."""
         number = len(self._holders) + 2
-        # It reads until this program ends, however it ends, and keeps nothing of this program open.
+        # The process reads until this program ends, however it ends, and keeps none of this program's files open.
         holder = subprocess.Popen(
             ["unshare", "-n", "cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
@@ -102,26 +102,26 @@ class Network:
         return host
 
     def cut(self, host: Host, others: Iterable[Host]) -> None:
-        """Drop what a host and others send to each other from now on, on connections that are open too."""
+        """Drop all packets between a host and others from now on, also on open connections."""
         for other in others:
             for one, far in ((host, other), (other, host)):
                 one.run("ip", "neigh", "replace", far.ip, "lladdr", _NOWHERE, "nud", "permanent", "dev", one.device)
 
     def mend(self, host: Host, others: Iterable[Host]) -> None:
-        """Let them reach each other again."""
+        """Reconnect a host to others."""
         for other in others:
             for one, far in ((host, other), (other, host)):
                 one.run("ip", "neigh", "del", far.ip, "dev", one.device)
 
     def close(self) -> None:
-        """End the hosts; the rest of the network goes with the namespaces of this program."""
+        """End the hosts; the rest of the network ends with the namespaces of this program."""
         for holder in self._holders:
             holder.kill()
             holder.communicate()
 
 
 def _wait_for_namespace(pid: int) -> None:
-    """Wait until a process that was started by unshare has its own network."""
+    """Wait until a process started by unshare has its own network."""
     mine = Path("/proc/self/ns/net").readlink()
     while Path(f"/proc/{pid}/ns/net").readlink() == mine or Path(f"/proc/{pid}/comm").read_text() != "cat\n":
         pass

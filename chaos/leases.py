@@ -1,4 +1,4 @@
-"""The plain model of leases: what must be true of what queue workers received, given the answers to their calls."""
+"""The plain model of leases: checks the samples that queue workers received against the answers to their calls."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from chaos.events import Event, all_events
 from chaos.model import wrong_reads
 
 _CLOCK_SECONDS: Final = 0.05
-"""By so much may the clock of the service's event loop be behind that of the workers."""
+"""The clock of the service's event loop may be this many seconds behind the workers' clock."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Delivery:
-    """Samples that a worker was handed.
+    """Samples delivered to a worker.
 
     Attributes:
-        asked_at: when it asked; the service answered between this and `got_at`.
-        acked_at: when it said that they are done; infinite where it did not, or was refused.
-        is_acked: whether that was acknowledged; where not, the worker may have died before.
-        is_released: whether it asked to give them back.
-        grade: what it put with its acknowledgement; None: nothing.
+        asked_at: time of the worker's request; the service answered between this time and `got_at`.
+        acked_at: time at which the worker sent its acknowledgement; infinite if it did not, or was refused.
+        is_acked: whether the acknowledgement was answered; if not, the worker may have died first.
+        is_released: whether the worker asked to release them.
+        grade: grade put with the acknowledgement; None if none.
     """
 
     worker: str
@@ -40,13 +40,13 @@ class Delivery:
     grade: int | None = None
 
     def certainly_within_lease_of(self, other: Delivery) -> bool:
-        """Whether the two were made within one lease, whenever exactly the service made them."""
+        """Whether both deliveries were made within one lease, whatever the exact times at the service."""
         most_apart = max(self.got_at - other.asked_at, other.got_at - self.asked_at)
         return most_apart < LEASE_SECONDS - _CLOCK_SECONDS
 
 
 def worker_violations(directory: Path, live: set[int] | None) -> Iterator[str]:
-    """Yield what is wrong with what the queue workers got; with `live`, what they must have acknowledged."""
+    """Yield violations in the deliveries to queue workers; with `live`, also missing acknowledgements."""
     yield from wrong_reads(directory, "worker")
     of_sample = _deliveries_by_sample(directory)
     for index, deliveries in sorted(of_sample.items()):
@@ -64,17 +64,17 @@ def worker_violations(directory: Path, live: set[int] | None) -> Iterator[str]:
 
 
 def grade_violations(directory: Path, grades: Mapping[int, int | None]) -> Iterator[str]:
-    """Yield which stored samples have another grade than they got with their acknowledgement.
+    """Yield stored samples whose grade differs from the one put with their acknowledgement.
 
     Args:
-        directory: where the logs are.
-        grades: that of each sample by index; None: it has none.
+        directory: directory of the logs.
+        grades: grade of each sample by index; None if it is ungraded.
     """
     of_sample = _deliveries_by_sample(directory)
     for index, got in sorted(grades.items()):
         deliveries = of_sample[index]
         possible = {each.grade for each in deliveries if each.is_acked}
-        if not possible:  # by a worker that was killed before it was answered, or by none
+        if not possible:  # acknowledged by a killed worker, or not at all
             possible = {None, *(each.grade for each in deliveries if each.acked_at < math.inf)}
         if got not in possible:
             yield f"sample {index} has the grade {got}, expected one of {possible}"
@@ -110,12 +110,12 @@ def _deliveries(worker: str, events: Sequence[Event]) -> Iterator[Delivery]:
 
 
 def _sample_violations(index: int, deliveries: Sequence[Delivery]) -> Iterator[str]:
-    """Yield what is wrong with the deliveries of one sample, in order."""
+    """Yield violations in the deliveries of one sample, given in order."""
     acked = [each for each in deliveries if each.is_acked]
     yield from (
         f"sample {index} was acknowledged by {one.worker} and by {other.worker}" for one, other in pairwise(acked)
     )
-    for done in acked:  # a worker that acknowledges has had it from the claim on
+    for done in acked:  # the acknowledging worker holds it from its claim on
         later = [each.worker for each in deliveries if each.asked_at > done.got_at]
         yield from (
             f"sample {index} was leased to {worker} after {done.worker}, which acknowledged it" for worker in later

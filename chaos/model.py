@@ -1,4 +1,4 @@
-"""The plain model: what must be true of samples and of the batches of ranks, given what the actors were answered."""
+"""The plain model: checks samples and the batches of ranks against the answers that the actors got."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from chaos.events import Event, all_events
 
 @dataclass(slots=True)
 class Samples:
-    """What the producers know of their samples.
+    """The state of the samples according to their producers.
 
     Attributes:
         acknowledged: index of each key whose put was acknowledged.
         rewarded: keys whose reward was acknowledged, as part of their put or in a second one.
-        uncertain: keys whose put was asked for and never answered, since the producer died: they may be there.
-        clearing: keys whose clear was asked for.
+        uncertain: keys whose put was requested and never answered because the producer died; they may be stored.
+        clearing: keys whose clear was requested.
         cleared: keys whose clear was acknowledged.
-        held: keys that were put as held: no task gets them as long as they are.
-        tags: the tags that were asked for each key, one after the other, by number in `TAGS`.
-        tagged: for each key, which of these is that of the last write that was acknowledged.
+        held: keys that were put as held: no task gets them while they are held.
+        tags: the tags requested for each key, in order, as positions in `TAGS`.
+        tagged: for each key, the position in `tags` of the last acknowledged write.
     """
 
     acknowledged: dict[str, int] = field(default_factory=dict)
@@ -38,7 +38,7 @@ class Samples:
 
     @classmethod
     def recorded(cls, directory: Path) -> Samples:
-        """Return what the logs of the producers say."""
+        """Read the logs of the producers."""
         samples = cls()
         for _, events in all_events(directory, "producer"):
             for event in events:
@@ -69,11 +69,11 @@ class Samples:
                 self.cleared.update(keys)
 
     def violations(self, present: Mapping[str, int], later: Samples) -> Iterator[str]:
-        """Yield what is wrong with the samples that the service has, in which these were answered before.
+        """Yield violations in the stored samples. This object holds the answers from before the look-up.
 
         Args:
             present: index by key.
-            later: what the producers know after `present` was looked up.
+            later: the state according to the producers after the look-up of `present`.
         """
         for key, index in self.acknowledged.items():
             if key in self.cleared:
@@ -90,11 +90,11 @@ class Samples:
         yield from (f"index {index} has two keys" for index in twice)
 
     def tag_violations(self, present: Mapping[str, Mapping[str, Any]], later: Samples) -> Iterator[str]:
-        """Yield what is wrong with the tags that samples have, in whose custom_meta these were answered before.
+        """Yield violations in the stored tags. This object holds the answers from before the look-up.
 
         Args:
             present: custom_meta by key.
-            later: what the producers know after `present` was looked up.
+            later: the state according to the producers after the look-up of `present`.
         """
         for key in self.acknowledged.keys() & present.keys():
             tag, possible = tag_in(present[key]), [TAGS[number] for number in later.tags[key][self.tagged[key] :]]
@@ -102,7 +102,7 @@ class Samples:
                 yield f"sample {key} has the tag {tag!r}, expected one of {possible}"
 
     def held_violations(self, directory: Path) -> Iterator[str]:
-        """Yield the samples that were handed out while they were held: before any of them was made live."""
+        """Yield the samples that were delivered while held, before any of them was made live."""
         names = {index: key for key, index in self.acknowledged.items()}
         for kind, what in (("rank", "claim"), ("named", "claim"), ("worker", "leased")):
             for name, events in all_events(directory, kind):
@@ -114,7 +114,7 @@ class Samples:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """The answer that a rank, or another caller by name, was given to a batch_index."""
+    """The answer that a rank, or a named caller, got for a batch_index."""
 
     rank: int
     batch_index: int
@@ -122,7 +122,7 @@ class Claim:
 
 
 def claims_of(directory: Path, kind: str = "rank") -> list[Claim]:
-    """Return all claims that ranks, or callers by name, have logged."""
+    """Return all claims in the logs of ranks or named callers."""
     return [
         Claim(rank=int(name.rpartition("-")[2]), batch_index=event["batch_index"], answer=event["claim"])
         for name, events in all_events(directory, kind)
@@ -132,13 +132,13 @@ def claims_of(directory: Path, kind: str = "rank") -> list[Claim]:
 
 
 def rank_violations(directory: Path, live: set[int] | None, *, kind: str = "rank", uses: int = 1) -> Iterator[str]:
-    """Yield what is wrong with what the ranks, or callers by name, got.
+    """Yield violations in the batches of the ranks or named callers.
 
     Args:
-        directory: has their logs.
-        live: the samples that all of them together must have got; None: not known yet.
-        kind: which actors.
-        uses: how often each sample was to be delivered.
+        directory: directory of their logs.
+        live: the samples that must have been delivered to them in total; None if not known yet.
+        kind: the kind of actors.
+        uses: number of deliveries of each sample.
     """
     claims = claims_of(directory, kind)
     times = Counter(index for claim in claims for index in claim.answer["indexes"])
@@ -157,13 +157,13 @@ def rank_violations(directory: Path, live: set[int] | None, *, kind: str = "rank
     yield from (f"sample {index} was handed to no {kind}" for index in sorted(live - times.keys()))
     few = [(index, count) for index, count in sorted(times.items()) if index in live and count < uses]
     yield from (f"sample {index} was handed to {count} batches only" for index, count in few)
-    yield from (f"sample {index} was handed out but is not there" for index in sorted(times.keys() - live))
+    yield from (f"sample {index} was delivered but does not exist" for index in sorted(times.keys() - live))
     ends = Counter(claim.batch_index for claim in claims if claim.answer["status"] == "end")
     if kind == "rank" and len(ends) != 1:
         yield f"the ranks saw the end at batches {dict(ends)}"
 
 
 def wrong_reads(directory: Path, kind: str) -> Iterator[str]:
-    """Yield what actors of a kind read and was not what was put."""
+    """Yield values that actors of a kind read and that differ from the values put."""
     for name, events in all_events(directory, kind):
         yield from (f"{name} read wrong bytes: {wrong}" for event in events for wrong in event.get("wrong", ()))

@@ -1,4 +1,4 @@
-"""What changes and reads all the time, in threads, to see for how long a fault stops the service."""
+"""Threads that change and read continuously, to measure for how long a fault stops the service."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _CHANGED, _READ = "probe", "probe-read"
 
 
 class Probe:
-    """A thread that makes calls until it is left.
+    """A thread that makes calls until its `with` block ends.
 
     Args:
-        address: of the controllers.
+        address: address of the controllers.
     """
 
     def __init__(self, address: str) -> None:
@@ -48,10 +48,10 @@ class Probe:
 
 
 class ChangeProbe(Probe):
-    """Makes a small change all the time, and notes when each was acknowledged.
+    """Makes small changes continuously and records when each was acknowledged.
 
     Attributes:
-        count: changes that were acknowledged.
+        count: acknowledged changes.
     """
 
     def __init__(self, address: str) -> None:
@@ -66,29 +66,29 @@ class ChangeProbe(Probe):
         self._done_at.append(time.monotonic())
 
     def pause_since(self, at: float) -> float:
-        """Return the longest time without an acknowledged change since a moment."""
+        """Return the longest time without an acknowledged change since a time."""
         done = [each for each in self._done_at if each >= at]
         before = max(each for each in self._done_at if each < at)
         times = [before, *done, time.monotonic()]
         return max(later - earlier for earlier, later in itertools.pairwise(times))
 
     def violations(self) -> list[str]:
-        """Return which changes were acknowledged and are not there, or are there twice."""
-        count = self.count  # before the look-up: changes go on during it
+        """Return a line for each acknowledged change that is missing, and one if any is stored twice."""
+        count = self.count  # before the look-up, during which changes continue
         found, _ = self._client.lookup_samples(_CHANGED)
         keys = list(found.keys)
         there = set(keys)
         lost = [
-            f"probe {number} was acknowledged and is not there" for number in range(count) if str(number) not in there
+            f"probe {number} was acknowledged and is missing" for number in range(count) if str(number) not in there
         ]
-        return lost + (["a probe is there twice"] if len(keys) != len(there) else [])
+        return lost + (["a probe is stored twice"] if len(keys) != len(there) else [])
 
 
 class ReadProbe(Probe):
-    """Reads the same few samples over and over, which lie on all storage services, and compares their bytes.
+    """Reads a few samples, spread over all storage services, again and again and compares their bytes.
 
     Attributes:
-        violations: what it read and was not what was put, and reads that failed.
+        violations: failed reads, and values that differ from the values put.
     """
 
     def __init__(self, address: str) -> None:
@@ -96,24 +96,24 @@ class ReadProbe(Probe):
         self._client.create_partition(_READ)
         self._keys: list[str] = []
         self._generation = 0
-        self._lock = threading.Lock()  # held for a read: `renew` clears no samples that are being read
+        self._lock = threading.Lock()  # held during a read: `renew` does not clear samples being read
         self._reads: list[tuple[float, float]] = []  # began, ended
         self._began: float | None = None
         self._rounds: list[tuple[float, float]] = []
         self.violations: list[str] = []
 
     def renew(self) -> None:
-        """Read other samples from now on: those of before are where earlier faults have left them."""
+        """Switch to new samples: earlier faults may have moved the old ones off some storage services."""
         self.clear()
         with self._lock:
             self._generation += 1
             keys = [f"{self._generation}-{number}" for number in range(_READ_SAMPLES)]
-            for number, key in enumerate(keys):  # a put each, since a put lies on one storage service
+            for number, key in enumerate(keys):  # one put each: all rows of a put are on one storage service
                 self._client.put({"x": _row(self._generation, number)}, partition_id=_READ, keys=[key])
             self._keys = keys
 
     def clear(self) -> None:
-        """Clear the samples, and read nothing for now."""
+        """Clear the samples and pause reading."""
         with self._lock:
             keys, self._keys = self._keys, []
         if keys:
@@ -138,11 +138,11 @@ class ReadProbe(Probe):
         self._rounds.append((began, time.monotonic()))
 
     def has_read_all_since(self, at: float) -> bool:
-        """Whether each sample was read once after a moment."""
+        """Whether each sample was read once after a time."""
         return any(began >= at for began, _ in self._rounds[-3:])
 
     def pause_since(self, at: float) -> float:
-        """Return the longest time that a read took which ended after a moment, or has not ended yet."""
+        """Return the duration of the longest read that ended after a time or is still running."""
         began = self._began
         running = 0.0 if began is None else time.monotonic() - began
         return max((ended - start for start, ended in self._reads if ended >= at), default=running)

@@ -1,4 +1,4 @@
-"""Three members of etcd, three controllers and three storage services with a mirror, each on a host of its own."""
+"""Three etcd members, three controllers and three storage services with a mirror, each on a separate host."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tq_service.v1.controller_service_pb2_grpc import ControllerServiceStub
 CONTROLLERS: Final = ("controller-0", "controller-1", "controller-2")
 STORAGES: Final = ("one", "two", "three")
 FAILED_EXIT_CODE: Final = 70
-"""That of a controller that was superseded, and of a storage service whose puts were taken over."""
+"""Exit code of a superseded controller, and of a storage service whose puts were taken over."""
 
 _ETCD_PORTS: Final = (2379, 2380)
 _PORT: Final = 50051
@@ -31,20 +31,19 @@ _TAKEN_OVER: Final = ("the puts of a lost storage service were taken over", "a l
 
 
 class ReplicatedCluster(Cluster):
-    """The processes, and the network between them.
+    """The processes and the network between them.
 
-    Controllers and storage services that end are started again at once, as by what runs them elsewhere, unless they
-    are held.
+    Controllers and storage services that end are restarted at once, as a supervisor would, unless they are held.
 
     Args:
-        network: gets the hosts; its owner ends them.
-        directory: gets data and logs.
-        lease_seconds: of the leader.
-        mirror: URL of the engine that keeps the puts of storage services; None: a directory that all of them share.
+        network: network to add the hosts to; its owner ends them.
+        directory: directory for data and logs.
+        lease_seconds: lease of the leader.
+        mirror: URL of the object store that mirrors puts; None: a directory shared by the storage services.
 
     Attributes:
-        held: what is not started again; the owner of a fault adds and takes away.
-        ended: what has ended, and with which code.
+        held: names of processes that are not restarted; changed by the owner of a fault.
+        ended: name and exit code of each process that has ended.
     """
 
     def __init__(self, network: Network, directory: Path, lease_seconds: float, mirror: str | None) -> None:
@@ -59,7 +58,7 @@ class ReplicatedCluster(Cluster):
         self.address = ",".join(self.addresses.values())
         self.controller_name = CONTROLLERS[0]
         self.storage_names = STORAGES
-        self._secret = directory / "secret"  # there before any of them starts
+        self._secret = directory / "secret"  # written before any process starts
         self._secret.touch(0o600)
         self._secret.write_text(secrets.token_hex(32) + "\n")
         journal = "etcd://" + ",".join(f"{host.ip}:{_ETCD_PORTS[0]}" for host in etcd_hosts)
@@ -94,7 +93,7 @@ class ReplicatedCluster(Cluster):
         )
 
     def start(self) -> None:
-        """Start all processes, etcd first, and what starts them again."""
+        """Start all processes, etcd first, and the thread that restarts them."""
         super().start()
         self._restarting.start()
 
@@ -108,29 +107,29 @@ class ReplicatedCluster(Cluster):
                     process.start()
 
     def storage_address(self, name: str) -> str:
-        """Return where a storage service listens."""
+        """Return the address of a storage service."""
         return f"{self._hosts[name].ip}:{_PORT}"
 
     def leader(self) -> str | None:
-        """Return the controller that leads, None where none does; one that is held does not count."""
+        """Return the controller that leads, or None; a held controller does not count."""
         for name, address in self.addresses.items():
             if name not in self.held and answers(address):
                 return name
         return None
 
     def cut(self, name: str, others: Sequence[str]) -> None:
-        """Drop what goes between the host of a process and those of others; an empty name is this program's host."""
+        """Drop packets between the host of a process and those of others; an empty name is this program's host."""
         self._network.cut(self._host(name), map(self._host, others))
 
     def mend(self, name: str, others: Sequence[str]) -> None:
-        """Let the packets through again."""
+        """Let packets through again."""
         self._network.mend(self._host(name), map(self._host, others))
 
     def _host(self, name: str) -> Host:
         return self._hosts[name] if name else self._network.here
 
     def taken_over_count(self, name: str) -> int:
-        """Return how often controllers say that a storage service was taken over."""
+        """Return the number of takeovers of a storage service in the controllers' logs."""
         return sum(
             f"storage={name} " in f"{line} " and any(text in line for text in _TAKEN_OVER)
             for controller in CONTROLLERS
@@ -139,15 +138,15 @@ class ReplicatedCluster(Cluster):
         )
 
     def dead(self) -> list[str]:
-        """Return the processes that ended by themselves and are not started again: none of them may."""
+        """Return the ended processes that are never restarted; there must be none."""
         return [name for name in super().dead() if name in self.etcd_names]
 
     def failures(self) -> list[str]:
-        """Return the lines of the logs that tell of faults of the program itself; those of outages are expected."""
+        """Return log lines about faults of the program itself; those about outages are expected."""
         return [line for line in super().failures() if "Traceback" in line or "Fatal" in line]
 
     def wrong_ends(self) -> list[str]:
-        """Return the processes that ended otherwise than by a kill, or as superseded or taken over."""
+        """Return processes that ended other than by a kill, as superseded, or as taken over."""
         expected = (FAILED_EXIT_CODE, -signal.SIGKILL)
         return [f"{name} ended with {code}" for name, code in self.ended if code not in expected]
 
@@ -162,7 +161,7 @@ class ReplicatedCluster(Cluster):
 
 
 def answers(address: str, timeout_seconds: float = _ANSWER_SECONDS) -> bool:
-    """Whether a controller answers as the one that leads."""
+    """Whether a controller answers as the leader."""
     with grpc.insecure_channel(address) as channel, contextlib.suppress(grpc.RpcError):
         ControllerServiceStub(channel).ListPartitions(ListPartitionsRequest(), timeout=timeout_seconds)
         return True

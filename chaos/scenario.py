@@ -1,4 +1,4 @@
-"""One scenario: a partition from its first sample to its clear, with all clients at work and faults at random times."""
+"""A scenario: one partition from its first sample to its clear, with all clients at work and faults at random times."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ _SAID_CHARACTERS: Final = 300
 
 @dataclass(slots=True)
 class Report:
-    """What a trial has found; each scenario adds to it.
+    """The results of a trial; each scenario adds to them.
 
     Attributes:
-        violations: what was promised and not kept.
-        faults: how often each target had a fault.
-        back_seconds: for each fault on the service, from the signal until all of it answered again.
+        violations: broken guarantees.
+        faults: number of faults of each target.
+        back_seconds: for each fault on the service, seconds from the signal until all services answered again.
         acknowledged_count: samples whose put was acknowledged.
-        claim_count: batches that ranks were given.
-        replayed_count: claims that were asked for again and compared.
-        read_count: samples whose bytes were compared, besides those the actors read.
+        claim_count: batches delivered to ranks.
+        replayed_count: claims that were repeated and compared.
+        read_count: samples whose bytes were compared, not counting reads by the actors.
     """
 
     violations: list[str] = field(default_factory=list)
@@ -69,15 +69,15 @@ class Scenario:
 
     Args:
         cluster: the running service.
-        name: of the partition.
-        directory: gets the logs of the actors.
+        name: name of the partition.
+        directory: directory for the logs of the actors.
         rng: chooses moments and targets.
-        seed: of the clients' random numbers.
-        report: gets what comes of it.
-        say: gets a line about each fault.
+        seed: seed of the clients' random numbers.
+        report: gets the results.
+        say: called with a line about each fault.
     """
 
-    _replayed_at_end: ClassVar[int | None] = None  # claims of each kind of actors that are asked for again; None: all
+    _replayed_at_end: ClassVar[int | None] = None  # claims to repeat for each kind of actor; None: all
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class Scenario:
         return Process(f"{kind}s-{number}", [*module, *arguments], self._directory / f"{kind}s-{number}.log")
 
     def run(self, rounds: int, most_seconds: float, targets: Sequence[Target]) -> bool:
-        """Inject `rounds` faults, then let everybody finish and check everything; return whether to go on."""
+        """Inject `rounds` faults, let all actors finish, and check everything; return whether to continue."""
         try:
             self._client.create_partition(self._name, tasks=[RANK_TASK, NAMED_TASK, WORKER_TASK])
             for process in self._clients:
@@ -118,7 +118,7 @@ class Scenario:
                 self._inject_fault(target)
                 self._found(self._check_between())
                 if dead := self._cluster.dead():
-                    self._violated(f"{', '.join(dead)} ended by themselves, see the logs; the trial ends here")
+                    self._violated(f"{', '.join(dead)} ended without a fault, see the logs; the trial stops here")
                     return False
             self._found(self._finish())
             return True
@@ -139,13 +139,13 @@ class Scenario:
         self._report.violations.append(f"{self._name}: {violation}")
 
     def _is_busy(self) -> bool:
-        """Whether samples come and go."""
+        """Whether samples are being put and consumed."""
         return bool(claims_of(self._directory))
 
     # Faults
 
     def _in_turn(self, targets: Sequence[Target], rounds: int) -> list[Target]:
-        """Return random targets, each as often as the others, give or take one."""
+        """Return random targets, each equally often give or take one."""
         decks = (self._rng.sample(targets, len(targets)) for _ in range(0, rounds, len(targets)))
         return [target for deck in decks for target in deck][:rounds]
 
@@ -189,7 +189,7 @@ class Scenario:
         self._say(f"{self._name}: {number.name} {', '.join(names)}: back after {took:.2f} s")
 
     def _answers(self) -> bool:
-        """Whether the controller answers, and all storage services."""
+        """Whether the controller and all storage services answer."""
         addresses = {self._cluster.address, *map(self._cluster.storage_address, self._cluster.storage_names)}
         for address in sorted(addresses):
             try:
@@ -200,7 +200,7 @@ class Scenario:
                 return False
         return True
 
-    # Checks while everybody works
+    # Checks under load
 
     def _check_between(self) -> Iterator[str]:
         yield from self._check_samples(_READ_SAMPLES)
@@ -210,7 +210,7 @@ class Scenario:
             yield from self._replay(kind, self._some_claims(kind, _REPLAYED_CLAIMS))
 
     def _check_samples(self, read_count: int | None) -> Iterator[str]:
-        """Compare what is there with what was acknowledged, and the bytes of so many samples; None: of all."""
+        """Compare the stored samples with the acknowledged ones, and the bytes of some of them; None: of all."""
         before = Samples.recorded(self._directory)
         found, _ = self._client.lookup_samples(self._name)
         later = Samples.recorded(self._directory)
@@ -227,7 +227,7 @@ class Scenario:
         claimed = {index for claim in claims_of(self._directory) for index in claim.answer["indexes"]}
         meta, _ = self._client.lookup_samples(self._name, task_name=RANK_TASK)
         left = claimed.difference(meta.indexes[meta.consumed].tolist()).intersection(meta.global_indexes)
-        yield from (f"sample {index} was handed to a rank and is not consumed" for index in sorted(left))
+        yield from (f"sample {index} was delivered to a rank and is not consumed" for index in sorted(left))
 
     def _present(self) -> dict[str, int]:
         meta, _ = self._client.lookup_samples(self._name)
@@ -244,33 +244,33 @@ class Scenario:
                 clearing = Samples.recorded(self._directory).clearing
                 if clearing.isdisjoint(some):
                     yield f"acknowledged samples cannot be read: {error}"
-                else:  # their clear was asked for since they were chosen
+                else:  # their clear was requested after they were chosen
                     yield from self._read([key for key in some if key not in clearing], data_fields)
                 continue
             self._report.read_count += len(some)
             yield from (f"wrong bytes: {wrong}" for wrong in wrong_fields(some, batch))
 
     def _some_claims(self, kind: str, most: int | None) -> list[Claim]:
-        """Return some of the claims that actors of a kind have logged; None: all of them."""
+        """Return some of the logged claims of a kind of actor; None: all of them."""
         claims = claims_of(self._directory, kind)
         return claims if most is None else self._rng.sample(claims, min(most, len(claims)))
 
     def _replay(self, kind: str, claims: Sequence[Claim]) -> Iterator[str]:
-        """Ask for claims of actors of a kind again."""
+        """Repeat claims of a kind of actor and compare the answers."""
         for claim in claims:
             asked = REQUESTS[kind](self._name, claim.rank, claim.batch_index, max_wait=0.0)
             try:
                 answer = described(self._client.get_meta(**asked))
-            except tq.BatchForgottenError:  # of claims whose samples are used again the last are kept
+            except tq.errors.BatchForgottenError:  # of a reusing task only the last claims are kept
                 continue
             except tq.TqError as error:
-                yield f"{kind} {claim.rank}, batch {claim.batch_index}: asked again, {error!r}"
+                yield f"{kind} {claim.rank}, batch {claim.batch_index}: repeated claim failed: {error!r}"
                 continue
             self._report.replayed_count += 1
             if answer != claim.answer:
                 yield f"{kind} {claim.rank}, batch {claim.batch_index} was {claim.answer} and is {answer}"
 
-    # The end of the scenario
+    # End of the scenario
 
     def _finish(self) -> Iterator[str]:
         (self._directory / STOP_FILE).touch()
@@ -301,13 +301,13 @@ class Scenario:
                 continue
             code = process.exit_code(max(0.1, deadline - time.monotonic()))
             if code is None:
-                yield f"{process.name} did not come to its end within {_END_SECONDS:g} s ({process.log})"
+                yield f"{process.name} did not end within {_END_SECONDS:g} s ({process.log})"
             elif code:
                 lines = process.log.read_text(errors="replace").strip().splitlines()
                 yield f"{process.name} ended with {code}: {lines[-1] if lines else 'no word'} ({process.log})"
 
     def _complete_rewards(self, samples: Samples) -> Iterator[str]:
-        """Put the rewards that killed producers still owed, so that every sample can be delivered."""
+        """Put the rewards that killed producers had not put yet, so every sample can be delivered."""
         keys = sorted(self._present())
         for start in range(0, len(keys), _ROWS_A_READ):
             some = keys[start : start + _ROWS_A_READ]
@@ -321,13 +321,13 @@ class Scenario:
                 )
 
     def _unrewarded(self, keys: Sequence[str]) -> set[str]:
-        """Return the samples without a reward; one whose text is wrong counts as such, and is found when it is read."""
+        """Return the samples without a reward. One whose text is wrong counts too; the read finds it."""
         batch = self._client.get_data(partition_id=self._name, keys=keys, data_fields=["text", REWARD], missing="skip")
         keys_of_texts = dict(zip(columns_of(keys)["text"], keys, strict=True))
         return set(keys) - {keys_of_texts.get(text, "") for text in batch["text"]}
 
     def _grades(self) -> dict[int, int | None]:
-        """Return the grade of each sample by its index, None for one without."""
+        """Return the grade of each sample by index, or None if ungraded."""
         found, _ = self._client.lookup_samples(self._name)
         grades: dict[int, int | None] = dict.fromkeys(found.global_indexes)
         if GRADE in found.produced:
@@ -337,7 +337,7 @@ class Scenario:
         return grades
 
     def _let_go(self, samples: Samples) -> None:
-        """Make live what is held, since tasks wait for that too."""
+        """Make held samples live, since tasks wait for them too."""
         held = samples.held & self._present().keys()
         if held:
             meta, _ = self._client.lookup_samples(self._name, sorted(held))
@@ -350,11 +350,11 @@ class Scenario:
                 yield f"{name} has {used_bytes} bytes in {put_count} puts after the clear, {before} before the scenario"
 
     def _stores(self, storage_name: str, most: tuple[int, int]) -> bool:
-        """Whether no more is left than there was: what had been cleared earlier may have been freed since."""
+        """Whether no more bytes and puts are left than before; earlier cleared ones may have been freed since."""
         return all(now <= before for now, before in zip(self._stored(storage_name), most, strict=True))
 
     def _stored(self, storage_name: str) -> tuple[int, int]:
-        """Return bytes and puts of a storage service."""
+        """Return the bytes and the number of puts of a storage service."""
         with tq.Client(self._cluster.storage_address(storage_name), timeout=_ANSWER_SECONDS) as client:
             stat = client.storage_stat()
             return stat.used_bytes, stat.put_count

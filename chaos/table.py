@@ -1,4 +1,4 @@
-"""The table of a run."""
+"""The result table of a run."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def table_of(reports: Mapping[str, Report]) -> str:
         ("samples acknowledged", [f"{each.acknowledged_count:,}" for each in reports.values()]),
         ("samples read again and compared", [f"{each.read_count:,}" for each in reports.values()]),
         ("claims of ranks", [f"{each.claim_count:,}" for each in reports.values()]),
-        ("claims asked again and compared", [f"{each.replayed_count:,}" for each in reports.values()]),
+        ("claims repeated and compared", [f"{each.replayed_count:,}" for each in reports.values()]),
         (
             "seconds until it answers, median",
             [_figure(each.back_seconds, statistics.median) for each in reports.values()],
         ),
-        ("seconds until it answers, most", [_figure(each.back_seconds, max) for each in reports.values()]),
+        ("seconds until it answers, maximum", [_figure(each.back_seconds, max) for each in reports.values()]),
         ("violations", [f"{len(each.violations):,}" for each in reports.values()]),
     ]
     width = max(len(name) for name, _ in rows)

@@ -1,1 +1,1 @@
-"""Other frameworks' own programs over their own data plane and over the service, and what differs: `make compat`."""
+"""Runs other frameworks' programs over their own data plane and over the service and compares them: `make compat`."""

@@ -1,8 +1,8 @@
-"""Runs verl's own code over TransferQueue and over the service, and prints what differs: `make compat`.
+"""Run verl's own code over TransferQueue and over the service, and print the differences: `make compat`.
 
-Each part runs twice in each environment, once over each system: the same program and the same environment, but for
-PYTHONPATH and TQ_ADDRESS. Both runs are recorded, and the records compared; exit code 1 for any difference.
-TransferQueue's own examples run over the service only: one that does not end well is an error.
+Each part runs twice in each environment, once over each system: the same program and the same environment except for
+PYTHONPATH and TQ_ADDRESS. Both runs are recorded and the records compared; the exit code is 1 for any difference.
+TransferQueue's own examples run over the service only; a failing example is an error.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class Part:
     """A program that runs over both systems.
 
     Attributes:
-        module: of the program; its first argument is the directory of the record.
-        arguments: the others.
+        module: module of the program; its first argument is the directory of the record.
+        arguments: the other arguments.
         concurrent: roles of its processes whose calls come in any order.
-        systems: that it runs over; a program that says by itself whether it went well needs no other to compare with.
+        systems: the systems it runs over; a program that checks its own results needs only one.
     """
 
     module: str
@@ -51,7 +51,7 @@ PARTS = {
 
 
 def _compare(title: str, part: Part, directory: Path) -> int:
-    """Print what differs between the two records of a part, and return how much is not to."""
+    """Print the differences between the two records of a part, and return the number of unwanted ones."""
     left, right = (records(directory / system) for system in _SYSTEMS)
     found = list(differences(left, right, concurrent=part.concurrent))
     unwanted = [difference for difference in found if not difference.purpose]
@@ -79,9 +79,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tensordict", nargs="+", default=TENSORDICT_VERSIONS, metavar="VERSION")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument(
-        "--systems", nargs="+", choices=_SYSTEMS, default=_SYSTEMS, help="run these, and use old records of the others"
+        "--systems",
+        nargs="+",
+        choices=_SYSTEMS,
+        default=_SYSTEMS,
+        help="systems to run; the others use earlier records",
     )
-    parser.add_argument("--output", type=Path, default=ROOT / "compat-output", help="for records and logs")
+    parser.add_argument("--output", type=Path, default=ROOT / "compat-output", help="directory for records and logs")
     given = parser.parse_args(arguments)
     difference_count = 0
     for version in given.tensordict:
@@ -95,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     record = directory / system_name
                     run_program(part.module, *part.arguments, python=python, system=system, record=record)
             if part.systems != _SYSTEMS:
-                print(f"tensordict {version}, {name}: all went well over {', '.join(part.systems)}", flush=True)
+                print(f"tensordict {version}, {name}: all passed over {', '.join(part.systems)}", flush=True)
             elif all((directory / system).exists() for system in _SYSTEMS):
                 difference_count += _compare(f"tensordict {version}, {name}", part, directory)
     return 1 if difference_count else 0

@@ -1,7 +1,7 @@
-"""Each call of TransferQueue's interface, in the cases that its users meet, in one process: what does it answer?
+"""Each call of TransferQueue's interface, in the cases that its users meet, in one process.
 
-Runs in an environment where `transfer_queue` is one of the two systems; `compat.recorder` writes down the answers. Each
-scene has a partition of its own.
+Runs in an environment where `transfer_queue` is one of the two systems; `compat.recorder` records the answers. Each
+scene has its own partition.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _scene(function: Scene) -> Scene:
 
 
 def _differs(purpose: str) -> Callable[[Scene], Scene]:
-    """Mark a scene whose answers differ on purpose, and say why."""
+    """Mark a scene whose answers differ on purpose, and give the reason."""
 
     def mark(function: Scene) -> Scene:
         _SCENES.append((function, purpose))
@@ -40,11 +40,11 @@ def _differs(purpose: str) -> Callable[[Scene], Scene]:
     return mark
 
 
-_IN_VAIN = "a put that fails makes no samples; TransferQueue has made empty ones by then"
+_IN_VAIN = "a put that fails creates no samples; TransferQueue leaves empty ones"
 
 
 def _try(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Return what a call answers, or None where it raises: the recorder has both."""
+    """Return the answer of a call, or None if it raises: the recorder has both."""
     try:
         return function(*args, **kwargs)
     except Exception:
@@ -147,7 +147,7 @@ def _rows_that_change(tq: Any, partition: str) -> None:
     _try(tq.kv_batch_get, ["a"], partition)
 
 
-@_differs("a field has one dtype, to which rows are converted when put; TransferQueue reads all rows as the first is")
+@_differs("a field has one dtype, to which rows are converted when put; TransferQueue reads all as the first row")
 def _a_dtype_that_changes(tq: Any, partition: str) -> None:
     _try(tq.kv_batch_put, ["a", "b"], partition, fields=_batch(2, x=torch.arange(6).reshape(2, 3)))
     _try(tq.kv_batch_put, ["a"], partition, fields=_batch(1, x=torch.ones(1, 7)))
@@ -199,7 +199,7 @@ def _tuples(tq: Any, partition: str) -> None:
     _try(tq.kv_batch_get, ["a", "b"], partition)
 
 
-@_differs("NonTensorData is one object for all rows; TransferQueue refuses it")
+@_differs("NonTensorData is one object shared by all rows; TransferQueue refuses it")
 def _one_object_for_all(tq: Any, partition: str) -> None:
     one = _batch(2, x=NonTensorData({"same": "for all"}, batch_size=[2]), y=NonTensorData("same", batch_size=[2]))
     _try(tq.kv_batch_put, ["a", "b"], partition, fields=one)
@@ -239,14 +239,14 @@ def _tags(tq: Any, partition: str) -> None:
     _try(tq.kv_batch_get, keys, partition)
 
 
-@_differs("numbers of a tag have one type: whole ones among fractions become floats of the same value")
+@_differs("the numbers of a tag have one type: integers among floats become floats of the same value")
 def _tags_of_whole_numbers_and_fractions(tq: Any, partition: str) -> None:
     _try(tq.kv_batch_put, ["a", "b"], partition, tags=[{"n": 1}, {"n": 2.5}])
     _try(tq.kv_put, "a", partition, tag={"n": 3})
     _try(tq.kv_list, partition)
 
 
-@_differs("tags are JSON with names that are text: tuples become lists, numbers of numpy numbers")
+@_differs("tags are JSON with string keys: tuples become lists, numpy numbers become numbers")
 def _tags_that_json_has_not(tq: Any, partition: str) -> None:
     keys = ["a", "b"]
     _try(tq.kv_batch_put, keys, partition, tags=[{"t": (1, 2)}, {"i": 2**70}])
@@ -305,7 +305,7 @@ def _puts_that_do_not_fit(tq: Any, partition: str) -> None:
     _try(tq.kv_list, partition)
 
 
-@_differs("a key that comes twice is refused before anything is written; TransferQueue has written it by then")
+@_differs("a duplicate key is refused before anything is written; TransferQueue writes first")
 def _a_key_that_comes_twice(tq: Any, partition: str) -> None:
     _try(tq.kv_batch_put, ["a", "a"], partition, fields=_batch(2, x=torch.ones(2, 1)))
     _try(tq.kv_batch_put, ["a", "a"], partition, tags=[{"n": 1}, {"n": 2}])
@@ -313,7 +313,7 @@ def _a_key_that_comes_twice(tq: Any, partition: str) -> None:
     _try(tq.kv_batch_get, "a", partition)
 
 
-@_differs("a text for keys is one key; TransferQueue's kv_batch_put answers with the text in place of a list of keys")
+@_differs("a string for keys is one key; TransferQueue's kv_batch_put returns the string, not a list of keys")
 def _one_text_for_keys(tq: Any, partition: str) -> None:
     _try(tq.kv_batch_put, "a", partition, tags=[{"n": 1}])
     _try(tq.kv_batch_put, "ab", partition, tags=[{"n": 1}])
@@ -400,18 +400,16 @@ def _samples_that_were_cleared(tq: Any, partition: str) -> None:
     _try(client.get_data, meta.select_samples([1]))
     _try(client.clear_samples, meta)
     _try(client.get_data, meta)
-    _try(tq.kv_put, "a", partition, tag={})  # else TransferQueue would not clear the partition
+    _try(tq.kv_put, "a", partition, tag={})  # otherwise TransferQueue would not clear the partition
 
 
-@_differs("a BatchMeta without samples names no fields; TransferQueue's has all that the partition has")
+@_differs("a BatchMeta without samples names no fields; TransferQueue's names all fields of the partition")
 def _metadata_of_unknown_keys(tq: Any, partition: str) -> None:
     _try(tq.kv_put, "a", partition, fields={"x": torch.ones(1)})
     _try(tq.get_client().kv_retrieve_meta, keys=["nobody"], partition_id=partition, create=False)
 
 
-@_differs(
-    "a task gets samples in the order of their insertion, TransferQueue's in that of a set, each with its numbers"
-)
+@_differs("a task gets samples in insertion order; in TransferQueue, in the order of a set, with its own numbering")
 def _tasks_of_the_client(tq: Any, partition: str) -> None:
     client = tq.get_client()
     fields = _batch(6, x=torch.arange(12).reshape(6, 2))
@@ -453,10 +451,10 @@ def _checkpoints(tq: Any, partition: str) -> None:
 
 
 def main() -> None:
-    """Connect as a driver does, make all calls, and leave."""
+    """Connect as a driver does, make all calls, and disconnect."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("record", type=Path, help="directory that gets the record")
-    parser.add_argument("--scene", help="only this one")
+    parser.add_argument("record", type=Path, help="directory for the record")
+    parser.add_argument("--scene", help="run only this scene")
     given = parser.parse_args()
 
     import ray

@@ -1,4 +1,4 @@
-"""A Ray cluster of two nodes on this machine: two raylets on loopback, whose CPUs and GPUs are numbers only."""
+"""A Ray cluster of two nodes on this machine: two raylets on loopback whose CPU and GPU counts are only declared."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import ray
 from ray.cluster_utils import Cluster
 
-# Ray takes them as given: its actors ask for one CPU each, verl's trainers for a GPU each.
+# Ray does not verify these counts: its actors request one CPU each, verl's trainers one GPU each.
 _CPUS_PER_NODE = 16
 _GPUS_PER_NODE = 1
 _OBJECT_STORE_BYTES = 100 << 20
@@ -20,13 +20,13 @@ _OBJECT_STORE_BYTES = 100 << 20
 
 @contextmanager
 def two_nodes(*, object_store_bytes: int = _OBJECT_STORE_BYTES) -> Iterator[str]:
-    """Run the cluster until the block ends, its files in a directory that goes with it; yield its address.
+    """Run the cluster until the block ends, with its files in a temporary directory; yield its address.
 
-    All that the caller has in its environment, the processes of the cluster have in theirs. A cluster that runs on this
-    machine besides is not seen, nor does it see this one.
+    The processes of the cluster inherit the caller's environment. The cluster and any other one on this machine do not
+    see each other.
     """
     with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as top:
-        # Ray writes the address of the cluster that was started last there, and does not make the directory.
+        # Ray writes the address of the last started cluster there but does not create the directory.
         os.environ["RAY_TMPDIR"] = top
         directory = Path(top) / "ray"
         directory.mkdir()

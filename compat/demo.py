@@ -1,12 +1,13 @@
-"""Runs verl's own trainer while the service and a worker are killed with `kill -9` in mid-step: `make demo-verl`.
+"""Run verl's own trainer while the service and a worker are killed with `kill -9` in mid-step: `make demo-verl`.
 
-Three records are made: over TransferQueue and over the service without a kill, and over the service with the kills of
-`compat.trainer.faults`. What is printed: prompts lost, samples trained twice, whether the bytes that were trained are
-those of the record without a kill, seconds to resume, and times of both systems. Exit code 1 where a prompt is lost, a
-sample is trained twice, bytes differ, or a call fails.
+Three records are made: over TransferQueue and over the service without kills, and over the service with the kills of
+`compat.trainer.faults`. The program prints the lost prompts, the samples trained twice, whether the trained bytes
+equal those of the record without kills, the seconds to resume, and the times of both systems. The exit code is 1 if a
+prompt is lost, a sample is trained twice, bytes differ, or a call fails.
 
-Each record is of two runs of verl's; the second resumes from verl's checkpoint of step 2. That of the first ends there
-as asked to, or in step 3, when its worker is killed. So both have started again what was under way at the checkpoint.
+Each record has two runs of verl; the second resumes from verl's checkpoint of step 2. The first ends there if it is not
+killed, and otherwise in step 3, when its worker is killed. Either way the work in progress at the checkpoint is
+restarted.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _TRANSFER_QUEUE, _UNBROKEN, _BROKEN = "transfer_queue", "unbroken", "broken"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Recovery:
-    """When a service that had ended was started, and when it could be reached; seconds since the epoch."""
+    """When an ended service was restarted, and when it was reachable again, in seconds since the epoch."""
 
     started_at: float
     listening_at: float
@@ -47,15 +48,15 @@ class _Recovery:
 def _durable_service(
     directory: Path, faults: Path, kill_every: float | None
 ) -> Iterator[tuple[ServiceProcess, list[_Recovery]]]:
-    """Run a service that is started again where it ends, until the block ends.
+    """Run a service that is restarted whenever it ends, until the block ends.
 
     Args:
-        directory: for its data, its checkpoints and its log; emptied first.
-        faults: directory that says which process it is.
-        kill_every: seconds that it runs, on average, before it is killed; None: it is not.
+        directory: directory for its data, its checkpoints and its log; emptied first.
+        faults: directory for the file with its process id; emptied first.
+        kill_every: average seconds between kills; None: no kills.
 
     Yields:
-        The service, and how it was started again so far.
+        The service, and its restarts so far.
     """
     for made in (directory, faults):
         shutil.rmtree(made, ignore_errors=True)
@@ -93,7 +94,7 @@ def _durable_service(
 
 
 def _record(name: str, python: Path, output: Path, kill_every: float | None) -> list[_Recovery]:
-    """Make one of the three records; return how the service was started again meanwhile."""
+    """Make one of the three records; return the restarts of the service."""
     stops = (_ALL_STEPS, _ALL_STEPS) if name == _BROKEN else (_CHECKPOINT_STEP, _ALL_STEPS)
     arguments = ["text", *(["--may-fail"] if name == _BROKEN else []), "--stops", *map(str, stops)]
     if name == _TRANSFER_QUEUE:
@@ -116,7 +117,7 @@ def _record(name: str, python: Path, output: Path, kill_every: float | None) -> 
 
 
 def _print_kills(output: Path, recoveries: Sequence[_Recovery]) -> bool:
-    """Print what the kills did; return whether each of them came, and no call failed."""
+    """Print the effects of the kills; return whether every kill happened and no call failed."""
     is_right = True
     print(f"\n{'killed with kill -9':43}{'back':>8}{'first answer':>15}{'step done':>12}{'calls met':>12}")
     for fault in FAULTS:
@@ -126,7 +127,7 @@ def _print_kills(output: Path, recoveries: Sequence[_Recovery]) -> bool:
         title = f"{'service' if fault.victim == SERVICE else 'worker':8} {fault.title:34}"
         if killed_at is None or (fault.victim == SERVICE and recovery is None):
             is_right = False
-            print(f"{title} has not come")
+            print(f"{title} did not happen")
         elif fault.victim == SERVICE and recovery is not None:
             seen = outage(output / _BROKEN, since=killed_at, until=recovery.started_at)
             print(
@@ -148,7 +149,7 @@ def _print_kills(output: Path, recoveries: Sequence[_Recovery]) -> bool:
 
 
 def _print_training(output: Path) -> bool:
-    """Print what was lost, trained twice or changed; return whether nothing was."""
+    """Print lost, twice trained and changed samples; return whether nothing was found."""
     unbroken, broken = training(output / _UNBROKEN), training(output / _BROKEN)
     found = prompts(output / _BROKEN, broken)
     equal_count = equal_batch_count(unbroken, broken)
@@ -174,14 +175,18 @@ def _print_times(output: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Make the records and print what they say; return the exit code."""
+    """Make the records and print the results; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m compat.demo", description=__doc__)
     names = (_TRANSFER_QUEUE, _UNBROKEN, _BROKEN)
     parser.add_argument(
-        "--runs", nargs="+", choices=names, default=names, help="make these records, and use old others"
+        "--runs", nargs="+", choices=names, default=names, help="records to make; earlier ones are used for the rest"
     )
-    parser.add_argument("--output", type=Path, default=ROOT / "compat-output" / "demo", help="for records and logs")
-    parser.add_argument("--kill-every", type=float, metavar="SECONDS", help="more kills, at random moments; on average")
+    parser.add_argument(
+        "--output", type=Path, default=ROOT / "compat-output" / "demo", help="directory for records and logs"
+    )
+    parser.add_argument(
+        "--kill-every", type=float, metavar="SECONDS", help="average seconds between additional kills at random moments"
+    )
     given = parser.parse_args(arguments)
     python = environment(TENSORDICT_VERSIONS[0]).python()
     recoveries: list[_Recovery] = []

@@ -1,8 +1,8 @@
-"""What differs between two records of the same program: the call, the sample and the field, and both values.
+"""Differences between two records of the same program: the call, the sample and the field, and both values.
 
-The calls of one process are compared in their order. Where a process makes them from several tasks at a time
-(`concurrent`), each call is compared with the one that was given the same. A loop that polls asks as often as it takes:
-of calls in a row that only look, the last one counts.
+The calls of a process are compared in order. If a process makes calls from several tasks at a time (`concurrent`),
+each call is compared with one that has the same arguments. The number of calls of a polling loop varies, so of
+consecutive identical polls only the last one counts.
 """
 
 from __future__ import annotations
@@ -23,16 +23,14 @@ from compat.recorder import entries
 Entry = dict[str, Any]
 
 SCENE = "scene "
-"""What the name of an entry begins with that is no call: says what the calls after it are about, and, as `purpose`, why
-they differ, where they are to."""
+"""Prefix of an entry that is a marker, not a call. It names the scene of the calls that follow and, as `purpose`,
+the reason if they differ on purpose."""
 
-TUPLES = "tuples stay tuples; TransferQueue makes lists of them"
-"""Why a list in the first record may be a tuple in the second, wherever it is."""
+TUPLES = "tuples stay tuples; TransferQueue turns them into lists"
+"""Reason why a list in the first record may be a tuple in the second, at any place."""
 
-RAGGED = (
-    "rows of one length are ragged in the dimension in which those of their field differ; TransferQueue's in the first"
-)
-"""Why the ragged dimension of a nested tensor may be another one in the second record."""
+RAGGED = "rows of equal length are ragged in the dimension that varies within their field; TransferQueue's in the first"
+"""Reason why a nested tensor may have a different ragged dimension in the second record."""
 
 _RAGGED_DIMENSION = "ragged dimension"
 _SHOWN_CHARACTERS = 160
@@ -45,12 +43,12 @@ class Difference:
     """One difference.
 
     Attributes:
-        role: of the process that made the call.
-        call: name and number of the call, and what it was given, in short.
-        place: which part of its arguments or of its answer: sample, field.
-        left: what is there in the first record, in short.
-        right: the same of the second.
-        purpose: why it is as it is; empty where it is not to be.
+        role: role of the process that made the call.
+        call: name and number of the call, with shortened arguments.
+        place: where in its arguments or its answer: sample, field.
+        left: the value in the first record, shortened.
+        right: the value in the second record, shortened.
+        purpose: reason if the difference is on purpose; empty if it is unwanted.
     """
 
     role: str
@@ -65,7 +63,7 @@ class Difference:
 
 
 def records(directory: Path) -> dict[str, list[Entry]]:
-    """Return the calls that were written below a directory by role; those of several processes of a role together."""
+    """Return the calls recorded below a directory by role; processes of the same role are merged."""
     found: defaultdict[str, list[Entry]] = defaultdict(list)
     for path in sorted(directory.glob("*.msgpack")):
         found[path.name.split(".")[0]].extend(entries(path))
@@ -75,7 +73,7 @@ def records(directory: Path) -> dict[str, list[Entry]]:
 def differences(
     left: Mapping[str, Sequence[Entry]], right: Mapping[str, Sequence[Entry]], *, concurrent: frozenset[str]
 ) -> Iterator[Difference]:
-    """Yield what differs between two records; `concurrent` names the roles whose calls come in any order."""
+    """Yield the differences between two records; `concurrent` names the roles whose calls come in any order."""
     for role in sorted(left.keys() | right.keys()):
         pairs = _by_given if role in concurrent else _by_order
         calls = [list(_without_polls(record.get(role, ()))) for record in (left, right)]
@@ -88,7 +86,7 @@ def differences(
 
 
 def compared_count(record: Mapping[str, Sequence[Entry]]) -> int:
-    """Return how many calls of a record are compared."""
+    """Return the number of compared calls of a record."""
     return sum(1 for calls in record.values() for _ in _without_polls(calls))
 
 
@@ -103,7 +101,7 @@ def _by_order(left: list[Entry], right: list[Entry]) -> Iterator[tuple[Entry | N
     for one, other in itertools.zip_longest(left, right):
         yield one, other
         if one is None or other is None or one["call"] != other["call"]:
-            return  # the programs went different ways: what follows says nothing
+            return  # the programs diverged: further differences mean nothing
 
 
 def _by_given(left: list[Entry], right: list[Entry]) -> Iterator[tuple[Entry | None, Entry | None]]:
@@ -117,7 +115,7 @@ def _by_given(left: list[Entry], right: list[Entry]) -> Iterator[tuple[Entry | N
 
 
 def _identity(entry: Entry) -> bytes:
-    """Return what tells a call from others: its name and all it was given but for the data."""
+    """Return the identity of a call: its name and its arguments except for the data."""
     given = entry["given"].get("items", {})
     return bytes(
         msgpack.packb([entry["call"], sorted((k, v) for k, v in given.items() if k not in ("fields", "data"))])
@@ -135,7 +133,9 @@ def _of_call(role: str, number: int, left: Entry | None, right: Entry | None) ->
     for part in ("given", "answer", "error"):
         for place, one, other in _unequal(left.get(part, _NOTHING), right.get(part, _NOTHING), part, keys):
             purpose = TUPLES if _is_tuple_of(other, one) else ""
-            if place.endswith(_RAGGED_DIMENSION) and one == 1 and isinstance(other, int):  # no row differs in another
+            if (
+                place.endswith(_RAGGED_DIMENSION) and one == 1 and isinstance(other, int)
+            ):  # the other dimensions do not vary
                 purpose = RAGGED
             yield Difference(role=role, call=call, place=place, left=_short(one), right=_short(other), purpose=purpose)
 
@@ -145,13 +145,13 @@ def _called(entry: Entry | None) -> str:
 
 
 def _keys(given: Any) -> list[Any]:
-    """Return the keys that a call was given: its rows are named by them."""
+    """Return the keys in the arguments of a call; its rows are named by them."""
     keys = given.get("items", {}).get("keys", []) if isinstance(given, dict) else []
     return keys if isinstance(keys, list) else [keys]
 
 
 def _unequal(left: Any, right: Any, place: str, keys: list[Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the smallest parts that differ: place, left and right."""
+    """Yield the smallest differing parts: place, left and right."""
     if is_row(left) and is_row(right):
         if left != right:
             yield place, left, right
@@ -174,7 +174,7 @@ def _unequal(left: Any, right: Any, place: str, keys: list[Any]) -> Iterator[tup
 
 
 def _is_tuple_of(value: Any, items: Any) -> bool:
-    """Return whether a value is a tuple, of which `items` has the same as lists, those within it too."""
+    """Whether a value is a tuple that equals `items` once all tuples in it are turned into lists."""
     return isinstance(items, list) and isinstance(value, dict) and _with_lists(value) == items
 
 
@@ -207,7 +207,7 @@ def _numbers(row: dict[str, Any]) -> str:
 
     try:
         return str(np.frombuffer(row["data"], dtype=row["dtype"]).tolist())
-    except TypeError:  # bfloat16 and the like, which numpy does not know
+    except TypeError:  # dtypes that numpy lacks, such as bfloat16
         return repr(row["data"].hex())
 
 

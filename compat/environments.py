@@ -1,4 +1,4 @@
-"""The environments that verl and TransferQueue run in, one for each tensordict, and the two systems under them."""
+"""The environments of verl and TransferQueue, one for each tensordict version, and the two systems under them."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from tq_service.testing import ServiceProcess
 ROOT = Path(__file__).resolve().parent.parent
 STUBS = ROOT / "compat" / "stubs"
 TENSORDICT_VERSIONS = ("0.10.0", "0.15.3")
-"""The one that both verl 0.9.1 and TransferQueue 0.1.11 allow, and a current one, which TransferQueue allows."""
+"""The version that both verl 0.9.1 and TransferQueue 0.1.11 allow, and a current one that TransferQueue allows."""
 
-# What verl and TransferQueue import. Where verl imports a package for what is not run here, `compat/stubs` has a
-# stand-in, so that the environment stays small.
+# Imports of verl and TransferQueue. Packages that verl imports for code not used here have stubs in `compat/stubs`,
+# which keeps the environment small.
 _REQUIREMENTS = (
     f"ray[default]=={RAY_VERSION}",
     "transformers==5.9.0",
@@ -43,13 +43,13 @@ _REQUIREMENTS = (
 _ALONE = ("verl==0.9.1", "TransferQueue==0.1.11")
 _VARIABLES = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    # Has a misleading name: without clusters beyond this machine, Ray listens on loopback only.
+    # Despite its name: without a cluster beyond this machine, it makes Ray listen on loopback only.
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-    # No workers before there is work: else each node starts as many as it has CPUs.
+    # Start no workers in advance: each node would start one per CPU.
     "RAY_prestart_worker_first_driver": "0",
     "RAY_enable_worker_prestart": "0",
     "RAY_DEDUP_LOGS": "0",
-    # verl keeps prompts in sets, whose order decides between equals.
+    # verl keeps prompts in sets, whose order breaks ties.
     "PYTHONHASHSEED": "0",
     "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
@@ -59,7 +59,7 @@ _VARIABLES = {
 
 
 def environment(tensordict_version: str) -> PeerEnvironment:
-    """Return the environment with this tensordict."""
+    """Return the environment with a tensordict version."""
     return PeerEnvironment(
         name=f"compat-tensordict-{tensordict_version}",
         requirements=(f"tensordict=={tensordict_version}", *_REQUIREMENTS),
@@ -70,11 +70,11 @@ def environment(tensordict_version: str) -> PeerEnvironment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class System:
-    """What `import transfer_queue` finds.
+    """The package that `import transfer_queue` finds.
 
     Attributes:
         name: "transfer_queue" or "service".
-        variables: environment variables of the programs that run over it.
+        variables: environment variables for programs that run over it.
     """
 
     name: str
@@ -82,7 +82,7 @@ class System:
 
 
 def transfer_queue() -> System:
-    """Return TransferQueue as it is installed."""
+    """Return TransferQueue as installed."""
     return System(name="transfer_queue", variables=_variables())
 
 
@@ -91,9 +91,9 @@ def service(python: Path, directory: Path, *arguments: str) -> Iterator[System]:
     """Run a service until the block ends, and yield it under TransferQueue's name.
 
     Args:
-        python: of the environment whose programs run over it.
-        directory: for its log; checkpoints go anywhere.
-        arguments: more for `tq-service serve`.
+        python: interpreter of the environment whose programs run over it.
+        directory: directory for its log; checkpoints may go anywhere.
+        *arguments: more arguments for `tq-service serve`.
     """
     directory.mkdir(parents=True, exist_ok=True)
     with ServiceProcess(*arguments, log=directory / "service.log") as running:
@@ -101,7 +101,7 @@ def service(python: Path, directory: Path, *arguments: str) -> Iterator[System]:
 
 
 def system_at(address: str, python: Path) -> System:
-    """Return a service that runs, under TransferQueue's name; `python` as for `service`."""
+    """Return a running service under TransferQueue's name; `python` as for `service`."""
     command = [str(python), "-m", "tq_service.compat.transfer_queue", "--path"]
     site = subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
     return System(name="service", variables={**_variables(site), "TQ_ADDRESS": address})
@@ -115,18 +115,18 @@ def run_program(
     record: Path,
     variables: Mapping[str, str] | None = None,
 ) -> None:
-    """Run a program over a system, its output in a file beside the record.
+    """Run a program over a system, with its output in a file next to the record.
 
     Args:
-        module: of the program.
-        *arguments: after the first, which is the directory of the record.
-        python: of its environment.
-        system: what it runs over.
+        module: module of the program.
+        *arguments: arguments after the first, which is the directory of the record.
+        python: interpreter of its environment.
+        system: the system to run over.
         record: directory of the record; emptied first.
-        variables: more environment variables for it.
+        variables: more environment variables.
 
     Raises:
-        RuntimeError: it ended with another exit code than 0.
+        RuntimeError: the exit code is not 0.
     """
     shutil.rmtree(record, ignore_errors=True)
     record.mkdir(parents=True)

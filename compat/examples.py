@@ -1,7 +1,7 @@
-"""Runs TransferQueue's own tutorials and recipes, as they are, on a cluster of two nodes: each has to end well.
+"""Runs TransferQueue's own tutorials and recipes, unchanged, on a cluster of two nodes; each must succeed.
 
-Runs in an environment where `transfer_queue` is the service's. The programs come with TransferQueue's wheel; this
-repository has no copy of them.
+Runs in an environment where `transfer_queue` is the service's. The programs come from TransferQueue's wheel; this
+repository does not contain a copy.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _MOST_SECONDS = 300
 
 
 def examples() -> list[Path]:
-    """Return the programs that the installed wheel has.
+    """Return the programs in the installed wheel.
 
     Raises:
-        RuntimeError: there are more or fewer than were there once.
+        RuntimeError: their number is not the expected one.
     """
     files = metadata.files("TransferQueue") or []
     found = [Path(str(file.locate())) for file in files if file.parts[0] in _DIRECTORIES and file.suffix == ".py"]
@@ -37,7 +37,7 @@ def examples() -> list[Path]:
 
 
 def _ended(program: Path, address: str, directory: Path) -> int | str:
-    """Run a program, its output in a file of the directory; return its exit code, or that it ran too long."""
+    """Run a program with its output in a file of the directory; return its exit code, or a text if it timed out."""
     with (directory / f"{program.stem}.log").open("w") as output:
         try:
             return subprocess.run(
@@ -54,15 +54,15 @@ def _ended(program: Path, address: str, directory: Path) -> int | str:
 
 
 def _wait_for_its_actors() -> None:
-    """Wait until the actors of a program that has ended are gone: the next one would join its run."""
+    """Wait until the actors of an ended program are gone; otherwise the next one would join its run."""
     while ray.util.list_named_actors(all_namespaces=True):
         time.sleep(0.2)
 
 
 def main() -> int:
-    """Run them all, and return 1 if any fails."""
+    """Run all examples, and return 1 if any fails."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("record", type=Path, help="directory that gets the output of each program")
+    parser.add_argument("record", type=Path, help="directory for the output of each program")
     given = parser.parse_args()
     failed = False
     with two_nodes() as address:

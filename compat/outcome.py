@@ -1,7 +1,7 @@
-"""What the record of a training run says: what was trained, where each prompt went, and what a kill did to the calls.
+"""Results from the record of a training run: the trained samples, the fate of each prompt, and the effects of a kill.
 
-What a model was trained on is what its weights have seen: updates after the last saved weights of a run that was killed
-are lost with them, and made again from the checkpoint.
+A batch counts as trained if it is in the weights. Updates after the last saved weights of a killed run are lost with
+it and made again from the checkpoint.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CALLS = {
     "get": frozenset({"kv_batch_get", "client.async_get_data"}),
     "poll": frozenset({"kv_list"}),
 }
-"""What the recorder calls the calls that put, get and poll."""
+"""The recorder's names of the calls that put, get and poll."""
 
 _GOOD = "good"
 _PADDING = "pad"
@@ -35,12 +35,13 @@ Sample = tuple[int, int, bytes]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """What the weights have seen.
+    """The batches that are in the weights.
 
     Attributes:
-        batches: a digest of each batch, all its fields and rows, by worker and in order.
-        byte_count: of the rows of all batches.
-        samples: how often each sample was trained: number of the prompt in its data set, session, and tokens.
+        batches: a digest of each batch with all its fields and rows, by worker, in order.
+        byte_count: bytes of the rows of all batches.
+        samples: how often each sample was trained. A sample is the prompt's number in its data set, session, and
+            tokens.
         lost_batch_count: batches whose weights were lost.
     """
 
@@ -51,17 +52,17 @@ class Training:
 
     @property
     def batch_count(self) -> int:
-        """How many batches there are."""
+        """The number of batches."""
         return sum(len(digests) for digests in self.batches.values())
 
     @property
     def trained_twice(self) -> list[Sample]:
-        """The samples that were trained more than once."""
+        """Samples that were trained more than once."""
         return [sample for sample, count in self.samples.items() if count > 1]
 
 
 def training(directory: Path) -> Training:
-    """Return what was trained in a record of one or more runs, each from the checkpoint of the one before."""
+    """Return the training of a record with one or more runs, each from the checkpoint of the previous one."""
     batches: defaultdict[str, list[str]] = defaultdict(list)
     samples: Counter[Sample] = Counter()
     byte_count = lost_count = 0
@@ -82,7 +83,7 @@ def training(directory: Path) -> Training:
 
 
 def equal_batch_count(left: Training, right: Training) -> int:
-    """Return how many batches are the same in both, bit for bit, and in the same place."""
+    """Return how many batches are the same in both, bit for bit and at the same position."""
     return sum(
         one == other
         for role in left.batches.keys() & right.batches.keys()
@@ -92,13 +93,14 @@ def equal_batch_count(left: Training, right: Training) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompts:
-    """Where the prompts went that a trainer took from its data set, by their numbers there.
+    """The fate of the prompts that a trainer took from its data set, by their numbers there.
 
     Attributes:
-        taken: all of them, also in what a killed run did after its last checkpoint.
-        trained: those that the weights have seen.
-        waiting: those that were in the queue at the end.
-        dropped: those that verl is to drop: a session of them fails, they are too late, or have one reward.
+        taken: all of them, including those taken by a killed run after its last checkpoint.
+        trained: those that are in the weights.
+        waiting: those in the queue at the end.
+        dropped: those that verl should drop: one of their sessions fails, they are too late, or they have a single
+            reward.
     """
 
     taken: frozenset[int]
@@ -108,12 +110,12 @@ class Prompts:
 
     @property
     def lost(self) -> frozenset[int]:
-        """Those that should be somewhere, and are not."""
+        """Prompts that are neither trained, waiting nor dropped."""
         return self.taken - self.trained - self.waiting - self.dropped
 
 
 def prompts(directory: Path, trained: Training) -> Prompts:
-    """Return where the prompts of a record went."""
+    """Return the fate of the prompts of a record."""
     numbers: dict[str, int] = {}
     bad: set[int] = set()
     listed: Mapping[str, Any] = {}
@@ -135,10 +137,10 @@ def prompts(directory: Path, trained: Training) -> Prompts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outage:
-    """What the calls of a record saw of a time in which something was not there.
+    """The effect of an outage on the calls of a record.
 
     Attributes:
-        met_count: calls that were made in it, or were not answered before it.
+        met_count: calls that were made during it, or were unanswered when it began.
         answered_seconds: from its beginning to the first answer after it.
         step_seconds: from its beginning to the end of the next training step.
     """
@@ -149,7 +151,7 @@ class Outage:
 
 
 def outage(directory: Path, *, since: float, until: float) -> Outage:
-    """Return what the calls of a record saw of an outage; both times are seconds since the epoch."""
+    """Return the effect of an outage on the calls of a record; both times are seconds since the epoch."""
     calls = [entry for _, process in _processes(directory) for entry in process]
     made = [entry for entry in calls if entry["seconds"]]
     met = [entry for entry in made if entry["at"] - entry["seconds"] <= until and since < entry["at"]]
@@ -162,19 +164,19 @@ def outage(directory: Path, *, since: float, until: float) -> Outage:
 
 
 def failed_calls(directory: Path) -> list[str]:
-    """Return the calls of a record that ended with an error: name and error."""
+    """Return the failed calls of a record, each as name and error."""
     calls = [entry for _, process in _processes(directory) for entry in process]
     return [f"{entry['call']}: {entry['error']}" for entry in calls if "error" in entry]
 
 
 def end_of(call: str, directory: Path, *, after: float) -> float:
-    """Return when a call of that name was answered first after that time; seconds since the epoch."""
+    """Return when a call with that name was first answered after a time, in seconds since the epoch."""
     calls = [entry for _, process in _processes(directory) for entry in process if entry["call"] == call]
     return _first_end(calls, after)
 
 
 def median_seconds(directory: Path) -> dict[str, tuple[int, float]]:
-    """Return how many calls put, get and poll, and their median seconds."""
+    """Return the number and the median seconds of the calls that put, get and poll."""
     calls = [entry for _, process in _processes(directory) for entry in process if "answer" in entry]
     seconds = {kind: [entry["seconds"] for entry in calls if entry["call"] in names] for kind, names in CALLS.items()}
     return {kind: (len(values), statistics.median(values)) for kind, values in seconds.items()}
@@ -191,7 +193,7 @@ def _digest(value: Any) -> str:
 
 
 def _in_order(value: Any) -> Any:
-    """Return plain data whose dicts are in the order of their names."""
+    """Return plain data with the keys of its dicts sorted."""
     if isinstance(value, dict):
         return {name: _in_order(value[name]) for name in sorted(value)}
     return [_in_order(item) for item in value] if isinstance(value, list) else value
@@ -213,7 +215,7 @@ def _samples(fields: Mapping[str, Any]) -> Iterator[Sample]:
 
 
 def _submitted(entry: Entry) -> Iterator[tuple[str, int, str]]:
-    """Yield the prompts that a trainer gives to its agents with this call: name, number in the data set, and fate."""
+    """Yield the prompts that a trainer submits to its agents with a call: name, number in the data set, and fate."""
     given = entry["given"].get("items", {})
     if entry["call"] != "kv_batch_put" or given["partition_id"] != "train" or not given.get("fields"):
         return

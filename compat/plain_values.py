@@ -1,9 +1,9 @@
-"""Values of any kind as plain data, bit for bit, so that two programs' values can be written down and compared.
+"""Converts values of any kind to plain data, bit for bit, so the values of two programs can be recorded and compared.
 
-Plain data is what msgpack carries: None, bool, int, float, str, bytes, list and dict with str keys. Anything else
-becomes a dict with a `kind`. A tensor keeps dtype, shape and bytes; a nested tensor its rows, its layout and which
-dimension is ragged; an object its type's name and what it holds. Two values are the same exactly when their plain data
-is, except for the order of dicts, which nobody may rely on.
+Plain data is the data that msgpack carries: None, bool, int, float, str, bytes, list and dict with str keys. Any other
+value becomes a dict with a `kind`. A tensor keeps dtype, shape and bytes; a nested tensor its rows, layout and ragged
+dimension; an object its type's name and its state. Two values are the same exactly if their plain data is, except for
+the order of dicts, which nobody may rely on.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MSGPACK_INT_BITS = 63
 def plain(value: Any) -> Any:
     """Return a value as plain data.
 
-    Of an object whose type is not known here, what `__getstate__` gives counts.
+    An object of an unknown type is represented by its `__getstate__`.
     """
     if value is None or (isinstance(value, bool | float | str | bytes) and type(value).__module__ == "builtins"):
         return value
@@ -39,7 +39,7 @@ def plain(value: Any) -> Any:
 
 
 def is_row(value: object) -> bool:
-    """Return whether plain data is that of a tensor or an array: dtype, shape and bytes."""
+    """Whether plain data represents a tensor or an array: dtype, shape and bytes."""
     return isinstance(value, dict) and "dtype" in value and "data" in value
 
 
@@ -63,7 +63,7 @@ def _tensors(value: Any) -> dict[str, Any] | None:
 
 
 def _leaf(batch: Any, name: str) -> Any:
-    """Return a field as it is held: an item of a TensorDict is the value inside, where it is no tensor."""
+    """Return a field as stored: a TensorDict item unwraps values that are not tensors."""
     return batch._get_str(name, None)
 
 
@@ -105,7 +105,7 @@ def _arrays(value: Any) -> dict[str, Any] | None:
 
 
 def _metadata(value: Any) -> dict[str, Any] | None:
-    """Return metadata of a batch without what numbers each system gives to samples for itself."""
+    """Return metadata of a batch without the sample numbers, which are specific to each system."""
     kind = type(value).__name__
     if kind == "KVBatchMeta":
         given = {name: plain(getattr(value, name)) for name in ("keys", "tags", "partition_id", "extra_info")}

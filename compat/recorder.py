@@ -1,7 +1,7 @@
-"""Writes down each call of a data plane's module: what was given, what it answered or raised, and how long it took.
+"""Records each call of a data plane's module: its arguments, its answer or error, and its duration.
 
-Each process writes a file of its own, one msgpack object a call, appended before the call returns to its caller: what a
-process that is killed has seen is there.
+Each process has its own file with one msgpack object per call, appended before the call returns to its caller. So the
+file of a killed process has all the answers it got.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MODULE_CALLS = (
     "save_checkpoint",
     "load_checkpoint",
 )
-# What else is asked of the client that `get_client` returns; its other methods are passed on as they are.
+# Recorded calls of the client that `get_client` returns; its other methods are passed through.
 CLIENT_CALLS = (
     "get_meta",
     "get_data",
@@ -56,18 +56,18 @@ CLIENT_CALLS = (
     "kv_retrieve_keys",
     "kv_list",
 )
-# What these give and answer are paths and configurations of each system.
+# Their arguments and answers are paths and configurations specific to each system.
 _OPAQUE = frozenset({"init", "close"})
 
 Watcher = Callable[[str, dict[str, Any]], None]
 
 
 class Recorder:
-    """Writes the calls of this process.
+    """Records the calls of this process.
 
     Args:
-        directory: where its file goes; made where it is missing.
-        role: names what this process does, the same in each run; asked for once, at the first call.
+        directory: directory for its file; created if missing.
+        role: returns the role of this process, the same in each run; called once, at the first call.
     """
 
     def __init__(self, directory: Path, role: Callable[[], str]) -> None:
@@ -78,11 +78,11 @@ class Recorder:
         self._watchers: list[Watcher] = []
 
     def watch(self, watcher: Watcher) -> None:
-        """Ask for the name and the arguments of each call before it is made."""
+        """Call `watcher` with the name and the arguments of each call before it is made."""
         self._watchers.append(watcher)
 
     def note(self, call: str, given: Any, *, seconds: float = 0.0, answer: Any = None, error: str = "") -> None:
-        """Write a call; `given` and `answer` are plain data."""
+        """Record a call; `given` and `answer` are plain data."""
         entry = {"call": call, "given": given, "at": time.time(), "seconds": seconds}
         packed = msgpack.packb({**entry, **({"error": error} if error else {"answer": answer})})
         with self._lock:
@@ -93,14 +93,14 @@ class Recorder:
             os.write(self._file, packed)
 
     def install(self, module: ModuleType) -> None:
-        """Write each call of a module from now on, and of the client it returns."""
+        """Record each call of a module from now on, and of the client it returns."""
         for name in MODULE_CALLS:
             setattr(module, name, self.recorded(name, getattr(module, name)))
         get_client = module.get_client
         module.get_client = lambda: _RecordedClient(get_client(), self)  # type: ignore[attr-defined]
 
     def recorded(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that writes the calls of another one, which may be a coroutine function."""
+        """Return a function that records the calls of another function or coroutine function."""
         signature = inspect.signature(function)
         signature = signature.replace(parameters=[p for p in signature.parameters.values() if p.name != "self"])
 
@@ -151,7 +151,7 @@ class Recorder:
 
 
 class _RecordedClient:
-    """A client whose calls are written; all else is that of the client."""
+    """A client whose calls are recorded; everything else is passed through."""
 
     def __init__(self, client: Any, recorder: Recorder) -> None:
         self._client = client
@@ -164,24 +164,24 @@ class _RecordedClient:
 
 
 def _counted(given: dict[str, Any]) -> dict[str, Any]:
-    """Return how many indexes are given, where some are: each system numbers samples for itself."""
+    """Replace indexes by their number: each system numbers samples differently."""
     return {"global_indexes": len(given["global_indexes"])} if "global_indexes" in given else {}
 
 
 def builtin_name(error: BaseException) -> str:
-    """Return the name of the closest builtin class of an error: what a caller that knows neither system catches."""
+    """Return the name of an error's closest builtin class, which callers independent of the system would catch."""
     return next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "builtins")
 
 
 def entries(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the calls of one file, in order; a last one that was not written whole is left out."""
+    """Yield the calls of one file in order; an incomplete last one is left out."""
     unpacker = msgpack.Unpacker(max_buffer_size=0)
     unpacker.feed(path.read_bytes())
     yield from unpacker
 
 
 def _sorted(listed: Any) -> Any:
-    """Return partitions and keys in the order of their names: who puts first is a race between processes."""
+    """Sort partitions and keys by name: the order of puts is a race between processes."""
     if not isinstance(listed, dict):
         return listed
     return {partition_id: dict(sorted(listed[partition_id].items())) for partition_id in sorted(listed)}

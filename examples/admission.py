@@ -1,4 +1,4 @@
-"""A rollout worker that is faster than the trainer waits for it, so that no sample is too stale when it is trained on.
+"""Bounded staleness: a rollout worker that is faster than the trainer has to wait for it.
 
 Start a service with `tq-service serve`, then run `python examples/admission.py`; another address goes into TQ_ADDRESS.
 """
@@ -19,7 +19,7 @@ UPDATES = 6
 
 
 def roll_out() -> None:
-    """Put samples without a pause, each batch with the version of the weights that made it."""
+    """Put samples without a pause, each batch with the version of the weights that generated it."""
     with tq.Client() as client:
         for _ in range(UPDATES):
             version = client.get_version(policy=POLICY)
@@ -27,17 +27,17 @@ def roll_out() -> None:
                 {"response": torch.randint(1000, (BATCH_SIZE, 16))},
                 partition_id=PARTITION,
                 custom_meta=[{"version": version}] * BATCH_SIZE,
-                timeout=20.0,  # waits for the trainer up to so long, then AdmissionLimitError says by which limit
+                timeout=20.0,  # longest wait for the trainer; then AdmissionLimitError names the limit
             )
         client.seal_partition(PARTITION)
 
 
 def main() -> None:
-    """Train on what a rollout worker makes meanwhile, and print how stale it was."""
+    """Train on samples that a rollout worker generates concurrently, and print their staleness."""
     with tq.Client() as client:
         client.publish_version(0, policy=POLICY)
-        # Two batches may be outstanding until the weights that they made are published, and a third one that is made
-        # already waits to be put. So no sample is trained on more than two updates late.
+        # Two batches may be outstanding until the weights trained on them are published. A third one, already
+        # generated, waits in its put. So no sample is trained on more than two updates late.
         admission = tq.Admission(TASK, most=2 * BATCH_SIZE, given_back="published", policy=POLICY)
         client.create_partition(PARTITION, admissions=[admission])
         worker = threading.Thread(target=roll_out)
@@ -50,7 +50,7 @@ def main() -> None:
             )  # fmt: skip
             if meta.status == "end":
                 break
-            client.get_data(meta)  # and here the trainer would compute its loss and make its step
+            client.get_data(meta)  # the trainer would compute its loss and update the weights here
             staleness += [version - entry["version"] for entry in meta.custom_meta]
             client.clear_samples(meta)
             client.publish_version(version + 1, policy=POLICY, trained={(PARTITION, TASK): version})

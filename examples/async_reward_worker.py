@@ -1,7 +1,7 @@
 """Two reward workers share the samples of a partition: queue consumers with the async client.
 
-Each takes whatever is ready next, so a slow worker takes less; no sample is given to both. A trainer that waits for the
-`reward` column is woken by the put of it.
+Each takes the next ready samples, so a slow worker takes fewer, and no sample is delivered to both. Putting the
+`reward` column wakes a trainer that waits for it.
 
 Start a service with `tq-service serve`, then run `python examples/async_reward_worker.py`; another address goes into
 TQ_ADDRESS.
@@ -20,7 +20,7 @@ QUESTIONS = [f"{a} + {b}" for a in range(6) for b in range(6)]
 
 
 async def main() -> None:
-    """Put answers, let two workers score them, print what they scored."""
+    """Put answers, let two workers score them, and print the number of scored samples per worker."""
     async with tq.AsyncClient() as client:
         async with asyncio.TaskGroup() as group:
             workers = [group.create_task(reward_worker(client, f"worker {i}")) for i in range(2)]
@@ -42,26 +42,15 @@ async def generate(client: tq.AsyncClient) -> None:
 
 
 async def reward_worker(client: tq.AsyncClient, name: str) -> int:
-    """Add the reward column to samples as they come, until the end; return how many this worker scored."""
+    """Add the reward column to samples as they arrive, until the end; return how many this worker scored."""
     scored = 0
-    while True:
-        meta = await client.get_meta(
-            partition_id=PARTITION,
-            task_name="reward",  # the same for both: they share the samples
-            data_fields=["question", "answer"],
-            batch_size=8,
-            min_batch_size=1,
-            max_wait=30.0,
-        )
-        if meta.status == "end":
-            return scored
-        if meta.status == "not_yet":
-            print(f"{name}: nothing to do yet")
-            continue
-        batch = await client.get_data(meta)
-        rewards = [score(question, answer) for question, answer in zip(batch["question"], batch["answer"], strict=True)]
-        await client.put({"reward": torch.tensor(rewards)}, metadata=meta)
-        scored += meta.size
+    # The task is the same for both workers, so they share its samples.
+    async for item in client.work(PARTITION, "reward", ["question", "answer"], batch_size=8):
+        pairs = zip(item.data["question"], item.data["answer"], strict=True)
+        await item.put({"reward": torch.tensor([score(question, answer) for question, answer in pairs])})
+        scored += item.meta.size
+        print(f"{name} scored {item.meta.size}")
+    return scored
 
 
 def score(question: str, answer: str) -> float:

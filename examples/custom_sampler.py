@@ -1,4 +1,4 @@
-"""A sampler of your own: the samples of the newest weights first.
+"""A custom sampler: the samples of the newest weights first.
 
 The service imports a sampler by the name `module:Class`, so the module must be importable there:
 
@@ -6,7 +6,7 @@ The service imports a sampler by the name `module:Class`, so the module must be 
     python examples/custom_sampler.py
 
 An installed package registers its samplers under plain names instead, through the entry point group
-`tq_service.samplers`; a service that others can reach accepts only those, unless a setting allows more.
+`tq_service.samplers`. A service that other machines can reach accepts only those, unless a setting allows more.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ PARTITION = "custom_sampler"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewestFirst(Sampler):
-    """Takes the ready samples with the highest `version`, and leaves those that are too old.
+    """Takes the ready samples with the highest `version`, and skips those that are too old.
 
-    The options of a sampler are the fields of its dataclass; `sampler_config` gives their values.
+    The options of a sampler are the fields of its dataclass; `sampler_config` sets their values.
 
     Attributes:
         oldest: the lowest version that may be used.
@@ -36,7 +36,7 @@ class NewestFirst(Sampler):
     oldest: int = 0
 
     def plan(self, view: View, request: PlanRequest) -> Plan | None:
-        """Return the newest samples, dealt to the ranks in turn; None where too few are ready."""
+        """Return the newest samples, distributed round-robin over the ranks; None if too few are ready."""
         rows = view.ready()
         versions, known = view.values("version", rows)
         usable = known & (versions >= self.oldest)
@@ -48,7 +48,7 @@ class NewestFirst(Sampler):
 
 
 def main() -> None:
-    """Put samples of four versions and print in which order the sampler hands them out."""
+    """Put samples of four versions and print the sampler's order of delivery."""
     import torch
 
     import tq_service as tq

@@ -1,8 +1,8 @@
 """A replay buffer that knows the tags of all samples without listing them: a watch keeps them up to date.
 
-A trainer that looks for finished prompts every two seconds lists all tags each time, also where nothing has changed.
-`FollowedTags` has them at hand: what changes is sent once, after a broken connection from where it broke off, and after
-a restart of the service from the beginning.
+A trainer that polls for finished prompts every two seconds lists all tags each time, even if nothing has changed.
+`FollowedTags` keeps them locally, and each change is sent once. After a connection failure the watch resumes at the
+same position; after a restart of the service it starts again from the beginning.
 
 Start a service with `tq-service serve`, then run `python examples/follow_tags.py`; another address goes into
 TQ_ADDRESS.
@@ -19,7 +19,7 @@ from typing import Any, Self
 import numpy as np
 
 import tq_service as tq
-from tq_service.client import PartitionUpdate, WatchUpdate
+from tq_service.types import PartitionUpdate, WatchUpdate
 
 PARTITION = "replay"
 PROMPTS = 2_000
@@ -30,11 +30,11 @@ Tags = dict[str, dict[str, Any]]
 
 
 class FollowedTags:
-    """The tags of all samples with keys, by partition and key; a thread keeps them while a `with` lasts.
+    """The tags of all samples with keys, by partition and key; a thread updates them inside a `with` block.
 
     Args:
-        client: of the service.
-        prefix: how the names of the partitions begin.
+        client: client of the service.
+        prefix: prefix of the names of the partitions.
     """
 
     def __init__(self, client: tq.Client, prefix: str = "") -> None:
@@ -58,7 +58,7 @@ class FollowedTags:
         self._thread.join()
 
     def wait_for(self, is_enough: Callable[[dict[str, Tags]], bool], timeout: float = 30.0) -> bool:
-        """Return once the tags satisfy a condition, which is looked at whenever some have changed; False: too late."""
+        """Wait until the tags satisfy a condition, which is checked after each change. Returns False on timeout."""
         with self._changed:
             found = self._changed.wait_for(
                 lambda: self._failure is not None or (self._is_current and is_enough(self._tags)), timeout
@@ -77,14 +77,14 @@ class FollowedTags:
         try:
             for update in self._watch:
                 parts.append(update)
-                if update.revision is not None:  # else more follows that belongs to it
+                if update.revision is not None:  # else more parts of this update follow
                     with self._changed:
                         for part in parts:
                             self._apply(part)
                         self._is_current = True
                         self._changed.notify_all()
                     parts.clear()
-        except Exception as failure:  # for those that wait; the service may be unavailable for longer than the timeout
+        except Exception as failure:  # raised in `wait_for`, such as an outage longer than the timeout
             with self._changed:
                 self._failure = failure
                 self._changed.notify_all()
@@ -108,7 +108,7 @@ class FollowedTags:
 
 
 def roll_out() -> None:
-    """Finish some prompts every now and then."""
+    """Finish some prompts from time to time."""
     rng = np.random.default_rng(0)
     running = list(range(PROMPTS))
     with tq.Client() as client:
@@ -140,9 +140,9 @@ def main() -> None:
                     return [key for key, tag in found if tag["status"] == "finished" and key not in trained]
 
                 if not tags.wait_for(lambda all_tags: len(finished(all_tags)) >= FINISHED_A_ROUND):
-                    raise TimeoutError("no prompts are finished any more")
+                    raise TimeoutError("timed out waiting for finished prompts")
                 batch = finished({PARTITION: tags.of(PARTITION)})[:FINISHED_A_ROUND]
-                client.get_data(partition_id=PARTITION, keys=batch, data_fields=["response"])  # and here a step
+                client.get_data(partition_id=PARTITION, keys=batch, data_fields=["response"])  # a training step here
                 trained.update(batch)
             rollouts.join()
             client.clear_samples(partition_id=PARTITION, keys=sorted(trained))

@@ -1,7 +1,7 @@
-"""A reward worker leases its samples; when it crashes, its successor gets what it held.
+"""A reward worker leases its samples; if it crashes, its successor gets them.
 
-A sample that a worker leased and did not acknowledge in time goes to another one, with a count of its deliveries. One
-that was delivered `max_deliveries` times is dead-lettered: a sample that crashes every worker stops no one for good.
+A leased sample that is not acknowledged in time is redelivered to another worker, and its deliveries are counted. After
+`max_deliveries` deliveries it is dead-lettered, so a sample that crashes every worker cannot block the others forever.
 
 Start a service with `tq-service serve`, then run `python examples/leased_worker.py`; another address goes into
 TQ_ADDRESS.
@@ -15,11 +15,11 @@ import tq_service as tq
 
 PARTITION = "lease_example"
 POISON = "9 + "  # the answer on which every worker crashes
-LEASE_SECONDS = 3.0  # longer than a batch takes
+LEASE_SECONDS = 3.0  # after which another worker gets the samples of one that has crashed
 
 
 def main() -> None:
-    """Put answers, and start the worker again whenever it crashes, as a scheduler does."""
+    """Put answers, and restart the worker whenever it crashes, like a scheduler."""
     answers = [f"{a} + {a} = {2 * a}" for a in range(9)] + [POISON]
     with tq.Client() as client:
         client.put({"answer": answers}, partition_id=PARTITION)
@@ -27,7 +27,7 @@ def main() -> None:
 
         while True:
             try:
-                reward_worker()  # with a client of its own, as in another process
+                reward_worker()  # with a separate client, as in another process
                 break
             except ValueError as error:
                 print(f"a worker crashed: {error}")
@@ -38,36 +38,19 @@ def main() -> None:
 
 
 def reward_worker() -> None:
-    """Score samples until the end; put each reward, and acknowledge its sample."""
+    """Score samples until the end. `put` also acknowledges the sample; it fails if the lease has expired."""
     with tq.Client() as client:
-        while True:
-            meta = client.get_meta(
-                partition_id=PARTITION,
-                task_name="reward",
-                data_fields=["answer"],
-                batch_size=4,
-                min_batch_size=1,
-                lease=LEASE_SECONDS,
-                max_deliveries=2,
-            )
-            if meta.status == "end":
-                return
-            if meta.status == "not_yet":
-                continue
-            for position, answer in enumerate(client.get_data(meta)["answer"]):
-                sample = meta.select_samples([position])
-                reward = torch.tensor([score(answer)])
-                try:
-                    client.put({"reward": reward}, metadata=sample, ack=True)  # or the whole batch at once
-                except tq.LeaseExpiredError as error:  # slower than the lease: another worker has it now
-                    print(f"too late: {error}")
+        # One sample per item, so a sample that crashes the worker does not affect others.
+        work = client.work(PARTITION, "reward", ["answer"], batch_size=1, lease=LEASE_SECONDS, max_deliveries=2)
+        for item in work:
+            item.put({"reward": torch.tensor([score(answer) for answer in item.data["answer"]])})
 
 
 def score(answer: str) -> float:
     """Return 1 for the right sum."""
     terms, _, total = answer.partition(" = ")
     left, _, right = terms.partition(" + ")
-    return float(int(left) + int(right) == int(total))  # ValueError where there is no number
+    return float(int(left) + int(right) == int(total))  # ValueError if a number is missing
 
 
 if __name__ == "__main__":

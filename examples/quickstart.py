@@ -1,4 +1,4 @@
-"""Put samples, claim a batch, fetch it, clear up: the whole round with the sync client.
+"""Put samples, claim a batch, fetch it, and clear the partition, with the sync client.
 
 Start a service with `tq-service serve`, then run `python examples/quickstart.py`; another address goes into TQ_ADDRESS.
 """
@@ -13,7 +13,7 @@ PARTITION = "quickstart"
 
 
 def main() -> None:
-    """Run the round and print what it sees."""
+    """Run all steps and print their results."""
     with tq.Client() as client:
         # Two prompts with four responses each. Responses differ in length, so the column is jagged: a list of rows.
         responses = [torch.arange(length) for length in (5, 3, 8, 2, 4, 4, 9, 1)]
@@ -31,7 +31,7 @@ def main() -> None:
         client.put({"reward": torch.linspace(0.0, 1.0, 8)}, metadata=meta)
         client.seal_partition(PARTITION)  # no new samples will come: "not yet" can become "end"
 
-        # Two trainer ranks ask for their first batch; each gets one whole group, and the same when it asks again.
+        # Two trainer ranks request their first batch; each gets one complete group, and the same one on a retry.
         for dp_rank in range(2):
             batch_meta = client.get_meta(
                 partition_id=PARTITION,

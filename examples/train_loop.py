@@ -1,7 +1,7 @@
 """A trainer loop over several steps, while a producer fills the next partitions.
 
-Start a service with `tq-service serve`, then run `python examples/train_loop.py`; `--address` names another one.
-A tiny model learns to count: rollouts are sequences in which each token is one more than the one before.
+Start a service with `tq-service serve`, then run `python examples/train_loop.py`; `--address` selects another service.
+A tiny model learns to count: in each rollout every token is one more than the previous token.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tq_service.data import StreamingDataLoader, StreamingDataset
 
 VOCABULARY_SIZE = 32
 SAMPLES_PER_STEP = 64
-RUN = uuid.uuid4().hex[:8]  # so that what an aborted run left behind is in no other run's way
+RUN = uuid.uuid4().hex[:8]  # separates this run from leftovers of aborted ones
 
 
 def partition_of(step: int) -> str:
@@ -43,12 +43,12 @@ def produce(address: str | None, steps: int) -> None:
 
 
 def count_from(first: int, length: int) -> torch.Tensor:
-    """Return `length` tokens, each one more than the one before."""
+    """Return `length` tokens, each one more than the previous."""
     return (first + torch.arange(length)) % VOCABULARY_SIZE
 
 
 def next_token_loss(model: nn.Module, rollouts: torch.Tensor) -> torch.Tensor:
-    """Return the summed loss of predicting each token of jagged rollouts from the one before."""
+    """Return the summed loss of predicting each token of jagged rollouts from the previous one."""
     values, offsets = rollouts.values(), rollouts.offsets()
     is_first = torch.zeros(len(values), dtype=torch.bool)
     is_first[offsets[:-1]] = True
@@ -72,7 +72,7 @@ def train(address: str | None, steps: int, num_workers: int) -> list[float]:
         dp_rank=0,
         dp_size=1,
         sampler="seqlen_balanced",
-        layout="jagged",  # also where all rollouts of a batch happen to be of one length
+        layout="jagged",  # even if all rollouts of a batch have the same length
     )
     losses = []
     with tq.Client(address) as client, StreamingDataLoader(dataset, num_workers) as loader:
@@ -80,7 +80,7 @@ def train(address: str | None, steps: int, num_workers: int) -> list[float]:
             if step:
                 loader.step(partition_of(step))
             total, tokens = 0.0, 0
-            for micro_batch, meta in loader:  # ends when the partition is sealed and everything is given out
+            for micro_batch, meta in loader:  # ends when the partition is sealed and all is delivered
                 loss = next_token_loss(model, micro_batch["input_ids"])
                 (loss / 256).backward()
                 total += loss.item()
@@ -96,9 +96,9 @@ def train(address: str | None, steps: int, num_workers: int) -> list[float]:
 def main() -> None:
     """Run producer and trainer against one service."""
     parser = argparse.ArgumentParser(description="Train a tiny model on samples that arrive while it trains.")
-    parser.add_argument("--address", default=None, help="of the service; default: TQ_ADDRESS, then localhost:50051")
+    parser.add_argument("--address", default=None, help="service address; default: TQ_ADDRESS, then localhost:50051")
     parser.add_argument("--steps", type=int, default=10, help="optimizer steps, one partition each")
-    parser.add_argument("--num-workers", type=int, default=0, help="worker processes that fetch ahead")
+    parser.add_argument("--num-workers", type=int, default=0, help="worker processes for prefetching")
     arguments = parser.parse_args()
     producer = threading.Thread(target=produce, args=(arguments.address, arguments.steps), daemon=True)
     producer.start()

@@ -1,8 +1,8 @@
-"""A trainer of two DP ranks whose samples come packed: sequences of 256 tokens, each of several samples.
+"""A trainer with two DP ranks and packed samples: sequences of 256 tokens, each made of several samples.
 
-Start a service with `tq-service serve`, then run `python examples/train_with_packs.py`; `--address` names another one.
-A model of one attention layer learns to recall the first token of its sample, wherever in a pack the sample is: it
-can only do so if no sample sees another one.
+Start a service with `tq-service serve`, then run `python examples/train_with_packs.py`; `--address` selects another
+service. A model with one attention layer learns to recall the first token of its sample at any position in a pack. It
+can only do so if samples do not see each other.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PARTITION = f"train_with_packs_{uuid.uuid4().hex[:8]}"
 
 
 def produce(client: tq.Client, batches: int) -> None:
-    """Put samples of quite different lengths, and seal the partition."""
+    """Put samples of very different lengths, and seal the partition."""
     choose, generator = random.Random(0), torch.Generator().manual_seed(0)
     for _ in range(batches):
         lengths = [min(int(choose.lognormvariate(2.5, 0.8)) + 2, 120) for _ in range(DP_SIZE * SAMPLES_PER_BATCH)]
@@ -60,7 +60,7 @@ class RecallModel(nn.Module):
 
 
 def block_diagonal(cu_seqlens: torch.Tensor) -> torch.Tensor:
-    """Return which tokens a token sees, `(tokens, tokens)`: itself and those before it in its own sequence."""
+    """Return the attention mask `(tokens, tokens)`: each token sees itself and earlier tokens of its sequence."""
     sequence_of = torch.repeat_interleave(torch.arange(len(cu_seqlens) - 1), cu_seqlens.diff())
     return (sequence_of[:, None] == sequence_of[None, :]).tril()
 
@@ -84,18 +84,18 @@ def loader_of(address: str | None, dp_rank: int) -> StreamingDataLoader:
 
 
 def train(address: str | None) -> list[float]:
-    """Train with the packs of all ranks side by side, as processes would; return the loss per token of each step."""
+    """Train on the packs of all ranks in step, as processes would; return the loss per token of each step."""
     torch.manual_seed(0)
     model = RecallModel()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
     losses, loss_sum, padding, total = [], 0.0, 0, 0
     loaders = [loader_of(address, rank) for rank in range(DP_SIZE)]
-    # strict: all ranks have the same number of packs, so that in processes every all-reduce would meet its peers.
+    # strict: all ranks have the same number of packs, so with processes every all-reduce would find its peers.
     for packs in zip(*loaders, strict=True):
         step_tokens = sum(pack.step_token_count for pack in packs)
         for pack in packs:
             loss = cross_entropy(model(pack), pack["labels"], ignore_index=-100, reduction="sum")
-            (loss / step_tokens).backward()  # the gradients of the ranks add up, as after an all-reduce
+            (loss / step_tokens).backward()  # gradients of the ranks are summed, as by an all-reduce
             loss_sum += loss.item()
             padding += pack.num_padding
             total += PACK_MAX_LENGTH
@@ -113,7 +113,7 @@ def train(address: str | None) -> list[float]:
 def main() -> None:
     """Fill a partition, then train on it."""
     parser = argparse.ArgumentParser(description="Train a tiny model on packed samples.")
-    parser.add_argument("--address", default=None, help="of the service; default: TQ_ADDRESS, then localhost:50051")
+    parser.add_argument("--address", default=None, help="service address; default: TQ_ADDRESS, then localhost:50051")
     parser.add_argument("--batches", type=int, default=16, help=f"batches, of {STEPS_PER_BATCH} optimizer steps each")
     arguments = parser.parse_args()
     with tq.Client(arguments.address) as client:

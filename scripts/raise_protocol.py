@@ -9,7 +9,7 @@ VERSION_FILE = Path(__file__).parents[1] / "tq_service" / "version.py"
 
 
 def main() -> None:
-    """Write the file anew."""
+    """Rewrite the file."""
     text, count = re.subn(
         r"^(PROTOCOL: Final = )(\d+)$",
         lambda match: f"{match[1]}{int(match[2]) + 1}",

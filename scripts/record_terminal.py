@@ -1,6 +1,6 @@
 """Record a command's terminal as an animated GIF: `python scripts/record_terminal.py OUT.gif -- make demo`.
 
-The picture in the README is made so. It needs `pip install pyte pillow matplotlib`; the font comes with matplotlib.
+This makes the picture in the README. It needs `pip install pyte pillow matplotlib`; the font comes with matplotlib.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _LAST_FRAME_SECONDS: Final = 6.0
 
 
 def record(command: list[str], *, columns: int, lines: int, frame_seconds: float) -> list[tuple[list[Any], float]]:
-    """Run a command in a terminal; return what it showed, as `(lines of characters, seconds)`, while it changed."""
+    """Run a command in a terminal; return its screens as `(lines of characters, seconds)`, one for each change."""
     screen = pyte.Screen(columns, lines)
     stream = pyte.ByteStream(screen)
     child, terminal = pty.fork()
     if child == 0:
-        os.execvp(command[0], command)  # noqa: S606  (the command is what is to be recorded)
+        os.execvp(command[0], command)  # noqa: S606  (runs the command to record)
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
     frames: list[tuple[list[Any], float]] = []
     shown_at = time.monotonic()
@@ -66,7 +66,7 @@ def record(command: list[str], *, columns: int, lines: int, frame_seconds: float
 
 
 def write_gif(path: Path, frames: list[tuple[list[Any], float]], *, speed: float) -> None:
-    """Draw what was shown, `speed` times as fast as it was."""
+    """Draw the frames and play them `speed` times as fast as recorded."""
     font_file = Path(mpl.get_data_path()) / "fonts" / "ttf" / "DejaVuSansMono.ttf"
     font = ImageFont.truetype(str(font_file), _FONT_SIZE)
     lines = max(y for rows, _ in frames for y, row in enumerate(rows, 1) if any(data.strip() for data, _ in row))
@@ -94,8 +94,8 @@ def main() -> None:
     parser.add_argument("output", type=Path, help="the GIF")
     parser.add_argument("--columns", type=int, default=110, help="width of the terminal")
     parser.add_argument("--lines", type=int, default=40, help="height of the terminal")
-    parser.add_argument("--frame-seconds", type=float, default=1.5, help="least time between two frames")
-    parser.add_argument("--speed", type=float, default=4.0, help="how much faster it is played than it was")
+    parser.add_argument("--frame-seconds", type=float, default=1.5, help="minimum seconds between two frames")
+    parser.add_argument("--speed", type=float, default=4.0, help="playback speed relative to the recording")
     parser.add_argument("command", nargs="+", help="the command and its arguments, after --")
     given = parser.parse_args()
     frames = record(given.command, columns=given.columns, lines=given.lines, frame_seconds=given.frame_seconds)

@@ -1,10 +1,10 @@
-"""Write the parts of the chart that follow from others: the table of values in its page, and names in its schema.
+"""Write the derived parts of the chart: the table of values in its README, and setting names in its schema.
 
     scripts/render_chart.py               # both
     scripts/render_chart.py --check       # fail if they are stale
     scripts/render_chart.py --manifests   # render the profiles for users of kustomize into deploy/kubernetes
 
-Rendering takes helm, from the path or beside this Python (scripts/get_helm.py); its output is not committed.
+Rendering needs helm, on PATH or next to this Python (scripts/get_helm.py); its output is not committed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ROOT = Path(__file__).parent.parent
 CHART = ROOT / "deploy/helm/tq-service"
 RENDERED = ROOT / "deploy/kubernetes"
 NAMESPACE = "tq"
-# Directory -> the arguments of helm; the test of `helm test` and monitoring, which needs CRDs, are the chart's alone.
+# Directory -> arguments of helm. The pod of `helm test` and monitoring, which needs CRDs, are in the chart only.
 RENDERINGS = {
     "single": ["--set", "insecure=true"],
     "storage": ["--values", "values-storage.yaml", "--set", "insecure=true"],
@@ -38,7 +38,7 @@ VALUE = re.compile(r"(?P<indent> *)(?P<name>\w+):(?P<value> [^#]*?| *\"[^\"]*\"[
 
 
 def values_table() -> str:
-    """Return the values of the chart as Markdown, one line a value, with what values.yaml says of each."""
+    """Return the values of the chart as a Markdown table, one row per value, with the comments of values.yaml."""
     lines = ["| value | default | meaning |", "|---|---|---|"]
     path: list[str] = []
     above: list[str] = []
@@ -59,28 +59,28 @@ def values_table() -> str:
 
 
 def readme() -> str:
-    """Return the chart's page with the table as it has to be."""
+    """Return the chart's README with a current table."""
     before, _, rest = README.read_text().partition(BEGIN)
     return f"{before}{BEGIN}{values_table()}{END}{rest.partition(END)[2]}"
 
 
 def schema() -> str:
-    """Return the schema of values with the names of settings that there are, so that a misspelt one is refused."""
+    """Return the schema of values with the names of all settings, which makes helm refuse misspelt ones."""
     parsed = json.loads(SCHEMA.read_text())
     parsed["$defs"]["settings"]["propertyNames"] = {"enum": sorted(ServeSettings.model_fields)}
     return json.dumps(parsed, indent=2) + "\n"
 
 
 def find_helm() -> str | None:
-    """Return the path of a helm, None where there is none."""
+    """Return the path of helm, or None if it is not installed."""
     return shutil.which(str(Path(sys.executable).parent / "helm")) or shutil.which("helm")
 
 
 def render(helm: str, arguments: list[str]) -> str:
-    """Return what helm makes of the chart.
+    """Return the manifests that helm renders from the chart.
 
     Raises:
-        subprocess.CalledProcessError: it makes nothing of it; what it says is on stderr.
+        subprocess.CalledProcessError: helm failed; stderr has its message.
     """
     command = [helm, "template", "tq-service", ".", "--namespace", NAMESPACE, "--skip-tests"]
     made = subprocess.run([*command, *arguments], cwd=CHART, check=True, stdout=subprocess.PIPE, text=True)
@@ -93,7 +93,7 @@ def main(arguments: list[str]) -> int:
     if "--manifests" in arguments:
         helm = find_helm()
         if helm is None:
-            print("no helm: install one, or take that of scripts/get_helm.py", file=sys.stderr)
+            print("helm is not installed; install it or run scripts/get_helm.py", file=sys.stderr)
             return 1
         for name, values in RENDERINGS.items():
             (RENDERED / name / "tq-service.yaml").write_text(render(helm, values))

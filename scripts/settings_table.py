@@ -1,4 +1,4 @@
-"""Write the settings table into the documents that have a place for it; `--check` only compares."""
+"""Write the settings table into the documents that have a place for it; `--check` compares without writing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BEGIN, END = "<!-- settings: begin, by scripts/settings_table.py -->", "<!-- set
 
 
 def table() -> str:
-    """Return a table for each section as Markdown, one line a setting."""
+    """Return a Markdown table for each section, one row per setting."""
     lines: list[str] = []
     section = None
     for name, field in ServeSettings.model_fields.items():

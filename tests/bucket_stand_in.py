@@ -62,7 +62,11 @@ class _Handler(BaseHTTPRequestHandler):
     disable_nagle_algorithm = True
 
     def _answer(self, call: Callable[[str, str, dict[str, list[str]], bytes], None]) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        size = int(self.headers.get("Content-Length") or 0)
+        body = self.rfile.read(size)
+        if len(body) < size:  # the client was killed: a bucket keeps nothing of an upload that was cut off
+            self.close_connection = True
+            return
         url = urlsplit(self.path)
         bucket, _, key = unquote(url.path).lstrip("/").partition("/")
         self.stand_in.requests.append((self.command, self.path))

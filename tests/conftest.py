@@ -11,7 +11,7 @@ from unittest import mock
 
 import property_settings  # noqa: F401  (its profiles are known before hypothesis looks for one)
 import pytest
-from live_server import CLIENT_KINDS, AnyClient, ClientKind, LiveServer, LoopThread, StartServer
+from live_server import AnyClient, ClientKind, LiveServer, LoopThread, StartServer
 
 from tq_service.serving import planner
 
@@ -55,9 +55,12 @@ def server(start_server: StartServer) -> LiveServer:
     return start_server()
 
 
-@pytest.fixture(params=CLIENT_KINDS)
+@pytest.fixture(params=[pytest.param("sync", marks=pytest.mark.nightly), "async"])
 def client_kind(request: pytest.FixtureRequest) -> ClientKind:
-    """Each test runs with the sync client and with the async one."""
+    """Each test runs with the async client; with the sync one, which is generated from it, in `make nightly`.
+
+    The tests of `tests/client` always use both.
+    """
     kind: ClientKind = request.param
     return kind
 

@@ -42,7 +42,7 @@ def test_what_was_added_is_accepted_too() -> None:
         ("string task_name = 3;", "string task_name = 333;", 'field "3" with name "task_name"'),
         ("string task_name = 3;", "string task = 3;", 'changed name from "task_name" to "task"'),
         ("int64 batch_size = 5;", "double batch_size = 5;", "changed type"),
-        ("BATCH_UNIT_GROUP = 2;", "BATCH_UNIT_GROUP = 3;", 'enum value "2"'),
+        ("BATCH_UNIT_GROUP = 2;", "BATCH_UNIT_GROUP = 9;", 'enum value "2"'),
         ("rpc GetMeta(", "rpc Claim(", 'RPC "GetMeta"'),
     ],
 )

@@ -37,16 +37,16 @@ def test_what_addresses_stand_for(given, expected):
     ("given", "advice"),
     [
         ("http://localhost:50051", "leave out 'http://'"),
-        ("https://localhost:50051/v1", "leave out 'https://' and the path; TLS is asked for with tls="),
+        ("https://localhost:50051/v1", "leave out 'https://' and the path; enable TLS with tls="),
         ("grpc://localhost", "leave out 'grpc://'"),
         ("localhost:50051/", "leave out the path '/'"),
         ("localhost/train", "leave out the path '/train'"),
-        ("localhost:", "'' is no port, which is a number from 1 to 65535"),
-        ("localhost:0", "'0' is no port"),
-        ("localhost:65536", "'65536' is no port"),
-        ("localhost:-1", "'-1' is no port"),
-        ("localhost:http", "'http' is no port"),
-        ("localhost:\u0663", "is no port"),
+        ("localhost:", "'' is not a port, a number from 1 to 65535"),
+        ("localhost:0", "'0' is not a port"),
+        ("localhost:65536", "'65536' is not a port"),
+        ("localhost:-1", "'-1' is not a port"),
+        ("localhost:http", "'http' is not a port"),
+        ("localhost:\u0663", "is not a port"),
         ("", "leave it out, or give None"),
         (":50051", "the host is missing"),
         ("dns:///", "the host is missing"),
@@ -67,7 +67,7 @@ def test_what_addresses_stand_for(given, expected):
 def test_what_is_no_address_is_refused_before_anything_is_sent(kind, given, advice):
     with pytest.raises(ValueError, match=r"^address: got ") as caught:
         kind(given)
-    assert isinstance(caught.value, tq.InvalidArgumentError)
+    assert isinstance(caught.value, tq.errors.InvalidArgumentError)
     assert f"got {given!r}, expected 'host:port'" in str(caught.value)
     assert advice in str(caught.value)
 
@@ -80,7 +80,9 @@ def test_the_environment_has_addresses_of_the_same_kind(kind, monkeypatch):
     monkeypatch.setenv("TQ_ADDRESS", "")
     assert kind().address == "localhost:50051"
     monkeypatch.setenv("TQ_ADDRESS", "http://controller")
-    with pytest.raises(tq.InvalidArgumentError, match="TQ_ADDRESS: got 'http://controller', expected 'host:port'"):
+    with pytest.raises(
+        tq.errors.InvalidArgumentError, match="TQ_ADDRESS: got 'http://controller', expected 'host:port'"
+    ):
         kind()
 
 
@@ -136,5 +138,5 @@ def test_several_addresses_have_commas_between_them() -> None:
     assert parse_address("a, b:1,[::1],a:50051") == "a:50051,b:1,[::1]:50051"
     assert parse_address("ipv4:1.2.3.4:1,1.2.3.5:2") == "ipv4:1.2.3.4:1,1.2.3.5:2"
     for wrong in ("a,,b", "a,", "a,b:0"):
-        with pytest.raises(tq.InvalidArgumentError, match="address: got"):
+        with pytest.raises(tq.errors.InvalidArgumentError, match="address: got"):
             parse_address(wrong)

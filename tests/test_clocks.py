@@ -16,6 +16,7 @@ MEAN_A_DATE = {
     "machine/state_machine.py",
     "server/checkpoints.py",
     "server/credential_files.py",
+    "server/recording.py",  # when a step was recorded
     "storage/mirror/adoption.py",  # lists of a mirror are named by the second they were written in
     "storage/mirror/writer.py",
 }

@@ -22,13 +22,14 @@ LEAVES = {
     "log_message",
     "results",
     "schema",
+    "step_times",
     "version",
     "wait_clock",
 }
 # What each layer may import besides itself and the leaves. `tq_service` itself stands for the client it exports;
 # it has `Tls` from `wire`, so that a health probe does without the client.
 ARROWS: dict[str, set[str]] = {
-    "__init__": {"client", "observe", "wire"},
+    "__init__": {"client", "observe", "types", "wire"},
     "addresses": set(),
     "admission_turn": set(),
     "client_probes": set(),
@@ -38,6 +39,8 @@ ARROWS: dict[str, set[str]] = {
     "log_message": set(),
     "results": set(),
     "schema": set(),
+    "step_times": set(),
+    "types": {"client"},
     "version": set(),
     "wait_clock": set(),
     "memory_limit": set(),
@@ -59,6 +62,8 @@ ARROWS: dict[str, set[str]] = {
     "objects": set(),
     # It composes what the service is restored from: state and puts, in a data directory.
     "durable": {"journal", "machine", "serving", "state", "storage", "wire", "v1"},
+    # Steps as they were planned, and their puts: written by the server, read by it and by the command line.
+    "recording": {"journal", "objects", "state", "storage", "wire", "v1"},
     # The second backend of the log, and what of a cluster is in etcd; `durable` itself does without grpc.
     "cluster": {"journal", "wire", "internal"},
     # It reads what it shows, and is called by nothing that it reads; `observe/clients.py` reads nothing.
@@ -68,6 +73,7 @@ ARROWS: dict[str, set[str]] = {
         "objects",  # it opens the engine of a mirror
         "observe",
         "durable",
+        "recording",
         "journal",
         "samplers",
         "storage",
@@ -87,7 +93,7 @@ ARROWS: dict[str, set[str]] = {
     "observe/page": {"client"},
     "testing": set(),
     "compat": {"balancing", "cli", "client", "data", "server", "testing"},
-    "cli": {"server", "client", "balancing", "samplers", "config", "observe/page", "testing"},
+    "cli": {"server", "recording", "client", "balancing", "samplers", "config", "observe/page", "testing"},
 }
 CORE = ("state", "planning", "machine", "serving")
 WIRE_FORMATS = {"grpc", "grpc_status", "grpc_health", "grpc_reflection", "google"}
@@ -100,6 +106,7 @@ FORBIDDEN_PACKAGES: dict[str, set[str]] = {
     "log_message": WIRE_FORMATS | TENSORS,
     "results": WIRE_FORMATS | TENSORS,
     "schema": WIRE_FORMATS | TENSORS,
+    "step_times": WIRE_FORMATS | TENSORS,
     "version": WIRE_FORMATS | TENSORS,
     "wait_clock": WIRE_FORMATS | TENSORS,
     "memory_limit": WIRE_FORMATS | TENSORS,
@@ -116,6 +123,7 @@ FORBIDDEN_PACKAGES: dict[str, set[str]] = {
     "journal": WIRE_FORMATS | TENSORS,
     "durable": TENSORS | {"grpc", "grpc_status", "grpc_health", "grpc_reflection"},
     "cluster": TENSORS,
+    "recording": TENSORS | {"grpc", "grpc_status", "grpc_health", "grpc_reflection"},
     "observe": WIRE_FORMATS | TENSORS,
     "server": TENSORS,
     "observe/page": WIRE_FORMATS | TENSORS,

@@ -1,4 +1,4 @@
-"""`scripts/prose.py`: the texts that it reads, the turns of phrase that it finds, and budgets that only fall."""
+"""`scripts/prose.py`: the texts that it reads, the turns of phrase that it finds, and its bounds."""
 
 from __future__ import annotations
 
@@ -112,22 +112,18 @@ def test_the_files_of_the_repository_are_read(prose: Any) -> None:
     assert prose.directory_of("tq_service/client/_async/a.py") == "tq_service/client"
 
 
-def test_rates_are_those_of_directories(prose: Any) -> None:
-    counts = {"docs/a.md": prose.Counts(words=900, turns=9), "docs/b.md": prose.Counts(words=100, turns=1)}
-    directories = prose.by_directory(counts)
-    assert directories == {"docs": prose.Counts(words=1000, turns=10)}
-    assert prose.over_budget({"docs": 10.0}, directories) == []
-    (line,) = prose.over_budget({"docs": 9.5}, directories)
-    assert line == "docs has 10.00 turns of phrase per 1,000 words; its budget is 9.5"
-    assert len(prose.over_budget({}, directories)) == 1  # its budget is the goal
-
-
-def test_budgets_only_fall(prose: Any) -> None:
-    directories = {
-        "lower": prose.Counts(words=10_000, turns=101),
-        "higher": prose.Counts(words=1000, turns=30),
-        "done": prose.Counts(words=1000, turns=2),
-        "new": prose.Counts(words=1000, turns=20),
+def test_directories_and_longer_files_have_bounds(prose: Any) -> None:
+    counts = {
+        "docs/a.md": prose.Counts(words=900, turns=9),
+        "docs/b.md": prose.Counts(words=100, turns=1),
+        "tq_service/state/a.py": prose.Counts(words=400, turns=5),
+        "tq_service/state/b.py": prose.Counts(words=399, turns=0),
+        "tq_service/state/c.py": prose.Counts(words=399, turns=0),
+        "deploy/short.md": prose.Counts(words=20, turns=1),
+        "deploy/long.md": prose.Counts(words=1000, turns=4),
     }
-    budgets = {"lower": 20.0, "higher": 20.0, "done": 20.0, "removed": 20.0}
-    assert prose.lowered(budgets, directories) == {"higher": 20.0, "lower": 10.5}
+    assert prose.by_directory(counts)["docs"] == prose.Counts(words=1000, turns=10)
+    assert prose.too_many(counts) == [
+        "docs has 10.00 turns of phrase per 1,000 words; expected at most 5",
+        "tq_service/state/a.py has 12.50 turns of phrase per 1,000 words; expected at most 10",
+    ]

@@ -205,6 +205,7 @@ def test_arguments_that_ranks_give_alike_are_those_that_are_compared() -> None:
     assert re.findall(r"`(\w+)`", listed) == [
         "batch_size", "batch_unit", "micro_batch_size", "sampler", "sampler_config", "where", "order_by", "data_fields",
         "drop_last", "finite", "max_uses", "unmatched", "least_members", "refill", "held",
+        "totals",
     ]  # fmt: skip
     assert set(re.findall(r"`(\w+)`", listed)) == {field.name for field in fields(BatchSpec)}
 
@@ -316,7 +317,7 @@ def test_limits_are_the_defaults() -> None:
     }
     for what, names in several.items():
         assert [number(each) for each in limits[what].split("; ")] == [default(name) for name in names]
-    named = limits["names of fields, keys, groups, custom_meta columns"]
+    named = limits["names of fields, keys, groups, rollouts, custom_meta columns"]
     assert named == f"{default('max_name_length')} characters"
     assert f"within `stall_seconds` ({default('stall_seconds')})" in PAGE
     assert f"`max_wait` is shortened to {default('max_wait_cap_seconds')} s" in PAGE

@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -43,7 +44,7 @@ def test_the_environment_is_for_other_services(monkeypatch: pytest.MonkeyPatch) 
         assert service.address.startswith("127.0.0.1:")
         with tq.Client(service.address, tls=False) as client:
             assert client.list_partitions() == []
-            with pytest.raises(tq.UnavailableError, match="no storage service"):
+            with pytest.raises(tq.errors.UnavailableError, match="no storage service"):
                 client.put({"x": np.zeros(1)}, partition_id="train", timeout=0.1)
 
 
@@ -63,6 +64,16 @@ def test_it_is_started_again_on_its_port_with_what_it_kept(tmp_path: Path) -> No
         assert client.describe_partition("train").live_count == 3
 
 
+def test_its_port_is_given_to_no_other_program_while_it_is_dead() -> None:
+    with ServiceProcess() as service:
+        service.kill()
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", service.port))
+        service.start()
+        with tq.Client(service.address) as client:
+            assert client.health()
+
+
 def test_its_log_is_a_file_that_is_appended_to(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text("before\n")
@@ -76,17 +87,17 @@ def test_its_log_is_a_file_that_is_appended_to(tmp_path: Path) -> None:
 def test_why_it_did_not_start_is_said(tmp_path: Path) -> None:
     service = ServiceProcess("--role", "storage", log=tmp_path / "log")
     with pytest.raises(
-        tq.UnavailableError, match=r"exit code 1 before it listened; .*log ends with:\n  \| error: role"
+        tq.errors.UnavailableError, match=r"exit code 1 before it listened; .*log ends with:\n  \| error: role"
     ):
         service.start()
     assert service.exit_code == 1
-    with pytest.raises(tq.UnavailableError, match="its log is above"):
+    with pytest.raises(tq.errors.UnavailableError, match="its log is above"):
         ServiceProcess("--nonsense").start()
 
 
 def test_what_does_not_listen_in_time_is_not_left_behind() -> None:
     silent = ListeningProcess(program("print('listening on'); import time; time.sleep(600)"), start_seconds=0.5)
-    with pytest.raises(tq.UnavailableError, match="does not listen after"):
+    with pytest.raises(tq.errors.UnavailableError, match="does not listen after"):
         silent.start()
     assert not psutil.pid_exists(silent.pid)
 
@@ -146,7 +157,7 @@ def test_a_second_start_and_a_process_that_never_was_are_refused() -> None:
     listening = ListeningProcess(program(SLEEPS))
     with pytest.raises(RuntimeError, match="has not been started"):
         listening.kill()
-    with listening, pytest.raises(RuntimeError, match="runs already"):
+    with listening, pytest.raises(RuntimeError, match="is already running"):
         listening.start()
 
 

@@ -58,7 +58,7 @@ PATHS = {"put": ["state/a.py", "state/b.py", "client/c.py", "v1/d_pb2.py"], "ack
 
 
 def test_a_path_that_is_too_long_is_named(trace_path: Any) -> None:
-    assert trace_path.too_long(PATHS, [("put", 2), ("ack", 1)]) == ["put: 3 files, expected 2 at most"]
+    assert trace_path.too_long(PATHS, [("put", 2), ("ack", 1)]) == ["put: 3 files, expected at most 2"]
     assert trace_path.too_long(PATHS, [("put", 3), ("ack", 1)]) == []
 
 

@@ -1,4 +1,4 @@
-"""Addresses of services: how they are written, and in plain words why one cannot be reached."""
+"""Addresses of services: their syntax, and plain explanations of connection failures."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ DEFAULT_ADDRESS: Final = f"localhost:{DEFAULT_PORT}"
 
 _EXPECTED: Final = f"expected 'host:port', such as '{DEFAULT_ADDRESS}'"
 _HOST: Final = re.compile(r"[\w.-]+")
-# Targets in gRPC's own notation, passed on as they are.
+# Targets in gRPC's own notation, passed unchanged.
 _LOCAL_SCHEMES: Final = ("unix:", "unix-abstract:", "vsock:", "xds:")
-# The same, of hosts and ports; ipv4 and ipv6 take several.
+# The same, with hosts and ports; ipv4 and ipv6 take several.
 _DNS: Final = re.compile(r"(dns:(?://[^/]*/)?)(.*)", re.DOTALL)
 _LIST: Final = re.compile(r"(ipv[46]:)(.*)", re.DOTALL)
 
-# What gRPC's texts are searched for, in this order, and what they mean.
+# Patterns in gRPC's texts, tried in this order, and their meaning.
 _CAUSES: Final = (
     ("connection refused", "connection refused"),
     ("misformatted domain name|domain name not found|errors resolving|dns resolution|lookup|c-ares", "name not found"),
@@ -27,29 +27,30 @@ _CAUSES: Final = (
     ("certificate_verify_failed|certificate verify failed", "the certificate of the service is not trusted"),
     ("hostname verification check failed|not in peer certificate", "the certificate of the service names another host"),
     ("handshake|ssl_error", "TLS handshake failed"),
-    ("http1|http/2|settings frame as the first", "what answers there does not speak gRPC"),
+    ("http1|http/2|settings frame as the first", "the server there does not speak gRPC"),
     ("timed out|timeout|deadline exceeded", "timed out"),
     ("network is unreachable|no route to host", "no route to the host"),
-    ("no such file or directory", "there is no such socket"),
+    ("no such file or directory", "the socket does not exist"),
     ("socket closed|reset by peer|broken pipe|connection closed|end of tcp|goaway|stream removed", "closed by peer"),
 )
 
 
 def parse_address(address: str, name: str = "address", default_port: int = DEFAULT_PORT) -> str:
-    """Return an address as gRPC takes it, "host:port", with a port where it has none.
+    """Return an address in gRPC's form, "host:port", with the default port if it lacks one.
 
-    Several addresses, of the controllers of one cluster, have commas between them.
+    Several addresses, of the controllers of one cluster, are separated by commas.
 
     Hosts are names, IPv4 addresses, and IPv6 addresses in brackets or, without a port, bare. Targets in gRPC's own
-    notation are taken too: "dns:...", "ipv4:...", "ipv6:...", "unix:...", "unix-abstract:...", "vsock:...", "xds:...".
+    notation are accepted too: "dns:...", "ipv4:...", "ipv6:...", "unix:...", "unix-abstract:...", "vsock:...",
+    "xds:...".
 
     Args:
-        address: what was given.
-        name: of the argument or setting, for the error.
-        default_port: used where none is given.
+        address: the address.
+        name: name of the argument or setting, for the error.
+        default_port: port to use if none is given.
 
     Raises:
-        InvalidArgumentError: nothing can be reached at such an address.
+        InvalidArgumentError: the address is not valid.
     """
     try:
         return normal_addresses(address, default_port)
@@ -58,10 +59,10 @@ def parse_address(address: str, name: str = "address", default_port: int = DEFAU
 
 
 def normal_address(address: str, default_port: int = DEFAULT_PORT) -> str:
-    """Do what `parse_address` does; the error says what was expected, and not what was got.
+    """Like `parse_address`, but the error states only the expectation, not the value.
 
     Raises:
-        ValueError: nothing can be reached at such an address.
+        ValueError: the address is not valid.
     """
     if not isinstance(address, str):
         raise ValueError(f"{_EXPECTED}, as text")
@@ -79,10 +80,10 @@ def normal_address(address: str, default_port: int = DEFAULT_PORT) -> str:
 
 
 def normal_addresses(addresses: str, default_port: int = DEFAULT_PORT) -> str:
-    """Do what `normal_address` does for one address, or for several with commas between them.
+    """Like `normal_address`, for one address or several separated by commas.
 
     Raises:
-        ValueError: nothing can be reached at one of them.
+        ValueError: one of them is not valid.
     """
     several = split_addresses(addresses) if isinstance(addresses, str) else []
     if len(several) < 2:
@@ -91,14 +92,14 @@ def normal_addresses(addresses: str, default_port: int = DEFAULT_PORT) -> str:
 
 
 def split_addresses(addresses: str) -> list[str]:
-    """Return the addresses of a text that has one or several."""
+    """Split a text with one or several addresses."""
     if addresses.startswith((*_LOCAL_SCHEMES, "ipv4:", "ipv6:")):
         return [addresses]
     return addresses.split(",")
 
 
 def hosts_and_ports(address: str) -> list[tuple[str, int]]:
-    """Return the hosts and ports of an address as gRPC takes it; none for a socket or what only gRPC can resolve."""
+    """Return the hosts and ports of an address in gRPC's form; none for sockets and targets that gRPC must resolve."""
     if address.startswith(_LOCAL_SCHEMES):
         return []
     if match := _DNS.fullmatch(address) or _LIST.fullmatch(address):
@@ -114,7 +115,7 @@ def hosts_and_ports(address: str) -> list[tuple[str, int]]:
 def _host_and_port(text: str, default_port: int) -> str:
     scheme, separator, rest = text.partition("://")
     if separator:
-        tls = "; TLS is asked for with tls= or TQ_TLS_CA" if scheme.lower() in {"https", "grpcs"} else ""
+        tls = "; enable TLS with tls= or TQ_TLS_CA" if scheme.lower() in {"https", "grpcs"} else ""
         raise ValueError(f"{_EXPECTED}; leave out '{scheme}://'{' and the path' if '/' in rest else ''}{tls}")
     if "/" in text:
         raise ValueError(f"{_EXPECTED}; leave out the path '/{text.partition('/')[2]}'")
@@ -131,7 +132,9 @@ def _host_and_port(text: str, default_port: int) -> str:
     if not host:
         raise ValueError(f"{_EXPECTED}; the host is missing")
     if host.isdecimal():
-        raise ValueError(f"{_EXPECTED}; a number is no host" + ("" if colon else f"; did you mean 'localhost:{host}'?"))
+        raise ValueError(
+            f"{_EXPECTED}; a number is not a host" + ("" if colon else f"; did you mean 'localhost:{host}'?")
+        )
     if not _HOST.fullmatch(host) or (host.replace(".", "").isdecimal() and not _is_ip(host, 4)):
         raise ValueError(f"{_EXPECTED}; {host!r} is neither the name nor the IP address of a host")
     return f"{host}:{_port(port) if colon else default_port}"
@@ -140,7 +143,7 @@ def _host_and_port(text: str, default_port: int) -> str:
 def _port(text: str) -> int:
     port = int(text) if text.isascii() and text.isdecimal() and len(text) <= 5 else 0
     if not 1 <= port <= 65535:
-        raise ValueError(f"{_EXPECTED}; {text!r} is no port, which is a number from 1 to 65535")
+        raise ValueError(f"{_EXPECTED}; {text!r} is not a port, a number from 1 to 65535")
     return port
 
 
@@ -152,13 +155,13 @@ def _is_ip(text: str, version: int) -> bool:
 
 
 def cause_of(details: str) -> str:
-    """Return in plain words what gRPC says of a connection that failed; its own words where they are not known."""
+    """Return a plain explanation of gRPC's text about a failed connection; the text itself if it is unknown."""
     text = details.lower()
     return next((cause for pattern, cause in _CAUSES if re.search(pattern, text)), details)
 
 
 def redacted(url: str) -> str:
-    """Return a URL without user, password and query, fit for messages and logs."""
+    """Return a URL without user, password and query, for messages and logs."""
     scheme, separator, rest = url.partition("://")
     if not separator:
         return "(no URL)"

@@ -1,100 +1,222 @@
-"""Where clients and loaders say how long things took: to the probes that `tq.instrument` adds, to none without it."""
+"""Timings of clients and loaders, reported to the probes that `tq.instrument` adds; without it to none.
+
+The stages of a batch are collected separately, for the `StepTimer` of the loop that consumes it.
+"""
 
 from __future__ import annotations
 
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Final, Protocol, TypeVar, cast
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Final, NamedTuple, Protocol, TypeVar, cast
 
 T = TypeVar("T")
 
 Note = tuple[str, tuple[Any, ...]]
-"""A method of `Probe`, and what it was called with."""
+"""A method of `Probe`, and its arguments."""
 
 
 class Probe(Protocol):
-    """Is notified of what clients and loaders of this process have done; any thread may call it."""
+    """Receives events of clients and loaders of this process, from any thread."""
 
     def fetched(self, seconds: float) -> None:
-        """Note a `get_data` that has returned."""
+        """Record a finished `get_data`."""
         ...
 
     def received(self, size_bytes: int) -> None:
-        """Note the bytes that a storage service sent."""
+        """Record bytes received from storage services."""
         ...
 
     def put(self, seconds: float, size_bytes: int) -> None:
-        """Note a `put` of columns that has returned."""
+        """Record a finished `put` of columns."""
         ...
 
     def claimed(self, seconds: float, status: str) -> None:
-        """Note a `get_meta` that has returned."""
+        """Record a finished `get_meta`."""
         ...
 
     def loaded(self, wait_seconds: float, work_seconds: float) -> None:
-        """Note a micro-batch: how long a loader was waited for, and how long the one before it was worked on."""
+        """Record a micro-batch: the wait for the loader, and the work on the previous micro-batch."""
+        ...
+
+    def stepped(self, seconds: tuple[tuple[str, float], ...]) -> None:
+        """Record a part of a trainer's step: seconds by stage, without stages of 0."""
         ...
 
 
 probes: Final[list[Probe]] = []
-"""All that are notified."""
+"""All registered probes."""
 
 
 class ProbeNotes:
-    """Keeps what happens in a worker process until its parent is notified, whose probes are those that count.
+    """Keeps the events of a worker process until they are reported to its parent, whose probes count.
 
-    A probe that a fork has left here counts where nothing reads it, or, with prometheus-client's files for several
-    processes, what the parent counts as well; so this one takes the place of all.
+    A probe inherited by a fork would count unread numbers or, with prometheus-client's multiprocess files, count twice
+    with the parent. Therefore this one replaces all others.
     """
 
     def __init__(self) -> None:
         self._notes: deque[Note] = deque()  # threads of the client append
 
     def replace_probes(self) -> None:
-        """Be the only probe of this process."""
+        """Become the only probe of this process."""
         probes[:] = [cast("Probe", self)]
 
     def __getattr__(self, name: str) -> Callable[..., None]:
-        """Return a method of `Probe`, which keeps what it is called with."""
+        """Return a method of `Probe` that stores its arguments."""
         return lambda *values: self._notes.append((name, values))
 
     def take(self) -> tuple[Note, ...]:
-        """Return what has been kept since the last call."""
+        """Return the events since the last call."""
         return tuple(self._notes.popleft() for _ in range(len(self._notes)))
 
 
 def notify_probes(notes: Iterable[Note]) -> None:
-    """Tell the probes of this process what happened in another one."""
+    """Report events of another process to the probes of this one."""
     for name, values in notes:
         for probe in probes:
             getattr(probe, name)(*values)
 
 
 carriers: Final[list[Callable[[], Sequence[tuple[str, str]]]]] = []
-"""What returns metadata that calls carry beside their token: the context of traces, where `tq.trace` was called."""
+"""Functions that return call metadata to send with the token: the trace context, if `tq.trace` was called."""
 
 
-def timed(items: Iterable[T]) -> Iterator[T]:
-    """Yield the micro-batches of a loader, and have it noted how long they were waited for and worked on."""
-    if not probes:
+class Stage(StrEnum):
+    """Stages of a trainer's step, in the order that a batch passes them; see `StepTimes`."""
+
+    WORK = "work"
+    LOADER = "loader"
+    ROLLOUTS = "rollouts"
+    PLAN = "plan"
+    TRANSFER = "transfer"
+    HOST = "host"
+    DEVICE = "device"
+    PUT = "put"
+
+
+class Span(NamedTuple):
+    """Time that a batch spent in a stage.
+
+    Attributes:
+        stage: the stage.
+        began_at: in seconds of `time.perf_counter`, which all processes of a host share.
+        ended_at: likewise.
+        size_bytes: bytes moved.
+        is_call: whether it is one call, or part of one, for costs per call.
+    """
+
+    stage: Stage
+    began_at: float
+    ended_at: float
+    size_bytes: int = 0
+    is_call: bool = False
+
+
+_MOST_SPANS: Final = 4096  # bounds a trainer that calls clients and never reads from its loader again
+
+
+@dataclass(slots=True, eq=False)
+class Collected:
+    """Stages collected in a section of a program.
+
+    Attributes:
+        spans: stages, in no particular order.
+        batch_count: number of batches begun.
+    """
+
+    spans: list[Span] = field(default_factory=list)
+    batch_count: int = 0
+
+    def add(self, spans: Iterable[Span], batch_count: int = 0) -> None:
+        """Add stages, such as those of a batch that were collected elsewhere."""
+        self.batch_count += batch_count
+        if len(self.spans) < _MOST_SPANS:
+            self.spans.extend(spans)
+
+    def note(
+        self,
+        stage: Stage,
+        began_at: float,
+        ended_at: float | None = None,
+        size_bytes: int = 0,
+        *,
+        is_call: bool = False,
+    ) -> None:
+        """Add a stage, which ends now unless `ended_at` is given."""
+        ended_at = time.perf_counter() if ended_at is None else ended_at
+        self.add((Span(stage, began_at, ended_at, size_bytes, is_call),))
+
+
+collected_here: Final[ContextVar[Collected | None]] = ContextVar("collected_here", default=None)
+"""Collects the calls of this thread or task; None: not collected."""
+
+step_report: Final[ContextVar[Callable[[], Any] | None]] = ContextVar("step_report", default=None)
+"""Returns the `StepTimes` that a rank sends with a claim; it may return None."""
+
+
+@contextmanager
+def collecting() -> Iterator[Collected]:
+    """Collect the calls of a block itself, separately from any enclosing collection."""
+    collected = Collected()
+    token = collected_here.set(collected)
+    try:
+        yield collected
+    finally:
+        collected_here.reset(token)
+
+
+class TimesSteps(Protocol):
+    """Times the steps of a trainer; a `StepTimer`."""
+
+    clock: Callable[[], float]
+
+    def add(self, began_at: float, asked_at: float, ended_at: float, *, calls: Collected, waits: Collected) -> None:
+        """Add a step or a part of one."""
+        ...
+
+
+def timed(items: Iterable[T], timer: TimesSteps | None = None) -> Iterator[T]:
+    """Yield the micro-batches of a loader, and record the time waiting for each and working on it.
+
+    Client calls of the consumer between micro-batches are collected too: the generator runs in the consumer's context,
+    so its collection stays active while the consumer works.
+    """
+    if not probes and timer is None:
         yield from items
         return
+    clock = time.perf_counter if timer is None else timer.clock
+    outer = collected_here.get()
     iterator = iter(items)
-    delivered_at = time.perf_counter()
+    delivered_at, calls = clock(), Collected()
+    waits = calls
     try:
         while True:
-            asked_at = time.perf_counter()
+            began_at, asked_at, waits = delivered_at, clock(), Collected()
+            collected_here.set(waits)
+            is_over = False
             try:
                 item = next(iterator)
             except StopIteration:
+                is_over = True
+            delivered_at = clock()
+            if timer is not None:
+                timer.add(began_at, asked_at, delivered_at, calls=calls, waits=waits)
+            if is_over:
                 return
-            work_seconds, delivered_at = asked_at - delivered_at, time.perf_counter()
             for probe in probes:
-                probe.loaded(delivered_at - asked_at, work_seconds)
+                probe.loaded(delivered_at - asked_at, asked_at - began_at)
+            calls = Collected()
+            collected_here.set(calls)
             yield item
-            del item  # not kept alive while the next one is waited for
+            del item  # not kept alive during the wait for the next one
     finally:
+        if collected_here.get() in (calls, waits):  # a garbage-collected generator may end in any thread
+            collected_here.set(outer)
         close = getattr(iterator, "close", None)
         if close is not None:
             close()

@@ -1,4 +1,4 @@
-"""Settings of the service: by flag, then `TQ_*` environment, then TOML file, then default, and where each came from."""
+"""Settings of the service from flags, `TQ_*` environment, TOML file and defaults, in this order, with their source."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ CLIENT_VARIABLES: Final = frozenset(
         "TQ_TOKEN_FILE",
     }
 )
-"""Those that clients read; they may be set where a service starts."""
-# What Kubernetes sets in pods for a Service whose name begins so: TQ_X_SERVICE_HOST, TQ_X_PORT=tcp://..., and others.
+"""Variables read by clients; they may also be set in the environment of a service."""
+# Set by Kubernetes in pods for a Service whose name starts like this: TQ_X_SERVICE_HOST, TQ_X_PORT=tcp://..., etc.
 _LINK_NAME: Final = re.compile(r"TQ_\w+_(SERVICE_(HOST|PORT)(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?)")
 _LINK_VALUE: Final = re.compile(r"(tcp|udp|sctp)://.*")
 
 Role = Literal["controller", "storage", "all"]
 Source = Literal["flag", "env", "file", "default"]
 
-# Settings that are given together or not at all.
+# Settings that must be given together.
 _PAIRS: Final = (
     ("tls_cert", "tls_key"),
     ("journal", "cluster"),
@@ -62,7 +62,7 @@ _BYTES: Final = TypeAdapter(ByteSize)
 
 
 def parse_size(text: object) -> object:
-    """Return bytes for a size such as "8GiB", "500 MB" or "1024", None for "none"; other types pass unchanged.
+    """Parse a size such as "8GiB", "500 MB" or "1024" to bytes, and "none" to None; other types pass unchanged.
 
     Raises:
         ValueError: the text is not a size.
@@ -71,13 +71,13 @@ def parse_size(text: object) -> object:
         return text
     if text.strip().lower() == "none":
         return None
-    if not _SIZE.fullmatch(text.strip()):  # ByteSize knows bits as well, and overlooks what comes after a size
+    if not _SIZE.fullmatch(text.strip()):  # ByteSize also accepts bits, and ignores text after a size
         raise ValueError("expected bytes, such as 8GiB, 500MB or 1048576")
     return int(_BYTES.validate_python(text.strip()))
 
 
 def format_size(size_bytes: int | None) -> str:
-    """Return a size the way `parse_size` reads it, "none" for None; exact where a unit divides it."""
+    """Format a size for `parse_size`, "none" for None; exact if a unit divides it."""
     if size_bytes is None:
         return "none"
     for unit in ("TiB", "GiB", "MiB", "KiB"):
@@ -87,7 +87,7 @@ def format_size(size_bytes: int | None) -> str:
 
 
 def format_setting(name: str, value: object) -> str:
-    """Return the value of a setting the way it would be given, a URL without its password; empty for None."""
+    """Format the value of a setting as input, a URL without its password; empty for None."""
     if name.endswith("_bytes") and (value is None or isinstance(value, int)):
         return format_size(value)
     if isinstance(value, str) and "://" in value:
@@ -96,18 +96,18 @@ def format_setting(name: str, value: object) -> str:
 
 
 def default_max_bytes() -> int:
-    """Return half of the memory this process may use, in whole MiB: the other half is for streams and the rest."""
+    """Return half of the memory available to this process, in full MiB; the rest is for streams and other uses."""
     return max(memory_limit_bytes() // 2 // 2**20, 1) * 2**20
 
 
 def default_shared_memory_dir() -> Path:
-    """Return the directory of this user for the sockets of shared memory."""
-    directory = os.environ.get("TMPDIR") or "/tmp"  # noqa: S108  (the service checks that what is there is this user's)
+    """Return this user's directory for the sockets of shared memory."""
+    directory = os.environ.get("TMPDIR") or "/tmp"  # noqa: S108  (the service checks that this user owns it)
     return Path(directory) / f"tq_service-{os.getuid()}"
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches a server that listens on `host`."""
+    """Whether a server that listens on `host` is reachable only from this machine."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -137,13 +137,13 @@ ETCD_PORT: Final = 2379
 Address = Annotated[str, AfterValidator(normal_address)]
 Addresses = Annotated[str, AfterValidator(normal_addresses)]
 Journal = Annotated[str, AfterValidator(_checked_journal)]
-AdvertisedAddress = Annotated[str, AfterValidator(_checked_address)]  # its port may be that which is listened on
+AdvertisedAddress = Annotated[str, AfterValidator(_checked_address)]  # the port may be left to the listening one
 Size = Annotated[int, BeforeValidator(parse_size)]
 SizeOrNone = Annotated[int | None, BeforeValidator(parse_size)]
 
 
 class _Section(BaseSettings):
-    """Some of the settings; what a section is for is the title of its group in the help and the docs."""
+    """A section of the settings; its docstring is the title of its group in the help and the docs."""
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, env_ignore_empty=True, frozen=True, extra="forbid")
 
@@ -155,93 +155,91 @@ class _Network(_Section):
     port: int = Field(DEFAULT_PORT, ge=0, le=65535, description="Port to listen on; 0 lets the system choose one.")
     advertise: AdvertisedAddress | None = Field(
         None,
-        description="Address host:port at which clients reach this storage service, or this controller of a cluster; "
-        "without a port it is the one listened on. Default: host name and port for role storage and for "
-        "controllers of a cluster, the address used for the controller for role all.",
+        description="Address host:port for clients of this storage service, or of this controller of a cluster; "
+        "without a port the listening one. Default: host name and port for role storage and for controllers of a "
+        "cluster, the address of the controller for role all.",
     )
     controller: Addresses | None = Field(
         None,
-        description="Address host:port of the controller with which a storage service registers; without a port "
-        "it is 50051. Of several controllers: their addresses with commas between them.",
+        description="Address host:port of the controller that a storage service registers with; the port defaults to "
+        "50051. For several controllers: comma-separated addresses.",
     )
     shared_memory: Literal["auto", "on", "off"] = Field(
         "auto",
-        description="Whether clients on this host use shared memory instead of sending bytes: on, off, or auto "
-        "(where the system and the directory allow it).",
+        description="Use of shared memory by clients on this host, instead of sending bytes: on, off, or auto (if the "
+        "system and the directory allow it).",
     )
     shared_memory_dir: Path = Field(
         default_factory=default_shared_memory_dir,
-        description="Directory of the socket for shared memory; its permissions decide which users may use it. "
-        "Containers of one host mount the same directory. Default: tq_service-<uid> in the directory for "
-        "temporary files, for this user alone.",
+        description="Directory of the socket for shared memory; its permissions control which users may use it. "
+        "Containers on one host must mount the same directory. Default: tq_service-<uid> in the directory for "
+        "temporary files, accessible to this user only.",
     )
     bulk: Literal["on", "off"] = Field(
         "on",
-        description="Whether the bytes of puts and gets from 2 MiB on go over connections of their own, on every core, "
-        "where clients reach the bulk port: on, or off (all bytes go in gRPC messages).",
+        description="Separate connections for puts and gets of 2 MiB and more, which use all cores: on (if clients "
+        "reach the bulk port), or off (all bytes go in gRPC messages).",
     )
     bulk_port: int = Field(
         0,
         ge=0,
         le=65535,
-        description="Port to listen on for these connections, at the address of the service and secured as it is; 0 "
-        "lets the system choose one, which firewalls and Kubernetes keep clients from.",
+        description="Port for bulk connections, at the address and with the security of the service; 0 lets the "
+        "system choose one, which firewalls and Kubernetes usually block.",
     )
     bulk_advertise: AdvertisedAddress | None = Field(
         None,
-        description="Address host:port at which clients reach the bulk port; without a port it is the one listened "
-        "on. Default: the host at which they reach this storage service.",
+        description="Address host:port for clients of the bulk port; without a port the listening one. Default: "
+        "the host of this storage service's address.",
     )
     metrics_port: int | None = Field(
         None,
         ge=0,
         le=65535,
-        description="Port on which Prometheus scrapes metrics, at /metrics; 0 lets the system choose one. Secured as "
-        "the service is: over TLS with tls_cert, and with auth_tokens_file for tokens with the role read "
-        "and the prefix '' alone. Needs tq-service[metrics]. Default: none.",
+        description="Port for Prometheus to scrape metrics at /metrics; 0 lets the system choose one. Secured like the "
+        "service: over TLS with tls_cert, and with auth_tokens_file only for tokens with the role read and the "
+        "prefix ''. Needs tq-service[metrics]. Default: none.",
     )
     metrics_host: str = Field(
         "127.0.0.1", min_length=1, description="Address to listen on for metrics; 0.0.0.0 for all interfaces."
     )
-    reflection: bool = Field(False, description="Whether to serve gRPC reflection, for grpcurl and similar tools.")
+    reflection: bool = Field(False, description="Serve gRPC reflection, for grpcurl and similar tools.")
     max_message_bytes: Size = Field(
         4 * 2**20,
         ge=4 * 2**20,
-        description="Largest gRPC message accepted; larger requests and bulk data come in several messages.",
+        description="Maximum size of a gRPC message; larger requests and bulk data are split into several messages.",
     )
     max_metadata_bytes: Size = Field(
-        16 * 2**10, ge=2**10, description="Largest metadata of one call: its headers, the token among them."
+        16 * 2**10, ge=2**10, description="Maximum metadata of one call: its headers, including the token."
     )
     stall_seconds: float = Field(
         60.0,
         gt=0,
-        description="Idle timeout of streaming calls: a client that takes longer to send or to receive 64 KiB has "
-        "its call aborted and its memory released.",
+        description="Idle timeout of streaming calls: if a client takes longer to send or receive 64 KiB, its call is "
+        "aborted and its memory released.",
     )
     min_stream_rate_bytes: Size = Field(
         8 * 2**20,
         ge=0,
-        description="Bytes per second that the streams of puts and gets must move, together and after 10 s, while puts "
-        "wait for capacity; of n streams, those that move less than an nth are aborted. 0: any rate.",
+        description="Minimum total rate, in bytes per second, of put and get streams after 10 s, while puts wait for "
+        "capacity; of n streams, those slower than an nth of it are aborted. 0: no minimum.",
     )
 
 
 class _Process(_Section):
     """Process."""
 
-    role: Role = Field(
-        "all", description="What runs in this process: the controller, a storage service, or both (all)."
-    )
+    role: Role = Field("all", description="Role of this process: the controller, a storage service, or both (all).")
     uvloop: Literal["auto", "on", "off"] = Field(
-        "auto", description="Event loop: uvloop (on), asyncio's own (off), or uvloop where installed (auto)."
+        "auto", description="Event loop: uvloop (on), asyncio's own (off), or uvloop if installed (auto)."
     )
-    grace_seconds: float = Field(15.0, ge=0, description="How long running calls may take to finish after SIGTERM.")
+    grace_seconds: float = Field(15.0, ge=0, description="Time for calls in flight to finish after SIGTERM.")
     traces: bool = Field(
         False,
-        description="Whether calls are traced with OpenTelemetry, below the spans of clients. Run the service in a "
-        "program that configures a provider, such as opentelemetry-instrument. Needs tq-service[traces].",
+        description="Trace calls with OpenTelemetry, below the spans of clients. Run the service in a program that "
+        "configures a provider, such as opentelemetry-instrument. Needs tq-service[traces].",
     )
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Lowest level that is logged.")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Minimum level to log.")
     log_format: Literal["text", "json"] = Field("text", description="Format of the log lines on stderr.")
 
 
@@ -250,8 +248,8 @@ class _StorageAndDurability(_Section):
 
     storage_id: str | None = Field(
         None,
-        description="Name of the storage service; it must not change over restarts, and no other may have it. "
-        "Default: host name and port.",
+        description="Name of the storage service; it must be unique, and stay the same over restarts. Default: host "
+        "name and port.",
     )
     max_bytes: SizeOrNone = Field(
         default_factory=default_max_bytes,
@@ -260,63 +258,74 @@ class _StorageAndDurability(_Section):
     )
     data_dir: Path | None = Field(
         None,
-        description="Data directory: the service's state, used by one process at a time. Default: none; the state "
+        description="Data directory for the service's state, used by one process at a time. Default: none; the state "
         "is in memory and lost when the service stops.",
     )
     durability: Literal["auto", "memory", "process", "disk"] = Field(
         "auto",
-        description="What an acknowledged change survives: nothing (memory), a crash of any process (process), or "
+        description="Failures that acknowledged changes survive: none (memory), a crash of any process (process), or "
         "of the host (disk); auto is process with data_dir, memory without.",
     )
     mirror: str | None = Field(
         None,
         min_length=1,
-        description="Where the puts of a storage service are a second time, on other nodes: URL of an engine, such as "
-        "s3://bucket/prefix, see docs/engines.md; another storage service with the same mirror takes the puts over "
-        "when this one is lost. For role storage without data_dir. Default: none.",
+        description="Second location for the puts of a storage service, on other nodes: URL of an object store, such "
+        "as s3://bucket/prefix, see docs/engines.md. If this service is lost, another storage service with the same "
+        "mirror takes over its puts. For role storage without data_dir. Default: none.",
     )
     mirror_copies: int = Field(
-        1, ge=1, description="Copies that each put is to have in the mirror, on other nodes than this one."
+        1, ge=1, description="Copies of each put to keep in the mirror, on nodes other than this one."
     )
     mirror_required: int = Field(
         1,
         ge=0,
-        description="Copies that a put must have in the mirror before it is complete; 0 mirrors it afterwards, so that "
-        "the latest puts are lost with this service.",
+        description="Copies that the mirror must have before a put is complete; 0 mirrors it afterwards, and the "
+        "latest puts are lost with this service.",
     )
     mirror_memory_bytes: Size | None = Field(
         None,
         ge=1,
-        description="Memory for puts: those used longest ago leave it once the mirror has their copies, and come back "
-        "when they are read, so that max_bytes may exceed memory. What comes and is read at a time is on top. For "
-        "engines whose objects survive the loss of power. Default: all puts stay in memory.",
+        description="Memory for puts: the least recently used ones leave it once the mirror has their copies, and are "
+        "read back on access, so max_bytes may exceed memory. Puts and gets in progress take additional memory. For "
+        "object stores that survive power loss. Default: all puts stay in memory.",
     )
     mirror_offered_bytes: Size = Field(
         0,
         ge=0,
-        description="Memory of this node that it offers to the engine of the mirror for copies of other nodes' puts, "
-        "where the engine lives on such memory; besides max_bytes.",
+        description="Memory that this node contributes to an object store that runs on such memory, for copies of "
+        "other nodes' puts; in addition to max_bytes.",
     )
     checkpoint_dir: Path | None = Field(
         None,
-        description="Directory on the controller's host that holds the checkpoints, by name; best on another disk "
-        "than data_dir. Default: checkpoints in data_dir; without data_dir none, and Checkpoint and "
-        "Restore are rejected.",
+        description="Directory for checkpoints on the controller's host, by name; preferably on a different disk from "
+        "data_dir. Default: checkpoints in data_dir; without data_dir none, and Checkpoint and Restore are rejected.",
+    )
+    record: str | None = Field(
+        None,
+        min_length=1,
+        description="Directory, or URL of an object store such as s3://bucket/prefix, for a recording of each batch of "
+        "ranks with its bytes, for tq-service replay; see docs/recording.md. For role all. Preferably on the file "
+        "system of data_dir, whose files are then linked instead of copied. Default: none.",
+    )
+    record_steps: int | None = Field(
+        None, ge=1, description="Steps to keep in the recording; the oldest are removed. Default: all."
+    )
+    record_bytes: SizeOrNone = Field(
+        None, ge=1, description="Bytes to keep in the recording; the oldest steps are removed. Default: unlimited."
     )
     accept_journal_loss: bool = Field(
         False,
-        description="Start although a journal record in data_dir is damaged: the records before it are kept, "
-        "later ones are dropped. Set it for one start, after reading the error of the start that "
-        "failed.",
+        description="Start despite a damaged journal record in data_dir: records before it are kept, later ones are "
+        "dropped. Set it for one start only, after reading the error of the failed start.",
     )
-    put_ttl_seconds: float = Field(300.0, gt=0, description="How long a put may stay uncommitted before it expires.")
+    put_ttl_seconds: float = Field(300.0, gt=0, description="Time until an uncommitted put expires.")
     request_record_seconds: float = Field(
-        600.0, gt=0, description="How long the answer of a mutating request is kept for retries."
+        600.0, gt=0, description="Time to keep the answers of mutating requests for retries."
     )
     request_record_bytes: Size = Field(
         128 * 2**20,
         ge=2**20,
-        description="Memory for the answers kept for retries; when it is full the oldest are dropped.",
+        description="Memory for answers kept for retries; the oldest are dropped when it is full.",
     )
 
 
@@ -325,28 +334,26 @@ class _Cluster(_Section):
 
     journal: Journal | None = Field(
         None,
-        description="Where the journal of a cluster of controllers is: etcd://host:port,host:port,... with the client "
-        "addresses of etcd's members. One of the controllers leads, the others follow the journal and take "
-        "over. Goes with role controller, cluster and data_dir, in which each has its snapshots. Default: "
-        "the journal is in data_dir.",
+        description="Location of the journal of a cluster of controllers: etcd://host:port,host:port,... with the "
+        "client addresses of etcd's members. One controller leads; the others follow the journal and take over. Needs "
+        "role controller, cluster and data_dir (for each controller's snapshots). Default: the journal is in data_dir.",
     )
     cluster: str | None = Field(
         None,
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$",
-        description="Name of the cluster of controllers in etcd; all of them have the same.",
+        description="Name of the cluster of controllers in etcd, the same for all of them.",
     )
     lease_seconds: float = Field(
         5.0,
         ge=2,
         le=60,
-        description="Lease of the controller that leads: after its death another one takes over this much later.",
+        description="Lease of the leading controller: if it dies, another takes over after this time.",
     )
-    etcd_user: str | None = Field(None, min_length=1, description="User of etcd. Default: none; etcd asks for none.")
+    etcd_user: str | None = Field(None, min_length=1, description="User of etcd. Default: none, no authentication.")
     etcd_password_file: Path | None = Field(None, description="File with the password of etcd_user.")
     etcd_ca: Path | None = Field(
         None,
-        description="CA certificates (PEM) that verify those of etcd's members, which are reached over TLS with this "
-        "or etcd_cert.",
+        description="CA certificates (PEM) to verify etcd's members; this or etcd_cert enables TLS to etcd.",
     )
     etcd_cert: Path | None = Field(None, description="Client certificate for etcd, with its chain (PEM).")
     etcd_key: Path | None = Field(None, description="Private key of etcd_cert (PEM, no passphrase).")
@@ -358,15 +365,14 @@ class _Batches(_Section):
     max_wait_cap_seconds: float = Field(
         60.0,
         gt=0,
-        description="Longest wait of one GetMeta or LookupSamples call; clients repeat it until their own timeout.",
+        description="Maximum wait of one GetMeta or LookupSamples call; clients repeat it until their own timeout.",
     )
-    sampler_timeout_seconds: float = Field(30.0, gt=0, description="Timeout of a sampler for one batch.")
-    sampler_threads: int = Field(4, ge=1, description="Threads that run samplers, and nothing else.")
+    sampler_timeout_seconds: float = Field(30.0, gt=0, description="Timeout of a sampler per batch.")
+    sampler_threads: int = Field(4, ge=1, description="Threads reserved for samplers.")
     allow_sampler_import: bool = Field(
         False,
-        description="Whether clients may name samplers as module:Class, which imports the module in the server. "
-        "Default: yes where only this machine reaches the server and no tokens are asked for, else "
-        "no.",
+        description="Allow clients to name samplers as module:Class, which imports the module in the server. Default: "
+        "yes if the server is reachable only from this machine and needs no tokens, else no.",
     )
 
 
@@ -375,99 +381,92 @@ class _Security(_Section):
 
     tls_cert: Path | None = Field(
         None,
-        description="Certificate of the service with its chain (PEM); turns TLS on. Reloaded when it changes.",
+        description="Certificate of the service with its chain (PEM); enables TLS. Reloaded when it changes.",
     )
     tls_key: Path | None = Field(
-        None, description="Private key of tls_cert (PEM, no passphrase); other users must not be able to read it."
+        None, description="Private key of tls_cert (PEM, no passphrase); must not be readable by other users."
     )
     tls_client_ca: Path | None = Field(
-        None, description="CA certificates (PEM); every client must show a certificate signed by one of them (mTLS)."
+        None, description="CA certificates (PEM) for mTLS; clients must present a certificate signed by one of them."
     )
     tls_ca: Path | None = Field(
         None,
-        description="CA certificates (PEM) that verify the other services' certificates; with this or tls_cert "
-        "they are called over TLS, and tls_cert is the client certificate. Default: the CA "
-        "certificates that gRPC knows.",
+        description="CA certificates (PEM) to verify the certificates of other services; this or tls_cert enables TLS "
+        "to them, with tls_cert as the client certificate. Default: gRPC's default CA certificates.",
     )
     auth_tokens_file: Path | None = Field(
         None,
-        description="File with the digests of the valid bearer tokens, written by `tq-service token new`; calls "
-        "without a valid token are rejected. Reloaded when it changes.",
+        description="File with the digests of valid bearer tokens, written by `tq-service token new`; calls without a "
+        "valid token are rejected. Reloaded when it changes.",
     )
     peer_token_file: Path | None = Field(
-        None, description="File with the token of role service that this service sends to other services."
+        None, description="File with a token of role service, which this service sends to other services."
     )
     internal_secret_file: Path | None = Field(
         None,
-        description="File with the secret that the services of one deployment share, which tells their calls from "
-        "those of clients; role controller or all creates it where it is missing. Reloaded when it "
-        "changes. Default: none where services have tokens of role service; a file of this user where "
-        "all is on the loopback address; else none, and split services do not start.",
+        description="File with the secret shared by the services of one deployment. It proves that a call comes from a "
+        "service, not from a client. Role controller or all creates it if missing. Reloaded when it changes. "
+        "Default: none if services have tokens of role service; a file of this user if everything listens on the "
+        "loopback address; else none, and split services do not start.",
     )
     insecure: bool = Field(
-        False, description="Listen beyond this machine without TLS and tokens; for trusted networks only."
+        False, description="Allow listening beyond this machine without TLS and tokens; for trusted networks only."
     )
     audit_file: Path | None = Field(
         None,
-        description="File to which the audit log is appended: a line for each rejected and each administrative "
-        "call. Default: stderr, with the other log lines.",
+        description="File to append the audit log to: a line per rejected call and per administrative call. Default: "
+        "stderr, with the other log lines.",
     )
     audit_repeat_seconds: float = Field(
         0.0,
         ge=0,
-        description="Window in which repeated rejections of one kind are logged as one line with their count, so "
-        "that they cannot fill the disk; 0 logs each.",
+        description="Window for logging repeated rejections of one kind as one line with a count, to keep them from "
+        "filling the disk; 0 logs each.",
     )
 
 
 class _Limits(_Section):
     """Limits."""
 
-    max_connections: int = Field(16_384, ge=1, description="Open connections; further ones are closed.")
+    max_connections: int = Field(16_384, ge=1, description="Open connections; new ones beyond it are closed.")
     first_call_seconds: float = Field(
         10.0,
         gt=0,
-        description="Time in which a connection must make its first call, with a valid token if tokens are needed, or "
-        "else it is closed. Health checks of a service with tokens do not count.",
+        description="Time until a connection must make its first call, with a valid token if tokens are required; "
+        "otherwise it is closed. Health checks of a service with tokens do not count.",
     )
     idle_connection_seconds: float = Field(
-        600.0, gt=0, description="Time without any call after which a connection is closed; clients reconnect."
+        600.0, gt=0, description="Time without calls until a connection is closed; clients reconnect."
     )
-    max_streams: int = Field(
-        4_096, ge=1, description="Concurrent calls of one connection; its client queues further ones."
-    )
-    max_calls: int = Field(65_536, ge=1, description="Concurrent calls, health checks not counted.")
-    max_waiting_calls: int = Field(32_768, ge=1, description="Calls that wait for samples or for capacity.")
-    max_waiting_calls_per_client: int = Field(
-        2_048, ge=1, description="Of these, calls of one client (one connection)."
-    )
+    max_streams: int = Field(4_096, ge=1, description="Concurrent calls per connection; its client queues more.")
+    max_calls: int = Field(65_536, ge=1, description="Concurrent calls, without health checks.")
+    max_waiting_calls: int = Field(32_768, ge=1, description="Calls waiting for samples or for capacity.")
+    max_waiting_calls_per_client: int = Field(2_048, ge=1, description="Waiting calls per client (connection).")
     max_watchers: int = Field(
-        1_000, ge=1, description="Calls that watch partitions; together they get at most about 100 answers a second."
+        1_000, ge=1, description="Calls that watch partitions; they get at most about 100 answers per second in total."
     )
-    max_puts: int = Field(4_000_000, ge=1, description="Puts that the storage service stores.")
-    max_uncommitted_puts: int = Field(
-        65_536, ge=1, description="Of these, puts not committed yet whose controller is another process."
-    )
+    max_puts: int = Field(4_000_000, ge=1, description="Puts stored by the storage service.")
+    max_uncommitted_puts: int = Field(65_536, ge=1, description="Uncommitted puts for a controller in another process.")
     max_partitions: int = Field(10_000, ge=1, description="Partitions.")
     max_policies: int = Field(1_000, ge=1, description="Policies with published versions.")
     max_samples: int = Field(
         50_000_000,
         ge=1,
-        description="Samples in all partitions; each takes about 60 bytes of the controller's memory, and 8 per field.",
+        description="Samples in all partitions; each takes about 60 bytes of controller memory, plus 8 per field.",
     )
-    max_fields: int = Field(1_024, ge=1, description="Fields of one partition.")
-    max_tasks: int = Field(256, ge=1, description="Tasks of one partition.")
-    max_meta_columns: int = Field(256, ge=1, description="custom_meta columns of one partition.")
-    max_sample_meta_bytes: Size = Field(16 * 2**10, ge=8, description="custom_meta of one sample in one write.")
+    max_fields: int = Field(1_024, ge=1, description="Fields per partition.")
+    max_tasks: int = Field(256, ge=1, description="Tasks per partition.")
+    max_meta_columns: int = Field(256, ge=1, description="custom_meta columns per partition.")
+    max_sample_meta_bytes: Size = Field(16 * 2**10, ge=8, description="custom_meta bytes per sample and write.")
     max_name_length: int = Field(
         512, ge=1, description="Characters of a key, or of the name of a group, field, task or custom_meta column."
     )
 
 
 class ServeSettings(_Limits, _Security, _Batches, _Cluster, _StorageAndDurability, _Process, _Network):
-    """What `tq-service serve` runs with. Each setting's description is its help text and its line in the docs.
+    """Settings of `tq-service serve`. Each setting's description is its help text and its line in the docs.
 
-    The sections are named last to first, since pydantic takes the fields of the last base first.
+    The sections are listed last to first: pydantic takes the fields of the last base first.
     """
 
     @classmethod
@@ -484,7 +483,9 @@ class ServeSettings(_Limits, _Security, _Batches, _Cluster, _StorageAndDurabilit
 
     @model_validator(mode="after")
     def _fit_together(self) -> ServeSettings:
-        for problem in chain(self._wrong_in_security(), self._wrong_in_roles(), self._wrong_in_mirror()):
+        for problem in chain(
+            self._wrong_in_security(), self._wrong_in_roles(), self._wrong_in_mirror(), self._wrong_in_recording()
+        ):
             raise ValueError(problem)
         return self
 
@@ -496,34 +497,34 @@ class ServeSettings(_Limits, _Security, _Batches, _Cluster, _StorageAndDurabilit
             if (getattr(self, one) is None) != (getattr(self, other) is None):
                 yield f"got one of {one} and {other}; give both, or neither"
         if self.tls_client_ca is not None and self.tls_cert is None:
-            yield "tls_client_ca asks clients for certificates, which needs tls_cert and tls_key"
+            yield "tls_client_ca needs tls_cert and tls_key; give them, or leave it out"
         hosts = [self.host] if self.metrics_port is None else [self.host, self.metrics_host]
         host = next((host for host in hosts if not is_loopback(host)), None)
         if not self.is_secured and host is not None and not self.insecure:
             lacking = [name for name in ("tls_cert", "auth_tokens_file") if getattr(self, name) is None]
             yield (
                 f"other machines reach {host}, and there is no {' and no '.join(lacking)}; give TLS and tokens "
-                "(docs/security.md), listen on 127.0.0.1, or set insecure where the network itself is trusted"
+                "(docs/security.md), listen on 127.0.0.1, or set insecure if the network itself is trusted"
             )
 
     def _wrong_in_roles(self) -> Iterator[str]:
         if self.role == "storage" and self.controller is None:
-            yield "role storage needs the setting controller, the address host:port to announce itself to"
+            yield "role storage needs the setting controller, the address host:port to register with"
         if self.role != "storage" and self.controller is not None:
             yield f"the setting controller is for role storage, but the role is {self.role}; leave one out"
         if self.durability in {"process", "disk"} and self.data_dir is None:
-            yield f"durability {self.durability} needs the setting data_dir, the directory to keep the state in"
+            yield f"durability {self.durability} needs the setting data_dir, the directory for the state"
         if self.durability == "memory" and self.data_dir is not None:
-            yield "durability is memory, for which data_dir has no use; leave one of the two out"
+            yield "durability is memory, which does not use data_dir; leave one of the two out"
         if self.journal is None:
             return
         if self.role != "controller":
             yield (
-                f"the journal is in etcd, and the role is {self.role}; what a storage service holds is of its host, so "
-                "run it apart: role controller here, and processes with role storage"
+                f"the journal is in etcd, but the role is {self.role}; use role controller here, and run storage "
+                "services in separate processes, since their data belongs to one host"
             )
         if self.data_dir is None:
-            yield "the journal is in etcd, and data_dir is missing, in which this controller has snapshots"
+            yield "the journal is in etcd, but data_dir is missing; give it for the snapshots of this controller"
         if self.durability != "auto":
             yield f"the journal is in etcd, so leave durability out; got {self.durability}"
 
@@ -535,37 +536,48 @@ class ServeSettings(_Limits, _Security, _Batches, _Cluster, _StorageAndDurabilit
             return
         if self.role != "storage":
             yield (
-                f"mirror is for role storage, but the role is {self.role}; run the storage service as a process of its "
-                "own, so that another one can take its puts over"
+                f"mirror is for role storage, but the role is {self.role}; run the storage service in a separate "
+                "process, so another can take over its puts"
             )
         if self.data_dir is not None:
-            yield "mirror takes the place of the files in data_dir for puts; leave one of the two out"
+            yield "mirror replaces the files in data_dir for puts; leave one of the two out"
         if "://" not in self.mirror:
-            yield "mirror is no URL; expected one such as s3://bucket/prefix or file:///mnt/shared"
+            yield "mirror is not a URL; expected one such as s3://bucket/prefix or file:///mnt/shared"
         if (self.mirror_memory_bytes or 0) > (self.max_bytes or sys.maxsize):
             yield (
-                f"mirror_memory_bytes is {self.mirror_memory_bytes}, max_bytes {self.max_bytes}; the quota of all puts "
-                "is at least what may be in memory of them: raise max_bytes, or leave mirror_memory_bytes out"
+                f"mirror_memory_bytes is {self.mirror_memory_bytes}, but max_bytes is {self.max_bytes}; expected at "
+                "most max_bytes, the quota of all puts. Raise max_bytes, or leave mirror_memory_bytes out"
             )
         if self.mirror_required > self.mirror_copies:
             yield (
-                f"mirror_required is {self.mirror_required}, mirror_copies {self.mirror_copies}; no put could ever be "
-                "complete: require at most as many copies as are made"
+                f"mirror_required is {self.mirror_required}, but mirror_copies is {self.mirror_copies}; no put could "
+                "ever be complete. Require at most mirror_copies"
+            )
+
+    def _wrong_in_recording(self) -> Iterator[str]:
+        if self.record is None:
+            for name in ("record_steps", "record_bytes"):
+                if getattr(self, name) is not None:
+                    yield f"got {name} without record, the place of the recording; give it, or leave {name} out"
+        elif self.role != "all":
+            yield (
+                f"record is for role all, but the role is {self.role}: bytes are recorded in the process that stores "
+                "them and plans the batches; run both in one process, or leave record out"
             )
 
     @property
     def is_secured(self) -> bool:
-        """Whether calls need a token, and travel encrypted."""
+        """Whether calls need a token and are encrypted."""
         return self.tls_cert is not None and self.auth_tokens_file is not None
 
     @property
     def etcd_members(self) -> tuple[str, ...]:
-        """The addresses of the members of etcd that the journal is in."""
+        """Addresses of the etcd members that hold the journal."""
         return () if self.journal is None else tuple(self.journal.partition("://")[2].split(","))
 
     @property
     def effective_durability(self) -> Literal["memory", "process", "disk", "cluster"]:
-        """What an acknowledged change survives."""
+        """The failures that acknowledged changes survive."""
         if self.journal is not None:
             return "cluster"
         if self.durability == "auto":
@@ -573,15 +585,15 @@ class ServeSettings(_Limits, _Security, _Batches, _Cluster, _StorageAndDurabilit
         return self.durability
 
     def checkpoint_directory(self) -> Path | None:
-        """Return the directory that all checkpoints are below, None where there is none."""
+        """Return the parent directory of all checkpoints, or None without one."""
         if self.checkpoint_dir is None and self.data_dir is not None:
             return self.data_dir / "checkpoints"
         return self.checkpoint_dir
 
     def advertised_address(self, port: int) -> str:
-        """Return where clients reach this storage service, or controller of a cluster; `port` is the one listened on.
+        """Return the address of this storage service or controller for clients; `port` is the listening one.
 
-        Empty means the address they use for the controller, in whose process it is.
+        Empty means the address that clients use for the controller, in the same process.
         """
         if self.advertise is not None:
             return normal_address(self.advertise, port)
@@ -591,22 +603,22 @@ class ServeSettings(_Limits, _Security, _Batches, _Cluster, _StorageAndDurabilit
         return join_address(socket.gethostname() if anywhere else self.host, port)
 
     def bulk_address(self, port: int) -> str:
-        """Return where clients reach the bulk port, as `StatResponse.bulk_address`; `port` is the one listened on."""
+        """Return the address of the bulk port, as `StatResponse.bulk_address`; `port` is the listening one."""
         return f":{port}" if self.bulk_advertise is None else normal_address(self.bulk_advertise, port)
 
     def storage_name(self, port: int) -> str:
-        """Return the name of this storage service; `port` is the one it listens on."""
+        """Return the name of this storage service; `port` is its listening port."""
         return self.storage_id or f"{socket.gethostname()}-{port}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedSettings:
-    """Settings and where each came from.
+    """Settings with their sources.
 
     Attributes:
         settings: the settings.
-        sources: for each setting, the source that gave it.
-        config: the file that was read, None without one.
+        sources: the source of each setting.
+        config: the file that was read, or None.
     """
 
     settings: ServeSettings
@@ -614,19 +626,19 @@ class LoadedSettings:
     config: Path | None
 
     def shown(self, name: str) -> str:
-        """Return the value of a setting the way it would be given."""
+        """Return the value of a setting in its input form."""
         return format_setting(name, getattr(self.settings, name))
 
 
 def load_settings(flags: Mapping[str, object], config: Path | None = None) -> LoadedSettings:
-    """Merge flags over `TQ_*` environment over file over defaults.
+    """Merge flags over the `TQ_*` environment over the file over defaults.
 
     Args:
-        flags: settings given on the command line; None counts as not given.
-        config: TOML file with settings by name; None takes the file that TQ_CONFIG names, if any.
+        flags: settings given on the command line; None means not given.
+        config: TOML file with settings by name; None: the file named by TQ_CONFIG, if any.
 
     Raises:
-        InvalidArgumentError: the file cannot be read or has unknown settings, or a value is wrong.
+        InvalidArgumentError: the file cannot be read or has unknown settings, or a value is invalid.
     """
     if config is None and os.environ.get(CONFIG_VARIABLE):
         config = Path(os.environ[CONFIG_VARIABLE])
@@ -648,9 +660,9 @@ def load_settings(flags: Mapping[str, object], config: Path | None = None) -> Lo
 
 
 def unknown_variables() -> dict[str, str | None]:
-    """Return the variables `TQ_*` of this process that neither settings nor clients have, each with the nearest one.
+    """Return `TQ_*` variables of this process that neither settings nor clients use, each with the nearest known name.
 
-    Most are misspelt settings, which have no effect.
+    Most are misspelt settings, which are ignored.
     """
     known = {f"{ENV_PREFIX}{name.upper()}" for name in ServeSettings.model_fields} | CLIENT_VARIABLES
     known.add(CONFIG_VARIABLE)
@@ -680,7 +692,7 @@ def _read_file(path: Path) -> dict[str, object]:
 
 
 def _explain(error: ValidationError, sources: Mapping[str, Source], config: Path | None) -> str:
-    """Say for each wrong setting what was got, from where, and what was expected."""
+    """Describe each invalid setting: its value, its source, and the expected value."""
     problems = []
     for problem in error.errors(include_url=False):
         reason = problem["msg"].removeprefix("Value error, ")

@@ -1,8 +1,8 @@
-"""custom_meta in columns: of each sample a typed value, which claims compare and order by, or any other as JSON.
+"""custom_meta in columns: per sample a typed value that claims compare and order by, or any other value as JSON.
 
-A column has one type, that of the first number, truth value or text in it. What is of another type, or is none of
-these (null, lists, objects), is kept beside as JSON text: no value that JSON has is refused, and typed values cost
-nothing more. `where`, `order_by` and samplers see typed values only.
+A column has one type: that of its first number, bool or string. Values of other types, and null, lists and objects, are
+stored separately as JSON text. This way all JSON values are accepted, at no extra cost for typed ones. `where`,
+`order_by` and samplers only see typed values.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tq_service.errors import InvalidArgumentError
 from tq_service.schema import LARGEST_EXACT, Scalar
 
 MOST_JSON_DEPTH: Final = 32
-"""Lists and objects that a JSON value may have within each other."""
+"""Maximum nesting of lists and objects in a JSON value."""
 
 JsonValue: TypeAlias = "Scalar | Sequence[JsonValue] | Mapping[str, JsonValue] | None"
 
@@ -35,7 +35,7 @@ class JsonNull(Enum):
 
 
 JSON_NULL: Final = JsonNull.JSON_NULL
-"""Stores null as the value of a sample, which reads as None; None itself removes the value."""
+"""Stores null as the value of a sample, which is read as None; None itself removes the value."""
 _NULL: Final = "null"
 
 MetaValue: TypeAlias = "JsonValue | JsonNull"
@@ -58,11 +58,11 @@ class MetaColumn:
 
     Attributes:
         name: name of the column.
-        values: `(n,)` of dtype int64, float64, bool or object (str); whatever where not present.
+        values: `(n,)` of dtype int64, float64, bool or object (str); undefined if not present.
         present: `(n,)`, whether the sample has a typed value.
-        json: `(n,)` of dtype object, the JSON text of each sample that has another value, None elsewhere; None: no
-            sample has one.
-        removed: `(n,)`, of a write: whether the value of the sample is removed; None: of no sample.
+        json: `(n,)` of dtype object, the JSON text of each sample with another value, else None; None: no sample has
+            one.
+        removed: `(n,)`, of a write: whether the value of the sample is removed; None: none is removed.
     """
 
     name: str
@@ -83,11 +83,11 @@ class MetaColumn:
 
     @property
     def is_written(self) -> NDArray[np.bool_]:
-        """Which samples a write of the column gives a value, or has lose theirs `(n,)`."""
+        """Which samples get a value, or lose theirs, when the column is written `(n,)`."""
         return self.has_value if self.removed is None else self.has_value | self.removed
 
     def at(self, positions: NDArray[Any]) -> MetaColumn:
-        """Return the column of the samples at some positions."""
+        """Return the column of the samples at `positions`."""
         return MetaColumn(
             name=self.name,
             values=self.values[positions],
@@ -97,7 +97,7 @@ class MetaColumn:
         )
 
     def text_sizes(self, size_of: Callable[[str], int]) -> NDArray[np.int64]:
-        """Return what the text and the JSON of each sample take together `(n,)`, each measured by a function."""
+        """Return the total size of the text and the JSON of each sample `(n,)`, as measured by `size_of`."""
         sizes = np.zeros(self.present.size, np.int64)
         texts = self.values if self.values.dtype.kind == "O" else None
         for values, has_one in ((texts, self.present), (self.json, self.has_json)):
@@ -106,7 +106,7 @@ class MetaColumn:
         return sizes
 
     def objects(self) -> list[Any]:
-        """Return the value of each sample as Python has it; whatever where it has none, see `has_value`."""
+        """Return the value of each sample as a Python object; undefined for samples without one, see `has_value`."""
         values: list[Any] = self.values.tolist()
         if self.json is not None:
             for position in np.flatnonzero(self.has_json).tolist():
@@ -119,10 +119,10 @@ class MetaColumn:
 
 
 def column_of(name: str, size: int, positions: Sequence[int], values: Sequence[Any]) -> MetaColumn:
-    """Return the column in which the samples at some positions have values of any type; None removes a value.
+    """Return a column from values of any type for the samples at `positions`; None removes a value.
 
     Raises:
-        InvalidArgumentError: one is nothing that JSON has, by its position.
+        InvalidArgumentError: a value is not a JSON value; the error names its position.
     """
     removed = np.zeros(size, np.bool_)
     texts = np.full(size, None, np.object_)
@@ -141,20 +141,20 @@ def column_of(name: str, size: int, positions: Sequence[int], values: Sequence[A
 
 
 def no_values(name: str, size: int, kind: str = "b") -> MetaColumn:
-    """Return a column without values, of a type, for `size` samples."""
+    """Return a column of a type without values, for `size` samples."""
     values = np.full(size, "" if kind == "O" else 0, DTYPES[kind])
     return MetaColumn(name=name, values=values, present=np.zeros(size, np.bool_))
 
 
 def fitted(column: MetaColumn, kind: str | None) -> MetaColumn:
-    """Return a column with those values typed that a type holds, and the others as JSON.
+    """Return a column with the values that fit a type as typed ones, and the others as JSON.
 
     Args:
         column: the column.
         kind: the type, as numpy's kind; None: that of the first scalar.
 
     Raises:
-        InvalidArgumentError: a number that is not finite is of another type, and JSON does not have it.
+        InvalidArgumentError: a number of another type is not finite, which JSON cannot represent.
     """
     scalars: dict[int, Scalar] = {}
     texts = np.full(column.present.size, None, np.object_)
@@ -176,7 +176,7 @@ def _texts(column: MetaColumn) -> list[str | None]:
 
 
 def _kind_of(scalars: Sequence[Scalar]) -> str:
-    """Return the kind of the first scalar; that of floats where integers are among them, all of which these hold."""
+    """Return the kind of the first scalar; float for a mix with integers, if floats represent all of these exactly."""
     kind = _KINDS[type(scalars[0])] if scalars else "b"
     if kind == "i" and all(_fits("f", each) for each in scalars if type(each) is int):
         kind = "f" if float in set(map(type, scalars)) else "i"
@@ -190,7 +190,7 @@ def _fits(kind: str, value: Scalar) -> bool:
 
 
 def _assembled(name: str, kind: str, scalars: Mapping[int, Scalar], texts: NDArray[Any]) -> MetaColumn:
-    """Return the column of scalars by position, typed as far as they are of the kind, and of the texts of others."""
+    """Return a column from scalars by position, typed if they fit the kind, and from the JSON texts of others."""
     column = no_values(name, texts.size, kind)
     for position, value in scalars.items():
         if _fits(kind, value):
@@ -201,7 +201,7 @@ def _assembled(name: str, kind: str, scalars: Mapping[int, Scalar], texts: NDArr
 
 
 def concatenated(columns: Sequence[MetaColumn]) -> MetaColumn:
-    """Return a column of several samples after each other; values that the type of the first ones lacks are JSON."""
+    """Return the concatenation of columns; values that do not fit the type of the first ones become JSON."""
     kinds = [column.values.dtype.kind for column in columns if column.present.any()]
     kind = "f" if set(kinds) == {"i", "f"} else next(iter(kinds), "b")
     alike = [column if column.values.dtype.kind == kind else fitted(column, kind) for column in columns]
@@ -215,7 +215,7 @@ def concatenated(columns: Sequence[MetaColumn]) -> MetaColumn:
 
 
 def laid_over(old: MetaColumn, new: MetaColumn) -> MetaColumn:
-    """Return a column after a write of the same samples: new values over old ones, as their types allow."""
+    """Return a column after a write to the same samples: new values replace old ones, as far as types allow."""
     rows = np.arange(new.present.size)
     return concatenated([old, new]).at(np.where(new.is_written, rows + rows.size, rows))
 
@@ -227,14 +227,14 @@ def to_json(name: str, position: int, value: Any, *, beside: str = "") -> str:
     """Return plain values as JSON text.
 
     Raises:
-        InvalidArgumentError: a number is not finite, or text is not valid Unicode, by name and position of the sample.
+        InvalidArgumentError: a number is not finite, or text is not valid Unicode; names column and position.
     """
     try:
         text = _dumped(value)
-    except ValueError as error:  # which UnicodeEncodeError is, too
+    except ValueError as error:  # includes UnicodeEncodeError
         where = f", in a column of {beside} values" if beside else ""
         raise InvalidArgumentError(
-            f"custom_meta[{position}][{name!r}] is {value!r:.200}{where}, which is no JSON ({error}); give finite "
+            f"custom_meta[{position}][{name!r}] is {value!r:.200}{where}, which is not JSON ({error}); give finite "
             f"numbers and valid Unicode",
             field="custom_meta",
         ) from None
@@ -242,7 +242,7 @@ def to_json(name: str, position: int, value: Any, *, beside: str = "") -> str:
 
 
 def _dumped(value: Any) -> str:
-    if value is None:  # which many a tag is
+    if value is None:  # the value of many tags
         return _NULL
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     text.encode()
@@ -250,12 +250,12 @@ def _dumped(value: Any) -> str:
 
 
 def checked_texts(name: str, texts: Iterable[str]) -> list[str]:
-    """Return JSON texts that came from a client in the one form that is kept.
+    """Return JSON texts from a client in the stored form.
 
     Raises:
-        InvalidArgumentError: one is no JSON, or nested too deeply.
+        InvalidArgumentError: a text is not JSON, or is nested too deeply.
     """
-    known: dict[str, str] = {}  # the same few, mostly
+    known: dict[str, str] = {}  # mostly the same few texts
     return [known.get(text) or known.setdefault(text, _checked_text(name, text)) for text in texts]
 
 
@@ -265,7 +265,7 @@ def _checked_text(name: str, text: str) -> str:
         kept = _dumped(value)
     except (ValueError, RecursionError) as error:
         raise InvalidArgumentError(
-            f"custom_meta column {name!r} has the JSON text {text!r:.200}, which is none ({error}); send null, a "
+            f"custom_meta column {name!r} has the JSON text {text!r:.200}, which is invalid ({error}); send null, a "
             f"number that a double holds, a string in valid Unicode, true, false, a list or an object",
             field="custom_meta",
             metadata={"column": name},
@@ -280,7 +280,7 @@ def _no_constant(name: str) -> None:
 
 
 def _depth(value: Any) -> int:
-    """Return how many lists and objects are within each other, at most one more than there may be."""
+    """Return the nesting depth of lists and objects, at most one more than the limit."""
     depth, level = 0, [value]
     while depth <= MOST_JSON_DEPTH:
         level = [each for each in level if isinstance(each, list | dict)]
@@ -293,18 +293,18 @@ def _depth(value: Any) -> int:
 
 def _too_deep(where: str) -> InvalidArgumentError:
     return InvalidArgumentError(
-        f"{where} has more than {MOST_JSON_DEPTH} lists and objects within each other, at most {MOST_JSON_DEPTH} "
-        f"expected; put it as an object field",
+        f"{where} has more than {MOST_JSON_DEPTH} lists and objects nested, at most {MOST_JSON_DEPTH} expected; "
+        f"put it as an object field",
         field="custom_meta",
     )
 
 
 def _plain_value(value: Any, path: tuple[Any, ...]) -> Any:
-    """Return a value as JSON has it: scalars and arrays of numpy and torch as numbers and lists, tuples as lists.
+    """Convert a value to JSON types: scalars and arrays of numpy and torch to numbers and lists, tuples to lists.
 
     Args:
         value: the value.
-        path: where it is: position of the sample, name of the column, then positions and keys in lists and dicts.
+        path: its location: position of the sample, name of the column, then positions and keys in lists and dicts.
     """
     if type(value) in _KINDS or value is None:
         return value
@@ -318,7 +318,7 @@ def _plain_value(value: Any, path: tuple[Any, ...]) -> Any:
     is_object = isinstance(value, Mapping)
     if not is_object and not isinstance(value, list | tuple):
         raise InvalidArgumentError(
-            f"{_shown(path)} is {type(value).__name__}, expected what JSON has: bool, int, float, str, None, or lists "
+            f"{_shown(path)} is {type(value).__name__}, expected a JSON value: bool, int, float, str, None, or lists "
             f"and dicts of these; put anything else as a field",
             field="custom_meta",
         )
@@ -329,7 +329,7 @@ def _plain_value(value: Any, path: tuple[Any, ...]) -> Any:
     for key in value:
         if not isinstance(key, str):
             raise InvalidArgumentError(
-                f"{_shown(path)} has the key {key!r:.200}, expected text: keys of JSON objects are", field="custom_meta"
+                f"{_shown(path)} has the key {key!r:.200}, expected a string as in JSON objects", field="custom_meta"
             )
     return {str(key): _plain_value(one, (*path, key)) for key, one in value.items()}
 

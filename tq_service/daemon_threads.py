@@ -1,7 +1,7 @@
 """Calls in daemon threads, awaited from the event loop.
 
-Threads of an executor are joined when the interpreter exits, so one hung call would keep a process alive for ever; and
-a thread costs little beside the calls made here.
+Executor threads are joined when the interpreter exits, so one hung call would keep a process alive forever. Starting a
+thread costs little compared to the calls made here.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ T = TypeVar("T")
 
 
 def start_daemon_thread(call: Callable[[], T], *, thread_name: str) -> asyncio.Future[Callable[[], T]]:
-    """Run `call` in a thread of its own.
+    """Run `call` in a new daemon thread.
 
     Returns:
-        A future of what `outcome_of` returns, since a future cannot carry every exception itself. Cancelling it does
-        not stop the thread.
+        A future of the function returned by `outcome_of`, because a future cannot carry every exception. Cancelling it
+        does not stop the thread.
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Callable[[], T]] = loop.create_future()
 
     def deliver(outcome: Callable[[], T]) -> None:
-        if not future.done():  # the caller may have been cancelled while the thread ran on
+        if not future.done():  # the caller may have been cancelled in the meantime
             future.set_result(outcome)
 
     def run() -> None:
         outcome = outcome_of(call)
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nothing awaits the result any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nothing awaits the result anymore
             loop.call_soon_threadsafe(deliver, outcome)
 
     threading.Thread(target=run, name=thread_name, daemon=True).start()
@@ -39,16 +39,16 @@ def start_daemon_thread(call: Callable[[], T], *, thread_name: str) -> asyncio.F
 
 
 async def run_in_daemon_thread(call: Callable[[], T], *, thread_name: str) -> T:
-    """Return what the call returns in a thread of its own."""
+    """Run `call` in a new daemon thread and return its result."""
     outcome = await start_daemon_thread(call, thread_name=thread_name)
     return outcome()
 
 
 def outcome_of(call: Callable[[], T]) -> Callable[[], T]:
-    """Make a call, and return a function that returns what it returned, or raises what it raised."""
+    """Make a call, and return a function that returns its result or raises its exception."""
     try:
         result = call()
-    except BaseException as error:  # whatever it is, it belongs to the caller that waits
+    except BaseException as error:  # of any kind: it belongs to the waiting caller
         raised = error
 
         def reraise() -> T:

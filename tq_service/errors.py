@@ -1,9 +1,9 @@
-"""Every error of the service: one hierarchy, raised on the server and raised again, the same class, in the client.
+"""Every error of the service: one class hierarchy, raised on the server and raised again, the same class, in clients.
 
-`code` is the name of the gRPC status code that a call ends with, and `reason` travels as `google.rpc.ErrorInfo.reason`
-(`tq_service.wire.error_table`). Messages say what was got, what was expected and what to do.
+`code` is the name of the gRPC status code of the failed call, and `reason` travels as `google.rpc.ErrorInfo.reason`
+(`tq_service.wire.error_table`). Messages state the value, the expectation and the remedy.
 
-A class exists if programs may want to catch it. Errors that differ only for people share a class and have reasons.
+A class exists if programs may want to catch it. Errors that differ only for people share a class, with other reasons.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ class TqError(Exception):
     """Base of all errors of tq_service.
 
     Attributes:
-        message: what was got, what was expected, what to do.
-        reason: that of the class, unless a narrower one is given.
+        message: the value, the expectation and the remedy.
+        reason: reason of the class, unless a narrower one is given.
         metadata: short facts for programs, such as both values of a disagreement.
     """
 
@@ -38,7 +38,7 @@ class TqError(Exception):
 
 
 class InvalidArgumentError(TqError, ValueError):
-    """An argument is wrong whatever the state of the service; `metadata["field"]` names it."""
+    """An argument is invalid in any state of the service; `metadata["field"]` names it."""
 
     reason = "INVALID_ARGUMENT"
     code = "INVALID_ARGUMENT"
@@ -55,50 +55,50 @@ class InvalidArgumentError(TqError, ValueError):
 
     @property
     def field(self) -> str | None:
-        """Name of the argument that is wrong."""
+        """Name of the invalid argument."""
         return self.metadata.get("field")
 
 
 class FieldMismatchError(InvalidArgumentError):
-    """A field was put with another dtype, layout or row shape than it takes, or got as dense while its rows differ."""
+    """A put does not fit the dtype, layout or row shape of a field, or rows requested as dense differ in shape."""
 
     reason = "FIELD_MISMATCH"
 
 
 class MissingLengthError(InvalidArgumentError):
-    """The `length_field` of a balancing sampler has scalars or objects, and no sample has a length."""
+    """The `length_field` of a balancing sampler has scalars or objects, so samples lack a length."""
 
     reason = "MISSING_LENGTH"
 
 
 class UnsupportedObjectError(TqError, TypeError):
-    """A Python object that only pickle could carry."""
+    """A Python object that would need pickle."""
 
     reason = "UNSUPPORTED_OBJECT"
     code = "INVALID_ARGUMENT"
 
 
 class NotFoundError(TqError, KeyError):
-    """Something named does not exist."""
+    """Something named in the call does not exist."""
 
     reason = "NOT_FOUND"
     code = "NOT_FOUND"
 
 
 class PartitionNotFoundError(NotFoundError):
-    """No partition has this name."""
+    """The partition does not exist."""
 
     reason = "PARTITION_NOT_FOUND"
 
 
 class FieldNotFoundError(NotFoundError):
-    """The partition has no such field."""
+    """The field does not exist in the partition."""
 
     reason = "FIELD_NOT_FOUND"
 
 
 class KeyNotFoundError(NotFoundError):
-    """No sample of the partition has this key."""
+    """The key does not exist in the partition."""
 
     reason = "KEY_NOT_FOUND"
 
@@ -110,19 +110,19 @@ class SampleNotFoundError(NotFoundError):
 
 
 class CellNotFoundError(NotFoundError):
-    """The sample is there, but not this field of it."""
+    """The sample exists, but lacks this field."""
 
     reason = "CELL_NOT_FOUND"
 
 
 class PolicyNotFoundError(NotFoundError):
-    """Nobody has published a version of the policy."""
+    """No version of the policy has been published."""
 
     reason = "POLICY_NOT_FOUND"
 
 
 class TaskNotFoundError(NotFoundError):
-    """The task has not asked for anything of the partition yet, or is not one of those it was created with."""
+    """The task has not claimed samples of the partition yet, or is not one of its declared tasks."""
 
     reason = "TASK_NOT_FOUND"
 
@@ -134,7 +134,7 @@ class PutNotFoundError(NotFoundError):
 
 
 class AlreadyExistsError(TqError, ValueError):
-    """What should be new is there already."""
+    """Something that must be new exists already."""
 
     reason = "ALREADY_EXISTS"
     code = "ALREADY_EXISTS"
@@ -160,13 +160,13 @@ class StaleEpochError(PreconditionError):
 
 
 class VersionError(PreconditionError):
-    """A policy has a higher version than the one that was to be published, or would skip versions that it must not."""
+    """A higher version of the policy is already published, or publishing this one would skip required versions."""
 
     reason = "VERSION_REFUSED"
 
 
 class RankDisagreementError(PreconditionError):
-    """Ranks, or calls under one claim_name, asked for one batch with different arguments."""
+    """Ranks, or calls with one claim_name, requested one batch with different arguments."""
 
     reason = "RANKS_DISAGREE"
 
@@ -184,7 +184,7 @@ class PartitionClearedError(PreconditionError):
 
 
 class CompactedError(PreconditionError):
-    """What has changed since a revision is not known any more: it is too old, or of before a restart of the service."""
+    """Changes since a revision are no longer known: it is too old, or the service has restarted since."""
 
     reason = "COMPACTED"
 
@@ -202,37 +202,37 @@ class BatchForgottenError(PreconditionError):
 
 
 class NothingDeliveredError(PreconditionError):
-    """A loader came to the end of a partition with samples, of which its task was given none; raised on all ranks."""
+    """A loader reached the end of a partition with samples, but its task was delivered none; raised on all ranks."""
 
     reason = "NOTHING_DELIVERED"
 
 
 class ClaimReleasedError(PreconditionError):
-    """The claim was released under this request_id, or the claim_name."""
+    """The claim with this request_id or claim_name was released."""
 
     reason = "CLAIM_RELEASED"
 
 
 class LeaseExpiredError(PreconditionError):
-    """The lease ran out, so that others may do the same work; nothing is acknowledged, released or written."""
+    """The lease expired, so others may do the same work; nothing is acknowledged, released or written."""
 
     reason = "LEASE_EXPIRED"
 
 
 class DataDirError(PreconditionError):
-    """The data directory cannot be used: another process has it, it is of a later format, damaged, or not writable."""
+    """The data directory is unusable: in use by another process, of a later format, damaged, or not writable."""
 
     reason = "DATA_DIR"
 
 
 class NewerVersionError(DataDirError):
-    """What a data directory or a checkpoint holds was written by a newer version, which knows more than this one."""
+    """A data directory or checkpoint was written by a newer version, in a format that this one does not know."""
 
     reason = "NEWER_VERSION"
 
 
 class ResourceExhaustedError(TqError, RuntimeError):
-    """A bound is reached; `retry_after_seconds` says when to try again, None that it is of no use."""
+    """A limit is reached. `retry_after_seconds` is the time to wait before a retry; None: retrying is pointless."""
 
     reason = "RESOURCE_EXHAUSTED"
     code = "RESOURCE_EXHAUSTED"
@@ -250,27 +250,27 @@ class ResourceExhaustedError(TqError, RuntimeError):
 
 
 class QuotaExceededError(ResourceExhaustedError):
-    """No capacity for these bytes."""
+    """The capacity does not suffice for these bytes."""
 
     reason = "QUOTA_EXCEEDED"
 
 
 class UnauthenticatedError(TqError, PermissionError):
-    """The service asks for a token, and the call had none that is valid."""
+    """The service requires a token, and the call had none or an invalid one."""
 
     reason = "UNAUTHENTICATED"
     code = "UNAUTHENTICATED"
 
 
 class PermissionDeniedError(TqError, PermissionError):
-    """The token of the call has not the role or the partition prefix for it; `metadata` names what is needed."""
+    """The token of the call lacks the required role or partition prefix; `metadata` has both."""
 
     reason = "PERMISSION_DENIED"
     code = "PERMISSION_DENIED"
 
 
 class AdmissionLimitError(ResourceExhaustedError):
-    """More work would be outstanding for a task than an admission of the partition allows."""
+    """An admission of the partition does not allow more outstanding work for a task."""
 
     reason = "ADMISSION_LIMIT"
 
@@ -282,32 +282,32 @@ class LimitExceededError(ResourceExhaustedError):
 
 
 class DiskFullError(ResourceExhaustedError):
-    """The disk of the data directory takes no more; the service goes on by itself once space is free."""
+    """The disk of the data directory is full; the service resumes once space is available."""
 
     reason = "DISK_FULL"
 
 
 class DataLossError(TqError, RuntimeError):
-    """Committed bytes are gone: their storage service came back empty, or they are damaged on its disk."""
+    """Committed bytes are lost: their storage service restarted empty, or they are damaged on its disk."""
 
     reason = "DATA_LOSS"
     code = "DATA_LOSS"
 
 
 class JournalDamagedError(DataLossError):
-    """A record of the journal that had been written is damaged or missing."""
+    """A persisted record of the journal is damaged or missing."""
 
     reason = "JOURNAL_DAMAGED"
 
 
 class SnapshotDamagedError(DataLossError):
-    """A file of a snapshot or a checkpoint does not hold what was written to it."""
+    """The contents of a snapshot or checkpoint file do not match its checksums."""
 
     reason = "SNAPSHOT_DAMAGED"
 
 
 class SamplerError(TqError, RuntimeError):
-    """A sampler raised, or returned rows it was not given."""
+    """A sampler raised an exception, or returned rows that it was not given."""
 
     reason = "SAMPLER_FAILED"
 
@@ -320,39 +320,39 @@ class SamplerTimeoutError(TqError, TimeoutError):
 
 
 class DeadlineError(TqError, TimeoutError):
-    """The call's deadline passed."""
+    """The deadline of the call passed."""
 
     reason = "DEADLINE_EXCEEDED"
     code = "DEADLINE_EXCEEDED"
 
 
 class UnavailableError(TqError, ConnectionError):
-    """The service could not be reached until the call's deadline, or is draining."""
+    """The service was unreachable until the deadline of the call, or is draining."""
 
     reason = "UNAVAILABLE"
     code = "UNAVAILABLE"
 
 
 class NotLeaderError(UnavailableError):
-    """Another controller of the cluster leads; `metadata["leader_address"]` says where, "" where none is known."""
+    """Another controller of the cluster leads; its address is in `metadata["leader_address"]`, "" if unknown."""
 
     reason = "NOT_LEADER"
 
 
 class JournalUnreachableError(UnavailableError):
-    """No majority of etcd answers for now; nothing that was acknowledged is lost, and the service goes on by itself."""
+    """A majority of etcd is unreachable. No acknowledged data is lost, and the service resumes when etcd returns."""
 
     reason = "JOURNAL_UNREACHABLE"
 
 
 class SupersededError(UnavailableError):
-    """Another controller leads by now, so that this one may not go on; it ends, and starts again as a standby."""
+    """Another controller has become the leader, so this one must stop; it exits, and restarts as a standby."""
 
     reason = "SUPERSEDED"
 
 
 class ServiceFailedError(UnavailableError):
-    """The service has met a fault from which it cannot go on; what it had not written down is lost. Start it again."""
+    """The service has failed and cannot continue; changes that it had not persisted are lost. Restart it."""
 
     reason = "SERVICE_FAILED"
 
@@ -364,27 +364,27 @@ class InternalError(TqError, RuntimeError):
 
 
 class CallCancelledError(TqError, RuntimeError):
-    """The call was cancelled by the server's side or a proxy, or its client was closed meanwhile."""
+    """The call was cancelled by the server or a proxy, or its client was closed during the call."""
 
     reason = "CANCELLED"
     code = "CANCELLED"
 
 
-# Names are chosen by clients, and comparing them is work for the event loop: of many names, or long ones, only some.
+# Clients choose names, and comparing them takes event loop time: of many or long names only a part is compared.
 _MOST_SORTED: Final = 10_000
 _MOST_COMPARED: Final = 128
 _MOST_COMPARED_CHARACTERS: Final = 64
 _MOST_NAMED: Final = 10
-_MOST_NAMED_CHARACTERS: Final = 400  # what a message says after them is not to be cut off on the wire
+_MOST_NAMED_CHARACTERS: Final = 400  # longer lists could truncate the rest of the message on the wire
 
 
 def nearest(name: str, known: Collection[str], *, all_known: bool = False) -> str:
-    """Return a clause that names what is known, the nearest first, for the end of a NOT_FOUND message.
+    """Return a clause with known names, the nearest first, for the end of a NOT_FOUND message.
 
     Args:
-        name: what was given.
-        known: what there is; of many names up to ten are shown, and the others counted.
-        all_known: whether all are shown, where they are few.
+        name: the name given.
+        known: the known names; of many, up to ten are listed and the others counted.
+        all_known: whether to list all of them; for small sets.
     """
     if not known:
         return "none is known yet"

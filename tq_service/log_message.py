@@ -10,14 +10,14 @@ _PLAIN = re.compile(r"[\w./:@+*-]+", re.ASCII)
 
 
 class LogMessage:
-    """The message of a log line: what happened, then the facts as key=value.
+    """The message of a log line: an event, then facts as key=value.
 
-    It is formatted when a handler writes it, by any formatter; `tq-service serve --log-format json` writes the fields
-    by name. A value that is not one plain word is written as a JSON string, so that a name which a caller chose can
-    forge neither a field nor a line.
+    Any formatter works: it is formatted when a handler writes it. `tq-service serve --log-format json` writes the
+    fields by name. Values other than one plain word are written as JSON strings, so names chosen by callers cannot
+    forge fields or lines.
 
     Args:
-        text: what happened, the same for all lines of this kind, so that one can search for it.
+        text: the event, the same for all lines of this kind, which makes it searchable.
         fields: facts by name, such as `partition`, `storage`, `put_id`, `request_id`, `error`. Bytes are ids, written
             in hex; None leaves a field out.
     """

@@ -1,4 +1,4 @@
-"""How much memory this process may use: that of the machine, or less if a control group limits it."""
+"""Memory available to this process: that of the machine, or less if a control group limits it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ _FILES = {"cgroup2": "memory.max", "cgroup": "memory.limit_in_bytes"}
 
 
 def memory_limit_bytes(root: Path = Path("/")) -> int:
-    """Return the smallest limit of the machine, the process's own control group and those above it.
+    """Return the minimum of the machine's memory and the limits of the process's control group and its ancestors.
 
     Control groups limit containers, steps of Slurm jobs, and services and scopes of systemd. Versions 1 and 2 are read.
-    In a namespace of its own a process sees its groups from the root of the namespace on.
+    In a cgroup namespace, a process only sees groups from the root of the namespace down.
 
     Args:
         root: directory with `proc` and the mounts of control groups.
@@ -28,7 +28,7 @@ def _group_limits(root: Path) -> Iterator[int]:
         top = root / mount_point.lstrip("/")
         try:
             below = PurePosixPath(own_groups[kind]).relative_to(mounted_group)
-        except (KeyError, ValueError):  # the mount shows other groups; those of a container start at its top
+        except (KeyError, ValueError):  # the mount shows other groups; in a container they start at its own group
             below = PurePosixPath()
         if ".." in below.parts:
             below = PurePosixPath()
@@ -36,12 +36,12 @@ def _group_limits(root: Path) -> Iterator[int]:
         for directory in (group, *list(group.parents)[: len(below.parts)]):
             try:
                 yield int((directory / _FILES[kind]).read_text())
-            except (OSError, ValueError):  # the root has no limit, one that is not set is "max"
+            except (OSError, ValueError):  # the root group lacks a limit; an unset one is "max"
                 continue
 
 
 def _own_groups(root: Path) -> dict[str, str]:
-    """Return the group of this process in the hierarchy of each version that may limit memory."""
+    """Return the group of this process in each hierarchy that may limit memory, by version."""
     groups = {}
     for line in _lines(root / "proc/self/cgroup"):
         hierarchy, _, rest = line.partition(":")
@@ -54,7 +54,7 @@ def _own_groups(root: Path) -> dict[str, str]:
 
 
 def _mounts(root: Path) -> Iterator[tuple[str, str, str]]:
-    """Yield kind, group and place of each mount with memory limits; without mountinfo those of most systems."""
+    """Yield type, group and path of each mount with memory limits; without mountinfo, the usual ones."""
     lines = _lines(root / "proc/self/mountinfo")
     if not lines:
         yield "cgroup2", "/", "/sys/fs/cgroup"

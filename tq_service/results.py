@@ -7,16 +7,17 @@ from dataclasses import dataclass
 from enum import Enum, StrEnum
 from typing import Any
 
-from tq_service.schema import Admission, BatchUnit, EvictionReason, FieldSpec, RefillOutcome
+from tq_service.schema import Admission, BatchUnit, EvictionReason, FieldSpec, RefillOutcome, Release
+from tq_service.step_times import StepTimes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Revision:
-    """A place in the history of one instance of the service, from which `watch` goes on; plain data, to be passed on.
+    """A point in the history of one instance of the service, from which `watch` can start; plain data that can be sent.
 
     Attributes:
-        instance_id: of the instance, 16 random bytes: after a restart of the service there is another history.
-        number: counts changes; a later state has a higher one.
+        instance_id: id of the instance, 16 random bytes: a restarted service has another history.
+        number: counts changes; later states have higher numbers.
     """
 
     instance_id: bytes
@@ -25,21 +26,21 @@ class Revision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConsumptionStatus:
-    """What a task has consumed of a partition.
+    """Consumption of a partition by a task.
 
     Attributes:
-        consumed_count: samples consumed in this epoch, cleared ones included.
+        consumed_count: samples consumed in this epoch, including cleared ones.
         total_count: samples ever inserted.
-        skipped_count: samples the task will never get, the rest of groups that lost a member included.
+        skipped_count: samples the task will never get, including the rest of groups that lost a member.
         sealed: whether no new samples will come.
-        complete: whether nothing is left for the task: of a sealed partition, or with `samples_per_round` of the rounds
-            that have begun.
-        epoch: that of the task, which counts its resets.
-        leased_count: those of `consumed_count` that are leased and not acknowledged; they may come back.
-        dead_lettered_count: those of `skipped_count` that were delivered `max_deliveries` times and never
+        complete: whether nothing is left for the task: of a sealed partition, or, with `samples_per_round`, of the
+            rounds that have begun.
+        epoch: epoch of the task, which counts its resets.
+        leased_count: samples of `consumed_count` that are leased and not acknowledged; they may be delivered again.
+        dead_lettered_count: samples of `skipped_count` that were delivered `max_deliveries` times and never
             acknowledged.
-        expected_count: with `samples_per_round`, samples in all rounds that have begun, the first one included; None
-            without.
+        expected_count: with `samples_per_round`, samples in all rounds that have begun, including the first; otherwise
+            None.
     """
 
     consumed_count: int
@@ -55,12 +56,12 @@ class ConsumptionStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProductionStatus:
-    """How many samples have all of some fields.
+    """Number of samples that have all of some fields.
 
     Attributes:
-        produced_count: samples that have them.
-        total_count: samples that can have them: not cleared, not failed.
-        complete: whether all have them and no new samples will come, or with `samples_per_round` none before the next
+        produced_count: samples that have all of them.
+        total_count: samples that can have them: neither cleared nor failed.
+        complete: whether all have them and no new samples will come, or, with `samples_per_round`, none before the next
             round.
     """
 
@@ -70,19 +71,20 @@ class ProductionStatus:
 
 
 class WaitCode(StrEnum):
-    """Why a claim waits, in a word that stays the same.
+    """Why a claim waits, as a stable code.
 
     Attributes:
         PARTITION_NOT_FOUND: the partition does not exist.
-        NO_SAMPLES: the partition has none.
+        NO_SAMPLES: the partition is empty.
         FIELD_NEVER_PUT: a requested field was never put.
-        ALL_CONSUMED: nothing is left of a partition that is open.
-        TOO_FEW_READY: fewer samples are ready than are asked for.
+        ALL_CONSUMED: nothing is left of a partition that is not sealed.
+        TOO_FEW_READY: fewer samples are ready than requested.
         GROUPS_INCOMPLETE: too few groups have all their samples ready.
-        SAMPLER_WAITS: enough samples are ready, and the sampler does not plan a batch yet.
+        SAMPLER_WAITS: enough samples are ready, but the sampler does not plan a batch yet.
         VERSION_NOT_PUBLISHED: the claim waits for a version of a policy that is not published yet.
-        STALENESS_BOUNDED: enough samples are ready, and older ones that are not would become too stale.
-        NO_CAPACITY: enough prompts are ready, and there is no capacity for the slots of `admit`.
+        STALENESS_BOUNDED: enough samples are ready, but older ones that are not ready would become too stale.
+        NO_CAPACITY: enough prompts are ready, but capacity for the slots of `admit` is missing.
+        RATIO_BOUNDED: the task would be delivered more samples per insert than its admission allows.
     """
 
     PARTITION_NOT_FOUND = "PARTITION_NOT_FOUND"
@@ -95,10 +97,11 @@ class WaitCode(StrEnum):
     VERSION_NOT_PUBLISHED = "VERSION_NOT_PUBLISHED"
     STALENESS_BOUNDED = "STALENESS_BOUNDED"
     NO_CAPACITY = "NO_CAPACITY"
+    RATIO_BOUNDED = "RATIO_BOUNDED"
 
 
 class Lack(Enum):
-    """What keeps samples from being delivered, each with a sentence; its `{0}` is the `NotReady`.
+    """What keeps samples from being delivered, each with a sentence whose `{0}` is the `NotReady`.
 
     Attributes:
         FIELD: they lack the field `name`.
@@ -106,9 +109,9 @@ class Lack(Enum):
         LENGTH: they lack a length for the sampler in the custom_meta column `name`.
         HELD: they are held.
         LEASED: they are leased to workers of the task.
-        GROUP: they are ready, and other members of their groups are not.
-        LOST: their group lost a member for good, so the task never gets them.
-        OLDER: they are not ready, and would become too stale if others were trained before them.
+        GROUP: they are ready, but other members of their groups are not.
+        LOST: their group lost a member for good, so the task will never get them.
+        OLDER: they are not ready, and would become too stale if others were trained first.
     """
 
     FIELD = "{0.sample_count} lack field {0.name!r}"
@@ -116,8 +119,8 @@ class Lack(Enum):
     LENGTH = "{0.sample_count} have no length for the sampler in the custom_meta column {0.name!r}"
     HELD = "{0.sample_count} are held"
     LEASED = "{0.sample_count} are leased, the first for {0.ends_in_seconds:.0f} s more"
-    GROUP = "{0.sample_count} are ready in groups that are not ready as a whole ({0.example})"
-    OLDER = "{0.sample_count} are awaited, since they would become too stale behind others ({0.example})"
+    GROUP = "{0.sample_count} are ready in groups that are not completely ready ({0.example})"
+    OLDER = "{0.sample_count} are awaited, since they would become too stale if others went first ({0.example})"
     LOST = "{0.sample_count} are lost, since their groups lost a member that failed, was cleared or was dead-lettered"
 
     @property
@@ -131,11 +134,11 @@ class NotReady:
     """Samples that cannot be delivered yet, by their `Lack`.
 
     Attributes:
-        kind: of the `Lack`; a newer service may know others.
-        name: of the field or column, else empty.
+        kind: kind of the `Lack`; a newer service may have others.
+        name: name of the field or column, else empty.
         sample_count: number of samples.
-        ends_in_seconds: of "leased": until the first lease runs out; None for others.
-        example: of "group": the name of one, with its counts.
+        ends_in_seconds: for "leased": time until the first lease expires; otherwise None.
+        example: for "group": the name of one, with its counts; for "field": the missing put, if groups share the field.
     """
 
     kind: str
@@ -147,22 +150,22 @@ class NotReady:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WaitReason:
-    """Why claims wait that ask alike, in counts of samples of one moment.
+    """Why claims with the same arguments wait, with sample counts of one moment.
 
     Attributes:
-        code: the reason in a word, see `WaitCode`.
-        text: the reason in a sentence.
+        code: the reason as a code, see `WaitCode`.
+        text: the reason as a sentence.
         task_name: the consumer.
-        data_fields: the fields that it asks for.
-        waiting_count: number of calls that wait for this; 0 in the answer to a claim of one's own.
-        left_count: samples that are live or held and that the task has not consumed.
-        ready_count: those of them, or where `counts_groups` the groups, that could be delivered now.
-        needed_count: how many of these are needed before there is an answer.
-        counts_groups: whether the two are numbers of groups.
-        not_ready: samples by their lacks; one may be counted in several.
-        sealed: whether no new samples come.
+        data_fields: the fields that it requests.
+        waiting_count: number of calls that wait for this; 0 in the answer to the caller's claim.
+        left_count: live or held samples that the task has not consumed.
+        ready_count: samples of these that could be delivered now; with `counts_groups`, groups or rollouts.
+        needed_count: number of these that the claim needs.
+        counts_groups: whether the last two are numbers of groups, or of rollouts.
+        not_ready: samples by the thing they lack; a sample may be counted several times.
+        sealed: whether no new samples will come.
         waiting_put_count: puts with new samples that wait for capacity.
-        put_waits_for: why the first of them does; empty where none waits.
+        put_waits_for: why the first of these waits; empty if none does.
     """
 
     code: str
@@ -182,11 +185,11 @@ class WaitReason:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionSummary:
-    """A partition in short.
+    """Summary of a partition.
 
     Attributes:
         partition_id: its name.
-        incarnation: 16 random bytes, others once its name is used again after a clear.
+        incarnation: 16 random bytes; they change if the name is reused after a clear.
         inserted_count: samples ever inserted.
         present_count: samples not cleared.
         sealed: whether no new samples will come.
@@ -200,10 +203,10 @@ class PartitionSummary:
 
 
 class PartitionList(list[PartitionSummary]):
-    """Partitions in the order of their names.
+    """Partitions, sorted by name.
 
     Attributes:
-        revision: from which `watch` goes on from the whole list.
+        revision: revision of the complete list, which `watch` can start from.
     """
 
     def __init__(self, partitions: Iterable[PartitionSummary], revision: Revision | None = None) -> None:
@@ -221,16 +224,16 @@ class FieldStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecentBatch:
-    """A batch that was planned for ranks, in numbers.
+    """Statistics of a batch that was planned for ranks.
 
     Attributes:
         batch_index: its number in the epoch.
-        tokens_per_rank: tokens of the first 128 ranks, by `dp_rank`; empty where the length of a sample is not known.
-        imbalance: by how much the heaviest rank has more tokens than the mean of all, as a share of the mean.
-        padding_share: share of padding: of packs what fills them up; of micro-batches what pads each sample to the
-            longest of its micro-batch, which jagged fields do without.
-        staleness: for a task with a `max_staleness`: how many versions after its slot the oldest of its samples is
-            trained at the latest; None: that is not bounded.
+        tokens_per_rank: tokens of the first 128 ranks, by `dp_rank`; empty if the length of a sample is unknown.
+        imbalance: excess tokens of the heaviest rank over the mean of all, as a share of the mean.
+        padding_share: share of padding: in packs, tokens that fill them up; in micro-batches, tokens that pad each
+            sample to the longest of its micro-batch, which jagged fields do not need.
+        staleness: for a task with a `max_staleness`: the maximum number of versions between the slot of its oldest
+            sample and its training; None: unbounded.
     """
 
     batch_index: int
@@ -242,14 +245,14 @@ class RecentBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClaimLease:
-    """A claim that has samples under a lease.
+    """A claim with leased samples.
 
     Attributes:
         claim_id: the first 8 hexadecimal digits of its request_id, as in the log of calls.
-        claim_name: what its caller calls it; empty: it has no name.
+        claim_name: its name, if its caller gave one; otherwise empty.
         leased_count: its samples that are leased and not acknowledged.
-        delivered_ago_seconds: since when it has them; since the start of the service, if that was later.
-        ends_in_seconds: when its lease runs out, unless it is extended.
+        delivered_ago_seconds: time since delivery, or since the start of the service if that was later.
+        ends_in_seconds: time until its lease expires, unless it is extended.
     """
 
     claim_id: str
@@ -265,39 +268,42 @@ class TaskStatus:
 
     Attributes:
         task_name: its name.
-        epoch: how often its consumption was reset.
+        epoch: number of resets of its consumption.
         consumed_count: samples consumed in this epoch.
-        skipped_count: samples it will never get, the rest of groups that lost a member included.
+        skipped_count: samples it will never get, including the rest of groups that lost a member.
         planned_batch_count: batches planned in this epoch (ranked consumers).
         dp_size: number of ranks, once bound; 0 before.
-        waiting_count: calls that wait.
+        waiting_count: waiting calls.
         complete: whether nothing is left for it.
-        leased_count: samples that are leased and not acknowledged; they may come back.
+        leased_count: samples that are leased and not acknowledged; they may be delivered again.
         dead_lettered_count: samples that were delivered `max_deliveries` times without being acknowledged.
-        dead_lettered_indexes: the first hundred of them that are not cleared.
+        dead_lettered_indexes: the first hundred of these that are not cleared.
         pending_count: samples left for it: live or held, neither consumed nor dead-lettered.
-        redelivered_count: samples that were delivered more than once in this epoch, since leases on them ran out;
-            neither released nor cleared ones.
-        delivered_per_second: samples delivered a second, lately: each delivery counts for less as it gets older, by a
-            factor e every 10 seconds. It starts from 0 with each start of the service.
-        recent_batches: the last 16 batches that were planned for its ranks in this epoch, in order; a start of the
-            service begins with none.
-        oldest_version: the lowest `version` of the samples that are left for it, live or held; None: no sample that is
-            left has one, or it was not looked at yet. It is as it was last looked at, a moment ago; None in what
-            `watch` yields.
-        staleness_versions: how far the highest version of a sample of the partition is above `oldest_version`, which is
-            how far producers are ahead of the task; None where that is None.
-        leasing_claim_count: claims that have samples under a lease.
-        leases: the 20 of these that were delivered first, in order; empty in what `watch` yields.
-        trained_batch_count: batches of this epoch that were trained, see `advance`.
-        saved_batch_count: batches of this epoch that a checkpoint of the trainer covers, see `advance`.
-        outstanding_count: units that are outstanding for it, as its admission counts them; None: it has none.
-        running_count: units that are held, which are being generated, as its admission counts them; None: it has no
+        redelivered_count: samples delivered more than once in this epoch because a lease expired; released or cleared
+            ones do not count.
+        delivered_per_second: recent rate of deliveries: each delivery decays by a factor of e every 10 seconds. Starts
+            from 0 when the service starts.
+        recent_batches: the last 16 batches planned for its ranks in this epoch, in order; empty after a start of the
+            service.
+        oldest_version: lowest `version` of the samples left for it, live or held; None: these samples lack a version,
+            or were not scanned yet. From the last scan, a moment ago; None in updates of `watch`.
+        staleness_versions: highest version of a sample of the partition minus `oldest_version`, the lead of the
+            producers over the task; None without it.
+        leasing_claim_count: claims with leased samples.
+        leases: the 20 of these that were delivered first, in order; empty in updates of `watch`.
+        trained_batch_count: trained batches of this epoch, see `advance`.
+        saved_batch_count: batches of this epoch covered by a checkpoint of the trainer, see `advance`.
+        outstanding_count: outstanding units, as counted by its admission; None without one.
+        running_count: held units, which are being generated, as counted by its admission; None without a
             `most_running`.
-        unmatched_count: samples and groups that its claims evicted since `where` excluded them, in all epochs.
-        too_small_count: groups that its claims evicted since too few members were left, in all epochs.
-        late_count: samples and groups that they evicted since they would have become too stale.
-        refilled_count: samples that were made claimable again for it by evictions, in all epochs.
+        unmatched_count: samples and groups that its claims evicted because `where` excluded them, in all epochs.
+        too_small_count: groups that its claims evicted because too few members were left, in all epochs.
+        late_count: samples and groups that they evicted because they would have become too stale.
+        overflow_count: samples and groups that were cleared for new ones (`Admission(overflow="drop_lowest")`).
+        delivered_count: deliveries of samples in all epochs, without those of released claims.
+        refilled_count: samples that evictions made claimable for it again, in all epochs.
+        step_times: breakdown of the last steps of its ranks, summed over the ranks that report theirs, such as
+            loaders; None if none does.
     """
 
     task_name: str
@@ -326,17 +332,20 @@ class TaskStatus:
     unmatched_count: int = 0
     too_small_count: int = 0
     late_count: int = 0
+    overflow_count: int = 0
+    delivered_count: int = 0
     refilled_count: int = 0
+    step_times: StepTimes | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerProgress:
-    """How far the trainer that is the ranks of a task has come in this epoch.
+    """Progress in this epoch of the trainer formed by the ranks of a task.
 
     Attributes:
-        trained_batch_count: batches that were trained.
-        saved_batch_count: batches that a checkpoint of the trainer covers.
-        planned_batch_count: batches that were planned.
+        trained_batch_count: trained batches.
+        saved_batch_count: batches covered by a checkpoint of the trainer.
+        planned_batch_count: planned batches.
     """
 
     trained_batch_count: int
@@ -346,35 +355,42 @@ class TrainerProgress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartedRanks:
-    """Where the ranks of a task go on that have restarted.
+    """The point from which the restarted ranks of a task continue.
 
     Attributes:
-        epoch: of the task.
-        batch_index: the first batch that they ask for.
+        epoch: epoch of the task.
+        batch_index: the first batch for them to request.
+        repeated_batch_count: batches from there on that were trained before, and whose samples are trained again.
+        repeated_sample_count: samples of these batches. Both are 0 if the ranks had already been restarted before this
+            call.
     """
 
     epoch: int
     batch_index: int
+    repeated_batch_count: int = 0
+    repeated_sample_count: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvictedUnit:
-    """A sample or a group that claims of a task have evicted.
+    """A sample, rollout or group that was evicted by claims of a task, or by its admission.
 
     Attributes:
-        serial: its number in the task: 1, and one more with each.
-        unit: whether it was a "sample", evicted by itself, or a "group".
-        group: name of the group that it was, or that the sample was in; None: none.
-        key: key of the sample, of a group that of its first sample; None: none.
+        serial: its number within the task, counted from 1.
+        unit: "sample" for one evicted alone, "rollout" or "group".
+        group: name of the group, or of the group it was in; None if it was in none.
+        key: key of its first sample; None without one.
         reason: "unmatched": `where` excluded it, or a member of it; "too_small": fewer than `least_members` were left;
-            "late": it was not finished, and would have become too stale.
-        version: the version that was published then, of the policy that `where` compares with, or else of
-            `not_before_version` or of the partition's `max_staleness`; None: there is no policy, or it had no version.
-        sample_count: samples that went; of a cleared group also those that had failed before.
-        refill: what came of `get_meta(refill=)`: "refilled"; "pending": its sample was claimable anyway; "unknown":
-            there is no such partition or key; "used_up": it was refilled `max_refills` times before; "given_up": the
-            task never gets it, since it failed, was dead-lettered, dropped or skipped, or the ranks are at their end.
-            None: no refill was asked for.
+            "late": it was not finished, and would have become too stale; "overflow": it had the lowest priority when
+            new samples came.
+        version: the version published at that time, for the policy that `where` compares with, or else of
+            `not_before_version` or of the partition's `max_staleness`; None without a policy or a version.
+        sample_count: evicted samples; for a cleared group also those that had failed before.
+        refill: outcome of `get_meta(refill=)`: "refilled"; "pending": its sample was claimable already; "unknown": the
+            partition or key does not exist; "used_up": it was already refilled `max_refills` times; "given_up": the
+            task will never get it, because it failed, was dead-lettered, dropped or skipped, or the ranks are at their
+            end. None: no refill was requested.
+        rollout: name of the rollout, or of the rollout of its first sample; None without one.
     """
 
     serial: int
@@ -385,15 +401,16 @@ class EvictedUnit:
     version: int | None
     sample_count: int
     refill: RefillOutcome | None = None
+    rollout: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvictedUnits:
-    """Units that claims of a task have evicted, in order of their serials.
+    """Units that claims of a task have evicted, sorted by serial.
 
     Attributes:
-        units: the units; empty: there are none behind the serial that was given.
-        dropped_count: units behind that serial which are not kept any more.
+        units: the units; empty: none have serials after the given one.
+        dropped_count: units after that serial that are no longer kept.
     """
 
     units: tuple[EvictedUnit, ...]
@@ -407,7 +424,7 @@ class PolicyStatus:
     Attributes:
         policy: its name.
         version: the number of its weights.
-        published_ago_seconds: how long ago it was published.
+        published_ago_seconds: time since it was published.
     """
 
     policy: str
@@ -421,8 +438,8 @@ class MetaColumnStatus:
 
     Attributes:
         name: its name.
-        kind: type of the values that claims compare: "int64", "double", "bool" or "string"; "" before the first.
-        has_json: whether samples had other values, which are JSON.
+        kind: type of the values that claims compare: "int64", "double", "bool" or "string"; "" before the first value.
+        has_json: whether samples have had values of other types, stored as JSON.
     """
 
     name: str
@@ -435,22 +452,26 @@ class PartitionDescription:
     """A partition: its samples by state, fields and tasks.
 
     Attributes:
-        summary: the partition in short.
-        expected_samples: number of samples that will be inserted, where declared.
+        summary: summary of the partition.
+        expected_samples: number of samples that will be inserted, if declared.
         live_count: samples that are live.
         held_count: samples that are held.
         failed_count: samples that failed.
-        group_count: groups with members in the partition.
+        group_count: groups with members in the partition; rollouts without a group do not count.
+        rollout_count: rollouts with samples in the partition.
         fields: its fields.
         tasks: its tasks.
         custom_meta_columns: its custom_meta columns.
-        used_bytes: bytes of the values of its samples; where a part of a put was freed, its share by number of cells.
-        max_bytes: most bytes that they may take, None where that is not bounded.
-        admissions: how much work may be outstanding for its tasks.
+        used_bytes: bytes of the values of its samples; for partly freed puts the share by number of cells.
+        max_bytes: maximum of these bytes; None: unlimited.
+        admissions: limits on outstanding work per task.
         waiting_put_count: puts of new samples that wait for capacity or for a task.
-        declared_tasks: names of all tasks that may consume it; empty where any may.
-        samples_per_round: samples of a round, where declared.
-        revision: of this answer: `watch` goes on from here.
+        declared_tasks: names of all tasks that may consume it; empty if any may.
+        samples_per_round: samples per round, if declared.
+        revision: revision of this answer, which `watch` can start from.
+        release: when its samples are cleared automatically; None: never.
+        released_count: samples that were released after all required tasks were done with them.
+        expired_count: samples that were released because of their age.
     """
 
     summary: PartitionSummary
@@ -459,6 +480,7 @@ class PartitionDescription:
     held_count: int
     failed_count: int
     group_count: int
+    rollout_count: int
     fields: tuple[FieldStatus, ...]
     tasks: tuple[TaskStatus, ...]
     custom_meta_columns: tuple[MetaColumnStatus, ...]
@@ -469,6 +491,9 @@ class PartitionDescription:
     declared_tasks: tuple[str, ...]
     samples_per_round: int | None
     revision: Revision | None = None
+    release: Release | None = None
+    released_count: int = 0
+    expired_count: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -477,10 +502,10 @@ class SamplerOption:
 
     Attributes:
         name: its name.
-        type: what it takes, such as "whole number", "text or null" or "one of skip, take"; "" where the sampler does
-            not say.
-        default_json: what stands for it where it is not given, as JSON; None: it must be given.
-        summary: what it means.
+        type: its type, such as "whole number", "text or null" or "one of skip, take"; "" if the sampler does not
+            declare it.
+        default_json: the default as JSON; None if the option is required.
+        summary: description of the option.
     """
 
     name: str
@@ -491,7 +516,7 @@ class SamplerOption:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplerDescription:
-    """A sampler: the name `get_meta` takes, what it does, and its options."""
+    """A sampler: its name for `get_meta`, a summary, and its options."""
 
     name: str
     summary: str
@@ -504,14 +529,14 @@ class StorageStat:
 
     Attributes:
         storage_id: its name.
-        boot_id: of this instance of it, 16 bytes.
-        max_bytes: its quota; None: none.
+        boot_id: id of its instance, 16 bytes.
+        max_bytes: its quota; None: unlimited.
         used_bytes: bytes stored and reserved.
-        pooled_bytes: bytes of memory held for reuse, besides `used_bytes`.
-        put_count: puts held.
+        pooled_bytes: bytes of memory held for reuse, in addition to `used_bytes`.
+        put_count: stored puts.
         uncommitted_put_count: puts not yet committed.
-        shared_memory_count: memfds that clients of the same host have sent.
-        damaged_put_count: puts whose bytes are lost, as far as they were looked at since the start.
+        shared_memory_count: memfds received from clients on the same host.
+        damaged_put_count: puts found since the start to have lost bytes.
     """
 
     storage_id: str
@@ -526,21 +551,55 @@ class StorageStat:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RecordingStatus:
+    """State of the recording of a service.
+
+    Attributes:
+        place: directory or URL of the recording, without passwords; empty if the token is not for all partitions.
+        is_recording: whether steps are recorded; False after an error.
+        error: that error.
+        step_count: steps in the recording.
+        stored_bytes: bytes of these steps.
+        recorded_step_count: steps recorded since the start.
+        skipped_step_count: steps since the start that could not be recorded.
+        removed_step_count: steps removed since the start, to make space for newer ones.
+        pending_bytes: bytes in memory that wait to be written.
+        copied_bytes: bytes of puts that were copied since the start.
+        linked_bytes: bytes of puts whose file in the data directory was kept since the start, instead of a copy.
+        processor_seconds: processor time of the recording since the start, without that of the system's writes.
+    """
+
+    place: str
+    is_recording: bool
+    error: str
+    step_count: int
+    stored_bytes: int
+    recorded_step_count: int
+    skipped_step_count: int
+    removed_step_count: int
+    pending_bytes: int
+    copied_bytes: int
+    linked_bytes: int
+    processor_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceInfo:
-    """What a process of the service is, and how it runs.
+    """Properties of a service process.
 
     Attributes:
         version: its version, such as "0.1.0".
-        instance_id: 16 random bytes that name this process: others after each start.
-        role: "all", or "controller" where storage services run as other processes.
-        uptime_seconds: for how long it has run.
-        durability: what an acknowledged change survives: nothing ("memory"), a crash of any process ("process"), or one
-            of the host ("disk"), or the loss of the host ("cluster").
-        data_dir: the directory that holds its state; empty: none does, or the token is not for all partitions.
-        tls: whether it is reached over TLS.
-        client_certificates: whether clients have to show a certificate.
-        auth: whether it asks for tokens.
-        shared_memory: whether clients of its host share memory with it.
+        instance_id: 16 random bytes, new for each start of the process.
+        role: "all", or "controller" if storage services run in other processes.
+        uptime_seconds: time since its start.
+        durability: the failures that acknowledged changes survive: none ("memory"), a crash of any process ("process")
+            or of the host ("disk"), or the loss of the host ("cluster").
+        data_dir: the directory of its state; empty without one, or if the token is not for all partitions.
+        tls: whether it uses TLS.
+        client_certificates: whether clients must present a certificate.
+        auth: whether it requires tokens.
+        shared_memory: whether it shares memory with clients on its host.
+        recording: state of its recording; None: it does not record.
     """
 
     version: str
@@ -553,18 +612,19 @@ class ServiceInfo:
     client_certificates: bool
     auth: bool
     shared_memory: bool
+    recording: RecordingStatus | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControllerStatus:
-    """A controller of a cluster, as that which leads knows it.
+    """A controller of a cluster, as known to the leader.
 
     Attributes:
-        name: its name among the controllers, which stays as long as its data directory does.
-        address: where clients reach it.
-        is_leader: whether it leads; the others stand by.
-        epoch: of the leader: higher than that of each leader before it; of the others 0.
-        lag_count: records of the journal that it has not applied yet, as of a second ago.
+        name: its name among the controllers, as permanent as its data directory.
+        address: its address for clients.
+        is_leader: whether it leads; the others are standbys.
+        epoch: for the leader: higher than that of each leader before it; 0 for others.
+        lag_count: journal records it has not applied yet, as of a second ago.
     """
 
     name: str
@@ -576,15 +636,15 @@ class ControllerStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MirrorStatus:
-    """How the mirror of a storage service is: where its puts are a second time, on other nodes.
+    """State of the mirror of a storage service, which holds copies of its puts on other nodes.
 
     Attributes:
-        url: the engine, without user, password and settings.
-        is_reachable: whether it answered the last call; None: there was none yet.
-        unmirrored_bytes: bytes of puts that do not have the copies required yet, complete or not.
-        short_put_count: puts that have these, and fewer copies than asked for.
-        unfetched_put_count: puts that were taken over from another storage service and not fetched yet.
-        spilled_bytes: bytes that count as used and are in the mirror alone: they have left memory.
+        url: the object store, without user, password and settings.
+        is_reachable: whether it answered the last call; None before the first call.
+        unmirrored_bytes: bytes of puts that lack required copies, complete or not.
+        short_put_count: puts with all required copies, but fewer than requested.
+        unfetched_put_count: puts taken over from another storage service and not fetched yet.
+        spilled_bytes: used bytes that are only in the mirror: they have left memory.
     """
 
     url: str
@@ -597,20 +657,20 @@ class MirrorStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StorageStatus:
-    """A storage service, as its controller knows it.
+    """A storage service, as known to its controller.
 
     Attributes:
         storage_id: its name.
-        address: where clients reach it; empty: at the address of the controller, in whose process it runs.
-        used_bytes: bytes that it stores and has reserved.
-        max_bytes: its quota; None: none.
-        put_count: number of puts that it stores.
-        version: its version; empty: it has not said.
-        heard_ago_seconds: since when nothing was heard of it; None: it runs in the process of the controller.
+        address: its address for clients; empty: that of the controller, in whose process it runs.
+        used_bytes: bytes stored and reserved.
+        max_bytes: its quota; None: unlimited.
+        put_count: number of stored puts.
+        version: its version; empty if unknown.
+        heard_ago_seconds: time since its last heartbeat; None: it runs in the process of the controller.
         is_silent: whether it has been silent for too long to get puts.
-        mirror: how its mirror was at the last heartbeat; None: it has none.
-        is_adopted: whether these are puts of a lost storage service of this name that the one at `address` has taken
-            over; `used_bytes` and `max_bytes` are those of that one, whose quota they count for.
+        mirror: state of its mirror at the last heartbeat; None without a mirror.
+        is_adopted: whether these are puts of a lost storage service of this name that the service at `address` has
+            taken over; `used_bytes` and `max_bytes` are those of the successor, whose quota they count towards.
     """
 
     storage_id: str
@@ -627,12 +687,12 @@ class StorageStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionWait:
-    """Claims that wait for the same, or other calls that wait for a partition that does not exist.
+    """Claims that wait for the same reason, or other calls that wait for a partition that does not exist.
 
     Attributes:
-        partition_id: the partition, which need not exist.
-        reason: what is waited for. Without `explain` it has `task_name`, `data_fields` and `waiting_count` alone;
-            `task_name` is empty where `lookup_samples` waits.
+        partition_id: the partition; it may not exist.
+        reason: why they wait. Without `explain` it only has `task_name`, `data_fields` and `waiting_count`; `task_name`
+            is empty for waits of `lookup_samples`.
     """
 
     partition_id: str
@@ -641,17 +701,17 @@ class PartitionWait:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceStatus:
-    """A service, its storage services, its partitions, and what is waited for.
+    """A service with its storage services, its partitions, and waiting calls.
 
     Attributes:
-        service: what the service is.
-        storages: its storage services, in the order of their names.
-        partitions: its partitions, in the order of their names.
-        waits: what is waited for, in the order of the names of the partitions, and of each in the order of arrival of
-            the first calls; at most 32 of a partition.
-        revision: from which `watch` goes on from the whole status.
-        controllers: those of its cluster, that which leads first; none where the controller is alone.
-        policies: the published versions, in the order of the names of their policies.
+        service: the service process.
+        storages: its storage services, sorted by name.
+        partitions: its partitions, sorted by name.
+        waits: waiting calls by reason, sorted by partition, then by arrival of the first call; at most 32 per
+            partition.
+        revision: revision of the complete status, which `watch` can start from.
+        controllers: those of its cluster, the leader first; empty for a single controller.
+        policies: the published versions, sorted by policy.
     """
 
     service: ServiceInfo
@@ -664,22 +724,22 @@ class ServiceStatus:
 
     @property
     def own_storages(self) -> list[StorageStatus]:
-        """The storage services under their own names, whose bytes and quotas may be summed up."""
+        """The storage services under their own names, whose bytes and quotas can be summed."""
         return [storage for storage in self.storages if not storage.is_adopted]
 
     def heir_of(self, adopted: StorageStatus) -> str | None:
-        """Return the name of the storage service that has taken puts over, None where it has not registered."""
+        """Return the name of the storage service that has taken over puts; None if it has not registered."""
         return next((each.storage_id for each in self.own_storages if each.address == adopted.address), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoredCheckpoint:
-    """What a checkpoint brought back.
+    """Contents of a restored checkpoint.
 
     Attributes:
-        put_count: puts that were made of its bytes.
+        put_count: puts created from its bytes.
         value_bytes: their bytes.
-        metadata: what its caller gave with it.
+        metadata: metadata given by the caller of `checkpoint`.
     """
 
     partition_count: int
@@ -695,10 +755,10 @@ class CheckpointSummary:
 
     Attributes:
         name: its name, below the `checkpoint_dir` of the service.
-        written_at: when it was begun, in seconds since 1970 (UTC).
+        written_at: start of its writing, in seconds since 1970 (UTC).
         file_bytes: size of its file.
-        metadata: what its caller gave with it.
-        problem: why it cannot be read, as far as its beginning says; empty: it can.
+        metadata: metadata given by its caller.
+        problem: why it cannot be read, judged by its header; empty if it can.
     """
 
     name: str
@@ -712,13 +772,13 @@ class CheckpointSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointCopy:
-    """What a checkpoint holds.
+    """Contents of a written checkpoint.
 
     Attributes:
         name: its name, below the `checkpoint_dir` of the service.
-        put_count: puts that its bytes will be when they are restored.
+        put_count: puts that restoring it will create.
         value_bytes: their bytes.
-        pause_seconds: the longest time for which the service answered no call while it was written.
+        pause_seconds: longest time that the service answered no call while writing.
     """
 
     name: str

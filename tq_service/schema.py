@@ -1,10 +1,11 @@
-"""The words every layer shares: layouts, states, dtypes, the description of a field, what names and numbers may be."""
+"""Vocabulary of all layers: layouts, states, dtypes, field specs, and the validity of names and numbers."""
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from enum import IntEnum, StrEnum
 from typing import Final, Literal, get_args
 
@@ -12,7 +13,7 @@ from tq_service.errors import InvalidArgumentError
 
 
 class Layout(StrEnum):
-    """How the rows of a field are laid out; `AUTO` in declarations only: dense until a row differs, then jagged."""
+    """Layout of the rows of a field; `AUTO`, only in declarations: dense until a row differs in shape, then jagged."""
 
     AUTO = "auto"
     DENSE = "dense"
@@ -21,15 +22,22 @@ class Layout(StrEnum):
 
 
 class Encoding(StrEnum):
-    """What the bytes of a row of an object field are."""
+    """Encoding of the rows of an object field."""
 
     TEXT = "text"
     MSGPACK = "msgpack"
     BYTES = "bytes"
 
 
+class FieldScope(StrEnum):
+    """Whether a field has one value per sample, or one per group for all of its samples."""
+
+    ROW = "row"
+    GROUP = "group"
+
+
 class SampleState(StrEnum):
-    """What may happen with a sample: `failed` is final."""
+    """State of a sample; `failed` is final."""
 
     LIVE = "live"
     HELD = "held"
@@ -37,7 +45,7 @@ class SampleState(StrEnum):
 
 
 class SampleConsumption(IntEnum):
-    """What a task has done with a sample, by the numbers of the protos."""
+    """State of a sample for a task, with the numbers of the protos."""
 
     LEFT = 1
     LEASED = 2
@@ -47,20 +55,23 @@ class SampleConsumption(IntEnum):
 
 
 class EvictionCode(IntEnum):
-    """Why a claim evicted a sample or a group, by the numbers of the protos."""
+    """Why a sample or a group was evicted, with the numbers of the protos."""
 
     UNMATCHED = 1
     TOO_SMALL = 2
     LATE = 3
+    OVERFLOW = 4
 
 
-BatchUnit = Literal["sample", "group"]
+BatchUnit = Literal["sample", "group", "rollout"]
 Blocks = Literal["aligned", "anywhere"]
-EvictionReason = Literal["unmatched", "too_small", "late"]
+EvictionReason = Literal["unmatched", "too_small", "late", "overflow"]
 GivenBack = Literal["delivered", "trained", "published"]
 OnLost = Literal["requeue", "fail", "remove"]
+Overflow = Literal["wait", "drop_lowest"]
 KeyMode = Literal["upsert", "new", "existing"]
 Late = Literal["wait", "evict"]
+ReleaseWhen = Literal["trained", "saved"]
 RefillOutcome = Literal["refilled", "pending", "unknown", "used_up", "given_up"]
 Unmatched = Literal["wait", "fail", "clear"]
 ReadLayout = Literal["auto", "dense", "jagged"]
@@ -68,9 +79,9 @@ Operator = Literal["==", "!=", "<", "<=", ">", ">=", "in"]
 Scalar = int | float | bool | str
 DEFAULT_POLICY: Final = "default"
 START_VERSION: Final = "start_version"
-"""The custom_meta column with the version that was published when the slot of a sample was made."""
+"""The custom_meta column with the version that was published when the slot of a sample was created."""
 
-# Bytes of one element by torch's name of the dtype. Sub-byte dtypes have no per-row byte boundary and are left out.
+# Bytes per element by torch's name of the dtype. Sub-byte dtypes are left out: their rows may not end at a byte.
 DTYPE_SIZES: dict[str, int] = {
     "bool": 1, "uint8": 1, "int8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1,
     "float8_e8m0fnu": 1, "uint16": 2, "int16": 2, "float16": 2, "bfloat16": 2,
@@ -81,11 +92,11 @@ DTYPE_SIZES: dict[str, int] = {
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """Stands for the published version of a policy, plus an offset, in a condition.
+    """The published version of a policy plus an offset, as a value in a condition.
 
     Attributes:
         policy: its name.
-        offset: added to the version; -2 with ">=" is for samples that are at most two versions old.
+        offset: added to the version; -2 with ">=" selects samples that are at most two versions old.
     """
 
     policy: str = DEFAULT_POLICY
@@ -98,14 +109,16 @@ class FieldSpec:
 
     Attributes:
         name: unique in the partition.
-        dtype: torch's name of the dtype ("float32", "bfloat16"); "" for objects, or left to the first put.
-        layout: dense, jagged or object. In a declaration "auto", too: dense until a row differs in shape, jagged from
+        dtype: torch's name of the dtype ("float32", "bfloat16"); "" for objects, or if left to the first put.
+        layout: dense, jagged or object. In declarations also "auto": dense until a row differs in shape, jagged from
             then on; None: the `default_layout` of the partition.
-        row_shape: shape of one row, -1 in ragged dimensions, () for scalars; None leaves it to the first put.
-        encoding: of objects: UTF-8 text, bytes as they are, or msgpack, which holds any object. A field declared as
-            text or bytes takes nothing else; None, or msgpack, takes any, in the encoding that each put says.
-        write_once: whether each sample takes one value only: a second one is refused (AlreadyExistsError) until the
+        row_shape: shape of one row, -1 in ragged dimensions, () for scalars; None: left to the first put.
+        encoding: for objects: UTF-8 text, raw bytes, or msgpack, which represents any object. A field declared as text
+            or bytes accepts nothing else. None, or msgpack, accepts any object, in the encoding of each put.
+        write_once: whether each sample accepts only one value: a second one is refused (AlreadyExistsError) until the
             sample is cleared.
+        scope: "row": each sample has its own value. "group": the samples of a group share one, such as the image of
+            their prompt, which `put_groups` stores once. Such fields must be declared when the partition is created.
     """
 
     name: str
@@ -114,6 +127,7 @@ class FieldSpec:
     row_shape: tuple[int, ...] | None = None
     encoding: Encoding | None = None
     write_once: bool = False
+    scope: FieldScope = FieldScope.ROW
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -128,9 +142,11 @@ class FieldSpec:
             self._check_word("layout", Layout)
         if self.encoding is not None:
             self._check_word("encoding", Encoding)
+        if type(self.scope) is not FieldScope:
+            self._check_scope()
         if self.encoding is not None and self.layout is not Layout.OBJECT:
             raise InvalidArgumentError(
-                f"field {self.name!r}: encoding {self.encoding.value!r} is of objects, and the layout is "
+                f"field {self.name!r}: encoding {self.encoding.value!r} is for objects, but the layout is "
                 f"{self.layout or 'not given'}; give the layout object too",
                 field="encoding",
                 metadata={"field_name": self.name},
@@ -144,6 +160,15 @@ class FieldSpec:
             )
         if self.row_shape is not None:
             object.__setattr__(self, "row_shape", tuple(int(size) for size in self.row_shape))
+
+    def _check_scope(self) -> None:
+        if self.scope is None:
+            raise InvalidArgumentError(
+                f"field {self.name!r}: scope is None; expected 'row' or 'group', leave it out for 'row'",
+                field="scope",
+                metadata={"field_name": self.name},
+            )
+        self._check_word("scope", FieldScope)
 
     def _check_word(self, name: str, words: type[StrEnum]) -> None:
         given = getattr(self, name)
@@ -166,11 +191,11 @@ class FieldSpec:
 
     @property
     def ragged_dims(self) -> tuple[int, ...]:
-        """Dimensions of a row that differ between rows; none of a jagged field whose rows all were alike so far."""
+        """Dimensions in which rows may differ; empty for a jagged field whose rows have all had one shape so far."""
         return tuple(dim for dim, size in enumerate(self.row_shape or ()) if size < 0)
 
     def describe(self) -> str:
-        """Return the spec as it appears in messages, such as `int64 jagged [-1]` or `object (text)`."""
+        """Return the spec in the form used in messages, such as `int64 jagged [-1]` or `object (text)`."""
         if self.layout is Layout.OBJECT:
             return f"object ({self.encoding or 'any encoding'})"
         shape = "any shape" if self.row_shape is None else str(list(self.row_shape))
@@ -179,29 +204,40 @@ class FieldSpec:
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """How much work may be outstanding for a task of a partition; puts of new samples wait for their turn.
+    """Limit on the outstanding work of a task of a partition; puts of new samples wait until they are admitted.
 
-    What a task has pending is outstanding, and what was delivered to it until it gives its place back. Samples that
-    fail, are cleared before their delivery, dead-lettered, or skipped with their group, give it back at once.
+    Samples pending for the task are outstanding, and delivered ones until they are given back. Samples that fail, are
+    cleared before their delivery, dead-lettered, or skipped with their group are given back at once.
 
     Attributes:
-        task_name: the task. One that has not asked yet has all samples pending.
-        most: most units that may be outstanding, 1 or more.
-        unit: what `most` counts: samples, or groups; a sample without a group counts as one. Further members of a group
-            that has begun take no place.
-        given_back: when what was delivered gives its place back: at once ("delivered"), once its batch was trained or
-            its samples were acknowledged ("trained"), or with the next version of `policy` that is published after
-            that ("published").
-        policy: that of `given_back="published"`, in the client's namespace.
-        max_staleness: the most versions that may be published between the slot of a sample and its training. It sets
-            `most` to `(max_staleness + 1) * global_batch` and `given_back` to "published", has batches planned such
-            that the bound holds, and leaves it to `acquire` to make samples. None: there is no such bound.
-        global_batch: with `max_staleness`: the units that all ranks take for one version.
-        late: with `max_staleness`: what becomes of work that is not finished when a batch could be planned but for it:
-            batches "wait" for it, or it is evicted ("evict"), whoever is at it; see `get_meta(unmatched=, refill=)`.
-        most_running: most units that may be held at a time, which are being generated: `acquire`, `get_meta(admit=)`
-            and puts of held samples wait for others to finish. A group is held as long as one of its samples is. 0: no
-            bound.
+        task_name: the task. For a task that has not claimed yet, all samples are pending.
+        most: maximum number of outstanding units, 1 or more.
+        unit: what `most` counts: samples, rollouts, or groups; a sample without one counts as one. Further members of a
+            group or rollout that has begun do not count.
+        given_back: when delivered units are given back: at once ("delivered"), once their batch was trained or their
+            samples were acknowledged ("trained"), or with the next version of `policy` published after that
+            ("published").
+        policy: the policy of `given_back="published"`, in the client's namespace.
+        max_staleness: maximum number of versions published between the slot of a sample and its training. It sets
+            `most` to `(max_staleness + 1) * global_batch` and `given_back` to "published", plans batches within the
+            bound, and leaves the creation of samples to `acquire`. None: unbounded.
+        global_batch: with `max_staleness`: units that all ranks take per version.
+        late: with `max_staleness`: handling of unfinished work that delays a batch: batches "wait" for it, or it is
+            evicted ("evict"), even if a worker holds it; see `get_meta(unmatched=, refill=)`.
+        most_running: maximum number of held units, which are being generated, at a time: `acquire`, `get_meta(admit=)`
+            and puts of held samples wait for others to finish. A group is held as long as one of its samples is. 0:
+            unlimited.
+        overflow: handling of a put that would make more units outstanding than `most`. "wait": it waits.
+            "drop_lowest": pending units of the lowest priority are cleared in the same change. Units that are held,
+            leased, in a batch of ranks not trained yet (`advance`), or in an incomplete group are kept.
+        priority_key: with `overflow="drop_lowest"`: custom_meta column with the priority of a sample; that of a group
+            is the mean of its members'. Units without a value are dropped last, and of equal ones the oldest first.
+            Empty: the oldest first.
+        samples_per_insert: average number of deliveries to the task per inserted sample. Its batches wait if it was
+            delivered too many, and puts wait if it was delivered too few. 0: unbounded.
+        min_size_to_sample: with `samples_per_insert`: samples that must be inserted before the first batch; the ratio
+            counts samples inserted after them. 0 means 1.
+        error_buffer: with `samples_per_insert`: deliveries that the task may be ahead or behind.
     """
 
     task_name: str
@@ -213,6 +249,11 @@ class Admission:
     global_batch: int = 0
     late: Late = "wait"
     most_running: int = 0
+    overflow: Overflow = "wait"
+    priority_key: str = ""
+    samples_per_insert: float = 0.0
+    min_size_to_sample: int = 0
+    error_buffer: int = 0
 
     def __post_init__(self) -> None:
         check_name("task_name", self.task_name)
@@ -221,6 +262,7 @@ class Admission:
             ("unit", self.unit, get_args(BatchUnit)),
             ("given_back", self.given_back, get_args(GivenBack)),
             ("late", self.late, get_args(Late)),
+            ("overflow", self.overflow, get_args(Overflow)),
         )
         for name, word, words in check_words:
             if word not in words:
@@ -236,9 +278,38 @@ class Admission:
                 field="admissions",
             )
         check_range("most_running", self.most_running, 0, hint="; 0 stands for no bound")
+        self._check_replay()
+
+    def _check_replay(self) -> None:
+        """Refuse meaningless combinations of replay buffer options."""
+        ratio, least = self.samples_per_insert, max(1.0, self.samples_per_insert)
+        given_ratio = self.min_size_to_sample != 0 or self.error_buffer != 0
+        for is_wrong, name, expected in (
+            (self.priority_key and self.overflow == "wait", "priority_key", "none without overflow 'drop_lowest'"),
+            (
+                self.max_staleness is not None and (ratio or self.overflow != "wait"),
+                "max_staleness",
+                "none with overflow 'drop_lowest' or samples_per_insert, which deliver samples repeatedly",
+            ),
+            (not 0 <= ratio < math.inf, "samples_per_insert", "a positive finite number, or 0 for no bound"),
+            (self.min_size_to_sample < 0, "min_size_to_sample", "0 or more"),
+            (given_ratio and not ratio, "samples_per_insert", "a number above 0 with error_buffer"),
+            (
+                ratio and self.error_buffer < least,
+                "error_buffer",
+                f"{least:g} or more with samples_per_insert {ratio:g}",
+            ),
+        ):
+            if is_wrong:
+                raise InvalidArgumentError(
+                    f"{name} of the admission of task {self.task_name!r} is {getattr(self, name)!r}; expected "
+                    f"{expected}",
+                    field="admissions",
+                )
+        object.__setattr__(self, "min_size_to_sample", max(1, self.min_size_to_sample) if ratio else 0)
 
     def _set_by_staleness(self) -> None:
-        """Set what follows from `max_staleness`, and refuse what contradicts it."""
+        """Set the values implied by `max_staleness`, and refuse values that contradict it."""
         whose = f"of the admission of task {self.task_name!r}"
         if self.max_staleness is None:
             for name, value in (("global_batch", self.global_batch), ("late", self.late)):
@@ -267,18 +338,59 @@ class Admission:
 
 
 @dataclass(frozen=True, slots=True)
+class Release:
+    """When the service clears samples of a partition automatically, in the change that makes them due, and counts them.
+
+    Groups are released together. Held samples are never released, nor samples leased by a worker of any task. Keys and
+    names of groups can be used again, as after a clear.
+
+    Attributes:
+        when: release samples that all of `tasks` are done with. A queue worker is done when it acknowledges. Ranks are
+            done once their batch is "trained", or "saved": covered by a checkpoint of the trainer (`advance`). Samples
+            that failed or were skipped with their group are done, too. None: not released by tasks.
+        tasks: tasks that must be done; empty: all `tasks` of the partition. Their claims without ranks need a lease.
+        ttl_seconds: release samples this long after they were put or became live, done or not. Samples in a batch that
+            one of `tasks` has yet to train or save are kept. Ages restart when the service starts. None: at no age.
+
+    Raises:
+        InvalidArgumentError: neither `when` nor `ttl_seconds` is given, or a value is out of range.
+    """
+
+    when: ReleaseWhen | None = None
+    tasks: Sequence[str] = ()
+    ttl_seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        problem = ""
+        if self.when not in {None, *get_args(ReleaseWhen)}:
+            problem = f"when is {self.when!r}; give one of {', '.join(get_args(ReleaseWhen))}"
+        elif self.ttl_seconds is not None and not 0 < self.ttl_seconds < math.inf:
+            problem = f"ttl_seconds is {self.ttl_seconds}; give more than 0"
+        elif self.when is None and self.ttl_seconds is None:
+            problem = "neither when nor ttl_seconds is given; give one, or both"
+        elif self.when is None and self.tasks:
+            problem = f"tasks is {', '.join(self.tasks)}, without when; give both"
+        if problem:
+            raise InvalidArgumentError(f"release: {problem}", field="release")
+        for name in self.tasks:
+            check_name("release", name)
+        check_unique("release", self.tasks)
+        object.__setattr__(self, "tasks", tuple(sorted(self.tasks)))
+
+
+@dataclass(frozen=True, slots=True)
 class Admit:
-    """The slots that rollout workers get with the prompts that they claim; see `get_meta(admit=)`.
+    """Slots that rollout workers get with the prompts that they claim; see `get_meta(admit=)`.
 
     Attributes:
         partition_id: the partition of the slots, which must exist.
-        group_size: slots of each prompt. More than 1: they are a group, named by the key of the prompt; 1 or None: one
+        group_size: slots per prompt. More than 1: they are a group, named by the key of the prompt; 1 or None: one
             slot with the key of the prompt.
-        on_lost: what becomes of slots that are still held when the lease runs out. "remove": their prompts can be
-            claimed again. "requeue": workers claim them with `get_meta(held=True)`; "fail": they fail; then their
+        on_lost: handling of slots that are still held when the lease expires. "remove": their prompts can be claimed
+            again. "requeue": workers claim them with `get_meta(held=True)`; "fail": they fail. In both cases their
             prompts are done.
-        policy: the published version of this policy becomes `start_version` in the custom_meta of the slots. None: that
-            of the admission with a `max_staleness`; without one there is no `start_version`.
+        policy: the published version of this policy becomes `start_version` in the custom_meta of the slots. None: the
+            policy of the admission with a `max_staleness`; without one, no `start_version` is set.
     """
 
     partition_id: str
@@ -295,8 +407,27 @@ class Admit:
 
     @property
     def slot_count(self) -> int:
-        """Slots of each prompt."""
+        """Slots per prompt."""
         return 1 if self.group_size is None else self.group_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTotals:
+    """Totals of one optimizer step of a batch, over all of its ranks.
+
+    Attributes:
+        sample_count: samples; each counts as often as it is delivered.
+        rollout_count: rollouts; a sample without one counts as one.
+        group_count: groups; a rollout or sample without one counts as one. A group in several steps counts in each.
+        token_count: tokens, by the lengths of the packs, else of the samples; None: a length is unknown.
+        sums: sums of the requested custom_meta columns.
+    """
+
+    sample_count: int
+    rollout_count: int
+    group_count: int
+    token_count: int | None = None
+    sums: Mapping[str, float] = field(default_factory=dict)
 
 
 _CONSUMED: Final = ("consumed_count", "kept_count")
@@ -304,18 +435,18 @@ _CONSUMED: Final = ("consumed_count", "kept_count")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndCounts:
-    """What became of the samples of a partition when a task reached its end: numbers of them, the same for all ranks.
+    """Samples of a partition by outcome when a task reached its end; the same for all ranks.
 
     Attributes:
-        consumed_count: consumed by the task in this epoch, cleared ones included.
+        consumed_count: consumed by the task in this epoch, including cleared ones.
         cleared_count: cleared before the task took them.
         failed_count: failed before the task took them.
-        dead_lettered_count: delivered `max_deliveries` times without being acknowledged, cleared ones included.
-        excluded_count: ruled out by the task's `where`.
-        in_incomplete_groups_count: of groups that cannot be delivered whole any more.
-        left_over_count: ready, but in no plan: a short last batch with `drop_last`, or what the sampler leaves out.
-        overlong_count: left out of a batch by its sampler, as `overlong="drop"` does, cleared ones included.
-        kept_count: those of `consumed_count` that were consumed in earlier epochs, before
+        dead_lettered_count: delivered `max_deliveries` times without being acknowledged, including cleared ones.
+        excluded_count: excluded by the task's `where`.
+        in_incomplete_groups_count: in groups that can no longer be delivered completely.
+        left_over_count: ready, but not in any plan: a short last batch with `drop_last`, or left out by the sampler.
+        overlong_count: left out of a batch by its sampler, as `overlong="drop"` does, including cleared ones.
+        kept_count: samples of `consumed_count` consumed in earlier epochs, before
             `reset_consumption(keep_consumed=True)` began this one.
     """
 
@@ -331,31 +462,31 @@ class EndCounts:
 
     @property
     def skipped_counts(self) -> dict[str, int]:
-        """The counts of samples that the task never gets, by their names; those that are 0 are left out."""
+        """Counts of the samples that the task will never get, by name, without those that are 0."""
         return {name: count for name, count in asdict(self).items() if count and name not in _CONSUMED}
 
     @property
     def skipped_count(self) -> int:
-        """How many samples the task never gets."""
+        """Number of samples that the task will never get."""
         return sum(self.skipped_counts.values())
 
 
-# What must hold of a request whatever the state of the service
+# Checks of requests that do not depend on the state of the service
 
 MOST_SAMPLES: Final = 2**24
 """Most samples that one request writes or claims."""
 MOST_NAMED_PER_WRITE: Final = 2**14
 """Most samples with keys or groups that one request writes."""
 LARGEST_EXACT: Final = 1 << 53
-"""Of the integers that floats hold."""
+"""Largest integer up to which floats represent all integers exactly."""
 WHOLE_EXTENT: Final = (1 << 32) - 1
-"""Stands for the length of an extent of a cell that is not cut."""
+"""Length of an extent that is not cut."""
 _LARGEST: Final = sys.float_info.max
 
 
 def check_range(name: str, value: float, least: int, most: float = _LARGEST, hint: str = "") -> None:
-    """Refuse a number that is too small or too large; `hint` ends the message."""
-    if not least <= value <= most:  # which neither NaN nor infinity are
+    """Refuse a number out of range; `hint` ends the message."""
+    if not least <= value <= most:  # NaN and infinity fail this
         expected = f"{least} or more" if most == _LARGEST else f"{least} to {most}"
         raise InvalidArgumentError(
             f"{name} is {value}; give {expected}{hint}",
@@ -365,7 +496,7 @@ def check_range(name: str, value: float, least: int, most: float = _LARGEST, hin
 
 
 def check_named_rows(name: str, count: int) -> None:
-    """Refuse to write so many samples with keys, or with groups, at once: it would take long in one step."""
+    """Refuse too many samples with keys or groups in one write, which would block the event loop for long."""
     if count > MOST_NAMED_PER_WRITE:
         raise InvalidArgumentError(
             f"{name} names {count} samples, expected at most {MOST_NAMED_PER_WRITE} in one call. Write them in several "
@@ -376,7 +507,7 @@ def check_named_rows(name: str, count: int) -> None:
 
 
 def check_unique(name: str, names: Sequence[str]) -> None:
-    """Refuse names of which one comes twice."""
+    """Refuse repeated names."""
     if len(set(names)) != len(names):
         raise InvalidArgumentError(f"{name} has one twice: {list(names)}; name each once", field=name)
 
@@ -392,7 +523,7 @@ def check_name(what: str, name: str) -> None:
 
 
 CONTROLLER_NAME_BYTES: Final = 8
-"""First bytes of the id of a controller that keeps no state, the same at each of its starts; the others are new."""
+"""First bytes of the id of a controller without persistent state, the same at each start; the rest is random."""
 
 
 def check_id(name: str, value: bytes, hint: str = "send 16 random bytes, the same over retries") -> None:
@@ -406,5 +537,5 @@ def check_id(name: str, value: bytes, hint: str = "send 16 random bytes, the sam
 
 
 def check_passed_on(name: str, value: bytes) -> None:
-    """Refuse an id that was not made by the service: for one that is not known, so that those that are cost nothing."""
-    check_id(name, value, "send it as the service answered it")
+    """Refuse a malformed id from the service. Called only for unknown ids, so known ones cost nothing."""
+    check_id(name, value, "send it as returned by the service")

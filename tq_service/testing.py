@@ -1,4 +1,4 @@
-"""Services as processes of their own: for tests, and for programs that need a service for a while."""
+"""Services in separate processes, for tests and for programs that need a service for a while."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import os
 import re
 import selectors
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -23,28 +25,28 @@ COMMAND: Final = (sys.executable, "-m", "tq_service.cli")
 _LISTENING: Final = re.compile(rb"listening on (\S+)\s")
 _READ_BYTES: Final = 4096
 _TAIL_LINES: Final = 25
-_STOP_SECONDS: Final = 30.0  # longer than the 15 s that a service gives its calls to finish
+_STOP_SECONDS: Final = 30.0  # longer than the 15 s that calls of a service get to finish
 
 
 class ListeningProcess:
-    """A program that prints a line with "listening on host:port" once it can be reached.
+    """A program that prints a line with "listening on host:port" once it is reachable.
 
     A `with` block starts it, waits for that line, and stops it at the end of the block:
 
         start ... stop | kill -> start ...
 
-    Not for several threads at once. A thread of its own reads and drops the rest of the program's stdout, so that a
-    program that prints more than a pipe holds does not stop.
+    Not thread-safe. A separate thread reads and drops the rest of the program's stdout, so a full pipe never blocks the
+    program.
 
     Args:
         command: the program and its arguments.
         env: its environment; None: that of this process.
-        cwd: the directory it runs in; None: that of this process.
-        log: file to which its stderr is appended; None: it goes to the stderr of this process.
-        start_new_session: whether signals of the terminal, such as that of Ctrl-C, are to reach this process only,
-            which then decides when the other one ends.
-        start_seconds: how long it may take to listen.
-        stop_seconds: how long it may take to end after SIGTERM before it is killed.
+        cwd: its working directory; None: that of this process.
+        log: file to append its stderr to; None: the stderr of this process.
+        start_new_session: whether only this process gets signals of the terminal, such as that of Ctrl-C, and decides
+            when the program ends.
+        start_seconds: timeout for it to listen.
+        stop_seconds: time to end after SIGTERM before it is killed.
     """
 
     _stdin: int = subprocess.DEVNULL
@@ -84,11 +86,11 @@ class ListeningProcess:
         """Start the program and wait until it listens.
 
         Raises:
-            RuntimeError: it runs already.
-            UnavailableError: it has ended, or does not listen in time; it is not left behind.
+            RuntimeError: it is already running.
+            UnavailableError: it has ended, or did not listen in time and was killed.
         """
         if self._process is not None and self.exit_code is None:
-            raise RuntimeError(f"process {self.pid} runs already; stop or kill it before it is started again")
+            raise RuntimeError(f"process {self.pid} is already running; stop or kill it before it is started again")
         log = None if self._log is None else self._log.open("ab")
         try:
             self._process = subprocess.Popen(
@@ -135,20 +137,20 @@ class ListeningProcess:
 
     @property
     def address(self) -> str:
-        """Where it listens, "host:port"; "" before the first start."""
+        """Its listening address, "host:port"; "" before the first start."""
         return self._address
 
     @property
     def port(self) -> int:
-        """The port it listens on."""
+        """Its listening port."""
         return int(self._address.rpartition(":")[2])
 
     @property
     def process(self) -> subprocess.Popen[bytes]:
-        """The process that was started last.
+        """The process started last.
 
         Raises:
-            RuntimeError: none was started.
+            RuntimeError: it was never started.
         """
         if self._process is None:
             raise RuntimeError("it has not been started; use it in a `with` statement, or call start() first")
@@ -156,36 +158,36 @@ class ListeningProcess:
 
     @property
     def pid(self) -> int:
-        """The id of the process that was started last."""
+        """The id of the process started last."""
         return self.process.pid
 
     @property
     def exit_code(self) -> int | None:
-        """The code with which it ended, the negative number of the signal that killed it, None while it runs."""
+        """Its exit code, or the negative number of the signal that killed it; None while it runs."""
         return self.process.poll()
 
     def read_log(self) -> str:
-        """Return what it has written to its log so far.
+        """Return its log so far.
 
         Raises:
-            ValueError: it has no log of its own.
+            ValueError: it does not have a separate log.
         """
         if self._log is None:
             raise ValueError("got no log, expected the path of a file; give log=")
         return self._log.read_text(encoding="utf-8", errors="replace")
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Send it a signal, unless it has ended."""
+        """Send a signal, unless it has ended."""
         self.process.send_signal(number)
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait until it has ended and return its exit code.
+        """Wait for it to end, and return its exit code.
 
         Args:
-            timeout: seconds to wait at most; None: for ever.
+            timeout: maximum seconds to wait; None: no limit.
 
         Raises:
-            subprocess.TimeoutExpired: it still runs.
+            subprocess.TimeoutExpired: it is still running.
         """
         code = self.process.wait(timeout)
         if self.process.stdin is not None:
@@ -193,7 +195,7 @@ class ListeningProcess:
         return code
 
     def stop(self) -> int:
-        """End it by SIGTERM, and by SIGKILL where that takes too long; return its exit code."""
+        """Terminate it with SIGTERM, or SIGKILL if that takes too long; return its exit code."""
         self.send_signal(signal.SIGTERM)
         try:
             return self.wait(self._stop_seconds)
@@ -207,7 +209,7 @@ class ListeningProcess:
 
 
 def _drain(process: subprocess.Popen[bytes]) -> None:
-    """Read and drop what a program prints, until it and whatever has its stdout have ended."""
+    """Read and drop the output of a program until all processes that hold its stdout have ended."""
     assert process.stdout is not None  # noqa: S101  (Popen was asked to make it)
     with process.stdout as stdout:
         while os.read(stdout.fileno(), _READ_BYTES):
@@ -215,27 +217,27 @@ def _drain(process: subprocess.Popen[bytes]) -> None:
 
 
 class ServiceProcess(ListeningProcess):
-    """`tq-service serve` as a process of its own, on a free port of this machine's loopback address.
+    """`tq-service serve` in a separate process, on a free port of this machine's loopback address.
 
         with ServiceProcess("--max-bytes", "1GiB") as service, tq.Client(service.address) as client:
             ...
 
-    It keeps its port when it is started again, and ends with this process, however that ends. It ignores settings in
-    the environment (`TQ_*`).
+    It keeps its port across restarts, and ends when this process ends for any reason. It ignores settings in the
+    environment (`TQ_*`).
 
     Args:
-        *flags: of `tq-service serve`.
-        data_dir: directory in which the service keeps its state; None: it is gone when the service ends.
-        env: variables that are added to its environment.
-        command: what runs the command line.
-        cwd: the directory it runs in; None: that of this process.
-        log: file to which its log is appended; None: it goes to the stderr of this process.
+        *flags: flags of `tq-service serve`.
+        data_dir: data directory of the service; None: its state is lost when it ends.
+        env: additional environment variables.
+        command: the program that runs the command line.
+        cwd: its working directory; None: that of this process.
+        log: file to append its log to; None: the stderr of this process.
         start_new_session: see `ListeningProcess`.
-        start_seconds: how long it may take to listen.
-        stop_seconds: how long it may take to end after SIGTERM before it is killed.
+        start_seconds: timeout for it to listen.
+        stop_seconds: time to end after SIGTERM before it is killed.
     """
 
-    # It reads its end of this pipe. The other end closes with this process, also if that is killed.
+    # The service reads its end of this pipe. The other end closes with this process, even if that is killed.
     _stdin = subprocess.PIPE
 
     def __init__(
@@ -250,7 +252,12 @@ class ServiceProcess(ListeningProcess):
         start_seconds: float = 60.0,
         stop_seconds: float = _STOP_SECONDS,
     ) -> None:
-        where = ["--host", "127.0.0.1", "--port", "0"]
+        # Bound for the lifetime of this object: no other program can get the port while the service is down.
+        reserved = socket.socket()
+        weakref.finalize(self, reserved.close)
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind(("127.0.0.1", 0))
+        where = ["--host", "127.0.0.1", "--port", str(reserved.getsockname()[1])]
         kept = [] if data_dir is None else ["--data-dir", str(data_dir)]
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("TQ_")}
         super().__init__(
@@ -262,18 +269,6 @@ class ServiceProcess(ListeningProcess):
             start_seconds=start_seconds,
             stop_seconds=stop_seconds,
         )
-
-    def start(self) -> None:
-        """Start the service and wait until it listens; after the first time on the same port.
-
-        Raises:
-            RuntimeError: it runs already.
-            UnavailableError: it has ended, or does not listen in time; it is not left behind.
-        """
-        is_first = not self.address
-        super().start()
-        if is_first:
-            self.command = (*self.command, "--port", str(self.port))
 
     def restart(self) -> None:
         """Kill it, unless it has ended, and start it again."""

@@ -1,4 +1,4 @@
-"""The version of the package and of its protocol, which services and clients show each other."""
+"""The versions of the package and of its protocol, which services and clients exchange."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Final
 
 VERSION: Final = "0.1.0"
 
-PROTOCOL: Final = 3
-"""Raised with each change of the protos or of a byte layout after which older clients or services misread each other.
+PROTOCOL: Final = 4
+"""Incremented with each change of the protos or of a byte layout that older clients or services would misread.
 
-`make accept-protos` raises it when `buf breaking` finds such a change.
+`make accept-protos` increments it when `buf breaking` finds such a change.
 """
 
 _PACKAGE: Final = Path(__file__).parent
@@ -19,7 +19,7 @@ _COMMIT_LENGTH: Final = 9
 
 
 def _commit() -> str:
-    """Return the commit this package was built from, or that of the clone it is in; "" if neither is known."""
+    """Return the commit this package was built from, or that of its clone; "" if neither is known."""
     try:
         return (_PACKAGE / "COMMIT").read_text().strip()  # written by hatch_build.py
     except OSError:
@@ -31,13 +31,13 @@ def _commit() -> str:
 
 
 def _head_of(clone: Path) -> str:
-    """Return the commit that is checked out, read from the files of git, which may not be installed.
+    """Return the checked-out commit, read from git's files, since git may not be installed.
 
     Raises:
-        OSError: it is not a clone.
+        OSError: the directory is not a clone.
     """
     git = clone / ".git"
-    if git.is_file():  # a worktree: the file names its directory, which shares the branches of another one
+    if git.is_file():  # a worktree: the file names its directory, which shares the branches of the main one
         git = clone / git.read_text().removeprefix("gitdir:").strip()
     head = (git / "HEAD").read_text().strip()
     if not head.startswith("ref:"):
@@ -52,7 +52,7 @@ def _head_of(clone: Path) -> str:
 
 COMMIT: Final = _commit()[:_COMMIT_LENGTH]
 BUILD: Final = f"{VERSION}+{COMMIT}" if COMMIT else VERSION
-"""The version with the commit, such as "0.1.0+64c3520ab", as PEP 440 writes local versions."""
+"""The version with the commit, such as "0.1.0+64c3520ab", a local version of PEP 440."""
 
 USER_AGENT: Final = f"tq-service/{BUILD} (protocol {PROTOCOL})"
-"""Begins the user agent of all calls, from which a service knows the protocol of its caller."""
+"""Start of the user agent of all calls; it tells a service the protocol version of its caller."""

@@ -1,4 +1,4 @@
-"""Measures the time for which a call waits for samples or capacity, apart from the time that handling it takes."""
+"""Measures the time that a call waits for samples or capacity, separately from its processing time."""
 
 from __future__ import annotations
 
@@ -13,17 +13,14 @@ class WaitClock:
     """Adds up the waits of one call.
 
     Attributes:
-        seconds: for how long it has waited.
+        seconds: total wait time.
     """
 
-    __slots__ = ("seconds",)
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
+    seconds: float = 0.0
 
 
 wait_clock: Final[ContextVar[WaitClock | None]] = ContextVar("wait_clock", default=None)
-"""The clock of the call that is handled; None where nothing measures it."""
+"""The clock of the current call; None if its waits are not measured."""
 
 
 WhileWaiting: TypeAlias = Callable[[], AbstractContextManager[None]]
@@ -31,7 +28,7 @@ WhileWaiting: TypeAlias = Callable[[], AbstractContextManager[None]]
 
 
 class Waiting:
-    """Counts the time of a `with` as a wait of the call that is handled. Such blocks do not overlap in one call."""
+    """Counts the time of a `with` block as a wait of the current call. Such blocks must not overlap in one call."""
 
     __slots__ = ("_began_at", "_clock")
 

@@ -1,4 +1,4 @@
-"""The agent: asks once, or twice with an answer for each time, as some agents of verl's do."""
+"""The agent: it generates once, or twice with an output for each, like some of verl's agents."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TOOL_TOKEN_COUNT = 2
 
 @register(NAME)
 class Agent(AgentLoopBase):
-    """An agent whose first session gives two outputs for each third prompt, and that fails where it is to."""
+    """An agent whose first session gives two outputs for every third prompt, and which fails on request."""
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput | list[AgentLoopOutput]:
         """Return the outputs of one session."""
@@ -25,7 +25,7 @@ class Agent(AgentLoopBase):
         prompt, images = self._prompt(kwargs["raw_prompt"])
         first = await self._ask(sampling_params, f"{uid}:{session}:0", prompt, images)
         if kwargs["extra_info"]["fate"] == "fails" and session == _FAILING_SESSION:
-            raise RuntimeError(f"session {session} of prompt {uid} fails, as it is to")
+            raise RuntimeError(f"session {session} of prompt {uid} fails on request")
         if session or index % 3:
             return first
         tools = first.response_ids[:_TOOL_TOKEN_COUNT]

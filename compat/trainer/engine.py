@@ -1,7 +1,7 @@
 """A model of a few thousand weights as verl's training engine: policy, reference and critic.
 
-What a trainer's model reads of a batch goes into its output: tokens, position ids in all their dimensions, and pixel
-values. So each of them, a bit of it changed, gives other log probabilities, other losses and other weights.
+All parts of a batch that a trainer's model reads go into its output: tokens, position ids in all dimensions, and pixel
+values. So if any bit of them changes, log probabilities, losses and weights change too.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _FILE_NAME = "weights.pt"
 
 
 class Engine(BaseEngine):
-    """What policy and critic share; `output_size` is what the model gives for each token."""
+    """Shared by policy and critic; `output_size` is the size of the model's output per token."""
 
     output_size = 0
 
@@ -121,7 +121,7 @@ class Engine(BaseEngine):
         return loss, {"model_output": detach_tree(output), "loss": loss.detach().item(), "metrics": metrics}
 
     def _hidden(self, batch: TensorDict) -> torch.Tensor:
-        """Return what the model knows of each token of a batch, (tokens, width)."""
+        """Return the model's features of each token of a batch, (tokens, width)."""
         ids, positions = batch["input_ids"], batch["position_ids"].values().float()
         if positions.dim() > 1:  # (4, tokens): of text and of the three axes of an image
             positions = (positions * torch.tensor([[1.0], [0.5], [0.25], [0.125]])).sum(0)
@@ -142,7 +142,7 @@ def _brightness(inputs: Any) -> float:
 
 @EngineRegistry.register(model_type="language_model", backend="fsdp", device="cpu")
 class PolicyEngine(Engine):
-    """Gives log probabilities and entropies of the next tokens."""
+    """Returns log probabilities and entropies of the next tokens."""
 
     output_size = VOCABULARY_SIZE
 
@@ -156,7 +156,7 @@ class PolicyEngine(Engine):
 
 @EngineRegistry.register(model_type="value_model", backend="fsdp", device="cpu")
 class ValueEngine(Engine):
-    """Gives values of tokens."""
+    """Returns values of tokens."""
 
     output_size = 1
 

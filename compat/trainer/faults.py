@@ -1,8 +1,8 @@
-"""Kills with SIGKILL, at moments of a run that are the same each time: the service, or the process that is there.
+"""Kills the service or the calling process with SIGKILL, at the same moments in each run.
 
-A process says what it is about to do (`reached`); where that is the moment of a fault, the victim is killed a little
-later, while the call is under way. Which faults are on, the demo says through a directory, in which it also keeps the
-process id of the service. Each fault comes once, and leaves a file with the time.
+A process announces its next call (`reached`). If that is the moment of a fault, the victim is killed a little later,
+while the call is in flight. The demo enables faults through a directory, in which it also keeps the process id of the
+service. Each fault occurs once and leaves a file with its time.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ SERVICE, CALLER = "service", "caller"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """A moment of a run, and who is killed then.
+    """A moment of a run, and the process to kill.
 
     Attributes:
-        title: what goes on, for people.
+        title: description of the moment for people.
         run: name of the run.
-        role: of the process whose calls are counted.
-        call: what it is about to do.
-        number: how often it has by then, this time included; counted by each process for itself.
-        victim: SERVICE, or CALLER: the process itself.
+        role: role of the process whose calls are counted.
+        call: name of its next call.
+        number: how many such calls the process has made, including this one; each process counts separately.
+        victim: SERVICE, or CALLER for the process that makes the call.
         delay_seconds: from the beginning of the call to the kill.
     """
 
@@ -46,11 +46,11 @@ class Fault:
 
     @property
     def file_name(self) -> str:
-        """Where the time of the kill is written."""
+        """Name of the file with the time of the kill."""
         return f"{self.run}-{self.role}-{self.call}-{self.number}"
 
 
-# Of `compat.demo`: two runs, of which the first ends in step 3.
+# Faults of `compat.demo`: two runs; the first ends in step 3.
 FAULTS = (
     Fault(title="step 1: agents put answers", run="run1", role=AGENT, call="async_kv_batch_put", number=6),
     Fault(title="step 2: a rank reads its batch", run="run1", role="rank-0", call="client.async_get_data", number=6),
@@ -65,7 +65,7 @@ _counts: Counter[str] = Counter()
 
 
 def reached(call: str) -> None:
-    """Count what this process is about to do, and see to the kill where it is the moment of a fault that is on."""
+    """Count the next call of this process, and schedule the kill if a fault is enabled for it."""
     directory = os.environ.get(DIRECTORY_VARIABLE)
     if directory is None:
         return
@@ -77,7 +77,7 @@ def reached(call: str) -> None:
 
 
 def inject(fault: Fault, directory: Path) -> None:
-    """Kill the victim of a fault, unless it was killed before."""
+    """Kill the victim of a fault unless the fault has already occurred."""
     try:
         file = (directory / fault.file_name).open("x")
     except FileExistsError:  # another process of this role was first

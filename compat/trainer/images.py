@@ -1,4 +1,4 @@
-"""A processor of images: cuts them into patches, one token for each four, as that of Qwen2.5-VL does."""
+"""An image processor: it cuts images into patches, one token per four patches, like that of Qwen2.5-VL."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PATCHES_PER_TOKEN = 4
 
 
 def token_count(image: Any) -> int:
-    """Return how many tokens an image takes."""
+    """Return the number of tokens of an image."""
     return int(_grid(image).prod()) // _PATCHES_PER_TOKEN
 
 
@@ -38,7 +38,7 @@ def _patches(image: Any) -> np.ndarray[Any, Any]:
 
 
 class Qwen2_5_VLProcessor:  # noqa: N801  (verl knows processors by this name)
-    """What verl calls of a processor of this name."""
+    """The methods that verl calls of a processor of this name."""
 
     image_token = IMAGE_TOKEN
     image_processor = SimpleNamespace(patch_size=_PATCH_PIXELS, merge_size=2)
@@ -50,11 +50,11 @@ class Qwen2_5_VLProcessor:  # noqa: N801  (verl knows processors by this name)
 
     @classmethod
     def from_pretrained(cls, path: str, **_kwargs: Any) -> Qwen2_5_VLProcessor:
-        """Return the processor of a model's directory."""
+        """Return the processor for a model's directory."""
         return cls(AutoTokenizer.from_pretrained(path))
 
     def __call__(self, *, text: list[str], images: list[Any] | None = None, **_kwargs: Any) -> BatchFeature:
-        """Return token ids, and patches and grids of images where there are any."""
+        """Return token ids, and the patches and grids of images, if any."""
         ids = torch.tensor([self.tokenizer.encode(text[0])], dtype=torch.int64)
         found = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "mm_token_type_ids": torch.zeros_like(ids)}
         if images:
@@ -64,5 +64,5 @@ class Qwen2_5_VLProcessor:  # noqa: N801  (verl knows processors by this name)
 
 
 def register() -> None:
-    """Make it the processor of models of Qwen2.5-VL in this process."""
+    """Register it as the processor of Qwen2.5-VL models in this process."""
     AutoProcessor.register(Qwen2_5_VLConfig, Qwen2_5_VLProcessor, exist_ok=True)

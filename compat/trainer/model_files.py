@@ -1,4 +1,4 @@
-"""Writes what verl reads of a model: a tokenizer of words, and a configuration."""
+"""Writes the files that verl reads of a model: a tokenizer of words, and a configuration."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SIZES = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "n
 
 
 def write_model(directory: Path, *, images: bool) -> None:
-    """Write tokenizer and configuration of a model that reads images, or of one that does not."""
+    """Write the tokenizer and configuration of a model with or without images."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen2_5_VLConfig, Qwen3Config
 

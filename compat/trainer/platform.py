@@ -1,4 +1,4 @@
-"""A platform of verl's whose device is the CPU."""
+"""A verl platform whose device is the CPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _nothing(*_args: Any, **_kwargs: Any) -> int:
 
 @PlatformRegistry.register(platform="cpu")
 class CpuPlatform(PlatformBase):
-    """The CPU, which Ray counts as a GPU: verl asks for one for each training worker."""
+    """The CPU, which Ray counts as a GPU: verl requests one for each training worker."""
 
     device_name = "cpu"
     vendor_name = "cpu"

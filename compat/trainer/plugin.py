@@ -1,8 +1,8 @@
-"""What verl imports in each of its processes (`VERL_USE_EXTERNAL_MODULES`): stand-ins, and the recorder.
+"""Imported by verl in each of its processes (`VERL_USE_EXTERNAL_MODULES`): stand-ins, and the recorder.
 
-A run depends on four things that differ each time: names of prompts, which are random, and times, which are put with
-the samples, are made the same here; when what is finished, `compat.trainer.rounds` decides; and the order of `kv_list`,
-`compat.recorder` sorts.
+A run depends on four things that differ each time. This module fixes the names of prompts, which are random, and the
+times that are put with the samples. `compat.trainer.rounds` decides when each prompt finishes, and `compat.recorder`
+sorts the answers of `kv_list`.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ from compat.trainer.recording import RUN_VARIABLE, recorder  # noqa: E402
 from compat.trainer.rounds import rounds  # noqa: E402
 
 _ENGINE = "compat"
-# What depends on the machine.
+# Depends on the machine.
 _TIMED_METRICS = ("timing", "perf/", "throughput", "memory", "mfu")
 _MOST_ANSWER_SECONDS, _PAUSE_SECONDS = 60.0, 0.05
 
 images.register()
-# By name: a server's process imports that module before verl.
+# Replaced by name: a server's process imports that module before verl.
 RolloutReplicaRegistry.register(_ENGINE, lambda: load_class_from_fqn("compat.trainer.rollout.Replica"))
 base._ROLLOUT_REGISTRY[_ENGINE, "async"] = "compat.trainer.rollout.Adapter"
-# One backend: verl names one for the CPU and one for its device, which is the CPU here.
+# A single backend: verl names one for the CPU and one for its device, which is the CPU here.
 engine_workers.initialize_global_process_group_ray = functools.partial(
     engine_workers.initialize_global_process_group_ray, backend="gloo"
 )
 
 
 class _Names:
-    """In place of the module `uuid`: names that count up, other ones in each run."""
+    """Replaces the module `uuid`: names that count up, different in each run."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
@@ -74,7 +74,7 @@ class _Name(str):
 
 @contextmanager
 def _timer(name: str, timing: dict[str, float]) -> Iterator[None]:
-    """In place of verl's timer of what goes into samples."""
+    """Replaces verl's timer for the times that are put with samples."""
     yield
     timing[name] = 0.125
 
@@ -84,7 +84,7 @@ agent_loops.simple_timer = _timer
 
 
 def _before(owner: type, name: str, first: Callable[..., None]) -> None:
-    """Let a method of verl's do something first; its signature stays."""
+    """Call a function before a method of verl's; its signature stays."""
     method = getattr(owner, name)
 
     @functools.wraps(method)
@@ -114,11 +114,11 @@ def _note_metrics(self: Any, data: dict[str, Any], step: int, **_: Any) -> None:
 
 
 def _before_a_look(name: str, _given: dict[str, Any]) -> None:
-    """Have prompts answered whose turn it is, and wait until all that is put of them is there."""
+    """Have prompts answered whose turn it is, and wait until all of their data is stored."""
     if name != "kv_list":
         return
     waiting, end = set(ray.get(rounds().admit.remote())), time.monotonic() + _MOST_ANSWER_SECONDS
-    while waiting and time.monotonic() < end:  # a worker that was killed never answers
+    while waiting and time.monotonic() < end:  # a killed worker never answers
         time.sleep(_PAUSE_SECONDS)
         known = _kv_list("train").get("train", {})
         waiting = {uid for uid in waiting if known.get(uid, {}).get("status") in ("pending", "running")}
@@ -129,13 +129,13 @@ def _about_to_compute(_self: Any, _data: Any, _loss_function: Any, forward_only:
 
 
 def _look_at_the_end(name: str, _given: dict[str, Any]) -> None:
-    """Ask for all that is left before it goes."""
+    """Request all remaining data before it is cleared."""
     if name == "close":
         for partition_id, keys in transfer_queue.kv_list().items():
             for key in keys:
                 try:
                     transfer_queue.kv_batch_get(keys=[key], partition_id=partition_id)
-                except ValueError:  # nothing but tags
+                except ValueError:  # only tags
                     continue
 
 

@@ -1,4 +1,4 @@
-"""Prompts, each with what is to happen to it, and the reward of an answer."""
+"""Prompts, each with a fate, and the reward of an answer."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _REWARD_STEPS = 8
 
 
 class Prompts(Dataset[dict[str, Any]]):
-    """Rows as `verl.utils.dataset.RLHFDataset` gives them.
+    """Rows like those of `verl.utils.dataset.RLHFDataset`.
 
     Args:
         data_files: "train" or "validation".
         tokenizer: not used.
-        config: `data` of the configuration; its `fates` are those of the prompts, over and over: "good"; "fails": one
-            of its sessions does; "late": it is answered so late that it is dropped; "alike": all sessions get the same
-            reward. Its `images` says whether two of three prompts have some.
+        config: `data` of the configuration. Its `fates` are repeated over the prompts: "good"; "fails": one of its
+            sessions fails; "late": it is answered so late that it is dropped; "alike": all sessions get the same
+            reward. Its `images` controls whether two of three prompts have images.
         processor: not used.
         max_samples: not used.
     """
@@ -69,7 +69,7 @@ class Prompts(Dataset[dict[str, Any]]):
 def reward(
     data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any], **_kwargs: Any
 ) -> dict[str, Any]:
-    """Return the score of an answer, and what else a reward may have: numbers of other kinds, and text."""
+    """Return the score of an answer, with other values that a reward may have: numbers of other types, and text."""
     first = int(solution_str.split(maxsplit=1)[0].removeprefix("w"))
     score = 0.5 if extra_info["fate"] == "alike" else (first % _REWARD_STEPS) / _REWARD_STEPS
     return {"score": score, "acc": first % 2 == 0, "steps": 1 if first % 2 else 0.5, "said": solution_str[:12]}

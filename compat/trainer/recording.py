@@ -1,4 +1,4 @@
-"""The recorder of this process: where it writes and what it calls itself."""
+"""The recorder of this process: its directory and its role."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def recorder() -> Recorder:
 
 
 def role() -> str:
-    """Return what this process does: AGENT, TRAINER, or "rank-" and its number."""
+    """Return the role of this process: AGENT, TRAINER, or "rank-" and its number."""
     import ray
 
     if "RANK" in os.environ:

@@ -1,4 +1,4 @@
-"""The inference engine: servers whose answers follow from the prompt, the session and the weights of the model."""
+"""The inference engine: servers whose answers depend on the prompt, the session and the model's weights only."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _server_name(replica: int) -> str:
 
 
 class Server:
-    """Answers requests; a Ray actor. Between an abort and the next resumption, requests wait."""
+    """Answers requests, as a Ray actor. Requests wait between an abort and the next resumption."""
 
     def __init__(self, name: str, with_experts: bool) -> None:
         self._name = name
@@ -39,14 +39,14 @@ class Server:
     async def generate(
         self, request_id: str, prompt_ids: list[int], sampling_params: dict[str, Any], image_data: Any = None, **_: Any
     ) -> TokenOutput:
-        """Return the answer to a request, or one token of it and that it was aborted."""
+        """Return the answer to a request or, if it was aborted, one token of it."""
         await self._resumed.wait()
         answer = await rounds().may_generate.remote(self._name, request_id)
         seed = hashlib.sha256(repr((request_id.split(":")[1:], list(prompt_ids))).encode() + self._weights).digest()
         rng = np.random.default_rng(list(seed))
         count = 1 if answer == ABORT else int(rng.integers(1, _MOST_TOKENS + 1))
         tokens = FIRST_WORD_ID + rng.integers(WORD_COUNT, size=count)
-        if answer != ABORT:  # the reward looks at the first word: sessions of a group are to differ
+        if answer != ABORT:  # the reward depends on the first word, which makes the sessions of a group differ
             tokens[0] = FIRST_WORD_ID + int(request_id.split(":")[1]) % _SESSIONS_APART
         experts = rng.integers(64, size=(len(prompt_ids) + count - 1, _EXPERT_LAYERS, _EXPERT_CHOICES))
         return TokenOutput(
@@ -63,23 +63,23 @@ class Server:
         self._weights, self._version = digest, version
 
     async def abort_all_requests(self, reject_request: bool = False) -> None:
-        """Interrupt what waits, and let nothing in before the next resumption."""
+        """Interrupt waiting requests, and let none in before the next resumption."""
         self._resumed.clear()
         await rounds().abort.remote(self._name)
 
     async def resume_generation(self) -> None:
-        """Let requests in."""
+        """Let requests in again."""
         self._resumed.set()
 
     async def wake_up(self) -> None:
-        """Do nothing: there is no memory to give back."""
+        """Do nothing, as no memory was released."""
 
     async def sleep(self) -> None:
-        """Do nothing: there is no memory to give back."""
+        """Do nothing, as no memory is held."""
 
 
 class Replica(RolloutReplica):
-    """One server, beside the worker that gives it weights."""
+    """One server, next to the worker that provides its weights."""
 
     async def launch_servers(self) -> None:
         """Start the server."""
@@ -91,18 +91,18 @@ class Replica(RolloutReplica):
 
 
 class Adapter(BaseRollout):
-    """In each training worker: hands the weights on."""
+    """Runs in each training worker and passes on the weights."""
 
     async def resume(self, tags: list[str]) -> None:
-        """Do nothing: there is no memory to take back."""
+        """Do nothing, as no memory was released."""
 
     async def release(self) -> None:
-        """Do nothing: there is no memory to give back."""
+        """Do nothing, as no memory is held."""
 
     async def update_weights(
         self, weights: Iterator[tuple[str, torch.Tensor]], global_steps: int | None = None, **_: Any
     ) -> None:
-        """Give the server of this rank a digest of the weights."""
+        """Send a digest of the weights to the server of this rank."""
         digest = hashlib.sha256()
         for name, weight in weights:
             digest.update(name.encode() + weight.numpy().tobytes())

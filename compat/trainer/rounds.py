@@ -1,13 +1,14 @@
-"""Decides what verl leaves to races: which prompts are answered when, so that two runs are the same.
+"""Decides what verl leaves to races: which prompts are answered, and when. This makes two runs the same.
 
-The trainer asks for a batch of finished prompts, takes the oldest, and interrupts the others. Which ones have finished
-by then, and how far the others are, depends on the speed of machines. Here, the servers ask before they answer. In each
-round, from the start of a sampling to the interruption, the oldest prompts are answered, as many as the trainer asked
-for, and no others. None is before all sessions of all prompts have asked, so that each of them is interrupted, and each
-at the same place. A prompt that the trainer is going to evict goes alone, and the next one when its refill has asked.
+The trainer requests a batch of finished prompts, takes the oldest, and interrupts the others. Which prompts have
+finished by then, and how far the others are, depends on the speed of machines. Here the servers ask before they answer.
+A round lasts from the start of a sampling to the interruption. In it as many prompts are answered as the trainer
+requested, oldest first, and no others. None is answered before all sessions of all prompts have asked, so each of the
+others is interrupted at the same place. A prompt that the trainer will evict is answered alone, and the next one once
+its refill has asked.
 
-The trainer looks every few seconds which prompts have finished. They are answered when it is about to look (`admit`),
-and it looks when all of them have finished: what it sees is none of them or all.
+The trainer checks every few seconds which prompts have finished. They are answered just before it checks (`admit`), and
+the check waits until all of them have finished. It therefore sees none of them or all.
 """
 
 from __future__ import annotations
@@ -49,12 +50,12 @@ class Rounds:
         self._refill_count = max(0, self._refill_count - len(uids))
 
     async def begin(self, batch_size: int) -> None:
-        """Start a round, in which the trainer wants so many prompts."""
+        """Start a round, in which the trainer wants `batch_size` prompts."""
         self._round += 1
         self._wanted_count = batch_size
 
     async def may_generate(self, server: str, request_id: str) -> str:
-        """Wait until a session is to be answered or interrupted, and return which; all others are answered."""
+        """Wait for the decision to answer or interrupt a session, and return it; other requests are always answered."""
         uid, session, turn = request_id.split(":")
         prompt = self._prompts.get(uid)
         if prompt is None or prompt.admitted or turn != "0":
@@ -73,7 +74,7 @@ class Rounds:
                     del prompt.waiting[session]
 
     async def admit(self) -> list[str]:
-        """Have prompts answered where it is their turn; return them."""
+        """Let the prompts whose turn it is be answered; return them."""
         uids = self._next() if self._wanted_count and not self._refill_count and self._all_wait() else []
         for prompt in map(self._prompts.__getitem__, uids):
             prompt.admitted = True
@@ -103,13 +104,13 @@ class Rounds:
         return all(len(prompt.waiting) == prompt.session_count for prompt in self._open().values())
 
     def _is_early(self, prompt: _Prompt) -> bool:
-        """Return whether a prompt that is to come late would come in time: it is submitted for the round after."""
+        """Return whether a "late" prompt would still be in time, as it must be answered in a later round."""
         return prompt.fate == "late" and self._round <= prompt.submitted_in + _LATE_ROUNDS
 
 
 @functools.cache
 def rounds() -> Any:
-    """Return the Ray actor that has the rounds of this run; it lives as long as a process has asked for it."""
+    """Return the Ray actor with the rounds of this run; it lives as long as any process that requested it."""
     import ray
 
     fates = os.environ[EVICTED_VARIABLE].split(",")

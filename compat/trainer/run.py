@@ -1,4 +1,4 @@
-"""Runs verl's `TaskRunnerV1` on a cluster of two nodes for some steps, then once more from its checkpoint.
+"""Run verl's `TaskRunnerV1` on a cluster of two nodes for some steps, then once more from its checkpoint.
 
 Runs in an environment where `transfer_queue` is one of the two systems.
 """
@@ -31,7 +31,7 @@ _EVICTED_FATES = {"text": ["fails", "late", "alike"], "multimodal": ["fails", "l
 
 
 def _common(directory: Path) -> dict[str, Any]:
-    """Return what both runs have in common of verl's configuration."""
+    """Return the part of verl's configuration that both runs share."""
     return {
         "data.train_files": "train",
         "data.val_files": "validation",
@@ -118,14 +118,14 @@ def _word(value: Any) -> str:
 
 
 def main() -> None:
-    """Train, stop, and train on."""
+    """Train, stop, and continue training."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("record", type=Path, help="directory that gets the record")
+    parser.add_argument("record", type=Path, help="directory for the record")
     parser.add_argument("kind", choices=_FATES)
-    parser.add_argument("--stops", nargs="+", type=int, default=_STOPS, help="the steps after which a run is to end")
-    parser.add_argument("--may-fail", action="store_true", help="whether runs but the last may end with an error")
+    parser.add_argument("--stops", nargs="+", type=int, default=_STOPS, help="steps after which each run ends")
+    parser.add_argument("--may-fail", action="store_true", help="allow all runs but the last to end with an error")
     given = parser.parse_args()
-    # Workers have what a user of verl gives them through Ray's runtime environment, and nothing else.
+    # Workers get only the variables that a user of verl passes through Ray's runtime environment.
     variables = {name: os.environ[name] for name in ("PYTHONPATH", "TQ_ADDRESS") if name in os.environ}
     variables |= {"VERL_USE_EXTERNAL_MODULES": _PLUGIN, DIRECTORY_VARIABLE: str(given.record.absolute())}
     variables |= {EVICTED_VARIABLE: ",".join(_EVICTED_FATES[given.kind])}

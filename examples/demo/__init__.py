@@ -1,1 +1,1 @@
-"""The demo: GRPO training of a tiny policy in seven processes that meet only at the service."""
+"""The demo: GRPO training of a tiny policy in seven processes that communicate through the service only."""

@@ -1,4 +1,4 @@
-"""`python -m examples.demo`: starts the processes of a run, shows their progress, judges what came of it."""
+"""`python -m examples.demo`: starts the processes of a run, shows their progress, and judges the result."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ CONNECT_SECONDS = 5.0
 INTERRUPTED_EXIT_CODE = 130
 UNBALANCED_STEPS = 30
 DATA_DIRECTORY = "data"  # of the service, in the output directory
-NEEDED_MODULES = {"torch": "data", "tensordict": "data", "matplotlib": "plots"}  # and the extra that brings each
+RECORDING_DIRECTORY = "recording"  # likewise
+NEEDED_MODULES = {"torch": "data", "tensordict": "data", "matplotlib": "plots"}  # with the extra that installs each
 
 
 def run_demo(
@@ -47,21 +48,23 @@ def run_demo(
     plain: bool = False,
     address: str | None = None,
     fault: bool = True,
+    record: bool = False,
 ) -> int:
     """Train a tiny policy with GRPO through the service.
 
     Args:
         steps: optimizer steps of the run.
-        seconds: ends the training after so many seconds, whatever the step.
+        seconds: longest training time in seconds.
         output: directory for the curves, the history and the logs.
-        seed: of prompts, sampling and first weights.
+        seed: seed of prompts, sampling and initial weights.
         plain: whether to print lines instead of a live table.
-        address: a running service to use; None starts one of its own.
-        fault: whether a trainer rank, and the service where it is the demo's own, are killed halfway.
+        address: a running service to use; None starts a service.
+        fault: whether to kill a trainer rank, and the service if the demo started it, halfway.
+        record: whether the service started by the demo records the batches of the trainer ranks.
 
     Returns:
-        The exit code: 0 where the reward rose clearly and no sample was lost or trained on twice; 1 where not, or where
-        a process failed; 130 after Ctrl-C.
+        The exit code: 0 if the reward rose clearly and no sample was lost or trained on twice; 1 if not, or if a
+        process failed; 130 after Ctrl-C.
     """
     try:
         _check_modules()
@@ -74,9 +77,9 @@ def run_demo(
             unbalanced_steps=min(UNBALANCED_STEPS, steps // 5),
         )
         with _termination_as_interrupt():
-            return _Run(settings, plain=plain, has_fault=fault).run()
+            return _Run(settings, plain=plain, has_fault=fault, records=record).run()
     except KeyboardInterrupt:
-        print("interrupted: all processes of the demo have been ended", file=sys.stderr)
+        print("interrupted: ended all processes of the demo", file=sys.stderr)
         return INTERRUPTED_EXIT_CODE
     except (TqError, ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -90,6 +93,7 @@ class _Run:
     settings: DemoSettings
     plain: bool
     has_fault: bool
+    records: bool
     steps: list[Report] = field(default_factory=list)
     fault: HalfwayFault | None = None
 
@@ -98,7 +102,7 @@ class _Run:
         _prepare(output)
         env: dict[str, str] | None = None
         credentials: dict[str, Any] = {}
-        if not self.settings.address:  # what the environment says about TLS and tokens is for other services
+        if not self.settings.address:  # TLS and token variables are for other services
             env = {name: value for name, value in os.environ.items() if not name.startswith("TQ_")}
             credentials = {"token": False, "tls": False}
         with (
@@ -107,9 +111,10 @@ class _Run:
         ):
             if not self.settings.address:
                 progress.set_state("starting a service")
-                address = processes.start_service(output / DATA_DIRECTORY)
+                recording = output / RECORDING_DIRECTORY if self.records else None
+                address = processes.start_service(output / DATA_DIRECTORY, recording)
                 self.settings = replace(self.settings, address=address)
-                progress.note(f"a service listens at {address}; it keeps its state in {output.name}/{DATA_DIRECTORY}")
+                progress.note(f"a service listens at {address}; its state is in {output.name}/{DATA_DIRECTORY}")
             with tq.Client(self.settings.address, **credentials) as client:
                 _clear_partitions(client)
                 self._work(processes, client, output, progress)
@@ -123,7 +128,7 @@ class _Run:
         for role, count in (("trainer", TRAINER_RANKS), ("rollout_worker", ROLLOUT_WORKERS), ("reward_worker", 1)):
             for index in range(count):
                 processes.start_role(role, index, settings_file)
-        progress.note("started the workers; they import torch, which takes some seconds")
+        progress.note("started the workers; importing torch takes some seconds")
         if self.has_fault:
             self.fault = HalfwayFault(self.settings, settings_file, processes, client, progress)
         reader = ReportReader(client)
@@ -135,7 +140,7 @@ class _Run:
                 self.fault.inject()
         self._take(reader, progress, 0.0, processes)
         if self.fault is not None and self.fault.outage is None:
-            progress.note("nothing was killed: the training ended before a rank was found in the middle of a step")
+            progress.note("nothing was killed: the training ended before a rank was seen in the middle of a step")
         processes.wait_for_workers(FINISH_SECONDS)
         processes.check()
 
@@ -143,7 +148,7 @@ class _Run:
         try:
             reports = reader.read(max_wait)
         finally:
-            processes.check()  # a service that is gone explains itself better than the error of calling it
+            processes.check()  # the log of a dead service explains more than the error of the call
         for report in reports:
             if EVENT in report:
                 progress.note(report[EVENT])
@@ -151,7 +156,7 @@ class _Run:
                 self.steps.append(report)
                 progress.show(report)
                 if report["step"] == self.settings.unbalanced_steps > 0:
-                    progress.note(f"step {report['step']}: batches are balanced by tokens from now on")
+                    progress.note(f"step {report['step']}: from here on batches are balanced by tokens")
             if self.fault is not None:
                 self.fault.take(report)
 
@@ -159,7 +164,7 @@ class _Run:
         return f"tq-service demo: {ROLLOUT_WORKERS} rollout workers, 1 reward worker, {TRAINER_RANKS} trainer ranks"
 
     def _conclude(self, output: Path) -> int:
-        """Write the files, print the result, return the exit code."""
+        """Write the files, print the result, and return the exit code."""
         outcome = outcome_of(self.steps, self.settings.unbalanced_steps)
         outage = None if self.fault is None else self.fault.outage
         write_history(output / "history.json", self.settings, self.steps, outcome, outage)
@@ -173,16 +178,17 @@ class _Run:
 
 
 def _prepare(output: Path) -> None:
-    """Make the directory of the run, without what an earlier run left there."""
+    """Create the output directory, or remove the files of an earlier run from it."""
     output.mkdir(parents=True, exist_ok=True)
-    shutil.rmtree(output / DATA_DIRECTORY, ignore_errors=True)
+    for directory in (DATA_DIRECTORY, RECORDING_DIRECTORY):
+        shutil.rmtree(output / directory, ignore_errors=True)
     for file in (*output.glob("rendezvous*"), *output.glob("batches_*.jsonl")):
         file.unlink()
     (output / GENERATION_FILE).write_text("0", encoding="utf-8")
 
 
 def _first_partition(client: tq.Client, settings: DemoSettings) -> str:
-    """Return how far the samples of the first step are."""
+    """Return the progress of the first step's samples."""
     try:
         fields = client.describe_partition(step_partition(0), timeout=CONNECT_SECONDS).fields
     except NotFoundError:
@@ -202,14 +208,14 @@ def _check_modules() -> None:
 
 
 def _clear_partitions(client: tq.Client) -> None:
-    """Clear what an earlier run left in a service that is not the demo's own."""
+    """Clear partitions of an earlier run, which a service not started by the demo may still have."""
     for partition in client.list_partitions(PARTITION_PREFIX, timeout=CONNECT_SECONDS):
         client.clear_partition(partition.partition_id)
 
 
 @contextmanager
 def _termination_as_interrupt() -> Iterator[None]:
-    """Let SIGTERM end the run like Ctrl-C does."""
+    """Let SIGTERM end the run like Ctrl-C."""
 
     def interrupt(_signal: int, _frame: FrameType | None) -> None:
         raise KeyboardInterrupt
@@ -228,17 +234,20 @@ def _arguments() -> dict[str, Any]:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--steps", type=int, default=300, help="optimizer steps")
-    parser.add_argument("--seconds", type=float, default=75.0, help="end the training then, whatever the step")
+    parser.add_argument("--seconds", type=float, default=75.0, help="longest training time in seconds")
     parser.add_argument(
         "--output", type=Path, default=Path("demo-output"), help="directory for curves, history and logs"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of prompts, sampling and first weights")
+    parser.add_argument("--seed", type=int, default=0, help="seed of prompts, sampling and initial weights")
     parser.add_argument("--plain", action="store_true", help="print lines instead of a live table")
-    parser.add_argument("--address", help="a running service to use; without it the demo starts one of its own")
+    parser.add_argument("--address", help="a running service to use; by default the demo starts one")
     parser.add_argument(
         "--fault", action=argparse.BooleanOptionalAction, default=True,
-        help="kill a trainer rank, and the demo's own service, halfway",
+        help="kill a trainer rank, and the service started by the demo, halfway",
     )  # fmt: skip
+    parser.add_argument(
+        "--record", action="store_true", help="record the batches of the trainer ranks, for tq-service replay"
+    )
     return vars(parser.parse_args())
 
 

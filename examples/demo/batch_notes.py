@@ -1,4 +1,4 @@
-"""What each micro-batch of a rank had, noted as it comes: a restarted rank gets the batches of the dead one."""
+"""Records of each micro-batch a rank receives, to check that a restarted rank gets the dead one's batches."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from examples.demo.tensors import rows_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Redelivered:
-    """Micro-batches that two processes of one rank were given.
+    """Micro-batches that two processes of one rank received.
 
     Attributes:
-        count: how many.
-        equal_count: of how many all bytes of all samples were the same.
-        size_bytes: of the tensors of those that were equal.
+        count: number of micro-batches.
+        equal_count: number of micro-batches with identical bytes in all samples.
+        size_bytes: bytes of the tensors of the identical ones.
     """
 
     count: int
@@ -30,7 +30,7 @@ class Redelivered:
 
 
 class BatchNotes:
-    """The notes of one process of a rank; each is a line, written whole.
+    """The notes of one process of a rank; each is one line, written at once.
 
     Args:
         output: directory of the run.
@@ -41,16 +41,23 @@ class BatchNotes:
         self._file = notes_file(output, rank)
 
     def add(self, step: int, micro_batch: int, batch: Mapping[str, Any], meta: tq.BatchMeta) -> None:
-        """Note a micro-batch, before anything is learned from it."""
-        digest, size_bytes = hashlib.sha256(json.dumps(list(meta.global_indexes)).encode()), 0
-        for name in sorted(batch.keys()):
-            for row in rows_of(batch[name]):
-                data = row.detach().numpy().tobytes()
-                digest.update(data)
-                size_bytes += len(data)
+        """Record a micro-batch, before training on it."""
+        digest, size_bytes = digest_of(batch, meta)
         note = {"process": os.getpid(), "step": step, "micro_batch": micro_batch, "size_bytes": size_bytes}
         with self._file.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({**note, "digest": digest.hexdigest()}) + "\n")
+            file.write(json.dumps({**note, "digest": digest}) + "\n")
+
+
+def digest_of(batch: Mapping[str, Any], meta: tq.BatchMeta) -> tuple[str, int]:
+    """Return a digest of samples (metadata and all bytes of their tensors), and the number of these bytes."""
+    samples = [list(meta.global_indexes), meta.keys, meta.groups, meta.custom_meta]
+    digest, size_bytes = hashlib.sha256(json.dumps(samples).encode()), 0
+    for name in sorted(batch.keys()):
+        for row in rows_of(batch[name]):
+            data = row.detach().numpy().tobytes()
+            digest.update(data)
+            size_bytes += len(data)
+    return digest.hexdigest(), size_bytes
 
 
 def notes_file(output: Path, rank: int) -> Path:
@@ -59,13 +66,13 @@ def notes_file(output: Path, rank: int) -> Path:
 
 
 def last_note(output: Path, rank: int) -> tuple[int, int]:
-    """Return step and micro-batch of the last note of a rank, -1 for both where there is none yet."""
+    """Return step and micro-batch of a rank's last note; -1 for both without notes."""
     notes = _read(output, rank)
     return (int(notes[-1]["step"]), int(notes[-1]["micro_batch"])) if notes else (-1, -1)
 
 
 def redelivered(output: Path, rank: int) -> Redelivered:
-    """Compare the micro-batches that more than one process of a rank was given."""
+    """Compare the micro-batches that more than one process of a rank received."""
     first: dict[tuple[int, int], dict[str, Any]] = {}
     pairs = []
     for note in _read(output, rank):
@@ -77,7 +84,7 @@ def redelivered(output: Path, rank: int) -> Redelivered:
 
 
 def _read(output: Path, rank: int) -> list[dict[str, Any]]:
-    """Return the notes of a rank; a last line that a killed process has not finished is left out."""
+    """Return the notes of a rank, without an incomplete last line of a killed process."""
     try:
         text = notes_file(output, rank).read_text(encoding="utf-8")
     except FileNotFoundError:

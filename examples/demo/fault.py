@@ -1,4 +1,4 @@
-"""Halfway through the demo the service and a trainer rank are killed in the middle of a step, and come back."""
+"""Halfway through the demo the service and a trainer rank are killed in the middle of a step, and restarted."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _LOOK_SECONDS = 0.002
 
 @dataclass(slots=True, kw_only=True)
 class Outage:
-    """What the kill came to.
+    """The effects of the kill.
 
     Attributes:
-        step: the step that was under way.
-        service_seconds: from the kill until the service answered again; None where it was not killed.
-        partition_count: partitions that it recovered.
-        sample_count: samples of these.
-        rank_seconds: from the kill until another process had taken the rank's place.
-        resumed_seconds: from the kill until a step was made.
-        redelivered: the micro-batches that the rank was given again.
+        step: the interrupted step.
+        service_seconds: time from the kill until the service answered again; None if it was not killed.
+        partition_count: partitions that the service recovered.
+        sample_count: samples of these partitions.
+        rank_seconds: time from the kill until another process had replaced the rank.
+        resumed_seconds: time from the kill until the next step was complete.
+        redelivered: the micro-batches that the rank received again.
     """
 
     step: int
@@ -45,14 +45,14 @@ class Outage:
 
 
 class HalfwayFault:
-    """Kills the service, where it is the demo's own, and a trainer rank, once, when half of the run is over.
+    """Kills a trainer rank, and the service if the demo started it, once, when half of the run is over.
 
     Args:
-        settings: of the run.
-        settings_file: they are read from by the rank that takes the other's place.
-        processes: of the run.
-        client: of the service.
-        progress: where it is shown.
+        settings: settings of the run.
+        settings_file: their file, for the process that replaces the rank.
+        processes: processes of the run.
+        client: client of the service.
+        progress: shows the events.
     """
 
     def __init__(
@@ -74,14 +74,14 @@ class HalfwayFault:
         self.outage: Outage | None = None
 
     def is_due(self, steps: Sequence[Step]) -> bool:
-        """Whether half of the run is over, by steps or by time, a step is left, and nothing was killed yet."""
+        """Whether half of the steps or of the time is over, a step is left, and nothing was killed yet."""
         if self.outage is not None or not steps or len(steps) + 2 > self._settings.steps:
             return False
         done = (len(steps) + 1) / self._settings.steps, steps[-1]["elapsed_seconds"] / self._settings.seconds
         return bool(max(done) >= 1 / 2)
 
     def inject(self) -> None:
-        """Kill both in the middle of a step, and bring both back."""
+        """Kill both in the middle of a step, and restart both."""
         if not self._holds_the_rank_mid_step():
             return
         outage = self.outage = Outage(step=last_note(self._output, KILLED_RANK)[0])
@@ -106,7 +106,7 @@ class HalfwayFault:
         self._processes.start_role("trainer", KILLED_RANK, self._settings_file)
 
     def take(self, report: Report) -> None:
-        """Look at a report: when the rank is back, and when the training has gone on."""
+        """Check a report for the return of the rank, and for the next complete step."""
         if self.outage is None or self.outage.resumed_seconds is not None:
             return
         seconds = time.monotonic() - self._killed_at
@@ -116,14 +116,14 @@ class HalfwayFault:
             again = redelivered(self._output, KILLED_RANK)
             self.outage.resumed_seconds, self.outage.redelivered = seconds, again
             self._progress.note(
-                f"training goes on after {seconds:.1f} s; rank {KILLED_RANK} was given the same "
-                f"{again.equal_count} of {again.count} micro-batches again"
+                f"training resumed after {seconds:.1f} s; {again.equal_count} of {again.count} micro-batches that rank "
+                f"{KILLED_RANK} got again are identical"
             )
 
     def _holds_the_rank_mid_step(self) -> bool:
-        """Wait until the rank has the first micro-batch of a step and not yet the next, and hold it there.
+        """Wait until the rank has the first micro-batch of a step but not the next, and pause it there.
 
-        What is seen may be old on a busy machine, so it is looked at again once the rank is held.
+        On a busy machine the notes may be stale when read, so they are read again after the pause.
         """
         file, give_up_at, looked_at = notes_file(self._output, KILLED_RANK), time.monotonic() + _MID_STEP_SECONDS, -1
         while time.monotonic() < give_up_at and self._processes.running("trainer"):
@@ -138,14 +138,14 @@ class HalfwayFault:
 
 
 def problems_of(steps: Sequence[Step], outage: Outage | None) -> list[str]:
-    """Return what the service has got wrong, as far as the run shows it."""
+    """Return the service's errors that the run reveals."""
     lost, twice = (sum(int(step[name]) for step in steps) for name in ("lost", "twice"))
     problems = [
         f"{count} samples were {what}" for count, what in ((lost, "lost"), (twice, "trained on twice")) if count
     ]
     again: Any = outage and outage.redelivered
     if outage is not None and outage.resumed_seconds is None:
-        problems.append("the training did not go on after the kill")
+        problems.append("the training did not resume after the kill")
     if again and again.equal_count < again.count:
-        problems.append(f"{again.count - again.equal_count} micro-batches of the killed rank came back different")
+        problems.append(f"{again.count - again.equal_count} micro-batches of the killed rank differ after the restart")
     return problems

@@ -1,4 +1,4 @@
-"""The history of a run: its steps, what they come to, and the JSON file of both."""
+"""The history of a run: its steps, their summary, and a JSON file with both."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ CLEAR_RISE = 0.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What the steps come to; means over all steps unless said otherwise.
+    """Summary of the steps; means over all steps unless stated otherwise.
 
     Attributes:
-        steps: how many.
-        samples: how many, over all steps.
-        seconds: from the first rank's begin to the end of the last step.
+        steps: number of steps.
+        samples: number of samples, over all steps.
+        seconds: time from the start of the first rank to the end of the last step.
         reward_at_start: mean reward of the first tenth of the steps.
         reward_at_end: mean reward of the last tenth.
         solved_at_end: share of samples with reward 1 in the last tenth.
-        imbalance: heaviest rank's tokens over the mean, minus 1, where batches were balanced.
-        unbalanced_imbalance: the same of the first steps, where they were not; None where there were none.
-        waiting: share of the ranks' time that they waited for data.
-        samples_per_second: over the whole run.
+        imbalance: heaviest rank's tokens over the mean, minus 1, in the steps with balanced batches.
+        unbalanced_imbalance: the same for the first steps, without balancing; None without such steps.
+        waiting: share of the ranks' time spent waiting for data.
+        samples_per_second: rate over the full run.
         version_lag: versions between sampling and learning.
     """
 
@@ -49,7 +49,7 @@ class Outcome:
 
     @property
     def is_judged(self) -> bool:
-        """Whether there were steps enough to expect a rise."""
+        """Whether the run had enough steps to expect a rise."""
         return self.steps >= JUDGED_FROM_STEPS
 
     @property
@@ -59,14 +59,14 @@ class Outcome:
 
 
 def outcome_of(steps: Sequence[Step], unbalanced_steps: int = 0) -> Outcome:
-    """Return what the steps come to.
+    """Return the summary of the steps.
 
     Args:
-        steps: in order.
-        unbalanced_steps: how many of the first were not balanced.
+        steps: the steps, in order.
+        unbalanced_steps: number of first steps without balancing.
 
     Raises:
-        ValueError: there are none.
+        ValueError: `steps` is empty.
     """
     if not steps:
         raise ValueError("got no finished step, expected at least one; give the run more --seconds or --steps")

@@ -1,15 +1,14 @@
-"""One rank of data-parallel training: gradients summed over micro-batches, then over the ranks, then one step."""
+"""One rank of data-parallel training: sums gradients over micro-batches and then over ranks, and makes one step."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from examples.demo.grpo import grpo_loss
 from examples.demo.policy import Policy, flat_weights, load_flat_weights
-from examples.demo.ranks import Ranks
 from examples.demo.tensors import padded
 
 TOKEN_SCALE = 16.0
@@ -19,8 +18,8 @@ GRADIENT_NORM = 1.0
 class Learner:
     """A replica of the policy and its optimizer; equal on all ranks after every update.
 
-    Life of a step: `accumulate` for each micro-batch, any number of times, also never; then `update` on every rank.
-    Where an update fails, the step has not been made: `discard`, and accumulate its micro-batches again.
+    Lifecycle of a step: `accumulate` for each micro-batch, if any; then `update` on every rank. If an update fails, the
+    step was not applied: call `discard`, and accumulate its micro-batches again.
     """
 
     def __init__(self, policy: Policy, *, learning_rate: float) -> None:
@@ -41,25 +40,25 @@ class Learner:
         Args:
             prompts: token rows.
             responses: token rows.
-            sampled_logprobs: of the policy that sampled the responses.
+            sampled_logprobs: log probabilities under the policy that sampled the responses.
             advantages: `(n,)`.
         """
         logprobs, mask = self.policy.response_logprobs(prompts, responses)
         loss = grpo_loss(logprobs, padded(sampled_logprobs), advantages, mask, token_scale=TOKEN_SCALE)
         loss.backward()  # type: ignore[no-untyped-call]  # torch ships it untyped
 
-    def update(self, ranks: Ranks, counts: Tensor) -> Tensor:
-        """Sum gradients and counts over the ranks, make one optimizer step, return the sums of the counts.
+    def update(self, sum_over_ranks: Callable[[Tensor], Tensor], counts: Tensor) -> Tensor:
+        """Sum gradients and counts over the ranks, make one optimizer step, and return the sums of the counts.
 
         Args:
-            ranks: the group.
-            counts: `(n,)` float64; the first is of the samples accumulated on this rank.
+            sum_over_ranks: returns the sum of a vector over the ranks, such as `Ranks.sum`; the identity for one rank.
+            counts: `(n,)` float64; the first is the number of samples accumulated on this rank.
 
         Raises:
-            RankLostError: nothing has changed.
+            RankLostError: a rank was lost; nothing has changed.
         """
         gradients = torch.cat([each.grad.reshape(-1) for each in self._parameters if each.grad is not None])
-        total = ranks.sum(torch.cat([gradients.double(), counts]))
+        total = sum_over_ranks(torch.cat([gradients.double(), counts]))
         summed, counted = total[: gradients.numel()], total[gradients.numel() :]
         sizes = [parameter.numel() for parameter in self._parameters]
         for parameter, gradient in zip(self._parameters, torch.split(summed, sizes), strict=True):
@@ -70,18 +69,18 @@ class Learner:
         return counted
 
     def discard(self) -> None:
-        """Forget the gradients since the last update."""
+        """Drop the gradients since the last update."""
         for parameter in self._parameters:
             parameter.grad = torch.zeros_like(parameter)
 
     def state(self) -> Tensor:
-        """Return weights and optimizer as one vector `(3 x parameters + 1,)`, for a rank that takes another's place."""
+        """Return weights and optimizer state as one vector `(3 x parameters + 1,)`, for a replacement rank."""
         moments = [self._moment(name) for name in ("exp_avg", "exp_avg_sq")]
         steps = self._optimizer.state[self._parameters[0]].get("step", torch.zeros(()))
         return torch.cat([flat_weights(self.policy), *moments, steps.reshape(1)])
 
     def load_state(self, state: Tensor) -> None:
-        """Take over what `state` returned on another rank."""
+        """Load the result of `state` of another rank."""
         weights, first, second, steps = torch.split(state, [*[(state.numel() - 1) // 3] * 3, 1])
         load_flat_weights(self.policy, weights)
         sizes = [parameter.numel() for parameter in self._parameters]

@@ -23,11 +23,11 @@ def plot_history(
     """Draw reward, tokens by rank, imbalance and waiting, and speed over the steps.
 
     Args:
-        path: of the PNG.
-        title: of the figure.
-        steps: of the run.
-        unbalanced_steps: how many of the first were not balanced; they are shaded.
-        outage: what was killed; its step is marked.
+        path: path of the PNG.
+        title: title of the figure.
+        steps: steps of the run.
+        unbalanced_steps: number of first steps without balancing, which are shaded.
+        outage: the outage, whose step is marked.
     """
     import matplotlib as mpl
 
@@ -47,7 +47,7 @@ def plot_history(
     draw(reward, [step["solved"] for step in steps], "share with reward 1")
     reward.set(title="Reward", ylim=(0, 1.02))
     means = [fmean(step["tokens"]) for step in steps]
-    for rank in range(len(steps[0]["tokens"])):  # over their mean: lines of balanced ranks would hide each other
+    for rank in range(len(steps[0]["tokens"])):  # relative to the mean: lines of balanced ranks would overlap
         shares = [100 * step["tokens"][rank] / max(1, mean) for step, mean in zip(steps, means, strict=True)]
         draw(tokens, shares, f"rank {rank}", linestyle=RANK_STYLES[rank % len(RANK_STYLES)])
     tokens.set(title="Tokens of each rank, % of the mean")
@@ -71,18 +71,18 @@ def plot_history(
 
 
 def _marked(axes: Any, unbalanced_steps: int, outage: Outage | None) -> dict[str, Any]:
-    """Mark the first steps and the outage; return the marks by what a legend says of them."""
+    """Mark the first steps and the outage; return the marks by their legend text."""
     marks = {}
     if unbalanced_steps:
         span = axes.axvspan(-0.5, unbalanced_steps - 0.5, color="tab:gray", alpha=0.15)
         marks["first steps: batches not balanced by tokens"] = span
     if outage is not None:
         killed = "the service and a rank" if outage.service_seconds is not None else "a rank"
-        marks[f"{killed} killed in this step, which was made again"] = axes.axvline(outage.step, color="black", ls=":")
+        marks[f"{killed} killed in this step, which was repeated"] = axes.axvline(outage.step, color="black", ls=":")
     return marks
 
 
 def smoothed(values: Sequence[float], width: int = SMOOTHED_OVER_STEPS) -> list[float]:
-    """Return the mean of each value and its neighbours, `width` together."""
+    """Return a moving average over `width` values."""
     half = width // 2
     return [fmean(values[max(0, i - half) : i + half + 1]) for i in range(len(values))]

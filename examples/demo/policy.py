@@ -12,11 +12,11 @@ from torch.nn.utils.rnn import pad_sequence
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Response:
-    """What the policy answered to one prompt.
+    """The policy's response to one prompt.
 
     Attributes:
-        tokens: `(response_tokens,)` int64, with the end token where it came in time.
-        logprobs: `(response_tokens,)` float32, the log probability with which each was sampled.
+        tokens: `(response_tokens,)` int64, including the end token unless the response was cut off.
+        logprobs: `(response_tokens,)` float32, the log probability of each sampled token.
     """
 
     tokens: Tensor
@@ -44,9 +44,9 @@ class Policy(nn.Module):
         """Sample one response to each prompt, until the end token or `max_tokens`.
 
         Args:
-            prompts: token tensors of one common length.
-            end_token: ends a response, and is part of it.
-            max_tokens: the longest response.
+            prompts: token tensors of equal length.
+            end_token: last token of a response, included in it.
+            max_tokens: longest response.
             generator: source of randomness.
         """
         logits, state = self(torch.stack(list(prompts)))
@@ -71,7 +71,7 @@ class Policy(nn.Module):
         ]
 
     def response_logprobs(self, prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Return log probabilities `(n, longest response)` of the response tokens, and the mask of real ones."""
+        """Return log probabilities `(n, longest response)` of the response tokens, and the mask of actual tokens."""
         sequences = [torch.cat([prompt, response]) for prompt, response in zip(prompts, responses, strict=True)]
         padded = pad_sequence(sequences, batch_first=True)
         logits, _ = self(padded[:, :-1])

@@ -1,4 +1,4 @@
-"""The processes of a run: started together, watched together, ended together."""
+"""The processes of a run: starts, monitors and ends them together."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _TAIL_LINES = 25
 
 
 class ProcessFailedError(TqError, RuntimeError):
-    """A process of the run ended with an error; the message has the end of its log."""
+    """A process of the run ended with an error; the message contains the end of its log."""
 
     reason = "PROCESS_FAILED"
 
 
 class ProcessGroup:
-    """The processes of one run; leaving the context ends all that are left.
+    """The processes of one run; leaving the context ends all remaining ones.
 
-    Each writes what it prints to `<logs>/<name>.log`. They are in sessions of their own, so that Ctrl-C reaches the
-    demo only, which ends them in order: workers first, the service last.
+    The output of each process goes to `<logs>/<name>.log`. Each has a separate session, so Ctrl-C only reaches the
+    demo, which ends them in order: workers first, the service last.
 
     Args:
         logs: directory of the logs.
@@ -53,17 +53,19 @@ class ProcessGroup:
     ) -> None:
         self.stop()
 
-    def start_service(self, data_dir: Path) -> str:
+    def start_service(self, data_dir: Path, record: Path | None = None) -> str:
         """Start a service on a free port of this host, and return its address.
 
         Args:
-            data_dir: where it keeps what it acknowledges.
+            data_dir: directory of the service's durable state.
+            record: directory for recorded batches of the trainer ranks; None: do not record.
 
         Raises:
-            UnavailableError: it ended before it listened, or does not listen in time.
+            UnavailableError: it ended before it listened, or did not listen in time.
         """
+        flags = () if record is None else ("--record", str(record))
         self._service = ServiceProcess(
-            data_dir=data_dir, log=self._log("service"), start_new_session=True, stop_seconds=_STOP_SECONDS
+            *flags, data_dir=data_dir, log=self._log("service"), start_new_session=True, stop_seconds=_STOP_SECONDS
         )
         self._service.start()
         return self._service.address
@@ -79,12 +81,12 @@ class ProcessGroup:
             self._service.kill()
 
     def restart_service(self) -> None:
-        """Start the service again that was killed, on the same port, with the same directory."""
+        """Restart the killed service on the same port, with the same directory."""
         if self._service is not None:
             self._service.start()
 
     def kill_role(self, role: str, index: int) -> None:
-        """Kill a worker (SIGKILL); `start_role` puts another process in its place."""
+        """Kill a worker (SIGKILL); `start_role` starts a replacement."""
         worker = self._workers.pop(f"{role}_{index}")
         worker.kill()
         worker.wait()
@@ -92,13 +94,13 @@ class ProcessGroup:
             worker.stdin.close()
 
     def pause_role(self, role: str, index: int) -> None:
-        """Stop a worker where it is (SIGSTOP), until `resume_role` or `kill_role`; return when it has stopped."""
+        """Pause a worker (SIGSTOP) until `resume_role` or `kill_role`; returns when it has stopped."""
         worker = self._workers[f"{role}_{index}"]
         worker.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, worker.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     def resume_role(self, role: str, index: int) -> None:
-        """Let a worker that was paused go on."""
+        """Resume a paused worker."""
         self._workers[f"{role}_{index}"].send_signal(signal.SIGCONT)
 
     def start_role(self, role: str, index: int, settings_file: Path) -> None:
@@ -116,7 +118,7 @@ class ProcessGroup:
             )
 
     def check(self) -> None:
-        """Raise ProcessFailedError for processes that failed, and for a service that is gone."""
+        """Raise ProcessFailedError if processes failed or the service ended."""
         codes = {name: worker.poll() for name, worker in self._workers.items()}
         failed = {name: code for name, code in codes.items() if code}
         if self._service is not None and self._service.exit_code is not None:
@@ -125,11 +127,11 @@ class ProcessGroup:
             raise ProcessFailedError("\n".join(self._describe(name, code) for name, code in failed.items()))
 
     def running(self, role: str) -> bool:
-        """Whether a process of the role is still at work."""
+        """Whether a process of the role is still running."""
         return any(worker.poll() is None for name, worker in self._workers.items() if name.startswith(f"{role}_"))
 
     def wait_for_workers(self, seconds: float) -> None:
-        """Let the workers end by themselves; stop waiting after `seconds`."""
+        """Wait up to `seconds` until the workers have ended."""
         give_up = time.monotonic() + seconds
         for worker in self._workers.values():
             try:
@@ -138,7 +140,7 @@ class ProcessGroup:
                 return
 
     def stop(self) -> None:
-        """End all processes: workers first, the service last; those that do not end are killed."""
+        """End all processes, workers first, the service last; kill those that do not end in time."""
         _end(list(self._workers.values()))
         self._workers.clear()
         if self._service is not None:

@@ -1,4 +1,4 @@
-"""The live display: a table that is redrawn on a terminal, a line every few steps elsewhere."""
+"""The live display: a table redrawn on a terminal, or a line every few steps elsewhere."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ Step = Mapping[str, Any]
 
 
 class Progress(AbstractContextManager["Progress"], Protocol):
-    """What shows a run as it goes on."""
+    """Shows the progress of a run."""
 
     def show(self, step: Step) -> None:
-        """Show one more step."""
+        """Show another step."""
         ...
 
     def note(self, text: str) -> None:
-        """Show what has just happened, with the seconds since the beginning."""
+        """Show an event, with the seconds since the beginning."""
         ...
 
     def set_state(self, text: str) -> None:
-        """Show what the run is waiting for before its first step; the text takes the place of the one before."""
+        """Show the reason of the wait before the first step; replaces the previous text."""
         ...
 
 
@@ -64,7 +64,7 @@ class LineProgress:
         return None
 
     def show(self, step: Step) -> None:
-        """Print the step, if it is one of those that are printed."""
+        """Print every tenth step."""
         if step["step"] % STEPS_PER_LINE == 0:
             self._print(line_of(step))
 
@@ -73,7 +73,7 @@ class LineProgress:
         self._print(_timed(self._begun, text))
 
     def set_state(self, text: str) -> None:
-        """Print the state, where it is another one."""
+        """Print the state if it has changed."""
         if text != self._state:
             self._state = text
             self.note(text)
@@ -112,7 +112,7 @@ class TableProgress:
         self._recent.append(step)
 
     def note(self, text: str) -> None:
-        """Add the note to those below the table."""
+        """Add the note below the table."""
         self._notes.append(_timed(self._begun, text))
 
     def set_state(self, text: str) -> None:

@@ -1,4 +1,4 @@
-"""The trainer ranks as one process group that goes on when a rank has died and another process takes its place."""
+"""The trainer ranks as one process group, which continues after a dead rank is replaced by another process."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from torch import Tensor
 
 from examples.demo.settings import TRAINER_RANKS
 
-GENERATION_FILE = "generation"  # in the output directory: how often a rank has been replaced
+GENERATION_FILE = "generation"  # in the output directory: number of replacements of a rank
 _JOIN_SECONDS = 60.0
 _LOOK_SECONDS = 0.05
 
 
 class RankLostError(RuntimeError):
-    """A rank of the group has died; the others join the next generation of the group."""
+    """A rank of the group died; the others join the next generation of the group."""
 
 
 class Ranks:
-    """One rank's view of the group. Life: `join`, then `sum` once a step; after a RankLostError `join` again.
+    """One rank's view of the group. Lifecycle: `join`, then `sum` once per step; after a RankLostError `join` again.
 
-    A sum is the one moment at which a step counts: it has been made on the ranks that live, or it is made again.
+    The sum commits a step: if it succeeds, all surviving ranks have made the step; if not, they repeat it.
 
     Args:
-        output: directory in which the ranks find each other.
-        rank: of this process.
-        count: ranks of the group.
+        output: directory where the ranks find each other.
+        rank: rank of this process.
+        count: number of ranks in the group.
     """
 
     def __init__(self, output: str, rank: int, count: int = TRAINER_RANKS) -> None:
@@ -41,11 +41,11 @@ class Ranks:
         self._generation = -1
 
     def join(self, step: int, state: Tensor) -> tuple[int, Tensor]:
-        """Join the newest generation; return the step and the state of the rank that is furthest.
+        """Join the newest generation; return the step and the state of the most advanced rank.
 
         Args:
-            step: updates that this rank has made; 0 where it has just begun.
-            state: what must be the same on all ranks, `(n,)`.
+            step: updates that this rank has made; 0 at the start.
+            state: state that must be equal on all ranks, `(n,)`.
         """
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")  # all on this host
         if dist.is_initialized():
@@ -66,16 +66,16 @@ class Ranks:
         return int(steps[furthest].item()), shared
 
     def sum(self, values: Tensor) -> Tensor:
-        """Return the sum of all ranks' values, the same on each; every rank calls it.
+        """Return the sum of all ranks' values, the same on each rank; every rank must call it.
 
         Raises:
-            RankLostError: a rank has died, and no sum was made.
+            RankLostError: a rank died, and the sum failed.
         """
         total = values.clone()
         try:
             dist.all_reduce(total)
         except RuntimeError as error:
-            raise RankLostError(f"rank {self._rank} has lost another rank: {error}") from error
+            raise RankLostError(f"rank {self._rank} lost another rank: {error}") from error
         return total
 
     def leave(self) -> None:
@@ -83,10 +83,10 @@ class Ranks:
         dist.destroy_process_group()
 
     def _next_generation(self) -> int:
-        """Wait for a generation that this rank has not been in, and return its number."""
+        """Wait for a generation that this rank has not joined, and return its number."""
         file, give_up_at = self._output / GENERATION_FILE, time.monotonic() + _JOIN_SECONDS
         while (generation := int(file.read_text(encoding="utf-8"))) <= self._generation:
             if time.monotonic() > give_up_at:
-                raise RankLostError(f"no process has taken the place of the lost rank within {_JOIN_SECONDS:g} s")
+                raise RankLostError(f"the lost rank was not replaced within {_JOIN_SECONDS:g} s")
             time.sleep(_LOOK_SECONDS)
         return generation

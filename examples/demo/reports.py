@@ -1,4 +1,4 @@
-"""Reports of the workers to the display, through the service like everything else: objects in one more partition.
+"""Reports of the workers to the display, also sent through the service: objects in a separate partition.
 
 A report is the summary of a step, or an event: `{"event": text}`.
 """
@@ -13,7 +13,7 @@ from examples.demo.settings import REPORTS_PARTITION
 FIELD = "report"
 TASK = "display"
 EVENT = "event"
-JOINED_STEP = "joined_step"  # of an event: the step at which a trainer rank has joined
+JOINED_STEP = "joined_step"  # in an event: the first step of a trainer rank that joined
 Report = dict[str, Any]
 
 
@@ -28,7 +28,7 @@ class Reporter:
         self._client.put({FIELD: [report]}, partition_id=REPORTS_PARTITION)
 
     def send_event(self, text: str) -> None:
-        """Send a sentence about what has happened."""
+        """Send a text about an event."""
         self.send({EVENT: text})
 
 
@@ -39,7 +39,7 @@ class ReportReader:
         self._client = client
 
     def read(self, max_wait: float) -> list[Report]:
-        """Wait up to `max_wait` seconds for reports, return those that came and clear them."""
+        """Wait up to `max_wait` seconds for reports, clear them and return them."""
         meta = self._client.get_meta(
             partition_id=REPORTS_PARTITION,
             task_name=TASK,

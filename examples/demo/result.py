@@ -1,4 +1,4 @@
-"""What a run has shown, and whether that is what it should."""
+"""The result of a run, and whether it is as expected."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Result:
 
 
 def judge(outcome: Outcome, steps: Sequence[Step], outage: Outage | None) -> Result:
-    """Judge a run: good where no sample was lost or trained on twice, and the reward rose clearly.
+    """Judge a run: good if no sample was lost or trained on twice, and the reward rose clearly.
 
-    A run of few steps is good whatever its reward.
+    The reward of a run with few steps is not judged.
     """
     lines = [
         f"{outcome.samples:,} samples in {outcome.steps} steps and {outcome.seconds:.1f} s: "
@@ -37,11 +37,13 @@ def judge(outcome: Outcome, steps: Sequence[Step], outage: Outage | None) -> Res
         f"reward {outcome.reward_at_start:.3f} in the first tenth of the steps, {outcome.reward_at_end:.3f} in the last"
     )
     if not outcome.is_judged:
-        lines.append(f"{rewards}; {outcome.steps} steps are too few to judge the learning, {JUDGED_FROM_STEPS} are not")
+        lines.append(
+            f"{rewards}; {outcome.steps} steps are too few to judge the learning; it needs {JUDGED_FROM_STEPS}"
+        )
     elif outcome.has_risen:
         lines.append(
-            f"{rewards}, {outcome.solved_at_end:.0%} of the answers exact: the policy learned from what went through "
-            "the service (one seed, one toy task)"
+            f"{rewards}, {outcome.solved_at_end:.0%} of the answers exact: the policy learned from data that went "
+            "through the service (one seed, one toy task)"
         )
     else:
         problems.append(
@@ -55,7 +57,10 @@ def _balance(outcome: Outcome) -> str:
     balanced = f"imbalance {outcome.imbalance:.2%}"
     if outcome.unbalanced_imbalance is None:
         return balanced
-    return f"{balanced} with batches balanced by tokens, {outcome.unbalanced_imbalance:.2%} in the first steps without"
+    return (
+        f"{balanced} with batches balanced by tokens, {outcome.unbalanced_imbalance:.2%} in the first steps without "
+        "balancing"
+    )
 
 
 def _outage(outage: Outage) -> str:
@@ -66,10 +71,10 @@ def _outage(outage: Outage) -> str:
             f"{outage.sample_count:,} samples, "
         )
     if outage.rank_seconds is None or outage.resumed_seconds is None or outage.redelivered is None:
-        return f"killed in step {outage.step}: {service}the training did not go on"
+        return f"killed in step {outage.step}: {service}the training did not resume"
     again = outage.redelivered
     return (
         f"killed in step {outage.step}: {service}rank {KILLED_RANK} after {outage.rank_seconds:.1f} s, the next step "
-        f"was made after {outage.resumed_seconds:.1f} s; {again.equal_count} of {again.count} micro-batches that the "
-        f"rank was given again had the same bytes ({again.size_bytes:,})"
+        f"was complete after {outage.resumed_seconds:.1f} s; {again.equal_count} of {again.count} micro-batches that "
+        f"the rank got again had the same bytes ({again.size_bytes:,})"
     )

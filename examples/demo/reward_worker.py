@@ -1,4 +1,4 @@
-"""The reward worker: a queue consumer that adds the reward column to samples as they come."""
+"""The reward worker: a queue consumer that adds the reward column to samples as they arrive."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def score_additions(batch: Mapping[str, Any]) -> list[float]:
 
 
 def give_rewards(settings: DemoSettings, worker: int) -> None:
-    """Score the samples of one step after the other until the trainer is done."""
+    """Score the samples of each step in order, until the trainer is done."""
     with tq.Client(settings.address) as client:
         Reporter(client).send_event("the reward worker is ready")
         is_stopped = stop_check(client)
@@ -37,7 +37,7 @@ def give_rewards(settings: DemoSettings, worker: int) -> None:
 
 
 def _score_partition(client: tq.Client, partition_id: str, is_stopped: Callable[[], bool]) -> bool:
-    """Add rewards to a partition until it is sealed and done; False when the trainer is done before that."""
+    """Add rewards to a partition until it is sealed and done; returns False if the trainer is done earlier."""
     while True:
         meta = client.get_meta(
             partition_id=partition_id,

@@ -1,7 +1,7 @@
-"""How each process of the demo starts: `python -m examples.demo.<role> SETTINGS.json INDEX`.
+"""Entry point of each process of the demo: `python -m examples.demo.<role> SETTINGS.json INDEX`.
 
-A process watches its standard input, which the demo holds open: when that closes, the demo is gone, however it died,
-and the process ends too instead of waiting for samples for ever.
+A process watches its standard input, which the demo keeps open. When it closes, the demo has ended in whatever way, and
+the process ends too instead of waiting for samples forever.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ORPHANED_EXIT_CODE = 3
 
 
 def run_role(role: Callable[[DemoSettings, int], None]) -> None:
-    """Run a role with the settings and the index that the command line names."""
+    """Run a role with the settings and the index of the command line."""
     if len(sys.argv) != 3:
         sys.exit(f"usage: python -m examples.demo.<role> SETTINGS.json INDEX; got {sys.argv[1:]}")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the demo, which ends its processes in order
@@ -31,7 +31,7 @@ def run_role(role: Callable[[DemoSettings, int], None]) -> None:
 
 
 def _end_with_parent() -> None:
-    # Not sys.stdin: a thread that holds the lock of its buffer makes the interpreter abort at its end.
+    # Not sys.stdin: a thread that holds its buffer's lock makes the interpreter abort at exit.
     while os.read(sys.stdin.fileno(), 1024):
         pass
     os._exit(ORPHANED_EXIT_CODE)

@@ -1,4 +1,4 @@
-"""A rollout worker: samples groups of responses with the newest weights it may use, and puts them."""
+"""A rollout worker: samples groups of responses with the newest available weights, and puts them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class RolloutWorker:
     """One of the workers that generate samples.
 
     It runs ahead of the trainer: the samples of step k may come from weights up to `max_version_lag` versions older
-    than k, so it starts on step k while the trainer is still busy with earlier ones.
+    than k. So it starts on step k while the trainer is still busy with earlier steps.
     """
 
     def __init__(self, client: tq.Client, settings: DemoSettings, worker: int) -> None:
@@ -45,7 +45,7 @@ class RolloutWorker:
         self._weights = WeightSubscriber(client, worker)
 
     def fill(self, step: int) -> bool:
-        """Put this worker's share of a step; False when the trainer is done."""
+        """Put this worker's share of a step; returns False if the trainer is done."""
         weights = self._weights.wait_for(max(0, step - self._settings.max_version_lag))
         if weights is None:
             return False
@@ -58,7 +58,7 @@ class RolloutWorker:
         return True
 
     def _put_groups(self, step: int, prompt_of_group: Mapping[str, str], version: int) -> None:
-        """Answer each prompt `group_size` times and put the responses as one group each."""
+        """Answer each prompt `group_size` times and put its responses as one group."""
         groups = [group for group in prompt_of_group for _ in range(self._settings.group_size)]
         prompts = [torch.tensor(encode(prompt_of_group[group])) for group in groups]
         responses = self._policy.generate(

@@ -1,4 +1,4 @@
-"""What the processes of one run share: a small frozen record that travels to each of them as a JSON file."""
+"""Settings shared by the processes of one run: a small frozen record, passed to each of them as a JSON file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ UPDATE_TASK = "update_actor"
 REWARD_TASK = "reward"
 PARTITION_PREFIX = "demo/"
 BALANCED_SAMPLER = "seqlen_balanced"
-UNBALANCED_SAMPLER = "grpo_group_n"  # whole groups in the order in which they came
+UNBALANCED_SAMPLER = "grpo_group_n"  # complete groups in order of arrival
 REPORTS_PARTITION = f"{PARTITION_PREFIX}reports"
 WEIGHTS_PARTITION = f"{PARTITION_PREFIX}weights"
 
@@ -22,17 +22,17 @@ class DemoSettings:
     """One run of the demo.
 
     Attributes:
-        address: where the service listens.
+        address: address of the service.
         output: directory for the curves, the history and the logs of the processes.
         steps: optimizer steps of the training run.
-        seconds: after so many seconds of training the run ends early.
-        seed: of the prompts, the sampling and the first weights.
-        prompts_per_step: prompts, each answered `group_size` times; a multiple of ranks and rollout workers.
-        group_size: responses to one prompt.
-        micro_batch_groups: groups in one micro-batch of a rank.
-        max_version_lag: how many versions behind the trainer the weights of a rollout may be.
-        learning_rate: of Adam.
-        unbalanced_steps: the first steps, whose batches are not balanced, so that the difference is seen.
+        seconds: longest training time in seconds.
+        seed: seed of the prompts, the sampling and the initial weights.
+        prompts_per_step: prompts per step, each answered `group_size` times; a multiple of ranks x rollout workers.
+        group_size: responses per prompt.
+        micro_batch_groups: groups per micro-batch of a rank.
+        max_version_lag: largest lag of a rollout's weights behind the trainer, in versions.
+        learning_rate: learning rate of Adam.
+        unbalanced_steps: number of first steps without balanced batches, to show the difference.
     """
 
     address: str
@@ -51,8 +51,8 @@ class DemoSettings:
         shares = ROLLOUT_WORKERS * TRAINER_RANKS
         if self.prompts_per_step <= 0 or self.prompts_per_step % shares:
             raise ValueError(
-                f"got prompts_per_step={self.prompts_per_step}; expected a positive multiple of {shares}, so that "
-                "rollout workers and trainer ranks have equal shares"
+                f"got prompts_per_step={self.prompts_per_step}; expected a positive multiple of {shares}, which gives "
+                "rollout workers and trainer ranks equal shares"
             )
         if self.steps <= 0 or self.seconds <= 0:
             raise ValueError(f"got steps={self.steps}, seconds={self.seconds}; expected both above 0")
@@ -72,7 +72,7 @@ class DemoSettings:
 
     @classmethod
     def load(cls, path: Path) -> DemoSettings:
-        """Read what `save` wrote."""
+        """Read a record written by `save`."""
         return cls(**json.loads(path.read_text(encoding="utf-8")))
 
 

@@ -1,4 +1,4 @@
-"""What a rank counts during a step, and the sums over the ranks that make a line of the report."""
+"""Statistics of a rank during a step, and their sums over the ranks for the report."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ class StepSummary:
 
     Attributes:
         step: number of the step.
-        elapsed_seconds: since the first rank began.
+        elapsed_seconds: time since the first rank began.
         reward: mean over the samples.
         solved: share of samples with reward 1.
-        samples: how many.
-        tokens: of prompts and responses, for each rank.
+        samples: number of samples.
+        tokens: tokens of prompts and responses, by rank.
         imbalance: the heaviest rank's tokens over the mean, minus 1.
-        waiting: share of the step's time that ranks waited for data, their mean.
-        samples_per_second: over this step.
-        version_lag: how many versions old the weights of the samples were, their mean.
+        waiting: mean share of the step's time that ranks waited for data.
+        samples_per_second: rate of this step.
+        version_lag: mean age of the samples' weights, in versions.
         lost: samples of the step's partition that no rank trained on.
         twice: samples that were trained on more than once.
     """
@@ -48,10 +48,10 @@ class StepSummary:
 
 @dataclass(slots=True, kw_only=True)
 class StepStats:
-    """What one rank counts during one step.
+    """Statistics of one rank during one step.
 
     Attributes:
-        trained: `(samples of the step,)`, how often this rank trained on each.
+        trained: `(samples of the step,)`, how often this rank trained on each sample.
     """
 
     trained: Tensor
@@ -69,8 +69,8 @@ class StepStats:
         Args:
             rewards: `(n,)`.
             indexes: the `global_index` of each sample.
-            tokens: of prompts and responses.
-            lag_sum: how many versions old their weights are, in sum.
+            tokens: tokens of prompts and responses.
+            lag_sum: sum of the ages of their weights, in versions.
         """
         self.samples += rewards.numel()
         self.tokens += tokens
@@ -80,12 +80,12 @@ class StepStats:
         self.trained.index_add_(0, torch.tensor(indexes), torch.ones(len(indexes), dtype=self.trained.dtype))
 
     def counts(self, rank: int, rank_count: int, *, begun: float) -> Tensor:
-        """Return what is to be summed over the ranks, float64; the first is of samples.
+        """Return the counts to sum over the ranks, float64; the first is the number of samples.
 
         Args:
             rank: this rank.
-            rank_count: how many there are.
-            begun: `time.monotonic()` when this rank began.
+            rank_count: number of ranks.
+            begun: `time.monotonic()` at the start of this rank.
         """
         now = time.monotonic()
         tokens_by_rank = [float(self.tokens) if other == rank else 0.0 for other in range(rank_count)]
@@ -116,7 +116,7 @@ def summary_of(step: int, counts: Tensor, rank_count: int) -> StepSummary:
 
 
 def timed(items: Iterable[Item]) -> Iterator[tuple[Item, float]]:
-    """Yield each item with the seconds that it was waited for."""
+    """Yield each item with the seconds spent waiting for it."""
     iterator = iter(items)
     while True:
         asked = time.monotonic()
@@ -128,7 +128,7 @@ def timed(items: Iterable[Item]) -> Iterator[tuple[Item, float]]:
 
 
 def imbalance_of(tokens: Sequence[int]) -> float:
-    """Return how far the heaviest rank is above the mean: 0 is perfect balance.
+    """Return the relative excess of the heaviest rank over the mean: 0 is perfect balance.
 
     >>> imbalance_of([110, 90])
     0.1

@@ -1,8 +1,8 @@
 """The task of the demo: add two digits and write the sum in tally strokes, `3+4=` -> `|||||||.`.
 
-Strokes instead of digits for two reasons. Responses have really different lengths from the first step to the last, so
-balancing has something to do; and a response that is nearly right differs from one that is far off, so the policy
-learns from rewards alone, with no supervised warm start.
+Strokes are used instead of digits for two reasons. Response lengths differ from the first step to the last, so
+balancing matters. And a nearly correct response scores better than one that is far off, so the policy learns from
+rewards alone, without a supervised warm start.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _TOKEN_OF = {character: token for token, character in enumerate(VOCABULARY)}
 
 
 def encode(text: str) -> list[int]:
-    """Return the tokens of `text`, one a character.
+    """Return the tokens of `text`, one per character.
 
     Raises:
         ValueError: a character is not in the vocabulary.
@@ -42,10 +42,10 @@ def make_prompts(count: int, rng: random.Random) -> list[str]:
 
 
 def sum_of(prompt: str) -> int:
-    """Return the right answer to a prompt.
+    """Return the correct answer to a prompt.
 
     Raises:
-        ValueError: the prompt is not of the form `3+4=`.
+        ValueError: the prompt does not have the form `3+4=`.
     """
     left, plus, right = prompt.removesuffix("=").partition("+")
     if not plus or not left.isdigit() or not right.isdigit():
@@ -56,8 +56,8 @@ def sum_of(prompt: str) -> int:
 def score(prompt: str, response: str) -> float:
     """Return the reward of a response in [0, 1].
 
-    Half of it is for the exact answer, ended in time; the other half shrinks with the distance between the strokes
-    written and the sum, and with the share of characters that are not strokes.
+    Half of it rewards the exact answer, ended in time. The other half shrinks with the difference between the number of
+    strokes and the sum, and with the share of other characters.
 
     >>> score("3+4=", "|||||||.")
     1.0

@@ -1,4 +1,4 @@
-"""Jagged columns as lists of rows, and back to padded batches."""
+"""Conversion of jagged columns to lists of rows, and of rows to padded batches."""
 
 from __future__ import annotations
 
@@ -15,5 +15,5 @@ def rows_of(column: Tensor | Sequence[Tensor]) -> list[Tensor]:
 
 
 def padded(rows: Sequence[Tensor]) -> Tensor:
-    """Return rows `(length,)` as one tensor `(n, longest)`, zero where a row has ended."""
+    """Return rows `(length,)` as one tensor `(n, longest)`, padded with zeros."""
     return pad_sequence(list(rows), batch_first=True) if rows else torch.zeros(0, 0)

@@ -1,4 +1,4 @@
-"""A trainer rank: streams its balanced batches, learns from them, hands new weights to the rollout workers."""
+"""A trainer rank: streams its balanced batches, trains on them, and publishes new weights to the rollout workers."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from tq_service.data import StreamingDataLoader, StreamingDataset
 def train(settings: DemoSettings, rank: int) -> None:
     """Train for `settings.steps` steps or `settings.seconds`, whichever ends first.
 
-    A rank that takes the place of a dead one gets weights, optimizer and step from the other. Both make the step again
-    in which the rank died; the service gives them the batches that it gave before.
+    A process that replaces a dead rank gets weights, optimizer state and step from the other rank. Both repeat the step
+    in which the rank died; the service delivers the same batches again.
     """
-    torch.manual_seed(settings.seed)  # the same first weights on every rank
+    torch.manual_seed(settings.seed)  # the same initial weights on every rank
     learner = Learner(Policy(len(VOCABULARY)), learning_rate=settings.learning_rate)
     ranks = Ranks(settings.output, rank)
     begun = time.monotonic()
@@ -41,7 +41,7 @@ def train(settings: DemoSettings, rank: int) -> None:
     with ExitStack() as stack:
         client = stack.enter_context(tq.Client(settings.address))
         leader = _Leader(client, learner) if rank == 0 else None
-        Reporter(client).send({EVENT: f"trainer rank {rank} has joined at step {step}", JOINED_STEP: step})
+        Reporter(client).send({EVENT: f"trainer rank {rank} joined at step {step}", JOINED_STEP: step})
         if leader:
             leader.publish(step)
         batches = _Batches(settings, rank)
@@ -61,7 +61,7 @@ def train(settings: DemoSettings, rank: int) -> None:
 
 
 def _join(ranks: Ranks, step: int, learner: Learner) -> int:
-    """Join the group, take over the state of the rank that is furthest, and return its step."""
+    """Join the group, load the state of the most advanced rank, and return its step."""
     furthest, state = ranks.join(step, learner.state())
     learner.load_state(state)
     return furthest
@@ -71,21 +71,21 @@ def _train_step(step: int, batches: _Batches, learner: Learner, ranks: Ranks, *,
     """Train on this rank's batch of a step.
 
     Raises:
-        RankLostError: the step has not been made, on any rank.
+        RankLostError: the step was not applied on any rank.
     """
     stats = StepStats(trained=torch.zeros(batches.settings.samples_per_step, dtype=torch.float64))
     for (batch, meta), waited in timed(batches.of_step(step)):
         stats.waiting_seconds += waited
         _learn(learner, batch, meta, settings=batches.settings, step=step, stats=stats)
-    counts = learner.update(ranks, stats.counts(batches.rank, ranks.count, begun=begun))
+    counts = learner.update(ranks.sum, stats.counts(batches.rank, ranks.count, begun=begun))
     return summary_of(step, counts, ranks.count)
 
 
 class _Batches:
-    """The micro-batches of one rank; what each had is noted in a file, for the demo to compare.
+    """The micro-batches of one rank; a digest of each goes to a file, for the demo to compare.
 
     Args:
-        settings: of the run.
+        settings: settings of the run.
         rank: this rank.
     """
 
@@ -97,7 +97,7 @@ class _Batches:
         self._sampler = ""
 
     def of_step(self, step: int) -> Iterator[tuple[Mapping[str, Any], tq.BatchMeta]]:
-        """Yield the micro-batches of a step; again the same where the step is made again."""
+        """Yield the micro-batches of a step; a repeated step yields the same ones."""
         sampler = self.settings.sampler_of(step)
         if self._loader is None or sampler != self._sampler:
             self._loader, self._sampler = StreamingDataLoader(self._dataset(step, sampler), num_workers=0), sampler
@@ -124,7 +124,7 @@ class _Batches:
 
 
 class _Leader:
-    """What rank 0 does for all ranks, between two steps."""
+    """The work of rank 0 for all ranks between two steps."""
 
     def __init__(self, client: tq.Client, learner: Learner) -> None:
         self._client = client
@@ -133,14 +133,14 @@ class _Leader:
         self._reporter = Reporter(client)
 
     def publish(self, version: int) -> None:
-        """Hand the weights to the rollout workers."""
+        """Publish the weights to the rollout workers."""
         self._publisher.publish(version, flat_weights(self._learner.policy))
 
     def finish_step(self, step: int, summary: dict[str, Any], *, is_last: bool) -> None:
-        """Publish the next version, report, and clear what is no longer needed.
+        """Publish the next version, report, and clear the partition of the previous step.
 
-        A step's partition goes one step late: by then the reward worker, which was needed for the samples of this
-        step, has seen the end of the one before.
+        A step's partition is cleared one step late. By then the reward worker has scored samples of the current step,
+        so it has seen the end of the previous one.
         """
         if is_last:
             self._publisher.stop(step + 1, flat_weights(self._learner.policy))
@@ -160,7 +160,7 @@ def _learn(
     step: int,
     stats: StepStats,
 ) -> None:
-    """Add one micro-batch of whole groups to the gradient and to the stats."""
+    """Add one micro-batch of complete groups to the gradient and to the stats."""
     if meta.size == 0:
         return
     advantages = group_advantages(batch["reward"], meta.groups, settings.group_size)

@@ -1,7 +1,7 @@
-"""Weights on their way back from the trainer to the rollout workers: rows of one more partition of the service.
+"""Weights sent from the trainer to the rollout workers: rows of a separate partition of the service.
 
-Each version is one row with the flat parameters; each rollout worker is a task of its own, so each sees every version,
-waits for the next one without polling, and keeps the newest. Versions that no rollout may use any more are cleared.
+Each version is one row with the flat parameters. Each rollout worker is a separate task, so it sees every version,
+waits for the next one without polling, and keeps the newest. Versions that are too old for rollouts are cleared.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class WeightPublisher:
         self._client = client
 
     def publish(self, version: int, flat: Tensor) -> None:
-        """Hand a version to all rollout workers."""
+        """Publish a version to all rollout workers."""
         self._put(f"v{version}", version, flat)
         self._client.clear_samples(partition_id=WEIGHTS_PARTITION, keys=[f"v{version - KEPT_VERSIONS}"])
 
@@ -54,7 +54,7 @@ class WeightPublisher:
 
 
 class WeightSubscriber:
-    """A rollout worker's side: waits until there is a version new enough.
+    """A rollout worker's side: waits for a sufficiently new version.
 
     Attributes:
         stopped: whether the trainer is done.
@@ -67,7 +67,7 @@ class WeightSubscriber:
         self.stopped = False
 
     def wait_for(self, version: int) -> Weights | None:
-        """Return the newest weights once they are of `version` or later; None when the trainer is done."""
+        """Wait for weights of `version` or later and return the newest; None if the trainer is done."""
         self._take(max_wait=0.0)
         while not self.stopped and (self._latest is None or self._latest.version < version):
             self._take(max_wait=5.0)
@@ -89,12 +89,12 @@ class WeightSubscriber:
         try:
             flat = self._client.get_data(newest)[FIELD][0]
         except NotFoundError:
-            return  # cleared while this worker was busy with a rollout: newer ones are there
+            return  # cleared during this worker's rollout: newer ones exist
         self._latest = Weights(version=int(newest.custom_meta[0]["version"]), flat=flat)
 
 
 def stop_check(client: tq.Client) -> Callable[[], bool]:
-    """Return a function that tells whether the trainer is done, for a worker that does not follow the weights."""
+    """Return a function that checks whether the trainer is done, for a worker that does not read the weights."""
 
     def is_stopped() -> bool:
         try:

@@ -270,6 +270,11 @@ export class Client {
         fields.set(name, extent_counts.map((count) => joined(parts.slice(at, (at += count)))));
       }
     }
+    for (const { field_names, sample_counts } of runs.filter((each) => each.sample_counts.length)) {
+      for (const name of field_names) { // shared by the samples of a group
+        fields.set(name, fields.get(name).flatMap((row, i) => Array(sample_counts[i]).fill(row)));
+      }
+    }
     return Object.fromEntries(fields);
   }
 

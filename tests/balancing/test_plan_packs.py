@@ -12,7 +12,12 @@ from tq_service.balancing import get_costs, plan_packs
 
 CAP = 100
 shapes = st.fixed_dictionaries(
-    {"dp_size": st.integers(1, 5), "optimizer_steps": st.integers(1, 4), "even_steps": st.booleans()}
+    {
+        "dp_size": st.integers(1, 5),
+        "optimizer_steps": st.integers(1, 4),
+        "even_steps": st.booleans(),
+        "packs_multiple_of": st.sampled_from([1, 2, 3]),
+    }
 )
 lengths_lists = st.lists(st.integers(0, CAP), max_size=60)
 
@@ -42,6 +47,9 @@ def test_every_sample_once_no_pack_too_full_and_as_many_packs_on_every_rank(leng
     plan = plan_packs(lengths, pack_max_length=CAP, **shape)
     check(plan, lengths)
     assert len(plan.packs) == shape["dp_size"]
+    assert not any(count % shape["packs_multiple_of"] for count in plan.packs_by_step)
+    if not shape["even_steps"]:
+        assert max(plan.packs_by_step) - min(plan.packs_by_step) <= shape["packs_multiple_of"]
     assert all(len(steps) == shape["optimizer_steps"] for steps in plan.packs)
     assert plan.tokens.shape == (shape["dp_size"], shape["optimizer_steps"])
     counts = [len(samples_of(steps)) for steps in plan.packs]
@@ -60,6 +68,18 @@ def test_groups_stay_on_one_rank(lengths, shape, data):
     for group in set(groups) - {None}:
         members = {index for index, name in enumerate(groups) if name == group}
         assert sum(bool(members & set(samples_of(steps))) for steps in plan.packs) == 1
+
+
+@settings(deadline=None)
+@given(lengths=lengths_lists, shape=shapes, data=st.data(), has_groups=st.booleans())
+def test_rollouts_stay_in_one_step_of_one_rank(lengths, shape, data, has_groups):
+    numbers = st.integers(0, 9) | st.none()
+    rollouts = data.draw(st.lists(numbers, min_size=len(lengths), max_size=len(lengths)))
+    groups = [None if rollout is None else rollout // 3 for rollout in rollouts] if has_groups else None
+    plan = plan_packs(lengths, pack_max_length=CAP, rollouts=rollouts, groups=groups, **shape)
+    check(plan, lengths)
+    steps = [{rollouts[sample] for pack in step for sample in pack} - {None} for steps in plan.packs for step in steps]
+    assert sum(map(len, steps)) == len(set(rollouts) - {None})
 
 
 @settings(deadline=None)
@@ -129,6 +149,16 @@ def test_the_figures_of_a_plan():
     assert uneven.imbalance == uneven.step_imbalance == pytest.approx(0.5)
 
 
+def test_packs_are_filled_up_to_a_multiple_for_each_step():
+    lengths, shape = [90, 80, 70, 60, 50], {"dp_size": 1, "optimizer_steps": 2, "pack_max_length": 100}
+    even = plan_packs(lengths, packs_multiple_of=4, **shape)
+    assert [[len(pack) for pack in step] for step in even.packs[0]] == [[1, 1, 1, 0], [1, 1, 0, 0]]
+    uneven = plan_packs(lengths, packs_multiple_of=2, even_steps=False, **shape)
+    assert [sorted(map(len, step)) for step in uneven.packs[0]] == [[0, 1, 1, 1], [1, 1]]
+    assert plan_packs([60] * 5, packs_multiple_of=4, dp_size=1, optimizer_steps=1, pack_max_length=100).pack_count == 8
+    assert plan_packs([50] * 8, packs_multiple_of=4, dp_size=1, optimizer_steps=1, pack_max_length=100).pack_count == 4
+
+
 def test_nothing_is_a_plan_of_padding():
     plan = plan_packs([], dp_size=2, optimizer_steps=3, pack_max_length=CAP)
     assert plan.packs == [[[[]]] * 3] * 2
@@ -166,6 +196,7 @@ def test_a_large_batch_is_packed_tightly_and_evenly():
         ({"pack_max_length": True}, r"pack_max_length: got True"),
         ({"overlong": "cut"}, r"overlong: got 'cut', expected 'error', 'truncate' or 'drop'"),
         ({"groups": ["a"]}, r"groups: got 1 for 3 samples"),
+        ({"rollouts": ["a"]}, r"rollouts: got 1 for 3 samples"),
         ({"cost": "flops"}, r"cost: got 'flops'"),
         ({"seqlens": [1, -1]}, r"got -1 at position 1"),
         ({"pack_max_length": 2}, r"got 3 tokens for sample 2, .* 1 of 3 samples are longer; raise pack_max_length"),

@@ -100,4 +100,4 @@ def test_one_pair_of_one_figure(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_commit_that_is_not_there_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert compare.main(["no-such-commit", "--pairs", "1"]) == 2
-    assert "git has no package at 'no-such-commit'" in capsys.readouterr().err
+    assert "git could not find the package at 'no-such-commit'" in capsys.readouterr().err

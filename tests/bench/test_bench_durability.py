@@ -59,7 +59,7 @@ def test_a_column_that_fails_is_left_out_and_the_others_go_on() -> None:
     rounds = _Rounds(cases, plan)
     asyncio.run(rounds.run())
     assert rounds.rates == {"puts": {"memory": [4.0] * 6, "control": [4.0] * 6}}
-    assert rounds.failed == ["mirror: s3: left out, since it failed (puts): no engine"]
+    assert rounds.failed == ["mirror: s3: left out because it failed (puts): no engine"]
 
 
 def test_ratios_are_taken_round_by_round() -> None:

@@ -100,7 +100,7 @@ def test_a_peer_that_cannot_be_installed_is_absent_and_told(capsys: pytest.Captu
         assert not absent.is_there
         assert absent.absent == ["Ray"]
         assert absent.notes == ["Ray was left out or could not be installed: not measured"]
-        with pytest.raises(RuntimeError, match="Ray is not there"):
+        with pytest.raises(RuntimeError, match="Ray is not available"):
             absent.ask("versions")
     assert "without Ray: no index can be reached" in capsys.readouterr().err
 

@@ -1,22 +1,18 @@
-"""A run of `python -m chaos.asynchronous`: workers, trainer and service are killed, and staleness stays bounded."""
+"""Runs of `python -m chaos.asynchronous`: workers, trainer and service are killed, and staleness stays bounded."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from whole_runs import run_whole
 
-ROOT = Path(__file__).parents[2]
+SEED = "36"  # one run of agents, one ordered run, and one that is both
 
 
 @pytest.mark.timeout(300)
-def test_a_run(tmp_path: Path) -> None:
-    run = subprocess.run(
-        [sys.executable, "-m", "chaos.asynchronous", "--runs", "1", "--output", str(tmp_path)],
-        cwd=ROOT, capture_output=True, text=True, timeout=280, check=False,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert "1 runs" in run.stdout
+def test_runs(tmp_path: Path) -> None:
+    run = run_whole(["-m", "chaos.asynchronous", "--runs", "3", "--seed", SEED, "--output", str(tmp_path)])
+    assert run.returncode == 0, run.stdout
+    assert "3 runs (2 of agents, 2 ordered)" in run.stdout
     assert "0 violations" in run.stdout

@@ -129,7 +129,7 @@ def test_ranks(tmp_path: Path) -> None:
     assert [(one.rank, one.batch_index) for one in claims_of(tmp_path)] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert list(rank_violations(tmp_path, {1, 2, 3})) == []
     assert list(rank_violations(tmp_path, {1, 2, 3, 4})) == ["sample 4 was handed to no rank"]
-    assert list(rank_violations(tmp_path, {1, 2})) == ["sample 3 was handed out but is not there"]
+    assert list(rank_violations(tmp_path, {1, 2})) == ["sample 3 was delivered but does not exist"]
     recorded(tmp_path, "rank-1", claim(2, 2), {"what": "read", "batch_index": 2, "wrong": ["k: blob"]})
     assert list(rank_violations(tmp_path, None)) == [
         "sample 2 was handed to 2 batches",

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).parents[2]
+from whole_runs import run_whole
 
 
 @pytest.mark.timeout(300)
 def test_a_few_rounds(tmp_path: Path) -> None:
     flags = ["--topology", "split", "--durability", "process", "--rounds", "3", "--seconds", "0.3", "--seed", "4"]
-    run = subprocess.run(
-        [sys.executable, "-m", "chaos", *flags, "--output", str(tmp_path)],
-        cwd=ROOT, capture_output=True, text=True, timeout=280, check=False,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stdout + run.stderr
+    run = run_whole(["-m", "chaos", *flags, "--output", str(tmp_path)])
+    assert run.returncode == 0, run.stdout
     assert "0 violations" in run.stdout
     assert "SIGKILL" in run.stdout
 
@@ -33,9 +27,7 @@ def test_what_is_lost_is_found(tmp_path: Path) -> None:
         f"raise SystemExit(main.main(['--topology', 'embedded', '--durability', 'memory', '--rounds', '1', "
         f"'--seconds', '0.3', '--output', {str(tmp_path)!r}]))\n"
     )
-    run = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=280, check=False
-    )
-    assert run.returncode == 1, run.stdout + run.stderr
+    run = run_whole(["-c", program])
+    assert run.returncode == 1, run.stdout
     assert "VIOLATION" in run.stdout
     assert f"logs and data in {tmp_path}" in run.stdout

@@ -10,11 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from whole_runs import ROOT, run_whole
 
 from chaos.etcd import why_no_etcd
 from chaos.hosts import why_not
 
-ROOT = Path(__file__).parents[2]
 WHY_NOT = why_not()
 WHY_NO_ETCD = why_no_etcd()
 
@@ -26,11 +26,8 @@ pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 def test_two_rounds(tmp_path: Path) -> None:
     targets = ["cut leader from etcd", "lose storage"]
     flags = ["--rounds", "2", "--seconds", "0.3", "--cut-seconds", "7", "--lease-seconds", "3", "--targets", *targets]
-    run = subprocess.run(
-        [sys.executable, "-m", "chaos.takeover", *flags, "--output", str(tmp_path)],
-        cwd=ROOT, capture_output=True, text=True, timeout=280, check=False,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stdout + run.stderr
+    run = run_whole(["-m", "chaos.takeover", *flags, "--output", str(tmp_path)])
+    assert run.returncode == 0, run.stdout
     assert "0 violations" in run.stdout
     assert all(f"{target} (" in run.stdout for target in targets)
 

@@ -181,7 +181,7 @@ def test_an_address_where_a_partition_belongs_is_noticed(filled: tq.Client, addr
     assert _hint(result.exception) == ""
     result = CliRunner().invoke(app, ["status", address])
     assert isinstance(result.exception, PartitionNotFoundError)
-    assert _hint(result.exception) == f"an address is given with --address: tq-service status --address {address}"
+    assert _hint(result.exception) == f"pass an address with --address: tq-service status --address {address}"
 
 
 def test_status_of_an_empty_service(client: tq.Client) -> None:
@@ -222,7 +222,7 @@ def test_partitions_are_listed_shown_sealed_and_cleared(filled: tq.Client) -> No
     assert document("partition", "show", "train@0")["partitions"][0]["sealed"] is True
     assert invoke("partition", "seal", "train@1") == "sealed train@1 with 0 samples\n"
     refused = CliRunner().invoke(app, ["partition", "clear", "train@0"])
-    assert isinstance(refused.exception, tq.InvalidArgumentError)
+    assert isinstance(refused.exception, tq.errors.InvalidArgumentError)
     assert "give --yes" in str(refused.exception)
     missing = CliRunner().invoke(app, ["partition", "clear", "train@0", "none", "--yes"])
     assert isinstance(missing.exception, PartitionNotFoundError)
@@ -230,6 +230,18 @@ def test_partitions_are_listed_shown_sealed_and_cleared(filled: tq.Client) -> No
     cleared = document("partition", "clear", "train@0", "train@1", "--yes")
     assert [each["cleared_count"] for each in cleared] == [6, 0]
     assert filled.list_partitions() == []
+
+
+def test_a_release_is_shown_with_what_it_has_released(client: tq.Client) -> None:
+    client.create_partition("p", release=tq.Release("saved", ["actor", "critic"], 90.0))
+    client.put({"x": np.zeros(2)}, partition_id="p")
+    client.fail_samples(partition_id="p", global_indexes=[1])  # which no task waits for
+    lines = lines_of("partition", "show", "p")
+    assert ["saved", "by", "actor,", "critic", "1"] in lines
+    assert ["90", "s", "old", "0"] in lines
+    (shown,) = document("partition", "show", "p")["partitions"]
+    assert shown["release"] == {"when": "saved", "tasks": ["actor", "critic"], "ttl_seconds": 90.0}
+    assert (shown["released_count"], shown["expired_count"]) == (1, 0)
 
 
 def test_fields_that_take_one_value_are_marked(client: tq.Client) -> None:
@@ -246,7 +258,8 @@ def test_fields_that_take_one_value_are_marked(client: tq.Client) -> None:
 def test_samples_can_be_peeked_at(filled: tq.Client) -> None:
     shown = document("partition", "peek", "train@0", "--limit", "2")
     assert shown[1] == {
-        "global_index": 1, "key": "k1", "group": "a", "custom_meta": {"total_lengths": 1, "tag": [1], "version": 4},
+        "global_index": 1, "key": "k1", "group": "a", "rollout": None,
+        "custom_meta": {"total_lengths": 1, "tag": [1], "version": 4},
         "fields": {"reward": 1.0, "text": "t1"},
     }  # fmt: skip
     assert len(shown) == 2
@@ -312,10 +325,24 @@ def test_titles_stay_on_one_line_over_short_names(client: tq.Client) -> None:
     assert ["TASK", "DELIVERED", "RATE", "WAITING", "FOR"] in lines_of("status")
 
 
+def test_where_the_time_of_steps_goes_is_shown(client: tq.Client) -> None:
+    client.put({"x": np.arange(2)}, partition_id="p")
+    timer = tq.StepTimer()
+    with timer.step():
+        pass
+    with timer.step():
+        client.get_meta(
+            partition_id="p", task_name="t", data_fields=["x"], batch_size=2, batch_index=0, dp_rank=0, dp_size=1
+        )
+    lines = [" ".join(line) for line in lines_of("task", "show", "p", "t")]
+    assert any(line.startswith("steps ") and line.endswith("per batch: work 100 % (1 ranks)") for line in lines)
+    assert any("the trainer's own work is 100 % of the step" in line for line in lines)
+
+
 def test_tasks_are_shown_and_start_over(filled: tq.Client) -> None:
     lines = lines_of("task", "show", "train@0", "update")
     assert lines[0] == ["task", "update", "of", "partition", "train@0"]
-    age = ["oldest", "version", "7,", "the", "newest", "is", "1", "above", "it"]
+    age = ["oldest", "version", "7,", "1", "below", "the", "newest"]
     for facts in (["delivered", "4", "of", "6", "samples"], ["pending", "2"], age, ["state", "active"]):
         assert facts in lines
     assert [each["pending_count"] for each in document("task", "show", "train@0")["tasks"]] == [2]
@@ -346,11 +373,25 @@ def test_evicted_samples_are_listed_and_counted(client: tq.Client) -> None:
     assert "evicted " not in invoke("task", "show", "p", "t")
     client.get_meta(**asked, where=[("v", ">", 0)], unmatched="fail", refill=("prompts", "r"), max_wait=0)
     assert lines_of("task", "evicted", "p", "t")[1:] == [
-        ["1", "sample", "-", "a", "unmatched", "-", "1", "unknown"],
-        ["2", "sample", "-", "b", "unmatched", "-", "1", "unknown"],
+        ["1", "sample", "-", "-", "a", "unmatched", "-", "1", "unknown"],
+        ["2", "sample", "-", "-", "b", "unmatched", "-", "1", "unknown"],
     ]
     assert [each["serial"] for each in document("task", "evicted", "p", "t", "--after", "1")["units"]] == [2]
     assert re.search(r"evicted +2 by where, 0 groups with too few members, 0 late\n", invoke("task", "show", "p", "t"))
+
+
+def test_a_replay_buffer_is_shown_with_what_it_dropped(client: tq.Client) -> None:
+    bound = tq.Admission("t", 2, overflow="drop_lowest", samples_per_insert=2.0, error_buffer=4)
+    client.create_partition("p", admissions=[bound])
+    for _ in range(3):
+        client.put({"x": np.arange(1)}, partition_id="p")
+    asked: dict[str, Any] = {"partition_id": "p", "task_name": "t", "data_fields": ["x"], "batch_size": 4}
+    client.get_meta(**asked, sampler="replay", sampler_config={"fresh": 0}, dp_rank=0, dp_size=1, batch_index=0)
+    shown = invoke("task", "show", "p", "t")
+    assert re.search(r"dropped +1 of the lowest priority\n", shown)
+    assert re.search(r"deliveries +4, including repeated deliveries\n", shown)
+    assert "then the lowest by age are dropped, 2 deliveries per insert" in invoke("partition", "show", "p")
+    assert lines_of("task", "evicted", "p", "t")[1] == ["1", "sample", "-", "-", "-", "overflow", "-", "1", "-"]
 
 
 def test_dead_lettered_samples_are_listed_and_delivered_again(client: tq.Client) -> None:
@@ -408,7 +449,7 @@ def test_bench_of_a_running_service_leaves_nothing_behind(client: tq.Client, add
 @pytest.mark.parametrize("size", ["0", "none", "much"])
 def test_bench_refuses_sizes(size: str) -> None:
     result = CliRunner().invoke(app, ["bench", "--size", size])
-    assert isinstance(result.exception, tq.InvalidArgumentError)
+    assert isinstance(result.exception, tq.errors.InvalidArgumentError)
     assert f"--size: got '{size}'" in str(result.exception)
 
 
@@ -466,7 +507,7 @@ def test_files_of_token_and_tls_go_to_the_client_and_the_environment_stays(
     @contextlib.contextmanager
     def open_client(**given: object) -> Iterator[None]:
         seen.append((given["token"], given["tls"]))
-        raise tq.UnavailableError("seen")
+        raise tq.errors.UnavailableError("seen")
         yield
 
     monkeypatch.setattr("tq_service.cli.status.open_client", open_client)

@@ -84,7 +84,7 @@ def test_a_taken_port_is_one_line_and_exit_code_1() -> None:
         result = run("serve", "--port", str(taken.getsockname()[1]))
     assert result.returncode == 1
     (line,) = result.stderr.splitlines()
-    assert "Address already in use; another process listens there, or give another --port" in line
+    assert "Address already in use; another process listens there: stop it, or give another --port" in line
 
 
 def test_wrong_settings_are_one_line_and_exit_code_1() -> None:
@@ -123,6 +123,6 @@ def test_a_misspelt_variable_is_warned_of_once(tmp_path: Path) -> None:
     with ServiceProcess(env={"TQ_MAX_BYTE": "1GiB"}, log=log) as service:
         service.send_signal(signal.SIGTERM)
         assert service.wait(20) == 0
-    (line,) = [line for line in log.read_text().splitlines() if "no settings" in line]
-    assert "variables that are no settings have no effect" in line
+    (line,) = [line for line in log.read_text().splitlines() if "not settings" in line]
+    assert "ignored environment variables that are not settings" in line
     assert "TQ_MAX_BYTE (did you mean TQ_MAX_BYTES?)" in line

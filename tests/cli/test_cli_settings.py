@@ -222,7 +222,7 @@ def test_every_setting_has_a_flag_with_its_description() -> None:
     [
         ({"durability": "process"}, "needs the setting data_dir"),
         ({"durability": "disk"}, "needs the setting data_dir"),
-        ({"durability": "memory", "data_dir": "/srv/tq"}, "no use"),
+        ({"durability": "memory", "data_dir": "/srv/tq"}, "does not use"),
         ({"durability": "always"}, "--durability"),
     ],
 )

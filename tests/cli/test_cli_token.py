@@ -74,7 +74,7 @@ def test_ends(text: str, expected: datetime | None, tmp_path: Path) -> None:
 )
 def test_wrong_arguments_make_nothing(arguments: tuple[str, ...], match: str, tmp_path: Path) -> None:
     files = ("--file", tmp_path / "tokens.toml", "--output", tmp_path / "a.token")
-    with pytest.raises(tq.InvalidArgumentError, match=match):
+    with pytest.raises(tq.errors.InvalidArgumentError, match=match):
         run("new", *arguments, *files)
     assert list(tmp_path.iterdir()) == []
 
@@ -84,9 +84,9 @@ def test_a_token_file_is_not_overwritten_and_goes_where_the_entry_cannot_be_adde
     run("new", "--name", "a", "--role", "read", "--file", path, "--output", output)
     assert output.stat().st_mode & 0o777 == 0o600
     before = output.read_text(), path.read_text()
-    with pytest.raises(tq.AlreadyExistsError, match="is there already"):
+    with pytest.raises(tq.errors.AlreadyExistsError, match="already exists"):
         run("new", "--name", "b", "--role", "read", "--file", path, "--output", output)
-    with pytest.raises(tq.InvalidArgumentError, match="there twice"):
+    with pytest.raises(tq.errors.InvalidArgumentError, match="occurs twice"):
         run("new", "--name", "a", "--role", "read", "--file", path, "--output", tmp_path / "b.token")
     assert (output.read_text(), path.read_text()) == before
     assert not (tmp_path / "b.token").exists()
@@ -95,14 +95,14 @@ def test_a_token_file_is_not_overwritten_and_goes_where_the_entry_cannot_be_adde
 @pytest.mark.parametrize("option", ["--file", "--output"])
 def test_a_file_that_cannot_be_written_is_named(option: str, tmp_path: Path) -> None:
     files = {"--file": tmp_path / "tokens.toml", "--output": tmp_path / "a.token", option: tmp_path / "no" / "file"}
-    with pytest.raises(tq.InvalidArgumentError, match=f"{option}: .*/no/file cannot be written: No such file"):
+    with pytest.raises(tq.errors.InvalidArgumentError, match=f"{option}: .*/no/file cannot be written: No such file"):
         run("new", "--name", "a", "--role", "read", *(part for pair in files.items() for part in pair))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_list_takes_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TQ_AUTH_TOKENS_FILE", raising=False)
-    with pytest.raises(tq.InvalidArgumentError, match="no file given"):
+    with pytest.raises(tq.errors.InvalidArgumentError, match="no file given"):
         run("ls")
 
 
@@ -119,7 +119,7 @@ def test_a_revoked_token_goes_and_all_else_stays(tmp_path: Path) -> None:
     after = read_tokens(path)
     assert [token.name for token in after.values()] == ["a", "c"]
     assert after.items() <= before.items()
-    with pytest.raises(tq.InvalidArgumentError, match="has no token 'b'; known: 'a', 'c'"):
+    with pytest.raises(tq.errors.InvalidArgumentError, match="has no token 'b'; known: 'a', 'c'"):
         run("revoke", "b", "--file", path)
     assert json.loads(run("revoke", "c", "--file", path, "--json")[0]) == {"name": "c", "file": str(path)}
     assert list(read_tokens(path).values()) == [next(iter(before.values()))]

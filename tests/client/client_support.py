@@ -6,7 +6,7 @@ import inspect
 from functools import partial
 
 import tq_service as tq
-from tq_service.client import AsyncWatch
+from tq_service.client import AsyncWatch, AsyncWork
 
 
 class Awaited:
@@ -25,6 +25,9 @@ class Awaited:
     def watch(self, *arguments, **keywords):
         return self.client.watch(*arguments, **keywords)
 
+    def work(self, *arguments, **keywords):
+        return self.client.work(*arguments, **keywords)
+
 
 @contextlib.asynccontextmanager
 async def watching(watch):
@@ -38,6 +41,14 @@ async def watching(watch):
 async def next_update(watch):
     """Return the next update of a watch of either client, None at its end."""
     return await (anext(watch, None) if isinstance(watch, AsyncWatch) else asyncio.to_thread(next, watch, None))
+
+
+async def next_item(work):
+    """Return the next item of a worker's loop of either client, None at its end."""
+    if isinstance(work, AsyncWork):
+        return await anext(work, None)
+    item = await asyncio.to_thread(next, work, None)
+    return None if item is None else Awaited(item)
 
 
 def make_client(kind, address, **options):

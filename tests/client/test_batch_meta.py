@@ -23,6 +23,7 @@ def make(size=6, first=10, keyed=True, micro_batch=2, **changes):
         global_indexes=range(first, first + size),
         keys=[f"k{first + i}" for i in range(size)] if keyed else [],
         groups=[f"g{i // 2}" if i < 4 else "" for i in range(size)],
+        rollouts=[f"r{i}" if i < 5 else "" for i in range(size)],
         custom_meta=encode_meta_columns(rows_to_meta_columns(rows)),
         fields=[
             pb.FieldSpec(name="a", dtype="int64", layout=pb.LAYOUT_DENSE, row_shape_known=True),
@@ -65,6 +66,7 @@ def facts(meta):
         index: (
             meta.keys[at],
             meta.groups[at],
+            meta.rollouts[at],
             meta.custom_meta[at],
             *(cells[name][at] for name in sorted(cells)),
             *(mask[at] for _, mask in sorted(meta.produced.items())),
@@ -130,7 +132,7 @@ def test_every_column_goes_with_the_samples():
 
 def test_the_columns_are_those_of_the_message():
     repeated = {each.name for each in pb.BatchMeta.DESCRIPTOR.fields if each.default_value == []}
-    of_samples = repeated - {"global_indexes", "dropped_indexes", "fields", "steps", "produced"}
+    of_samples = repeated - {"global_indexes", "dropped_indexes", "fields", "steps", "totals", "produced"}
     assert {column.message_field for column in SAMPLE_COLUMNS.values()} - {""} == of_samples
 
 

@@ -169,7 +169,7 @@ async def test_a_deadline_ends_one_call_here_and_there(app, client):
     async with beside_one_that_waits(client):
         late = asyncio.ensure_future(_wait_for(client, 1.0))
         await until(lambda: app.waiting.count == 2)
-        with pytest.raises(tq.DeadlineError):
+        with pytest.raises(tq.errors.DeadlineError):
             await late
         await until(lambda: app.waiting.count == 1)
         assert (await client.get_meta(**QUEUE)).size == 1
@@ -182,7 +182,7 @@ async def test_a_stream_that_is_not_used_ends(app, client, monkeypatch):
         (stream,) = streams_of(client)
         await until(lambda: stream.is_over)
         await until(lambda: not app.controller.batches._streams)
-        assert stream._reader.done()
+        await until(stream._reader.done)  # it learns of the end after the service
         assert not stream.is_refused
         await client.get_meta(**QUEUE)
         assert streams_of(client) != [stream]
@@ -229,7 +229,7 @@ async def test_calls_of_a_stream_that_breaks_are_made_again_under_the_same_ids()
             async for message in requests:
                 seen.append([pb.GetMetaRequest.FromString(call.request).request_id for call in message.calls])
                 if len(seen) == 1:
-                    await abort_with(context, tq.UnavailableError("broken"))
+                    await abort_with(context, tq.errors.UnavailableError("broken"))
                 answers = [
                     pb.BatchedAnswer(call_id=call.call_id, answer=claimed.SerializeToString()) for call in message.calls
                 ]
@@ -252,7 +252,9 @@ async def test_closing_the_client_ends_calls_in_a_stream(client):
     calls = [asyncio.ensure_future(client.get_meta(**WAITS)) for _ in range(4)]
     await asyncio.sleep(0.2)
     await client.aclose()
-    assert {type(each) for each in await asyncio.gather(*calls, return_exceptions=True)} == {tq.CallCancelledError}
+    assert {type(each) for each in await asyncio.gather(*calls, return_exceptions=True)} == {
+        tq.errors.CallCancelledError
+    }
 
 
 async def test_a_new_token_opens_another_stream_and_the_old_one_ends_with_its_calls(tmp_path):

@@ -58,7 +58,9 @@ async def test_columns_metadata_and_state_of_existing_samples(client):
 async def test_columns_of_other_samples_than_the_metadata_are_refused_before_they_are_sent(kind):
     client = make_client(kind, "no-such-host.invalid")
     batch = metadata_pb2.BatchMeta(status=metadata_pb2.BATCH_STATUS_BATCH, partition_id="p", global_indexes=[3, 1])
-    with pytest.raises(tq.InvalidArgumentError, match=r"^metadata has 2 samples, field 'reward' has 5") as raised:
+    with pytest.raises(
+        tq.errors.InvalidArgumentError, match=r"^metadata has 2 samples, field 'reward' has 5"
+    ) as raised:
         await client.put({"reward": torch.zeros(5)}, metadata=tq.BatchMeta.from_proto(batch))
     await client.aclose()
     assert raised.value.field == "data"
@@ -72,9 +74,9 @@ async def test_data_by_key_and_by_index(client):
     assert by_index["score"].tolist() == [4, 1]
     skipped = await client.get_data(partition_id="p", keys=["k2", "no"], data_fields=["score"], missing="skip")
     assert skipped["score"].tolist() == [2]
-    with pytest.raises(tq.KeyNotFoundError):
+    with pytest.raises(tq.errors.KeyNotFoundError):
         await client.get_data(partition_id="p", keys=["k2", "no"])
-    with pytest.raises(tq.FieldNotFoundError, match="score"):
+    with pytest.raises(tq.errors.FieldNotFoundError, match="score"):
         await client.get_data(partition_id="p", keys=["k2"], data_fields=["scores"])
 
 
@@ -101,7 +103,7 @@ async def test_empty_batch_is_typed_and_takes_no_call(kind, service):
     assert list(batch["text"]) == []
     assert await down.put({"reward": torch.zeros(0)}, metadata=empty) == empty
     assert await down.clear_samples(empty) == 0
-    with pytest.raises(tq.InvalidArgumentError, match="names no samples"):
+    with pytest.raises(tq.errors.InvalidArgumentError, match="names no samples"):
         await down.put({"reward": torch.zeros(1)}, metadata=empty)
     await down.aclose()
 
@@ -129,14 +131,14 @@ async def test_ranks_queue_workers_and_the_end(client):
     assert again.size == 8
     not_yet = await client.get_meta(**ask, task_name="reward", batch_size=8, max_wait=0)
     assert not_yet.status == "not_yet"
-    with pytest.raises(tq.InvalidArgumentError, match="not_yet"):
+    with pytest.raises(tq.errors.InvalidArgumentError, match="not_yet"):
         await client.get_data(not_yet)
     assert await client.seal_partition("p") == 8
     end = await client.get_meta(**ask, task_name="reward", batch_size=8)
     assert (end.status, end.size) == ("end", 0)
     assert (await client.check_consumption("p", "reward")).complete
     assert await client.reset_consumption(partition_id="p", task_name="reward", epoch=0) == 1
-    with pytest.raises(tq.StaleEpochError):
+    with pytest.raises(tq.errors.StaleEpochError):
         await client.reset_consumption("p", "reward", 0)
 
 
@@ -147,14 +149,14 @@ async def test_where_and_order_by(client):
         **ask, task_name="one", where=[("version", ">=", 2), ("tag", "in", ["a"])], order_by=["-version"]
     )
     assert [row["version"] for row in newest.custom_meta] == [3, 2]
-    with pytest.raises(tq.InvalidArgumentError, match="operator"):
+    with pytest.raises(tq.errors.InvalidArgumentError, match="operator"):
         await client.get_meta(**ask, task_name="one", where=["version"])
 
 
 async def test_partitions_and_services(client):
     incarnation = await client.create_partition("p", expected_samples=8)
     assert await client.create_partition("p", expected_samples=8) == incarnation
-    with pytest.raises(tq.AlreadyExistsError):
+    with pytest.raises(tq.errors.AlreadyExistsError):
         await client.create_partition("p", expected_samples=9)
     inserted = await client.insert("p", 2, keys=["a", "b"], groups=["g", "g"], state="held")
     assert (inserted.global_indexes, inserted.keys, inserted.groups) == ([0, 1], ["a", "b"], ["g", "g"])
@@ -165,7 +167,7 @@ async def test_partitions_and_services(client):
     (summary,) = await client.list_partitions("p")
     assert (summary.inserted_count, summary.present_count) == (2, 0)
     await client.clear_partition("p", incarnation=incarnation)
-    with pytest.raises(tq.PartitionNotFoundError):
+    with pytest.raises(tq.errors.PartitionNotFoundError):
         await client.describe_partition("p")
     assert await client.health()
     assert "sequential" in {sampler.name for sampler in await client.list_samplers()}
@@ -175,12 +177,12 @@ async def test_partitions_and_services(client):
 @pytest.mark.parametrize(
     ("arguments", "kind_of_error", "words"),
     [
-        ({}, tq.InvalidArgumentError, "partition_id"),
-        ({"partition_id": "p", "keys": "k0"}, tq.InvalidArgumentError, "list of strings"),
-        ({"partition_id": "p", "state": "alive"}, tq.InvalidArgumentError, "live, held, failed"),
-        ({"partition_id": "p", "key_mode": "old"}, tq.InvalidArgumentError, "upsert, new, existing"),
-        ({"partition_id": "p", "custom_meta": [{"a": 1}]}, tq.InvalidArgumentError, "for 1 samples, expected 2"),
-        ({"partition_id": "p", "timeout": float("inf")}, tq.InvalidArgumentError, "finite"),
+        ({}, tq.errors.InvalidArgumentError, "partition_id"),
+        ({"partition_id": "p", "keys": "k0"}, tq.errors.InvalidArgumentError, "list of strings"),
+        ({"partition_id": "p", "state": "alive"}, tq.errors.InvalidArgumentError, "live, held, failed"),
+        ({"partition_id": "p", "key_mode": "old"}, tq.errors.InvalidArgumentError, "upsert, new, existing"),
+        ({"partition_id": "p", "custom_meta": [{"a": 1}]}, tq.errors.InvalidArgumentError, "for 1 samples, expected 2"),
+        ({"partition_id": "p", "timeout": float("inf")}, tq.errors.InvalidArgumentError, "finite"),
         ({"partition_id": "p", "data": {"o": [object(), 1]}}, TypeError, "object"),
     ],
 )
@@ -204,7 +206,7 @@ async def test_any_finite_timeout_is_waited_for(client, seconds):
 async def test_a_closed_client_says_so(client):
     await client.list_partitions()
     await client.aclose()
-    with pytest.raises(tq.PreconditionError, match="closed"):
+    with pytest.raises(tq.errors.PreconditionError, match="closed"):
         await client.list_partitions()
 
 

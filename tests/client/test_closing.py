@@ -42,7 +42,7 @@ async def test_async_calls_end_when_their_client_is_closed(service, meta, call, 
         await asyncio.sleep(0)
     await client.aclose()
     errors = await asyncio.wait_for(asyncio.gather(*calls), 60)
-    assert {type(error) for error in errors} <= {tq.CallCancelledError, tq.PreconditionError}
+    assert {type(error) for error in errors} <= {tq.errors.CallCancelledError, tq.errors.PreconditionError}
     assert [record.message for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
@@ -54,7 +54,7 @@ async def test_sync_calls_end_when_their_client_is_closed_by_another_thread(serv
         await asyncio.sleep(number / 1000)
         await client.aclose()
         errors = await asyncio.wait_for(asyncio.gather(*calls), 60)
-        assert {type(error) for error in errors} <= {tq.CallCancelledError, tq.PreconditionError}
+        assert {type(error) for error in errors} <= {tq.errors.CallCancelledError, tq.errors.PreconditionError}
     assert [record.message for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
@@ -77,4 +77,4 @@ async def test_a_call_that_waits_to_be_tried_again_ends_with_its_client(kind):
     call = asyncio.ensure_future(until_it_fails(client.list_partitions))
     await asyncio.sleep(0.2)
     await client.aclose()
-    assert isinstance(await asyncio.wait_for(call, 60), tq.PreconditionError | tq.CallCancelledError)
+    assert isinstance(await asyncio.wait_for(call, 60), tq.errors.PreconditionError | tq.errors.CallCancelledError)

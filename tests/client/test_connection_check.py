@@ -119,10 +119,10 @@ def test_nothing_is_found_where_nothing_is_wrong_or_grpc_says_it(authority, free
 
 def test_another_program(authority):
     with other_program(b"HTTP/1.1 400 Bad Request\r\n\r\n") as port:
-        assert find_fault(f"localhost:{port}", None) == f"what listens at 127.0.0.1:{port} does not speak gRPC"
+        assert find_fault(f"localhost:{port}", None) == f"the server at 127.0.0.1:{port} does not speak gRPC"
         assert "does not speak TLS" in find_fault(f"localhost:{port}", tq.Tls(ca=authority.ca))
     with other_program(None) as port:
-        silent = f"127.0.0.1:{port} takes connections and does not answer"
+        silent = f"127.0.0.1:{port} accepts connections but does not answer"
         assert find_fault(f"localhost:{port}", None) == silent
 
 
@@ -136,7 +136,7 @@ def test_a_service_that_closes_new_connections_is_not_called_another_program(aut
 def test_a_check_runs_once_at_a_time_and_is_forgotten_when_the_service_answers(authority):
     with grpc_server(authority.issue("service")) as port:
         outage = transport.Outage(f"localhost:{port}")
-        failure = tq.UnavailableError("connection refused", metadata={"grpc_message": "refused"})
+        failure = tq.errors.UnavailableError("connection refused", metadata={"grpc_message": "refused"})
         before = threading.active_count()
         for _ in range(10):
             outage.lasts(time.monotonic(), failure, 60.0)
@@ -160,7 +160,7 @@ async def test_errors_and_warnings_begin_with_what_was_found(kind, authority, ca
     caplog.set_level(logging.WARNING, "tq_service.client")
     with grpc_server(authority.issue("service")) as port:
         client = make_client(kind, f"localhost:{port}", timeout=2 * FAULT_SECONDS)
-        with pytest.raises(tq.UnavailableError) as raised:
+        with pytest.raises(tq.errors.UnavailableError) as raised:
             await client.list_partitions()
         await client.aclose()
     finding = f"127.0.0.1:{port} speaks TLS and this client does not; give tls=, or set TQ_TLS_CA"

@@ -111,7 +111,7 @@ def test_a_lost_connection_is_noticed_within_half_a_minute(module):
 
 async def test_of_a_name_with_several_addresses_a_standby_that_knows_no_leader_is_not_asked_for_ever(kind):
     """It keeps no connection for long, and a new one is to any of the addresses."""
-    refusal = tq.NotLeaderError("none is known to", metadata={"leader_address": "", "epoch": "0"})
+    refusal = tq.errors.NotLeaderError("none is known to", metadata={"leader_address": "", "epoch": "0"})
     standby, leader = Script(refusal), Script(pb.ListPartitionsResponse())
     short_lived = (("grpc.max_connection_age_ms", 300),)
     async with serving(FakeController(ListPartitions=leader)) as address:

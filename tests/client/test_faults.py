@@ -19,7 +19,7 @@ from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1 import storage_service_pb2 as storage_pb
 from tq_service.wire.columns import INLINE_BYTES
 
-DRAINING = tq.UnavailableError("the server is draining")
+DRAINING = tq.errors.UnavailableError("the server is draining")
 BATCH = pb.GetMetaResponse(meta=metadata_pb2.BatchMeta(status=metadata_pb2.BATCH_STATUS_BATCH, global_indexes=[4]))
 NOT_YET = pb.GetMetaResponse(meta=metadata_pb2.BatchMeta(status=metadata_pb2.BATCH_STATUS_NOT_YET))
 EMBEDDED = pb.PlacePutResponse(
@@ -110,10 +110,10 @@ async def test_a_service_that_starts_after_its_client_is_found(kind):
 
 async def test_a_service_that_stays_down_is_an_error_at_the_deadline(kind):
     client = make_client(kind, "127.0.0.1:1", timeout=0.3)
-    with pytest.raises(tq.UnavailableError, match=r"127\.0\.0\.1:1.*tried for 0\.3 s") as raised:
+    with pytest.raises(tq.errors.UnavailableError, match=r"127\.0\.0\.1:1.*tried for 0\.3 s") as raised:
         await client.list_partitions()
     assert isinstance(raised.value, ConnectionError)
-    with pytest.raises(tq.UnavailableError):
+    with pytest.raises(tq.errors.UnavailableError):
         await client.health(timeout=30)
     await client.aclose()
 
@@ -121,7 +121,7 @@ async def test_a_service_that_stays_down_is_an_error_at_the_deadline(kind):
 async def test_a_hung_service_is_an_error_at_the_deadline(kind):
     async with serving(FakeController(ListPartitions=Script(asyncio.Event()))) as address:
         client = make_client(kind, address)
-        with pytest.raises(tq.DeadlineError) as raised:
+        with pytest.raises(tq.errors.DeadlineError) as raised:
             await client.list_partitions(timeout=0.2)
         assert isinstance(raised.value, TimeoutError)
         await client.aclose()
@@ -130,7 +130,7 @@ async def test_a_hung_service_is_an_error_at_the_deadline(kind):
 async def test_another_service_at_the_address_is_named(kind):
     async with serving() as address:
         client = make_client(kind, address, timeout=5)
-        with pytest.raises(tq.InternalError, match="versions"):
+        with pytest.raises(tq.errors.InternalError, match="versions"):
             await client.list_partitions()
         await client.aclose()
 
@@ -172,7 +172,7 @@ async def test_a_queue_claim_that_ran_out_of_time_is_released(kind):
     asked, released = Script(asyncio.Event()), Script(pb.ReleaseClaimResponse())
     async with serving(FakeController(GetMeta=asked, ReleaseClaim=released)) as address:
         client = make_client(kind, address)
-        with pytest.raises(tq.DeadlineError):
+        with pytest.raises(tq.errors.DeadlineError):
             await client.get_meta(**QUEUE, max_wait=0.5, timeout=0.5)
         await client.aclose()
     assert [request.claim_request_id for request in released.requests] == [asked.requests[0].request_id]
@@ -198,13 +198,13 @@ async def test_an_interrupted_sync_claim_is_released(monkeypatch):
 
 
 async def test_refused_claims_and_ranks_release_nothing(kind):
-    refused = Script(tq.StaleEpochError("epoch 1, expected 2"), DRAINING)
+    refused = Script(tq.errors.StaleEpochError("epoch 1, expected 2"), DRAINING)
     released = Script(pb.ReleaseClaimResponse())
     async with serving(FakeController(GetMeta=refused, ReleaseClaim=released)) as address:
         client = make_client(kind, address, timeout=1.0)
-        with pytest.raises(tq.StaleEpochError):
+        with pytest.raises(tq.errors.StaleEpochError):
             await client.get_meta(**QUEUE)
-        with pytest.raises(tq.UnavailableError):
+        with pytest.raises(tq.errors.UnavailableError):
             await client.get_meta(**QUEUE, dp_rank=0, dp_size=1, batch_index=0, max_wait=0)
         await client.aclose()
     assert released.requests == []
@@ -304,7 +304,7 @@ async def test_puts_go_to_the_storage_services_of_a_grant_in_turn_for_as_long_as
     assert {request.placement.receipt for request in commit.requests} == {b"r"}
 
 
-@pytest.mark.parametrize("failure", [DRAINING, tq.QuotaExceededError("full")])
+@pytest.mark.parametrize("failure", [DRAINING, tq.errors.QuotaExceededError("full")])
 async def test_a_storage_service_that_fails_is_left_at_once(kind, failure):
     gone = FakeStorage([None, failure], storage_pb.PutResponse(storage=endpoint("one")))
     other = FakeStorage(put_answer=storage_pb.PutResponse(storage=endpoint("two")))
@@ -316,7 +316,7 @@ async def test_a_storage_service_that_fails_is_left_at_once(kind, failure):
             if failure is DRAINING:
                 await client.put({"x": torch.zeros(4)}, partition_id="p")
             else:
-                with pytest.raises(tq.QuotaExceededError):
+                with pytest.raises(tq.errors.QuotaExceededError):
                     await client.put({"x": torch.zeros(4)}, partition_id="p")
             await client.put({"x": torch.zeros(4)}, partition_id="p")
             await client.aclose()
@@ -328,11 +328,11 @@ async def test_a_put_into_another_storage_is_committed_after_it(kind):
     remote = FakeStorage(put_answer=storage_pb.PutResponse(storage=endpoint("two", boot=b"2" * 16)))
     async with serving(storage=remote) as remote_address:
         place = Script(pb.PlacePutResponse(storages=[endpoint("two", remote_address)]))
-        commit = Script(commit_pb2.CommitResponse(), tq.PutNotFoundError("the put has expired"))
+        commit = Script(commit_pb2.CommitResponse(), tq.errors.PutNotFoundError("the put has expired"))
         async with serving(FakeController(PlacePut=place, Commit=commit)) as address:
             client = make_client(kind, address, timeout=20)
             await client.put({"x": torch.zeros(4)}, partition_id="p")
-            with pytest.raises(tq.PutNotFoundError, match="expired"):
+            with pytest.raises(tq.errors.PutNotFoundError, match="expired"):
                 await client.put({"x": torch.zeros(4)}, partition_id="p")
             await client.aclose()
     request = commit.requests[0]
@@ -344,7 +344,7 @@ async def test_a_put_into_another_storage_is_committed_after_it(kind):
 
 
 @pytest.mark.parametrize(
-    "failure", [tq.DataLossError("storage two has restarted"), tq.PutNotFoundError("expired"), DRAINING]
+    "failure", [tq.errors.DataLossError("storage two has restarted"), tq.errors.PutNotFoundError("expired"), DRAINING]
 )
 async def test_a_put_that_was_lost_before_its_commit_is_sent_again_under_another_put_id(kind, failure, monkeypatch):
     for module in ("_async", "_sync"):
@@ -373,7 +373,7 @@ async def test_a_commit_that_is_never_answered_tells_of_the_whole_put(kind, monk
             client = make_client(kind, address, timeout=FAULT_SECONDS)
             # The last try may have begun too late for an answer.
             said = rf"tried for {FAULT_SECONDS:g} s \(\d+ times(, and once more without an answer)?\)$"
-            with pytest.raises(tq.UnavailableError, match=f"^the server is draining; {said}") as raised:
+            with pytest.raises(tq.errors.UnavailableError, match=f"^the server is draining; {said}") as raised:
                 await client.put({"x": torch.zeros(2)}, partition_id="p")
             await client.aclose()
     assert raised.value.message.count("tried") == 1
@@ -470,13 +470,13 @@ async def test_storages_are_read_at_the_same_time(kind):
 
 
 async def test_cells_that_moved_are_located_again_once(kind):
-    storage = FakeStorage(get_answers=[tq.PutNotFoundError("compacted away"), answer_of([7])])
+    storage = FakeStorage(get_answers=[tq.errors.PutNotFoundError("compacted away"), answer_of([7])])
     locate = Script(pb.LocateResponse(meta=located([endpoint("one")], [0])))
     async with serving(FakeController(Locate=locate), storage) as address:
         client = make_client(kind, address, timeout=20)
         assert (await client.get_data(partition_id="p", keys=["k"], data_fields=["x"]))["x"].tolist() == [7]
-        storage.get_answers = [tq.PutNotFoundError("gone for good")]
-        with pytest.raises(tq.PutNotFoundError, match="for good"):
+        storage.get_answers = [tq.errors.PutNotFoundError("gone for good")]
+        with pytest.raises(tq.errors.PutNotFoundError, match="for good"):
             await client.get_data(partition_id="p", keys=["k"], data_fields=["x"])
         await client.aclose()
     assert len(locate.requests) == 4
@@ -486,7 +486,7 @@ async def test_cells_that_move_again_and_again_are_followed(kind):
     places = [located([endpoint("one")], [0]) for _ in range(4)]
     for number, place in enumerate(places):
         place.locations.puts[0].put_id = bytes([number]) * 16
-    storage = FakeStorage(get_answers=[tq.PutNotFoundError("overwritten")] * 3 + [answer_of([7])])
+    storage = FakeStorage(get_answers=[tq.errors.PutNotFoundError("overwritten")] * 3 + [answer_of([7])])
     locate = Script(*(pb.LocateResponse(meta=place) for place in places))
     async with serving(FakeController(Locate=locate), storage) as address:
         client = make_client(kind, address, timeout=20)
@@ -497,12 +497,12 @@ async def test_cells_that_move_again_and_again_are_followed(kind):
 
 async def test_lost_bytes_name_the_samples_that_were_there(kind):
     one = FakeStorage(get_answers=[answer_of([0, 3])])
-    two = FakeStorage(get_answers=[tq.DataLossError("storage two came back empty")])
+    two = FakeStorage(get_answers=[tq.errors.DataLossError("storage two came back empty")])
     async with serving(storage=two) as other:
         meta = located([endpoint("one"), endpoint("two", other)], [0, 1, 1, 0])
         async with serving(FakeController(Locate=Script(pb.LocateResponse(meta=meta))), one) as address:
             client = make_client(kind, address, timeout=20)
-            with pytest.raises(tq.DataLossError, match=r"11 \(k1\), 12 \(k2\) of partition 'p'") as raised:
+            with pytest.raises(tq.errors.DataLossError, match=r"11 \(k1\), 12 \(k2\) of partition 'p'") as raised:
                 await client.get_data(partition_id="p", global_indexes=range(10, 14), data_fields=["x"])
             await client.aclose()
     assert raised.value.metadata["global_indexes"] == "11,12"
@@ -510,7 +510,7 @@ async def test_lost_bytes_name_the_samples_that_were_there(kind):
 
 async def test_a_storage_service_that_takes_its_own_puts_over_again_is_believed_once_it_has(kind):
     """It said that they are lost before the controller knew, and is their place again after they were away."""
-    lost = tq.DataLossError("storage one has started again, and came back empty")
+    lost = tq.errors.DataLossError("storage one has started again, and came back empty")
     storage = FakeStorage(get_answers=[lost, lost, answer_of([7])])
     here, away = located([endpoint("one")], [0]), located([endpoint("one", is_away=True)], [0])
     locate = Script(*(pb.LocateResponse(meta=each) for each in (here, here, away, here)))
@@ -529,7 +529,7 @@ async def test_a_storage_service_out_of_reach_is_named_with_what_lies_there(kind
         locate = Script(pb.LocateResponse(meta=located([endpoint("one"), away], [0, 1, 1, 0])))
         async with serving(FakeController(Locate=locate), one) as address:
             client = make_client(kind, address)
-            kind_of_error = tq.DeadlineError if fault == "hung" else tq.UnavailableError
+            kind_of_error = tq.errors.DeadlineError if fault == "hung" else tq.errors.UnavailableError
             words = rf"'two'.*{address_of_two}.* did not answer within {FAULT_SECONDS:g} s; it holds 'x' of 2 of the 4"
             with pytest.raises(kind_of_error, match=words) as raised:
                 await client.get_data(
@@ -547,7 +547,7 @@ async def test_a_storage_service_out_of_reach_is_named_where_the_controller_hang
     async with serving(FakeController(Locate=locate), FakeStorage(get_answers=[answer_of([0])])) as address:
         client = make_client(kind, address)
         words = rf"'two'.* did not answer within {FAULT_SECONDS:g} s; it holds 'x' of 1 of the 2"
-        with pytest.raises(tq.UnavailableError, match=words):
+        with pytest.raises(tq.errors.UnavailableError, match=words):
             await client.get_data(partition_id="p", global_indexes=[10, 11], data_fields=["x"], timeout=FAULT_SECONDS)
         await client.aclose()
     assert len(locate.requests) == 2
@@ -590,7 +590,7 @@ async def test_cells_that_moved_away_from_a_dead_storage_service_are_read_where_
         (answer_of([1, 2])[1:], "no header"),
         (answer_of([1, 2, 3]), "3 rows, expected 2"),
         ([*answer_of([1, 2]), storage_pb.GetResponse(frame=b"x")], "more bytes"),
-        ([storage_pb.GetResponse()], "cannot be read"),
+        ([storage_pb.GetResponse()], "sent an unreadable message"),
         (answer_of([1, 2], name="y"), "no storage service sent field 'x'"),
     ],
 )
@@ -599,7 +599,7 @@ async def test_answers_that_do_not_agree_are_errors(kind, parts, words):
     locate = Script(pb.LocateResponse(meta=located([endpoint("one")], [0, 0])))
     async with serving(FakeController(Locate=locate), storage) as address:
         client = make_client(kind, address, timeout=20)
-        with pytest.raises(tq.InternalError, match=words):
+        with pytest.raises(tq.errors.InternalError, match=words):
             await client.get_data(partition_id="p", keys=["a", "b"], data_fields=["x"])
         await client.aclose()
 
@@ -608,12 +608,12 @@ def test_pauses_double_to_a_bound_and_only_for_unavailable():
     backoff = Backoff(Deadline.after(3600), draw=lambda: 1.0)
     assert [round(backoff.after(DRAINING), 3) for _ in range(6)] == [0.05, 0.1, 0.2, 0.4, 0.5, 0.5]
     assert Backoff(Deadline.after(3600), draw=lambda: 0.0).pause() == 0.025
-    with pytest.raises(tq.KeyNotFoundError):
-        backoff.after(tq.KeyNotFoundError("no"))
+    with pytest.raises(tq.errors.KeyNotFoundError):
+        backoff.after(tq.errors.KeyNotFoundError("no"))
 
 
 def test_the_leader_that_is_named_is_asked_at_once_and_only_once_without_a_pause():
-    named = tq.NotLeaderError("it stands by", metadata={"leader_address": "c:1"})
+    named = tq.errors.NotLeaderError("it stands by", metadata={"leader_address": "c:1"})
     backoff = Backoff(Deadline.after(3600), draw=lambda: 1.0)
     assert [round(backoff.after(named), 3) for _ in range(4)] == [0, 0.1, 0, 0.2]
     backoff = Backoff(Deadline.after(3600), draw=lambda: 1.0)
@@ -621,8 +621,8 @@ def test_the_leader_that_is_named_is_asked_at_once_and_only_once_without_a_pause
 
 
 def test_the_last_reason_is_that_of_the_leader_and_not_of_a_standby_that_names_it():
-    named = tq.NotLeaderError("it stands by", metadata={"leader_address": "c:1"})
-    unknown = tq.NotLeaderError("none is known", metadata={"leader_address": ""})
+    named = tq.errors.NotLeaderError("it stands by", metadata={"leader_address": "c:1"})
+    unknown = tq.errors.NotLeaderError("none is known", metadata={"leader_address": ""})
     for failures, words in (
         ((named, DRAINING, named), "draining"),
         ((DRAINING, unknown, named), "it stands by"),
@@ -633,12 +633,12 @@ def test_the_last_reason_is_that_of_the_leader_and_not_of_a_standby_that_names_i
         for failure in failures[:-1]:
             backoff.after(failure)
         backoff.deadline = Deadline.after(0.0)
-        with pytest.raises(tq.UnavailableError, match=f"{words}.*; tried for"):
+        with pytest.raises(tq.errors.UnavailableError, match=f"{words}.*; tried for"):
             backoff.after(failures[-1])
 
 
 def test_the_controllers_of_a_cluster_are_asked_in_short_pauses():
-    unknown = tq.NotLeaderError("it stands by", metadata={"leader_address": ""})
+    unknown = tq.errors.NotLeaderError("it stands by", metadata={"leader_address": ""})
     backoff = Backoff(Deadline.after(3600), draw=lambda: 1.0)
     pauses = [backoff.after(DRAINING) for _ in range(5)]
     pauses += [backoff.after(each) for each in (unknown, DRAINING, DRAINING)]
@@ -648,7 +648,7 @@ def test_the_controllers_of_a_cluster_are_asked_in_short_pauses():
 def test_the_time_that_is_left_is_used_for_further_tries_and_the_last_reason_told():
     backoff = Backoff(Deadline.after(0.2), draw=lambda: 1.0)
     pauses = []
-    with pytest.raises(tq.UnavailableError, match=r"draining; tried for 0\.2 s \(\d+ times\)"):
+    with pytest.raises(tq.errors.UnavailableError, match=r"draining; tried for 0\.2 s \(\d+ times\)"):
         while True:
             pauses.append(backoff.after(DRAINING))
             time.sleep(pauses[-1])
@@ -661,7 +661,7 @@ async def test_a_service_that_comes_back_hung_is_unavailable_with_the_last_reaso
     async with serving(FakeController(ListPartitions=script)) as address:
         client = make_client(kind, address)
         with pytest.raises(
-            tq.UnavailableError, match=r"draining; tried for 0\.5 s \(once, and once more without an answer\)"
+            tq.errors.UnavailableError, match=r"draining; tried for 0\.5 s \(once, and once more without an answer\)"
         ):
             await client.list_partitions(timeout=0.5)
         await client.aclose()

@@ -106,7 +106,7 @@ async def test_two_callers_with_one_new_key_are_told_apart(client):
         for number in range(COUNT)
     ]
     _, outcomes = await at_once(client, calls)
-    refused = [number for number, each in enumerate(outcomes) if isinstance(each, tq.AlreadyExistsError)]
+    refused = [number for number, each in enumerate(outcomes) if isinstance(each, tq.errors.AlreadyExistsError)]
     assert len(refused) == 1
     assert refused[0] in (0, 11)
     assert len({each.global_indexes[0] for each in outcomes if not isinstance(each, Exception)}) == 11
@@ -244,7 +244,7 @@ def embedded(storage):
 async def test_after_an_unknown_outcome_the_same_bytes_are_sent_again(kind):
     async def behave(count, request, context):
         if count % 2:
-            await abort_with(context, tq.UnavailableError("for now"))
+            await abort_with(context, tq.errors.UnavailableError("for now"))
 
     many_threads()
     storage = SlowStorage(behave)
@@ -262,7 +262,7 @@ async def test_after_an_unknown_outcome_the_same_bytes_are_sent_again(kind):
 
 async def test_an_outcome_that_stays_unknown_is_not_put_again_by_itself(kind):
     async def behave(count, request, context):
-        await abort_with(context, tq.InternalError("who knows"))
+        await abort_with(context, tq.errors.InternalError("who knows"))
 
     many_threads()
     storage = SlowStorage(behave)
@@ -271,18 +271,20 @@ async def test_an_outcome_that_stays_unknown_is_not_put_again_by_itself(kind):
         calls = [client.put({"x": [number]}, partition_id="p") for number in range(COUNT)]
         outcomes = await asyncio.gather(*calls, return_exceptions=True)
         await client.aclose()
-    assert set(map(type, outcomes)) == {tq.InternalError}
+    assert set(map(type, outcomes)) == {tq.errors.InternalError}
     headers = [storage_pb.PutInlineRequest.FromString(request).header for request in set(storage.requests)]
     assert sum(header.row_count for header in headers) == COUNT
 
 
-@pytest.mark.parametrize("refusal", [tq.LimitExceededError("too many calls"), tq.UnauthenticatedError("who is it")])
+@pytest.mark.parametrize(
+    "refusal", [tq.errors.LimitExceededError("too many calls"), tq.errors.UnauthenticatedError("who is it")]
+)
 async def test_a_call_that_is_not_let_in_does_not_say_what_became_of_the_try_before_it(kind, refusal):
     async def behave(count, request, context):
         await abort_with(context, refusal if request.SerializeToString() in storage.requests[:-1] else gone)
 
     many_threads()
-    gone = tq.UnavailableError("the connection broke")
+    gone = tq.errors.UnavailableError("the connection broke")
     storage = SlowStorage(behave)
     async with embedded(storage) as address:
         client = make_client(kind, address, timeout=30)
@@ -297,7 +299,7 @@ async def test_a_call_that_is_not_let_in_does_not_say_what_became_of_the_try_bef
 async def test_a_put_without_capacity_is_sent_by_itself_and_so_are_those_that_follow(kind):
     async def behave(count, request, context):
         if request.header.never_waits:
-            await abort_with(context, tq.QuotaExceededError("full", retry_after_seconds=60.0))
+            await abort_with(context, tq.errors.QuotaExceededError("full", retry_after_seconds=60.0))
 
     storage = SlowStorage(behave)
     async with embedded(storage) as address:
@@ -326,7 +328,7 @@ async def test_each_caller_has_its_own_deadline(kind):
         await sent.until_sent(2)
         hasty = [asyncio.ensure_future(client.put({"x": [9]}, partition_id="p", timeout=0.2)) for _ in range(4)]
         for call in hasty:
-            with pytest.raises(tq.DeadlineError, match=r"0\.2 s"):
+            with pytest.raises(tq.errors.DeadlineError, match=r"0\.2 s"):
                 await call
         await sent.until(4)
         let_go.set()
@@ -341,7 +343,7 @@ async def test_during_an_outage_each_caller_is_told_why(kind):
     outcomes = await asyncio.gather(
         *(client.put({"x": [1]}, partition_id="p") for _ in range(COUNT)), return_exceptions=True
     )
-    assert set(map(type, outcomes)) == {tq.UnavailableError}
+    assert set(map(type, outcomes)) == {tq.errors.UnavailableError}
     assert all("cannot reach 127.0.0.1:1" in str(each) and "tried for 8 s" in str(each) for each in outcomes)
     await client.aclose()
 
@@ -353,8 +355,8 @@ async def test_a_caller_that_goes_on_in_its_last_moment_is_told_of_the_tries_bef
     def send(joint, deadline, note):
         tries.append(joint)
         if len(tries) > 2:
-            raise tq.DeadlineError("no answer in 1 ms")
-        failure = tq.UnavailableError("cannot reach it")
+            raise tq.errors.DeadlineError("no answer in 1 ms")
+        failure = tq.errors.UnavailableError("cannot reach it")
         note(failure)
         raise failure
 
@@ -371,7 +373,7 @@ async def test_a_caller_that_goes_on_in_its_last_moment_is_told_of_the_tries_bef
     sent.let_go()
     outcomes = await asyncio.gather(*calls, return_exceptions=True)
     assert len(tries) > 2
-    assert set(map(type, outcomes)) == {tq.UnavailableError}
+    assert set(map(type, outcomes)) == {tq.errors.UnavailableError}
     assert sum("cannot reach it; tried for 8 s" in str(each) for each in outcomes) >= COUNT - 2
     await client.aclose()
 
@@ -387,7 +389,7 @@ async def test_closing_a_client_sends_what_was_gathered(kind, service):
     sent.let_go()
     await closing
     assert [meta.size for meta in await asyncio.gather(*calls)] == [1] * COUNT
-    with pytest.raises(tq.PreconditionError):
+    with pytest.raises(tq.errors.PreconditionError):
         await client.put({"x": [1]}, partition_id="p")
 
 
@@ -432,7 +434,7 @@ async def test_a_closed_client_does_not_wait_for_puts_that_nobody_answers(kind):
         await sent.until(COUNT)
         await client.aclose()
         outcomes = await asyncio.gather(*calls, return_exceptions=True)
-    assert {type(each) for each in outcomes} <= {tq.CallCancelledError, tq.PreconditionError}
+    assert {type(each) for each in outcomes} <= {tq.errors.CallCancelledError, tq.errors.PreconditionError}
 
 
 # Limits
@@ -475,6 +477,6 @@ async def test_a_member_of_a_group_passes_puts_without_capacity(client):
 async def test_a_partition_is_sealed_by_the_put_that_reaches_its_size(client):
     await client.create_partition("p", expected_samples=8)
     _, outcomes = await at_once(client, [{"data": {"x": [1]}, "partition_id": "p"}] * COUNT)
-    refused = [each for each in outcomes if isinstance(each, tq.PartitionSealedError)]
+    refused = [each for each in outcomes if isinstance(each, tq.errors.PartitionSealedError)]
     assert len(refused) == COUNT - 8
     assert (await client.describe_partition("p")).summary.inserted_count == 8

@@ -74,7 +74,7 @@ async def test_without_a_wait_it_answers_at_once(client):
 
 
 async def test_a_partition_that_never_comes_is_missing_all_the_same(client):
-    with pytest.raises(tq.PartitionNotFoundError):
+    with pytest.raises(tq.errors.PartitionNotFoundError):
         await client.lookup_samples("p", max_wait=0.05)
     found, missing = await client.lookup_samples("p", ["a"], max_wait=0.05, missing_ok=True)
     assert (found.size, missing) == (0, ["a"])
@@ -93,7 +93,7 @@ async def test_a_clear_ends_it(client, other):
     await put(client, ["a"])
     call = await waiting(other, "p", where=DONE, missing_ok=True)
     await client.clear_partition("p")
-    with pytest.raises(tq.PartitionClearedError):
+    with pytest.raises(tq.errors.PartitionClearedError):
         await call
 
 
@@ -127,16 +127,16 @@ async def test_what_cannot_be_waited_for_is_refused(client):
         ({"max_wait": 1.0, "keys": [f"k{number}" for number in range(20_000)]}, "max_wait"),
         ({"max_wait": 1.0, "where": [("status", "in", [f"{number:0999}" for number in range(300)])]}, "where"),
     ):
-        with pytest.raises(tq.InvalidArgumentError) as raised:
+        with pytest.raises(tq.errors.InvalidArgumentError) as raised:
             await client.lookup_samples("p", **arguments)
         assert raised.value.field == field
     await put(client, ["a"])
-    with pytest.raises(tq.InvalidArgumentError, match="status"):
+    with pytest.raises(tq.errors.InvalidArgumentError, match="status"):
         await client.lookup_samples("p", where=[("status", ">", 3)], max_wait=10.0)
 
 
 async def test_the_time_is_beyond_the_timeout(client):
     began = time.monotonic()
-    with pytest.raises(tq.PartitionNotFoundError):
+    with pytest.raises(tq.errors.PartitionNotFoundError):
         await client.lookup_samples("p", max_wait=0.3, timeout=0.2)
     assert time.monotonic() - began >= 0.3

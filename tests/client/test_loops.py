@@ -96,7 +96,7 @@ async def test_calls_of_all_loops_end_when_it_is_closed_in_one(service):
         call = asyncio.ensure_future(client.get_meta(**QUEUE, max_wait=600.0))
         await client.list_partitions()
         waiting.release()
-        with pytest.raises((tq.CallCancelledError, tq.PreconditionError)) as caught:
+        with pytest.raises((tq.errors.CallCancelledError, tq.errors.PreconditionError)) as caught:
             await call
         return str(caught.value)
 
@@ -107,7 +107,7 @@ async def test_calls_of_all_loops_end_when_it_is_closed_in_one(service):
     await client.aclose()
     said = await asyncio.wait_for(asyncio.gather(*calls), 60)
     assert all("closed" in each for each in said)
-    with pytest.raises(tq.PreconditionError, match="closed"):
+    with pytest.raises(tq.errors.PreconditionError, match="closed"):
         await in_thread(client.list_partitions())
     assert client._calls._channels == {}
 
@@ -117,7 +117,7 @@ async def test_it_is_closed_by_a_loop_that_has_not_used_it(service):
     await use(client, "p")
     await in_thread(client.aclose())
     assert client._calls._channels == {}
-    with pytest.raises(tq.PreconditionError, match="closed"):
+    with pytest.raises(tq.errors.PreconditionError, match="closed"):
         await client.list_partitions()
     await client.aclose()
 
@@ -128,7 +128,7 @@ def test_a_loop_that_stands_still_is_left_when_it_is_closed(loop_service):
     loop = asyncio.new_event_loop()
     loop.run_until_complete(use(client, "p"))
     asyncio.run(client.aclose())
-    with pytest.raises(tq.PreconditionError, match="closed"):
+    with pytest.raises(tq.errors.PreconditionError, match="closed"):
         loop.run_until_complete(client.list_partitions())
     loop.close()
 

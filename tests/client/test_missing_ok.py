@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import tq_service as tq
-from tq_service.client import ConsumptionStatus, ProductionStatus
+from tq_service.types import ConsumptionStatus, ProductionStatus
 
 NOTHING_CONSUMED = ConsumptionStatus(
     consumed_count=0, total_count=0, skipped_count=0, sealed=False, complete=False, epoch=0
@@ -49,7 +49,7 @@ async def test_names_that_cannot_be_are_refused_all_the_same(client):
     }
     for field, some in calls.items():
         for call in some:
-            with pytest.raises(tq.InvalidArgumentError) as raised:
+            with pytest.raises(tq.errors.InvalidArgumentError) as raised:
                 await call()
             assert raised.value.field == field
 
@@ -64,7 +64,7 @@ async def test_a_task_that_has_not_asked_has_consumed_nothing(client):
     claim = {"task_name": "t", "data_fields": ["x"], "batch_size": 1, "max_wait": 0.0}
     assert (await client.get_meta(partition_id="p", **claim)).size == 1
     assert (await client.check_consumption("p", "t", missing_ok=True)).consumed_count == 1
-    with pytest.raises(tq.TaskNotFoundError):
+    with pytest.raises(tq.errors.TaskNotFoundError):
         await client.check_consumption("p", "other")
 
 
@@ -80,7 +80,7 @@ async def test_a_field_that_is_not_there_is_produced_nowhere(client):
         status = await client.check_production("p", fields, missing_ok=True)
         assert status == ProductionStatus(produced_count=0, total_count=4, complete=False)
     assert (await client.check_production("p", ["x"], missing_ok=True)).produced_count == 4
-    with pytest.raises(tq.FieldNotFoundError):
+    with pytest.raises(tq.errors.FieldNotFoundError):
         await client.check_production("p", ["x", "y"])
 
 
@@ -91,7 +91,7 @@ async def test_an_incarnation_that_is_gone_has_nothing_to_clear(client):
     assert await client.clear_samples(old, missing_ok=True) == 0
     assert await client.clear_partition("p", incarnation=old.incarnation, missing_ok=True) == 0
     assert (await client.list_partitions())[0].present_count == 4
-    with pytest.raises(tq.StaleIncarnationError):
+    with pytest.raises(tq.errors.StaleIncarnationError):
         await client.clear_samples(old)
 
 

@@ -141,7 +141,7 @@ WRONG = [
     ({"custom_meta": {"a": 3}}, "custom_meta", r"custom_meta\['a'\] is int, expected an array, a tensor or a list"),
     ({"custom_meta": {"a": np.array(3)}}, "custom_meta", r"custom_meta\['a'\] is ndarray, expected"),
     ({"custom_meta": {"a": "xyz"}}, "custom_meta", r"custom_meta\['a'\] is str, expected"),
-    ({"custom_meta": {"": np.arange(3)}}, "custom_meta", "expected a string that is not empty"),
+    ({"custom_meta": {"": np.arange(3)}}, "custom_meta", "expected a non-empty string"),
     ({"custom_meta": {"a": np.array([1j, 2, 3])}}, "custom_meta", r"custom_meta\[0\]\['a'\] is complex"),
     ({"custom_meta": {"a": np.array([b"x", b"y", b"z"])}}, "custom_meta", r"custom_meta\[0\]\['a'\] is bytes"),
     (

@@ -7,7 +7,7 @@ import pickle
 import pytest
 import torch
 from certificates import add_token
-from client_support import make_client, next_update, watching
+from client_support import make_client, next_item, next_update, watching
 
 import tq_service as tq
 from tq_service.client.batch_meta import NAMESPACE_VARIABLE
@@ -58,7 +58,9 @@ async def test_every_call_is_about_partitions_of_the_namespace(kind, tmp_path):
             called.add(name)
             return await getattr(client, name)(*arguments, **keywords)
 
-        await call("create_partition", "train", fields=[tq.FieldSpec("x", dtype="int64")])
+        await call(
+            "create_partition", "train", fields=[tq.FieldSpec("x", dtype="int64"), tq.FieldSpec("image", scope="group")]
+        )
         meta = await call("put", rows(1, 2, 3, 4), partition_id="train", keys=list("abcd"), groups=list("gggh"))
         await call("put", {"big": torch.zeros(4, 100_000)}, metadata=meta)
         wide = tq.FieldSpec("wide", dtype="int64", row_shape=(1 << 16,))
@@ -67,12 +69,19 @@ async def test_every_call_is_about_partitions_of_the_namespace(kind, tmp_path):
         await call("put", data, metadata=meta)
         inserted = await call("insert", "train", keys=["e"], state="held")
         await call("set_custom_meta", inserted, [{"version": 1}])
+        await call("put_groups", {"image": torch.ones(1, 2)}, partition_id="train", groups=["g"])
         await call("close_groups", "train", ["g", "h"])
+        await call("insert", "train", rollouts=["r"], state="failed")
+        await call("close_rollouts", "train", ["r"])
         found, missing = await call("lookup_samples", "train", ["b", "z"])
         assert (await call("get_data", found))["x"].tolist() == [2]
         data = await call("get_data", partition_id="train", keys=["c"], data_fields=["x", "big"])
         assert (data["x"].tolist(), missing) == ([3], ["z"])
         leased = await call("get_meta", **CLAIM, lease=60)
+        assert (await call("claim", "train", "other", FIELDS, batch_size=4)).full_partition_id == "run-7/train"
+        data, batch = await call("get_batch", "train", "third", FIELDS, batch_size=4)
+        assert (data["x"].tolist(), batch.full_partition_id) == ([1, 2, 3, 4], "run-7/train")
+        assert await call("tags", "train", ["e"]) == {"e": {"version": 1}}
         await call("extend", leased, 30)
         await call("ack", leased)
         await call("release", await client.get_meta(**CLAIM))
@@ -107,6 +116,10 @@ async def test_every_call_is_about_partitions_of_the_namespace(kind, tmp_path):
         async with watching(client.watch("tr")) as watch:
             (update,) = (await next_update(watch)).partitions
             assert (update.partition_id, update.samples.full_partition_id) == ("train", "run-7/train")
+        called.add("work")
+        item = await next_item(client.work("train", "scorer", FIELDS, batch_size=1))
+        assert (item.meta.full_partition_id, item.meta.partition_id) == ("run-7/train", "train")
+        await item.put({"score": [0.5]})
         assert {one.partition_id for one in (meta, inserted, found, leased)} == {"train"}
         assert leased.full_partition_id == "run-7/train"
         assert await call("clear_samples", meta.select_samples([0, 1])) == 2
@@ -131,26 +144,26 @@ async def test_a_batch_is_taken_for_what_it_is_by_clients_of_any_namespace(run, 
     again = await run.put(rows(5, 6), metadata=seen)
     assert again.full_partition_id == "run-7/train"
     assert (await client.put(rows(7, 8), partition_id="run-7/train", metadata=meta)).partition_id == "train"
-    with pytest.raises(tq.InvalidArgumentError, match="partition_id is 'val', but metadata is of 'train'"):
+    with pytest.raises(tq.errors.InvalidArgumentError, match="partition_id is 'val', but metadata belongs to 'train'"):
         await run.put(rows(5, 6), partition_id="val", metadata=meta)
-    with pytest.raises(tq.InvalidArgumentError, match="differ in full_partition_id"):
+    with pytest.raises(tq.errors.InvalidArgumentError, match="differ in full_partition_id"):
         tq.BatchMeta.concat([meta, await client.put(rows(1, 2), partition_id="train")])
 
 
 async def test_errors_name_the_partition_as_the_client_does_and_show_the_namespace(run):
     await run.put(rows(1), partition_id="train")
-    with pytest.raises(tq.PartitionNotFoundError) as error:
+    with pytest.raises(tq.errors.PartitionNotFoundError) as error:
         await run.seal_partition("trian")
     assert error.value.metadata["partition_id"] == "trian"
     assert "'run-7/trian'" in error.value.message
     assert error.value.message.endswith("('run-7/' is the namespace of this client)")
     empty = (await run.lookup_samples("train", []))[0]
-    with pytest.raises(tq.FieldNotFoundError) as error:
+    with pytest.raises(tq.errors.FieldNotFoundError) as error:
         await run.get_data(empty, data_fields=["y"])
     assert error.value.metadata["partition_id"] == "train"
-    with pytest.raises(tq.PartitionNotFoundError, match="no partition ''"):
+    with pytest.raises(tq.errors.PartitionNotFoundError, match="no partition ''"):
         await run.seal_partition("")
-    with pytest.raises(tq.InvalidArgumentError, match="partition_id"):
+    with pytest.raises(tq.errors.InvalidArgumentError, match="partition_id"):
         await run.seal_partition(None)
 
 
@@ -166,13 +179,13 @@ def test_the_environment_says_which(monkeypatch):
     monkeypatch.setenv(NAMESPACE_VARIABLE, "run-10")
     assert [each.namespace for each in pickle.loads(kept)] == ["run-9", ""]
     monkeypatch.setenv(NAMESPACE_VARIABLE, "run-9/")
-    with pytest.raises(tq.InvalidArgumentError, match="TQ_NAMESPACE is 'run-9/', expected printable text"):
+    with pytest.raises(tq.errors.InvalidArgumentError, match="TQ_NAMESPACE is 'run-9/', expected printable text"):
         tq.Client("localhost")
 
 
 @pytest.mark.parametrize("name", ["", "/run", "run/", "a\nb", 7, True])
 def test_names_that_are_none(name):
-    with pytest.raises(tq.InvalidArgumentError, match=r"namespace is .*, expected printable text"):
+    with pytest.raises(tq.errors.InvalidArgumentError, match=r"namespace is .*, expected printable text"):
         tq.Client("localhost", namespace=name)
 
 
@@ -185,5 +198,5 @@ async def test_a_dataset_reads_its_namespace(run, service):
     batches = await asyncio.to_thread(list, StreamingDataLoader(dataset))
     seen = [(data["x"].tolist(), meta.partition_id) for data, meta in batches]
     assert seen == [([1, 2], "train"), ([3, 4], "train")]
-    with pytest.raises(tq.InvalidArgumentError, match="namespace: got 'run-7'"):
+    with pytest.raises(tq.errors.InvalidArgumentError, match="namespace: got 'run-7'"):
         StreamingDataset(service, **asked, namespace="run-7", client_factory=tq.Client)

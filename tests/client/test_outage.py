@@ -16,8 +16,8 @@ from tq_service.client import transport as module
 from tq_service.client.transport import Outage
 from tq_service.v1 import controller_service_pb2 as pb
 
-REFUSED = tq.UnavailableError("cannot reach h:1: connection refused", metadata={"address": "h:1"})
-DRAINING = tq.UnavailableError("the server is draining")
+REFUSED = tq.errors.UnavailableError("cannot reach h:1: connection refused", metadata={"address": "h:1"})
+DRAINING = tq.errors.UnavailableError("the server is draining")
 
 
 @pytest.fixture
@@ -95,7 +95,7 @@ async def test_calls_that_cannot_connect_warn_once_for_all_and_tell_of_the_end(k
     client = make_client(kind, address, timeout=20)
     partitions = Script(pb.ListPartitionsResponse())
     calls = [asyncio.ensure_future(client.list_partitions()) for _ in range(3)]
-    with pytest.raises(tq.UnavailableError):
+    with pytest.raises(tq.errors.UnavailableError):
         await client.list_partitions(timeout=FAULT_SECONDS)
     async with serving(FakeController(ListPartitions=partitions), port=free_port):
         assert await asyncio.gather(*calls) == [[]] * 3
@@ -113,7 +113,7 @@ async def test_calls_that_cannot_connect_warn_once_for_all_and_tell_of_the_end(k
 async def test_the_final_error_says_why_first_and_keeps_the_words_of_grpc(kind, free_port):
     address = f"127.0.0.1:{free_port}"
     client = make_client(kind, address, timeout=FAULT_SECONDS)
-    with pytest.raises(tq.UnavailableError) as raised:
+    with pytest.raises(tq.errors.UnavailableError) as raised:
         await client.list_partitions()
     await client.aclose()
     assert re.fullmatch(
@@ -129,7 +129,9 @@ async def test_the_final_error_says_why_first_and_keeps_the_words_of_grpc(kind, 
 async def test_one_try_says_why_and_warns_of_nothing(kind, free_port, log, monkeypatch):
     monkeypatch.setattr(module, "_WARN_AFTER_SECONDS", 0.0)
     client = make_client(kind, f"127.0.0.1:{free_port}")
-    with pytest.raises(tq.UnavailableError, match=rf"^cannot reach 127\.0\.0\.1:{free_port}: connection refused$"):
+    with pytest.raises(
+        tq.errors.UnavailableError, match=rf"^cannot reach 127\.0\.0\.1:{free_port}: connection refused$"
+    ):
         await client.health()
     await client.aclose()
     assert log() == []
@@ -137,6 +139,6 @@ async def test_one_try_says_why_and_warns_of_nothing(kind, free_port, log, monke
 
 async def test_a_name_that_nobody_knows(kind):
     client = make_client(kind, "no-such-host.invalid")
-    with pytest.raises(tq.UnavailableError, match=r"^cannot reach no-such-host\.invalid:50051: name not found$"):
+    with pytest.raises(tq.errors.UnavailableError, match=r"^cannot reach no-such-host\.invalid:50051: name not found$"):
         await client.health()
     await client.aclose()

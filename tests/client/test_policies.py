@@ -30,19 +30,19 @@ async def explained(client):
 
 
 async def test_a_version_is_what_was_published_last_and_goes_back_only_by_a_rewind(client):
-    with pytest.raises(tq.PolicyNotFoundError, match="'default'") as missing:
+    with pytest.raises(tq.errors.PolicyNotFoundError, match="'default'") as missing:
         await client.get_version()
     assert missing.value.metadata["policy"] == "default"
     await client.publish_version(3)
     await client.publish_version(3)
     assert await client.get_version() == 3
-    with pytest.raises(tq.VersionError, match="expected at least 3") as raised:
+    with pytest.raises(tq.errors.VersionError, match="expected at least 3") as raised:
         await client.publish_version(2)
     assert (raised.value.metadata["got"], raised.value.metadata["expected"]) == ("2", "3")
     assert await client.get_version() == 3
     await client.publish_version(2, rewind=True)
     assert await client.get_version() == 2
-    with pytest.raises(tq.InvalidArgumentError) as negative:
+    with pytest.raises(tq.errors.InvalidArgumentError) as negative:
         await client.publish_version(-1)
     assert negative.value.field == "version"
 
@@ -52,9 +52,9 @@ async def test_policies_are_apart_and_can_be_removed(client):
     await client.publish_version(1, policy="critic")
     assert [(each.policy, each.version) for each in (await client.status()).policies] == [("actor", 7), ("critic", 1)]
     assert await client.remove_policy("critic")
-    with pytest.raises(tq.PolicyNotFoundError, match=r"'critic'.*'actor'"):
+    with pytest.raises(tq.errors.PolicyNotFoundError, match=r"'critic'.*'actor'"):
         await client.get_version(policy="critic")
-    with pytest.raises(tq.PolicyNotFoundError):
+    with pytest.raises(tq.errors.PolicyNotFoundError):
         await client.remove_policy("critic")
     assert not await client.remove_policy("critic", missing_ok=True)
     await client.publish_version(0, policy="critic")
@@ -64,7 +64,7 @@ async def test_policies_are_apart_and_can_be_removed(client):
 async def test_policies_are_named_in_the_namespace_of_their_client(kind, client, service):
     other = make_client(kind, service, timeout=20, namespace="run-7")
     await client.publish_version(1)
-    with pytest.raises(tq.PolicyNotFoundError) as missing:
+    with pytest.raises(tq.errors.PolicyNotFoundError) as missing:
         await other.get_version()
     assert missing.value.metadata["policy"] == "default"
     await other.publish_version(5)
@@ -85,7 +85,7 @@ async def test_a_wait_for_a_version_ends_with_it_or_with_what_is_published(kind,
     assert not first.done()
     await client.publish_version(4)
     assert await first == 4
-    with pytest.raises(tq.PolicyNotFoundError):
+    with pytest.raises(tq.errors.PolicyNotFoundError):
         await client.get_version(policy="nobody", at_least=0, max_wait=0.05)
     await other.aclose()
 
@@ -114,7 +114,7 @@ async def test_a_batch_is_planned_once_its_version_is_published(kind, client, se
     await client.publish_version(0)
     (reason,) = await explained(client)
     assert (reason.code, reason.waiting_count, reason.task_name) == ("VERSION_NOT_PUBLISHED", 1, "train")
-    assert "waits for version 1 of policy 'default', of which 0 is published" in reason.text
+    assert "waits for version 1 of policy 'default', but version 0 is published" in reason.text
     (wait,) = (await client.status()).waits
     assert wait.reason.code == "VERSION_NOT_PUBLISHED"
     (task,) = (await client.describe_partition("p")).tasks
@@ -130,7 +130,7 @@ async def test_a_claim_that_waits_for_a_version_ends_with_its_partition(kind, cl
     waits = asyncio.ensure_future(other.get_meta(**RANK, batch_index=0, not_before_version=1, max_wait=20.0))
     await explained(client)
     await client.clear_partition("p")
-    with pytest.raises(tq.PartitionClearedError):
+    with pytest.raises(tq.errors.PartitionClearedError):
         await waits
     await other.aclose()
 
@@ -158,7 +158,7 @@ async def test_ranks_share_the_version_with_which_their_batch_was_planned(client
     await client.publish_version(9)
     second = await client.get_meta(**asks, dp_rank=1, max_wait=0.0)
     assert (first.global_indexes, second.global_indexes) == ([1], [2])
-    with pytest.raises(tq.RankDisagreementError, match=r"published\(default\) -1"):
+    with pytest.raises(tq.errors.RankDisagreementError, match=r"published\(default\) -1"):
         await client.get_meta(**{**asks, "where": [("start_version", ">=", 1)]}, dp_rank=1, max_wait=0.0)
 
 
@@ -189,7 +189,7 @@ async def test_look_ups_and_clears_take_the_published_version(client):
 @pytest.mark.parametrize("comparison", ["==", "!=", "in"])
 async def test_a_published_version_is_compared_by_order_alone(client, comparison):
     await put(client, 0)
-    with pytest.raises(tq.InvalidArgumentError, match="expected a column, one of <, <=, > and >=") as raised:
+    with pytest.raises(tq.errors.InvalidArgumentError, match="expected a column, one of <, <=, > and >=") as raised:
         await client.get_meta(**CLAIM, where=[("start_version", comparison, tq.Published())], max_wait=0.0)
     assert raised.value.field == "where"
 
@@ -203,14 +203,14 @@ async def test_progress_only_grows_and_names_batches_that_were_planned(client):
     progress = await client.advance("p", "train", trained=0, saved=1)
     assert (progress.trained_batch_count, progress.saved_batch_count) == (2, 2)
     for wrong in ({"trained": 3}, {"saved": -1}):
-        with pytest.raises(tq.InvalidArgumentError, match="expected 0 to 2") as raised:
+        with pytest.raises(tq.errors.InvalidArgumentError, match="expected 0 to 2") as raised:
             await client.advance("p", "train", **wrong)
         assert raised.value.field == next(iter(wrong))
-    with pytest.raises(tq.InvalidArgumentError, match="neither trained nor saved"):
+    with pytest.raises(tq.errors.InvalidArgumentError, match="neither trained nor saved"):
         await client.advance("p", "train")
-    with pytest.raises(tq.TaskNotFoundError):
+    with pytest.raises(tq.errors.TaskNotFoundError):
         await client.advance("p", "trian", trained=0)
-    with pytest.raises(tq.StaleEpochError):
+    with pytest.raises(tq.errors.StaleEpochError):
         await client.advance("p", "train", trained=0, epoch=4)
     (task,) = (await client.describe_partition("p")).tasks
     assert (task.trained_batch_count, task.saved_batch_count) == (2, 2)
@@ -225,12 +225,12 @@ async def test_a_version_and_what_was_trained_for_it_are_one_change(client):
     await client.publish_version(1, trained={("p", "train"): 0})
     (task,) = (await client.describe_partition("p")).tasks
     assert (await client.get_version(), task.trained_batch_count) == (1, 1)
-    with pytest.raises(tq.InvalidArgumentError, match="trained is 1; expected 0 to 0"):
+    with pytest.raises(tq.errors.InvalidArgumentError, match="trained is 1; expected 0 to 0"):
         await client.publish_version(2, trained={("p", "train"): 1})
     assert await client.get_version() == 1
-    with pytest.raises(tq.VersionError):
+    with pytest.raises(tq.errors.VersionError):
         await client.publish_version(0, trained={("p", "train"): 0})
-    with pytest.raises(tq.InvalidArgumentError, match="expected a mapping such as"):
+    with pytest.raises(tq.errors.InvalidArgumentError, match="expected a mapping such as"):
         await client.publish_version(2, trained={"p": 0})
 
 
@@ -238,7 +238,7 @@ async def test_too_many_policies_are_refused(kind):
     async with running(ServeSettings(host="127.0.0.1", port=0, max_policies=1)) as app:
         client = make_client(kind, f"127.0.0.1:{app.port}", timeout=20)
         await client.publish_version(1)
-        with pytest.raises(tq.LimitExceededError) as raised:
+        with pytest.raises(tq.errors.LimitExceededError) as raised:
             await client.publish_version(1, policy="second")
         assert {"limit_name": "max_policies", "got": "2", "limit": "1"}.items() <= raised.value.metadata.items()
         await client.publish_version(2)
@@ -290,7 +290,7 @@ async def test_a_put_waits_until_the_version_that_a_batch_made_is_published(kind
         assert (await client.describe_partition("p")).admissions == (admission,)
         await put(client, 0, 0)
         await client.get_meta(**RANK, batch_index=0, max_wait=0.0)
-        with pytest.raises(tq.AdmissionLimitError, match="1 of them delivered and not published yet") as raised:
+        with pytest.raises(tq.errors.AdmissionLimitError, match="1 of them delivered and not published yet") as raised:
             await put(client, 0, timeout=0.2)
         assert raised.value.metadata["unit"] == "sample"
         await client.advance("p", "train", trained=0)

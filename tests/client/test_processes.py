@@ -42,7 +42,7 @@ ASYNC_PROGRAM = """
         for candidate in (client, tq.AsyncClient(sys.argv[1], timeout=20)):
             try:
                 asyncio.run(use(candidate))
-            except tq.PreconditionError as error:
+            except tq.errors.PreconditionError as error:
                 assert error.reason == "FORKED_CLIENT"
                 assert "spawn" in str(error)
             else:

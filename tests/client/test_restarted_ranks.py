@@ -50,15 +50,17 @@ async def test_the_ranks_before_are_refused(client):
     before = await client.get_meta(**CLAIM, batch_size=2, batch_index=0, dp_rank=0, dp_size=2)
     await client.advance("p", "train", trained=0)
     await client.restart_ranks("p", "train", dp_size=2)
-    with pytest.raises(tq.StaleEpochError) as raised:
+    with pytest.raises(tq.errors.StaleEpochError) as raised:
         await client.get_meta(**CLAIM, batch_size=2, batch_index=1, dp_rank=0, dp_size=2, epoch=before.epoch)
     assert (raised.value.metadata["got"], raised.value.metadata["expected"]) == ("0", "1")
-    with pytest.raises(tq.StaleEpochError):
+    with pytest.raises(tq.errors.StaleEpochError):
         await client.advance("p", "train", trained=0, epoch=0)
     await client.restart_ranks("p", "train", dp_size=4)
-    with pytest.raises(tq.RankDisagreementError, match=r"dp_size of this epoch .* is 4, got 2"):
+    with pytest.raises(tq.errors.RankDisagreementError, match=r"dp_size of this epoch .* is 4, got 2"):
         await client.get_meta(**CLAIM, batch_size=2, batch_index=1, dp_rank=0, dp_size=2)
-    with pytest.raises(tq.RankDisagreementError, match=r"batch_index 0, which was planned before .* is 2, got 4"):
+    with pytest.raises(
+        tq.errors.RankDisagreementError, match=r"batch_index 0, which was planned before .* is 2, got 4"
+    ):
         await client.get_meta(**CLAIM, batch_size=2, batch_index=0, dp_rank=3, dp_size=4)
 
 
@@ -75,7 +77,7 @@ async def test_each_of_the_new_ranks_may_ask_and_the_first_one_restarts_them(cli
     other = await client.restart_ranks("p", "train", dp_size=3, trained=0, epoch=0)  # which crashed before it saved
     assert (other.epoch, other.batch_index) == (2, 1)
     assert await batch(client, 1, 3, 1) == [[4], [5], [6]]
-    with pytest.raises(tq.StaleEpochError):
+    with pytest.raises(tq.errors.StaleEpochError):
         await client.restart_ranks("p", "train", dp_size=3, trained=0, epoch=3)
 
 
@@ -96,10 +98,10 @@ async def test_a_batch_that_was_never_planned_is_refused_and_changes_nothing(cli
     await put(client, 8)
     await batch(client, 0, 1, 2)
     for wrong in ({"trained": 1}, {"trained": -2}):
-        with pytest.raises(tq.InvalidArgumentError, match="expected -1 to 0") as raised:
+        with pytest.raises(tq.errors.InvalidArgumentError, match="expected -1 to 0") as raised:
             await client.restart_ranks("p", "train", dp_size=2, **wrong)
         assert raised.value.field == "trained"
-    with pytest.raises(tq.InvalidArgumentError) as raised:
+    with pytest.raises(tq.errors.InvalidArgumentError) as raised:
         await client.restart_ranks("p", "train", dp_size=0)
     assert raised.value.field == "dp_size"
     assert (await task_of(client)).epoch == 0

@@ -162,6 +162,7 @@ def test_dataclasses_become_messages_in_messages():
         held_count=1,
         failed_count=1,
         group_count=0,
+        rollout_count=2,
         fields=(FieldStatus(spec=FieldSpec("x", "int64"), produced_count=3),),
         tasks=(
             TaskStatus(

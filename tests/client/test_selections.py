@@ -60,16 +60,16 @@ async def test_conditions_choose_among_all_and_among_those_that_are_named(client
 
 async def test_what_cannot_be_asked_is_refused(client):
     await put_eight(client)
-    with pytest.raises(tq.InvalidArgumentError, match="named by keys and by groups"):
+    with pytest.raises(tq.errors.InvalidArgumentError, match="named by keys and by groups"):
         await client.lookup_samples("p", ["k0"], groups=["a"])
-    with pytest.raises(tq.InvalidArgumentError, match="holds int64 values, got 'x'") as raised:
+    with pytest.raises(tq.errors.InvalidArgumentError, match="holds int64 values, got 'x'") as raised:
         await client.lookup_samples("p", where=[("version", "==", "x")])
     assert raised.value.field == "where"
-    with pytest.raises(tq.InvalidArgumentError, match="holds int64 values"):
+    with pytest.raises(tq.errors.InvalidArgumentError, match="holds int64 values"):
         await client.clear_samples(partition_id="p", where=[("version", "==", "x")])
-    with pytest.raises(tq.InvalidArgumentError, match="groups are named, and samples too"):
+    with pytest.raises(tq.errors.InvalidArgumentError, match="groups and samples are both named"):
         await client.clear_samples(partition_id="p", keys=["k0"], groups=["a"])
-    with pytest.raises(tq.InvalidArgumentError, match="task_name is ''"):
+    with pytest.raises(tq.errors.InvalidArgumentError, match="task_name is ''"):
         await client.lookup_samples("p", task_name="")
     assert (await client.list_partitions())[0].present_count == 8
 
@@ -159,7 +159,7 @@ async def test_what_a_task_has_done_with_each_sample(client):
 
 async def test_a_task_that_is_not_there_and_a_look_up_without_one(client):
     await put_eight(client)
-    with pytest.raises(tq.TaskNotFoundError):
+    with pytest.raises(tq.errors.TaskNotFoundError):
         await client.lookup_samples("p", task_name="t")
     samples, _ = await client.lookup_samples("p", task_name="t", missing_ok=True)
     assert samples.consumed.tolist() == [False] * 8

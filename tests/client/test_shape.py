@@ -22,7 +22,7 @@ def public_methods(kind):
     }
 
 
-ITERATORS = {"watch"}  # which are made without a call
+ITERATORS = {"watch", "work"}  # which are made without a call
 
 
 def test_signatures_agree():
@@ -55,10 +55,10 @@ def test_every_call_of_the_service_has_a_method():
     assert of_client | {name for names in of_dataplane for name in names if name} == calls
 
 
-def test_the_package_exports_every_error():
+def test_the_package_exports_its_parts():
     for kind in ERROR_CLASSES:
-        assert getattr(tq, kind.__name__) is getattr(errors, kind.__name__)
-        assert kind.__name__ in tq.__all__
+        assert getattr(tq.errors, kind.__name__) is getattr(errors, kind.__name__)
+    assert all(hasattr(tq.types, name) for name in tq.types.__all__)
     assert {"Client", "AsyncClient", "BatchMeta"} <= set(dir(tq))
     with pytest.raises(AttributeError, match="Klient"):
         _ = tq.Klient

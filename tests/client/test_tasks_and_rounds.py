@@ -36,7 +36,7 @@ async def test_a_mistyped_task_is_refused_also_where_it_waited_for_the_partition
     waits = asyncio.ensure_future(other.get_meta(task_name="trian", batch_size=1, **{**CLAIM, "max_wait": 20.0}))
     await client.create_partition("p", tasks=["train", "reward"])
     await put(client, 1)
-    with pytest.raises(tq.TaskNotFoundError, match=r"'trian'.*'train'") as raised:
+    with pytest.raises(tq.errors.TaskNotFoundError, match=r"'trian'.*'train'") as raised:
         await waits
     assert raised.value.metadata["task_name"] == "trian"
     assert {task.task_name for task in (await client.describe_partition("p")).tasks} == {"train", "reward"}
@@ -46,7 +46,7 @@ async def test_a_mistyped_task_is_refused_also_where_it_waited_for_the_partition
 async def test_the_same_tasks_in_another_order_are_the_same_partition(client):
     incarnation = await client.create_partition("p", tasks=["train", "reward"])
     assert await client.create_partition("p", tasks=["reward", "train"]) == incarnation
-    with pytest.raises(tq.AlreadyExistsError, match="reward"):
+    with pytest.raises(tq.errors.AlreadyExistsError, match="reward"):
         await client.create_partition("p", tasks=["train"])
 
 
@@ -59,10 +59,10 @@ async def test_what_cannot_be_declared_is_refused(client):
          "admissions"),
         ({"samples_per_round": 0}, "samples_per_round"),
     ):  # fmt: skip
-        with pytest.raises(tq.InvalidArgumentError) as raised:
+        with pytest.raises(tq.errors.InvalidArgumentError) as raised:
             await client.create_partition("p", **arguments)
         assert raised.value.field == field
-    with pytest.raises(tq.LimitExceededError, match="max_tasks"):
+    with pytest.raises(tq.errors.LimitExceededError, match="max_tasks"):
         await client.create_partition("p", tasks=[f"task {number}" for number in range(300)])
     assert await client.list_partitions() == []
 
@@ -125,6 +125,6 @@ async def test_a_reset_without_an_epoch_ends_the_one_there_is(client):
         assert (await client.get_meta(task_name="train", batch_size=2, **CLAIM)).epoch == epoch
         assert await client.reset_consumption("p", "train") == epoch + 1
     assert await client.reset_consumption("p", "train", 3, keep_consumed=True) == 4
-    with pytest.raises(tq.StaleEpochError):
+    with pytest.raises(tq.errors.StaleEpochError):
         await client.reset_consumption("p", "train", 0)
     assert (await client.check_consumption("p", "train")).epoch == 4

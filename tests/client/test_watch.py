@@ -9,9 +9,9 @@ from client_support import make_client, next_update, watching
 from watched_table import WatchedTable, listed_state
 
 import tq_service as tq
-from tq_service.client import Revision
 from tq_service.config import ServeSettings
 from tq_service.server.app import running
+from tq_service.types import Revision
 
 CLAIM = {"partition_id": "train", "task_name": "t", "data_fields": ["x"], "batch_size": 2, "max_wait": 0.0}
 
@@ -137,10 +137,12 @@ async def test_many_samples_come_in_parts(client):
 async def test_a_revision_that_is_none_is_rejected(client, number):
     revision = Revision(instance_id=(await now(client)).instance_id, number=number)
     async with watching(client.watch(revision=revision)) as watch:
-        with pytest.raises(tq.InvalidArgumentError, match="revision"):
+        with pytest.raises(tq.errors.InvalidArgumentError, match="revision"):
             await next_update(watch)
     async with watching(client.watch(progress_seconds=0.01)) as watch:
-        with pytest.raises(tq.InvalidArgumentError, match=r"progress_interval is 0\.01 s, expected 0\.1 s or more"):
+        with pytest.raises(
+            tq.errors.InvalidArgumentError, match=r"progress_interval is 0\.01 s, expected 0\.1 s or more"
+        ):
             await next_update(watch)
 
 
@@ -165,7 +167,7 @@ async def test_after_a_restart_a_watch_starts_over_and_a_revision_is_compacted(k
             assert table.state() == await listed_state(client)
             assert [key for (key, _, _), _ in table.samples["train"].values()] == list("abc" if has_data_dir else "c")
         async with watching(client.watch(revision=before)) as stale:
-            with pytest.raises(tq.CompactedError, match=r"another instance of the service.*list again"):
+            with pytest.raises(tq.errors.CompactedError, match=r"another instance of the service.*list again"):
                 await next_update(stale)
         await client.aclose()
 
@@ -193,7 +195,7 @@ async def test_a_watch_that_missed_too_much_starts_over_or_fails_as_compacted(ki
             assert table.reset_count == 2
             assert table.state() == await listed_state(client)
         async with watching(client.watch(revision=listed)) as stale:
-            with pytest.raises(tq.CompactedError, match=f"the revision {listed.number} is too old"):
+            with pytest.raises(tq.errors.CompactedError, match=f"the revision {listed.number} is too old"):
                 await next_update(stale)
         await client.aclose()
 
@@ -245,7 +247,7 @@ async def test_a_token_sees_what_it_is_for(kind, tmp_path):
                 names |= {each.partition_id for each in (await next_update(watch)).partitions}
             assert names == {"run-7/train"}
         async with watching(blind.watch()) as watch:
-            with pytest.raises(tq.PermissionDeniedError, match="Watch needs one of the roles"):
+            with pytest.raises(tq.errors.PermissionDeniedError, match="Watch needs one of the roles"):
                 await next_update(watch)
         for each in (admin, reader, blind):
             await each.aclose()
@@ -256,14 +258,14 @@ async def test_there_are_no_more_watches_than_allowed(kind):
         client = make_client(kind, f"127.0.0.1:{app.port}", timeout=20)
         async with watching(client.watch()) as first, watching(client.watch()) as second:
             await next_update(first)
-            with pytest.raises(tq.LimitExceededError, match=r"at most 1 expected \(max_watchers\)"):
+            with pytest.raises(tq.errors.LimitExceededError, match=r"at most 1 expected \(max_watchers\)"):
                 await next_update(second)
         async with watching(client.watch()) as third:  # once the place is free again
             while True:
                 try:
                     assert (await next_update(third)).is_reset
                     break
-                except tq.LimitExceededError:
+                except tq.errors.LimitExceededError:
                     await asyncio.sleep(0.01)
         await client.aclose()
 
@@ -274,7 +276,7 @@ async def test_a_server_that_drains_ends_its_watches(kind):
         watch = client.watch()
         assert (await next_update(watch)).is_reset
         await asyncio.wait_for(app.stop(grace_seconds=60), 30)
-        with pytest.raises(tq.UnavailableError, match="cannot reach"):
+        with pytest.raises(tq.errors.UnavailableError, match="cannot reach"):
             while True:
                 assert not (await next_update(watch)).partitions
         await client.aclose()

@@ -115,9 +115,16 @@ def kill(server: LiveServer, etcd: EtcdStandIn) -> None:
 
     server.loop.run(abort())
     etcd.end_leases(cluster._lease.id)
-    with pytest.raises(tq.ServiceFailedError):
+    with pytest.raises(tq.errors.ServiceFailedError):
         server.stop()
     server._running = None
+
+
+def start_two(start_controller: StartController) -> tuple[LiveServer, LiveServer]:
+    """Return a controller that leads, and one that stands by."""
+    both = start_controller("a"), start_controller("b")
+    leader = wait_for(lambda: next(filter(leads, both), None))
+    return leader, both[leader is both[0]]
 
 
 def put(client: Any, number: int, rows: int = 4) -> Any:
@@ -133,7 +140,7 @@ def test_a_standby_lives_refuses_calls_and_says_where_the_leader_is(start_contro
     assert health_of(second, "") == SERVING
     assert health_of(second) == NOT_SERVING
     wait_for(lambda: second.app.cluster.leader_address)  # type: ignore[union-attr]
-    with pytest.raises(tq.NotLeaderError, match="does not lead its cluster") as caught, errors_of_grpc():
+    with pytest.raises(tq.errors.NotLeaderError, match="does not lead its cluster") as caught, errors_of_grpc():
         second.controller.ListPartitions(ListPartitionsRequest())
     assert caught.value.metadata["leader_address"] == first.address
     assert int(caught.value.metadata["epoch"]) == first.app.cluster.epoch  # type: ignore[union-attr]
@@ -143,10 +150,8 @@ def test_a_standby_lives_refuses_calls_and_says_where_the_leader_is(start_contro
 def test_a_standby_takes_over_what_was_acknowledged_and_the_storage_service_goes_on(
     start_controller: StartController, start_server: StartServer, secret: Path, etcd: EtcdStandIn
 ) -> None:
-    first, second = start_controller("a"), start_controller("b")
-    leader = wait_for(lambda: next((each for each in (first, second) if leads(each)), None))
-    standby = second if leader is first else first
-    storage = start_storage(start_server, secret, first, second)
+    leader, standby = start_two(start_controller)
+    storage = start_storage(start_server, secret, leader, standby)
     client = leader.client(timeout=60.0)
     metas = [put(client, number) for number in range(3)]
     claim = {
@@ -173,6 +178,138 @@ def test_a_standby_takes_over_what_was_acknowledged_and_the_storage_service_goes
     assert np.asarray(got["x"]).tolist() == [[1, 1], [3, 3]]
     client.clear_partition("train")
     wait_for(lambda: storage.client().storage_stat(storage.address).put_count == 0)
+
+
+def test_a_standby_takes_over_versions_slots_and_rows_that_grow(
+    start_controller: StartController, start_server: StartServer, secret: Path, etcd: EtcdStandIn
+) -> None:
+    leader, standby = start_two(start_controller)
+    start_storage(start_server, secret, leader, standby)
+    client = leader.client(timeout=60.0)
+    client.publish_version(3)
+    bound = tq.Admission("train", max_staleness=1, global_batch=2)
+    client.create_partition("train", admissions=[bound])
+    client.put({"x": np.arange(1)}, partition_id="prompts", keys=["p"])
+    claim = {"task_name": "rollout", "data_fields": ["x"], "batch_size": 1, "lease": 60.0, "max_wait": 20.0}
+    prompts = client.get_meta(partition_id="prompts", **claim, admit=tq.Admit("train", group_size=2))
+    slots = client.append({"tokens": [[1, 2], [3]]}, metadata=prompts.admitted, at=[0, 0])
+    kill(leader, etcd)
+    wait_for(lambda: leads(standby))
+
+    client = standby.client(timeout=60.0)
+    assert client.get_version() == 3
+    with pytest.raises(tq.errors.PreconditionError, match="2"):
+        client.append({"tokens": [[9], [9]]}, metadata=slots, at=[0, 0])
+    slots = client.append({"tokens": [[4], [5, 6]]}, metadata=slots, at=[2, 1])
+    client.truncate(metadata=slots, to=[3, 2], data_fields=["tokens"])
+    with pytest.raises(tq.errors.AdmissionLimitError):  # 4 places, of which the slots have 2
+        client.acquire("train", "rollout", count=5, lease=60.0)
+    assert client.acquire("train", "rollout", count=3, lease=60.0, max_wait=0.1).status == "not_yet"
+    client.put({"reward": np.ones(2)}, metadata=slots, ack=True)
+    assert client.check_consumption("prompts", "rollout").consumed_count == 1
+    batch = client.get_meta(
+        partition_id="train", task_name="train", data_fields=["tokens", "reward"], batch_size=2, dp_rank=0, dp_size=1,
+        batch_index=0, max_wait=20.0,
+    )  # fmt: skip
+    assert [list(row) for row in client.get_data(batch)["tokens"]] == [[1, 2, 4], [3, 5]]
+    client.publish_version(4, trained={("train", "train"): 0})
+    assert client.get_version() == 4
+
+
+def test_a_standby_takes_over_rollouts_totals_and_draws(
+    start_controller: StartController, start_server: StartServer, secret: Path, etcd: EtcdStandIn
+) -> None:
+    leader, standby = start_two(start_controller)
+    start_storage(start_server, secret, leader, standby)
+    client = leader.client(timeout=60.0)
+
+    def turn(rollout: str, **more: Any) -> None:
+        client.put(
+            {"x": np.zeros(1)}, partition_id="turns", rollouts=[rollout], groups=["g"], group_size=2,
+            custom_meta=[{"loss_tokens": 3}], **more,
+        )  # fmt: skip
+
+    def draw(index: int) -> Any:
+        return client.get_meta(
+            partition_id="buffer", task_name="train", data_fields=["x"], batch_size=4, dp_rank=0, dp_size=1,
+            batch_index=index, sampler="replay", sampler_config={"fresh": 0, "priority_key": "priority"},
+        )  # fmt: skip
+
+    turn("a")
+    turn("b", ends_rollouts=True)
+    drops = tq.Admission("train", 6, overflow="drop_lowest", priority_key="priority")
+    client.create_partition("buffer", admissions=[drops])
+    for first in (0, 4):  # of which the first two go
+        priorities = [{"priority": float(number)} for number in range(first, first + 4)]
+        client.put({"x": np.zeros(4)}, partition_id="buffer", custom_meta=priorities)
+    drawn = [draw(index).global_indexes for index in range(3)]
+    kill(leader, etcd)
+    wait_for(lambda: leads(standby))
+
+    client = standby.client(timeout=60.0)
+    (task,) = client.describe_partition("buffer").tasks
+    assert (task.overflow_count, task.delivered_count) == (2, 12)
+    assert [draw(index).global_indexes for index in range(3)] == drawn
+    assert min(draw(3).global_indexes) >= 2
+    turn("a", ends_rollouts=True)
+    with pytest.raises(tq.errors.PreconditionError, match="closed"):
+        turn("b")
+    claim = {"partition_id": "turns", "task_name": "train", "data_fields": ["x"], "batch_size": 1, "dp_size": 1}
+    batch = client.get_meta(**claim, batch_unit="group", dp_rank=0, batch_index=0, totals=["loss_tokens"])
+    assert batch.rollouts == ["a", "b", "a"]
+    (totals,) = batch.totals
+    assert (totals.sample_count, totals.rollout_count, totals.group_count, totals.sums) == (3, 2, 1, {"loss_tokens": 9})
+
+
+def test_a_standby_takes_over_what_groups_share(
+    start_controller: StartController, start_server: StartServer, secret: Path, etcd: EtcdStandIn
+) -> None:
+    leader, standby = start_two(start_controller)
+    start_storage(start_server, secret, leader, standby)
+    client = leader.client(timeout=60.0)
+    client.create_partition("shared", fields=[tq.FieldSpec("image", scope="group")])
+    client.put_groups({"image": np.arange(6).reshape(2, 3)}, partition_id="shared", groups=["a", "b"])
+    client.put({"x": np.arange(3)}, partition_id="shared", groups=["a", "b", "a"], group_size=2)
+    kill(leader, etcd)
+    wait_for(lambda: leads(standby))
+
+    client = standby.client(timeout=60.0)
+    batch = client.get_data(partition_id="shared", global_indexes=[0, 1, 2])
+    assert batch["image"].tolist() == [[0, 1, 2], [3, 4, 5], [0, 1, 2]]
+    client.put({"x": np.arange(1)}, partition_id="shared", groups=["b"], group_size=2)
+    client.put_groups({"image": np.zeros((1, 3), np.int64)}, partition_id="shared", groups=["b"], existing=True)
+    claim = {"partition_id": "shared", "task_name": "train", "data_fields": ["x", "image"], "batch_size": 2}
+    meta = client.get_meta(**claim, batch_unit="group", dp_rank=0, dp_size=1, batch_index=0)
+    assert client.get_data(meta, expand=False)["image"].tolist() == [[0, 1, 2], [0, 0, 0]]
+    client.clear_samples(partition_id="shared", groups=["a", "b"])
+    assert client.describe_partition("shared").used_bytes == 0
+
+
+def test_what_was_released_stays_so_and_a_standby_releases_nothing(
+    start_controller: StartController, start_server: StartServer, secret: Path, etcd: EtcdStandIn
+) -> None:
+    leader, standby = start_two(start_controller)
+    start_storage(start_server, secret, leader, standby)
+    client = leader.client(timeout=60.0)
+    client.create_partition("train", release=tq.Release("saved", ["actor"], ttl_seconds=2.0))
+    put(client, 0)
+    claim = {"partition_id": "train", "task_name": "actor", "data_fields": ["x"], "batch_size": 1, "dp_rank": 0}
+    for index in range(3):
+        client.get_meta(**claim, dp_size=1, batch_index=index)
+    client.advance("train", "actor", saved=0)
+    put(client, 1)
+    wait_for(lambda: client.describe_partition("train").expired_count == 5)  # those that no batch has
+    catalog = standby.app.controller.catalog  # type: ignore[union-attr]
+    wait_for(lambda: "train" in catalog.names() and catalog.get("train").expired_count == 5)
+    assert [*catalog.expire_samples()] == []
+    kill(leader, etcd)
+    wait_for(lambda: leads(standby))
+    client = standby.client(timeout=60.0)
+    found = client.describe_partition("train")
+    assert (found.released_count, found.expired_count) == (1, 5)
+    with pytest.raises(tq.errors.SamplesClearedError, match="expected 1 or more"):
+        client.restart_ranks("train", "actor", dp_size=2, trained=-1)
+    assert client.restart_ranks("train", "actor", dp_size=1, trained=0).batch_index == 1
 
 
 def test_the_status_shows_the_leader_its_epoch_and_how_far_the_others_are(start_controller: StartController) -> None:
@@ -208,7 +345,7 @@ def test_a_cluster_whose_etcd_has_lost_all_goes_on_from_a_snapshot_where_that_is
     etcd.restore((etcd.revision, {}))
     refused = start_controller("a")
     wait_for(lambda: refused.app.supervisor.failure)
-    with pytest.raises(tq.ServiceFailedError, match="restored from an older state"):
+    with pytest.raises(tq.errors.ServiceFailedError, match="restored from an older state"):
         refused.stop()
     refused._running = None
     accepting = start_controller("a", accept_journal_loss=True)
@@ -274,7 +411,7 @@ def test_a_storage_service_obeys_no_controller_that_was_superseded(
         (storage.control.ReconcilePuts, iter([ReconcilePutsRequest(controller_id=controller_id, epoch=old)])),
     ]
     for call, request in calls:
-        with pytest.raises(tq.PreconditionError, match="leads its cluster by now"), errors_of_grpc():
+        with pytest.raises(tq.errors.PreconditionError, match="leads its cluster by now"), errors_of_grpc():
             call(request, metadata=storage.as_service)
     assert storage.client().storage_stat(storage.address).put_count == 1
 
@@ -288,9 +425,9 @@ def test_a_leader_whose_lease_has_ended_answers_nothing_more_and_ends(
     client.create_partition("train")
     etcd.end_leases()
     wait_for(lambda: leader.app.supervisor.failure)
-    with pytest.raises(tq.UnavailableError):
+    with pytest.raises(tq.errors.UnavailableError):
         client.list_partitions(timeout=0.2)
-    with pytest.raises(tq.ServiceFailedError, match="its lease has ended"):
+    with pytest.raises(tq.errors.ServiceFailedError, match="its lease has ended"):
         leader.stop()
     leader._running = None
     assert FAILED_EXIT_CODE == 70
@@ -304,7 +441,7 @@ def test_a_read_is_refused_once_the_lease_may_have_ended(start_controller: Start
     lease = leader.app.cluster._lease  # type: ignore[union-attr]
     etcd.is_silent = True  # nothing keeps the lease alive
     wait_for(lambda: not lease.is_held)  # type: ignore[union-attr]
-    with pytest.raises(tq.NotLeaderError) as caught, errors_of_grpc():
+    with pytest.raises(tq.errors.NotLeaderError) as caught, errors_of_grpc():
         leader.controller.ListPartitions(ListPartitionsRequest())
     assert caught.value.metadata["leader_address"] == ""
     etcd.is_silent = False
@@ -330,7 +467,7 @@ def test_calls_that_wait_end_with_the_lease_and_clients_find_the_next_leader(
         written = pool.submit(leader.controller.CreatePartition, change)
         began = time.monotonic()
         for call in (waiting, written):
-            with pytest.raises(tq.NotLeaderError), errors_of_grpc():
+            with pytest.raises(tq.errors.NotLeaderError), errors_of_grpc():
                 call.result(30)
         assert time.monotonic() - began < 8  # less than the 10 s after which etcd counts as unreachable
     assert health_of(leader) == NOT_SERVING
@@ -364,7 +501,7 @@ def test_a_standby_that_is_far_behind_gets_a_snapshot_of_the_leader(
         client.create_partition(f"p{number}")
         leader.loop.run(leader.app.state_store.take_snapshot())  # type: ignore[union-attr]
     assert min(int(key.split(b"/")[-2], 16) for key in etcd.keys(KEYS.log)) > 1
-    with pytest.raises(tq.UnauthenticatedError), errors_of_grpc():  # it is for services alone
+    with pytest.raises(tq.errors.UnauthenticatedError), errors_of_grpc():  # it is for services alone
         next(ClusterServiceStub(leader.channel).FetchSnapshot(FetchSnapshotRequest()))
     late = start_controller("late")
     wait_for(lambda: late.app.controller.catalog.names() >= {f"p{number}" for number in range(4)})  # type: ignore[union-attr]
@@ -448,7 +585,7 @@ def test_what_is_restored_is_there_after_a_takeover(
     client.create_partition("other")
     wait_for(lambda: "other" in standby.app.controller.catalog.names())  # type: ignore[union-attr]
     client.restore("c", replace=True)
-    with pytest.raises(tq.ServiceFailedError, match="snapshot of the leader"):
+    with pytest.raises(tq.errors.ServiceFailedError, match="snapshot of the leader"):
         wait_for(lambda: standby.app.supervisor.failure)
         standby.stop()
     standby._running = None
@@ -500,7 +637,9 @@ def test_a_data_directory_of_another_controller_is_refused(
     alone = start_server(role="controller", data_dir=tmp_path / "alone", internal_secret_file=tmp_path / "secret")
     alone.client().create_partition("train")
     alone.stop()
-    with pytest.raises(tq.DataDirError, match=r"another controller than cluster 'test'.*name an empty directory"):
+    with pytest.raises(
+        tq.errors.DataDirError, match=r"another controller than cluster 'test'.*name an empty directory"
+    ):
         start_controller("alone")
 
 
@@ -529,7 +668,7 @@ WRONG = {
 
 @pytest.mark.parametrize("message", WRONG)
 def test_settings_that_do_not_go_together_are_refused(message: str) -> None:
-    with pytest.raises(tq.InvalidArgumentError, match=message):
+    with pytest.raises(tq.errors.InvalidArgumentError, match=message):
         load_settings(WRONG[message])
 
 

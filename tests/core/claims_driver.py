@@ -5,11 +5,13 @@ import random
 from collections import Counter, defaultdict
 from contextlib import suppress
 from dataclasses import asdict
+from itertools import pairwise
 from typing import ClassVar
 
 import numpy as np
 from digest import digest, keys_of
 from domain_support import (
+    BOOT,
     DrawingSampler,
     SlowSampler,
     asks,
@@ -38,6 +40,7 @@ from tq_service.errors import (
     TqError,
 )
 from tq_service.machine.evictions import UnitsEvicted
+from tq_service.machine.group_cells import GroupsRemoved, GroupsWritten
 from tq_service.machine.samples import SamplesTruncated
 from tq_service.samplers import (
     GRPOGroupNSampler,
@@ -51,7 +54,7 @@ from tq_service.serving import planner
 from tq_service.serving.catalog import Catalog
 from tq_service.serving.status import consumption_of
 from tq_service.state import ledger
-from tq_service.state.cells import ColumnWrite
+from tq_service.state.cells import ColumnWrite, Put
 from tq_service.state.ledger import Claim
 from tq_service.state.partition import PartitionSettings
 from tq_service.state.plan import Condition, LeasedClaim, LeaseTerms, Order, RankPlan
@@ -205,12 +208,13 @@ class JudgedWaiter(planner.Waiter):
 class Driver:
     """Owns the catalog, the model, and the calls under way."""
 
-    def __init__(self, tasks, expected, *, is_declared=False, samples_per_round=None, write_once=()):
+    def __init__(self, tasks, expected, *, is_declared=False, samples_per_round=None, write_once=(), shared=()):
         self.tasks = tasks  # name -> the ways in which it asks
         self.expected = expected
         self.is_declared = is_declared
         self.samples_per_round = samples_per_round
         self.write_once = write_once  # fields
+        self.shared = shared  # fields of groups
         self.catalog = Catalog(PlanRunner(timeout_seconds=FOREVER))
         self.rng = random.Random(0)
         self.samplers = {}
@@ -240,13 +244,13 @@ class Driver:
 
     def open_life(self):
         self.life += 1
-        self.model = Model(self.expected, self.samples_per_round, self.write_once)
+        self.model = Model(self.expected, self.samples_per_round, self.write_once, self.shared)
         self.model.most_reusing = ledger._MOST_REUSING
         settings = PartitionSettings(
             expected_samples=self.expected,
             tasks=tuple(self.tasks) if self.is_declared else (),
             samples_per_round=self.samples_per_round,
-            fields=tuple(FieldSpec(name, write_once=True) for name in self.write_once),
+            fields=tuple(map(self._declared, {*self.write_once, *self.shared})),
         )
         self.partition = self.catalog.create(NAME, settings)
         partition, open_task = self.partition, self.partition.open_task
@@ -262,6 +266,9 @@ class Driver:
         for name in self.tasks:
             self.model.task(name)
             task_of(self.catalog, name)
+
+    def _declared(self, name):
+        return FieldSpec(name, write_once=name in self.write_once, scope="group" if name in self.shared else "row")
 
     def _watch(self, task, name, partition):
         """Have the model look at every record in the moment it is made."""
@@ -350,8 +357,9 @@ class Driver:
             accepted = True
         except RefusedError:
             accepted = False
-        groups = arguments.get("groups")
-        arguments["groups"] = [group or "" for group in groups] if groups else None
+        for name in ("groups", "rollouts"):
+            names = arguments.get(name)
+            arguments[name] = [each or "" for each in names] if names else None
         assert self.write(count, **arguments) == accepted
 
     def update(self, indexes, *, by_key=False, fields=(), conforming=False, **arguments):
@@ -366,6 +374,24 @@ class Driver:
             accepted = False
         named = {"keys": keys, "key_mode": "existing"} if by_key and all(keys) else {"indexes": indexes}
         assert self.write(len(indexes), columns=columns, **named, **arguments) == accepted
+
+    def put_groups(self, names, fields, *, must_exist, conforming=False):
+        """Put what samples of groups share, maybe of groups that are still to come, or of a sealed partition."""
+        columns, before = self.columns(fields, len(names), conforming=conforming), digest(self.partition)
+        expected = self.model.put_groups(names, columns, must_exist=must_exist)
+        change = GroupsWritten(
+            partition_id=NAME,
+            names=names,
+            put=Put("s0", BOOT, new_id()),
+            columns=[column_of(name, rows) for name, rows in columns.items()],
+            must_exist=must_exist,
+        )
+        self._expect(expected, before, lambda: self.catalog.commit(change))
+
+    def remove_groups(self, names):
+        """Remove groups that have no samples yet."""
+        removed = self.catalog.commit(GroupsRemoved(partition_id=NAME, names=names))
+        assert (removed or 0) == self.model.remove_groups(names)
 
     def put_leased(self, name, request_id, rows, *, acks, fields=(), state=None):
         """Write to samples of a claim, maybe acknowledge them in the same change, maybe too late."""
@@ -497,7 +523,8 @@ class Driver:
         assert (lease is not None) == (asking.lease is not None)
         if lease is not None:
             assert claim.delivery_counts.tolist() == [task.deliveries[row] for row in rows]
-            assert lease.group_block_size == ((asking.block_size or 0) if asking.grouped else None)
+            kept = ledger.KEPT_ROLLOUTS if asking.unit == "rollout" else asking.block_size or 0
+            assert lease.group_block_size == (kept if asking.grouped else None)
             assert (lease.blocks == "anywhere") == self.model.takes_runs(asking)
 
     def on_named_end(self, name, claim_name, end):
@@ -562,7 +589,7 @@ class Driver:
         for number, unit in enumerate(units):
             for other in units[number + 1 :]:
                 assert not unit & other  # a group is with one rank
-        if asking.sampler == "seqlen_balanced" or asking.unit == "group":
+        if asking.sampler == "seqlen_balanced" or asking.unit != "sample":
             counts = [len(unit) for unit in units]
             assert max(counts) - min(counts) <= 1
 
@@ -678,6 +705,7 @@ class Driver:
         elif not isinstance(error, SamplesClearedError):
             assert isinstance(error, InvalidArgumentError), error
             assert call.asking.grouped
+            assert any(reason in str(error) for reason in ("which is not split", "samples were put in steps")), error
 
     def _check_rows(self):
         model, partition = self.model, self.partition
@@ -692,34 +720,57 @@ class Driver:
         rows = [model.rows[index] for index in indexes.tolist()]
         assert [STATE_NAMES[code] for code in partition.state.data[positions]] == [row.state for row in rows]
         assert partition.groups.names_of(positions) == [row.group for row in rows]
+        assert partition.groups.rollout_names_of(positions) == [row.rollout for row in rows]
         states = Counter(row.state for row in rows)
         assert partition.state_counts == [states[name] for name in STATE_NAMES]
-        assert partition.cells.fields.keys() == model.fields.keys() | model.write_once
+        assert partition.cells.fields.keys() == model.fields.keys() | model.write_once | model.shared
         for name, field in partition.cells.fields.items():
             assert field.spec.write_once == (name in model.write_once)
             if name not in model.fields:
-                assert (field.spec, field.produced_count) == (FieldSpec(name, write_once=True), 0)
+                assert (field.spec, field.produced_count) == (self._declared(name), 0)
                 continue
             produced = [name in row.fields for row in rows]
-            assert (field.cell.data[positions] >= 0).tolist() == produced
-            assert field.produced_count == sum(produced)
+            assert (field.cells_of(positions) >= 0).tolist() == produced
+            is_counted = [name in row.cells or (name in row.shared and row.state != "failed") for row in rows]
+            assert field.row_count == sum(is_counted)
             known, spec = model.fields[name], field.spec
             layout = Layout.JAGGED if known.jagged else Layout.DENSE
             assert (spec.dtype, spec.layout, spec.row_shape) == (known.dtype, layout, known.shape)
-            lengths = [known.length_of(row.cells[name]) if name in row.cells else -1 for row in rows]
+            cells = [row.shared if name in model.shared else row.cells for row in rows]
+            lengths = [known.length_of(each[name]) if name in each else -1 for each in cells]
             assert field.lengths(positions).tolist() == lengths
             self._check_extents(name, positions[produced], [length for length in lengths if length >= 0])
-        chains = [field.cell.data[positions] for field in partition.cells.fields.values()]
+        self._check_shared()
+        chains = [field.cells_of(positions) for field in partition.cells.fields.values()]
         chains = [partition.cells.extents.chains.resolve(cells).slots for cells in chains]
         assert partition.cells.extents.count - len(partition.cells.extents._free) == sum(
             np.count_nonzero(slots >= 0) for slots in chains
         )
         self._check_groups()
 
+    def _check_shared(self):
+        """Compare which groups have cells, and that the puts have no others than those of rows and groups."""
+        groups, cells = self.partition.groups, self.partition.cells
+        counted = sum(field.produced_count for field in cells.fields.values())
+        if not cells.extents.count:
+            assert cells.puts._cells.data.sum() == counted
+        for name in self.shared:
+            expected = {group for group, known in self.model.groups.items() if name in known.cells}
+            slots = np.flatnonzero(cells.fields[name].cell[: groups.slots.count] >= 0)
+            assert {groups.slots.occupants[slot] for slot in slots.tolist()} == expected
+            assert cells.fields[name].produced_count == len(expected)
+
     def _check_extents(self, name, positions, lengths):
         """Compare where cells are with their lengths, and with what is not freed."""
-        cells = self.partition.cells
-        for runs in cells.locate([name], positions) if positions.size else ():
+        locate, cells_of = self.partition.cells.locate, self.partition.cells.fields[name].cells_of
+        for runs in locate([name], positions) if positions.size else ():
+            if runs.sample_counts:
+                assert name in self.shared
+                samples = np.cumsum([0, *runs.sample_counts])
+                assert (samples[-1], samples.size - 1) == (positions.size, sum(runs.row_counts))
+                cells = cells_of(positions)
+                assert all(np.unique(cells[start:end]).size == 1 for start, end in pairwise(samples.tolist()))
+                positions, lengths = positions[samples[:-1]], [lengths[start] for start in samples[:-1].tolist()]
             counts = runs.extent_counts or [1] * len(lengths)
             parts = runs.extent_lengths or [WHOLE_EXTENT] * len(lengths)
             assert (sum(counts), len(counts)) == (sum(runs.row_counts), len(lengths))
@@ -736,6 +787,16 @@ class Driver:
             counted = (groups.members[slot], groups.failed[slot], groups.cleared[slot])
             assert counted == (len(group.members), states["failed"], states["cleared"])
             assert (groups.declared[slot], groups.closed[slot]) == (group.declared, group.closed)
+            assert groups.members[slot] - groups.continuing[slot] == group.size
+            inside = [rollout for rollout in self.model.rollouts.values() if rollout.group == name]
+            assert groups.open_rollouts[slot] == sum(not rollout.closed for rollout in inside)
+        assert set(groups.rollout_slot_of) == set(self.model.rollouts)
+        for name, rollout in self.model.rollouts.items():
+            (slot,) = groups.slots_of([], [name])
+            states = Counter(row.state for row in rollout.members)
+            counted = (groups.members[slot], groups.failed[slot], groups.cleared[slot])
+            assert counted == (len(rollout.members), states["failed"], states["cleared"])
+            assert groups.closed[slot] == rollout.closed
 
     def _check_task(self, name):
         task = self.model.task(name)

@@ -24,13 +24,14 @@ def digest(partition, *, with_gaps=False):
         "facts": facts_of(partition.facts),
         "tables": sorted(partition.tables),
         "rows": {name: _row_values(partition, name, column.data[positions]) for name, column in table.columns.items()},
-        "slots": [_slot_values(each) for each in slots if each is not extents],
+        "slots": [_slot_values(each, partition) for each in slots if each is not extents],
         "tasks": {name: _task(task) for name, task in partition.tasks.items()},
         "rebuilt": {
             "present_count": table.present_count,
             "state_counts": list(partition.state_counts),
             "key_index": keys_of(partition),
             "groups": sorted(partition.groups.slot_of),
+            "rollouts": sorted(partition.groups.rollout_slot_of),
             "produced": {name: field.produced_count for name, field in partition.cells.fields.items()},
             "used_bytes": partition.cells.used_bytes,
             "free slots are all there are": [
@@ -57,10 +58,8 @@ def facts_of(value):
 
 
 def _row_values(partition, name, values):
-    if name == "group":
-        names = partition.groups.slots.occupants[values]
-        names[values < 0] = None
-        return names.tolist()
+    if name in {"group", "rollout"}:
+        return _names_of_slots(partition.groups, values - (name == "rollout"))
     if name.startswith("cell/"):
         return [_cell(partition, value) for value in values]
     return values.tolist()
@@ -75,10 +74,22 @@ def _cell(partition, value):
     return None if value < 0 else list(zip(puts, rows.tolist(), lengths.tolist(), strict=True))
 
 
-def _slot_values(table):
+def _names_of_slots(groups, slots):
+    """Return the name of each slot, and whether it is of a rollout: a group may have the same name."""
+    return [(groups.slots.occupants[slot], bool(groups.parent[slot] >= 0)) if slot >= 0 else None for slot in slots]
+
+
+def _slot_values(table, partition):
+    groups = partition.groups
     columns = {name: column[: table.count].tolist() for name, column in table.columns.items()}
+    for name in [name for name in columns if name.startswith("cell/")]:
+        columns[name] = [_cell(partition, value) for value in columns[name]]
+    if table is groups.slots:
+        columns["parent"] = _names_of_slots(groups, columns["parent"])
     return {
-        occupant: {name: values[slot] for name, values in columns.items()}
+        (occupant, columns["parent"][slot] is not None) if table is groups.slots else occupant: {
+            name: values[slot] for name, values in columns.items()
+        }
         for slot, occupant in enumerate(table.occupants[: table.count].tolist())
         if occupant is not None
     }

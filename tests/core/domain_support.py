@@ -145,8 +145,8 @@ def seal(target):
     commit(target, PartitionSealed(partition_id=_name(target)))
 
 
-def close_groups(target, names):
-    commit(target, GroupsClosed(partition_id=_name(target), names=names))
+def close_groups(target, names, rollouts=()):
+    commit(target, GroupsClosed(partition_id=_name(target), names=names, rollouts=rollouts))
 
 
 def task_of(target, name):
@@ -195,8 +195,8 @@ def reset(target, task, *, keep_consumed):
 
 
 def restart_ranks(target, task, *, dp_size, trained):
-    """Have other ranks of a task go on behind a batch."""
-    _of_task(target, task, RanksRestarted, dp_size=dp_size, trained=trained)
+    """Have other ranks of a task go on behind a batch; return how many batches, and samples, are trained again."""
+    return _of_task(target, task, RanksRestarted, dp_size=dp_size, trained=trained)
 
 
 def batch_spec(**arguments):

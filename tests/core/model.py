@@ -19,12 +19,14 @@ class Row:
     state: str
     key: str | None = None
     group: str | None = None
+    rollout: str | None = None
     cells: dict = field(default_factory=dict)  # the shape of each by its field
     meta: dict = field(default_factory=dict)
+    shared: dict = field(default_factory=dict)  # the cells of its group, which are those of all its samples
 
     @property
     def fields(self):
-        return self.cells.keys()
+        return self.cells.keys() | self.shared.keys()
 
 
 @dataclass(frozen=True)
@@ -64,9 +66,20 @@ class Field:
 
 @dataclass
 class Group:
-    """`members` has every row that ever joined, as long as one of them is still there."""
+    """`members` has every row that ever joined, as long as one of them is still there; `size` counts rollouts once."""
 
     declared: int = 0
+    closed: bool = False
+    members: list = field(default_factory=list)
+    size: int = 0
+    cells: dict = field(default_factory=dict)  # the shape of each by its field
+
+
+@dataclass
+class Rollout:
+    """Likewise; `group` is the one in which it lies."""
+
+    group: str | None
     closed: bool = False
     members: list = field(default_factory=list)
 
@@ -163,8 +176,9 @@ class TaskModel:
 class Model:
     """One life of a partition."""
 
-    def __init__(self, expected=None, samples_per_round=None, write_once=()):
+    def __init__(self, expected=None, samples_per_round=None, write_once=(), shared=()):
         self.rows = {}
+        self.shared = frozenset(shared)
         self.write_once = frozenset(write_once)
         self.samples_per_round = samples_per_round
         self.inserted = 0
@@ -173,7 +187,8 @@ class Model:
         self.sealed = expected == 0
         self.fields = {}
         self.groups = {}
-        self.had_groups = False
+        self.rollouts = {}
+        self.had_groups = False  # or rollouts
         self.tasks = {}
         self.most_reusing = 1 << 10
 
@@ -182,37 +197,107 @@ class Model:
 
     # Writing
 
-    def insert(self, count, *, state="live", keys=None, groups=None, group_size=0, columns=None, meta=None):
-        groups = groups or [None] * count
+    def insert(
+        self,
+        count,
+        *,
+        state="live",
+        keys=None,
+        groups=None,
+        group_size=0,
+        rollouts=None,
+        ends_rollouts=False,
+        columns=None,
+        meta=None,
+    ):
+        groups, rollouts = groups or [None] * count, rollouts or [None] * count
         if self.sealed and count:
             raise RefusedError("sealed")
-        self._check_groups(groups, group_size)
+        groups_of = self._check_rollouts(groups, rollouts, ends_rollouts=ends_rollouts)
+        self._check_groups(groups, groups_of, rollouts, group_size)
         self._check_columns([], columns or {})
         added = []
         for i in range(count):
-            row = Row(self.inserted, state, keys[i] if keys else None, groups[i])
+            row = Row(self.inserted, state, keys[i] if keys else None, groups_of[i], rollouts[i])
             self.inserted += 1
             self.rows[row.index] = row
             added.append(row)
-            if row.group:
-                self.had_groups = True
-                group = self.groups.setdefault(row.group, Group())
-                group.members.append(row)
-                group.declared = group_size or group.declared
+            self._join(row)
+        for name in filter(None, groups):
+            self.groups[name].declared = group_size or self.groups[name].declared
         if count:
             self.insert_size_gcd = gcd(self.insert_size_gcd, count)
         self._fill(added, columns or {}, meta, state)
+        if ends_rollouts or state == "failed":
+            self._close_rollouts_of(added)
         if self.expected is not None and self.inserted >= self.expected:
-            self.sealed = True
+            self.seal()
         return [row.index for row in added]
 
-    def _check_groups(self, names, group_size):
-        for name in {name for name in names if name}:
-            group = self.groups.get(name, Group())
+    def _join(self, row):
+        begins = row.rollout not in self.rollouts
+        self.had_groups |= bool(row.group or row.rollout)
+        if row.group:
+            group = self.groups.setdefault(row.group, Group())
+            group.members.append(row)
+            group.size += begins
+            row.shared = group.cells
+        if row.rollout:
+            self.rollouts.setdefault(row.rollout, Rollout(row.group)).members.append(row)
+
+    def _check_rollouts(self, groups, rollouts, *, ends_rollouts):
+        """Return the group of each row: that of its rollout, which the first row of it says."""
+        if ends_rollouts and not any(rollouts):
+            raise RefusedError("no rollout to close")
+        group_of = {name: rollout.group for name, rollout in self.rollouts.items()}
+        for group, rollout in zip(groups, rollouts, strict=True):
+            if rollout in self.rollouts and self.rollouts[rollout].closed:
+                raise RefusedError("the rollout is closed")
+            if rollout and group not in (None, group_of.setdefault(rollout, group)):
+                raise RefusedError("the rollout is in another group")
+        return [group_of[rollout] if rollout else group for group, rollout in zip(groups, rollouts, strict=True)]
+
+    def put_groups(self, names, columns, *, must_exist):
+        """Give groups values that their samples share; return the names of the errors, None without one."""
+        known = [self.groups.get(name) for name in names]
+        if must_exist and not all(group and group.members for group in known):
+            return "NotFoundError"
+        if self.sealed and None in known:
+            return "PartitionSealedError"
+        if any(group and group.cells.keys() & columns.keys() & self.write_once for group in known):
+            return "AlreadyExistsError"
+        others = [group for name, group in self.groups.items() if name not in names]
+        replaced = {name for name in columns if not any(name in group.cells for group in others)}
+        for name, column in columns.items():
+            if name in self.fields and name not in replaced and not self.fields[name].takes(column):
+                return "FieldMismatchError"
+        for name, column in columns.items():
+            if name not in self.fields or name in replaced:
+                self.fields[name] = Field(column.dtype, column.shapes[0])
+            self.fields[name].widen(column)
+            for group, shape in zip(names, column.shapes, strict=True):
+                self.groups.setdefault(group, Group()).cells[name] = shape
+        self.had_groups = True
+        return None
+
+    def remove_groups(self, names):
+        """Remove those groups that have had no samples; return how many."""
+        gone = [name for name in names if name in self.groups and not self.groups[name].members]
+        for name in gone:
+            del self.groups[name]
+        self._forget_fields()
+        return len(gone)
+
+    def _check_groups(self, given, groups_of, rollouts, group_size):
+        begun = {rollout: group for group, rollout in zip(groups_of, rollouts, strict=True) if rollout}
+        units = [group for rollout, group in begun.items() if rollout not in self.rollouts]
+        units += [group for group, rollout in zip(groups_of, rollouts, strict=True) if not rollout]
+        for name in {name for name in given if name}:
+            group, count = self.groups.get(name, Group()), units.count(name)
             limit = group.declared or group_size
-            if group.closed or (group.declared and group_size and group.declared != group_size):
+            if (group.closed and count) or (group.declared and group_size and group.declared != group_size):
                 raise RefusedError("group")
-            if limit and len(group.members) + names.count(name) > limit:
+            if limit and group.size + count > limit:
                 raise RefusedError("group is full")
 
     def update(self, indexes, *, state=None, columns=None, meta=None):
@@ -221,6 +306,7 @@ class Model:
         for row in rows:
             row.state = state or row.state
         if state == "failed":
+            self._close_rollouts_of(rows)
             self._end_leases_of(set(indexes))
         self._fill(rows, columns or {}, meta, state)
 
@@ -321,7 +407,7 @@ class Model:
         self._forget_fields()
 
     def _forget_fields(self):
-        there = {name for row in self.rows.values() for name in row.cells}
+        there = {name for each in (*self.rows.values(), *self.groups.values()) for name in each.cells}
         self.fields = {name: known for name, known in self.fields.items() if name in there}
 
     def _end_leases_of(self, indexes):
@@ -335,9 +421,18 @@ class Model:
 
     def seal(self):
         self.sealed = True
+        self.remove_groups(list(self.groups))
 
     def close_group(self, name):
         self.groups[name].closed = True
+
+    def close_rollout(self, name):
+        self.rollouts[name].closed = True
+
+    def _close_rollouts_of(self, rows):
+        for row in rows:
+            if row.rollout:
+                self.close_rollout(row.rollout)
 
     def clear(self, indexes):
         gone = [self.rows.pop(index) for index in indexes if index in self.rows]
@@ -350,9 +445,10 @@ class Model:
         self._end_leases_of({row.index for row in gone})
         for task in self.tasks.values():
             self._drop_empty_claims(task)
-        for name in {row.group for row in gone if row.group}:
-            if all(row.state == "cleared" for row in self.groups[name].members):
-                del self.groups[name]
+        for sets, names in ((self.groups, {row.group for row in gone}), (self.rollouts, {row.rollout for row in gone})):
+            for name in names - {None}:
+                if all(row.state == "cleared" for row in sets[name].members):
+                    del sets[name]
         self._forget_fields()
         return len(gone)
 
@@ -429,7 +525,9 @@ class Model:
         return [rows for unit, rows in together.items() if self.is_whole(task, asking, unit, rows, no_more=no_more)]
 
     def takes_runs(self, asking):
-        return asking.grouped and asking.anywhere and asking.block_size is not None and not self.had_groups
+        if asking.block_size is None or asking.unit == "rollout":
+            return False
+        return asking.grouped and asking.anywhere and not self.had_groups
 
     def units_among(self, asking, rows):
         """Return the unit of each of some rows, by index: those of runs depend on which rows there are."""
@@ -450,15 +548,21 @@ class Model:
     def unit_of(self, asking, row):
         if not asking.grouped:
             return "row", row.index
-        if self.had_groups:
-            return ("group", row.group) if row.group else ("row", row.index)
-        return ("block", row.index // asking.block_size) if asking.block_size else ("row", row.index)
+        if row.group and asking.unit != "rollout":
+            return "group", row.group
+        if row.rollout:
+            return "rollout", row.rollout
+        if self.had_groups or not asking.block_size or asking.unit == "rollout":
+            return "row", row.index
+        return "block", row.index // asking.block_size
 
     def members(self, asking, unit):
         """Return all members a unit ever had, None for rows of a block that are gone."""
         kind, name = unit
         if kind == "group":
             return self.groups[name].members
+        if kind == "rollout":
+            return self.rollouts[name].members
         if kind == "block":
             return [self.rows.get(name * asking.block_size + i) for i in range(asking.block_size)]
         return [self.rows[name]]
@@ -472,16 +576,25 @@ class Model:
             return unit[0] == "run"
         members = self.members(asking, unit)
         left = [row for row in members if not self.is_lost(task, row)]
-        if unit[0] == "group" and not self.is_complete(asking, unit[1], no_more=no_more):
+        if not self.is_complete(asking, unit, no_more=no_more):
             return False
         if len(left) < len(members) and not asking.take:
             return False
         return len(left) == len(ready_rows)
 
-    def is_complete(self, asking, name, *, no_more):
+    def is_complete(self, asking, unit, *, no_more):
+        """Whether a unit gets no further members."""
+        kind, name = unit
+        if kind == "block":
+            return no_more or (name + 1) * asking.block_size <= self.inserted
+        if kind == "rollout":
+            return no_more or self.rollouts[name].closed
+        if kind == "row":
+            return True
         group = self.groups[name]
         size = group.declared or asking.block_size or 0
-        return group.closed or 0 < size <= len(group.members) or (group.declared == 0 and no_more)
+        is_full = group.closed or 0 < size <= group.size or (group.declared == 0 and no_more)
+        return is_full and (no_more or all(each.closed for each in self.rollouts.values() if each.group == name))
 
     def is_dead(self, task, asking, row):
         """Whether the row's group can no longer be whole, given that no new rows come."""
@@ -492,7 +605,7 @@ class Model:
         unit = self.unit_of(asking, row)
         members = self.members(asking, unit)
         broken = any(self.is_lost(task, member) for member in members)
-        short = unit[0] == "group" and not self.is_complete(asking, unit[1], no_more=True)
+        short = not self.is_complete(asking, unit, no_more=True)
         return short or (broken and not asking.take)
 
     # What a task gives up
@@ -513,26 +626,37 @@ class Model:
         return row.state == "live" and self.is_open(task, row) and self.is_excluded(asking, row)
 
     def _evicted_of(self, task, asking, unit, leased):
-        kind, name = unit
+        kind = unit[0]
         members = self.members(asking, unit)
         there = [row for row in members if row is not None and row.state != "cleared"]
         open_rows = [row for row in there if row.state != "failed"]
-        if kind == "group" and not self.is_complete(asking, name, no_more=self.sealed):
-            return set()
-        if kind == "block" and not self.sealed and (name + 1) * asking.block_size > self.inserted:
+        if not self.is_complete(asking, unit, no_more=self.sealed):
             return set()
         if any(row.state == "held" or row.index in task.consumed | leased for row in open_rows):
             return set()
         excluded = {row.index for row in there if self.may_evict(task, asking, row)}
-        left_count = sum(not self.is_lost(task, row) for row in members)
+        left = [row for row in members if not self.is_lost(task, row)]
+        if asking.take:
+            left = [row for row in left if row.index not in excluded]
+        left_count = self.count_units(task, asking, left)
         least = 0 if kind == "row" else asking.least_members
         if not excluded and not least:
             return set()
-        remaining_count = left_count - len(excluded)
-        goes_whole = remaining_count < max(least, 1) if asking.take else excluded or left_count < least
+        goes_whole = left_count < max(least, bool(excluded)) if asking.take else excluded or left_count < least
         if not goes_whole:
             return excluded if asking.take else set()
         return {row.index for row in (there if asking.unmatched == "clear" else open_rows)} if open_rows else set()
+
+    def count_units(self, task, asking, rows):
+        """Return of how many units within their group some rows are, those that a rollout has lost with it left out."""
+        if asking.unit == "rollout":
+            return len(rows)
+        lost = {
+            name
+            for name, rollout in self.rollouts.items()
+            if not asking.take and any(self.is_lost(task, row) for row in rollout.members)
+        }
+        return len({row.rollout or row.index for row in rows if row.rollout not in lost})
 
     # What a task is to get
 
@@ -582,7 +706,7 @@ class Model:
         units = self.ready_units(task, asking, no_more=no_more)
         taken, size = [], 0
         for unit in units:
-            cost = 1 if asking.unit == "group" else len(unit)
+            cost = len(unit) if asking.unit == "sample" else 1
             if size + cost > asking.total:
                 if not taken:
                     raise RefusedError("the group is larger than the batch")
@@ -593,6 +717,8 @@ class Model:
 
     def check_blocks(self, asking):
         if not asking.grouped or not asking.block_size or asking.anywhere or self.had_groups:
+            return
+        if asking.unit == "rollout":
             return
         if self.insert_size_gcd % asking.block_size:
             raise BlocksError

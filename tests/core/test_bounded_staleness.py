@@ -278,7 +278,7 @@ async def test_no_rewind_and_no_removal_evades_the_bound():
     await slots(catalog)
     with pytest.raises(VersionError, match="trained 0 batches"):
         catalog.publish(VersionPublished(policy="default", version=9, rewind=True), [])
-    with pytest.raises(PreconditionError, match="1 are outstanding") as refused:
+    with pytest.raises(PreconditionError, match="of 1 outstanding units") as refused:
         catalog.commit(PolicyRemoved(policy="default"))
     assert refused.value.reason == "STALENESS_BOUNDED"
     expire(catalog, workers_of(catalog), catalog.get("train").tasks["rollout"].leases.popitem()[0])

@@ -32,26 +32,35 @@ STEPS = (
     *["insert"] * 6, *["columns"] * 5, *["ask"] * 8, "ask_ahead", "replay", "retry", "leave", "leave_late", "look",
     "disagree", "release", "fail", "hold", "free", "set_meta", "seal", "close_group", "reset", "restart", "clear",
     "clear_all", "overwrite", "turn", "turn", "ack", "ack", "ack", "extend", "pass_time", *["ask_named"] * 3,
-    *["put_leased"] * 3, *["grow"] * 4,
+    *["put_leased"] * 3, *["grow"] * 4, *["close_rollouts"] * 2,
 )  # fmt: skip
 # Workers that lease, and crash, in partitions that soon come to their end.
 LEASE_STEPS = (
     *["insert"] * 4, *["columns"] * 3, *["ask"] * 9, *["ack"] * 7, *["pass_time"] * 5, *["seal"] * 2, "look", "fail",
     "hold", "free", "release", "retry", "retry", *["extend"] * 4, "leave_late", "close_group", "clear", "reset", "turn",
-    "ask_named", "ask_named", *["put_leased"] * 5, *["grow"] * 5,
+    "ask_named", "ask_named", *["put_leased"] * 5, *["grow"] * 5, "close_rollouts",
 )  # fmt: skip
+AGENT_STEPS = (
+    *["insert"] * 12, *["ask"] * 10, *["close_rollouts"] * 4, *["ack"] * 3, *["pass_time"] * 2, "columns", "ask_ahead",
+    "look", "fail", "hold", "free", "release", "retry", "leave", "close_group", "clear", "reset", "restart",
+    "put_leased", "turn",
+)  # fmt: skip
+SHARING_STEPS = (*STEPS, *["put_groups"] * 8)
 GROUPS = ("a", "b", "c", "d")
+ROLLOUTS = ("1", "2", "3")
 
 
 def asking_for(rng, *, ranked):
     """Return one way of asking."""
     sampler = rng.choice(["sequential", "grpo_group_n", "seqlen_balanced", "rank_aware" if ranked else "sequential"])
-    unit = rng.choice(["sample", "sample", "group"])
+    unit = rng.choice(["sample", "sample", "sample", "group", "group", "rollout"])
+    if unit == "rollout" and sampler == "grpo_group_n":  # which is told how many rows a group has
+        sampler = "sequential"
     block_size = rng.choice([2, 3]) if sampler == "grpo_group_n" else None
-    if sampler in ("rank_aware", "seqlen_balanced") and rng.random() < 0.5:
+    if unit != "rollout" and sampler in ("rank_aware", "seqlen_balanced") and rng.random() < 0.5:
         block_size = 2
-    grouped = sampler in ("grpo_group_n", "seqlen_balanced") or unit == "group" or block_size is not None
-    batch_size = rng.choice([1, 2, 4] if block_size is None or unit == "group" else [block_size, 2 * block_size])
+    grouped = sampler in ("grpo_group_n", "seqlen_balanced") or unit != "sample" or block_size is not None
+    batch_size = rng.choice([1, 2, 4] if block_size is None or unit != "sample" else [block_size, 2 * block_size])
     finite = rng.random() < 0.2
     anywhere = block_size is not None and rng.random() < 0.4
     unmatched = rng.choice(["wait", "wait", "wait", "fail", "clear"])
@@ -95,11 +104,15 @@ def reusing(rng, asking):
 class Interleaving:
     """The steps, each with a random choice of its own."""
 
+    shared = ()  # fields of groups
+
     def __init__(self, seed):
         rng = random.Random(seed)
         self.in_groups = rng.random() < 0.7
+        self.in_rollouts = rng.random() < 0.4
         self.driver = Driver(
             self.ways(rng),
+            shared=self.shared,
             expected=rng.choice([None, None, 20]),
             is_declared=rng.random() < 0.4,
             samples_per_round=rng.choice([None, None, 3, 8]),
@@ -133,12 +146,23 @@ class Interleaving:
         if self.in_groups and rng.random() < 0.9:
             groups = [rng.choice(GROUPS)] * count if rng.random() < 0.7 else rng.choices((*GROUPS, None), k=count)
             group_size = rng.choice([0, 2, 2, 3, 4])
+        rollouts, ends_rollouts = None, False
+        if self.in_rollouts and rng.random() < 0.8:
+            rollouts = [rng.choice(ROLLOUTS)] * count if rng.random() < 0.5 else rng.choices((*ROLLOUTS, None), k=count)
+            ends_rollouts = rng.random() < 0.5
+            if rng.random() < 0.8:  # most often they have begun, or none of them
+                known = self.driver.model.rollouts
+                rollouts = [name for name in rollouts if name in known] or [f"r{self.driver.model.inserted}"]
+                rollouts = (rollouts * count)[:count]
+                groups = groups if rollouts[0] not in known else None
         self.driver.insert(
             count,
             state=rng.choice(["live", "live", "live", "held", "failed"]),
             keys=keys,
             groups=groups,
             group_size=group_size,
+            rollouts=rollouts,
+            ends_rollouts=ends_rollouts,
             fields=rng.choice([(), ("x",), ("x", "y"), ("x", "y")]),
             meta_entries=self._entries(rng, count),
         )
@@ -199,6 +223,12 @@ class Interleaving:
             name = rng.choice(sorted(self.driver.model.groups))
             self.driver.model.close_group(name)
             close_groups(self.driver.catalog, [name])
+
+    async def close_rollouts(self, rng):
+        names = sorted(name for name, rollout in self.driver.model.rollouts.items() if not rollout.closed)
+        for name in rng.sample(names, min(len(names), rng.randint(1, 3))):
+            self.driver.model.close_rollout(name)
+            close_groups(self.driver.catalog, [], rollouts=[name])
 
     async def clear(self, rng):
         indexes = self._some(rng, most=8)
@@ -409,6 +439,14 @@ class Interleaving:
             change = rng.choice([self.driver.append] * 3 + [self.driver.truncate])
             change(name, request_id, some, rng.choice([("x",), ("y",), ("y",), ("y", "x")]))
 
+    async def put_groups(self, rng):
+        """Put what samples of groups share; maybe some groups go that have had no samples."""
+        names = rng.sample(GROUPS, rng.randint(1, len(GROUPS)))
+        if rng.random() < 0.15:
+            self.driver.remove_groups(names)
+        else:
+            self.driver.put_groups(names, rng.choice([("p",), ("p", "q"), ("q",)]), must_exist=rng.random() < 0.1)
+
     async def extend(self, rng):
         name, _, task = self._task(rng, ranked=False)
         leased = [request_id for request_id, claim in task.claims.items() if claim.left]
@@ -567,6 +605,83 @@ class Reusing(Interleaving):
         return {name: [reusing(rng, way) for way in ways] for name, ways in super().ways(rng).items()}
 
 
+class Agents(Interleaving):
+    """Samples are turns of rollouts, most of them ready, and of groups of two rollouts."""
+
+    async def insert(self, rng):
+        if rng.random() < 0.1:
+            return await super().insert(rng)
+        count, group = rng.choice([1, 1, 2, 3]), rng.choice(GROUPS)
+        known = self.driver.model.groups.get(group)
+        if known is not None and (known.closed or known.size > 1):  # as workers, which begin other ones
+            group = f"{group}{self.driver.model.inserted}"
+        rollouts = sorted(name for name, rollout in self.driver.model.rollouts.items() if not rollout.closed)
+        groups, rollout, group_size = None, f"r{self.driver.model.inserted}", 0
+        if rollouts and rng.random() < 0.5:
+            rollout = rng.choice(rollouts)
+        elif rng.random() < 0.8:
+            groups, group_size = [group] * count, 2
+        return self.driver.insert(
+            count,
+            state=rng.choice([*["live"] * 9, "held", "failed"]),
+            groups=groups,
+            group_size=group_size,
+            rollouts=[rollout] * count,
+            ends_rollouts=rng.random() < 0.5,
+            fields=("x", "y"),
+            meta_entries=[{"total_lengths": 1, "version": rng.choice([0, 1, 1])} for _ in range(count)],
+        )
+
+    def ways(self, rng):
+        """Return tasks, most of which keep rollouts, or groups of them, whole."""
+        ways = super().ways(rng)
+        return {name: [self.whole(rng, way) for way in some] for name, some in ways.items()}
+
+    def whole(self, rng, asking):
+        """Return a way of asking that keeps units whole, and finds enough of them."""
+        unit, ranked = rng.choice(["group", "group", "rollout", "sample"]), asking.dp_size > 0
+        batch_size = 12 if unit == "sample" else rng.choice([1, 2])
+        sampler = "seqlen_balanced" if unit == "sample" else rng.choice(["sequential", "seqlen_balanced"])
+        return replace(
+            asking,
+            unit=unit,
+            batch_size=batch_size,
+            min_size=batch_size if ranked else 1,
+            dp_size=min(asking.dp_size, 2),
+            grouped=True,
+            sampler=sampler,
+            block_size=None,
+            anywhere=False,
+            take=sampler == "seqlen_balanced" and rng.random() < 0.3,
+            needs_length=sampler == "seqlen_balanced",
+            least_version=None if rng.random() < 0.7 else 1,
+            drop_last=False,
+            max_uses=1,
+        )
+
+
+class Sharing(Interleaving):
+    """Tasks want fields that the samples of groups share."""
+
+    shared = ("p", "q")
+
+    def ways(self, rng):
+        fields = [("x", "p"), ("p",), ("x", "p", "q"), ("x",)]
+        ways = super().ways(rng)
+        return {name: [replace(way, fields=rng.choice(fields)) for way in each] for name, each in ways.items()}
+
+    async def finish(self):
+        """Give all groups what they lack; samples without one, which are never ready, fail."""
+        groups, rows = self.driver.model.groups, self.driver.model.rows
+        if ungrouped := [index for index, row in rows.items() if not row.group]:
+            self.driver.update(ungrouped, state="failed")
+        for field in self.shared:
+            lacking = sorted(name for name in groups if groups[name].members and field not in groups[name].cells)
+            if lacking:
+                self.driver.put_groups(lacking, (field,), must_exist=True, conforming=True)
+        await super().finish()
+
+
 class Crowded(Interleaving):
     """One task, whose workers ask in three ways, so that plans under way take each other's rows."""
 
@@ -615,13 +730,18 @@ def test_claims_are_what_the_model_says_as_rows_are_moved(seed, steps):
     assert driver.partition.table.present_count == 0
 
 
-@examples(80, derandomize=True)
-@given(SEEDS, sequences(90, LEASE_STEPS))
-def test_leases_are_what_the_model_says(seed, steps):
-    # Seeds of hypothesis are often small or alike, and would choose the same again and again.
+def spread(seed, steps):
+    """Return another seed and other seeds of steps: those of hypothesis are often small or alike, and choose alike."""
     rng = random.Random(repr((seed, steps)))
     steps = [(name, rng.getrandbits(32)) for name, _ in steps]
-    driver = asyncio.run(interleave(rng.getrandbits(32), steps, Leasing))
+    return rng.getrandbits(32), steps
+
+
+@pytest.mark.parametrize("kind", [Leasing, Crowded])
+@examples(80, derandomize=True)
+@given(seed=SEEDS, steps=sequences(90, LEASE_STEPS))
+def test_leases_are_what_the_model_says(kind, seed, steps):
+    driver = asyncio.run(interleave(*spread(seed, steps), kind))
     assert not driver.model.rows
     assert driver.partition.table.present_count == 0
 
@@ -634,11 +754,17 @@ def test_claims_that_reuse_samples_are_what_the_model_says(seed, steps):
     assert not driver.model.rows
 
 
+@examples(100, derandomize=True)
+@given(SEEDS, sequences(80, SHARING_STEPS), st.booleans())
+def test_claims_of_fields_that_groups_share_are_what_the_model_says(seed, steps, rows_are_moved):
+    with mock.patch.multiple(table_module, **ROWS_ARE_MOVED if rows_are_moved else {"_LEAST_GAPS": 1024}):
+        driver = asyncio.run(interleave(seed, steps, Sharing))
+    assert not driver.model.rows
+
+
 @examples(80, derandomize=True)
-@given(SEEDS, sequences(90, LEASE_STEPS))
-def test_claims_of_plans_that_are_under_way_together_are_what_the_model_says(seed, steps):
-    rng = random.Random(repr((seed, steps)))
-    steps = [(name, rng.getrandbits(32)) for name, _ in steps]
-    driver = asyncio.run(interleave(rng.getrandbits(32), steps, Crowded))
+@given(SEEDS, sequences(90, AGENT_STEPS))
+def test_claims_of_rollouts_are_what_the_model_says(seed, steps):
+    driver = asyncio.run(interleave(*spread(seed, steps), Agents))
     assert not driver.model.rows
     assert driver.partition.table.present_count == 0

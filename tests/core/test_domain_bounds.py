@@ -242,7 +242,7 @@ async def test_a_large_put_has_a_turn_in_which_nothing_passes_it_and_no_longer()
     clock.now += PASSED_SECONDS - 1
     await put(1)
     clock.now += 1
-    with pytest.raises(AdmissionLimitError, match="with a put of 4 samples in front") as caught:
+    with pytest.raises(AdmissionLimitError, match="this counts an earlier put of 4 samples") as caught:
         await put(1, clock.now)
     assert caught.value.metadata == {
         "limit_name": "most", "got": "7", "limit": "4", "task_name": "t", "unit": "sample",
@@ -312,7 +312,7 @@ async def test_a_deadlock_is_called_one():
     assert "deadlock" not in await refusal()
     trainer = asyncio.create_task(catalog.claim("train", b"", asks(batch_size=4), 30))
     await turns()
-    assert "deadlock unless samples that fit still come: task 't' waits" in await refusal()
+    assert "deadlock unless samples that fit still come: task 't' itself waits" in await refusal()
     held = insert(catalog, 1, meta=[{"version": 0}], state="held")
     assert "deadlock" not in await refusal()  # it may become live
     clear(catalog, np.array(held))
@@ -456,7 +456,7 @@ def test_the_same_partition_is_asked_for_with_the_same_bounds():
     ("arguments", "field"),
     [
         ({"most": 0}, "admissions"),
-        ({"most": 1, "unit": "rollout"}, "admissions"),
+        ({"most": 1, "unit": "turn"}, "admissions"),
         ({"most": 1, "given_back": "saved"}, "admissions"),
         ({"most": 1, "policy": ""}, "policy"),
         ({"most": 1, "task_name": ""}, "task_name"),

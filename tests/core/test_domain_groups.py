@@ -121,6 +121,6 @@ def test_a_sample_stays_in_its_group(train):
     insert(train, 2, keys=["k0", "k1"], groups=["a", ""])
     insert(train, 2, keys=["k0", "k1"], groups=["a", ""])
     for names in (["b", ""], ["", "a"]):
-        with pytest.raises(InvalidArgumentError, match="stay"):
+        with pytest.raises(InvalidArgumentError, match="cannot change"):
             insert(train, 2, keys=["k0", "k1"], groups=names)
     assert counts(train, "a") == (1, 0, 0)

@@ -67,7 +67,7 @@ def test_indexes_and_new_rows(train):
         (new_write(1, indexes=[0, 1]), InvalidArgumentError, "2 global_indexes for 1"),
         (new_write(2, keys=["d", "d"]), InvalidArgumentError, "'d' is given twice"),
         (new_write(1, keys=[""]), InvalidArgumentError, "empty"),
-        (new_write(1, keys=["a"], indexes=[0]), InvalidArgumentError, "not by both"),
+        (new_write(1, keys=["a"], indexes=[0]), InvalidArgumentError, "both global_indexes and keys"),
         (new_write(2, indexes=[1, 1]), InvalidArgumentError, "twice"),
         (new_write(1, indexes=[3]), SampleNotFoundError, "no sample 3"),
         (new_write(2, indexes=[0, 4]), SampleNotFoundError, "no sample 4"),

@@ -390,7 +390,7 @@ async def test_a_sampler_of_single_samples_evicts_single_ones_though_they_are_in
 
 
 def units(task, after=0, most=1024):
-    """Return serial, unit, group, key, reason, version, count and refill of units."""
+    """Return serial, unit, group, key, reason, version, count, refill and rollout of units."""
     return [tuple(getattr(each, name) for name in EvictedUnit.__slots__) for each in task.evicted_after(after, most)]
 
 
@@ -404,9 +404,9 @@ async def test_evicted_units_are_on_record_with_their_names_reasons_and_version(
     asks_for = {"where": (Condition("version", ">=", published=Published(offset=-6)),), "batch_unit": "group"}
     await claim(catalog, sampler=TAKING, least_members=2, batch_size=3, **asks_for)
     expected = [
-        (1, "sample", "mixed", "m0", "unmatched", 7, 1, None),
-        (2, "group", "small", "s", "too_small", 7, 1, None),
-        (3, "sample", None, "single", "unmatched", 7, 1, None),
+        (1, "sample", "mixed", "m0", "unmatched", 7, 1, None, None),
+        (2, "group", "small", "s", "too_small", 7, 1, None, None),
+        (3, "sample", None, "single", "unmatched", 7, 1, None, None),
     ]
     task = train.tasks["t"]
     assert units(task) == expected
@@ -416,7 +416,7 @@ async def test_evicted_units_are_on_record_with_their_names_reasons_and_version(
     reset(catalog, task, keep_consumed=False)
     put(catalog, [0])
     await claim(catalog)  # of no policy
-    assert units(task, after=3) == [(4, "sample", None, None, "unmatched", None, 1, None)]
+    assert units(task, after=3) == [(4, "sample", None, None, "unmatched", None, 1, None, None)]
     restored = Partition.restore(train.snapshot())
     assert digest(restored) == digest(train)
     assert units(restored.tasks["t"])[:3] == expected

@@ -2,13 +2,14 @@
 
 import contextlib
 
+import numpy as np
 import pytest
 from domain_support import insert, new_write, partition
 from hypothesis import given
 from hypothesis import strategies as st
 from property_settings import examples
 
-from tq_service.errors import InvalidArgumentError, PartitionSealedError
+from tq_service.errors import InvalidArgumentError, PartitionSealedError, PreconditionError
 
 
 @pytest.mark.parametrize("rows_per_put", [-1, 4, 5])
@@ -52,3 +53,35 @@ def test_gathered_puts_leave_what_they_leave_one_after_the_other(known, keys, ro
     assert gathered.inserted_count == alone.inserted_count
     assert gathered.insert_size_gcd == alone.insert_size_gcd
     assert gathered.sealed == alone.sealed
+
+
+ROLLOUTS = st.lists(st.sampled_from(["", "r0", "r1", "r2"]), min_size=2, max_size=6)
+
+
+@given(
+    known=st.sampled_from(["", "r0", "r1"]),
+    rollouts=ROLLOUTS,
+    arguments=st.sampled_from([{}, {"ends_rollouts": True}, {"state": "failed"}]),
+)
+@examples(200)
+def test_gathered_turns_leave_what_they_leave_one_after_the_other(known, rollouts, arguments):
+    gathered, alone = partition(), partition()
+    for target in (gathered, alone):
+        insert(target, 1, keys=["k0"], rollouts=[known])
+    keys = [f"k{number}" for number in range(len(rollouts))]
+    rollouts[0] = known
+    refused = False
+    for key, rollout in zip(keys, rollouts, strict=True):
+        try:
+            insert(alone, 1, keys=[key], rollouts=[rollout], **arguments)
+        except (InvalidArgumentError, PreconditionError):
+            refused = True
+    try:
+        insert(gathered, len(keys), rows_per_put=1, keys=keys, rollouts=rollouts, **arguments)
+    except (InvalidArgumentError, PreconditionError):
+        assert refused
+    else:
+        assert not refused
+        assert gathered.groups.rollout_names_of(np.arange(len(keys))) == [name or None for name in rollouts]
+        slots = [target.groups.rollout_slot_of.find(sorted({*rollouts} - {""})) for target in (gathered, alone)]
+        assert gathered.groups.closed[slots[0]].tolist() == alone.groups.closed[slots[1]].tolist()

@@ -34,6 +34,7 @@ from tq_service.serving.catalog import Catalog
 from tq_service.serving.lookup import Clearing, Selection
 from tq_service.serving.planner import NotYet
 from tq_service.serving.status import consumption_of
+from tq_service.state.ledger import KEPT_ROLLOUTS
 from tq_service.state.partition import Partition, PartitionSettings
 from tq_service.state.plan import LeaseTerms
 from tq_service.state.table import DEAD_LETTERED, UNCLAIMED, is_open
@@ -233,11 +234,11 @@ async def test_few_rows_are_looked_at_however_many_there_are(monkeypatch):
         add_group(catalog, f"g{number}")
     looked_at, find = [], type(train.groups).members_of
 
-    def members_of(groups, slots, table):
+    def members_of(groups, slots, table, *unit):
         if slots.size:
             first, last = groups.first[slots].min(), groups.last[slots].max()
             looked_at.append(int(last - first) + 1)
-        return find(groups, slots, table)
+        return find(groups, slots, table, *unit)
 
     monkeypatch.setattr(type(train.groups), "members_of", members_of)
     for row in (3, 400, 799):
@@ -269,10 +270,10 @@ def skipped_one_by_one(partition, task):
         one = np.array([position])
         if not is_open(partition.state.data[one])[0] or task.claim.data[position] != UNCLAIMED:
             continue
-        grouping = Grouping(partition, task, task.kept_groups or None)
+        grouping = Grouping.of_code(partition, task, task.kept_groups)
         ids = grouping.ids(one)
         sizes = grouping._sizes(ids)
-        if not partition.groups.in_use and task.kept_groups:  # blocks that are not whole yet
+        if not partition.groups.in_use and task.kept_groups > 0:  # blocks that are not whole yet
             start = int(ids[0]) * task.kept_groups
             sizes = np.array([min(partition.table.next_index - start, task.kept_groups)])
         if grouping.left(ids)[0] < sizes[0]:
@@ -293,7 +294,12 @@ def test_it_is_what_a_look_at_every_row_finds(steps, is_named):
             unclaimed = unclaimed[task.claim.data[train.table.find(unclaimed)] == UNCLAIMED]
             match kind:
                 case "add":
-                    add_group(catalog, f"g{number % 5}" if is_named else None, count, size=0)
+                    name, rollouts = f"g{number % 5}" if is_named else None, None
+                    if is_named and number % 3:
+                        rollout = f"{name}/{number % 2}"
+                        slot = train.groups.rollout_slot_of.find([rollout])[0]
+                        rollouts = [rollout if slot < 0 or not train.groups.closed[slot] else ""] * count
+                    add_group(catalog, name, count, size=0, rollouts=rollouts)
                 case "fail" if some.size:
                     update(catalog, some.tolist(), state="failed")
                 case "clear" if some.size:
@@ -309,7 +315,7 @@ def test_it_is_what_a_look_at_every_row_finds(steps, is_named):
                 case "requeue" if task.dead_lettered_count:
                     catalog.commit(DeadLettersRequeued(partition_id="train", task_name="t"))
                 case "keep":
-                    kept = [None, 0, 4, 2][number % 4]
+                    kept = [None, 0, 4, 2, KEPT_ROLLOUTS][number % 5]
                     catalog.commit(GroupsKept(partition_id="train", task_name="t", kept_groups=kept))
                 case "reset":
                     reset(catalog, task, keep_consumed=number % 2 == 0)

@@ -103,7 +103,8 @@ def test_a_declared_column_is_compacted_and_grows():
 
 def test_names_of_users_never_name_another_column(path):
     """Each of these is, or was, a name of a column, or of the column of another field, task or custom_meta column."""
-    names = ["index", "present", "state", "key", "group", "cell/x", "x", "x/y", "/x", "meta/x", "claim/t", "t", "", "/"]
+    names = ["index", "present", "state", "since", "key", "group", "rollout", "cell/x", "x", "x/y", "/x", "meta/x"]
+    names += ["claim/t", "t", "", "/"]
     made = partition()
     insert(made, 2, tuple(filter(None, names)), meta=[dict.fromkeys(names, row) for row in range(2)])
     for name in names:
@@ -112,7 +113,7 @@ def test_names_of_users_never_name_another_column(path):
     assert digest(again, with_gaps=True) == digest(made, with_gaps=True)
     assert again.meta.names() == names
     assert list(again.tasks) == names
-    assert len(made.table.columns) == 4 + 13 + 2 * len(names) + 5 * len(names)  # and of fields, custom_meta, tasks
+    assert len(made.table.columns) == 6 + 15 + 2 * len(names) + 5 * len(names)  # and of fields, custom_meta, tasks
 
 
 def test_floats_come_back_bit_for_bit(path):
@@ -141,7 +142,7 @@ def test_a_column_that_a_snapshot_does_not_have_takes_its_fill(path, caplog):
     assert again.priority[:4].tolist() == [5] * 4
     assert again.shelf[:4].tolist() == [None] * 4
     assert [record.getMessage() for record in caplog.records] == [
-        f"a snapshot has no such column, all its rows get the default partition=train {column}"
+        f"snapshot lacks a column; all its rows get the default partition=train {column}"
         for column in ("table=rows column=priority default=5", "table=puts column=shelf default=None")
     ]
 
@@ -168,7 +169,7 @@ def test_so_was_a_column_of_another_type():
     one.column("v", np.int32, 0)
     other.column("v", np.int64, 0)
     one.append(1)
-    with pytest.raises(NewerVersionError, match="'v' is of int32 there, and of int64 here"):
+    with pytest.raises(NewerVersionError, match="'v' is int32 in the snapshot, but this version expects int64"):
         other.restore(one.snapshot())
 
 

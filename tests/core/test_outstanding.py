@@ -25,8 +25,10 @@ from domain_support import (
 from tq_service.machine.claims import GroupsKept, SamplesClaimed, TaskAdvanced
 from tq_service.machine.evictions import UnitsEvicted
 from tq_service.machine.policies import VersionPublished
+from tq_service.machine.samples import GroupsClosed
 from tq_service.schema import Admission, EvictionCode
 from tq_service.state.evictions import Evicted
+from tq_service.state.ledger import KEPT_ROLLOUTS
 from tq_service.state.partition import Partition, PartitionSettings
 from tq_service.state.plan import LeaseTerms, Refill
 from tq_service.state.table import DROPPED, HELD, LIVE, UNCLAIMED
@@ -122,7 +124,7 @@ def test_samples_without_a_group_are_units_of_their_own():
 
 STEPS = (
     *["insert"] * 4, *["batch"] * 2, *["take"] * 3, *["end_lease"] * 3, *["write"] * 2, "clear", "advance", "publish",
-    "restart", "reset", "keep_groups", "prompt", "evict", "evict",
+    "restart", "reset", "keep_groups", "prompt", "evict", "evict", "close",
 )  # fmt: skip
 
 
@@ -150,7 +152,18 @@ class Walk:
 
     def insert(self):
         groups = [self.rng.choice(["a", "b", "c", "d", "e", ""]) for _ in range(self.rng.randint(1, 5))]
-        insert(self.train, len(groups), groups=groups, state=self.rng.choice(["live", "live", "held"]))
+        rollouts = [self.rng.choice(["", *self.open_rollouts(group)]) for group in groups]
+        names = {"groups": groups, "rollouts": rollouts if self.rng.random() < 0.7 else None}
+        insert(self.train, len(groups), **names, state=self.rng.choice(["live", "live", "held"]))
+
+    def open_rollouts(self, group):
+        names, known = [f"{group}/{number}" for number in range(3)], self.train.groups
+        slots = known.rollout_slot_of.find(names)
+        return [name for name, slot in zip(names, slots, strict=True) if slot < 0 or not known.closed[slot]]
+
+    def close(self):
+        if rollouts := self.some(sorted(self.train.groups.rollout_slot_of)):
+            commit(self.train, GroupsClosed(partition_id="p", names=(), rollouts=rollouts))
 
     def batch(self):
         if rows := self.unclaimed():
@@ -192,7 +205,10 @@ class Walk:
             reset(self.train, self.task, keep_consumed=self.rng.random() < 0.5)
 
     def keep_groups(self):
-        commit(self.train, GroupsKept(partition_id="p", task_name="t", kept_groups=self.rng.choice([0, None])))
+        commit(
+            self.train,
+            GroupsKept(partition_id="p", task_name="t", kept_groups=self.rng.choice([0, None, KEPT_ROLLOUTS])),
+        )
 
     def prompt(self):
         """Add a sample whose key is the name of a group, so that it may be claimable again once that is evicted."""
@@ -223,13 +239,14 @@ class Walk:
             if task.outstanding.admission.given_back != "delivered":
                 is_held |= train.state[at] in (LIVE, HELD) and task.claim[at] < DROPPED
             if is_held:
-                slot = int(train.groups.of_rows[at])
-                units.add(("group", slot) if slot >= 0 and task.outstanding.admission.unit == "group" else int(at))
+                unit = task.outstanding.admission.unit
+                slot = int(train.groups.of_unit(unit, np.array([at]))[0])
+                units.add(("slot", slot) if slot >= 0 and unit != "sample" else int(at))
         return len(units)
 
 
 @pytest.mark.parametrize("given_back", ["delivered", "trained", "published"])
-@pytest.mark.parametrize("unit", ["sample", "group"])
+@pytest.mark.parametrize("unit", ["sample", "rollout", "group"])
 def test_what_a_task_holds_is_counted_as_one_by_one_whatever_happens(unit, given_back):
     outcomes = set()
     for seed in range(30):

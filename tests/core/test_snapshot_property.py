@@ -11,7 +11,7 @@ from domain_support import turns
 from hypothesis import given
 from hypothesis import strategies as st
 from property_settings import examples
-from test_claims_property import ROWS_ARE_MOVED, SEEDS, Interleaving, Reusing, sequences
+from test_claims_property import ROWS_ARE_MOVED, SEEDS, SHARING_STEPS, Interleaving, Reusing, Sharing, sequences
 
 from tq_service.durable.snapshot import ServiceSnapshot, read_snapshot, write_snapshot
 from tq_service.samplers import PlanRunner
@@ -116,3 +116,11 @@ def test_a_snapshot_is_the_catalog_as_it_was_while_rows_are_moved(tmp_path_facto
     path = tmp_path_factory.getbasetemp() / "property.tqs"
     with mock.patch("os.fsync"), mock.patch.multiple(table_module, **ROWS_ARE_MOVED):
         asyncio.run(check_is_read_back_as_it_was(Interleaving, seed, steps, later, path))
+
+
+@examples(40, derandomize=True)
+@given(SEEDS, sequences(50, SHARING_STEPS), sequences(10, SHARING_STEPS) | st.just([]))
+def test_a_snapshot_has_what_groups_share(tmp_path_factory, seed, steps, later):
+    path = tmp_path_factory.getbasetemp() / "property.tqs"
+    with mock.patch("os.fsync"):
+        asyncio.run(check_is_read_back_as_it_was(Sharing, seed, steps, later, path))

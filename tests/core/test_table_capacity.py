@@ -70,6 +70,7 @@ def columns_of(table):
     return table.columns.items()
 
 
+@pytest.mark.timeout(600)  # 8 s on a machine without other work
 @settings(max_examples=150, deadline=None)
 @given(st.lists(CHANGES, max_size=30), st.integers(1, 4000), st.booleans())
 def test_whatever_is_done_between_the_steps_rows_come_out_as_without_them(changes, count, has_cells):

@@ -89,20 +89,24 @@ def same_bits(got: torch.Tensor, expected: torch.Tensor) -> bool:
 
 def check_layout(packed: PackedSequences, lengths: list[int], options: PackOptions) -> None:
     """Assert what holds for every pack, whatever its samples."""
-    size, total = options.pack_max_length, sum(lengths)
+    size, total, align = options.pack_max_length, sum(lengths), options.align
+    aligned = [-(-length // align) * align for length in lengths]
+    longest = -(-options.padding_sequence_length // align) * align
     assert packed.lengths == tuple(lengths)
     assert packed.num_padding == size - total == int(packed["padding_mask"].sum())
     assert packed["padding_mask"].dtype is torch.bool
-    assert packed["padding_mask"].tolist() == [False] * total + [True] * (size - total)
+    is_padding = [place >= length for length, end in zip(lengths, aligned, strict=True) for place in range(end)]
+    assert packed["padding_mask"].tolist() == is_padding + [True] * (size - sum(aligned))
     bounds = packed["cu_seqlens"]
     assert bounds.dtype is torch.int32
     assert bounds[0] == 0
     assert bounds[-1] == size
     sequences = bounds.diff().tolist()
     assert min(sequences) >= 0
-    assert sequences[: len(lengths)] == lengths
-    assert all(0 < length <= options.padding_sequence_length for length in sequences[len(lengths) :])
-    assert len(sequences) - len(lengths) == -(-(size - total) // options.padding_sequence_length)
+    assert sequences[: len(lengths)] == aligned
+    assert all(0 < length <= longest for length in sequences[len(lengths) :])
+    assert not any(length % align for length in sequences)
+    assert len(sequences) - len(lengths) == -(-(size - sum(aligned)) // longest)
     assert packed.max_seqlen == max(sequences)
     assert packed["position_ids"].dtype is torch.int64
     assert packed["position_ids"].tolist() == [place for length in sequences for place in range(length)]
@@ -111,18 +115,18 @@ def check_layout(packed: PackedSequences, lengths: list[int], options: PackOptio
 def check_fields(packed: PackedSequences, samples: Samples, positions: list[int]) -> None:
     """Assert that every value of the samples is in the pack, bit for bit, and padding where there is none."""
     lengths = list(packed.lengths)
-    total, size = sum(lengths), sum(lengths) + packed.num_padding
+    size = sum(lengths) + packed.num_padding
     for name, dim in TOKEN_DIMS.items():
         assert packed[name].shape[dim] == size
         parts = packed.split_tokens(packed[name], dim)
         for part, position, length in zip(parts, positions, lengths, strict=True):
             assert same_bits(part, samples.rows[name][position].narrow(dim, 0, length))
-        assert bool((packed[name].narrow(dim, total, size - total) == PADDING[name]).all())
+        assert bool((packed[name].movedim(dim, 0)[packed["padding_mask"]] == PADDING[name]).all())
     for name in ("advantage", "flag"):
         assert packed[name].shape[0] == size
         for part, position in zip(packed.split_tokens(packed[name]), positions, strict=True):
             assert all(same_bits(value, samples.rows[name][position]) for value in part)
-        assert bool((packed[name][total:] == PADDING[name]).all())
+        assert bool((packed[name][packed["padding_mask"]] == PADDING[name]).all())
     assert packed["version"].shape == (len(positions), 2)
     assert packed["patches"].layout is torch.jagged
     assert packed["patches"].shape[0] == len(positions)

@@ -27,13 +27,13 @@ def counted_fetch(*, batch_index: int, **keywords: Any) -> Any:
 
 
 def failing_fetch(**_: Any) -> Any:
-    raise tq.UnavailableError("the service is away for good")
+    raise tq.errors.UnavailableError("the service is away for good")
 
 
 def refused(**changes: Any) -> str:
     try:
         dataset_of(address, partition, **changes)
-    except tq.InvalidArgumentError as error:
+    except tq.errors.InvalidArgumentError as error:
         return str(error)
     raise AssertionError("was taken")
 
@@ -72,7 +72,7 @@ after = indexes(resumed)
 try:
     next(iter(loader_of(fetch_batch_fn=failing_fetch)))
     failed = ""
-except tq.UnavailableError as error:
+except tq.errors.UnavailableError as error:
     failed = f"{error}; noted {len(error.__notes__) if hasattr(error, '__notes__') else 0}"
 
 uploads: list[int] = []
@@ -99,7 +99,12 @@ print(
             "failed": failed,
             "alone": indexes(alone),
             "flattened": replicas.rank_and_size(mesh),
-            "refused": [refused(dp_group=mesh["dp"], dp_rank=1), refused(replica_group=mesh)],
+            "refused": [refused(dp_group=mesh["dp"], dp_rank=1), refused(dp_group=mesh["dp"], replica_group=mesh)],
+            "by_default": [
+                (each.source.request.dp_rank, each.source.request.dp_size)
+                for each in (dataset_of(address, partition), dataset_of(address, partition, dp_size=2))
+            ],
+            "unclear": [refused(replica_group=mesh["tp"]), refused(cp_size=2, cp_fields=["index"])],
         }
     )
 )

@@ -47,9 +47,9 @@ def check(micro_batch: Any, meta: tq.BatchMeta) -> None:
         assert extra["names"] == (str(index), None)
 
 
-def fill(address: str, partition: str, count: int, *, part: int = 16, seal: bool = True) -> None:
+def fill(address: str, partition: str, count: int, *, part: int = 16, seal: bool = True, **settings: Any) -> None:
     with tq.Client(address) as client:
-        client.create_partition(partition, fields=DECLARED)
+        client.create_partition(partition, fields=DECLARED, **settings)
         for start in range(0, count, part):
             indexes = range(start, min(count, start + part))
             client.put(

@@ -81,7 +81,7 @@ def skip_failed_and_cleared(client: tq.Client, partition: str) -> dict[str, Any]
 SKIPPING = {
     skip_in_groups: (
         {"failed_count": "1", "cleared_count": "1", "in_incomplete_groups_count": "9"},
-        "9 in groups that are not whole",
+        "9 in incomplete groups",
     ),
     skip_by_where: ({"excluded_count": "6"}, r"6 ruled out by where=\[\('version', '>=', 2\)\]"),
     skip_by_drop_last: ({"left_over_count": "7"}, "7 left over by drop_last, .* has 8 samples"),
@@ -100,7 +100,7 @@ def test_an_end_without_a_micro_batch_is_an_error_on_all_ranks(
     facts, message = SKIPPING[skip]
     errors = []
     for rank in (0, 1):
-        with pytest.raises(tq.NothingDeliveredError, match=message) as caught:
+        with pytest.raises(tq.errors.NothingDeliveredError, match=message) as caught:
             sizes(loader_of(address, partition, rank=rank, dp_size=2, **options))
         errors.append((caught.value.message, caught.value.metadata))
     assert errors[0] == errors[1]
@@ -115,7 +115,7 @@ def test_workers_say_it_too(client: tq.Client, address: str, partition: str, num
     client.seal_partition(partition)
     loader = loader_of(address, partition, num_workers, **options)
     for _ in range(2):
-        with pytest.raises(tq.NothingDeliveredError, match="6 ruled out"):
+        with pytest.raises(tq.errors.NothingDeliveredError, match="6 ruled out"):
             sizes(loader)
 
 
@@ -139,7 +139,7 @@ def test_what_was_skipped_is_warned_of_once(
             assert sizes(loader) == []
             loader.reset()
     (warning,) = warnings_of(caplog)
-    assert "8 samples were consumed, 11 were skipped: 9 in groups that are not whole" in warning
+    assert "8 samples were consumed, 11 were skipped: 9 in incomplete groups" in warning
     assert warning.endswith("; 1 failed; 1 cleared before the task took them")
 
 
@@ -260,7 +260,7 @@ def test_a_partition_of_dropped_samples_is_an_error_on_all_ranks(
     put_lengths(client, partition, [200] * 8)
     options = {"sampler": sampler, "sampler_config": DROPPING[sampler], "dp_size": 2}
     for rank in (0, 1):
-        with pytest.raises(tq.NothingDeliveredError, match="8 longer than the sampler's limit") as caught:
+        with pytest.raises(tq.errors.NothingDeliveredError, match="8 longer than the sampler's limit") as caught:
             sizes(loader_of(address, partition, rank=rank, **options))
         assert caught.value.metadata["overlong_count"] == "8"
     assert client.clear_samples(partition_id=partition, skipped_by="update_actor") == 8
@@ -299,7 +299,7 @@ def test_a_loader_that_is_closed_warns_of_batches_that_it_has_not_handed_out(
         loader.close()
         loader.close()
     (warning,) = warnings_of(caplog)
-    assert "closed with 2 batches fetched ahead that it has not handed out, from batch 1 on" in warning
+    assert "closed with 2 prefetched batches that it had not delivered, from batch 1 on" in warning
 
 
 class AskedFor:
@@ -318,7 +318,7 @@ class AskedFor:
 def test_a_where_of_fetch_batch_fn_is_not_shown_as_none(client: tq.Client, address: str, partition: str) -> None:
     skip_by_where(client, partition)
     client.seal_partition(partition)
-    with pytest.raises(tq.NothingDeliveredError, match="6 ruled out by the where that fetch_batch_fn gave"):
+    with pytest.raises(tq.errors.NothingDeliveredError, match="6 ruled out by the where of fetch_batch_fn"):
         sizes(loader_of(address, partition, fetch_batch_fn=fetch_new_versions))
 
 

@@ -142,9 +142,9 @@ def test_options_of_the_dataset_that_cannot_be_right() -> None:
     service = FakeService()
     with pytest.raises(InvalidArgumentError, match="pack: got a process_batch_fn as well; expected one of the two"):
         dataset_of(service, pack=options, process_batch_fn=lambda data, meta, micro_batch_size: [])
-    with pytest.raises(InvalidArgumentError, match="pack_max_length 6; expected 8, as the sampler has"):
+    with pytest.raises(InvalidArgumentError, match="pack_max_length 6; expected 8, as in sampler_config"):
         dataset_of(service, pack=options, sampler="packed", sampler_config={"pack_max_length": 8})
-    with pytest.raises(InvalidArgumentError, match="overlong 'error'; expected 'truncate', as the sampler has"):
+    with pytest.raises(InvalidArgumentError, match="overlong 'error'; expected 'truncate', as in sampler_config"):
         dataset_of(service, pack=options, sampler="packed", sampler_config={"overlong": "truncate"})
     dataset_of(service, pack=options, sampler="packed", sampler_config={"overlong": "drop", "pack_max_length": 6})
 

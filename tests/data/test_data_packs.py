@@ -30,10 +30,10 @@ def tokens_of(*rows: list[int], **others: Any) -> TensorDict:
 def test_every_value_is_found_bit_for_bit(data: st.DataObject, lengths: list[int], sequence_length: int) -> None:
     positions = data.draw(st.permutations(range(len(lengths)))) if lengths else []
     positions = positions[: data.draw(st.integers(0, len(positions)))]
-    taken = [lengths[position] for position in positions]
-    size = max(1, sum(taken)) + data.draw(st.integers(0, 40))
+    taken, align = [lengths[position] for position in positions], data.draw(st.sampled_from([1, 2, 8]))
+    size = align * max(1, sum(-(-length // align) for length in taken) + data.draw(st.integers(0, 40 // align)))
     samples = random_samples(lengths, seed=len(lengths))
-    options = PackOptions(pack_max_length=size, padding_sequence_length=sequence_length, **OPTIONS)
+    options = PackOptions(pack_max_length=size, padding_sequence_length=sequence_length, align=align, **OPTIONS)
     packed = pack_sequences(samples.batch, taken, options, positions=positions)
     check_layout(packed, taken, options)
     check_fields(packed, samples, positions)
@@ -67,6 +67,22 @@ def test_a_pack_written_out() -> None:
         "input_ids", "labels", "position_ids", "cu_seqlens", "padding_mask", "max_seqlen", "num_padding"
     }  # fmt: skip
     assert unpack_sequences(packed)["labels"].unbind()[1].tolist() == [9]
+
+
+def test_an_aligned_pack_written_out() -> None:
+    batch = tokens_of(
+        [5, 6, 7], [8], labels=jagged([torch.tensor([6, 7, -100]), torch.tensor([9])], 0, torch.arange(1))
+    )
+    options = PackOptions(pack_max_length=12, pad_token_id=1, padding_sequence_length=3, align=4)
+    packed = pack_sequences(batch, [3, 1], options)
+    assert packed["input_ids"].tolist() == [5, 6, 7, 1, 8, 1, 1, 1, 1, 1, 1, 1]
+    assert packed["labels"].tolist() == [6, 7, -100, -100, 9, -100, -100, -100, -100, -100, -100, -100]
+    assert packed["position_ids"].tolist() == [0, 1, 2, 3] * 3
+    assert packed["cu_seqlens"].tolist() == [0, 4, 8, 12]
+    assert [packed.token_count, packed.num_padding, packed.max_seqlen] == [4, 8, 4]
+    assert [part.tolist() for part in packed.split_tokens(packed["input_ids"])] == [[5, 6, 7], [8]]
+    with pytest.raises(ValueError, match="got 8 tokens in 2 samples, each rounded up to a multiple of 4; expected at"):
+        pack_sequences(batch, [3, 1], PackOptions(pack_max_length=4, align=4))
 
 
 def test_padding_is_laid_out_as_sequences_of_1024_by_default() -> None:
@@ -179,7 +195,7 @@ LONG = jagged([torch.arange(3), torch.arange(1)], 0, torch.arange(1))
         ({"input_ids": torch.zeros(2)}, {}, None, r"'input_ids' has rows of shape \(\); expected a value for each"),
         ({"position_ids": torch.zeros(2, 4)}, {}, None, "field 'position_ids' has 4 values in sample 0 of the pack"),
         ({"mask": torch.zeros(2, 4)}, {"token_fields": ["mask"]}, None, "field 'mask' has 4 values in sample 0"),
-        ({"mask": torch.zeros(2, 4, 3)}, {"token_fields": ["mask"]}, None, r"'mask' has a row of shape \(4, 3\) in"),
+        ({"mask": torch.zeros(2, 4, 3)}, {"token_fields": ["mask"]}, None, r"'mask' has rows of shape \(4, 3\) in"),
         ({}, {"token_fields": ["mask"]}, None, "no field 'mask'"),
         ({"mask": torch.zeros(2)}, {"token_fields": ["mask"]}, None, r"field 'mask' has rows of shape \(\); expected"),
         ({}, {"input_field": "tokens"}, None, "no field 'tokens', only 'input_ids'"),
@@ -254,7 +270,7 @@ def test_what_may_be_per_token_or_per_sample_is_asked_for() -> None:
     square = TensorDict(uniform(square=torch.ones(3, 4, 4)), batch_size=[3])
     for batch, name in ((vector, "vector"), (square, "square")):
         with pytest.raises(
-            ValueError, match=f"field '{name}' has a row of shape .*name it in keep_fields if it has none"
+            ValueError, match=f"field '{name}' has rows of shape .*name it in keep_fields if it is per sample"
         ):
             pack_sequences(batch, None, PackOptions(pack_max_length=12))
         kept = pack_sequences(batch, None, PackOptions(pack_max_length=12, keep_fields=(name,)))
@@ -275,6 +291,8 @@ def test_positions_outside_the_batch_are_refused() -> None:
     [
         ({"pack_max_length": 0}, "pack_max_length: got 0"),
         ({"padding_sequence_length": 0}, "padding_sequence_length: got 0"),
+        ({"align": 0}, "align: got 0"),
+        ({"align": 3}, "pack_max_length: got 8; expected a multiple of align, which is 3"),
         ({"overlong": "drop"}, "overlong: got 'drop'; expected 'error' or 'truncate'"),
         ({"repeat_fields": "score"}, "repeat_fields: got 'score'; expected a list"),
         ({"repeat_fields": ["x"], "keep_fields": ["x"]}, "got 'x' twice"),

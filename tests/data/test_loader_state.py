@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 from fake_client import FIELDS, FakeService, SealedRows, token_rows
 from service_rows import dataset_of as served_dataset
 from service_rows import fill, taken
@@ -135,7 +136,7 @@ def test_a_state_of_other_batches_is_refused(service: FakeService, changes: dict
     take(iter(first), 3)
     second = dataset_of(service, **changes)
     untouched = second.state_dict()
-    with pytest.raises(tq.InvalidArgumentError, match=field):
+    with pytest.raises(tq.errors.InvalidArgumentError, match=field):
         second.load_state_dict(first.state_dict())
     assert second.state_dict() == untouched
 
@@ -148,7 +149,7 @@ def test_what_is_no_state_is_refused(service: FakeService, broken: dict[str, Any
     take(iter(dataset), 1)
     before = dataset.state_dict()
     state = {name: value for name, value in {**before, **broken}.items() if value is not None}
-    with pytest.raises(tq.InvalidArgumentError, match="state_dict"):
+    with pytest.raises(tq.errors.InvalidArgumentError, match="state_dict"):
         dataset.load_state_dict(state)
     assert dataset.state_dict() == before
 
@@ -207,7 +208,7 @@ def test_a_state_of_a_partition_that_was_cleared_is_stale(address: str) -> None:
     fill(address, partition, 12)
     second = served_dataset(address, partition)
     second.load_state_dict(state)
-    with pytest.raises(tq.StaleIncarnationError):
+    with pytest.raises(tq.errors.StaleIncarnationError):
         next(iter(second))
 
 
@@ -251,7 +252,7 @@ def test_a_state_is_gone_on_from_with_another_number_of_ranks(address: str) -> N
         size = dp_size * batch_size
         assert train(after, 1) == list(range(16, 16 + size))
     assert after[0].state_dict()["epoch"] == 3
-    with pytest.raises(tq.StaleEpochError):
+    with pytest.raises(tq.errors.StaleEpochError):
         next(iter(before[0]))
     assert train(after, 100) == list(range(24, 40))
     for loader in (*before, *after):
@@ -274,7 +275,7 @@ def test_a_state_within_a_batch_has_other_ranks_begin_it_again(address: str, cap
         client.clear_partition(partition)
     third = served_dataset(address, partition, batch_size=4, micro_batch_size=2)
     untouched = third.state_dict()
-    with pytest.raises(tq.PartitionNotFoundError):
+    with pytest.raises(tq.errors.PartitionNotFoundError):
         third.load_state_dict(second.state_dict())
     assert third.state_dict() == untouched
 
@@ -293,3 +294,79 @@ def test_other_ranks_begin_a_partition_that_nobody_has_claimed(address: str, is_
     assert taken(list(second)) == [0, 1, 4, 5]
     with tq.Client(address) as client:
         client.clear_partition(partition)
+
+
+def test_an_old_state_says_what_is_trained_again_and_one_too_old_is_refused(
+    address: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Samples are released as far as the oldest checkpoint covers them."""
+    partition, states = "released", []
+    with tq.Client(address) as client:
+        fill(address, partition, 24, release=tq.Release("saved", ["update_actor"]))
+        first = served_dataset(address, partition, batch_size=4, micro_batch_size=4)
+        batches = iter(first)
+        for index in range(4):
+            take(batches, 1)
+            states.append(first.state_dict())
+            client.advance(partition, "update_actor", trained=index)
+        client.advance(partition, "update_actor", saved=1)
+        assert client.describe_partition(partition).released_count == 8
+        other = served_dataset(address, partition, batch_size=2, micro_batch_size=2, dp_size=2)
+        with pytest.raises(tq.errors.SamplesClearedError, match="batch_index is 1; expected 2 or more"):
+            other.load_state_dict(states[0])
+        same = served_dataset(address, partition, batch_size=4, micro_batch_size=4)
+        same.load_state_dict(states[0])
+        with pytest.raises(tq.errors.SamplesClearedError, match="batch_index is 1; expected 2 or more"):
+            next(iter(same))
+        same.load_state_dict(states[1])
+        assert take(iter(same), 2) == [[8, 9, 10, 11], [12, 13, 14, 15]]
+        other.load_state_dict(states[1])
+        assert "8 samples of batches 2 to 3 are trained again" in caplog.text
+        assert take(iter(other), 1) == [[8, 9]]
+        client.clear_partition(partition)
+
+
+def test_ranks_resume_from_the_same_state_again_and_again(address: str) -> None:
+    """With a bound on staleness, in the same number, and each time from before what was trained."""
+    partition, policy = "again", "again"
+    admission = tq.Admission("update_actor", max_staleness=3, global_batch=2, policy=policy)
+    with tq.Client(address) as client:
+        client.publish_version(0, policy=policy)
+        client.create_partition(partition, admissions=[admission], release=tq.Release("saved", ["update_actor"]))
+        slots = client.acquire(partition, "rollout", count=8, lease=60.0)
+        client.put({"index": torch.arange(8)}, metadata=slots, ack=True)
+
+        def ranks() -> list[StreamingDataset]:
+            return [
+                served_dataset(
+                    address, partition, batch_size=1, micro_batch_size=1, dp_rank=rank, dp_size=2,
+                    data_fields=["index"],
+                )
+                for rank in range(2)
+            ]  # fmt: skip
+
+        def trained(datasets: list[StreamingDataset], first: int, count: int) -> list[list[list[int]]]:
+            batches, found = [iter(each) for each in datasets], []
+            for index in range(first, first + count):
+                found += [[take(each, 1)[0] for each in batches]]
+                client.publish_version(index + 1, policy=policy, trained={(partition, "update_actor"): index})
+            return found
+
+        first = ranks()
+        assert trained(first, 0, 1) == [[[0], [1]]]
+        state = first[0].state_dict()
+        client.advance(partition, "update_actor", saved=0)
+        assert trained(ranks_of(first, state), 1, 2) == [[[2], [3]], [[4], [5]]]
+        for epoch in (1, 2, 3):
+            again = ranks_of(ranks(), state, restart=True)
+            assert {each.state_dict()["epoch"] for each in again} == {epoch}
+            client.publish_version(1, policy=policy, rewind=True)
+            assert trained(again, 1, 2) == [[[2], [3]], [[4], [5]]]
+        client.clear_partition(partition)
+        client.remove_policy(policy)
+
+
+def ranks_of(datasets: list[StreamingDataset], state: dict[str, Any], **how: bool) -> list[StreamingDataset]:
+    for dataset in datasets:
+        dataset.load_state_dict(state, **how)
+    return datasets

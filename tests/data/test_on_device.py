@@ -188,5 +188,5 @@ def test_micro_batches_in_pinned_memory(
 
 def test_a_device_that_is_not_there_is_refused(address: str) -> None:
     for arguments in ({"device": "cuda:0"}, {"pin_memory": True}):
-        with pytest.raises(tq.InvalidArgumentError, match="device is 'cuda"):
+        with pytest.raises(tq.errors.InvalidArgumentError, match="device is 'cuda"):
             StreamingDataLoader(dataset_of(address, "p"), **arguments)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -102,6 +103,33 @@ def test_two_ranks_train_the_same_number_of_packs(address: str, partition: str, 
     steps = Counter(ends for _, _, _, ends in places[0])[True]
     assert steps == 3 * -(-count // 32)
     assert {step_count for _, step_count, _, _ in places[0]} == {3}
+
+
+@pytest.mark.parametrize(
+    ("sampler", "config"),
+    [
+        ("packed", {"optimizer_steps": 2, "pack_max_length": SIZE, "packs_multiple_of": 3}),
+        ("token_budget", {"tokens_per_rank": 400, "tokens_per_micro_batch": SIZE, "packs_multiple_of": 3}),
+    ],
+)
+def test_packs_of_aligned_samples_hold_what_was_planned(
+    address: str, partition: str, sampler: str, config: dict[str, Any]
+) -> None:
+    fill(address, partition, LENGTHS)
+    options = replace(OPTIONS, align=8)
+    seen, counts = [], []
+    for rank in range(2):
+        dataset = dataset_of(
+            address, partition, rank, 2, sampler=sampler, sampler_config={**config, "align": 8}, pack=options
+        )
+        packs = list(StreamingDataLoader(dataset))
+        for pack in packs:
+            assert not (pack["cu_seqlens"] % 8).any(), "each sample begins and ends at a multiple of 8"
+            seen += check(pack)
+        counts.append([pack.pack_count for pack in packs])
+    assert counts[0] == counts[1]
+    assert not any(count % 3 for count in counts[0])
+    assert sorted(seen) == list(range(len(LENGTHS)))
 
 
 def test_samples_that_are_all_of_one_length_are_packed_like_others(address: str, partition: str) -> None:

@@ -71,7 +71,7 @@ def test_a_dataset_asks_for_a_layout(address: str, partition: str) -> None:
 
 
 def test_what_is_no_address_is_refused_when_the_dataset_is_made() -> None:
-    with pytest.raises(tq.InvalidArgumentError, match="address: got 'http://localhost', expected 'host:port'"):
+    with pytest.raises(tq.errors.InvalidArgumentError, match="address: got 'http://localhost', expected 'host:port'"):
         dataset_of("http://localhost", "train")
 
 
@@ -85,7 +85,7 @@ def test_a_service_that_is_not_there_is_not_waited_for_in_silence(
     context = "spawn" if num_workers else None
     with (
         StreamingDataLoader(dataset, num_workers=num_workers, multiprocessing_context=context) as loader,
-        pytest.raises(tq.UnavailableError, match=f"cannot reach {address}: connection refused; tried for 6 s"),
+        pytest.raises(tq.errors.UnavailableError, match=f"cannot reach {address}: connection refused; tried for 6 s"),
     ):
         next(iter(loader))
     # What a worker process logs goes to stderr where its program has not said otherwise.
@@ -203,7 +203,7 @@ def test_a_reset_task_is_another_epoch(address: str, partition: str) -> None:
     with tq.Client(address) as client:
         client.reset_consumption(partition, "update_actor", 0)
     loader.reset()
-    with pytest.raises(tq.StaleEpochError):
+    with pytest.raises(tq.errors.StaleEpochError):
         list(loader)
     loader.step(partition)
     assert taken(list(loader)) == list(range(30))
@@ -261,10 +261,10 @@ def test_errors_of_the_service_keep_their_type(address: str, partition: str, num
     dataset = dataset_of(address, partition, sampler="no_such_sampler")
     with (
         StreamingDataLoader(dataset, num_workers) as loader,
-        pytest.raises(tq.InvalidArgumentError, match="seqlen_balanced") as caught,
+        pytest.raises(tq.errors.InvalidArgumentError, match="seqlen_balanced") as caught,
     ):
         list(loader)
-    assert (type(caught.value), caught.value.reason) == (tq.InvalidArgumentError, "UNKNOWN_SAMPLER")
+    assert (type(caught.value), caught.value.reason) == (tq.errors.InvalidArgumentError, "UNKNOWN_SAMPLER")
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
@@ -390,7 +390,7 @@ def test_ranks_of_another_number_resume_with_every_sample_trained_once(tmp_path:
     with ServiceProcess(*flags) as service, tq.Client(service.address) as client:
         client.restore("step3")
         other = loader_of(service, 0, 2)
-        with pytest.raises(tq.RankDisagreementError, match=r"is 4, got 2.*restart the ranks"):
+        with pytest.raises(tq.errors.RankDisagreementError, match=r"is 4, got 2.*restart the ranks"):
             next(iter(other))
         for rank in range(2):
             with loader_of(service, rank, 2) as loader:

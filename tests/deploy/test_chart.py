@@ -295,7 +295,7 @@ def test_manifests_need_a_helm(capsys: pytest.CaptureFixture[str]) -> None:
     renderer = program("render_chart")
     renderer.find_helm = lambda: None
     assert renderer.main(["--manifests"]) == 1
-    assert "no helm" in capsys.readouterr().err
+    assert "helm is not installed" in capsys.readouterr().err
 
 
 def test_the_chart_is_of_this_version() -> None:

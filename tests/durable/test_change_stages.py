@@ -32,6 +32,7 @@ from tq_service.machine.claims import (
     TaskSeen,
 )
 from tq_service.machine.evictions import UnitsEvicted
+from tq_service.machine.group_cells import GroupsRemoved, GroupsWritten
 from tq_service.machine.policies import PolicyRemoved, VersionPublished
 from tq_service.machine.samples import (
     GroupsClosed,
@@ -40,20 +41,21 @@ from tq_service.machine.samples import (
     PartitionCreated,
     PartitionSealed,
     SamplesCleared,
+    SamplesExpired,
     SamplesTruncated,
     SamplesWritten,
     StateReplaced,
 )
 from tq_service.machine.state_machine import Change, RequestAnswered
 from tq_service.samplers import PlanRunner
-from tq_service.schema import EndCounts
+from tq_service.schema import EndCounts, FieldSpec, Release
 from tq_service.serving.catalog import Catalog
 from tq_service.state.cells import Put
 from tq_service.state.evictions import Evicted
 from tq_service.state.partition import PartitionSettings
 from tq_service.state.plan import LeaseTerms, Refill
 
-TRAIN = {"partition_id": "train"}
+TRAIN, AGING, SHARED = {"partition_id": "train"}, {"partition_id": "aging"}, {"partition_id": "shared"}
 TASK = {**TRAIN, "task_name": "t"}
 FIRST, SECOND, THIRD = b"1" * 16, b"2" * 16, b"5" * 16
 ROWS = replace(
@@ -74,6 +76,12 @@ def grown(number, added, before):
     return replace(write, put=Put("s0", BOOT, bytes(15) + bytes([number])))
 
 
+def shared_by(names, number, lengths):
+    """Return a put of what the samples of groups share."""
+    put = Put("s0", BOOT, bytes(15) + bytes([number]))
+    return GroupsWritten(names=names, put=put, columns=[jagged("pixels", lengths)], **SHARED)
+
+
 LEASED = {"plan": plan_of(range(2, 6)), "lease": LeaseTerms(seconds=60.0, max_deliveries=1)}
 STORY = [
     PartitionCreated(incarnation=b"i" * 16, settings=PartitionSettings(), **TRAIN),
@@ -89,7 +97,11 @@ STORY = [
     TaskSeen(**TRAIN, task_name="refused"),
     TaskForgotten(**TRAIN, task_name="refused"),
     GroupsKept(kept_groups=0, **TASK),
-    SamplesClaimed(batch_spec=batch_spec(), plan=plan_of(range(2)), **TASK),
+    SamplesClaimed(
+        batch_spec=batch_spec(totals=("w",)),
+        plan=replace(plan_of(range(2)), totals=((2, 2, 1, None, (0.5,)),), summed=("w",)),
+        **TASK,
+    ),
     SamplesClaimed(request_id=FIRST, **LEASED, **TASK),
     ClaimExtended(request_id=FIRST, lease_seconds=90.0, **TASK),
     ClaimAcked(request_id=FIRST, global_indexes=np.array([2]), **TASK),
@@ -122,6 +134,20 @@ STORY = [
     PolicyRemoved(policy="gone"),
     RanksRestarted(dp_size=2, trained=-1, **TASK),
     ConsumptionReset(keep_consumed=True, **TASK),
+    SamplesWritten(write=new_write(3, groups=["a", "a", ""], rollouts=["a", "b", "c"], ends_rollouts=True), **TRAIN),
+    SamplesWritten(write=new_write(2, groups=["", "b"], rollouts=["d", "e"]), **TRAIN),
+    GroupsClosed(names=[], rollouts=["d"], **TRAIN),
+    PartitionCreated(incarnation=b"a" * 16, settings=PartitionSettings(release=Release(ttl_seconds=1e6)), **AGING),
+    SamplesWritten(write=new_write(2), **AGING),
+    SamplesExpired(before=1e12, **AGING),
+    PartitionCleared(**AGING),
+    PartitionCreated(
+        incarnation=b"g" * 16, settings=PartitionSettings(fields=(FieldSpec("pixels", scope="group"),)), **SHARED
+    ),
+    shared_by(["p", "q"], 4, [2, 3]),
+    SamplesWritten(write=new_write(3, groups=["p", "p", ""]), **SHARED),
+    shared_by(["p", "r"], 5, [4, 1]),
+    GroupsRemoved(names=["q"], **SHARED),
     PartitionSealed(**TRAIN),
     StateReplaced(snapshot_number=0),
     EndReached(dp_size=1, end=EndCounts(consumed_count=10), **TASK),

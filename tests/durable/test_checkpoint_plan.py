@@ -12,10 +12,12 @@ from property_settings import examples
 
 sys.path.append(str(Path(__file__).parent.parent / "core"))
 
-from domain_support import clear, new_id, new_write, partition, write_to
+from domain_support import clear, commit, new_id, new_write, partition, write_to
 
 from tq_service.durable import checkpoint
 from tq_service.durable.checkpoint import PartitionPlan, relocate
+from tq_service.machine.group_cells import GroupsWritten
+from tq_service.schema import FieldSpec
 from tq_service.state.cells import Put
 from tq_service.state.partition import Partition
 from tq_service.wire.metadata import expand_runs
@@ -117,3 +119,49 @@ def test_each_cell_is_in_one_block_and_comes_back_in_its_put(steps):
         for name in block.runs.field_names
         for row, index in enumerate(block.global_indexes.tolist())
     }
+
+
+GROUPS = ("a", "b", "c", "d", "e")
+SHARED_STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("insert"), st.lists(st.sampled_from((*GROUPS, "")), min_size=1, max_size=6)),
+        st.tuples(st.just("put"), st.lists(st.sampled_from(GROUPS), min_size=1, unique=True), FIELDS, STORAGES),
+        st.tuples(st.just("clear"), ROWS),
+    ),
+    max_size=12,
+)
+
+
+@examples(60)
+@given(steps=SHARED_STEPS)
+def test_what_groups_share_is_in_one_block_and_comes_back_for_all_samples(steps):
+    train = partition(fields=tuple(FieldSpec(name, scope="group") for name in "xyz"))
+    for kind, what, *where in steps:
+        if kind == "insert":
+            write_to(train, new_write(len(what), (), groups=what))
+        elif kind == "put":
+            fields, storage_id = where
+            write = sized(new_write(len(what), fields), storage_id)
+            commit(train, GroupsWritten(partition_id="train", names=what, put=write.put, columns=write.columns))
+        elif left := [index for index in what if index in samples(train)]:
+            clear(train, np.array(left))
+    expected = all_cells(train)
+    shared_count = sum(field.produced_count for field in train.cells.fields.values())
+    plan = PartitionPlan(train.snapshot())
+    became = {}
+    for number, block in enumerate(plan.blocks):
+        assert block.is_shared
+        block.value_bytes = block.global_indexes.size * len(block.runs.field_names) * CELL_BYTES
+        cells = cells_of(block.runs, block.puts, range(block.global_indexes.size))
+        became |= {(name, *cell): (number, place) for (place, name), cell in cells.items()}
+    assert len(became) == shared_count  # each once, however many samples have it
+    puts = [Put("elsewhere", b"c" * 16, new_id()) for _ in plan.blocks]
+    restored = Partition.restore(plan.partition())
+    relocate([restored], puts)
+    assert restored.cells.used_bytes == shared_count * CELL_BYTES
+    assert [field.spec for field in restored.cells.fields.values()] == [
+        field.spec for field in train.cells.fields.values()
+    ]
+    assert sorted(restored.groups.slot_of) == sorted(train.groups.slot_of)
+    moved = {key: became[(key[1], *cell)] for key, cell in expected.items()}
+    assert all_cells(restored) == {key: (puts[number], place) for key, (number, place) in moved.items()}

@@ -53,8 +53,10 @@ def check_catalog(catalog: Catalog) -> None:
     expected = Catalog(PlanRunner())
     for change in CHANGES:
         expected.commit(change)
-    (name,) = catalog.names()
-    partition = catalog.get(name)
+    assert sorted(catalog.names()) == ["shared", "train"]
+    partition, shared = catalog.get("train"), catalog.get("shared")
+    assert without_times(digest(shared)) == without_times(digest(expected.get("shared")))
+    assert shared.cells.lengths("pixels", np.arange(3)).tolist() == [4, 4, 0]
     assert without_times(digest(partition)) == without_times(digest(expected.get("train")))
     assert sorted(partition.tasks["other"].batches) == [0, 1]
     assert partition.tasks["other"].batches[1].plan.consumed.tolist() == [8]
@@ -64,7 +66,8 @@ def check_catalog(catalog: Catalog) -> None:
     assert partition.tasks["other"].leased_count == 2
     assert partition.sealed
     keys = partition.key[partition.table.present_positions()].tolist()
-    assert keys == [*(f"k{row}" for row in (1, 2, 3, 4, 5, 7, 8, 9)), "s0", "s1"]
+    assert keys == [*(f"k{row}" for row in (1, 2, 3, 4, 5, 7, 8, 9)), "s0", "s1", *[None] * 5]
+    assert sorted(partition.groups.rollout_slot_of) == ["a", "b", "c", "d", "e"]
     assert partition.cells.lengths("tokens", partition.key_index.positions_of(["s0", "s1"])).tolist() == [1, 5]
     assert len(list(catalog.answers.snapshot())) == 1
 
@@ -78,9 +81,9 @@ def check_puts(engine: StorageEngine) -> None:
     left = read(engine, [2], runs(["dense", "jagged"], (0, 3, 1)))
     assert left["dense"].tolist() == [[9, 10, 11]]
     assert left["jagged"][0].tolist() == [0, 1, 2]
-    with pytest.raises(tq.PutNotFoundError):
+    with pytest.raises(tq.errors.PutNotFoundError):
         read(engine, [2], runs(["dense"], (0, 0, 1)))
-    with pytest.raises(tq.PutNotFoundError):
+    with pytest.raises(tq.errors.PutNotFoundError):
         read(engine, [2], runs(["object"], (0, 3, 1)))
 
 

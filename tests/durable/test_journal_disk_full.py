@@ -74,9 +74,7 @@ async def test_what_cannot_be_written_waits_and_is_written_when_there_is_space(
         disk.code = errno.ENOSPC
         for number in range(5):
             journal.append(Stream.CHANGES, b"%d" % number)
-            with pytest.raises(
-                DiskFullError, match=r"is full: .*; free space, the service goes on by itself"
-            ) as caught:
+            with pytest.raises(DiskFullError, match=r"is full: .*; free space, and the service resumes") as caught:
                 await journal.wait_durable()
             assert caught.value.retry_after_seconds == 1.0
             assert journal.has_unflushed
@@ -109,7 +107,7 @@ def test_a_quota_counts_as_a_full_disk(tmp_path: Path, disk: Disk, sync: bool) -
     with opened(tmp_path, sync=sync) as journal:
         disk.code = errno.EDQUOT
         journal.append(Stream.CHANGES, b"record")
-        with pytest.raises(DiskFullError, match="does not take what is written"):
+        with pytest.raises(DiskFullError, match="does not accept writes"):
             journal.flush()
         disk.code = None
     assert read(tmp_path) == [b"record"]
@@ -354,7 +352,7 @@ def test_a_start_that_has_no_space_for_a_segment_loses_nothing(small_disk: Path,
         commit_each(journal, [b"a put"])
     (directory / "reserve").unlink()
     fill(ballast)
-    with pytest.raises(DiskFullError, match=r"is full: journal-000000000003.* cannot grow; nothing"):
+    with pytest.raises(DiskFullError, match=r"is full: journal-000000000003.* cannot grow; no acknowledged"):
         read(directory, accept_loss=accept_loss)
     ballast.unlink()
     assert read(directory) == [b"a put"]
@@ -375,7 +373,7 @@ def test_a_journal_that_cannot_be_read_for_lack_of_files_is_not_damaged(
 
     with monkeypatch.context() as short:
         short.setattr(Path, "open", refused)
-        with pytest.raises(DiskFullError, match=r"journal-000000000001.* cannot be read now .*nothing is lost"):
+        with pytest.raises(DiskFullError, match=r"journal-000000000001.* could not be read .*No data is lost"):
             read(tmp_path, accept_loss=accept_loss)
     assert read(tmp_path) == [b"a put"]
 
@@ -391,7 +389,7 @@ def test_a_snapshot_leaves_space_for_what_goes_on_beside_it(small_disk: Path) ->
     path = small_disk / "snapshot"
     with opened(small_disk / "journal") as journal:
         least_free = free_bytes(small_disk)
-        with pytest.raises(OSError, match="stay so") as caught, RecordWriter(path) as writer:
+        with pytest.raises(OSError, match="must stay free") as caught, RecordWriter(path) as writer:
             for _ in range(20):
                 writer.write(bytes(1 << 19))
                 least_free = min(least_free, free_bytes(small_disk))

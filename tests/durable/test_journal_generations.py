@@ -66,7 +66,7 @@ def test_what_no_recovery_needs_is_removed(tmp_path: Path, sync: bool) -> None:
         assert replayed(journal) == [b"2 last"]
     assert segment_numbers(tmp_path)[0] == numbers[-2]
     assert read(tmp_path, numbers[-2]) == [b"2 1", b"2 last"]
-    with pytest.raises(JournalDamagedError, match="is missing, but the snapshot that it follows is there"):
+    with pytest.raises(JournalDamagedError, match="is missing, but the snapshot before it exists"):
         read(tmp_path, numbers[-3])
 
 

@@ -231,7 +231,7 @@ def test_a_snapshot_that_fails_by_a_fault_is_not_tried_again_at_once(tmp_path, m
     before, (after, _) = lives(tmp_path, write_much, look)
     assert after == before
     assert len(tries) <= 2  # one in each life
-    assert "a fault of the service" in caplog.text
+    assert "because of a bug" in caplog.text
 
 
 def test_after_a_snapshot_that_took_long_the_disk_is_left_to_the_log_for_a_while(tmp_path, monkeypatch):

@@ -168,7 +168,7 @@ def test_a_fault_within_a_change_ends_the_service_and_its_step_is_not_written_do
             await claim(service, None)
         monkeypatch.undo()
         for _ in range(2):
-            with pytest.raises(ServiceFailedError, match="a change was made in part"):
+            with pytest.raises(ServiceFailedError, match="a change was only partly made"):
                 await service.store.wait_durable()
         assert service.store.has_unflushed
         assert service.store.is_failing
@@ -200,7 +200,7 @@ def test_a_fault_after_a_change_of_a_request_takes_the_change_back(tmp_path, cap
 
         with pytest.raises(ZeroDivisionError):
             service.catalog.run_once(b"r" * 16, change)
-        with pytest.raises(ServiceFailedError, match="failed after a change"):
+        with pytest.raises(ServiceFailedError, match="failed after one of its changes"):
             await service.store.wait_durable()
         return before
 

@@ -75,14 +75,14 @@ def test_the_way_of_a_sample(deployment: Deployment, client_kind: ClientKind, lo
     until(lambda: _works(lambda: producer.put({"x": large}, partition_id="train@0")))  # the storage service is known
     producer.put({"x": large + 1}, partition_id="train@0")
     producer.put({"x": large[:1] + 2}, partition_id="train@0")
-    with pytest.raises(tq.PermissionDeniedError, match="begin with 'train@'; got 'eval'"):
+    with pytest.raises(tq.errors.PermissionDeniedError, match="begin with 'train@'; got 'eval'"):
         producer.put({"x": large}, partition_id="eval")
     meta = consumer.get_meta(
         partition_id="train@0", task_name="t", data_fields=["x"], batch_size=33, min_batch_size=33, max_wait=20.0
     )
     values = np.asarray(consumer.get_data(meta)["x"])
     assert np.array_equal(values, np.concatenate([large, large + 1, large[:1] + 2]))
-    with pytest.raises(tq.PermissionDeniedError, match="needs one of the roles"):
+    with pytest.raises(tq.errors.PermissionDeniedError, match="needs one of the roles"):
         producer.get_data(meta)
     consumer.clear_partition("train@0")
     until(lambda: deployment.storage.app.storage.engine.stat().put_count == 0)  # the controller may free cells there
@@ -93,7 +93,7 @@ def test_the_way_of_a_sample(deployment: Deployment, client_kind: ClientKind, lo
 def _works(call: Callable[[], object]) -> bool:
     try:
         call()
-    except (tq.UnavailableError, tq.UnauthenticatedError):  # the token may not have been read yet
+    except (tq.errors.UnavailableError, tq.errors.UnauthenticatedError):  # the token may not have been read yet
         return False
     return True
 
@@ -106,7 +106,7 @@ def test_tokens_are_taken_back_and_given_without_a_restart(
     until(lambda: _works(client.list_partitions))
     before = deployment.tokens.read_text()
     replace(deployment.tokens, b"[[token")
-    until(lambda: caplog.text.count("the tokens read before stay valid") == 2)  # controller and storage service
+    until(lambda: caplog.text.count("the previous tokens stay valid") == 2)  # controller and storage service
     assert _may(lambda: client.create_partition("a"))  # a broken file takes nothing back
     replace(deployment.tokens, before.replace('"first"', '"renamed"').replace("admin", "read").encode())
     until(lambda: not _may(lambda: client.create_partition("a")))
@@ -116,7 +116,7 @@ def test_tokens_are_taken_back_and_given_without_a_restart(
     second = deployment.client(client_kind, loop_thread, add_token(deployment.tokens, "second", ["admin"]))
     until(lambda: _works(second.list_partitions))
     assert _may(lambda: second.create_partition("b"))
-    with pytest.raises(tq.UnauthenticatedError):
+    with pytest.raises(tq.errors.UnauthenticatedError):
         client.list_partitions()
     client.close()
     second.close()
@@ -125,7 +125,7 @@ def test_tokens_are_taken_back_and_given_without_a_restart(
 def _may(call: Callable[[], object]) -> bool:
     try:
         call()
-    except tq.PermissionDeniedError:
+    except tq.errors.PermissionDeniedError:
         return False
     return True
 
@@ -149,7 +149,7 @@ def test_certificates_are_renewed_without_a_restart(
     with tq.Client(deployment.address, tls=new.issue("outsider"), **outsider) as newcomer:
         until(lambda: _works(newcomer.list_partitions))
     third = Authority(tmp_path / "third").issue("x")
-    with tq.Client(deployment.address, tls=third, **outsider) as stranger, pytest.raises(tq.UnavailableError):
+    with tq.Client(deployment.address, tls=third, **outsider) as stranger, pytest.raises(tq.errors.UnavailableError):
         stranger.list_partitions()
     client.list_partitions()  # the connection of before stays
     # Connections that break are made again with the new files, by clients and between services.
@@ -177,7 +177,7 @@ def test_clients_whose_tls_does_not_fit_are_told_to_look_there(
     ):
         with (
             tq.Client(address, tls=unfit, timeout=2 * FAULT_SECONDS) as client,
-            pytest.raises(tq.UnavailableError, match=told),
+            pytest.raises(tq.errors.UnavailableError, match=told),
         ):
             client.list_partitions()
 
@@ -239,7 +239,7 @@ def test_the_command_line(tmp_path: Path) -> None:
 
 def test_an_open_port_is_refused_or_said_loudly(tmp_path: Path) -> None:
     everywhere = ("--host", "0.0.0.0", "--log-level", "error")
-    with pytest.raises(tq.UnavailableError, match="ended with exit code 1 before it listened") as refused:
+    with pytest.raises(tq.errors.UnavailableError, match="ended with exit code 1 before it listened") as refused:
         ServiceProcess(*everywhere, cwd=tmp_path, log=tmp_path / "refused").start()
     assert "no tls_cert and no auth_tokens_file" in str(refused.value)
     with ServiceProcess(*everywhere, "--insecure", cwd=tmp_path, log=tmp_path / "warned") as warned:

@@ -229,7 +229,7 @@ def test_only_an_empty_service_takes_a_checkpoint(cluster, tmp_path):
     client = cluster(0).client()
     put(client, 0, 8)
     client.checkpoint("one")
-    with pytest.raises(tq.PreconditionError, match="has 1 partitions"):
+    with pytest.raises(tq.errors.PreconditionError, match="has 1 partitions"):
         client.restore("one")
     assert client.lookup_samples(PARTITION)[0].size == 8
 
@@ -253,9 +253,9 @@ def guarded(start_server, tmp_path):
 
 def refused(client, name):
     """Ask for a checkpoint and a restore, both of which are refused; return what is said of the first."""
-    with pytest.raises(tq.InvalidArgumentError) as restored:
+    with pytest.raises(tq.errors.InvalidArgumentError) as restored:
         client.restore(name)
-    with pytest.raises(tq.InvalidArgumentError) as written:
+    with pytest.raises(tq.errors.InvalidArgumentError) as written:
         client.checkpoint(name)
     assert restored.value.field == written.value.field == "name"
     return str(written.value)
@@ -299,7 +299,7 @@ def test_links_in_a_circle_and_files_in_the_way_are_refused(guarded, tmp_path):
     (tmp_path / "inside" / "circle").symlink_to(tmp_path / "inside" / "circle")
     (tmp_path / "inside" / "file").touch()
     for name in ("circle", "file", "file/one"):
-        with pytest.raises(tq.InvalidArgumentError, match="no checkpoint can be written to"):
+        with pytest.raises(tq.errors.InvalidArgumentError, match="no checkpoint can be written to"):
             guarded.checkpoint(name)
 
 
@@ -319,7 +319,7 @@ def test_links_that_stay_inside_and_one_to_the_directory_itself_are_the_operator
 def test_without_a_directory_for_checkpoints_both_calls_name_the_setting(start_server):
     client = start_server().client()
     for call in (client.checkpoint, client.restore):
-        with pytest.raises(tq.PreconditionError, match=r"TQ_CHECKPOINT_DIR.*data_dir"):
+        with pytest.raises(tq.errors.PreconditionError, match=r"TQ_CHECKPOINT_DIR.*data_dir"):
             call("one")
 
 
@@ -342,14 +342,14 @@ def test_damaged_files_are_refused_and_nothing_changes(cluster, tmp_path):
     flips = [(at, bytes((whole[at] ^ 0x40,))) for at in range(0, len(whole), max(1, len(whole) // 60))]
     for at, byte in flips:
         (tmp_path / "one" / "checkpoint.tqc").write_bytes(whole[:at] + byte + whole[at + 1 :])
-        with pytest.raises(tq.SnapshotDamagedError, match=r"checkpoint\.tqc is damaged at byte"):
+        with pytest.raises(tq.errors.SnapshotDamagedError, match=r"checkpoint\.tqc is damaged at byte"):
             client.restore("one")
     for size in (0, 5, len(whole) // 2, len(whole) - 1):
         (tmp_path / "one" / "checkpoint.tqc").write_bytes(whole[:size])
-        with pytest.raises(tq.SnapshotDamagedError):
+        with pytest.raises(tq.errors.SnapshotDamagedError):
             client.restore("one")
     (tmp_path / "one" / "checkpoint.tqc").unlink()
-    with pytest.raises(tq.InvalidArgumentError, match="no checkpoint"):
+    with pytest.raises(tq.errors.InvalidArgumentError, match="no checkpoint"):
         client.restore("one")
     assert client.list_partitions() == []
     assert client.storage_stat().put_count == 0
@@ -362,7 +362,7 @@ def test_without_space_nothing_is_restored(cluster, tmp_path):
     client.put({"x": torch.zeros(8, 1 << 18)}, partition_id=PARTITION)
     client.checkpoint("one")
     client = cluster(0, max_bytes=6 << 20).client()
-    with pytest.raises(tq.QuotaExceededError):
+    with pytest.raises(tq.errors.QuotaExceededError):
         client.restore("one")
     assert client.list_partitions() == []
     assert client.storage_stat().used_bytes == 0
@@ -380,7 +380,7 @@ def test_a_full_disk_leaves_the_checkpoint_before_it(cluster, tmp_path, monkeypa
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(RecordWriter, "commit", fail)
-    with pytest.raises(tq.DiskFullError, match="has no space"):
+    with pytest.raises(tq.errors.DiskFullError, match="has no space"):
         client.checkpoint("one")
     assert [path.name for path in (tmp_path / "one").iterdir()] == ["checkpoint.tqc"]
     assert (tmp_path / "one" / "checkpoint.tqc").read_bytes() == whole
@@ -410,7 +410,7 @@ def test_a_checkpoint_of_a_newer_version_is_refused_before_anything_of_it_is_sto
         placed = []
         monkeypatch.setattr(server.app.controller.storages, "place", placed.append)
         with_a_column_more(tmp_path / "newer" / "checkpoint.tqc")
-        with pytest.raises(tq.NewerVersionError, match=r"'train@0' was written by a newer version.*'priority'"):
+        with pytest.raises(tq.errors.NewerVersionError, match=r"'train@0' was written by a newer version.*'priority'"):
             server.client().restore("newer")
         assert placed == []
         assert server.client().list_partitions() == []
@@ -429,7 +429,7 @@ def test_lost_bytes_are_named_and_the_checkpoint_before_them_stays(cluster, loop
         with LiveServer(loop_thread, role="storage", controller=controller.address, storage_id="s"):
             storages, before = controller.app.controller.storages, storage.app.storage.engine.boot_id
             wait_for(lambda: storages._storages["s"].boot_id != before)
-            with pytest.raises(tq.DataLossError, match="samples 0, 1, 2, 3, 4 and 3 more"):
+            with pytest.raises(tq.errors.DataLossError, match="samples 0, 1, 2, 3, 4 and 3 more"):
                 client.checkpoint("one")
         assert (tmp_path / "one" / "checkpoint.tqc").read_bytes() == whole
 

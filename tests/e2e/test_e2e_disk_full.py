@@ -62,7 +62,7 @@ def put_until_full(client: tq.Client) -> int:
     for count in range(DISK_BYTES // (2 * MIB) + 1):
         try:
             client.put({"x": torch.full((1, 1 << 19), float(count))}, partition_id="train")
-        except tq.DiskFullError as error:
+        except tq.errors.DiskFullError as error:
             assert error.retry_after_seconds is not None
             return count
     raise AssertionError("more was put than the disk has")
@@ -88,7 +88,7 @@ def test_it_goes_on_by_itself_once_there_is_space(server: ServiceProcess, small_
     with tq.Client(server.address, timeout=30.0) as client:
         first = client.put({"x": torch.arange(4)}, partition_id="train")
         somebody_elses = fill(small_disk)
-        with pytest.raises(tq.DiskFullError) as caught:
+        with pytest.raises(tq.errors.DiskFullError) as caught:
             client.put({"x": torch.zeros(1, 1 << 19)}, partition_id="large")
         assert caught.value.retry_after_seconds is not None
         assert client.get_data(first)["x"].tolist() == [0, 1, 2, 3]
@@ -100,7 +100,7 @@ def test_it_goes_on_by_itself_once_there_is_space(server: ServiceProcess, small_
             try:
                 large = client.put({"x": torch.ones(1, 1 << 19)}, partition_id="large")
                 break
-            except tq.DiskFullError as error:
+            except tq.errors.DiskFullError as error:
                 assert error.retry_after_seconds is not None
         server.restart()
         assert bool((client.get_data(large)["x"] == 1).all())

@@ -30,7 +30,7 @@ def test_leases_outlive_a_crash_of_the_service(tmp_path: Path) -> None:
         server.restart()
         again = client.get_meta(**ASKS, batch_size=4, lease=0.2, max_deliveries=2, max_wait=30.0)
         assert (again.global_indexes, again.delivery_counts) == ([5, 6, 7], (2, 2, 2))
-        with pytest.raises(tq.LeaseExpiredError, match="5, 6, 7"):
+        with pytest.raises(tq.errors.LeaseExpiredError, match="5, 6, 7"):
             client.ack(crashed)
         end = client.get_meta(**ASKS, batch_size=4, max_wait=30.0)
         assert (end.status, end.skipped_count) == ("end", 3)
@@ -42,6 +42,6 @@ def test_leases_outlive_a_crash_of_the_service(tmp_path: Path) -> None:
             0,
             True,
         )
-        with pytest.raises(tq.LeaseExpiredError):
+        with pytest.raises(tq.errors.LeaseExpiredError):
             client.ack(again)
         assert client.ack(kept) == 0

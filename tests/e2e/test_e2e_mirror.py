@@ -201,5 +201,5 @@ def test_a_service_that_was_only_stopped_ends_once_its_puts_were_taken_over(clus
     check(client, 0)
     one.send_signal(signal.SIGCONT)
     assert one.wait(timeout=_TIMEOUT_SECONDS) == 70
-    assert "taken its puts over" in one.read_log()
+    assert "taken over its puts" in one.read_log()
     check(client, 0)

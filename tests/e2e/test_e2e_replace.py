@@ -13,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from live_server import CLIENT_KINDS
 
 import tq_service as tq
 from tq_service import cli
@@ -73,9 +72,9 @@ def server(request, start_server, tmp_path):
     return start_server(checkpoint_dir=tmp_path / "checkpoints", **more)
 
 
-@pytest.fixture(params=CLIENT_KINDS)
-def client(request, server):
-    return server.client(request.param)
+@pytest.fixture
+def client(client_kind, server):
+    return server.client(client_kind)
 
 
 def test_what_is_there_goes_and_what_was_comes_in_one_step(server, client):
@@ -126,9 +125,9 @@ def test_what_is_of_the_old_state_is_stale(server, client):
         lambda: client.extend(leased, 60.0),
         lambda: client.get_meta(partition_id="train", task_name="t", batch_size=1, incarnation=meta.incarnation, **ASK),
     ):
-        with pytest.raises(tq.StaleIncarnationError):
+        with pytest.raises(tq.errors.StaleIncarnationError):
             call()
-    with pytest.raises(tq.PartitionNotFoundError):
+    with pytest.raises(tq.errors.PartitionNotFoundError):
         client.clear_samples(late)
     assert client.release(leased) == 0
 
@@ -152,19 +151,19 @@ def test_calls_that_wait_on_it_end_and_those_for_what_comes_are_served(server, c
         while catalog.waiting_count(catalog.get("train"), "t") == 0:
             time.sleep(0.001)
         client.restore("one", replace=True)
-        with pytest.raises(tq.PartitionClearedError):
+        with pytest.raises(tq.errors.PartitionClearedError):
             claim.result()
         assert comes.result().size == 4
-        with pytest.raises(tq.PartitionClearedError):
+        with pytest.raises(tq.errors.PartitionClearedError):
             blocked.result()
     assert {each.partition_id for each in client.list_partitions()} == {"train", "comes"}
 
 
 def test_without_a_word_for_it_nothing_is_replaced(server, client):
     _, now = fill(client)
-    with pytest.raises(tq.PreconditionError, match="replace"):
+    with pytest.raises(tq.errors.PreconditionError, match="replace"):
         client.restore("one")
-    with pytest.raises(tq.InvalidArgumentError, match="no checkpoint"):
+    with pytest.raises(tq.errors.InvalidArgumentError, match="no checkpoint"):
         client.restore("none", replace=True)
     assert facts(client) == now
 
@@ -175,7 +174,7 @@ def test_a_damaged_checkpoint_replaces_nothing(server, client, tmp_path):
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
-    with pytest.raises(tq.SnapshotDamagedError):
+    with pytest.raises(tq.errors.SnapshotDamagedError):
         client.restore("one", replace=True)
     assert facts(client) == now
     put(client, "train", 20, 4)
@@ -280,9 +279,9 @@ def test_changes_wait_while_what_is_restored_is_written(durable, monkeypatch):
     original, seen = StateStore._write_to_disk, []
 
     def write(store, number, snapshot):
-        with pytest.raises(tq.UnavailableError, match="taking the place"):
+        with pytest.raises(tq.errors.UnavailableError, match="taking the place"):
             put(durable.client(timeout=0.2), "train", 30, 1)
-        with pytest.raises(tq.UnavailableError, match="taking the place"):
+        with pytest.raises(tq.errors.UnavailableError, match="taking the place"):
             durable.client(timeout=0.2).get_meta(partition_id="train", task_name="t", batch_size=1, **ASK)
         seen.append(facts(client))
         seen.append(pool.submit(put, other, "train", 40, 1))
@@ -308,7 +307,7 @@ def test_a_full_disk_leaves_what_was_there_and_it_goes_on(durable, start_server,
         raise OSError(28, "full")
 
     monkeypatch.setattr(state_store, "write_snapshot", full)
-    with pytest.raises(tq.DiskFullError, match="free space"):
+    with pytest.raises(tq.errors.DiskFullError, match="free space"):
         client.restore("one", replace=True)
     monkeypatch.undo()
     del now["late"]
@@ -365,7 +364,7 @@ def test_a_checkpoint_comes_back_in_another_namespace_or_none(server, client):
     then, _ = fill(run)
     assert other.restore("one").partition_count == 2
     assert facts(other) == then
-    with pytest.raises(tq.PreconditionError, match="has 2 partitions whose names begin with 'run-8/'"):
+    with pytest.raises(tq.errors.PreconditionError, match="has 2 partitions whose names begin with 'run-8/'"):
         other.restore("one")
     there = {each.partition_id: each.incarnation for each in client.list_partitions()}
     assert len(set(there.values())) == len(there) == 4
@@ -373,7 +372,7 @@ def test_a_checkpoint_comes_back_in_another_namespace_or_none(server, client):
     assert len(facts(run)["train"][1]) == 10
     client.restore("one", replace=True)
     assert facts(client) == then
-    with pytest.raises(tq.InvalidArgumentError, match="512 printable characters"):
+    with pytest.raises(tq.errors.InvalidArgumentError, match="512 printable characters"):
         server.client(client.kind, namespace="n" * 510).restore("one")
     assert facts(client) == then
 
@@ -412,7 +411,7 @@ def test_metadata_comes_back_with_a_restore_and_in_lists(server, client):
     "metadata", [{"x": float("nan")}, {"x": {1}}, {"x": {1: 2}}, {1: 2}, {"x": "y" * 262_144}, {"x": b"y"}]
 )
 def test_metadata_that_json_cannot_have_is_refused(client, metadata):
-    with pytest.raises(tq.InvalidArgumentError) as raised:
+    with pytest.raises(tq.errors.InvalidArgumentError) as raised:
         client.checkpoint("one", metadata=metadata)
     assert raised.value.field == "metadata"
     assert client.list_checkpoints() == []
@@ -445,7 +444,7 @@ def test_lists_come_in_pages_and_say_what_is_damaged(server, client, tmp_path, m
 
 
 def test_a_service_without_a_directory_has_no_list(start_server):
-    with pytest.raises(tq.PreconditionError, match="checkpoint_dir"):
+    with pytest.raises(tq.errors.PreconditionError, match="checkpoint_dir"):
         start_server().client().list_checkpoints()
 
 

@@ -115,7 +115,7 @@ def test_storage_services_share_the_puts_and_may_be_lost(cluster: Cluster) -> No
     boot_id = client.storage_stat(cluster.storages[lost].address).boot_id
     cluster.storages[lost].restart()
     wait_for_new_boot(cluster, lost, boot_id)
-    with pytest.raises(tq.DataLossError) as caught:
+    with pytest.raises(tq.errors.DataLossError) as caught:
         client.get_data(partition_id="train", global_indexes=everything, data_fields=["x"])
     named = caught.value.metadata["global_indexes"].split(",")
     assert sorted(map(int, named)) == held[lost]
@@ -185,7 +185,7 @@ def wait_until_empty(cluster: Cluster) -> None:
 
 def test_a_put_larger_than_any_quota_is_refused_at_once(cluster: Cluster) -> None:
     put_in_both(cluster)
-    with pytest.raises(tq.QuotaExceededError) as caught:
+    with pytest.raises(tq.errors.QuotaExceededError) as caught:
         cluster.client.put({"x": torch.zeros(65, MIB // 4)}, partition_id="large")
     assert caught.value.retry_after_seconds is None
     assert [one.partition_id for one in cluster.client.list_partitions()] == ["train"]

@@ -48,7 +48,7 @@ def test_micro_batches_add_up_to_their_batch(only_rank: Ranks) -> None:
     _accumulate(whole)
     for half in (slice(0, 2), slice(2, 4)):
         _accumulate(parts, half)
-    assert whole.update(only_rank, _counts(4)).tolist() == parts.update(only_rank, _counts(4)).tolist() == [4.0]
+    assert whole.update(only_rank.sum, _counts(4)).tolist() == parts.update(only_rank.sum, _counts(4)).tolist() == [4.0]
     assert torch.allclose(flat_weights(whole.policy), flat_weights(parts.policy), atol=1e-6)
 
 
@@ -57,7 +57,7 @@ def test_an_update_makes_good_responses_likelier(only_rank: Ranks) -> None:
     before, mask = learner.policy.response_logprobs(PROMPTS, RESPONSES)
     for _ in range(5):
         _accumulate(learner)
-        learner.update(only_rank, _counts(4))
+        learner.update(only_rank.sum, _counts(4))
     after, _ = learner.policy.response_logprobs(PROMPTS, RESPONSES)
     gain = ((after - before) * mask).sum(1) * ADVANTAGES
     assert gain.sum().item() > 0
@@ -66,7 +66,7 @@ def test_an_update_makes_good_responses_likelier(only_rank: Ranks) -> None:
 def test_an_empty_rank_takes_part(only_rank: Ranks) -> None:
     learner = _learner()
     before = flat_weights(learner.policy)
-    learner.update(only_rank, _counts(0))
+    learner.update(only_rank.sum, _counts(0))
     assert torch.equal(flat_weights(learner.policy), before)
 
 
@@ -74,12 +74,12 @@ def test_a_rank_takes_over_the_state_of_another(only_rank: Ranks) -> None:
     one, other = _learner(), Learner(Policy(14, hidden_size=16), learning_rate=1e-2)
     for _ in range(2):
         _accumulate(one)
-        one.update(only_rank, _counts(4))
+        one.update(only_rank.sum, _counts(4))
     _accumulate(other)  # of a step that was not made
     other.load_state(one.state())
     for learner in (one, other):
         _accumulate(learner)
-        learner.update(only_rank, _counts(4))
+        learner.update(only_rank.sum, _counts(4))
     assert torch.equal(one.state(), other.state())
 
 
@@ -88,7 +88,7 @@ def test_discarded_gradients_change_nothing(only_rank: Ranks) -> None:
     before = flat_weights(learner.policy)
     _accumulate(learner)
     learner.discard()
-    learner.update(only_rank, _counts(4))
+    learner.update(only_rank.sum, _counts(4))
     assert torch.equal(flat_weights(learner.policy), before)
 
 

@@ -80,10 +80,10 @@ def test_what_the_service_gets_wrong_is_an_error_whatever_the_reward() -> None:
     for problem in (
         "3 samples were lost",
         "2 samples were trained on twice",
-        "1 micro-batches of the killed rank came",
+        "1 micro-batches of the killed rank differ",
     ):
         assert f"error: {problem}" in result.text
-    assert "did not go on" in judge(outcome_of(steps), steps, Outage(step=50)).text
+    assert "did not resume" in judge(outcome_of(steps), steps, Outage(step=50)).text
 
 
 def test_balanced_and_unbalanced_steps_are_told_apart() -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -32,6 +33,7 @@ EXPECTED = {
     ],
     "leased_worker.py": ["a worker crashed: invalid literal", "scored 9 of 10; dead-lettered: [9]"],
     "admission.py": ["trained on 24 samples, the most stale of them by "],
+    "resume_everything.py": [" are trained again, by 1 rank", "each of 48 prompts was trained exactly once"],
     "train_loop.py": [],
     "train_with_packs.py": ["32 optimizer steps; loss per token went from ", " of their tokens are padding"],
 }
@@ -44,7 +46,8 @@ def server() -> Iterator[ServiceProcess]:
 
 
 def test_every_example_is_tested() -> None:
-    assert {path.name for path in EXAMPLES.glob("*.py")} == set(EXPECTED)
+    of_their_own = {"async_grpo.py"}  # have tests of their own
+    assert {path.name for path in EXAMPLES.glob("*.py")} == set(EXPECTED) | of_their_own
 
 
 @pytest.mark.parametrize("name", EXPECTED)
@@ -100,6 +103,37 @@ def test_the_code_of_the_page_on_asynchronous_rl_runs(server: ServiceProcess) ->
         assert client.get_version() == 42
         status = client.check_consumption("jobs", "reward")
         assert (status.consumed_count, status.leased_count) == (2, 0)
+        for summary in client.list_partitions():
+            client.clear_partition(summary.partition_id)
+        client.remove_policy()
+
+
+def test_the_code_of_the_page_on_resuming_runs(server: ServiceProcess, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (EXAMPLES.parent / "docs" / "resuming.md").read_text()
+    with tq.Client(server.address) as client:
+        names = {"tq": tq, "client": client}
+        for program in re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE):
+            exec(compile(program, "docs/resuming.md", "exec"), names)
+        assert capsys.readouterr().out == "4 1 4\n"
+        assert names["batch"].global_indexes == [16, 17, 18, 19]  # type: ignore[attr-defined]
+        found = client.describe_partition("train")
+        assert (found.released_count, found.summary.present_count) == (16, 8)
+        client.clear_partition("train")
+        client.remove_policy()
+
+
+def test_the_code_of_the_tutorial_on_agents_runs(server: ServiceProcess) -> None:
+    page = (EXAMPLES.parent / "docs" / "agents.md").read_text()
+    with tq.Client(server.address) as client:
+        names: dict[str, Any] = {"tq": tq, "client": client}
+        for program in re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE):
+            exec(compile(program, "docs/agents.md", "exec"), names)
+        tokens = {
+            group: row.tolist() for group, row in zip(names["batch"].groups, names["data"]["tokens"], strict=True)
+        }
+        assert tokens["p0"] == [21, 91, 92, 22, 2]
+        (prompts,) = client.describe_partition("prompts").tasks
+        assert (prompts.consumed_count, prompts.leased_count) == (4, 0)
         for summary in client.list_partitions():
             client.clear_partition(summary.partition_id)
         client.remove_policy()

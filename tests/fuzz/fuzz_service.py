@@ -308,6 +308,7 @@ def _use_all_of(client: tq.Client) -> None:
     client.truncate(metadata=slots, to=[0], data_fields=["tokens"])
     client.release(slots)
     client.create_partition("train@4", admissions=[tq.Admission("critic", most=8, unit="group", most_running=4)])
+    client.create_partition("train@5", tasks=["critic"], release=tq.Release("saved", ttl_seconds=600.0))
     admit = tq.Admit("train@4", group_size=2)
     prompts = client.get_meta(**asked, task_name="rollout", batch_size=2, min_batch_size=1, lease=8e4, admit=admit)
     client.extend(prompts, 8.5e4)

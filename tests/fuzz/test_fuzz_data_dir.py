@@ -60,7 +60,7 @@ def check(client: AnyClient, claims: list[tq.BatchMeta], is_told: bool) -> None:
     for index in range(len(found.keys)):
         try:
             batch = client.get_data(partition_id="train", keys=[f"k{index}"])
-        except tq.DataLossError as error:
+        except tq.errors.DataLossError as error:
             assert error.metadata["global_indexes"] == str(index)
             lost.add(index)
         else:
@@ -100,7 +100,7 @@ def test_damaged_files(
             with server:
                 try:
                     check(server.client(), image[1], is_told=bool(caplog.records) or "seg" in what)
-                except tq.PartitionNotFoundError:
+                except tq.errors.PartitionNotFoundError:
                     assert caplog.records, f"{what}: everything is gone, without a word"
                 except BaseException as error:
                     error.add_note(what)

@@ -104,7 +104,7 @@ def test_columns_are_added_under_the_same_ids(plane: Any) -> None:
 
 def test_a_task_that_was_not_registered_is_refused(plane: Any) -> None:
     plane.register_partition("train", FIELDS, 4, ["train"])
-    with pytest.raises(tq.TaskNotFoundError, match="trian"):
+    with pytest.raises(tq.errors.TaskNotFoundError, match="trian"):
         plane.claim_meta("train", "trian", FIELDS, 1, timeout_s=1.0)
 
 
@@ -134,7 +134,7 @@ def test_enums_are_text_that_anything_else_is_refused_for(plane: Any) -> None:
     plane.register_partition("train", ["reward"], 2, ["train"], enums={"finish": ["stop", "length"]})
     plane.put_samples(["a", "b"], "train", TensorDict({"finish": NonTensorStack("stop", "length")}, [2]))
     assert list(plane.get_samples(["b", "a"], "train", ["finish"])["finish"]) == ["length", "stop"]
-    with pytest.raises(tq.FieldMismatchError):
+    with pytest.raises(tq.errors.FieldMismatchError):
         plane.put_samples(["a", "b"], "train", TensorDict({"finish": torch.zeros(2)}, [2]))
 
 
@@ -178,7 +178,7 @@ def test_a_partition_with_samples_is_not_made_again(plane: Any) -> None:
     plane.register_partition("train", FIELDS, 4, ["train"])
     plane.put_samples(["a"], "train", rows([1]))
     plane.register_partition("train", FIELDS, 8, ["train"])
-    with pytest.raises(tq.AlreadyExistsError):
+    with pytest.raises(tq.errors.AlreadyExistsError):
         plane.register_partition("train", FIELDS, 4, ["train", "critic"])
     plane.clear_samples(["a"], "train")
     plane.register_partition("train", FIELDS, 4, ["train", "critic"])
@@ -225,7 +225,7 @@ def test_a_copy_in_another_process_is_a_client_of_the_same_partitions(plane: Any
 def test_fields_must_be_named(adapter: Any, plane: Any) -> None:
     from nemo_rl.data_plane.interfaces import KVBatchMeta
 
-    with pytest.raises(ValueError, match="name them"):
+    with pytest.raises(ValueError, match="name the fields"):
         plane.get_data(KVBatchMeta("train", None, ["a"]))
     assert plane.get_samples([], "train", ["reward"]).batch_size == (0,)
 
@@ -244,7 +244,7 @@ def test_a_checkpoint_brings_samples_consumption_and_metadata_back(
     assert resumed.get_samples(["a", "b"], "train", ["reward"])["reward"].tolist() == [1.0, 2.0]
     assert resumed.list_sample_ids("train") == ["a", "b"]
     assert resumed.claim_meta("train", "train", FIELDS, 2, timeout_s=0.1).sample_ids == ["b"]
-    with pytest.raises(tq.KeyNotFoundError):
+    with pytest.raises(tq.errors.KeyNotFoundError):
         resumed.get_samples(["c"], "train", ["reward"])
     resumed.close()
 

@@ -53,7 +53,7 @@ def scenarios() -> None:
             for call in (lambda: hasty.list_partitions(timeout=1.0), lambda: far.list_partitions(timeout=1.0)):
                 try:
                     call()
-                except (tq.UnavailableError, tq.DeadlineError):
+                except (tq.errors.UnavailableError, tq.errors.DeadlineError):
                     continue
                 raise AssertionError("a call came through a cable that is unplugged")
         assert time.monotonic() - begun < 30, "calls took far longer than their deadline"

@@ -101,7 +101,7 @@ def test_a_put_that_never_arrives_leaves_nothing(server: LiveServer, network: Ne
         while network.cut_after_bytes is not None:
             pass
         network.cut(refuse=True)
-        with pytest.raises(tq.UnavailableError):
+        with pytest.raises(tq.errors.UnavailableError):
             put.result(60)
     # The first try was cut in the middle; should the second have been quick enough, it was whole.
     described = near.describe_partition("train")
@@ -125,7 +125,7 @@ def test_calls_end_by_their_deadline_where_nothing_comes_through(
         lambda: far.get_data(meta, timeout=0.5),
     ]
     for call in calls:
-        with pytest.raises((tq.DeadlineError, tq.UnavailableError)):
+        with pytest.raises((tq.errors.DeadlineError, tq.errors.UnavailableError)):
             call()
     network.mend()
     assert far.get_data(meta)["x"].shape == (4, MIB)
@@ -151,7 +151,7 @@ def test_a_slow_network_with_delays_changes_nothing(network: Network, far: AnyCl
 def test_a_service_out_of_reach_is_found_again(network: Network, far: AnyClient) -> None:
     far.create_partition("train")
     network.cut(refuse=True)
-    with pytest.raises(tq.UnavailableError):
+    with pytest.raises(tq.errors.UnavailableError):
         far.list_partitions(timeout=0.5)
     with ThreadPoolExecutor(1) as pool:
         call = pool.submit(far.list_partitions)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from tq_service.client import Revision
 from tq_service.results import (
     FieldStatus,
     MirrorStatus,
@@ -19,6 +18,7 @@ from tq_service.results import (
     WaitReason,
 )
 from tq_service.schema import FieldSpec
+from tq_service.types import Revision
 
 
 def service(instance: bytes = b"a" * 16, **values: Any) -> ServiceInfo:
@@ -89,6 +89,7 @@ def partition(
     )
     given = {
         "expected_samples": None, "live_count": present, "held_count": 0, "failed_count": 0, "group_count": 0,
+        "rollout_count": 0,
         "fields": (FieldStatus(spec=FieldSpec("x", dtype="int64", layout="jagged"), produced_count=present),),
         "tasks": (), "custom_meta_columns": (), "used_bytes": 64, "max_bytes": None, "admissions": (),
         "waiting_put_count": 0, "declared_tasks": (), "samples_per_round": None, **values,

@@ -54,7 +54,8 @@ def scrape(live: LiveServer, accept: str = "") -> str:
 @pytest.fixture(scope="module")
 def live(loop_thread: LoopThread, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     """A service of which each metric has a series."""
-    with LiveServer(loop_thread, metrics_port=0, data_dir=str(tmp_path_factory.mktemp("data"))) as started:
+    place = tmp_path_factory.mktemp("data")
+    with LiveServer(loop_thread, metrics_port=0, data_dir=str(place), record=f"{place}-recording") as started:
         client = started.client()
         entries = [{"total_lengths": 3, "version": 1}] * 4
         client.put({"x": np.arange(4)}, partition_id="train@0", custom_meta=entries)
@@ -92,7 +93,9 @@ def mirrored(loop_thread: LoopThread, tmp_path_factory: pytest.TempPathFactory) 
 @pytest.fixture(scope="module")
 def known(live: LiveServer, mirrored: LiveServer) -> set[str]:
     registry = CollectorRegistry()
-    PrometheusProbe(registry).claimed(1.0, "batch")
+    probe = PrometheusProbe(registry)
+    probe.claimed(1.0, "batch")
+    probe.stepped((("work", 1.0),))
     return names_of(scrape(live)) | names_of(scrape(mirrored)) | names_of(generate_latest(registry).decode())
 
 

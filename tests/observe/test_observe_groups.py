@@ -13,10 +13,11 @@ from domain_support import ack, asks, claim_rows, clear, expire, new_write, rese
 
 from tq_service.machine.evictions import UnitsEvicted
 from tq_service.machine.policies import VersionPublished
+from tq_service.machine.samples import SamplesExpired
 from tq_service.observe.instruments import Instruments
 from tq_service.observe.service import PartitionGroups, ServiceMetrics, group_of
 from tq_service.samplers import PlanRunner
-from tq_service.schema import EvictionCode, Published
+from tq_service.schema import EvictionCode, Published, Release
 from tq_service.serving.backlogs import Backlogs
 from tq_service.serving.catalog import Catalog
 from tq_service.serving.sweep import Slices
@@ -85,6 +86,20 @@ async def test_counts_outlive_partitions(catalog, groups):
     catalog.remove("train@1", b"")
     numbers = (await collected(groups))["train"]
     assert numbers_of(numbers, "samples_inserted", "samples_cleared", "partitions") == (10, 10, 0)
+
+
+async def test_what_partitions_released_by_themselves_is_counted_by_reason(catalog, groups):
+    catalog.create("train@0", PartitionSettings(release=Release("trained", ["t"], 60.0)))
+    put(catalog, "train@0", 5)
+    train = catalog.get("train@0")
+    claim = claim_rows(train, task_of(train, "t"), np.arange(2), lease=LEASE)
+    ack(train, train.tasks["t"], claim.request_id)
+    catalog.commit(SamplesExpired(partition_id="train@0", before=1e12))
+    numbers = (await collected(groups))["train"]
+    released = ("samples_cleared", "samples_released", "samples_aged_out", "live")
+    assert numbers_of(numbers, *released) == (5, 2, 3, 0)
+    catalog.remove("train@0", b"")
+    assert numbers_of((await collected(groups))["train"], *released) == (5, 2, 3, 0)
 
 
 async def test_what_becomes_of_samples_is_counted_over_all_epochs(catalog, groups):

@@ -46,7 +46,7 @@ def live(loop_thread: LoopThread) -> Iterator[LiveServer]:
         client.clear_partition("train@0")
         client.get_meta(task_name="reward", batch_size=2, lease=60.0, **claim)
         client.get_meta(task_name="reward", batch_size=4, lease=60.0, max_wait=0.05, **claim)
-        with pytest.raises(tq.PartitionNotFoundError):
+        with pytest.raises(tq.errors.PartitionNotFoundError):
             client.describe_partition("nothing")
         yield started
 

@@ -112,7 +112,7 @@ def test_calls_of_the_service_are_below_those_of_the_client(
 
 
 def test_a_call_that_fails_says_how(client: AnyClient, live: LiveServer, spans: InMemorySpanExporter) -> None:
-    with pytest.raises(tq.PartitionNotFoundError):
+    with pytest.raises(tq.errors.PartitionNotFoundError):
         client.describe_partition("nothing")
     of_client, of_service = sorted(ended(spans, live), key=lambda span: span.kind.value, reverse=True)
     assert of_client.status.status_code is trace.StatusCode.ERROR

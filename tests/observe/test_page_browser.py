@@ -302,6 +302,30 @@ def test_the_claims_that_hold_leases_are_in_the_details(page: Page, client: tq.C
     assert "w20" not in page.text(".details")
 
 
+def test_where_the_time_of_steps_goes_is_seen(page: Page, client: tq.Client) -> None:
+    client.put({"x": np.zeros(2)}, partition_id="train@0")
+    timer = tq.StepTimer()
+    with timer.step():
+        pass
+    assert not page.one("#steps-panel").is_displayed()
+    with timer.step():
+        client.get_meta(
+            partition_id="train@0", task_name="t", data_fields=["x"], batch_size=2, batch_index=0, dp_rank=0, dp_size=1
+        )
+    page.wait(lambda: "t of train" in page.text("#steps"), "the task")
+    assert "1 rank" in page.text("#steps")
+
+
+def test_what_a_partition_has_released_is_in_the_details(page: Page, client: tq.Client) -> None:
+    client.create_partition("train", release=tq.Release("saved", ["actor"], 90.0))
+    client.put({"x": np.zeros(2)}, partition_id="train")
+    client.fail_samples(partition_id="train", global_indexes=[1])
+    page.wait(lambda: page.texts(".more"), "the partition")
+    page.one(".more").click()
+    page.wait(lambda: "saved by actor, released" in page.text(".details"), "the rule")
+    assert "90 s old, released" in page.text(".details")
+
+
 def test_mirrors_are_in_the_storage_section_where_there_are_any(browser: Any, loop_thread: LoopThread) -> None:
     client, page = FakeClient(), Page(browser)
     serving = running_page(client, interval_seconds=0.1)

@@ -5,10 +5,11 @@ import json
 from typing import Any
 
 import pytest
-from page_statuses import mirrored, partition, service, status, wait
+from page_statuses import mirrored, partition, service, status, task, wait
 
 from tq_service.errors import DeadlineError, UnauthenticatedError, UnavailableError
 from tq_service.observe.page.feed import MOST_PARTITIONS, Feed
+from tq_service.step_times import StepTimes
 
 
 class FakeClient:
@@ -50,6 +51,16 @@ async def test_a_frame_has_all_that_the_page_shows() -> None:
     assert [each["partition_id"] for each in frame["status"]["waits"]] == ["train@0", "trian@0"]
     assert frame["status"]["totals"]["max_bytes"] == 1000
     assert frame["status"]["storages"][0]["storage_id"] == "s0"
+
+
+async def test_a_frame_has_where_the_time_of_steps_went() -> None:
+    times = StepTimes(work_seconds=1.0, rollouts_seconds=2.0, transfer_seconds=1.0, batch_count=2, rank_count=4)
+    (frame,) = await frames_of(status(partition("train@0", tasks=(task(step_times=times), task("other")))))
+    (step,) = frame["status"]["steps"]
+    assert (step["group"], step["task"], step["rank_count"]) == ("train", "update", 4)
+    assert (step["shares"]["rollouts"], step["data_plane_share"]) == (0.5, 0.25)
+    assert step["advice"].startswith("waiting for rollouts is 50 % of the step")
+    assert step["text"] == "2.00 s per batch: rollouts 50 %, work 25 %, transfer 25 %"
 
 
 async def test_a_frame_does_not_say_where_the_service_has_its_data() -> None:

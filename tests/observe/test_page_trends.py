@@ -4,6 +4,7 @@ import pytest
 from page_statuses import batch, partition, status, storage, task, wait
 
 from tq_service.observe.page.trends import POINT_COUNT, ROW_POINT_COUNT, Trends, group_of, recent_mean
+from tq_service.step_times import StepTimes
 
 
 def test_samples_are_counted_from_the_second_status_on() -> None:
@@ -107,6 +108,24 @@ def test_batches_of_another_epoch_or_incarnation_are_new() -> None:
         one = task(epoch=epoch, recent_batches=(batch(0, 1, 1),))
         trends.see(status(partition(incarnation=incarnation, tasks=(one,))), float(moment))
     assert len(trends.balances["train", "update"]) == 3
+
+
+def test_the_last_times_of_a_task_stay_also_once_their_partitions_are_cleared() -> None:
+    trends = Trends()
+    first, second = StepTimes(work_seconds=1.0, batch_count=1), StepTimes(work_seconds=2.0, batch_count=2)
+    trends.see(status(partition("train@0", tasks=(task(step_times=first),))), 0.0)
+    trends.see(status(partition("train@0", tasks=(task(step_times=first),)),
+                      partition("train@1", tasks=(task(step_times=second), task("other")))), 2.0)  # fmt: skip
+    trends.see(status(partition("train@2", tasks=(task(),))), 4.0)
+    assert trends.steps == {("train", "update"): second}
+
+
+def test_times_are_bounded() -> None:
+    trends = Trends()
+    for number in range(40):
+        one = partition(f"run-{number}@0", tasks=(task(step_times=StepTimes(work_seconds=1.0)),))
+        trends.see(status(one), float(number))
+    assert list(trends.steps) == [(f"run-{number}", "update") for number in range(16, 40)]
 
 
 def test_balances_are_bounded() -> None:

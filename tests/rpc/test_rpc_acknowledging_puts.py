@@ -61,7 +61,7 @@ def test_results_are_there_and_the_samples_done(start_server: StartServer, clien
     client.put(scores(meta, 2), metadata=meta, ack=True)  # once more is fine: the samples are the worker's own
     assert progress(client) == (4, 0)
     assert client.describe_partition("train").held_count == 0  # as no state was given
-    with pytest.raises(tq.PreconditionError, match="nothing is left"):
+    with pytest.raises(tq.errors.PreconditionError, match="nothing is left"):
         client.extend(meta, LONG)
 
 
@@ -69,11 +69,11 @@ def test_a_put_that_is_refused_acknowledges_nothing(client: AnyClient) -> None:
     put_rows(client, 3)
     meta = client.get_meta(**ASKS, batch_size=3, lease=LONG)
     client.put({"score": torch.ones(1)}, metadata=meta.select_samples([0]))
-    with pytest.raises(tq.FieldMismatchError):
+    with pytest.raises(tq.errors.FieldMismatchError):
         client.put({"score": torch.ones(2, 2)}, metadata=meta.select_samples([1, 2]), ack=True)
     assert progress(client) == (3, 3)
     client.release(meta.select_samples([2]))
-    with pytest.raises(tq.LeaseExpiredError, match="samples 2 are no longer leased"):
+    with pytest.raises(tq.errors.LeaseExpiredError, match="samples 2 are no longer leased"):
         client.put({"score": torch.ones(3)}, metadata=meta, ack=True)
     assert progress(client) == (2, 2)
     assert client.lookup_samples("train")[0].produced["score"].tolist() == [True, False, False]
@@ -89,7 +89,7 @@ def not_claims(client: AnyClient) -> dict[str, tuple[dict[str, Any], str]]:
     several = "of no leased claim: ask for it with get_meta"
     return {
         "nothing": ({"partition_id": "train"}, "ack is True and metadata is None"),
-        "keys": ({"partition_id": "train", "keys": list("abcdef")}, "Give the batch that get_meta"),
+        "keys": ({"partition_id": "train", "keys": list("abcdef")}, "Give the batch returned by get_meta"),
         "look-up": ({"metadata": found}, several),
         "unleased": ({"metadata": unleased}, several),
         "ranked": ({"metadata": ranked}, several),
@@ -103,7 +103,7 @@ def test_only_samples_of_one_leased_claim_can_be_acknowledged(client: AnyClient)
     put_rows(client, 6, keys=list("abcdef"))
     for name, (arguments, says) in not_claims(client).items():
         count = arguments["metadata"].size if "metadata" in arguments else 6
-        with pytest.raises(tq.InvalidArgumentError, match=says):
+        with pytest.raises(tq.errors.InvalidArgumentError, match=says):
             client.put({"score": torch.ones(count)}, **arguments, ack=True)
         assert client.lookup_samples("train")[0].data_fields == ["x"], name
     assert progress(client) == (3, 2)
@@ -173,7 +173,10 @@ def test_groups_are_acknowledged_whole_also_by_puts_of_one_moment(server: LiveSe
         return await asyncio.gather(*puts, return_exceptions=True)
 
     parted = server.loop.run(put_parts([[number] for number in range(8)]))
-    assert all(isinstance(each, tq.InvalidArgumentError) and "1 of 2 are named" in str(each) for each in parted)
+    assert all(
+        isinstance(each, tq.errors.InvalidArgumentError) and "1 of its 2 samples are named" in str(each)
+        for each in parted
+    )
     assert progress(client) == (8, 8)
     whole = server.loop.run(put_parts([[0, 1], [2, 3], [4, 5], [6, 7]]))
     assert [each.global_indexes for each in whole] == [[0, 1], [2, 3], [4, 5], [6, 7]]
@@ -187,7 +190,7 @@ def test_parts_of_a_group_do_not_become_whole_by_being_gathered(server: LiveServ
         partition_id="train", incarnation=meta.incarnation, row_count=2, global_indexes=[0, 1], rows_per_put=1,
         claim={"task_name": "t", "claim_request_id": meta.claim_id}, ack=True,
     )  # fmt: skip
-    with pytest.raises(grpc.RpcError, match="of whole groups; send each put by itself") as refused:
+    with pytest.raises(grpc.RpcError, match="keeps groups together; send each put separately") as refused:
         server.controller.Commit(commit_pb2.CommitRequest(request_id=os.urandom(16), write=write))
     assert violations_of(refused.value) == ["rows_per_put"]
     assert progress(client) == (2, 2)

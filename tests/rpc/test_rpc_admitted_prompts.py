@@ -114,7 +114,7 @@ def test_the_end_of_the_lease_ends_both_sides(client: AnyClient, on_lost: str) -
     wait_until_lost(client)
     assert states(client) == {"remove": (2, 0, 0), "requeue": (3, 1, 0), "fail": (3, 0, 1)}[on_lost]
     assert claimable(client) == (7 if on_lost == "remove" else 6)
-    with pytest.raises((tq.LeaseExpiredError, tq.SampleNotFoundError)):
+    with pytest.raises((tq.errors.LeaseExpiredError, tq.errors.SampleNotFoundError)):
         finish(client, slots.select_samples([3]))
     if on_lost == "remove":
         again = claim(client)
@@ -178,7 +178,7 @@ def test_a_call_waits_for_capacity_and_holds_no_prompt_meanwhile(client: AnyClie
     assert waiting.status == "not_yet"
     assert waiting.waiting_for is not None
     assert waiting.waiting_for.code == "NO_CAPACITY"
-    assert "4 groups held, which are being generated, its admission has most_running 3" in waiting.reason
+    assert "4 groups held, which are being generated; its admission has most_running 3" in waiting.reason
     assert claimable(client) == 5
     assert task(client, "train", "actor").running_count == 3
     finish(client, slots_of(first[0]))
@@ -213,7 +213,7 @@ def test_fewer_prompts_come_where_there_is_room_for_few(client: AnyClient) -> No
     claim(client, batch_size=2)
     assert claim(client, batch_size=3).status == "not_yet"
     assert claim(client, batch_size=3, min_batch_size=1).keys == ["p2"]
-    with pytest.raises(tq.AdmissionLimitError, match="most 4"):
+    with pytest.raises(tq.errors.AdmissionLimitError, match="most 4"):
         claim(client, batch_size=5)
 
 
@@ -261,16 +261,20 @@ def test_a_retry_gets_the_same(server: LiveServer, client: AnyClient) -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"admit": tq.Admit("elsewhere")}, tq.PartitionNotFoundError, "elsewhere"),
-        ({"admit": tq.Admit("prompts")}, tq.InvalidArgumentError, "another partition"),
-        ({"admit": tq.Admit("train", 2, policy="other")}, tq.InvalidArgumentError, "expected 'default'"),
-        ({"admit": "train"}, tq.InvalidArgumentError, r"expected Admit\("),
-        ({"lease": None}, tq.InvalidArgumentError, "lease is 'unset' with admit"),
-        ({"claim_name": "a"}, tq.InvalidArgumentError, "claim_name is 'a' with admit"),
-        ({"max_uses": 2}, tq.InvalidArgumentError, "max_uses is 2 with admit"),
-        ({"batch_unit": "group"}, tq.InvalidArgumentError, "batch_unit is 'group' with admit"),
-        ({"held": True}, tq.InvalidArgumentError, "held is True with admit"),
-        ({"sampler": "grpo_group_n", "sampler_config": {"n_samples_per_prompt": 1}}, tq.SamplerError, "one by one"),
+        ({"admit": tq.Admit("elsewhere")}, tq.errors.PartitionNotFoundError, "elsewhere"),
+        ({"admit": tq.Admit("prompts")}, tq.errors.InvalidArgumentError, "expected a different one"),
+        ({"admit": tq.Admit("train", 2, policy="other")}, tq.errors.InvalidArgumentError, "expected 'default'"),
+        ({"admit": "train"}, tq.errors.InvalidArgumentError, r"expected Admit\("),
+        ({"lease": None}, tq.errors.InvalidArgumentError, "lease is 'unset' with admit"),
+        ({"claim_name": "a"}, tq.errors.InvalidArgumentError, "claim_name is 'a' with admit"),
+        ({"max_uses": 2}, tq.errors.InvalidArgumentError, "max_uses is 2 with admit"),
+        ({"batch_unit": "group"}, tq.errors.InvalidArgumentError, "batch_unit is 'group' with admit"),
+        ({"held": True}, tq.errors.InvalidArgumentError, "held is True with admit"),
+        (
+            {"sampler": "grpo_group_n", "sampler_config": {"n_samples_per_prompt": 1}},
+            tq.errors.SamplerError,
+            "one by one",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_and_changes_nothing(
@@ -282,15 +286,15 @@ def test_what_cannot_be_is_refused_and_changes_nothing(
 
 
 def test_prompts_must_have_names_that_are_free(client: AnyClient) -> None:
-    with pytest.raises(tq.InvalidArgumentError, match="on_lost"):
+    with pytest.raises(tq.errors.InvalidArgumentError, match="on_lost"):
         tq.Admit("train", on_lost="never")  # type: ignore[arg-type]
-    with pytest.raises(tq.InvalidArgumentError, match="group_size"):
+    with pytest.raises(tq.errors.InvalidArgumentError, match="group_size"):
         tq.Admit("train", group_size=0)
     client.acquire("train", "other", groups=["p0"], group_size=2, lease=60.0)
-    with pytest.raises(tq.AlreadyExistsError, match="group 'p0'"):
+    with pytest.raises(tq.errors.AlreadyExistsError, match="group 'p0'"):
         claim(client)
     client.put({"x": np.arange(1)}, partition_id="nameless")
-    with pytest.raises(tq.InvalidArgumentError, match="has no key"):
+    with pytest.raises(tq.errors.InvalidArgumentError, match="has no key"):
         client.get_meta(
             partition_id="nameless", task_name="rollout", data_fields=["x"], batch_size=1, lease=9.0, admit=GROUPS
         )

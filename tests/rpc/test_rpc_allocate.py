@@ -203,7 +203,7 @@ def test_without_shared_memory_it_is_ordinary_memory_and_the_put_copies(
 
 def test_a_session_that_ends_meanwhile(client: AnyClient, copies: list[int], monkeypatch: Any) -> None:
     def fail(*_: Any) -> None:
-        raise tq.UnavailableError("the session has ended")
+        raise tq.errors.UnavailableError("the session has ended")
 
     with monkeypatch.context() as patch:
         patch.setattr(FdChannel, "allocate", fail)
@@ -230,10 +230,10 @@ def test_a_storage_service_of_its_own(
 def test_more_than_the_quota(client_kind: Any, start_server: StartServer) -> None:
     client = start_server(shared_memory="on", max_bytes=4 << 20).client(client_kind)
     x = FieldSpec("x", dtype="uint8", row_shape=(1 << 20,))
-    with pytest.raises(tq.QuotaExceededError):
+    with pytest.raises(tq.errors.QuotaExceededError):
         client.allocate([x], 5, partition_id="p")
     kept = client.allocate([x], 3, partition_id="p")
-    with pytest.raises(tq.QuotaExceededError, match="no capacity"):
+    with pytest.raises(tq.errors.QuotaExceededError, match="no capacity"):
         client.allocate([x], 3, partition_id="p", timeout=2)
     client.put(kept, partition_id="p")
 

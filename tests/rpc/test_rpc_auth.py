@@ -302,7 +302,7 @@ def test_pages_say_nothing_of_the_partitions_of_others(guarded: Guarded) -> None
 def test_errors_name_no_partitions_of_others(guarded: Guarded) -> None:
     for prefixes, is_named in ((("secret/",), False), (("",), True)):
         client = guarded.live.client(token=guarded.token(CONTROLLER + "DescribePartition", prefixes))
-        with pytest.raises(tq.PartitionNotFoundError) as caught:
+        with pytest.raises(tq.errors.PartitionNotFoundError) as caught:
             client.describe_partition("secret/trai")
         assert (_SECRET in str(caught.value)) is is_named
 
@@ -397,7 +397,7 @@ def test_who_is_not_let_in_does_not_learn_of_a_disk_that_is_full(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def never_durable() -> None:
-        raise tq.DiskFullError("full")
+        raise tq.errors.DiskFullError("full")
 
     tokens = tmp_path / "tokens.toml"
     reader, writer = add_token(tokens, "reader", ["read"]), add_token(tokens, "writer", ["produce"])
@@ -426,8 +426,8 @@ def test_clients_raise_at_once_and_do_not_try_again(
 ) -> None:
     large = {"x": np.zeros((64, 1 << 14), np.float32)}
     for token, error in (
-        ("tq_wrong", tq.UnauthenticatedError),
-        (guarded.token(STORAGE + "Get"), tq.PermissionDeniedError),
+        ("tq_wrong", tq.errors.UnauthenticatedError),
+        (guarded.token(STORAGE + "Get"), tq.errors.PermissionDeniedError),
     ):
         client = guarded.live.client(client_kind, token=token)
         for attempt in (

@@ -90,7 +90,7 @@ def test_a_put_waits_for_bytes_without_holding_any(
 def test_an_insert_waits_and_is_refused_in_time(client: AnyClient) -> None:
     client.create_partition("p", admissions=[tq.Admission("t", 1)])
     client.insert("p", 1)
-    with pytest.raises(tq.AdmissionLimitError) as caught:
+    with pytest.raises(tq.errors.AdmissionLimitError) as caught:
         client.insert("p", 1, timeout=FAULT_SECONDS)
     assert caught.value.retry_after_seconds
     assert caught.value.metadata == {
@@ -105,7 +105,7 @@ def test_over_the_bound_until_the_deadline_nothing_is_left(client: AnyClient, co
     client.create_partition("p", max_bytes=300_000)
     client.put(rows(300), partition_id="p")
     before = client.storage_stat()
-    with pytest.raises(tq.QuotaExceededError, match="300000") as caught:
+    with pytest.raises(tq.errors.QuotaExceededError, match="300000") as caught:
         client.put(rows(count), partition_id="p", timeout=FAULT_SECONDS)
     assert caught.value.retry_after_seconds
     after = client.storage_stat()
@@ -114,7 +114,7 @@ def test_over_the_bound_until_the_deadline_nothing_is_left(client: AnyClient, co
 
 def test_what_never_fits_is_refused_at_once(client: AnyClient) -> None:
     client.create_partition("p", max_bytes=1500, admissions=[tq.Admission("t", 3)])
-    for count, error in ((2, tq.QuotaExceededError), (4, tq.AdmissionLimitError)):
+    for count, error in ((2, tq.errors.QuotaExceededError), (4, tq.errors.AdmissionLimitError)):
         with pytest.raises(error) as caught:
             client.put(rows(count) if count == 2 else {"x": ROW[:, :1].repeat(4, 0)}, partition_id="p", timeout=60.0)
         assert caught.value.retry_after_seconds is None
@@ -124,12 +124,12 @@ def test_the_same_bounds_confirm_the_partition(client: AnyClient) -> None:
     limits = [tq.Admission("b", 2), tq.Admission("a", 3, "group", "published", "actor")]
     made = client.create_partition("p", max_bytes=10, admissions=limits)
     assert client.create_partition("p", max_bytes=10, admissions=limits[::-1]) == made
-    with pytest.raises(tq.AlreadyExistsError):
+    with pytest.raises(tq.errors.AlreadyExistsError):
         client.create_partition("p", max_bytes=10)
     shown = client.describe_partition("p")
     assert (shown.max_bytes, shown.admissions) == (10, tuple(limits[::-1]))
     for wrong in ({"max_bytes": 0}, {"admissions": [limits[0], limits[0]]}):
-        with pytest.raises(tq.InvalidArgumentError):
+        with pytest.raises(tq.errors.InvalidArgumentError):
             client.create_partition("q", **wrong)
 
 
@@ -138,7 +138,7 @@ def test_a_clear_ends_the_wait(client: AnyClient, threads: ThreadPoolExecutor) -
     client.put(rows(1), partition_id="p")
     call = waits(client, threads)
     client.clear_partition("p")
-    with pytest.raises(tq.PartitionClearedError):
+    with pytest.raises(tq.errors.PartitionClearedError):
         call.result(timeout=20)
 
 
@@ -176,7 +176,7 @@ def test_a_put_at_a_storage_service_of_its_own_waits_with_its_commit(threads: Th
     ):
         client.create_partition("p", admissions=[tq.Admission("t", 1)])
         client.put(rows(1), partition_id="p")
-        with pytest.raises(tq.AdmissionLimitError):
+        with pytest.raises(tq.errors.AdmissionLimitError):
             client.put(rows(1), partition_id="p", timeout=FAULT_SECONDS)
         call = threads.submit(lambda: client.put(rows(1), partition_id="p"))
         until(lambda: client.describe_partition("p").waiting_put_count == 1)

@@ -58,7 +58,7 @@ def test_callers_that_wait_under_one_name_get_one_claim(server: LiveServer, clie
 def test_all_that_ask_under_a_name_ask_for_the_same(client: AnyClient) -> None:
     put_rows(client, 4)
     client.get_meta(**ASKS, claim_name="a")
-    with pytest.raises(tq.RankDisagreementError, match="claim_name 'a'") as caught:
+    with pytest.raises(tq.errors.RankDisagreementError, match="claim_name 'a'") as caught:
         client.get_meta(**{**ASKS, "batch_size": 4}, claim_name="a")
     expected = {"field": "batch_size", "got": "4", "expected": "2"}
     assert {name: caught.value.metadata[name] for name in expected} == expected
@@ -80,7 +80,7 @@ def test_names_are_free_again_in_the_next_epoch(client: AnyClient) -> None:
     put_rows(client, 4)
     client.get_meta(**ASKS, claim_name="a")
     client.reset_consumption("train", "t", 0, keep_consumed=True)
-    with pytest.raises(tq.StaleEpochError):
+    with pytest.raises(tq.errors.StaleEpochError):
         client.get_meta(**ASKS, claim_name="a", epoch=0)
     again = client.get_meta(**ASKS, claim_name="a", epoch=1)
     assert (again.global_indexes, again.epoch) == ([2, 3], 1)
@@ -88,22 +88,22 @@ def test_names_are_free_again_in_the_next_epoch(client: AnyClient) -> None:
 
 Loss = Callable[[AnyClient, tq.BatchMeta], object]
 LOSSES: dict[str, tuple[float | None, Loss, type[tq.TqError]]] = {
-    "released": (None, lambda client, meta: client.release(meta), tq.ClaimReleasedError),
+    "released": (None, lambda client, meta: client.release(meta), tq.errors.ClaimReleasedError),
     "released in part": (
         LONG,
         lambda client, meta: client.release(meta.select_samples([0])),
-        tq.ClaimReleasedError,
+        tq.errors.ClaimReleasedError,
     ),
-    "cleared": (None, lambda client, meta: client.clear_samples(meta), tq.SamplesClearedError),
+    "cleared": (None, lambda client, meta: client.clear_samples(meta), tq.errors.SamplesClearedError),
     "cleared in part": (
         None,
         lambda client, meta: client.clear_samples(meta.select_samples([0])),
-        tq.SamplesClearedError,
+        tq.errors.SamplesClearedError,
     ),
     "expired": (
         0.05,
         lambda client, meta: client.get_meta(**ASKS, min_batch_size=2, max_wait=20.0),
-        tq.LeaseExpiredError,
+        tq.errors.LeaseExpiredError,
     ),
 }
 
@@ -149,7 +149,7 @@ def test_names_outlive_a_restart(
         client = server.client(client_kind)
         again = client.get_meta(**ASKS, claim_name="kept", lease=LONG)
         assert (again, again.claim_id) == (kept, kept.claim_id)
-        with pytest.raises(tq.ClaimReleasedError):
+        with pytest.raises(tq.errors.ClaimReleasedError):
             client.get_meta(**ASKS, claim_name="released")
         assert client.ack(again) == 2
         assert client.get_meta(**ASKS, claim_name="late").status == "end"
@@ -166,7 +166,7 @@ def test_names_outlive_a_restart(
 )
 def test_a_name_that_is_none_is_refused(arguments: dict[str, Any], field: str, client: AnyClient) -> None:
     put_rows(client, 2)
-    with pytest.raises(tq.InvalidArgumentError) as caught:
+    with pytest.raises(tq.errors.InvalidArgumentError) as caught:
         client.get_meta(**ASKS, **arguments)
     assert caught.value.field == field
 

@@ -144,7 +144,7 @@ def test_a_field_that_is_declared_keeps_its_meaning(client: AnyClient) -> None:
     assert {name: batch[name].is_nested for name in "djax"} == {"d": False, "j": True, "a": False, "x": False}
     for name in "dx":
         with pytest.raises(
-            tq.FieldMismatchError, match=r"is int64 dense \[3\], got int64 dense \[4\].*as auto or jagged"
+            tq.errors.FieldMismatchError, match=r"is int64 dense \[3\], got int64 dense \[4\].*as auto or jagged"
         ) as got:
             client.put({name: torch.zeros(2, 4, dtype=torch.int64)}, partition_id="train")
         assert got.value.metadata["expected"] == "int64 dense [3]"
@@ -158,20 +158,22 @@ def test_rows_of_another_number_of_dimensions_are_refused(client: AnyClient) -> 
         ({"x": torch.zeros(2, 1)}, r"float32 dense \[1\]"),
         ({"y": torch.zeros(2)}, r"float32 dense \[\]"),
     ):
-        with pytest.raises(tq.FieldMismatchError, match=rf"got {got}; put rows of as many dimensions in every put"):
+        with pytest.raises(
+            tq.errors.FieldMismatchError, match=rf"got {got}; put rows with the same number of dimensions in every put"
+        ):
             client.put(data, partition_id="train")
-    with pytest.raises(tq.FieldMismatchError, match="convert the rows to the dtype"):
+    with pytest.raises(tq.errors.FieldMismatchError, match="convert the rows to the dtype"):
         client.put({"x": torch.zeros(2, dtype=torch.int64)}, partition_id="train")
-    with pytest.raises(tq.FieldMismatchError, match="it holds tensors: put tensors"):
+    with pytest.raises(tq.errors.FieldMismatchError, match="it holds tensors: put tensors"):
         client.put({"x": ["a", "b"]}, partition_id="train")
     assert client.describe_partition("train").summary.inserted_count == 2
 
 
 def test_layouts_that_hold_for_no_tensor_are_refused(server: LiveServer, client: AnyClient) -> None:
-    with pytest.raises(tq.InvalidArgumentError, match="default_layout is 'object'") as refused:
+    with pytest.raises(tq.errors.InvalidArgumentError, match="default_layout is 'object'") as refused:
         client.create_partition("train", default_layout="object")
     assert refused.value.field == "default_layout"
-    with pytest.raises(tq.InvalidArgumentError, match="expected one of auto, dense, jagged, object"):
+    with pytest.raises(tq.errors.InvalidArgumentError, match="expected one of auto, dense, jagged, object"):
         client.create_partition("train", default_layout="ragged")
 
 
@@ -222,14 +224,15 @@ def test_a_get_asks_for_a_layout(client: AnyClient) -> None:
     assert kinds(first, "jagged") == {"alike": 1, "nested": 1, "rows": 2, "several": 2}
     assert kinds(meta.select_samples([0]), "dense") == {"alike": 0, "nested": 0, "rows": 0, "several": 0}
     with pytest.raises(
-        tq.FieldMismatchError, match=r"rows of field 'rows' differ in shape: row 0 is \(2, 4\), row 2 is \(2, 6\)"
+        tq.errors.FieldMismatchError,
+        match=r"rows of field 'rows' differ in shape: row 0 is \(2, 4\), row 2 is \(2, 6\)",
     ) as refused:
         client.get_data(meta, layout="dense")
     assert refused.value.field == "layout"
     assert refused.value.metadata["field_name"] == "rows"
     assert (refused.value.metadata["got"], refused.value.metadata["expected"]) == ("(2, 6)", "(2, 4)")
     with pytest.raises(
-        tq.InvalidArgumentError, match="layout is 'object', expected None or 'auto' or 'dense' or 'jagged'"
+        tq.errors.InvalidArgumentError, match="layout is 'object', expected None or 'auto' or 'dense' or 'jagged'"
     ):
         client.get_data(meta, layout="object")
 
@@ -281,7 +284,7 @@ def test_a_field_is_forgotten_with_its_last_cell(client: AnyClient) -> None:
     client.clear_samples(first)
     assert names_of(client, "train") == ["ids"]
     assert spec_of(client, "train", "ids") == ("", "jagged", None)
-    with pytest.raises(tq.FieldNotFoundError, match="'x'"):
+    with pytest.raises(tq.errors.FieldNotFoundError, match="'x'"):
         client.get_data(held, data_fields=["x"])
     meta = client.put({"ids": made(0, (2, 2, 3)).float(), "x": ["a", "b"]}, partition_id="train")
     assert spec_of(client, "train", "x")[1] == "object"
@@ -297,7 +300,7 @@ def test_a_field_whose_cells_all_are_overwritten_may_be_another(client: AnyClien
     assert spec_of(client, "train", "y") == ("int64", "dense", (5,))
     client.put({"y": made(0, (1, 6))}, metadata=meta.select_samples([1]))
     assert spec_of(client, "train", "y") == ("int64", "jagged", (-1,))
-    with pytest.raises(tq.FieldMismatchError):
+    with pytest.raises(tq.errors.FieldMismatchError):
         client.put({"x": torch.zeros(2, dtype=torch.int64)}, metadata=meta.select_samples([0, 2]))
     more = client.put({"x": torch.arange(3), "y": ["a", "b", "c"]}, metadata=meta)
     assert client.get_data(more)["x"].tolist() == [0, 1, 2]

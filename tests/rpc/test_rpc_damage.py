@@ -39,7 +39,7 @@ def test_a_damaged_segment_names_its_samples(start_server: StartServer, tmp_path
     path.write_bytes(data)
 
     client = start_server(**flags).client()
-    with pytest.raises(tq.DataLossError) as caught:
+    with pytest.raises(tq.errors.DataLossError) as caught:
         client.get_data(tq.BatchMeta.concat(metas), data_fields=["tokens"])
     lost = metas[1].global_indexes
     assert caught.value.metadata["global_indexes"] == ",".join(map(str, lost))
@@ -71,7 +71,7 @@ def test_a_segment_that_is_gone_is_told_before_anybody_reads(start_server: Start
     segments(tmp_path)[0].unlink()
     client = start_server(**flags).client()
     assert client.storage_stat().damaged_put_count == 1
-    with pytest.raises(tq.DataLossError, match="is missing"):
+    with pytest.raises(tq.errors.DataLossError, match="is missing"):
         client.get_data(metas[0])
     assert client.get_data(metas[1])["mask"].eq(-1).all()
     client.clear_partition("train")
@@ -86,7 +86,7 @@ def test_a_segment_that_is_cut_short_under_the_service_is_an_error_of_its_reads(
         for path in tmp_path.rglob("*.seg"):
             os.truncate(path, 0)
         kept = client.put({"x": np.ones((2, 1 << 20), np.uint8)}, partition_id="kept")
-        with pytest.raises(tq.DataLossError, match="its bytes cannot be read"):
+        with pytest.raises(tq.errors.DataLossError, match="its bytes cannot be read"):
             client.get_data(lost)
         assert client.get_data(kept)["x"].shape == (2, 1 << 20)
         client.clear_partition("lost")

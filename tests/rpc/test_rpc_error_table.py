@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import builtins
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -29,6 +29,32 @@ from rpc_samples import (
 
 import tq_service as tq
 from chaos.cluster import free_ports
+from tq_service.errors import (
+    AlreadyExistsError,
+    CellNotFoundError,
+    DataLossError,
+    DeadlineError,
+    FieldMismatchError,
+    FieldNotFoundError,
+    InvalidArgumentError,
+    KeyNotFoundError,
+    MissingLengthError,
+    NotFoundError,
+    PartitionClearedError,
+    PartitionNotFoundError,
+    PartitionSealedError,
+    PreconditionError,
+    QuotaExceededError,
+    RankDisagreementError,
+    SampleNotFoundError,
+    SamplerError,
+    SamplerTimeoutError,
+    StaleEpochError,
+    StaleIncarnationError,
+    TaskNotFoundError,
+    UnavailableError,
+    UnsupportedObjectError,
+)
 from tq_service.testing import ServiceProcess
 from tq_service.v1.controller_service_pb2 import PlacePutRequest
 from tq_service.v1.storage_service_pb2 import StatRequest
@@ -72,6 +98,10 @@ def put(data: dict[str, Any], **arguments: Any) -> Callable[[AnyClient, tq.Batch
     return lambda client, meta: client.put(data, **{"partition_id": "train", **arguments})
 
 
+def get(**arguments: Any) -> Callable[[AnyClient, tq.BatchMeta], object]:
+    return lambda client, meta: client.get_data(meta, **arguments)
+
+
 def remake_train(client: AnyClient, meta: tq.BatchMeta) -> None:
     client.clear_partition("train")
     put_train(client)
@@ -106,7 +136,12 @@ def not_found(name: str, call: Any, error: type[tq.TqError], *says: str, **more:
 
 
 def invalid(
-    name: str, call: Any, violation: str, *says: str, error: type[tq.TqError] = tq.InvalidArgumentError, **more: Any
+    name: str,
+    call: Any,
+    violation: str,
+    *says: str,
+    error: type[tq.TqError] = InvalidArgumentError,
+    **more: Any,
 ) -> Row:
     more |= {"base": ValueError, "violation": violation}
     return Row(name=name, call=call, error=error, code=CODE.INVALID_ARGUMENT, says=says, **more)
@@ -117,54 +152,54 @@ def refused(name: str, call: Any, error: type[tq.TqError], *says: str, **more: A
 
 
 UNKNOWN_NAMES = [
-    not_found("partition, describe", lambda c, m: c.describe_partition("trian"), tq.PartitionNotFoundError,
+    not_found("partition, describe", lambda c, m: c.describe_partition("trian"), PartitionNotFoundError,
               "'trian'", "'train'"),
-    not_found("partition, seal", lambda c, m: c.seal_partition("trian"), tq.PartitionNotFoundError, "'trian'"),
-    not_found("partition, clear", lambda c, m: c.clear_partition("trian"), tq.PartitionNotFoundError, "'train'"),
-    not_found("partition, consumption", lambda c, m: c.check_consumption("trian", "t"), tq.PartitionNotFoundError,
+    not_found("partition, seal", lambda c, m: c.seal_partition("trian"), PartitionNotFoundError, "'trian'"),
+    not_found("partition, clear", lambda c, m: c.clear_partition("trian"), PartitionNotFoundError, "'train'"),
+    not_found("partition, consumption", lambda c, m: c.check_consumption("trian", "t"), PartitionNotFoundError,
               "'train'"),
-    not_found("partition, production", lambda c, m: c.check_production("trian", ["score"]), tq.PartitionNotFoundError,
+    not_found("partition, production", lambda c, m: c.check_production("trian", ["score"]), PartitionNotFoundError,
               "'train'"),
-    not_found("partition, reset", lambda c, m: c.reset_consumption("trian", "t", 0), tq.PartitionNotFoundError,
+    not_found("partition, reset", lambda c, m: c.reset_consumption("trian", "t", 0), PartitionNotFoundError,
               "'train'"),
-    not_found("partition, lookup", lambda c, m: c.lookup_samples("trian", ["k0"]), tq.PartitionNotFoundError,
+    not_found("partition, lookup", lambda c, m: c.lookup_samples("trian", ["k0"]), PartitionNotFoundError,
               "'train'"),
-    not_found("partition, get", lambda c, m: c.get_data(partition_id="trian", keys=["k0"]), tq.PartitionNotFoundError,
+    not_found("partition, get", lambda c, m: c.get_data(partition_id="trian", keys=["k0"]), PartitionNotFoundError,
               "'train'"),
-    not_found("partition, groups", lambda c, m: c.close_groups("trian", ["g0"]), tq.PartitionNotFoundError, "'train'"),
+    not_found("partition, groups", lambda c, m: c.close_groups("trian", ["g0"]), PartitionNotFoundError, "'train'"),
     not_found("partition, samples", lambda c, m: c.clear_samples(partition_id="trian", keys=["k0"]),
-              tq.PartitionNotFoundError, "'train'"),
+              PartitionNotFoundError, "'train'"),
     not_found("partition, existing keys", put({"score": torch.zeros(1, 3)}, partition_id="trian", keys=["k0"],
-                                              key_mode="existing"), tq.PartitionNotFoundError, "'trian'", "'train'"),
-    not_found("field, get", lambda c, m: c.get_data(m, data_fields=["input_id"]), tq.FieldNotFoundError,
+                                              key_mode="existing"), PartitionNotFoundError, "'trian'", "'train'"),
+    not_found("field, get", lambda c, m: c.get_data(m, data_fields=["input_id"]), FieldNotFoundError,
               "'input_id'", "'input_ids'"),
-    not_found("field, production", lambda c, m: c.check_production("train", ["scores"]), tq.FieldNotFoundError,
+    not_found("field, production", lambda c, m: c.check_production("train", ["scores"]), FieldNotFoundError,
               "'scores'", "'score'"),
-    not_found("key, get", lambda c, m: c.get_data(partition_id="train", keys=["k1", "k9"]), tq.KeyNotFoundError,
+    not_found("key, get", lambda c, m: c.get_data(partition_id="train", keys=["k1", "k9"]), KeyNotFoundError,
               "'k9'", "'k3'", "skip_missing (in Python: missing='skip')"),
-    not_found("key, put", put({"score": torch.zeros(1, 3)}, keys=["k9"], key_mode="existing"), tq.KeyNotFoundError,
+    not_found("key, put", put({"score": torch.zeros(1, 3)}, keys=["k9"], key_mode="existing"), KeyNotFoundError,
               "'k9'", "'k3'", "key_mode upsert"),
     not_found("sample, get", lambda c, m: c.get_data(partition_id="train", global_indexes=[1, 99]),
-              tq.SampleNotFoundError, "99", "4 of 4"),
+              SampleNotFoundError, "99", "4 of 4"),
     not_found("cell", lambda c, m: c.get_data(partition_id="train", keys=["k1", "k2"], data_fields=["reward"]),
-              tq.CellNotFoundError, "'reward'", "'k2'", "(in Python: missing='skip', missing_fields='skip')",
+              CellNotFoundError, "'reward'", "'k2'", "(in Python: missing='skip', missing_fields='skip')",
               prepare=lambda c, m: c.put({"reward": torch.zeros(1)}, metadata=m.select_samples([1]))),
-    not_found("task, consumption", lambda c, m: c.check_consumption("train", "update_acto"), tq.TaskNotFoundError,
+    not_found("task, consumption", lambda c, m: c.check_consumption("train", "update_acto"), TaskNotFoundError,
               "'update_acto'", "'update_actor'", prepare=consume_a_batch),
-    not_found("task, reset", lambda c, m: c.reset_consumption("train", "update_acto", 0), tq.TaskNotFoundError,
+    not_found("task, reset", lambda c, m: c.reset_consumption("train", "update_acto", 0), TaskNotFoundError,
               "'update_acto'", "'update_actor'", prepare=consume_a_batch),
-    not_found("task, claim", get_declared("update_acto"), tq.TaskNotFoundError, "'update_acto'", "'update_actor'",
+    not_found("task, claim", get_declared("update_acto"), TaskNotFoundError, "'update_acto'", "'update_actor'",
               prepare=declare_tasks),
-    not_found("task, claim that is released", lambda c, m: c.release(MISNAMED), tq.TaskNotFoundError,
+    not_found("task, claim that is released", lambda c, m: c.release(MISNAMED), TaskNotFoundError,
               "'rewards'", "'reward'", prepare=declare_tasks),
     not_found("task, consumption of one declared, though it may be missing",
-              lambda c, m: c.check_consumption("declared", "update_acto", missing_ok=True), tq.TaskNotFoundError,
+              lambda c, m: c.check_consumption("declared", "update_acto", missing_ok=True), TaskNotFoundError,
               "'update_acto'", "'update_actor'", prepare=declare_tasks),
     not_found("task, reset of one declared", lambda c, m: c.reset_consumption("declared", "update_acto"),
-              tq.TaskNotFoundError, "'update_acto'", "'update_actor'", prepare=declare_tasks),
-    not_found("task, acknowledgement", lambda c, m: c.ack(MISNAMED), tq.TaskNotFoundError,
+              TaskNotFoundError, "'update_acto'", "'update_actor'", prepare=declare_tasks),
+    not_found("task, acknowledgement", lambda c, m: c.ack(MISNAMED), TaskNotFoundError,
               "'rewards'", "'reward'", prepare=declare_tasks),
-    not_found("group", lambda c, m: c.close_groups("train", ["g0", "g7"]), tq.NotFoundError, "'g7'", "'g1'",
+    not_found("group", lambda c, m: c.close_groups("train", ["g0", "g7"]), NotFoundError, "'g7'", "'g1'",
               reason="GROUP_NOT_FOUND"),
 ]  # fmt: skip
 
@@ -205,17 +240,17 @@ WRONG_CLAIMS = [
 
 WRONG_PUTS = [
     invalid("dtype", put({"score": torch.zeros(2, 3, dtype=torch.float64)}), "columns", "float32 dense [3]",
-            "float64 dense [3]", "convert", error=tq.FieldMismatchError),
+            "float64 dense [3]", "convert", error=FieldMismatchError),
     invalid("row shape", put({"score": torch.zeros(2, 4)}), "columns", "[3]", "[4]", "as auto or jagged",
-            error=tq.FieldMismatchError),
-    invalid("number of dims", put({"score": torch.zeros(2)}), "columns", "[3]", "[]", error=tq.FieldMismatchError),
+            error=FieldMismatchError),
+    invalid("number of dims", put({"score": torch.zeros(2)}), "columns", "[3]", "[]", error=FieldMismatchError),
     invalid("layout", put({"score": [torch.zeros(3), torch.zeros(2)]}), "columns", "dense", "jagged",
-            "as auto or jagged", error=tq.FieldMismatchError),
-    invalid("layout, objects", put({"score": ["a", "b"]}), "columns", "dense", "object", error=tq.FieldMismatchError),
+            "as auto or jagged", error=FieldMismatchError),
+    invalid("layout, objects", put({"score": ["a", "b"]}), "columns", "dense", "object", error=FieldMismatchError),
     invalid("jagged dims", put({"input_ids": [torch.zeros(2, 2, dtype=torch.int64)]}), "columns", "[-1]", "[2, 2]",
-            error=tq.FieldMismatchError),
+            error=FieldMismatchError),
     invalid("dtype of a column", lambda c, m: c.put({"score": torch.zeros(2, 3).half()}, metadata=m.chunk(2)[0]),
-            "columns", "float16", "float32", error=tq.FieldMismatchError),
+            "columns", "float16", "float32", error=FieldMismatchError),
     invalid("rows of fields", put({"score": torch.zeros(2, 3), "reward": torch.zeros(3)}), "data", "2 rows", "3",
             "a row for each sample"),
     invalid("rows of keys", put({"score": torch.zeros(2, 3)}, keys=["a"]), "keys", "1 keys", "2 samples"),
@@ -232,7 +267,7 @@ WRONG_PUTS = [
     invalid("insert too many", lambda c, m: c.insert("train", 2**24 + 1), "row_count", str(2**24 + 1), str(2**24)),
     invalid("insert none", lambda c, m: c.insert("train", 0), "row_count", "0", "at least one"),
     invalid("metadata that is no JSON", lambda c, m: c.set_custom_meta(m, [{"tag": {1}}] * 4), "custom_meta",
-            "custom_meta[0]['tag'] is set", "what JSON has", "as a field"),
+            "custom_meta[0]['tag'] is set", "a JSON value", "as a field"),
     invalid("not a number in metadata", put({"score": torch.zeros(1, 3)}, custom_meta=[{"tag": [float("nan")]}]),
             "custom_meta", "[nan]", "finite numbers"),
     invalid("not a number beside text", lambda c, m: c.set_custom_meta(m, [{"uid": "a"}, *[{"uid": float("nan")}] * 3]),
@@ -253,51 +288,66 @@ WRONG_PUTS = [
     invalid("group of another size", put({"score": torch.zeros(2, 3)}, groups=["g0", "g0"], group_size=4), "group_size",
             "'g0'"),
     Row(name="key known", call=put({"score": torch.zeros(2, 3)}, keys=["new", "k2"], key_mode="new"),
-        error=tq.AlreadyExistsError, code=CODE.ALREADY_EXISTS, says=("'k2'", "key_mode upsert"), base=ValueError),
-    Row(name="key known, insert", call=lambda c, m: c.insert("train", keys=["k2"]), error=tq.AlreadyExistsError,
+        error=AlreadyExistsError, code=CODE.ALREADY_EXISTS, says=("'k2'", "key_mode upsert"), base=ValueError),
+    Row(name="key known, insert", call=lambda c, m: c.insert("train", keys=["k2"]), error=AlreadyExistsError,
         code=CODE.ALREADY_EXISTS, says=("'k2'",), base=ValueError),
     Row(name="partition with other settings", call=lambda c, m: c.create_partition("train", expected_samples=7),
-        error=tq.AlreadyExistsError, code=CODE.ALREADY_EXISTS, says=("'train'", "7"), base=ValueError),
+        error=AlreadyExistsError, code=CODE.ALREADY_EXISTS, says=("'train'", "7"), base=ValueError),
     Row(name="second value", prepare=declare_write_once,
         call=put({"reward": torch.zeros(1), "other": torch.zeros(1)}, partition_id="once", keys=["a"]),
-        error=tq.AlreadyExistsError, code=CODE.ALREADY_EXISTS, base=ValueError,
+        error=AlreadyExistsError, code=CODE.ALREADY_EXISTS, base=ValueError,
         says=("'reward' is write-once", "got a second value for sample 0", "'once'", "1 of 1", "clear them")),
-    Row(name="only pickle", call=put({"text": ["fine", object()]}), error=tq.UnsupportedObjectError,
+    Row(name="only pickle", call=put({"text": ["fine", object()]}), error=UnsupportedObjectError,
         code=CODE.INVALID_ARGUMENT, says=("text[1]", "object"), base=TypeError),
-    Row(name="only pickle, deep", call=put({"text": [{"a": [{1, 2}, lambda: 0]}]}), error=tq.UnsupportedObjectError,
+    Row(name="only pickle, deep", call=put({"text": [{"a": [{1, 2}, lambda: 0]}]}), error=UnsupportedObjectError,
         code=CODE.INVALID_ARGUMENT, says=("text[0]",), base=TypeError),
 ]  # fmt: skip
 
+WRONG_READS = [
+    invalid("slice, not fetched", get(data_fields=["score"], slices={"input_ids": (0, 1)}), "slices", "'input_ids'",
+            "which is not fetched", "'score'"),
+    invalid("slice, second dimension", get(slices={"input_ids": tq.RowSlice(layers=(0, 1))}), "slices", "'input_ids'",
+            "int64 jagged [-1]", "slice the first one only"),
+    invalid("slice, ranges of other rows", get(slices={"score": [(0, 1)] * 3}), "slices", "3 rows", "4 rows"),
+    invalid("slice, no range", get(slices={"score": "0:2"}), "slices", "'0:2'", "(start, stop)"),
+    invalid("padded, not fetched", get(data_fields=["score"], padded=["input_ids"]), "padded", "'input_ids'",
+            "which is not fetched"),
+    invalid("padded, too long", get(padded=True, length=4), "length", "row 0", "'input_ids'", "5 items", "length=4",
+            "truncate=True", error=FieldMismatchError),
+    invalid("pad_value", get(padded=True, pad_value=0.5), "pad_value", "0.5", "int64", "by field"),
+    invalid("padded and jagged", get(padded=True, layout="jagged"), "layout", "'jagged'", "one of the two"),
+]  # fmt: skip
+
 STALE = [
-    refused("sealed, put", put({"score": torch.zeros(1, 3)}), tq.PartitionSealedError, "'train'", "4 samples",
+    refused("sealed, put", put({"score": torch.zeros(1, 3)}), PartitionSealedError, "'train'", "4 samples",
             "1 new", "key_mode existing", "clear the partition", prepare=lambda c, m: c.seal_partition("train")),
-    refused("sealed, insert", lambda c, m: c.insert("train", 3), tq.PartitionSealedError, "3 new",
+    refused("sealed, insert", lambda c, m: c.insert("train", 3), PartitionSealedError, "3 new",
             prepare=lambda c, m: c.seal_partition("train")),
-    refused("sealed, unknown key", put({"score": torch.zeros(2, 3)}, keys=["k0", "k9"]), tq.PartitionSealedError,
+    refused("sealed, unknown key", put({"score": torch.zeros(2, 3)}, keys=["k0", "k9"]), PartitionSealedError,
             "1 new", prepare=lambda c, m: c.seal_partition("train")),
-    refused("incarnation, get", lambda c, m: c.get_data(m), tq.StaleIncarnationError, "'train'", "drop",
+    refused("incarnation, get", lambda c, m: c.get_data(m), StaleIncarnationError, "'train'", "Discard",
             prepare=remake_train),
-    refused("incarnation, put", lambda c, m: c.put({"score": torch.ones(4, 3)}, metadata=m), tq.StaleIncarnationError,
-            "'train'", "drop", prepare=remake_train),
-    refused("incarnation, metadata", lambda c, m: c.set_custom_meta(m, [{"version": 9}] * 4), tq.StaleIncarnationError,
+    refused("incarnation, put", lambda c, m: c.put({"score": torch.ones(4, 3)}, metadata=m), StaleIncarnationError,
+            "'train'", "Discard", prepare=remake_train),
+    refused("incarnation, metadata", lambda c, m: c.set_custom_meta(m, [{"version": 9}] * 4), StaleIncarnationError,
             "'train'", prepare=remake_train),
-    refused("incarnation, clear samples", lambda c, m: c.clear_samples(m), tq.StaleIncarnationError, "'train'",
+    refused("incarnation, clear samples", lambda c, m: c.clear_samples(m), StaleIncarnationError, "'train'",
             prepare=remake_train),
     refused("incarnation, clear", lambda c, m: c.clear_partition("train", incarnation=m.incarnation),
-            tq.StaleIncarnationError, "'train'", prepare=remake_train),
+            StaleIncarnationError, "'train'", prepare=remake_train),
     refused("incarnation, seal", lambda c, m: c.seal_partition("train", incarnation=m.incarnation),
-            tq.StaleIncarnationError, "'train'", prepare=remake_train),
+            StaleIncarnationError, "'train'", prepare=remake_train),
     refused("incarnation, groups", lambda c, m: c.close_groups("train", ["g0"], incarnation=m.incarnation),
-            tq.StaleIncarnationError, "'train'", prepare=remake_train),
+            StaleIncarnationError, "'train'", prepare=remake_train),
     refused("incarnation, claim", lambda c, m: c.get_meta(**TRAIN, batch_size=1, incarnation=m.incarnation),
-            tq.StaleIncarnationError, "'train'", prepare=remake_train),
+            StaleIncarnationError, "'train'", prepare=remake_train),
     refused("incarnation, gone", lambda c, m: c.get_meta(**TRAIN, batch_size=1, incarnation=m.incarnation),
-            tq.StaleIncarnationError, "'train'", prepare=lambda c, m: c.clear_partition("train")),
-    refused("epoch, claim", get_meta(epoch=5, **RANK), tq.StaleEpochError, "5", "0", prepare=consume_a_batch),
-    refused("epoch, queue", get_meta(epoch=1, task_name="reward"), tq.StaleEpochError, "1", "0"),
-    refused("epoch, reset", lambda c, m: c.reset_consumption("train", "update_actor", 4), tq.StaleEpochError, "4", "0",
+            StaleIncarnationError, "'train'", prepare=lambda c, m: c.clear_partition("train")),
+    refused("epoch, claim", get_meta(epoch=5, **RANK), StaleEpochError, "5", "0", prepare=consume_a_batch),
+    refused("epoch, queue", get_meta(epoch=1, task_name="reward"), StaleEpochError, "1", "0"),
+    refused("epoch, reset", lambda c, m: c.reset_consumption("train", "update_actor", 4), StaleEpochError, "4", "0",
             prepare=consume_a_batch),
-    refused("failed sample", lambda c, m: c.put(metadata=m.select_samples([1]), state="live"), tq.PreconditionError,
+    refused("failed sample", lambda c, m: c.put(metadata=m.select_samples([1]), state="live"), PreconditionError,
             "sample 1", "final", reason="SAMPLE_FAILED",
             prepare=lambda c, m: c.put(metadata=m.select_samples([1]), state="failed")),
 ]  # fmt: skip
@@ -305,7 +355,7 @@ STALE = [
 
 def disagreeing(name: str, *says: str, **changes: Any) -> Row:
     call = get_meta(**{"batch_size": 1, "dp_rank": 1, "dp_size": 2, "batch_index": 0, **changes})
-    return refused("ranks disagree, " + name, call, tq.RankDisagreementError, *says, prepare=consume_a_batch)
+    return refused("ranks disagree, " + name, call, RankDisagreementError, *says, prepare=consume_a_batch)
 
 
 DISAGREEING = [
@@ -321,11 +371,31 @@ DISAGREEING = [
     disagreeing("drop_last", "drop_last", "true", "false", drop_last=True),
 ]
 
-ROWS = [*UNKNOWN_NAMES, *WRONG_CLAIMS, *WRONG_PUTS, *STALE, *DISAGREEING]
+ROWS = [*UNKNOWN_NAMES, *WRONG_CLAIMS, *WRONG_PUTS, *WRONG_READS, *STALE, *DISAGREEING]
+
+
+@pytest.fixture(params=[pytest.param("sync", marks=pytest.mark.nightly), "async", "in a stream"])
+def refused_client(request: pytest.FixtureRequest, server: LiveServer) -> Iterator[AnyClient]:
+    """A client of either kind, and one whose claims share a stream with one that waits, and gets its sample later."""
+    if request.param != "in a stream":
+        yield server.client(request.param)
+        return
+    client = server.client("async")
+    claim = {**TRAIN, "partition_id": "later", "batch_size": 1, "max_wait": 60.0, "timeout": 70.0}
+    waiting = []
+    for count in (1, 2):  # the first goes alone, since it has no neighbour
+        waiting.append(server.loop.start(client.real.get_meta(**claim)))
+        while server.app.waiting.count < count:
+            server.settle()
+    assert server.app.calls.count == 3  # with the stream
+    yield client
+    client.put({field: torch.ones(2) for field in TRAIN["data_fields"]}, partition_id="later")
+    assert [each.result(20).status for each in waiting] == ["batch", "batch"]
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_a_refused_call_says_why_and_changes_nothing(row: Row, client: AnyClient) -> None:
+def test_a_refused_call_says_why_and_changes_nothing(row: Row, refused_client: AnyClient) -> None:
+    client = refused_client
     meta = put_train(client)
     row.prepare(client, meta)
     before = snapshot(client)
@@ -343,7 +413,7 @@ def test_a_refused_call_says_why_and_changes_nothing(row: Row, client: AnyClient
         assert row.violation is None or violations_of(call) == [row.violation]
         assert set(violations_of(call)) <= names_in(DESCRIBED[error.metadata["method"]].input_type)
     if row.violation is not None:
-        assert isinstance(error, tq.InvalidArgumentError)
+        assert isinstance(error, InvalidArgumentError)
         assert error.field == row.violation
     for part in row.says:
         assert part in str(error)
@@ -352,10 +422,10 @@ def test_a_refused_call_says_why_and_changes_nothing(row: Row, client: AnyClient
 
 
 def test_errors_derive_from_the_built_in_that_fits() -> None:
-    assert issubclass(tq.InvalidArgumentError, ValueError)
-    assert issubclass(tq.NotFoundError, KeyError)
-    assert issubclass(tq.UnavailableError, ConnectionError)
-    assert all(issubclass(kind, builtins.TimeoutError) for kind in (tq.DeadlineError, tq.SamplerTimeoutError))
+    assert issubclass(InvalidArgumentError, ValueError)
+    assert issubclass(NotFoundError, KeyError)
+    assert issubclass(UnavailableError, ConnectionError)
+    assert all(issubclass(kind, builtins.TimeoutError) for kind in (DeadlineError, SamplerTimeoutError))
 
 
 def test_a_claim_of_a_partition_that_is_not_there_waits_for_it(client: AnyClient, server: LiveServer) -> None:
@@ -382,7 +452,7 @@ def test_a_length_field_without_lengths_is_an_error(client: AnyClient) -> None:
     before = snapshot(client)
     asks: dict[str, Any] = {"partition_id": "bare", "task_name": "t", "data_fields": ["x"], "batch_size": 1, **RANK}
     asks |= {"sampler": "seqlen_balanced", "sampler_config": {"length_field": "x"}}
-    with pytest.raises(tq.MissingLengthError) as caught:
+    with pytest.raises(MissingLengthError) as caught:
         client.get_meta(**asks)
     assert wire_code(caught.value) == CODE.INVALID_ARGUMENT
     assert "length_field is 'x', which has scalars" in str(caught.value)
@@ -428,7 +498,7 @@ def test_calls_that_wait_end_when_their_partition_is_cleared(client: AnyClient, 
         other.clear_partition("train")
         for waiting in (rank, queue):
             error = waiting.exception(20)
-            assert isinstance(error, tq.PartitionClearedError)
+            assert isinstance(error, PartitionClearedError)
             assert wire_code(error) == CODE.FAILED_PRECONDITION
             assert reason_of(rpc_error_of(error)) == "PARTITION_CLEARED"
             assert "'train'" in str(error)
@@ -438,7 +508,7 @@ def test_calls_that_wait_end_when_their_partition_is_cleared(client: AnyClient, 
 def test_a_put_larger_than_the_quota_is_refused_at_once(start_server: StartServer, client_kind: ClientKind) -> None:
     client = start_server(max_bytes=100_000).client(client_kind)
     before = snapshot(client)
-    with pytest.raises(tq.QuotaExceededError) as caught:
+    with pytest.raises(QuotaExceededError) as caught:
         client.put({"x": torch.zeros(200_000, dtype=torch.uint8)}, partition_id="p", timeout=60.0)
     assert wire_code(caught.value) == CODE.RESOURCE_EXHAUSTED
     assert caught.value.retry_after_seconds is None
@@ -452,7 +522,7 @@ def test_a_put_that_finds_no_capacity_waits_then_is_refused(start_server: StartS
     client = start_server(max_bytes=100_000).client(client_kind)
     meta = client.put({"x": torch.zeros(80_000, dtype=torch.uint8)}, partition_id="full")
     before = snapshot(client)
-    with pytest.raises(tq.QuotaExceededError) as caught:
+    with pytest.raises(QuotaExceededError) as caught:
         client.put({"x": torch.zeros(40_000, dtype=torch.uint8)}, partition_id="full", timeout=1.0)
     assert wire_code(caught.value) == CODE.RESOURCE_EXHAUSTED
     assert caught.value.retry_after_seconds is not None
@@ -473,7 +543,7 @@ def test_a_large_put_that_finds_no_capacity_is_refused_as_a_small_one(
         client.put({"x": half}, partition_id="full")
         before = snapshot(client)
         for _ in range(3):
-            with pytest.raises(tq.QuotaExceededError):
+            with pytest.raises(QuotaExceededError):
                 client.put({"x": half}, partition_id="full", timeout=1.0)
         assert snapshot(client) == before
         client.close()
@@ -498,7 +568,7 @@ def test_columns_of_existing_rows_may_use_the_reserve(start_server: StartServer,
     client = start_server(max_bytes=100_000).client(client_kind)
     meta = client.put({"x": torch.zeros(8, 11_000, dtype=torch.uint8)}, partition_id="full")
     client.put({"reward": torch.zeros(8, 250)}, metadata=meta)
-    with pytest.raises(tq.QuotaExceededError):
+    with pytest.raises(QuotaExceededError):
         client.put({"x": torch.zeros(1, 11_000, dtype=torch.uint8)}, partition_id="full", timeout=1.0)
 
 
@@ -511,7 +581,7 @@ def test_bytes_lost_with_a_storage_service_are_named(start_server: StartServer, 
     first.stop()
     start_server(role="storage", controller=controller.address, storage_id="only")
     wait_for_storage(controller, old.boot_id)
-    with pytest.raises(tq.DataLossError) as caught:
+    with pytest.raises(DataLossError) as caught:
         client.get_data(lost.select_samples([1, 3]))
     assert wire_code(caught.value) == CODE.DATA_LOSS
     assert "samples 1 (k1), 3 (k3)" in str(caught.value)
@@ -521,11 +591,11 @@ def test_bytes_lost_with_a_storage_service_are_named(start_server: StartServer, 
 
 
 FAULTS = [
-    ("Raises", tq.SamplerError, CODE.INTERNAL),
-    ("ReturnsForeignRows", tq.SamplerError, CODE.INTERNAL),
-    ("ReturnsNonsense", tq.SamplerError, CODE.INTERNAL),
-    ("Hangs", tq.SamplerTimeoutError, CODE.DEADLINE_EXCEEDED),
-    ("HangsAwaiting", tq.SamplerTimeoutError, CODE.DEADLINE_EXCEEDED),
+    ("Raises", SamplerError, CODE.INTERNAL),
+    ("ReturnsForeignRows", SamplerError, CODE.INTERNAL),
+    ("ReturnsNonsense", SamplerError, CODE.INTERNAL),
+    ("Hangs", SamplerTimeoutError, CODE.DEADLINE_EXCEEDED),
+    ("HangsAwaiting", SamplerTimeoutError, CODE.DEADLINE_EXCEEDED),
 ]
 
 
@@ -554,14 +624,14 @@ def test_a_faulty_sampler_harms_its_own_request_only(
 def test_a_server_that_is_down_is_tried_until_the_deadline(server: LiveServer, client_kind: ClientKind) -> None:
     client = server.client(client_kind, timeout=0.6)
     server.stop()
-    with pytest.raises(tq.UnavailableError) as caught:
+    with pytest.raises(UnavailableError) as caught:
         client.list_partitions()
     assert isinstance(caught.value, ConnectionError)
     assert wire_code(caught.value) == CODE.UNAVAILABLE
     assert server.address in str(caught.value)
-    with pytest.raises(tq.UnavailableError):
+    with pytest.raises(UnavailableError):
         client.put({"x": torch.zeros(2)}, partition_id="p", timeout=0.3)
-    with pytest.raises(tq.UnavailableError):
+    with pytest.raises(UnavailableError):
         client.get_meta(**TRAIN, batch_size=1, max_wait=0.1, timeout=0.2)
 
 

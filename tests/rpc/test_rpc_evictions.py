@@ -37,7 +37,7 @@ def test_stale_samples_cannot_make_an_admission_stand_still(client: AnyClient, u
     put(client, [0] * 4, "old")
     got = client.get_meta(**rank(0), where=FRESH)
     assert got.status == "not_yet"
-    with pytest.raises(tq.AdmissionLimitError):
+    with pytest.raises(tq.errors.AdmissionLimitError):
         put(client, [1] * 4, "new", timeout=0.5)
     # With unmatched the claim that waits makes way for the put.
     thread = threading.Timer(0.3, lambda: put(client, [1] * 4, "new", timeout=20.0))
@@ -105,9 +105,9 @@ def test_ranks_agree_on_what_is_evicted(client: AnyClient) -> None:
     asks = {**rank(0, ASKS, dp_size=2), "where": FRESH, "unmatched": "fail"}
     client.get_meta(**asks)
     client.get_meta(**{**asks, "dp_rank": 1})
-    with pytest.raises(tq.RankDisagreementError, match=r"unmatched of batch_index 0 .* is fail, got clear"):
+    with pytest.raises(tq.errors.RankDisagreementError, match=r"unmatched of batch_index 0 .* is fail, got clear"):
         client.get_meta(**{**asks, "dp_rank": 1, "unmatched": "clear"})
-    with pytest.raises(tq.RankDisagreementError, match=r"unmatched of batch_index 0 .* is fail, got wait"):
+    with pytest.raises(tq.errors.RankDisagreementError, match=r"unmatched of batch_index 0 .* is fail, got wait"):
         client.get_meta(**{**asks, "dp_rank": 1, "unmatched": "wait"})
 
 
@@ -124,7 +124,7 @@ def test_what_cannot_be_evicted_is_refused_and_changes_nothing(
     client: AnyClient, arguments: dict[str, Any], field: str, message: str
 ) -> None:
     put(client, [0] * 4)
-    with pytest.raises(tq.InvalidArgumentError, match=message) as caught:
+    with pytest.raises(tq.errors.InvalidArgumentError, match=message) as caught:
         client.get_meta(**ASKS, where=FRESH, **arguments)
     assert caught.value.field == field
     assert client.describe_partition("train").live_count == 4
@@ -169,7 +169,7 @@ def test_the_reason_of_a_wait_and_the_status_count_what_was_evicted(client: AnyC
     client.put(metadata=small.select_samples([0, 1]), state="failed")
     got = client.get_meta(**GROUPS, where=FRESH, unmatched="clear", least_members=3, explain=True)
     assert got.reason.endswith(
-        "; claims of it have evicted 2 samples or groups: 1 that their where excludes, 1 with too few members left"
+        "; 2 samples or groups were evicted: 1 that their where excludes, 1 with too few members left"
     )
     task = client.status().partitions[0].tasks[0]
     assert (task.unmatched_count, task.too_small_count) == (1, 1)
@@ -185,37 +185,37 @@ def test_evicted_units_are_listed_after_a_serial(client: AnyClient) -> None:
     asks = {**rank(0), "where": [("version", ">=", tq.Published())], "unmatched": "fail"}
     assert client.get_meta(**asks).status == "not_yet"
     found = client.take_evicted("train", "t")
-    assert found == tq.client.EvictedUnits(
+    assert found == tq.types.EvictedUnits(
         units=(
-            tq.client.EvictedUnit(
+            tq.types.EvictedUnit(
                 serial=1, unit="group", group="a", key="a0", reason="unmatched", version=3, sample_count=4
             ),
-            tq.client.EvictedUnit(
+            tq.types.EvictedUnit(
                 serial=2, unit="sample", group=None, key="single", reason="unmatched", version=3, sample_count=1
             ),
         )
     )
     assert client.take_evicted("train", "t", 1).units == found.units[1:]
     assert client.take_evicted("train", "t", after=0, limit=1).units == found.units[:1]
-    assert client.take_evicted("train", "t", after=2) == tq.client.EvictedUnits(units=())
+    assert client.take_evicted("train", "t", after=2) == tq.types.EvictedUnits(units=())
     task = client.describe_partition("train").tasks[0]
     assert (task.unmatched_count, task.too_small_count, task.refilled_count) == (2, 0, 0)
 
 
 def test_evicted_units_of_what_is_not_there_are_errors(client: AnyClient) -> None:
-    with pytest.raises(tq.PartitionNotFoundError):
+    with pytest.raises(tq.errors.PartitionNotFoundError):
         client.take_evicted("train", "t")
     stale = put(client, [0])
-    with pytest.raises(tq.TaskNotFoundError):
+    with pytest.raises(tq.errors.TaskNotFoundError):
         client.take_evicted("train", "t")
     client.get_meta(**ASKS, where=FRESH, unmatched="fail")
     for arguments, field in (({"after": -1}, "after"), ({"limit": 0}, "limit"), ({"limit": 1025}, "limit")):
-        with pytest.raises(tq.InvalidArgumentError) as caught:
+        with pytest.raises(tq.errors.InvalidArgumentError) as caught:
             client.take_evicted("train", "t", **arguments)
         assert caught.value.field == field
     client.clear_partition("train")
     put(client, [0])
-    with pytest.raises(tq.StaleIncarnationError):
+    with pytest.raises(tq.errors.StaleIncarnationError):
         client.take_evicted("train", "t", incarnation=stale.incarnation)
 
 
@@ -232,7 +232,7 @@ def test_prompts_of_evicted_groups_are_generated_again(client: AnyClient) -> Non
     assert client.describe_partition("prompts").tasks[0].refilled_count == 1
     put(client, [1] * 4, "p0")
     client.get_meta(**rank(0, asks))
-    with pytest.raises(tq.RankDisagreementError, match="refill of batch_index 0"):
+    with pytest.raises(tq.errors.RankDisagreementError, match="refill of batch_index 0"):
         client.get_meta(**rank(0, {**asks, "max_refills": 2}))
 
 
@@ -269,7 +269,7 @@ def test_a_refill_that_cannot_be_is_refused(
     client: AnyClient, arguments: dict[str, Any], field: str, message: str
 ) -> None:
     put(client, [0] * 4)
-    with pytest.raises(tq.InvalidArgumentError, match=message) as caught:
+    with pytest.raises(tq.errors.InvalidArgumentError, match=message) as caught:
         client.get_meta(**ASKS, where=FRESH, **arguments)
     assert caught.value.field == field
     assert client.describe_partition("train").live_count == 4
@@ -328,7 +328,7 @@ def test_samples_are_failed_and_cleared_by_the_same_conditions(client: AnyClient
 def test_only_samples_that_are_left_for_a_task_and_leased_to_nobody_go(client: AnyClient, verb: str) -> None:
     call = getattr(client, verb)
     put(client, [0] * 4)
-    with pytest.raises(tq.TaskNotFoundError):
+    with pytest.raises(tq.errors.TaskNotFoundError):
         call(partition_id="train", task_name="t")
     asks = {**ASKS, "batch_size": 1}
     client.get_meta(**rank(0, asks))
@@ -350,10 +350,10 @@ def test_failing_samples_gives_places_back_and_is_checked_against_the_lease(clie
     put(client, [1] * 4, timeout=10.0)
     leased = client.get_meta(**ASKS, lease=60.0)
     client.release(leased)
-    with pytest.raises(tq.LeaseExpiredError):
+    with pytest.raises(tq.errors.LeaseExpiredError):
         client.fail_samples(leased)
     assert client.describe_partition("train").live_count == 4
-    with pytest.raises(tq.PartitionNotFoundError):
+    with pytest.raises(tq.errors.PartitionNotFoundError):
         client.fail_samples(partition_id="nowhere", keys=["a"])
-    with pytest.raises(tq.InvalidArgumentError, match="groups are named, and samples too"):
+    with pytest.raises(tq.errors.InvalidArgumentError, match="groups and samples are both named"):
         client.fail_samples(partition_id="train", keys=["a"], groups=["g"])

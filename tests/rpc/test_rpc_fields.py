@@ -109,11 +109,11 @@ def test_fields_that_not_all_samples_have_are_left_out(
 
 def test_without_it_a_field_that_a_sample_lacks_is_an_error(client: AnyClient) -> None:
     put_some(client)
-    with pytest.raises(tq.CellNotFoundError, match="no 'values', 'reward' yet"):
+    with pytest.raises(tq.errors.CellNotFoundError, match="no 'values', 'reward' yet"):
         client.get_data(partition_id="train", keys=["a"])
-    with pytest.raises(tq.FieldNotFoundError, match="no field 'nobody'"):
+    with pytest.raises(tq.errors.FieldNotFoundError, match="no field 'nobody'"):
         client.get_data(partition_id="train", keys=["a"], data_fields=["nobody"], missing="skip")
-    with pytest.raises(tq.InvalidArgumentError, match="missing_fields is 'drop', expected 'error' or 'skip'"):
+    with pytest.raises(tq.errors.InvalidArgumentError, match="missing_fields is 'drop', expected 'error' or 'skip'"):
         client.get_data(partition_id="train", keys=["a"], missing_fields="drop")
 
 
@@ -121,7 +121,7 @@ def test_samples_that_are_unknown_are_left_out_before_the_fields_are_chosen(clie
     put_some(client)
     got = client.get_data(partition_id="train", keys=["b", "x", "a"], missing="skip", missing_fields="skip")
     assert columns(got) == expected(["prompt", "response"], "ba")
-    with pytest.raises(tq.KeyNotFoundError, match="no key 'x'"):
+    with pytest.raises(tq.errors.KeyNotFoundError, match="no key 'x'"):
         client.get_data(partition_id="train", keys=["b", "x"], missing_fields="skip")
     nobody = client.get_data(partition_id="train", keys=["x"], missing="skip", missing_fields="skip")
     assert {name: list(column.shape) for name, column in nobody.items()} == {name: [0] for name in HAVE}
@@ -149,7 +149,7 @@ def test_an_empty_batch_has_the_fields_that_there_are(client: AnyClient) -> None
     nothing = client.lookup_samples("train", ["a"])[0].select_samples([])
     got = client.get_data(nothing, data_fields=["response", "nobody"], missing_fields="skip")
     assert {name: list(column.shape) for name, column in got.items()} == {"response": [0]}
-    with pytest.raises(tq.FieldNotFoundError, match="no field 'nobody'"):
+    with pytest.raises(tq.errors.FieldNotFoundError, match="no field 'nobody'"):
         client.get_data(nothing, data_fields=["response", "nobody"])
 
 
@@ -196,7 +196,7 @@ def test_a_look_up_answers_with_the_fields_of_the_samples(
 def test_look_ups_with_different_fields_make_one_batch_of_fields_that_both_have(client: AnyClient) -> None:
     put_some(client)
     one, other = (client.lookup_samples("train", [key])[0] for key in "db")
-    with pytest.raises(tq.InvalidArgumentError, match=r"batches differ in data_fields: .*select_fields"):
+    with pytest.raises(tq.errors.InvalidArgumentError, match=r"batches differ in data_fields: .*select_fields"):
         tq.BatchMeta.concat([one, other])
     both = tq.BatchMeta.concat([one.select_fields(["prompt"]), other.select_fields(["prompt"])])
     assert had(both) == {"prompt": "db"}
@@ -273,7 +273,7 @@ def test_a_put_answers_as_before_where_it_is_not_asked(client: AnyClient) -> Non
     assert (meta.data_fields, meta.custom_meta, meta.produced) == (["x"], [{}], {})
     found, _ = client.lookup_samples("train", ["a", "b"])
     assert client.put({"x": torch.zeros(2)}, metadata=found).produced == {}
-    with pytest.raises(tq.InvalidArgumentError, match="return_meta is 'some', expected 'written' or 'all'"):
+    with pytest.raises(tq.errors.InvalidArgumentError, match="return_meta is 'some', expected 'written' or 'all'"):
         client.put({"x": torch.zeros(1)}, partition_id="train", keys=["a"], return_meta="some")
 
 
@@ -343,7 +343,9 @@ def test_all_that_is_known_is_refused_of_more_samples_than_one_answer_is_about(
         meta: tq.BatchMeta = client.put(data, partition_id="train", keys=list(keys), return_meta="all")
         return meta
 
-    with pytest.raises(tq.InvalidArgumentError, match="return_all_meta is set for 4 samples, at most 3") as caught:
+    with pytest.raises(
+        tq.errors.InvalidArgumentError, match="return_all_meta is set for 4 samples, at most 3"
+    ) as caught:
         put("abce")
     assert caught.value.field == "return_all_meta"
     assert before == (snapshot(client) if way != "apart" else client.describe_partition("train").summary)
@@ -365,11 +367,11 @@ def test_samples_that_were_cleared_are_named_though_their_fields_went_with_them(
         "indexes": {"partition_id": "train", "global_indexes": range(4), "data_fields": ["x"]},
     }
     says = "no key 'a'" if named == "keys" else rf"no sample 0 \({count} of 4 are missing\).*were cleared"
-    with pytest.raises(tq.NotFoundError, match=says) as refused:
+    with pytest.raises(tq.errors.NotFoundError, match=says) as refused:
         client.get_data(**ways[named])
-    assert isinstance(refused.value, tq.KeyNotFoundError if named == "keys" else tq.SampleNotFoundError)
+    assert isinstance(refused.value, tq.errors.KeyNotFoundError if named == "keys" else tq.errors.SampleNotFoundError)
     assert client.get_data(**ways[named], missing="skip")["x"].tolist() == list(range(count, 4))
-    with pytest.raises(tq.FieldNotFoundError, match="no field 'y'"):
+    with pytest.raises(tq.errors.FieldNotFoundError, match="no field 'y'"):
         client.get_data(**{**ways[named], "data_fields": ["y"]})
 
 
@@ -378,6 +380,8 @@ def test_samples_that_failed_are_named_though_their_fields_went_with_them(client
     client.put({"x": torch.arange(4)}, partition_id="train")
     meta = client.get_meta(partition_id="train", task_name="t", data_fields=["x"], batch_size=4)
     client.put(metadata=meta.select_samples(range(count)), state="failed")
-    with pytest.raises(tq.CellNotFoundError, match=r"sample 0 .* has no 'x', and gets none: it has failed"):
+    with pytest.raises(
+        tq.errors.CellNotFoundError, match=r"sample 0 .* has no 'x', and never will: the sample has failed"
+    ):
         client.get_data(meta)
     assert client.get_data(meta, missing="skip")["x"].tolist() == list(range(count, 4))

@@ -23,20 +23,6 @@ SHORT, LONG = 0.3, 60.0
 READS = {"partition_id": "train", "task_name": "train", "data_fields": ["tokens", "reward"]}
 
 
-@pytest.fixture(params=["shared_memory", "frames", "bulk", "data_dir", "split"])
-def service(request: pytest.FixtureRequest, start_server: StartServer, tmp_path: Any) -> LiveServer:
-    """A service whose clients read in one of all ways; "split": from two storage services."""
-    kind = request.param
-    if kind == "split":
-        controller = start_server(role="controller", shared_memory="off")
-        for name in ("one", "two"):
-            start_server(role="storage", storage_id=name, controller=controller.address, shared_memory="off")
-        return controller
-    flags = {"data_dir": str(tmp_path)} if kind == "data_dir" else {}
-    shared_memory, bulk = ("on" if kind == "shared_memory" else "off"), ("off" if kind == "frames" else "on")
-    return start_server(shared_memory=shared_memory, bulk=bulk, **flags)
-
-
 @pytest.fixture
 def client(start_server: StartServer, client_kind: Any) -> AnyClient:
     return start_server().client(client_kind)
@@ -44,7 +30,7 @@ def client(start_server: StartServer, client_kind: Any) -> AnyClient:
 
 def slots_of(client: AnyClient, count: int, **more: Any) -> tq.BatchMeta:
     """Return slots of a new partition."""
-    with suppress(tq.AlreadyExistsError):
+    with suppress(tq.errors.AlreadyExistsError):
         client.create_partition("train", fields=more.pop("fields", ()))
     slots: tq.BatchMeta = client.acquire("train", "rollout", count=count, **{"lease": LONG, **more})
     return slots
@@ -54,8 +40,8 @@ def rows_of(batch: Any, name: str = "tokens") -> list[list[Any]]:
     return [row.tolist() for row in batch[name].unbind()]
 
 
-def test_cells_are_all_that_was_added_however_they_are_read(service: LiveServer, client_kind: Any) -> None:
-    client = service.client(client_kind)
+def test_cells_are_all_that_was_added_however_they_are_read(service_of_each_way: LiveServer, client_kind: Any) -> None:
+    client = service_of_each_way.client(client_kind)
     slots = slots_of(client, 5)
     big = torch.arange(300_000)
     expected: list[list[int]] = [[] for _ in range(5)]
@@ -102,9 +88,9 @@ def test_rows_of_several_dimensions_and_dense_data_grow(client: AnyClient) -> No
     rows = client.get_data(meta)["h"].unbind()
     assert [tuple(row.shape) for row in rows] == [(4, 4), (3, 4)]
     assert rows[0].sum() == 4
-    with pytest.raises(tq.FieldMismatchError, match=r"differ in their first dimension alone"):
+    with pytest.raises(tq.errors.FieldMismatchError, match=r"differ in their first dimension alone"):
         client.append({"h": torch.zeros(2, 1, 5)}, metadata=slots, at=[4, 3])
-    with pytest.raises(tq.InvalidArgumentError, match="a tensor or a list of numbers"):
+    with pytest.raises(tq.errors.InvalidArgumentError, match="a tensor or a list of numbers"):
         client.append({"text": ["a", "b"]}, metadata=slots, at=[0, 0])
     assert rows_of(client.get_data(meta), "h")[1] == [[0] * 4] * 3
 
@@ -113,15 +99,17 @@ def test_an_append_at_another_length_changes_nothing_and_says_which(client: AnyC
     slots = slots_of(client, 3)
     client.append({"tokens": [[1], [1, 2], []]}, metadata=slots, at=[0, 0, 0])
     for at in ([1, 3, 0], [1, 1, 1]):
-        with pytest.raises(tq.PreconditionError, match="continue at its length, or truncate it") as raised:
+        with pytest.raises(
+            tq.errors.PreconditionError, match="continue at that length, or truncate the field"
+        ) as raised:
             client.append({"tokens": [[9], [9], [9]]}, metadata=slots, at=at)
         assert raised.value.reason == "LENGTH_MISMATCH"
         named = {name: raised.value.metadata[name] for name in ("global_index", "field_name", "got", "expected")}
         assert named == {"global_index": "1", "field_name": "tokens", "got": "2", "expected": str(at[1])}
-    with pytest.raises(tq.PreconditionError) as raised:  # one length for all fields of a call
+    with pytest.raises(tq.errors.PreconditionError) as raised:  # one length for all fields of a call
         client.append({"tokens": [[9]] * 3, "logprobs": [[9.0]] * 3}, metadata=slots, at=[1, 2, 0])
     assert raised.value.metadata["field_name"] == "logprobs"
-    with pytest.raises(tq.PreconditionError) as raised:
+    with pytest.raises(tq.errors.PreconditionError) as raised:
         client.truncate(metadata=slots, to=[0, 3, 0], data_fields=["tokens"])
     assert (raised.value.metadata["got"], raised.value.metadata["expected"]) == ("2", "3")
     found, _ = client.lookup_samples("train")
@@ -140,18 +128,18 @@ def test_samples_that_are_not_held_or_not_leased_to_the_caller_do_not_grow(clien
     found, _ = client.lookup_samples("train")
     plain = client.put({"x": torch.zeros(1)}, partition_id="train")
     for change in changes.values():
-        with pytest.raises(tq.PreconditionError, match="is live, expected a held one") as raised:
+        with pytest.raises(tq.errors.PreconditionError, match="is live, expected a held one") as raised:
             change(slots)
         assert (raised.value.reason, raised.value.metadata["global_index"]) == ("SAMPLE_NOT_HELD", "0")
         for meta in (found, plain):
-            with pytest.raises(tq.InvalidArgumentError, match="of no leased claim"):
+            with pytest.raises(tq.errors.InvalidArgumentError, match="of no leased claim"):
                 change(meta)
     live = client.get_meta(partition_id="train", task_name="t", data_fields=["x"], batch_size=1, lease=LONG)
-    with pytest.raises(tq.PreconditionError, match="is live"):
+    with pytest.raises(tq.errors.PreconditionError, match="is live"):
         changes["append"](live)
     client.ack(slots)
     for change in changes.values():
-        with pytest.raises(tq.LeaseExpiredError):
+        with pytest.raises(tq.errors.LeaseExpiredError):
             change(slots.select_samples([1]))
     assert rows_of(client.get_data(found, data_fields=["tokens"])) == [[1], [2]]
 
@@ -165,9 +153,9 @@ def test_a_worker_whose_lease_ran_out_adds_nothing_and_the_next_one_continues(cl
     )  # fmt: skip
     assert rows_of(client.get_data(again)) == [[1, 2]]
     for at in ([2], [3]):
-        with pytest.raises(tq.LeaseExpiredError):
+        with pytest.raises(tq.errors.LeaseExpiredError):
             client.append({"tokens": [[9]]}, metadata=slots, at=at)
-        with pytest.raises(tq.LeaseExpiredError):
+        with pytest.raises(tq.errors.LeaseExpiredError):
             client.truncate(metadata=slots, to=[0], data_fields=["tokens"])
         client.append({"tokens": [[3]]}, metadata=again, at=[2 if at == [2] else 3])
     assert rows_of(client.get_data(again)) == [[1, 2]]  # where it was when it was claimed
@@ -189,7 +177,7 @@ def test_an_aborted_rollout_is_continued_or_discarded_and_no_trainer_gets_it(cli
     client.truncate(metadata=discarded, to=[0], data_fields=["tokens", "versions", "never_put"])
     found, _ = client.lookup_samples("train", global_indexes=[1])
     assert found.data_fields == []
-    with pytest.raises(tq.CellNotFoundError):
+    with pytest.raises(tq.errors.CellNotFoundError):
         client.get_data(discarded, data_fields=["tokens"])
     client.append({"tokens": [[3]], "versions": [[8]]}, metadata=kept, at=[5])
     client.append({"tokens": [[4]], "versions": [[8]]}, metadata=discarded, at=[0])
@@ -208,12 +196,12 @@ def test_a_put_replaces_all_extents_and_write_once_fields_grow_until_they_are_pu
     used_bytes = client.describe_partition("train").used_bytes
     client.put({"tokens": [[5]]}, metadata=slots)
     assert client.describe_partition("train").used_bytes < used_bytes
-    with pytest.raises(tq.AlreadyExistsError, match="write-once"):
+    with pytest.raises(tq.errors.AlreadyExistsError, match="write-once"):
         client.put({"once": [[5]]}, metadata=slots)
-    with pytest.raises(tq.FieldMismatchError, match="jagged"):
+    with pytest.raises(tq.errors.FieldMismatchError, match="jagged"):
         client.append({"dense": [[5]]}, metadata=slots, at=[0])
     client.put({"dense": torch.zeros(1, 2)}, metadata=slots)
-    with pytest.raises(tq.FieldMismatchError, match="differ in their first dimension"):
+    with pytest.raises(tq.errors.FieldMismatchError, match="differ in their first dimension"):
         client.truncate(metadata=slots, to=[0], data_fields=["dense"])
     client.append({"tokens": [[6]]}, metadata=slots, at=[1])
     batch = client.get_data(partition_id="train", global_indexes=[0], data_fields=["tokens", "once"])
@@ -226,7 +214,7 @@ def test_a_cell_takes_so_many_appends_and_then_one_put(client: AnyClient, monkey
     slots = slots_of(client, 1)
     for at in range(3):
         client.append({"tokens": [[at]]}, metadata=slots, at=[at])
-    with pytest.raises(tq.PreconditionError, match="put the field whole") as raised:
+    with pytest.raises(tq.errors.PreconditionError, match="put the entire field") as raised:
         client.append({"tokens": [[3]]}, metadata=slots, at=[3])
     assert (raised.value.reason, raised.value.metadata["got"]) == ("TOO_MANY_EXTENTS", "3")
     meta = client.put({"tokens": client.get_data(slots, data_fields=["tokens"])["tokens"]}, metadata=slots)
@@ -245,9 +233,9 @@ def test_a_cell_takes_so_many_appends_and_then_one_put(client: AnyClient, monkey
 )
 def test_arguments_that_cannot_be_meant(client: AnyClient, arguments: dict[str, Any], problem: str) -> None:
     slots = slots_of(client, 2)
-    with pytest.raises(tq.InvalidArgumentError, match=problem):
+    with pytest.raises(tq.errors.InvalidArgumentError, match=problem):
         client.append(**{"data": {"tokens": [[1], [2]]}, "metadata": slots, "at": [0, 0]} | arguments)
-    with pytest.raises(tq.InvalidArgumentError, match="data_fields is empty"):
+    with pytest.raises(tq.errors.InvalidArgumentError, match="data_fields is empty"):
         client.truncate(metadata=slots, to=[0, 0], data_fields=[])
     assert client.append({"tokens": torch.zeros(0, 1)}, metadata=slots.select_samples([]), at=[]).size == 0
 

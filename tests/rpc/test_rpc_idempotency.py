@@ -512,3 +512,18 @@ def test_an_epoch_of_zero_is_not_one_left_out(server: LiveServer) -> None:
     with pytest.raises(grpc.RpcError) as caught:
         server.controller.ResetConsumption(pb.ResetConsumptionRequest(**ids(new_id(), task_name="held", epoch=0)))
     assert reason_of(caught.value) == "STALE_EPOCH"
+
+
+def test_a_publication_that_names_a_task_twice_is_refused_and_changes_nothing(server: LiveServer) -> None:
+    """Made again from the log, the second of the two would change nothing."""
+    put_train(server.client())
+    rank = {"task_name": "ranked", "dp_rank": 0, "dp_size": 1, "batch_index": 0, "batch_size": 1}
+    server.controller.GetMeta(pb.GetMetaRequest(**CLAIM | rank, request_id=bytes(16)))
+    trained = [pb.TrainedBatches(partition_id="train", task_name="ranked", batch_index=0)] * 2
+    with pytest.raises(grpc.RpcError) as raised:
+        server.controller.PublishVersion(
+            pb.PublishVersionRequest(request_id=new_id(), version=1, policy="p", trained=trained)
+        )
+    assert reason_of(raised.value) == "INVALID_ARGUMENT"
+    with pytest.raises(tq.errors.PolicyNotFoundError):
+        server.client().get_version(policy="p")

@@ -193,7 +193,7 @@ def test_a_service_for_all_without_a_secret_takes_no_others(
     assert code_of(server, name, storage_registry_pb2.RegisterStorageRequest()).code() is CODE.UNIMPLEMENTED
     replace(tmp_path / "secret", SECRET)
     start_server(role="storage", controller=server.address, internal_secret_file=str(tmp_path / "secret"))
-    until(lambda: "takes no further storage services" in caplog.text)
+    until(lambda: "does not accept further storage services" in caplog.text)
     assert "internal_secret_file" in caplog.text
 
 
@@ -224,7 +224,7 @@ def test_refusals_are_in_the_audit_log(
         assert line.reason == "no token"
     else:
         assert line.reason == "no internal secret"
-        assert "between the services of a deployment" in error.details()
+        assert "reserved for the services of a deployment" in error.details()
 
 
 def test_a_method_without_a_rule_is_refused_without_tokens_too(start_server: StartServer, monkeypatch: Any) -> None:
@@ -250,7 +250,7 @@ def test_a_storage_service_with_another_secret_says_so_once(
     until(lambda: sum(record.name == LOGGER_NAME for record in caplog.records) >= 5)
     said = [record for record in caplog.records if "controller rejects this service" in record.getMessage()]
     assert len(said) == 1
-    assert "internal secret of the caller is not that of this service" in said[0].getMessage()
+    assert "internal secret of the caller differs from that of this service" in said[0].getMessage()
     assert controller.app.controller.storages.count == 0
     assert storage.storage.Stat(storage_pb.StatRequest()).put_count == 0  # it answers what it can
 

@@ -103,7 +103,7 @@ def test_a_storage_service_that_starts_again_is_told_what_is_known(deployment: D
     again = client.get_data(rest)
     assert torch.equal(again["x"], expected["x"])
     assert torch.equal(again["y"], expected["y"])
-    with pytest.raises(tq.PartitionNotFoundError):
+    with pytest.raises(tq.errors.PartitionNotFoundError):
         client.get_data(gone)
     # What waits for its commit goes on doing so.
     deployment.storage.app.storage.engine.confirm(waiting)
@@ -182,7 +182,7 @@ def test_puts_that_the_storage_service_has_lost_are_told_and_named(deployment: D
     deployment.storage.control.UpdatePuts(free, metadata=deployment.storage.as_service)
     deployment.restart_storage()
     deployment.wait(lambda stat: stat.damaged_put_count == 1)
-    with pytest.raises(tq.DataLossError, match="'x' of samples 0, 1, 2"):
+    with pytest.raises(tq.errors.DataLossError, match="'x' of samples 0, 1, 2"):
         client.get_data(lost)
     assert client.get_data(kept)["x"].eq(1).all()
     client.clear_samples(lost)

@@ -57,7 +57,7 @@ def test_the_error_says_both_sizes_and_what_to_do(
                 ControllerServiceStub(channel).GetMeta(request_of_much, timeout=20)
             assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
             error = from_rpc_error(caught.value.code(), caught.value.details(), None)
-            assert isinstance(error, tq.ResourceExhaustedError)
+            assert isinstance(error, tq.errors.ResourceExhaustedError)
             assert error.retry_after_seconds is None
             assert error.metadata["limit"] == "4096"
             assert int(error.metadata["got"]) > 4096

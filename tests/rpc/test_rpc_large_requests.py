@@ -58,7 +58,7 @@ def test_writes_without_data_go_in_parts_too(client: AnyClient) -> None:
 
 def test_a_request_that_is_too_large_is_refused_before_it_is_sent(client: AnyClient) -> None:
     texts = [f"{row:0512d}" for row in range(MAX_REQUEST_BYTES // 512 + 1)]
-    with pytest.raises(tq.InvalidArgumentError, match="fewer samples at once"):
+    with pytest.raises(tq.errors.InvalidArgumentError, match="fewer samples at once"):
         client.insert("p", custom_meta={"text": texts})
     assert not client.list_partitions()
 
@@ -68,7 +68,7 @@ def test_more_samples_with_names_than_one_step_takes_are_refused_with_the_remedy
     names, values = [*KEYS, "one more"], np.zeros((ROWS + 1, 100), np.uint8)
     refusal = rf"{name} names {ROWS + 1} samples, expected at most {ROWS} in one call. Write them in several calls"
     for write in (partial(client.put, {"x": values}, partition_id="p"), partial(client.insert, "p")):
-        with pytest.raises(tq.InvalidArgumentError, match=refusal) as caught:
+        with pytest.raises(tq.errors.InvalidArgumentError, match=refusal) as caught:
             write(**{name: names})
         assert caught.value.metadata.items() >= {"got": str(ROWS + 1), "limit": str(ROWS)}.items()
     assert not client.list_partitions()

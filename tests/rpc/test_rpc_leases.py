@@ -80,17 +80,17 @@ def test_what_is_not_acknowledged_in_time_goes_to_another(server: LiveServer, cl
     assert client.ack(slow.select_samples([1])) == 1
     again = server.client().get_meta(**ASKS, batch_size=3, lease=LONG, max_wait=20.0)
     assert (again.global_indexes, again.delivery_counts) == ([0, 2], (2, 2))
-    with pytest.raises(tq.LeaseExpiredError, match="0, 2") as refused:
+    with pytest.raises(tq.errors.LeaseExpiredError, match="0, 2") as refused:
         client.ack(slow)
     assert refused.value.metadata == {
         "task_name": "t", "global_indexes": "0, 2", "method": "/tq_service.v1.ControllerService/AckClaim",
     }  # fmt: skip
-    with pytest.raises(tq.LeaseExpiredError):
+    with pytest.raises(tq.errors.LeaseExpiredError):
         client.ack(slow.select_samples([0, 1]))
     assert client.ack(slow.select_samples([1])) == 0
-    with pytest.raises(tq.LeaseExpiredError):
+    with pytest.raises(tq.errors.LeaseExpiredError):
         client.extend(slow, LONG)
-    with pytest.raises(tq.LeaseExpiredError, match="0, 2"):
+    with pytest.raises(tq.errors.LeaseExpiredError, match="0, 2"):
         client.release(slow)
     assert client.release(slow.select_samples([1])) == 0
     assert client.check_consumption("train", "t").leased_count == 2
@@ -129,7 +129,7 @@ def test_what_is_given_back_is_claimable_at_once_and_counts_as_no_delivery(clien
     again = client.get_meta(**ASKS, batch_size=4, lease=LONG, max_deliveries=1)
     assert (again.global_indexes, again.delivery_counts) == ([1, 2], (1, 1))
     assert client.ack(meta.select_samples([0, 3])) == 2
-    with pytest.raises(tq.LeaseExpiredError, match="1, 2"):
+    with pytest.raises(tq.errors.LeaseExpiredError, match="1, 2"):
         client.ack(meta)
     assert client.release(again) == 2
     assert client.get_meta(**ASKS, batch_size=4).global_indexes == [1, 2]
@@ -139,10 +139,10 @@ def test_a_claim_without_a_lease_is_given_back_whole(client: AnyClient) -> None:
     put_rows(client, 4)
     meta = client.get_meta(**ASKS, batch_size=4)
     assert (meta.lease_seconds, meta.delivery_counts) == (None, ())
-    with pytest.raises(tq.InvalidArgumentError, match="released whole"):
+    with pytest.raises(tq.errors.InvalidArgumentError, match="expected all of them"):
         client.release(meta.select_samples([0]))
     for call in (client.ack, lambda metadata: client.extend(metadata, 1.0)):
-        with pytest.raises(tq.InvalidArgumentError, match="no leased claim"):
+        with pytest.raises(tq.errors.InvalidArgumentError, match="no leased claim"):
             call(meta)
     assert client.release(meta) == 4
 
@@ -194,7 +194,7 @@ def test_groups_are_acknowledged_and_come_back_whole(client: AnyClient) -> None:
     asks = {**ASKS, "batch_unit": "group", "sampler": "grpo_group_n", "sampler_config": {"n_samples_per_prompt": 2}}
     meta = client.get_meta(**asks, batch_size=3, lease=LONG)
     for call in (client.ack, client.release):
-        with pytest.raises(tq.InvalidArgumentError, match="2, 3 are a group"):
+        with pytest.raises(tq.errors.InvalidArgumentError, match="2, 3 are a group"):
             call(meta.select_samples([0, 1, 2]))
     assert client.check_consumption("train", "t").leased_count == 6
     assert client.ack(meta.select_samples([0, 1])) == 2
@@ -229,7 +229,7 @@ def test_samples_that_failed_or_were_cleared_can_be_acknowledged(client: AnyClie
     client.clear_samples(meta)
     assert client.ack(meta) == 0
     client.clear_partition("train")
-    with pytest.raises(tq.PartitionNotFoundError):
+    with pytest.raises(tq.errors.PartitionNotFoundError):
         client.ack(meta)
     assert client.release(meta) == 0
 
@@ -239,7 +239,7 @@ def test_a_reset_ends_the_leases(client: AnyClient) -> None:
     meta = client.get_meta(**ASKS, batch_size=2, lease=LONG)
     assert client.ack(meta.select_samples([0])) == 1
     client.reset_consumption("train", "t", 0, keep_consumed=True)
-    with pytest.raises(tq.LeaseExpiredError):
+    with pytest.raises(tq.errors.LeaseExpiredError):
         client.ack(meta.select_samples([1]))
     again = client.get_meta(**ASKS, batch_size=2, lease=LONG)
     assert (again.global_indexes, again.delivery_counts) == ([1], (1,))
@@ -295,7 +295,7 @@ def test_a_worker_whose_lease_ran_out_changes_nothing(service: LiveServer, clien
     before = stored(other)
     for name, change in CHANGES.items():
         for part in (slow, slow.select_samples([0]), slow.chunk(2)[1], tq.BatchMeta.concat(slow.chunk(3))):
-            with pytest.raises(tq.LeaseExpiredError, match="no longer leased to this worker"):
+            with pytest.raises(tq.errors.LeaseExpiredError, match="no longer leased to this worker"):
                 change(client, part)
             assert stored(other) == before, name
     assert other.check_consumption("train", "t").leased_count == 2
@@ -326,7 +326,7 @@ def test_a_claim_that_was_lost_in_another_way_changes_nothing(client: AnyClient)
     for lost in (released, dead, redelivered, reset, unknown):
         for name, change in CHANGES.items():
             if name != "released":  # which is what is wanted, for those that did not expire
-                with pytest.raises(tq.LeaseExpiredError):
+                with pytest.raises(tq.errors.LeaseExpiredError):
                     change(client, lost)
                 assert stored(client) == before, name
 
@@ -339,7 +339,7 @@ def test_a_write_to_a_part_that_is_lost_writes_nothing(client: AnyClient) -> Non
     assert client.release(meta.select_samples([3])) == 1
     before = stored(client)
     for name in ("values", "a new column", "custom_meta", "failed", "cleared"):
-        with pytest.raises(tq.LeaseExpiredError, match="samples 3 are no longer"):
+        with pytest.raises(tq.errors.LeaseExpiredError, match="samples 3 are no longer"):
             CHANGES[name](client, meta)
         assert stored(client) == before, name
     client.put({"y": torch.full((3,), 4)}, metadata=meta.select_samples([0, 1, 2]))  # acknowledged, and leased
@@ -359,7 +359,7 @@ def test_writes_that_name_no_leased_claim_are_not_checked(client: AnyClient) -> 
     for value, meta in enumerate((unleased, named, rank)):
         client.put({"y": torch.full((meta.size,), value)}, metadata=meta)
         client.set_custom_meta(meta, [{"v": value}] * meta.size)
-    with pytest.raises(tq.LeaseExpiredError):
+    with pytest.raises(tq.errors.LeaseExpiredError):
         client.put({"y": torch.full((4,), 8)}, metadata=leased)
     found, _ = client.lookup_samples("train", leased.keys)
     client.put({"y": torch.full((4,), 9)}, metadata=found)
@@ -385,7 +385,7 @@ def test_a_write_that_is_not_fenced_is_made_without_the_lease(client: AnyClient)
     client.release(meta)
     for name, change in UNFENCED.items():
         before = stored(client)
-        with pytest.raises(tq.LeaseExpiredError):
+        with pytest.raises(tq.errors.LeaseExpiredError):
             CHANGES[name](client, meta)
         assert stored(client) == before, name
         change(client, meta)
@@ -414,7 +414,7 @@ def test_puts_of_one_moment_are_gathered_by_claim_and_fence(server: LiveServer) 
 
     *made, refused = server.loop.run(put_all())
     assert [meta.global_indexes for meta in made] == [[number] for number in range(8)]
-    assert isinstance(refused, tq.LeaseExpiredError)
+    assert isinstance(refused, tq.errors.LeaseExpiredError)
     assert client.get_data(lost, data_fields=["y"])["y"].tolist() == list(range(8))
 
 
@@ -439,7 +439,7 @@ def test_a_worker_goes_on_after_a_restart_if_its_lease_did_not_run_out(
     for meta in (batch, held):
         client.put({"y": torch.tensor([2])}, metadata=meta)
         assert client.ack(meta) == 1
-    with pytest.raises(tq.LeaseExpiredError):
+    with pytest.raises(tq.errors.LeaseExpiredError):
         client.put({"y": torch.tensor([3])}, metadata=lost)
 
 
@@ -488,7 +488,7 @@ RANKED = {**ASKS, "min_batch_size": None, "batch_size": 1, "dp_rank": 0, "dp_siz
 def test_leases_that_mean_nothing_are_refused(client: AnyClient, name: str) -> None:
     call, says = REFUSED[name]
     put_rows(client, 1)
-    with pytest.raises(tq.InvalidArgumentError, match=says):
+    with pytest.raises(tq.errors.InvalidArgumentError, match=says):
         call(client)
     assert client.describe_partition("train").tasks == ()
 
@@ -526,7 +526,7 @@ def test_parts_of_two_claims_are_acknowledged_one_by_one(client: AnyClient) -> N
     parts = [client.get_meta(**ASKS, batch_size=2, lease=LONG) for _ in range(2)]
     both = tq.BatchMeta.concat(parts)
     assert (both.lease_seconds, both.delivery_counts, both.task_name) == (None, (), "")
-    with pytest.raises(tq.InvalidArgumentError, match="one by one"):
+    with pytest.raises(tq.errors.InvalidArgumentError, match="one by one"):
         client.ack(both)
     assert [client.ack(part) for part in parts] == [2, 2]
     assert client.ack(parts[0].select_samples([])) == 0

@@ -75,7 +75,7 @@ def test_one_too_many_is_refused(start_server: StartServer, name: str) -> None:
     client = start_server(**flags).client()
     put_train(client)
     before = snapshot(client)
-    with pytest.raises(tq.LimitExceededError) as caught:
+    with pytest.raises(tq.errors.LimitExceededError) as caught:
         call(client)
     ((limit_name, limit),) = flags.items()
     said = {"limit_name": limit_name, "got": str(limit + 1), "limit": str(limit)}
@@ -90,7 +90,7 @@ def test_what_is_too_large_is_refused(start_server: StartServer, name: str) -> N
     client = start_server(**flags).client()
     put_train(client)
     before = snapshot(client)
-    with pytest.raises(tq.InvalidArgumentError) as caught:
+    with pytest.raises(tq.errors.InvalidArgumentError) as caught:
         call(client)
     ((limit_name, limit),) = flags.items()
     assert caught.value.metadata["limit_name"] == limit_name
@@ -105,7 +105,7 @@ def test_tasks_are_bounded_however_they_are_named(start_server: StartServer) -> 
     client = server.client()
     put_train(client)
     client.get_meta(**TRAIN, batch_size=1)
-    with pytest.raises(tq.LimitExceededError):
+    with pytest.raises(tq.errors.LimitExceededError):
         client.get_meta(**{**TRAIN, "task_name": "second"}, batch_size=1, max_wait=5.0)
     release = pb.ReleaseClaimRequest(
         request_id=new_id(), partition_id="train", task_name="second", claim_request_id=new_id()
@@ -123,11 +123,11 @@ def test_a_full_service_takes_columns_and_as_many_samples_as_were_cleared(start_
     upsert: dict[str, Any] = {"partition_id": "train", "key_mode": "upsert"}
     client.put({"reward": np.ones(4)}, keys=["k0", "k1", "k2", "k3"], **upsert)
     client.put({"reward": np.ones(5)}, keys=["k0", "k1", "k2", "k3", "k4"], **upsert)
-    with pytest.raises(tq.LimitExceededError):
+    with pytest.raises(tq.errors.LimitExceededError):
         client.put({"reward": np.ones(2)}, keys=["k4", "k5"], **upsert)
     client.clear_samples(partition_id="train", keys=["k0", "k1"])
     client.insert("second", 2)
-    with pytest.raises(tq.LimitExceededError):
+    with pytest.raises(tq.errors.LimitExceededError):
         client.insert("third", 1)
     client.clear_partition("second")
     client.insert("third", 2)
@@ -173,7 +173,7 @@ def test_calls_beyond_what_may_wait_are_refused_and_the_others_go_on(
     calls = [waiting_claim(server) for _ in range(3)]
     until(lambda: server.app.waiting.count == 3)
     refused = error_of(waiting_claim(server))
-    assert isinstance(refused, tq.LimitExceededError)
+    assert isinstance(refused, tq.errors.LimitExceededError)
     assert refused.retry_after_seconds
     assert refused.metadata["limit_name"] == limit_name
     assert server.app.calls.rejected == {limit_name: 1}
@@ -203,7 +203,7 @@ def test_a_claim_that_need_not_wait_is_answered_when_no_more_may_wait(start_serv
     until(lambda: server.app.waiting.count == 1)
     arguments = {"partition_id": "train", "task_name": "task", "data_fields": ["x"], "batch_size": 1}
     assert client.get_meta(**arguments, max_wait=5).size == 1
-    with pytest.raises(tq.LimitExceededError):
+    with pytest.raises(tq.errors.LimitExceededError):
         client.get_meta(**arguments | {"batch_size": 9}, max_wait=5, timeout=1)
     assert server.app.waiting.count == 1
     waiting.cancel()
@@ -265,7 +265,7 @@ def test_a_put_that_stalls_is_ended_and_its_capacity_given_back(start_server: St
         until(lambda: client.storage_stat().used_bytes == 2_000_000)
     refused = error_of(call)
     ended.append(True)
-    assert isinstance(refused, tq.DeadlineError)
+    assert isinstance(refused, tq.errors.DeadlineError)
     assert "0.5 s" in refused.message
     until(lambda: client.storage_stat().used_bytes == 0)
 

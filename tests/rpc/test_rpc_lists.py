@@ -104,7 +104,7 @@ def test_lists_are_sent_twice_only_once(any_client: AnyClient, calls: list[str])
 def test_what_is_refused_not_for_its_lists_is_not_sent_again(any_client: AnyClient, calls: list[str]) -> None:
     any_client.put({"n": torch.ones(2, dtype=torch.int64), "t": ["a", "b"]}, partition_id="p")
     calls.clear()
-    with pytest.raises(tq.FieldMismatchError, match="'n' is int64"):
+    with pytest.raises(tq.errors.FieldMismatchError, match="'n' is int64"):
         any_client.put({"n": torch.ones(2), "t": ["c", "d"]}, partition_id="p")
     assert calls.count("PutInline") == 1
 
@@ -128,7 +128,7 @@ def test_objects_that_a_field_cannot_hold_are_still_refused(client: AnyClient, c
         (TensorDict({"x": torch.ones(2)}, [2]), "'x' is object"),
         ({"t": [1, 2]}, "'t' is object .text., got object .msgpack."),
     ):
-        with pytest.raises(tq.FieldMismatchError, match=message):
+        with pytest.raises(tq.errors.FieldMismatchError, match=message):
             client.put(data, partition_id="p")
     assert client.describe_partition("p").summary.inserted_count == before
 

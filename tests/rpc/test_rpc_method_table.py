@@ -159,7 +159,7 @@ def test_no_method_but_those_that_wait_is_refused_for_waiting_calls(start_server
         except grpc.RpcError as error:
             code, details = error.code(), error.details()
             meant = from_rpc_error(code, details, status_from_trailers(error.trailing_metadata()))
-            if isinstance(meant, tq.LimitExceededError):
+            if isinstance(meant, tq.errors.LimitExceededError):
                 assert meant.metadata["limit_name"] == "max_waiting_calls"
                 refused.add(name)
     assert {CONTROLLER + "GetMeta", STORAGE + "Put", STORAGE + "PutInline"} <= refused

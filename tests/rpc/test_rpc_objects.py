@@ -37,7 +37,9 @@ def test_text_that_is_none_is_refused_and_leaves_nothing(
     with monkeypatch.context() as patch:
         patch.setattr(encoding, "_encode_objects", lie)
         bad = [row.encode() for row in rows[:3]] + [rows[3].encode()[:-1] + b"\xff"]
-        with pytest.raises(tq.InvalidArgumentError, match="row 3 of field 'text' is not UTF-8 from its byte") as caught:
+        with pytest.raises(
+            tq.errors.InvalidArgumentError, match="row 3 of field 'text' is not UTF-8 from its byte"
+        ) as caught:
             client.put({"text": bad}, partition_id="train")
     assert (caught.value.metadata["row"], caught.value.metadata["field_name"]) == ("3", "text")
     stat = client.storage_stat()
@@ -57,7 +59,7 @@ def test_msgpack_that_is_none_is_an_error_of_its_row_when_it_is_read(
             encoding, "encode_objects", lambda values, name, first: [*encode_objects(values[:2], name), b"\xc1"]
         )
         meta = client.put({"x": [None, 1, 2]}, partition_id="train")
-    with pytest.raises(tq.InvalidArgumentError, match="row 2 of field 'x' cannot be read") as caught:
+    with pytest.raises(tq.errors.InvalidArgumentError, match="row 2 of field 'x' cannot be read") as caught:
         client.get_data(meta)
     assert (caught.value.metadata["row"], caught.value.metadata["field_name"]) == ("2", "x")
     assert list(client.get_data(meta.select_samples([0, 1]))["x"]) == [None, 1]
@@ -90,7 +92,7 @@ def test_a_field_declared_as_text_takes_nothing_else(start_server: StartServer) 
     )
     client.put({"text": ["a"], "any": ["a"]}, partition_id="train", keys=["a"])
     for wrong in ([None], [b"b"], [{"b": 1}]):
-        with pytest.raises(tq.FieldMismatchError, match=r"'text' is object \(text\), got object \((m|b)"):
+        with pytest.raises(tq.errors.FieldMismatchError, match=r"'text' is object \(text\), got object \((m|b)"):
             client.put({"text": wrong, "any": wrong}, partition_id="train")
     client.put({"any": [b"b"]}, partition_id="train", keys=["a"])
     assert list(client.get_data(partition_id="train", keys=["a"], data_fields=["any"])["any"]) == [b"b"]
@@ -99,9 +101,11 @@ def test_a_field_declared_as_text_takes_nothing_else(start_server: StartServer) 
 
 
 def test_an_encoding_is_of_objects() -> None:
-    with pytest.raises(tq.InvalidArgumentError, match="encoding 'text' is of objects, and the layout is dense"):
+    with pytest.raises(tq.errors.InvalidArgumentError, match="encoding 'text' is for objects, but the layout is dense"):
         tq.FieldSpec("x", dtype="int64", layout="dense", encoding="text")  # type: ignore[arg-type]
-    with pytest.raises(tq.InvalidArgumentError, match="encoding 'json' is unknown; use one of text, msgpack, bytes"):
+    with pytest.raises(
+        tq.errors.InvalidArgumentError, match="encoding 'json' is unknown; use one of text, msgpack, bytes"
+    ):
         tq.FieldSpec("x", layout="object", encoding="json")  # type: ignore[arg-type]
 
 

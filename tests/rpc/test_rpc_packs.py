@@ -45,7 +45,7 @@ def test_a_sample_longer_than_a_pack_is_an_error_that_consumes_nothing(client: A
     put_lengths(client, [5, 101])
     client.seal_partition("train")
     with pytest.raises(
-        tq.InvalidArgumentError, match="got 101 for sample 1, expected at most pack_max_length"
+        tq.errors.InvalidArgumentError, match="got 101 for sample 1, expected at most pack_max_length"
     ) as error:
         client.get_meta(**asks(0, "packed", optimizer_steps=1, pack_max_length=100))
     assert (error.value.field, error.value.metadata["column"]) == ("sampler_config", "total_lengths")
@@ -57,6 +57,16 @@ def test_a_sample_longer_than_a_pack_is_an_error_that_consumes_nothing(client: A
     assert [row for meta in dropped for row in meta.global_indexes] == [0]
     assert [row for meta in dropped for row in meta.dropped_indexes] == [1]
     assert sum(len(pack.positions) for meta in dropped for step in meta.steps for pack in step.packs) == 1
+
+
+def test_a_sample_beyond_the_budget_does_not_stop_the_run(client: AnyClient) -> None:
+    put_lengths(client, [10, 500, 10, 10])
+    client.seal_partition("train")
+    config = {"tokens_per_rank": 400, "tokens_per_micro_batch": 400, "overlong": "drop", "align": 8}
+    batches = [client.get_meta(**asks(rank, "token_budget", **config)) for rank in range(2)]
+    assert sorted(row for meta in batches for row in meta.global_indexes) == [0, 2, 3]
+    end = client.get_meta(**{**asks(0, "token_budget", **config), "batch_index": 1})
+    assert (end.status, end.end.overlong_count) == ("end", 1)
 
 
 def test_ranks_wait_until_their_budget_is_used_up(client: AnyClient, server: LiveServer) -> None:

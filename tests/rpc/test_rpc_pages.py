@@ -181,7 +181,7 @@ def test_many_keys_are_looked_up_and_located_in_parts(client: AnyClient) -> None
     assert located["number"].tolist() == found.global_indexes
     by_index = client.get_data(partition_id="train", global_indexes=found.global_indexes[::-1])
     assert by_index["number"].tolist() == found.global_indexes[::-1]
-    with pytest.raises(tq.KeyNotFoundError, match="k100"):
+    with pytest.raises(tq.errors.KeyNotFoundError, match="k100"):
         client.get_data(partition_id="train", keys=KEYS)
 
 
@@ -344,7 +344,7 @@ def test_a_large_put_with_names_is_there_whole(client: AnyClient) -> None:
     found, missing = client.lookup_samples("train", keys)
     assert (missing, found.groups) == ([], keys)
     assert client.get_data(found)["x"].tolist() == [-number for number in range(count)]
-    with pytest.raises(tq.InvalidArgumentError, match="'k7' is given twice"):
+    with pytest.raises(tq.errors.InvalidArgumentError, match="'k7' is given twice"):
         client.insert("train", keys=[*keys[1:], "k7"])
-    with pytest.raises(tq.AlreadyExistsError, match="k0"):
+    with pytest.raises(tq.errors.AlreadyExistsError, match="k0"):
         client.insert("train", keys=keys)

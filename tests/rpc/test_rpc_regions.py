@@ -285,7 +285,7 @@ def test_a_retry_fills_a_region_of_its_own(
         seen.append(offer.region)
         if len(seen) == 1:
             self.take(offer.offer_id, [])  # and never says that it is filled
-            raise tq.UnavailableError("the writer hangs")
+            raise tq.errors.UnavailableError("the writer hangs")
         fill(self, offer, columns)
 
     monkeypatch.setattr(FdChannel, "fill", broken_once)

@@ -60,7 +60,7 @@ def test_new_samples_never_take_the_reserve(service: Service, liar: Callable[[],
     meta = fill(client)
     before = storage.storage.Stat(storage_pb.StatRequest())
     liar()
-    with pytest.raises(tq.QuotaExceededError):
+    with pytest.raises(tq.errors.QuotaExceededError):
         client.put({"x": np.zeros((10, size // 10), np.uint8)}, partition_id="train", timeout=FAULT_SECONDS)
     assert client.describe_partition("train").live_count == 10
     deadline = time.monotonic() + 60
@@ -80,7 +80,7 @@ def test_where_there_is_capacity_a_put_that_says_it_is_for_existing_samples_make
     storage = start_server(role="storage", controller=controller.address)
     client = tq.Client(controller.address, timeout=30)
     liar()
-    with pytest.raises(tq.QuotaExceededError, match="without for_existing_rows"):
+    with pytest.raises(tq.errors.QuotaExceededError, match="without for_existing_rows"):
         client.put({"x": np.zeros(10)}, partition_id="train", keys=[f"k{number}" for number in range(10)])
     assert client.list_partitions() == []
     deadline = time.monotonic() + 60
@@ -133,7 +133,7 @@ def test_a_sample_that_is_cleared_while_its_column_comes_is_not_made_again_from_
 def test_existing_keys_must_be_named(service: Service, has_columns: bool) -> None:
     client = tq.Client(service[0].address, timeout=30)
     client.put({"x": np.zeros(1)}, partition_id="train", keys=["k"])
-    with pytest.raises(tq.InvalidArgumentError, match="key_mode is existing"):
+    with pytest.raises(tq.errors.InvalidArgumentError, match="key_mode is existing"):
         if has_columns:
             client.put({"x": np.zeros(1)}, partition_id="train", key_mode="existing")
         else:
@@ -142,6 +142,6 @@ def test_existing_keys_must_be_named(service: Service, has_columns: bool) -> Non
                 service[0].controller.Insert(pb.InsertRequest(request_id=new_id(), write=write))
             except grpc.RpcError as error:
                 assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
-                raise tq.InvalidArgumentError(error.details()) from error
+                raise tq.errors.InvalidArgumentError(error.details()) from error
     assert client.describe_partition("train").live_count == 1
     client.close()

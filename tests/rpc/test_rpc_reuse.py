@@ -45,9 +45,9 @@ def test_ranks_agree_how_often_samples_are_used(client: AnyClient) -> None:
     put_rows(client, 4)
     asks = {**RANK, "dp_size": 2, "batch_index": 0}
     client.get_meta(**asks, max_uses=2)
-    with pytest.raises(tq.RankDisagreementError, match="max_uses"):
+    with pytest.raises(tq.errors.RankDisagreementError, match="max_uses"):
         client.get_meta(**{**asks, "dp_rank": 1}, max_uses=3)
-    with pytest.raises(tq.RankDisagreementError, match="max_uses"):
+    with pytest.raises(tq.errors.RankDisagreementError, match="max_uses"):
         client.get_meta(**{**asks, "dp_rank": 1})
 
 
@@ -96,7 +96,7 @@ def test_a_lease_that_runs_out_is_no_use(client: AnyClient) -> None:
     slow = client.get_meta(**asks, lease=0.1)
     again = client.get_meta(**asks, lease=LONG)
     assert again.delivery_counts == (2,)
-    with pytest.raises(tq.LeaseExpiredError):
+    with pytest.raises(tq.errors.LeaseExpiredError):
         client.ack(slow)
     assert client.ack(again) == 1
     last = client.get_meta(**asks, lease=LONG)
@@ -145,7 +145,7 @@ def test_a_sample_that_is_drawn_twice_is_fetched_once_and_given_twice(
     fetched = client.get_data(partition_id="train", global_indexes=[3, 0, 3], data_fields=["ids", "x"])
     assert (rows_of(fetched["ids"]), fetched["x"].tolist()) == ([[0], [0, 1, 2], [0]], [3, 0, 3])
     assert client.clear_samples(meta) == len(set(meta.global_indexes))
-    with pytest.raises(tq.SamplesClearedError):
+    with pytest.raises(tq.errors.SamplesClearedError):
         client.get_meta(**asks, batch_index=3, micro_batch_size=4)
 
 
@@ -177,7 +177,7 @@ def test_a_plan_that_makes_no_sense_consumes_nothing(name: str, start_server: An
     client = start_server(allow_sampler_import=True).client(client_kind)
     put_rows(client, 4)
     client.get_meta(**ASKS)
-    with pytest.raises(tq.SamplerError):
+    with pytest.raises(tq.errors.SamplerError):
         client.get_meta(**ASKS, sampler=f"{SAMPLERS}:{name}")
     assert status_of(client) == (2, 0, False)
 
@@ -193,14 +193,14 @@ def test_the_last_batches_are_on_record(
     batches = [client.get_meta(**asks, batch_index=index) for index in range(4)]
     for index in (2, 3):
         assert client.get_meta(**asks, batch_index=index) == batches[index]
-    with pytest.raises(tq.BatchForgottenError, match="the last 2 are kept") as caught:
+    with pytest.raises(tq.errors.BatchForgottenError, match="only the last 2 plans") as caught:
         client.get_meta(**asks, batch_index=1)
     expected = {"task_name": "t", "next_batch_index": "4"}
     assert {name: caught.value.metadata[name] for name in expected} == expected
     named = {**ASKS, "sampler": f"{SAMPLERS}:WithReplacement"}
     for name in "abc":
         client.get_meta(**named, claim_name=name)
-    with pytest.raises(tq.BatchForgottenError):
+    with pytest.raises(tq.errors.BatchForgottenError):
         client.get_meta(**named, claim_name="a")
     assert client.get_meta(**named, claim_name="b").size == 2
 
@@ -209,7 +209,7 @@ def test_batches_far_ahead_are_not_planned_without_end(start_server: Any, client
     client = start_server(allow_sampler_import=True).client(client_kind)
     put_rows(client, 4)
     asks = {**RANK, "sampler": f"{SAMPLERS}:WithReplacement"}
-    with pytest.raises(tq.InvalidArgumentError, match="256 more than the next batch") as caught:
+    with pytest.raises(tq.errors.InvalidArgumentError, match="256 more than the next batch") as caught:
         client.get_meta(**asks, batch_index=2**40)
     assert caught.value.field == "batch_index"
     assert client.get_meta(**asks, batch_index=9).size == 2
@@ -281,6 +281,6 @@ def test_micro_batches_of_a_batch_with_replacement(start_server: Any) -> None:
 @pytest.mark.parametrize("max_uses", [0, -1, 2**31])
 def test_how_often_is_a_number(max_uses: int, client: AnyClient) -> None:
     put_rows(client, 2)
-    with pytest.raises(tq.InvalidArgumentError) as caught:
+    with pytest.raises(tq.errors.InvalidArgumentError) as caught:
         client.get_meta(**ASKS, max_uses=max_uses)
     assert caught.value.field == "max_uses"

@@ -84,7 +84,7 @@ def test_states(client: AnyClient) -> None:
     described = client.describe_partition("train")
     assert (described.live_count, described.held_count, described.failed_count) == (1, 1, 2)
     assert client.get_data(meta.select_samples([0]))["score"].tolist() == [[0, 1, 2]]  # held: addressable
-    with pytest.raises(tq.CellNotFoundError):
+    with pytest.raises(tq.errors.CellNotFoundError):
         client.get_data(meta.select_samples([1]))
     client.seal_partition("train")
     assert client.get_meta(**ONE, task_name="t", batch_size=9, max_wait=0).status == "not_yet"
@@ -271,7 +271,9 @@ def test_another_run_does_not_overwrite_the_samples_of_a_sealed_partition(client
     where: dict[str, Any] = {"partition_id": "train"}
     for more in ({"keys": keys}, {"keys": ["b"]}, {"keys": keys, "key_mode": "upsert", "custom_meta": [{"v": 1}] * 2}):
         count = len(more["keys"])
-        with pytest.raises(tq.PartitionSealedError, match=r"has field 'x' already, perhaps from another run.*existing"):
+        with pytest.raises(
+            tq.errors.PartitionSealedError, match=r"has field 'x' already, perhaps from another run.*existing"
+        ):
             client.put({"x": torch.zeros(count, dtype=torch.int64), "y": torch.zeros(count)}, **where, **more)
     found, _ = client.lookup_samples("train")
     assert client.get_data(found, data_fields=["x"])["x"].tolist() == [3, 4]
@@ -282,6 +284,6 @@ def test_another_run_does_not_overwrite_the_samples_of_a_sealed_partition(client
     client.put(**where, keys=keys, custom_meta=[{"v": 2}] * 2)
     client.put({"reward": torch.full((2,), 2.0)}, **where, keys=keys, key_mode="existing")
     client.put({"x": torch.tensor([5, 6])}, metadata=found)
-    with pytest.raises(tq.PartitionSealedError, match="has field 'reward' already"):
+    with pytest.raises(tq.errors.PartitionSealedError, match="has field 'reward' already"):
         client.put({"reward": torch.ones(2)}, **where, keys=keys)
     assert client.get_data(client.lookup_samples("train")[0])["reward"].tolist() == [2.0, 2.0]

@@ -253,7 +253,7 @@ def test_no_memory_is_taken_before_there_is_capacity(
     client, waiting = server.client(client_kind), server.client(client_kind)
     block = {"x": torch.zeros(5, 1 << 18)}
     client.put(block, partition_id="p")
-    with pytest.raises(tq.QuotaExceededError):
+    with pytest.raises(tq.errors.QuotaExceededError):
         waiting.put(block, partition_id="q", timeout=1.5)
     assert len(written) == 1
     thread = threading.Thread(target=waiting.put, args=(block,), kwargs={"partition_id": "q"})

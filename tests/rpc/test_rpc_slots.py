@@ -55,7 +55,7 @@ def outstanding_count(client: AnyClient) -> int | None:
 
 
 def test_slots_are_leased_samples_with_the_version_they_begin_at(client: AnyClient) -> None:
-    with pytest.raises(tq.PolicyNotFoundError):
+    with pytest.raises(tq.errors.PolicyNotFoundError):
         acquire(client, "a")
     client.publish_version(7)
     slots = acquire(client, "a", custom_meta=[{"place": 0}, {"place": 1}])
@@ -77,7 +77,7 @@ def test_slots_are_done_with_the_put_of_their_data(client: AnyClient) -> None:
         assert states(client) == (number + 1, 1 - number, 0)
     status = client.check_consumption("train", "rollout")
     assert (status.consumed_count, status.leased_count, outstanding_count(client)) == (2, 0, 1)
-    with pytest.raises(tq.PreconditionError, match="nothing is left"):
+    with pytest.raises(tq.errors.PreconditionError, match="nothing is left"):
         client.extend(slots, 60.0)
     client.put({"x": np.arange(2)}, metadata=acquire(client, "b"), state="live", ack=True)
     assert groups_of(client, claim(client, 0, max_wait=5.0)) == ["a", "b"]
@@ -93,7 +93,7 @@ def test_slots_wait_for_capacity_and_end_with_the_seal(client: AnyClient) -> Non
     client.release(taken[0])  # without data they are gone
     assert client.lookup_samples("train")[0].size == 6
     assert acquire(client, "x", max_wait=5.0).status == "batch"
-    with pytest.raises(tq.AdmissionLimitError, match="most 4"):
+    with pytest.raises(tq.errors.AdmissionLimitError, match="most 4"):
         client.acquire("train", "rollout", count=5, lease=60.0)
     client.seal_partition("train")
     end = acquire(client, "y")
@@ -106,7 +106,7 @@ def test_a_batch_waits_for_what_would_be_too_old_and_says_so(client: AnyClient) 
     for slots in others[:2]:
         finish(client, slots)
     assert groups_of(client, claim(client, 0)) == ["b", "c"]
-    with pytest.raises(tq.VersionError, match="trained 0 batches"):
+    with pytest.raises(tq.errors.VersionError, match="trained 0 batches"):
         client.publish_version(1)
     client.publish_version(1, trained={("train", "actor"): 0})
     finish(client, acquire(client, "e"))
@@ -130,7 +130,7 @@ def test_what_becomes_of_slots_whose_lease_runs_out(client: AnyClient, on_lost: 
     while client.check_consumption("train", "rollout").consumed_count and time.monotonic() < deadline:
         time.sleep(0.02)
     assert states(client) == {"requeue": (0, 2, 0), "fail": (0, 0, 2), "remove": (0, 0, 0)}[on_lost]
-    with pytest.raises((tq.LeaseExpiredError, tq.SampleNotFoundError)):
+    with pytest.raises((tq.errors.LeaseExpiredError, tq.errors.SampleNotFoundError)):
         client.put({"x": np.arange(2)}, metadata=lost, state="live")
     assert outstanding_count(client) == (1 if on_lost == "requeue" else 0)
     if on_lost == "requeue":
@@ -147,36 +147,36 @@ def test_held_samples_are_for_those_that_ask_for_them(client: AnyClient) -> None
     client.release(client_slots := acquire(client, "a"))
     assert client_slots.size == 2
     asks = {"partition_id": "train", "task_name": "rollout", "batch_size": 1, "max_wait": 0.0}
-    with pytest.raises(tq.InvalidArgumentError, match="without a lease"):
+    with pytest.raises(tq.errors.InvalidArgumentError, match="without a lease"):
         client.get_meta(**asks, data_fields=[], held=True)
-    with pytest.raises(tq.InvalidArgumentError, match="data_fields is empty"):
+    with pytest.raises(tq.errors.InvalidArgumentError, match="data_fields is empty"):
         client.get_meta(**asks, data_fields=[])
     assert client.get_meta(**asks, data_fields=[], held=True, lease=5.0).status == "not_yet"
 
 
 def test_new_samples_without_a_slot_are_refused(client: AnyClient) -> None:
-    with pytest.raises(tq.PreconditionError, match="without a slot") as refused:
+    with pytest.raises(tq.errors.PreconditionError, match="without a slot") as refused:
         client.put({"x": np.arange(2)}, partition_id="train")
     assert refused.value.reason == "STALENESS_BOUNDED"
-    with pytest.raises(tq.PreconditionError, match="without a slot"):
+    with pytest.raises(tq.errors.PreconditionError, match="without a slot"):
         client.insert("train", 2)
     client.publish_version(0)
-    with pytest.raises(tq.InvalidArgumentError, match="start_version"):
+    with pytest.raises(tq.errors.InvalidArgumentError, match="start_version"):
         acquire(client, "a", custom_meta=[{"start_version": 3}] * 2)
-    with pytest.raises(tq.InvalidArgumentError, match="expected 'default'"):
+    with pytest.raises(tq.errors.InvalidArgumentError, match="expected 'default'"):
         acquire(client, "a", policy="other")
-    with pytest.raises(tq.InvalidArgumentError, match="on_lost"):
+    with pytest.raises(tq.errors.InvalidArgumentError, match="on_lost"):
         acquire(client, "a", on_lost="never")
     assert client.lookup_samples("train")[0].size == 0
 
 
 def test_slots_without_a_bound(client: AnyClient) -> None:
-    with pytest.raises(tq.PartitionNotFoundError):
+    with pytest.raises(tq.errors.PartitionNotFoundError):
         client.acquire("eval", "rollout", lease=5.0)
     client.create_partition("eval")
     slots = client.acquire("eval", "rollout", keys=["a", "b"], lease=5.0)
     assert (slots.keys, list(slots.custom_meta)) == (["a", "b"], [{}, {}])
-    with pytest.raises(tq.AlreadyExistsError):
+    with pytest.raises(tq.errors.AlreadyExistsError):
         client.acquire("eval", "rollout", keys=["a"], lease=5.0)
     client.publish_version(3, policy="judge")
     assert list(client.acquire("eval", "rollout", lease=5.0, policy="judge").custom_meta) == [{"start_version": 3}]
@@ -189,3 +189,59 @@ def test_policies_of_slots_are_in_the_namespace(server: LiveServer, client: AnyC
     slots = acquire(inner, "a")
     assert slots.partition_id == "train"
     assert [each["start_version"] for each in slots.custom_meta] == [2, 2]
+
+
+# Slots of workers that hold something
+
+
+def claim_prompts(client: AnyClient, lease: float = 60.0) -> tq.BatchMeta:
+    client.put({"x": np.arange(2)}, partition_id="prompts", keys=["a", "b"])
+    prompts: tq.BatchMeta = client.get_meta(
+        partition_id="prompts", task_name="rollout", data_fields=["x"], batch_size=2, lease=lease, max_wait=0
+    )
+    return prompts
+
+
+def test_slots_are_made_as_long_as_the_worker_holds_its_samples(client: AnyClient) -> None:
+    client.publish_version(0)
+    prompts = claim_prompts(client)
+    first = acquire(client, "a", holding=prompts)
+    assert acquire(client, "b", holding=first.select_samples([1])).status == "batch"
+    client.ack(prompts.select_samples([0]))
+    assert (
+        acquire(client, "c", holding=prompts.select_samples([0])).status == "batch"
+    )  # acknowledged: nobody else has it
+    client.release(prompts.select_samples([1]))
+    before = states(client)
+    with pytest.raises(tq.errors.LeaseExpiredError):
+        acquire(client, "d", holding=prompts)
+    client.clear_samples(prompts.select_samples([0]))
+    with pytest.raises(tq.errors.SampleNotFoundError):
+        acquire(client, "d", holding=prompts.select_samples([0]))
+    assert states(client) == before
+
+
+def test_a_prompt_is_acknowledged_in_the_change_that_makes_its_slots(client: AnyClient) -> None:
+    client.publish_version(0)
+    prompts = claim_prompts(client)
+    taken = [acquire(client, name) for name in "wxyz"]
+    assert acquire(client, "a", holding=prompts, ack=True).status == "not_yet"
+    assert client.check_consumption("prompts", "rollout").leased_count == 2
+    client.release(taken[0])
+    assert acquire(client, "a", holding=prompts.select_samples([0]), ack=True).status == "batch"
+    assert client.check_consumption("prompts", "rollout").leased_count == 1
+    client.release(prompts.select_samples([1]))
+    client.release(taken[1])
+    with pytest.raises(tq.errors.LeaseExpiredError):
+        acquire(client, "b", holding=prompts.select_samples([1]), ack=True)
+    assert "b" not in set(client.lookup_samples("train")[0].groups)
+
+
+def test_what_is_held_has_to_be_of_a_leased_claim(client: AnyClient) -> None:
+    client.publish_version(0)
+    put = client.put({"x": np.arange(2)}, partition_id="prompts")
+    with pytest.raises(tq.errors.InvalidArgumentError, match="metadata is of no leased claim"):
+        acquire(client, "a", holding=put)
+    with pytest.raises(tq.errors.InvalidArgumentError, match="holding lacks claim, expected samples of a leased claim"):
+        acquire(client, "a", ack=True)
+    assert states(client) == (0, 0, 0)

@@ -38,7 +38,7 @@ def waiting(server: LiveServer, **asked: Any) -> Iterator[None]:
         assert not claim.done()
         yield
         client.close()
-        with pytest.raises(tq.CallCancelledError):
+        with pytest.raises(tq.errors.CallCancelledError):
             claim.result(20)
 
 
@@ -332,9 +332,9 @@ def test_dead_lettered_samples_are_delivered_again(client: AnyClient) -> None:
     assert (meta.global_indexes, meta.delivery_counts) == ([1], (1,))
     assert client.requeue_dead_lettered("p", "t") == 3
     assert task_in(client.status()).pending_count == 3
-    with pytest.raises(tq.StaleIncarnationError):
+    with pytest.raises(tq.errors.StaleIncarnationError):
         client.requeue_dead_lettered("p", "t", incarnation=bytes(16))
-    with pytest.raises(tq.TaskNotFoundError):
+    with pytest.raises(tq.errors.TaskNotFoundError):
         client.requeue_dead_lettered("p", "u")
 
 
@@ -346,7 +346,7 @@ def test_samples_of_a_task_at_its_end_are_not_requeued(client: AnyClient) -> Non
     ranked = ASKED | {"partition_id": "p", "batch_size": 1, "dp_rank": 0, "dp_size": 1}
     assert client.get_meta(**ranked, batch_index=0).size == 1
     assert client.get_meta(**ranked, batch_index=1).status == "end"
-    with pytest.raises(tq.PreconditionError, match="keep_consumed"):
+    with pytest.raises(tq.errors.PreconditionError, match="keep_consumed"):
         client.requeue_dead_lettered("p", "t")
     client.reset_consumption("p", "t", keep_consumed=True)
     assert client.get_meta(**ranked, batch_index=0).global_indexes == [0]

@@ -30,7 +30,7 @@ def test_a_client_of_another_protocol_is_refused(
         monkeypatch.setattr(f"tq_service.client._{name}.calls.CHANNEL_OPTIONS", with_agent(OTHER))
     client = server.client(kind)
     assert client.health()
-    with pytest.raises(tq.PreconditionError) as refused:
+    with pytest.raises(tq.errors.PreconditionError) as refused:
         client.list_partitions()
     assert refused.value.reason == "PROTOCOL_MISMATCH"
     facts = {"got": str(PROTOCOL + 1), "expected": str(PROTOCOL), "version": BUILD}

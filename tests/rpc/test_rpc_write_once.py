@@ -59,7 +59,9 @@ def test_a_second_value_is_refused_and_nothing_is_written(client: AnyClient, is_
     for name, second in SECOND.items():
         if is_sealed and name == "upsert":  # which would make a sample
             continue
-        with pytest.raises(tq.AlreadyExistsError, match="'reward' is write-once, got a second value for sample 0"):
+        with pytest.raises(
+            tq.errors.AlreadyExistsError, match="'reward' is write-once, got a second value for sample 0"
+        ):
             second(client, meta)
         assert stored(client) == before, name
     client.put({"reward": torch.tensor([2.0, 3.0])}, metadata=meta.select_samples([1, 2]))
@@ -69,7 +71,7 @@ def test_a_second_value_is_refused_and_nothing_is_written(client: AnyClient, is_
 
 def test_the_error_names_the_cell(client: AnyClient) -> None:
     meta = declare(client)
-    with pytest.raises(tq.AlreadyExistsError, match=r"\(1 of 3 have one\)") as refused:
+    with pytest.raises(tq.errors.AlreadyExistsError, match=r"\(1 of 3 have one\)") as refused:
         client.put({"reward": torch.zeros(3)}, metadata=meta.select_samples([2, 0, 1]))
     names = {"resource_name": "reward of sample 0", "partition_id": "train", "field_name": "reward"}
     expected = {"resource_type": "cell", "global_index": "0", **names}
@@ -81,7 +83,7 @@ def test_a_sample_that_is_cleared_and_put_again_takes_a_value(client: AnyClient)
     client.clear_samples(meta.select_samples([0]))
     again = client.put({"x": torch.zeros(1), "reward": torch.zeros(1)}, partition_id="train", keys=["a"])
     assert client.get_data(again)["reward"].tolist() == [0]
-    with pytest.raises(tq.AlreadyExistsError, match="sample 3"):
+    with pytest.raises(tq.errors.AlreadyExistsError, match="sample 3"):
         client.put({"reward": torch.ones(1)}, metadata=again)
 
 
@@ -125,7 +127,7 @@ def test_it_is_shown_and_part_of_what_the_partition_was_created_with(client: Any
     assert {spec.name: spec.write_once for spec in client.lookup_samples("train")[0].fields} == {
         "reward": True, "x": False
     }  # fmt: skip
-    with pytest.raises(tq.AlreadyExistsError, match="reward: float32 dense"):
+    with pytest.raises(tq.errors.AlreadyExistsError, match="reward: float32 dense"):
         client.create_partition("train", fields=[tq.FieldSpec("reward", "float32", "dense", ()), tq.FieldSpec("x")])
     # What the partition shows of its fields is what columns are allocated by, and what is put from there.
     filled = client.allocate([specs["reward"]], 2, partition_id="train")
@@ -146,11 +148,11 @@ def test_it_lasts_over_restarts_and_checkpoints(start_server: StartServer, tmp_p
     client.put({"reward": torch.ones(1)}, metadata=meta.select_samples([1]))
     server.stop()
     client = start_server(**settings).client()
-    with pytest.raises(tq.AlreadyExistsError, match="sample 1"):
+    with pytest.raises(tq.errors.AlreadyExistsError, match="sample 1"):
         client.put({"reward": torch.ones(1)}, metadata=meta.select_samples([1]))
     client.restore("one", replace=True)
     found, _ = client.lookup_samples("train")
     client.put({"reward": torch.ones(1)}, metadata=found.select_samples([1]))
-    with pytest.raises(tq.AlreadyExistsError, match="sample 0"):
+    with pytest.raises(tq.errors.AlreadyExistsError, match="sample 0"):
         client.put({"reward": torch.ones(1)}, metadata=found.select_samples([0]))
     assert [field.spec.write_once for field in client.describe_partition("train").fields] == [True, False]

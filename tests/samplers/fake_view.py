@@ -82,6 +82,9 @@ class FakeView:
     def group_names(self, rows):
         return [self.all_rows[row].group for row in rows.tolist()]
 
+    def rollout_names(self, rows):
+        return [None] * len(rows)
+
     def states(self, rows):
         return [self.all_rows[row].state for row in rows.tolist()]
 

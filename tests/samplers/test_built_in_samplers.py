@@ -154,7 +154,7 @@ def test_a_short_batch_waits_when_no_further_group_is_ready():
 
 
 def test_a_group_larger_than_the_batch_is_an_error_and_no_deadlock():
-    with pytest.raises(InvalidArgumentError, match=r"at least 9: the group of sample 0 has so many"):
+    with pytest.raises(InvalidArgumentError, match=r"at least 9, the size of the group of sample 0"):
         GRPOGroupNSampler(n_samples_per_prompt=4).plan(view_of_groups([9, 4]), ranked(4, 2))
 
 
@@ -265,7 +265,7 @@ def test_chosen_samples_are_for_queue_workers_that_ask_for_as_many():
     for request, name in (
         (ranked(2, 1), "trainer ranks"),
         (queue(2, unit="group"), "groups"),
-        (queue(3), "2 rows"),
+        (queue(3), "the number of rows"),
     ):
         with pytest.raises(InvalidArgumentError, match=name):
             chosen.check(request)

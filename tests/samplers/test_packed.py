@@ -75,6 +75,25 @@ def test_a_sample_longer_than_a_pack_is_dropped_where_asked():
     assert packs_in_rows(all_dropped) == [[[[]]], [[[]]]]
 
 
+def test_samples_count_rounded_up_and_keep_their_lengths():
+    sampler = PackedSampler(optimizer_steps=1, pack_max_length=16, align=8)
+    plan = sampler.plan(view_of_samples(4, lengths=[9, 9, 1, 8]), ranked(4, 1))
+    assert sorted(packs_in_rows(plan)[0][0]) == [[0], [1], [2, 3]], "9 and 1 do not share a pack of 16"
+    packs = plan.ranks[0].steps[0]
+    assert [(sorted(pack.lengths.tolist()), pack.padding_tokens) for pack in packs] == [([9], 7), ([9], 7), ([1, 8], 7)]
+    cut = PackedSampler(optimizer_steps=1, pack_max_length=16, align=8, overlong="truncate")
+    assert cut.plan(view_of_samples(1, lengths=[99]), ranked(1, 1)).ranks[0].steps[0][0].lengths.tolist() == [16]
+
+
+def test_packs_of_a_step_are_a_multiple():
+    sampler = PackedSampler(optimizer_steps=2, pack_max_length=CAP, packs_multiple_of=4)
+    plan = sampler.plan(view_of_samples(4, lengths=[90, 80, 70, 60]), ranked(2, 2))
+    assert [[len(step) for step in rank.steps] for rank in plan.ranks] == [[4, 4], [4, 4]]
+    assert_alike(check_plan("packed", plan, ranked(2, 2)), plan)
+    with pytest.raises(InvalidArgumentError, match=r"packs_multiple_of: got 65537 for 1 rank.*at most 65536"):
+        PackedSampler(optimizer_steps=1, pack_max_length=CAP, packs_multiple_of=65_537).check(ranked(2, 1))
+
+
 def test_requests_that_do_not_fit_are_refused():
     sampler = PackedSampler(optimizer_steps=1, pack_max_length=CAP, n_samples_per_prompt=4)
     with pytest.raises(InvalidArgumentError, match=r"micro_batch_size: got 2 for sampler 'packed'"):
@@ -113,6 +132,9 @@ def test_only_plans_known_to_be_small_run_on_the_loop():
         ({"cost": "flops"}, "cost: got 'flops'"),
         ({"length_key": ""}, "length_key: got an empty name"),
         ({"n_samples_per_prompt": 0}, "n_samples_per_prompt: got 0"),
+        ({"align": 0}, "align: got 0"),
+        ({"align": 2}, "pack_max_length: got 1 with align 2, expected a multiple"),
+        ({"packs_multiple_of": 0}, "packs_multiple_of: got 0"),
     ],
 )
 def test_options_that_mean_nothing_are_refused(options, message):

@@ -333,7 +333,16 @@ async def test_a_broken_entry_point_harms_only_its_own_name(entry_point):
 
 def test_descriptions_are_sorted_and_complete():
     infos = SamplerRegistry().describe()
-    names = ["chosen", "grpo_group_n", "packed", "rank_aware", "seqlen_balanced", "sequential", "token_budget"]
+    names = [
+        "chosen",
+        "grpo_group_n",
+        "packed",
+        "rank_aware",
+        "replay",
+        "seqlen_balanced",
+        "sequential",
+        "token_budget",
+    ]
     assert [info.name for info in infos] == names
     options = [[option.name for option in info.options] for info in infos]
     assert options[1] == ["n_samples_per_prompt", "incomplete_groups", "blocks"]
@@ -345,7 +354,7 @@ def test_descriptions_are_sorted_and_complete():
     ("name", "kind", "message"),
     [
         ("", Picky, "name: got ''"),
-        ("a:b", Picky, "no colon"),
+        ("a:b", Picky, "without a colon"),
         ("sequential", Picky, "taken by SequentialSampler"),
         ("x", int, "expected a class with a method plan"),
     ],

@@ -8,6 +8,7 @@ from fake_view import assert_alike, parts, view_of_groups, view_of_samples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tq_service.balancing import get_costs
 from tq_service.errors import InvalidArgumentError
 from tq_service.samplers import PlanRequest, TokenBudgetSampler
 from tq_service.samplers.service import check_plan
@@ -80,7 +81,7 @@ def test_without_micro_batches_the_planner_cuts_them():
         ([2], [60, 60], 8, r"got 120 tokens in the group of sample 0, expected at most tokens_per_rank"),
         ([1], [70], 8, r"got 70 tokens for sample 0, expected at most tokens_per_micro_batch \(60\)"),
         ([2], [70, 1], 8, r"got 70 tokens for a sample in the group of sample 0, .*tokens_per_micro_batch"),
-        ([4], [1] * 4, 3, r"batch_size: got 3 samples, expected at least 4: the group of sample 0"),
+        ([4], [1] * 4, 3, r"batch_size: got 3 samples, expected at least 4, the size of the group of sample 0"),
         ([1], [-5], 8, r"total_lengths: got -5 for sample 0"),
     ],
 )
@@ -93,6 +94,37 @@ def test_what_no_rank_can_ever_have_is_an_error(sizes, lengths, batch_size, mess
 def test_what_comes_before_an_oversized_sample_is_handed_out():
     plan = TokenBudgetSampler(tokens_per_rank=BUDGET).plan(view_of_samples(3, lengths=[5, 6, 101]), ranked(8, 2))
     assert sorted(parts(plan)) == [[0], [1]]
+
+
+def test_samples_count_rounded_up_and_keep_their_lengths():
+    sampler = TokenBudgetSampler(tokens_per_rank=64, tokens_per_micro_batch=32, align=16, packs_multiple_of=3)
+    plan = sampler.plan(view_of_samples(4, lengths=[17, 1, 9, 16]), ranked(8, 1))
+    assert parts(plan) == [[0, 1, 2]], "32, 16 and 16 use the budget"
+    assert [sorted(pack.lengths.tolist()) for pack in plan.ranks[0].steps[0]] == [[17], [9], [1]]
+    with pytest.raises(InvalidArgumentError, match=r"got 80 tokens for sample 0, each sample rounded up to a multiple"):
+        sampler.plan(view_of_samples(1, lengths=[65]), ranked(8, 1))
+
+
+def test_a_sample_longer_than_a_micro_batch_is_cut_where_asked():
+    sampler = TokenBudgetSampler(tokens_per_rank=BUDGET, tokens_per_micro_batch=48, overlong="truncate", align=16)
+    plan = sampler.plan(view_of_samples(3, lengths=[500, 20, 7]), ranked(3, 1))
+    assert parts(plan) == [[0, 1, 2]]
+    assert [pack.lengths.tolist() for pack in plan.ranks[0].steps[0]] == [[48], [20, 7]]
+
+
+def test_costs_are_balanced_within_the_budget():
+    rng = np.random.default_rng(0)
+    lengths = np.minimum(rng.lognormal(7.5, 1.0, 2_000).astype(int) + 1, 20_000).tolist()
+    above = {}
+    for cost in ("tokens", "attention"):
+        sampler = TokenBudgetSampler(tokens_per_rank=100_000, cost=cost)
+        plan = sampler.plan(view_of_samples(len(lengths), lengths=lengths), ranked(2_000, 8))
+        assert max(tokens_by_rank(plan, lengths)) <= 100_000
+        costs = [get_costs(np.array(lengths), "attention")[part].sum() for part in parts(plan)]
+        above[cost] = max(costs) / np.mean(costs) - 1, sum(map(len, parts(plan)))
+    assert above["attention"][0] < 0.001
+    assert above["tokens"][0] > 0.02
+    assert 0.8 * above["tokens"][1] < above["attention"][1] < above["tokens"][1]
 
 
 def test_micro_batches_by_samples_and_by_tokens_exclude_each_other():
@@ -114,6 +146,11 @@ def test_small_plans_may_run_on_the_loop():
     [
         ({"tokens_per_rank": 0}, "tokens_per_rank: got 0"),
         ({"tokens_per_rank": 5, "tokens_per_micro_batch": 0}, "tokens_per_micro_batch: got 0"),
+        ({"tokens_per_rank": 5, "cost": "flops"}, "cost: got 'flops'"),
+        ({"tokens_per_rank": 5, "packs_multiple_of": 2}, "packs_multiple_of: got 2 without tokens_per_micro_batch"),
+        ({"tokens_per_rank": 5, "overlong": "truncate"}, "overlong: got 'truncate' without tokens_per_micro_batch"),
+        ({"tokens_per_rank": 5, "overlong": "cut"}, "overlong: got 'cut', expected"),
+        ({"tokens_per_rank": 9, "tokens_per_micro_batch": 5, "overlong": "truncate", "align": 2}, "got 5 with align 2"),
         ({"tokens_per_rank": 5, "length_key": ""}, "length_key: got an empty name"),
         ({"tokens_per_rank": 5, "incomplete_groups": "drop"}, "incomplete_groups: got 'drop'"),
     ],
@@ -131,12 +168,15 @@ def test_options_that_mean_nothing_are_refused(options, message):
     unit=st.sampled_from(["sample", "group"]),
     micro=st.sampled_from([None, 25, 60]),
     final=st.booleans(),
+    cost=st.sampled_from(["tokens", "attention"]),
     data=st.data(),
 )
-def test_budgets_hold_groups_stay_whole_and_ranks_agree(*, sizes, ranks, batch, unit, micro, final, data):
+def test_budgets_hold_groups_stay_whole_and_ranks_agree(*, sizes, ranks, batch, unit, micro, final, cost, data):
     lengths = data.draw(st.lists(st.integers(0, 25), min_size=sum(sizes), max_size=sum(sizes)))
     view = view_of_groups(sizes, lengths=lengths)
-    sampler = TokenBudgetSampler(tokens_per_rank=BUDGET, tokens_per_micro_batch=micro, n_samples_per_prompt=4)
+    sampler = TokenBudgetSampler(
+        tokens_per_rank=BUDGET, tokens_per_micro_batch=micro, n_samples_per_prompt=4, cost=cost
+    )
     request = ranked(batch, ranks, final=final, unit=unit)
     plan = check_plan(sampler.name, sampler.plan(view, request), request)
     ends = [0, *itertools.accumulate(sizes)]
@@ -215,8 +255,3 @@ def test_nothing_is_dropped_behind_the_first_group_that_does_not_fit():
     sampler = TokenBudgetSampler(tokens_per_rank=BUDGET, n_samples_per_prompt=2, overlong="drop")
     plan = sampler.plan(view_of_samples(6, lengths=[50, 50, 90, 200, 200, 200]), ranked(8, 1))
     assert (parts(plan), dropped(plan)) == ([[0, 1]], [[]])
-
-
-def test_token_budget_cuts_no_samples():
-    with pytest.raises(ValueError, match=r"overlong: got 'truncate', expected 'error' or 'drop'"):
-        TokenBudgetSampler(tokens_per_rank=BUDGET, overlong="truncate")

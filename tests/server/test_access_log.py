@@ -36,7 +36,7 @@ def test_each_call_has_its_line(lines: Any, start_server: StartServer) -> None:
     client.put({"x": np.zeros((4, 1 << 17))}, partition_id="train")
     client.put({"x": np.zeros((1, 1 << 17))}, partition_id="train")
     client.get_meta(partition_id="train", task_name="t", data_fields=["x"], batch_size=1, max_wait=0.0)
-    with pytest.raises(tq.PartitionNotFoundError):
+    with pytest.raises(tq.errors.PartitionNotFoundError):
         client.seal_partition("none")
     with pytest.raises(grpc.RpcError):
         server.channel.unary_unary("/tq_service.v1.ControllerService/SealPartition")(b"\xff", timeout=20)

@@ -54,7 +54,7 @@ async def test_a_service_that_cannot_go_on_raises_in_its_owner_and_keeps_what_wa
             else:
                 outcomes.append("answered")
 
-    with pytest.raises(tq.ServiceFailedError, match="failed after a change") as caught:
+    with pytest.raises(tq.errors.ServiceFailedError, match="failed after one of its changes") as caught:
         async with running(settings) as app:
             writing = asyncio.ensure_future(write(app))
             await asyncio.Event().wait()
@@ -72,7 +72,7 @@ async def test_a_service_that_cannot_go_on_raises_in_its_owner_and_keeps_what_wa
 async def test_health_says_so_from_that_moment():
     settings = ServeSettings(host="127.0.0.1", port=0, shared_memory="off")
     statuses = []
-    with pytest.raises(tq.ServiceFailedError, match="over"):
+    with pytest.raises(tq.errors.ServiceFailedError, match="over"):
         async with running(settings) as app:
             app.supervisor.on_fatal(lambda _failure: statuses.append(app.health._statuses[""]))
             app.supervisor.fatal("over")
@@ -93,7 +93,7 @@ async def test_a_controller_waits_for_its_etcd_and_stops_while_it_does(monkeypat
     stopping = asyncio.Event()
     assert await app._started(ServeSettings(insecure=True), stopping) == "app"
     assert len(set(map(id, starts))) == 3
-    assert caplog.text.count("waits for etcd") == 2
+    assert caplog.text.count("is waiting for etcd") == 2
     starts.clear()
     monkeypatch.setattr(app, "_ETCD_RETRY_SECONDS", 60.0)
     asyncio.get_running_loop().call_later(0.05, stopping.set)

@@ -78,9 +78,9 @@ def cycle(client: AnyClient, number: int) -> None:
         client.get_data(client.get_meta(**asks, **ranked, dp_rank=dp_rank))
     waits = client.get_meta(**asks, task_name="reward", data_fields=["never"], batch_size=8, explain=True)
     assert waits.status == "not_yet"
-    with pytest.raises(tq.StaleEpochError):
+    with pytest.raises(tq.errors.StaleEpochError):
         client.get_meta(**asks, task_name=f"eval {number}", data_fields=["x"], batch_size=1, epoch=3)
-    with pytest.raises(tq.InvalidArgumentError):
+    with pytest.raises(tq.errors.InvalidArgumentError):
         client.get_meta(**asks, task_name="odd", data_fields=["x"], batch_size=1, where=[("tag", ">", 1)])
     assert (
         client.get_meta(

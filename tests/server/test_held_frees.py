@@ -158,7 +158,7 @@ async def test_many_cells_are_given_back_in_order_with_turns_for_others_between(
     waiting = puts[MOST_A_TURN:]
     assert all(map(registry.puts.is_committed, waiting))
     assert registry.puts.known("s", b"b" * 16).staying() == {put.put_id for put in (*waiting, last)}
-    with pytest.raises(AlreadyExistsError, match="committed already"):
+    with pytest.raises(AlreadyExistsError, match="already committed"):
         registry.puts.check_uncommitted(puts[-1])  # what is given back after a second commit would be the cells of that
     turns = Turns(storage)
     async with asyncio.timeout(60):

@@ -77,14 +77,14 @@ def test_the_proof_is_neither_the_secret_nor_what_others_derive_from_it(tmp_path
 @pytest.mark.parametrize("mode", [0o604, 0o640, 0o660, 0o644, 0o606, 0o777])
 def test_a_file_of_its_own_that_others_may_read_or_write_is_refused(path: Path, mode: int) -> None:
     given(path, mode=mode)
-    with pytest.raises(InvalidArgumentError, match=f"secret is not of this user alone .*mode {mode:04o}"):
+    with pytest.raises(InvalidArgumentError, match=f"secret is not private to this user .*mode {mode:04o}"):
         own()
 
 
 @pytest.mark.parametrize("mode", [0o701, 0o710, 0o755, 0o777])
 def test_a_directory_that_others_may_enter_is_refused(path: Path, mode: int) -> None:
     given(path).parent.chmod(mode)
-    with pytest.raises(InvalidArgumentError, match="not of this user alone"):
+    with pytest.raises(InvalidArgumentError, match="not private to this user"):
         own()
 
 
@@ -110,7 +110,7 @@ def test_a_file_that_another_user_owns_is_refused(path: Path) -> None:
 def test_links_are_refused_where_all_users_may_make_them(path: Path, tmp_path: Path) -> None:
     given(tmp_path / "elsewhere" / "secret")
     path.parent.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(InvalidArgumentError, match="not of this user alone"):
+    with pytest.raises(InvalidArgumentError, match="not private to this user"):
         own()
     path.parent.unlink()
     path.parent.mkdir(mode=0o700)
@@ -140,14 +140,18 @@ def test_a_given_file_may_be_a_link_that_its_group_reads(tmp_path: Path) -> None
 
 def test_what_is_no_file_is_refused_at_once(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe", 0o600)
-    for name, message in (("pipe", "is no file"), ("missing", "copy that of the controller"), (".", "others read")):
+    for name, message in (
+        ("pipe", "is not a regular file"),
+        ("missing", "copy the controller's secret"),
+        (".", "others read"),
+    ):
         (tmp_path / name).chmod(0o600 if name == "pipe" else 0o755) if name != "missing" else None
         with pytest.raises(InvalidArgumentError, match=message):
             InternalSecret(tmp_path / name, is_made=False)
 
 
 def test_a_file_that_cannot_be_made_is_told(tmp_path: Path) -> None:
-    with pytest.raises(InvalidArgumentError, match=r"cannot be made .*set internal_secret_file"):
+    with pytest.raises(InvalidArgumentError, match=r"could not be created .*set internal_secret_file"):
         InternalSecret(tmp_path / "missing" / "secret", is_made=True)
 
 

@@ -59,14 +59,14 @@ def test_what_is_no_receipt_is_refused(book):
             book.open(garbage, PUT_ID, "train")
     content = PutReceipt.FromString(receipt[32:])
     content.for_existing_rows = True
-    with pytest.raises(InvalidArgumentError, match="not the one that its storage service gave"):
+    with pytest.raises(InvalidArgumentError, match="was not given by its storage service"):
         book.open(receipt[:32] + content.SerializeToString(), PUT_ID, "train")
-    with pytest.raises(PutNotFoundError, match="has no receipt"):
+    with pytest.raises(PutNotFoundError, match="came without a receipt"):
         book.open(b"", PUT_ID, "train")
 
 
 def test_the_receipt_of_another_put_or_partition_is_refused(book):
-    with pytest.raises(InvalidArgumentError, match="not the one") as swapped:
+    with pytest.raises(InvalidArgumentError, match="was not given by its storage service") as swapped:
         book.open(sealed(book, put_id=b"q" * 16), PUT_ID, "train")
     assert swapped.value.metadata["field"] == "receipt"
     with pytest.raises(InvalidArgumentError, match="not put for partition 'other'") as elsewhere:
@@ -80,7 +80,9 @@ def test_the_receipt_of_another_registration_is_refused(book):
         book.open(sealed(ReceiptBook()), PUT_ID, "train")
     content = PutReceipt.FromString(sealed(ReceiptBook())[32:])
     content.key_id = PutReceipt.FromString(sealed(book)[32:]).key_id
-    with pytest.raises(InvalidArgumentError, match="not the one"):  # who names the key does not have it
+    with pytest.raises(
+        InvalidArgumentError, match="was not given by its storage service"
+    ):  # who names the key does not have it
         book.open(sealed(ReceiptBook())[:32] + content.SerializeToString(), PUT_ID, "train")
 
 
@@ -165,7 +167,7 @@ def test_a_storage_service_calls_nothing_lost_before_a_controller_knows_that_it_
     engine, keys = StorageEngine(max_bytes=None), ReceiptKeys()
     driver = EngineDriver(engine, None, keys)
     assert driver.engine_of(engine.boot_id) is engine
-    with pytest.raises(UnavailableError, match="no controller knows that yet"):
+    with pytest.raises(UnavailableError, match="is not registered with a controller yet"):
         driver.engine_of(b"e" * 16)
     keys.renew(b"c" * 16, b"k" * 32)
     with pytest.raises(DataLossError, match="came back empty"):

@@ -81,7 +81,7 @@ async def test_it_arrives_as_it_was_also_where_a_newer_one_replaces_it_meanwhile
 
 
 @pytest.mark.parametrize(
-    ("parts", "words"), [([], "before it began"), ([CONTENT[:-1]], f"after {len(CONTENT) - 1} of {len(CONTENT)} bytes")]
+    ("parts", "words"), [([], "is empty"), ([CONTENT[:-1]], f"after {len(CONTENT) - 1} of {len(CONTENT)} bytes")]
 )
 async def test_of_one_that_ends_early_nothing_is_left(tmp_path: Path, parts: list[bytes], words: str) -> None:
     async with serving(SendsParts(parts)) as address:

@@ -90,7 +90,7 @@ def test_new_files_are_taken_once_they_fit_together(
     other = files_of(Authority(tmp_path / "other"), "other")
     replace(files.cert, other.cert.read_bytes())
     look_twice(certificate)
-    assert "the certificate before stays in use" in caplog.text
+    assert "the previous certificate stays in use" in caplog.text
     assert certificate._changed() is None
     caplog.clear()
     look_twice(certificate)

@@ -99,9 +99,9 @@ def test_the_end_of_a_token() -> None:
         (GOOD.replace('[""]', "[1]"), "prefixes: got"),
         (GOOD + 'expires = "2027-01-01"', "expires: got"),
         (GOOD + "expires = 2027-01-01T00:00:00", "a time with its zone"),
-        (GOOD + GOOD, "there twice"),
-        (GOOD + GOOD.replace('"a"', '"b"'), "there twice"),
-        (GOOD + GOOD.replace("000", "111"), "there twice"),
+        (GOOD + GOOD, "occurs twice"),
+        (GOOD + GOOD.replace('"a"', '"b"'), "occurs twice"),
+        (GOOD + GOOD.replace("000", "111"), "occurs twice"),
     ],
 )
 def test_wrong_files_say_what_is_wrong(text: str, match: str) -> None:
@@ -131,7 +131,7 @@ def test_appending_keeps_what_is_there_and_its_mode(tmp_path: Path) -> None:
     assert {each.name for each in read_tokens(path).values()} == {"a", "b"}
     assert path.stat().st_mode & 0o777 == 0o640
     before = path.read_text()
-    with pytest.raises(InvalidArgumentError, match="there twice"):
+    with pytest.raises(InvalidArgumentError, match="occurs twice"):
         append_token(path, token("b", sha256=digest_of("other")))
     assert path.read_text() == before
     assert [each.name for each in tmp_path.iterdir()] == ["tokens.toml"]

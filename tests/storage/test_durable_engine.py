@@ -558,7 +558,7 @@ async def test_recovered_puts_wait_for_what_the_controller_knows(tmp_path):
     with pytest.raises(PutNotFoundError):
         check(engine, 1, {"object": BIG["object"]}, [3])
     assert engine.stat().uncommitted_put_count == 3
-    with pytest.raises(DataLossError, match="it is not here"):
+    with pytest.raises(DataLossError, match="it does not exist"):
         read(engine, [8], runs(["dense"], (0, 0, 1)))
     now[0] += 11
     assert expire(engine) == 3

@@ -185,7 +185,7 @@ async def test_a_put_is_for_the_partition_that_its_header_named(engine):
         await engine.reserve(put_id(1), columns, partition_id="other", for_existing_rows=False, deadline=None)
     with pytest.raises(InvalidArgumentError, match="not put for partition 'other'"):
         engine.complete_put(put_id(1), "other")
-    with pytest.raises(InvalidArgumentError, match=r"for controller .*, not"):
+    with pytest.raises(InvalidArgumentError, match=r"belongs to controller .*, not"):
         await engine.reserve(
             put_id(1), columns, partition_id=PARTITION, for_existing_rows=False, deadline=None, owner=b"o" * 16
         )

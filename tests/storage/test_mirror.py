@@ -78,7 +78,7 @@ async def test_fewer_copies_than_asked_for_are_counted_and_fewer_than_required_a
     await put(engine, 1, LARGE)
     nodes.pool.lose_node("node-1")
     if is_refused:
-        with pytest.raises(QuotaExceededError, match="1 copies, at least 2 are required") as caught:
+        with pytest.raises(QuotaExceededError, match="1 copies; at least 2 are required") as caught:
             await put(engine, 2, LARGE, deadline=time.monotonic() + 0.01)
         assert "has 1 of the 2 copies required" in caught.value.message
         assert caught.value.metadata == {"limit_name": "mirror_required", "got": "1", "limit": "2"}
@@ -203,7 +203,7 @@ async def test_a_read_of_a_put_that_cannot_be_fetched_now_is_to_be_tried_again()
         ({"mirror_copies": 2}, "without mirror"),
         ({"mirror": "file:///m"}, "mirror is for role storage"),
         ({"mirror": "file:///m", "role": "storage", "controller": "c", "data_dir": "/d"}, "leave one of the two out"),
-        ({"mirror": "m", "role": "storage", "controller": "c"}, "mirror is no URL"),
+        ({"mirror": "m", "role": "storage", "controller": "c"}, "mirror is not a URL"),
         ({"mirror": "file:///m", "role": "storage", "controller": "c", "mirror_required": 2}, "no put could ever be"),
     ],
 )

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from engine_driver import begin, cells, put_id, read, runs
+from engine_driver import begin, cells, put_id, read, receive, runs
 from mirror_driver import Nodes, put, turns_until
 
 from tq_service.config import ServeSettings
@@ -13,6 +13,7 @@ from tq_service.errors import InvalidArgumentError, QuotaExceededError
 from tq_service.server.app import _open_mirroring
 from tq_service.server.supervisor import Supervisor
 from tq_service.storage.engine import StorageEngine
+from tq_service.v1.storage_service_pb2 import RowSlice
 from tq_service.wire import shared_memory
 
 ROWS, PUT_BYTES = 4, 4 << 14
@@ -90,6 +91,23 @@ async def test_all_parts_of_a_read_are_there_at_once_though_they_are_more_than_t
     clock.now += 11
     engine.trim()
     assert len(in_memory(nodes, 10)) <= 4
+
+
+async def test_parts_of_rows_are_read_of_puts_that_were_fetched_from_the_mirror(nodes, clock):
+    engine = nodes.engine
+    for number in range(10):
+        await put(engine, number, {"x": np.arange(PUT_BYTES // 8).reshape(ROWS, -1) + number})
+    assert 0 not in in_memory(nodes, 10)
+    await engine.check([put_id(0), put_id(9)])
+    part = RowSlice(field_names=["x"], starts=[1, -2], stops=[3, 2**63 - 1])
+    before = engine.stat().read_bytes
+    with engine.open_read([runs(["x"], (0, 1, 1), (1, 3, 1))], [put_id(0), put_id(9)], [part]) as reading:
+        width = PUT_BYTES // ROWS // 8
+        expected = [
+            [row * width + at + number for at in (1, 2, width - 2, width - 1)] for number, row in ((0, 1), (9, 3))
+        ]
+        assert receive(reading)["x"].tolist() == expected
+    assert engine.stat().read_bytes - before == 2 * 4 * 8
 
 
 async def test_puts_that_are_not_committed_or_have_too_few_copies_stay(nodes):
@@ -219,12 +237,12 @@ def test_engines_that_keep_objects_in_memory_are_refused(url):
     if url.startswith("valkey"):
         pytest.importorskip("redis")
     settings = ServeSettings(role="storage", controller="localhost:1", mirror=url, mirror_memory_bytes=1 << 20)
-    with pytest.raises(InvalidArgumentError, match=r"mirror_memory_bytes goes with an engine .* survives=power"):
+    with pytest.raises(InvalidArgumentError, match=r"mirror_memory_bytes needs an object store .* survives=power"):
         _open_mirroring(settings, 1, Supervisor())
 
 
 def test_more_memory_than_quota_is_refused():
-    with pytest.raises(ValueError, match="mirror_memory_bytes is 2097152, max_bytes 1048576"):
+    with pytest.raises(ValueError, match="mirror_memory_bytes is 2097152, but max_bytes is 1048576"):
         ServeSettings(
             role="storage", controller="localhost:1", mirror="file:///tmp?survives=power", max_bytes=1 << 20,
             mirror_memory_bytes=2 << 20,

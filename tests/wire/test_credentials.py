@@ -71,13 +71,13 @@ def test_a_token_file_is_read_again_when_it_changes(monkeypatch: pytest.MonkeyPa
     token_file.unlink()
     now += 2
     assert credentials.metadata() == (("authorization", "Bearer tq_other"),)
-    with pytest.raises(tq.UnauthenticatedError, match="cannot be used"):
+    with pytest.raises(tq.errors.UnauthenticatedError, match="cannot be used"):
         Credentials(token_file).metadata()
 
 
 @pytest.mark.parametrize("text", ["", " ", "two words", "tq_\n x", "tq_\x00", "t\u00e4q"])
 def test_what_is_no_token_is_refused_without_being_told(text: str) -> None:
-    with pytest.raises(tq.InvalidArgumentError, match="holds no token") as caught:
+    with pytest.raises(tq.errors.InvalidArgumentError, match="holds no token") as caught:
         Credentials(text)
     assert not text.strip() or text not in str(caught.value)
 
@@ -86,12 +86,12 @@ def test_tls_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("TQ_TLS_CA", "/ca")
     assert Credentials().tls == Tls(ca="/ca")
     monkeypatch.setenv("TQ_TLS_CERT", "/cert")
-    with pytest.raises(tq.InvalidArgumentError, match="one of cert and key"):
+    with pytest.raises(tq.errors.InvalidArgumentError, match="one of cert and key"):
         Credentials()
     monkeypatch.setenv("TQ_TLS_KEY", "/key")
     assert Credentials().tls == Tls(ca="/ca", cert="/cert", key="/key")
     assert Credentials(tls=Tls(ca="/mine")).tls == Tls(ca="/mine")
-    with pytest.raises(tq.InvalidArgumentError, match="/ca cannot be read: No such file"):
+    with pytest.raises(tq.errors.InvalidArgumentError, match="/ca cannot be read: No such file"):
         Tls(ca="/ca").channel_credentials()
 
 
@@ -117,19 +117,22 @@ def test_which_addresses_are_on_this_machine(address: str, expected: bool) -> No
 
 def test_a_token_goes_to_other_machines_in_tls_only(monkeypatch: pytest.MonkeyPatch) -> None:
     Credentials(SECRET).check_target("localhost:1")
-    with pytest.raises(tq.InvalidArgumentError, match=r"far.example:1 in plaintext.*TQ_INSECURE") as caught:
+    with pytest.raises(tq.errors.InvalidArgumentError, match=r"far.example:1 in plaintext.*TQ_INSECURE") as caught:
         Credentials(SECRET).check_target("far.example:1")
     assert SECRET not in str(caught.value)
     Credentials(SECRET, Tls()).check_target("far.example:1")
     Credentials(SECRET, insecure=True).check_target("far.example:1")
     monkeypatch.setenv("TQ_INSECURE", "true")
     Credentials(SECRET).check_target("far.example:1")
-    with pytest.raises(tq.InvalidArgumentError):
+    with pytest.raises(tq.errors.InvalidArgumentError):
         Credentials(SECRET, insecure=False).check_target("far.example:1")
 
 
 def test_clients_refuse_before_they_connect() -> None:
-    with tq.Client("far.example:1", token=SECRET) as client, pytest.raises(tq.InvalidArgumentError, match="plaintext"):
+    with (
+        tq.Client("far.example:1", token=SECRET) as client,
+        pytest.raises(tq.errors.InvalidArgumentError, match="plaintext"),
+    ):
         client.list_partitions()
 
 

@@ -80,7 +80,7 @@ def test_the_last_registration_counts() -> None:
     assert decode_object(encode_object(Trajectory("a", torch.zeros(1)))) == ("decoded again", "a")
     register(kind=Marked)  # the name has another type now, and Trajectory no codec
     assert type(decode_object(written)) is Marked
-    with pytest.raises(tq.UnsupportedObjectError, match="Trajectory, which only pickle"):
+    with pytest.raises(tq.errors.UnsupportedObjectError, match="Trajectory, which only pickle"):
         encode_object(Trajectory("a", torch.zeros(1)))
 
 
@@ -88,7 +88,9 @@ def test_an_unknown_codec_is_named_when_it_is_read(monkeypatch: pytest.MonkeyPat
     register("acme.Trajectory")
     written = encode_object({"x": Trajectory("a", torch.zeros(1))})
     monkeypatch.setattr(objects, "_by_name", {})
-    with pytest.raises(tq.InvalidArgumentError, match=r"codec 'acme.Trajectory', which is not registered here; call"):
+    with pytest.raises(
+        tq.errors.InvalidArgumentError, match=r"codec 'acme.Trajectory', which is not registered here; call"
+    ):
         decode_object(written)
 
 
@@ -97,31 +99,33 @@ def test_what_a_codec_raises_is_told_with_its_name_and_the_place() -> None:
         raise KeyError("no such part")
 
     register(encode=fail)
-    with pytest.raises(tq.UnsupportedObjectError, match=r"x\[0\]\['a'\] was refused by its codec.*no such part"):
+    with pytest.raises(tq.errors.UnsupportedObjectError, match=r"x\[0\]\['a'\] was refused by its codec.*no such part"):
         encode_object({"a": Trajectory("a", torch.zeros(1))}, "x")
     register(decode=fail)
-    with pytest.raises(tq.InvalidArgumentError, match=r"codec 'test.Trajectory' cannot read an object: KeyError"):
+    with pytest.raises(
+        tq.errors.InvalidArgumentError, match=r"codec 'test.Trajectory' cannot read an object: KeyError"
+    ):
         decode_object(encode_object(Trajectory("a", torch.zeros(1))))
 
 
 def test_a_codec_that_makes_what_cannot_be_carried_is_refused() -> None:
     register(encode=lambda one: object())
-    with pytest.raises(tq.UnsupportedObjectError, match=r"x\[0\]\[0\] has type .*Trajectory"):
+    with pytest.raises(tq.errors.UnsupportedObjectError, match=r"x\[0\]\[0\] has type .*Trajectory"):
         encode_object([Trajectory("a", torch.zeros(1))], "x")
     register(encode=lambda one: one)  # never ends
-    with pytest.raises(tq.UnsupportedObjectError, match="nested in more than 32"):
+    with pytest.raises(tq.errors.UnsupportedObjectError, match="nested in more than 32"):
         encode_object([Trajectory("a", torch.zeros(1))], "x")
 
 
 @pytest.mark.parametrize("name", ["", "a\nb", "x" * 513])
 def test_a_name_is_refused_that_cannot_be_typed(name: str) -> None:
-    with pytest.raises(tq.InvalidArgumentError, match="name is"):
+    with pytest.raises(tq.errors.InvalidArgumentError, match="name is"):
         register(name)
 
 
 @pytest.mark.parametrize("kind", [dict, str, list, type(None), "Trajectory"])
 def test_types_that_are_carried_anyhow_take_no_codec(kind: Any) -> None:
-    with pytest.raises(tq.InvalidArgumentError, match="kind is"):
+    with pytest.raises(tq.errors.InvalidArgumentError, match="kind is"):
         register(kind=kind)
 
 
@@ -174,14 +178,14 @@ def test_an_image_that_lies_about_its_size_takes_no_memory() -> None:
     pytest.importorskip("PIL.Image")
     lie = {"mode": "RGB", "size": (1 << 30, 1 << 30), "pixels": b"123", "palette": None, "info": {}}
     payload = msgpack.packb(["PIL.Image", {**lie, "size": list(lie["size"])}])  # type: ignore[call-overload]
-    with pytest.raises(tq.InvalidArgumentError, match="got 3 bytes for an image of size"):
+    with pytest.raises(tq.errors.InvalidArgumentError, match="got 3 bytes for an image of size"):
         decode_object(msgpack.packb(msgpack.ExtType(10, payload)))
 
 
 def test_an_image_without_pil_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     written = encode_object(images()["RGB"])
     monkeypatch.setitem(sys.modules, "PIL", None)
-    with pytest.raises(tq.InvalidArgumentError, match="install pillow"):
+    with pytest.raises(tq.errors.InvalidArgumentError, match="install pillow"):
         decode_object(written)
 
 

@@ -311,5 +311,5 @@ def test_a_failure_leaves_no_file_descriptor(columns, monkeypatch):
 
 
 def test_reading_behind_the_end_fails(memory):
-    with pytest.raises(OSError, match="10 bytes before what was asked for"):
+    with pytest.raises(OSError, match="10 bytes before the requested end"):
         shared_memory.read_into(memory, memoryview(bytearray(15)), os.fstat(memory).st_size - 5)

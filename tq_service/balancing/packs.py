@@ -1,8 +1,8 @@
-"""Samples to ranks, to optimizer steps, to packs of one size: planned from lengths alone, for all ranks at once.
+"""Assigns samples to ranks, optimizer steps and packs of one size, from lengths alone and for all ranks at once.
 
-Packs are bins: best fit decreasing, then a search for one bin less. S. Martello, P. Toth, "Knapsack Problems", chapter
-8, 1990 (bounds, branch and bound); J. N. D. Gupta, J. C. Ho, "A new heuristic algorithm for the one-dimensional
-bin-packing problem", 1999 (filling bin after bin as full as can be).
+Packs are bins, filled by best fit decreasing, followed by a search for one bin fewer. S. Martello, P. Toth, "Knapsack
+Problems", chapter 8, 1990 (bounds, branch and bound); J. N. D. Gupta, J. C. Ho, "A new heuristic algorithm for the
+one-dimensional bin-packing problem", 1999 (filling bins one after another as full as possible).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tq_service.balancing.partitions import (
 Bins = list[list[int]]
 Overlong = Literal["error", "truncate", "drop"]
 
-# Effort of the search for one bin less: bits of the tables of reachable sums, and nodes of the search tree.
+# Effort of the search for one bin fewer: bits of the tables of reachable sums, and nodes of the search tree.
 _MOST_BITS = 2**24
 _MOST_FILL_ITEMS = 192
 _MOST_NODES = 4_000
@@ -41,14 +41,15 @@ class PackPlan:
     """The samples of each pack, by optimizer step and rank.
 
     Attributes:
-        packs: `packs[dp_rank][step][pack]` are indexes of samples; an empty list is a pack of padding only. All ranks
+        packs: `packs[dp_rank][step][pack]` are indexes of samples; an empty list is a padding-only pack. All ranks
             have the same number of steps, and within a step the same number of packs, at least 1.
-        lengths: the token count of every sample in its pack, `(n,)`: cut where `truncated`, 0 where `dropped`.
-        pack_max_length: tokens that every pack is filled up to.
-        truncated: indexes of the samples that were cut to `pack_max_length`, ascending.
-        dropped: indexes of the samples that are in no pack since they are too long, ascending.
+        lengths: token count of each sample in its pack, `(n,)`: cut for `truncated` samples, 0 for `dropped` ones.
+        pack_max_length: tokens per pack, after padding.
+        truncated: indexes of the samples cut to `pack_max_length`, ascending.
+        dropped: indexes of the samples left out because they are too long, ascending.
         rank_costs: cost of the samples of each rank, `(dp_size,)`, in the units of the cost function or a multiple.
-        pack_count_lower_bound: packs, over all ranks and steps, that no plan for these ranks and steps can do without.
+        pack_count_lower_bound: minimum number of packs, over all ranks and steps, of any plan for these ranks and
+            steps.
         seconds: duration of the planning.
     """
 
@@ -80,32 +81,32 @@ class PackPlan:
 
     @property
     def packs_by_step(self) -> list[int]:
-        """Packs in each step of each rank."""
+        """Number of packs in each step, the same for every rank."""
         return [len(step) for step in self.packs[0]]
 
     @property
     def pack_count(self) -> int:
-        """Packs over all ranks and steps."""
+        """Number of packs over all ranks and steps."""
         return self.dp_size * sum(self.packs_by_step)
 
     @property
     def padding_tokens(self) -> int:
-        """Tokens of padding over all packs, those of padding only included."""
+        """Padding tokens over all packs, including padding-only packs."""
         return self.pack_count * self.pack_max_length - int(self.lengths.sum())
 
     @property
     def fill_ratio(self) -> float:
-        """Share of the packs' tokens that are samples'; 0.0 to 1.0."""
+        """Share of the packs' tokens that belong to samples, 0.0 to 1.0."""
         return float(self.lengths.sum()) / (self.pack_count * self.pack_max_length)
 
     @property
     def imbalance(self) -> float:
-        """How far the cost of the heaviest rank is above the mean: 0.01 is 1 %."""
+        """Relative excess of the heaviest rank's cost over the mean: 0.01 is 1 %."""
         return _above_mean(self.rank_costs)
 
     @property
     def step_imbalance(self) -> float:
-        """How far, in the worst step, the tokens of the heaviest rank are above the mean of the step."""
+        """Relative excess of the heaviest rank's tokens over the mean of the step, in the worst step."""
         return max(_above_mean(of_ranks) for of_ranks in self.tokens.T)
 
     def pack_tokens(self, pack: list[int]) -> int:
@@ -125,65 +126,77 @@ def plan_packs(
     optimizer_steps: int,
     pack_max_length: int,
     groups: Sequence[Hashable | None] | None = None,
+    rollouts: Sequence[Hashable | None] | None = None,
     overlong: Overlong = "error",
     cost: Cost | None = None,
     even_steps: bool = True,
+    packs_multiple_of: int = 1,
 ) -> PackPlan:
     """Plan the packs of a batch for all ranks, with the same number of packs in a step on every rank.
 
-    1. Samples, or groups, are spread over the ranks: their numbers are equal or differ by at most one, their costs
+    1. Samples, or groups, are distributed over the ranks. Their numbers are equal or differ by at most one; their costs
        are balanced by Karmarkar-Karp and its refinement.
-    2. The samples of a rank are spread over the optimizer steps so that their tokens are as equal as can be. Steps are
-       in the order of their tokens on every rank, heaviest first, so that heavy ones meet.
-    3. The samples of a rank's step are packed: best fit decreasing; then, while a rank needs more packs than
-       its lower bound and the others need fewer, a search for one pack less. Ranks with fewer packs than others get
-       packs of padding only, and every step has at least one pack. Packs of a step are in the order of their tokens,
+    2. The samples of a rank are distributed over the optimizer steps with token totals as equal as possible. On every
+       rank, steps are ordered by their tokens, heaviest first, so heavy steps run at the same time.
+    3. The samples of a rank's step are packed by best fit decreasing. While a rank needs more packs than its lower
+       bound and the others need fewer, a search tries one pack fewer. Ranks with fewer packs than others get
+       padding-only packs, and every step has at least one pack. The packs of a step are ordered by their tokens,
        heaviest first.
 
     Args:
-        seqlens: token count of each sample, `(n,)`; n may be anything, also 0.
+        seqlens: token count of each sample, `(n,)`; n may be any number, including 0.
         dp_size: number of ranks.
-        optimizer_steps: number of optimizer steps, always exactly so many.
-        pack_max_length: tokens that a pack holds; no pack has more.
-        groups: the group of each sample, `(n,)`; samples of one group stay on one rank, though not in one step. None
-            in it: a sample of its own. None: no groups.
-        overlong: what to do with a sample longer than `pack_max_length`: refuse it, cut it to `pack_max_length`, or
-            leave it out; the plan says which were cut and left out.
-        cost: balanced over the ranks, see `get_costs`; None: tokens.
-        even_steps: whether the steps of a rank get as equal numbers of tokens as can be. Where a step of each rank
-            would fill few packs that may cost much padding: tokens for 2.1 packs take 3. False: all samples of a rank
-            are packed first and its packs are assigned to the steps, whose numbers of packs then differ by at most one.
+        optimizer_steps: exact number of optimizer steps.
+        pack_max_length: maximum number of tokens per pack.
+        groups: the group of each sample, `(n,)`; a group stays on one rank, but may be split over steps. A None element
+            is a sample without a group. None: no groups.
+        rollouts: the rollout of each sample, `(n,)`, in the same form. The samples of a rollout, which belong to one
+            group, stay in one step, too. Without `groups` each rollout is a group.
+        overlong: handling of a sample longer than `pack_max_length`: refuse it, cut it to `pack_max_length`, or leave
+            it out. The plan lists the samples that were cut or left out.
+        cost: quantity to balance over the ranks, see `get_costs`; None: tokens.
+        even_steps: whether the steps of a rank get token totals as equal as possible. If a step fills few packs, this
+            may cost much padding: tokens for 2.1 packs take 3. False: all samples of a rank are packed first, and the
+            packs are assigned to steps. The number of packs then differs between steps by at most one, or
+            `packs_multiple_of`. False has no effect if a rollout has several samples, since they could be in different
+            packs.
+        packs_multiple_of: the number of packs of each step is a multiple of this, as required by interleaved pipelines.
 
     Returns:
-        The plan with its figures. The same arguments give the same packs.
+        The plan with its statistics. The same arguments give the same packs.
 
     Raises:
-        ValueError: lengths that are negative, not integers or not one-dimensional, counts below 1, a number of
-            groups that is not that of the samples, an unknown policy or cost; with `overlong="error"` a sample longer
-            than `pack_max_length`, named by its index.
+        ValueError: lengths that are negative, not integers or not one-dimensional, counts below 1, a number of groups
+            or rollouts other than the number of samples, or an unknown policy or cost. With `overlong="error"` also a
+            sample longer than `pack_max_length`, named by its index.
     """
     started = time.perf_counter()
     lengths = check_lengths(seqlens)
     check_count("dp_size", dp_size)
     check_count("optimizer_steps", optimizer_steps)
     check_count("pack_max_length", pack_max_length)
+    check_count("packs_multiple_of", packs_multiple_of)
     kept, truncated, dropped = _apply_overlong(lengths, pack_max_length, overlong)
     lengths = np.minimum(lengths, pack_max_length)
     lengths[dropped] = 0
     costs = get_costs(lengths, cost)
-    units = _units(groups, lengths.size, kept)
+    turns = _units("rollouts", rollouts, lengths.size, kept)
+    units = turns if groups is None else _units("groups", groups, lengths.size, kept)
+    rollout_of = None
+    if len(turns) < kept.size:
+        rollout_of, even_steps = np.zeros(lengths.size, np.int64), True
+        for number, samples in enumerate(turns):
+            rollout_of[samples] = number
     parts = get_even_partitions(np.array([costs[unit].sum() for unit in units], np.int64), dp_size)
     ranks = [np.sort(np.concatenate([kept[:0], *(units[position] for position in part)])) for part in parts]
     if even_steps:
-        cells = [_spread_over_steps(samples, lengths, optimizer_steps) for samples in ranks]
-        steps = [_pack(of_ranks, lengths, pack_max_length) for of_ranks in zip(*cells, strict=True)]
+        cells = [_spread_over_steps(samples, lengths, optimizer_steps, rollout_of) for samples in ranks]
+        steps = [_pack(of_ranks, lengths, pack_max_length, packs_multiple_of) for of_ranks in zip(*cells, strict=True)]
         packs = [[step[rank] for step in steps] for rank in range(dp_size)]
     else:
-        packed = _pack(ranks, lengths, pack_max_length, spread=True)
-        # Fullest first, to the steps in turn: numbers differ by at most one, and each is at least one.
-        filled = [of_rank + [[] for _ in range(optimizer_steps - len(of_rank))] for of_rank in packed]
-        packs = [[of_rank[step::optimizer_steps] for step in range(optimizer_steps)] for of_rank in filled]
-    least_of_rank = -(-count_bins_at_least(lengths[kept], pack_max_length) // dp_size)
+        packed = _pack(ranks, lengths, pack_max_length, packs_multiple_of, spread=True)
+        packs = [_deal(of_rank, optimizer_steps, packs_multiple_of) for of_rank in packed]
+    least_of_rank = -(-count_bins_at_least(lengths[kept], pack_max_length) // (dp_size * packs_multiple_of))
     return PackPlan(
         packs=packs,
         lengths=lengths,
@@ -191,7 +204,7 @@ def plan_packs(
         truncated=truncated,
         dropped=dropped,
         rank_costs=np.array([costs[samples].sum() for samples in ranks], np.int64),
-        pack_count_lower_bound=dp_size * max(optimizer_steps, least_of_rank),
+        pack_count_lower_bound=dp_size * packs_multiple_of * max(optimizer_steps, least_of_rank),
         seconds=time.perf_counter() - started,
     )
 
@@ -203,7 +216,7 @@ def check_overlong(overlong: str) -> None:
 
 
 def _apply_overlong(lengths: Int64s, pack_max_length: int, overlong: Overlong) -> tuple[Int64s, Int64s, Int64s]:
-    """Return the samples that are packed, those that are cut and those that are left out."""
+    """Return the samples to pack, those to cut, and those to leave out."""
     check_overlong(overlong)
     too_long, none = np.flatnonzero(lengths > pack_max_length), np.zeros(0, np.int64)
     if too_long.size and overlong == "error":
@@ -218,12 +231,12 @@ def _apply_overlong(lengths: Int64s, pack_max_length: int, overlong: Overlong) -
     return np.arange(lengths.size, dtype=np.int64), too_long, none
 
 
-def _units(groups: Sequence[Hashable | None] | None, count: int, kept: Int64s) -> list[Int64s]:
-    """Return what stays together: the samples of each group, in the order of first members."""
+def _units(name: str, groups: Sequence[Hashable | None] | None, count: int, kept: Int64s) -> list[Int64s]:
+    """Return the units that stay together: the samples of each group, or rollout, in the order of first members."""
     if groups is None:
         return list(kept[:, None])
     if len(groups) != count:
-        raise ValueError(f"groups: got {len(groups)} for {count} samples, expected one for each; None: no group")
+        raise ValueError(f"{name}: got {len(groups)} for {count} samples, expected one per sample, or None")
     members: dict[tuple[bool, Hashable], list[int]] = {}
     for sample in kept.tolist():
         group = groups[sample]
@@ -231,38 +244,70 @@ def _units(groups: Sequence[Hashable | None] | None, count: int, kept: Int64s) -
     return [np.array(unit, np.int64) for unit in members.values()]
 
 
-def _spread_over_steps(samples: Int64s, lengths: Int64s, optimizer_steps: int) -> list[Int64s]:
-    parts = [samples[part] for part in get_free_partitions(lengths[samples], optimizer_steps)]
+def _spread_over_steps(
+    samples: Int64s, lengths: Int64s, optimizer_steps: int, rollout_of: Int64s | None
+) -> list[Int64s]:
+    """Return the samples of each step; the samples of a rollout, if given, are in the same step."""
+    if rollout_of is None:
+        parts = [samples[part] for part in get_free_partitions(lengths[samples], optimizer_steps)]
+    else:
+        _, place = np.unique(rollout_of[samples], return_inverse=True)
+        tokens = np.zeros(place.max(initial=-1) + 1, np.int64)
+        np.add.at(tokens, place, lengths[samples])
+        parts = [samples[np.isin(place, part)] for part in get_free_partitions(tokens, optimizer_steps)]
     return sorted(parts, key=lambda part: -int(lengths[part].sum()))
 
 
-def _pack(of_ranks: Sequence[Int64s], lengths: Int64s, pack_max_length: int, *, spread: bool = False) -> list[Bins]:
-    """Return the packs of the samples of every rank, as many for each."""
-    packed = pack_ranks_equally([lengths[samples] for samples in of_ranks], pack_max_length, spread=spread)
+def _deal(packs: Bins, optimizer_steps: int, multiple_of: int) -> list[Bins]:
+    """Assign packs to steps, fullest first; pack counts are multiples and differ by at most one multiple.
+
+    Args:
+        packs: packs of all steps, fullest first; their number is a multiple.
+        optimizer_steps: number of steps.
+        multiple_of: see `plan_packs`.
+    """
+    count = max(len(packs) // multiple_of, optimizer_steps)
+    dealt = packs + [[] for _ in range(count * multiple_of - len(packs))]
+    return [
+        [dealt[at] for at in range(len(dealt)) if at % count % optimizer_steps == step]
+        for step in range(optimizer_steps)
+    ]
+
+
+def _pack(
+    of_ranks: Sequence[Int64s], lengths: Int64s, pack_max_length: int, multiple_of: int, *, spread: bool = False
+) -> list[Bins]:
+    """Return the packs of the samples of every rank, the same number for each rank."""
+    packed = pack_ranks_equally(
+        [lengths[samples] for samples in of_ranks], pack_max_length, multiple_of=multiple_of, spread=spread
+    )
     return [
         [np.sort(samples[pack]).tolist() for pack in packs] for samples, packs in zip(of_ranks, packed, strict=True)
     ]
 
 
-def pack_ranks_equally(sizes_of_ranks: Sequence[Int64s], capacity: int, *, spread: bool = False) -> list[Bins]:
-    """Pack the items of every rank into as few bins as can be found, the same number for every rank.
+def pack_ranks_equally(
+    sizes_of_ranks: Sequence[Int64s], capacity: int, *, multiple_of: int = 1, spread: bool = False
+) -> list[Bins]:
+    """Pack the items of every rank into the fewest bins found, the same number for every rank.
 
-    Best fit decreasing gives a first number of bins for each rank. The ranks with the most bins are then packed into
-    one bin less, by a search of bounded effort, for as long as that succeeds for all of them.
+    Best fit decreasing gives an initial number of bins for each rank. A search of bounded effort then packs the ranks
+    with the most bins into one bin fewer, and repeats as long as it succeeds for all of these ranks.
 
     Args:
         sizes_of_ranks: for each rank the sizes of its items, none above `capacity`.
-        capacity: of a bin.
-        spread: whether to spread the items of a rank evenly over its bins instead of filling some and leaving the
+        capacity: capacity of a bin.
+        multiple_of: the number of bins is a multiple of this.
+        spread: whether to distribute the items of a rank evenly over its bins instead of filling some and leaving the
             others empty.
 
     Returns:
-        For each rank its bins, at least one, the fullest first, padded with empty bins at the end.
+        For each rank its bins, at least one, fullest first, followed by empty bins up to the common number.
     """
     packed = [best_fit_decreasing(sizes, capacity) for sizes in sizes_of_ranks]
     at_least = max([1, *(count_bins_at_least(sizes, capacity) for sizes in sizes_of_ranks)])
-    _try_fewer(packed, sizes_of_ranks, capacity, at_least)
-    count = max([1, *map(len, packed)])
+    _try_fewer(packed, sizes_of_ranks, capacity, _round_up(at_least, multiple_of))
+    count = _round_up(max([1, *map(len, packed)]), multiple_of)
     if spread:
         packed = [_spread(sizes, bins, capacity, count) for sizes, bins in zip(sizes_of_ranks, packed, strict=True)]
     fullest_first = (
@@ -270,6 +315,10 @@ def pack_ranks_equally(sizes_of_ranks: Sequence[Int64s], capacity: int, *, sprea
         for sizes, bins in zip(sizes_of_ranks, packed, strict=True)
     )
     return [bins + [[] for _ in range(count - len(bins))] for bins in fullest_first]
+
+
+def _round_up(count: int, multiple_of: int) -> int:
+    return -(-count // multiple_of) * multiple_of
 
 
 def _try_fewer(packed: list[Bins], sizes_of_ranks: Sequence[Int64s], capacity: int, at_least: int) -> None:
@@ -286,24 +335,24 @@ def _try_fewer(packed: list[Bins], sizes_of_ranks: Sequence[Int64s], capacity: i
 
 
 def _spread(sizes: Int64s, bins: Bins, capacity: int, count: int) -> Bins:
-    """Return the items in so many bins of nearly equal sums, or the bins as they are where one would overflow."""
+    """Distribute the items over `count` bins of nearly equal sums; return `bins` unchanged if one would overflow."""
     even = [part for part in get_free_partitions(sizes, count) if part]
     return even if all(int(sizes[part].sum()) <= capacity for part in even) else bins
 
 
 def count_bins_at_least(sizes: Int64s, capacity: int) -> int:
-    """Return a lower bound of the bins that items need.
+    """Return a lower bound on the number of bins for the items.
 
-    No two items above half the capacity share a bin; and for every threshold t, those above `capacity - t` share one
-    with no item of at least t, so that the items from t to half the capacity need bins of their own beside what the
-    others leave free.
+    No two items above half the capacity fit into one bin. For every threshold t, an item above `capacity - t` cannot
+    share a bin with an item of at least t. So the items from t to half the capacity need additional bins, apart from
+    the space left free by the remaining large items.
     """
     if not sizes.size:
         return 0
     ascending = np.sort(sizes)
     total = np.concatenate([np.zeros(1, np.int64), np.cumsum(ascending)])
     bound = max(-(-int(total[-1]) // capacity), 1)
-    half = int(np.searchsorted(2 * ascending, capacity, side="right"))  # items from here on are above half
+    half = int(np.searchsorted(2 * ascending, capacity, side="right"))  # items from here on exceed half the capacity
     thresholds = np.unique(ascending[:half])
     thresholds = thresholds[thresholds > 0]
     large_from = np.searchsorted(ascending, capacity - thresholds, side="right")  # these leave less than t
@@ -314,7 +363,7 @@ def count_bins_at_least(sizes: Int64s, capacity: int) -> int:
 
 
 def best_fit_decreasing(sizes: Int64s, capacity: int) -> Bins:
-    """Return bins, made by putting item after item, largest first, into the fullest bin that it fits into."""
+    """Put the items, largest first, each into the fullest bin with enough space; return the bins."""
     bins: Bins = []
     free: list[tuple[int, int]] = []  # (free capacity, bin), ascending
     listed = sizes.tolist()
@@ -332,10 +381,10 @@ def best_fit_decreasing(sizes: Int64s, capacity: int) -> Bins:
 
 
 def pack_into(sizes: Int64s, capacity: int, bin_count: int) -> Bins | None:
-    """Look for a way to pack items into so many bins, with bounded effort.
+    """Try to pack items into `bin_count` bins, with bounded effort.
 
     Returns:
-        At most `bin_count` bins, or None where none was found, which does not mean that there is none.
+        At most `bin_count` bins, or None if the search failed, although a solution may still exist.
     """
     if count_bins_at_least(sizes, capacity) > bin_count:
         return None
@@ -346,7 +395,7 @@ def pack_into(sizes: Int64s, capacity: int, bin_count: int) -> Bins | None:
 
 
 def _fill_one_by_one(sizes: Int64s, capacity: int, bin_count: int) -> Bins | None:
-    """Fill bin after bin: the largest item left, then those of the largest sum that fits beside it."""
+    """Fill bins one after another, each with the largest remaining item and the fullest subset that fits with it."""
     listed = sizes.tolist()
     left = np.argsort(-sizes, kind="stable").tolist()
     most_items = min(_MOST_FILL_ITEMS, max(8, _MOST_BITS // (capacity + 1)))
@@ -368,7 +417,7 @@ def _fill_one_by_one(sizes: Int64s, capacity: int, bin_count: int) -> Bins | Non
 
 
 def _fullest_subset(items: list[int], listed: list[int], capacity: int) -> list[int]:
-    """Return items whose sum comes nearest to `capacity` from below; bit s of a table: sum s can be made."""
+    """Return items whose sum is closest to `capacity` from below; bit s of a table means that sum s is reachable."""
     window = (1 << (capacity + 1)) - 1
     tables = [1]
     for item in items:
@@ -396,14 +445,14 @@ class _TreeSearch:
         self._nodes = 0
 
     def run(self) -> Bins | None:
-        """Return the bins that have items, or None where the effort was spent."""
+        """Return the non-empty bins, or None if no solution was found with the allowed effort."""
         return [found for found in self._bins if found] if self._place(0) else None
 
     def _place(self, at: int) -> bool:
         if at == len(self._order):
             return True
         self._nodes += 1
-        # Bins that are too full for the smallest item left waste what they have free.
+        # Free space in bins that are too full for the smallest item is wasted.
         wasted = sum(free for free in self._free if free < self._sizes[-1])
         if self._nodes > _MOST_NODES or wasted > self._spare:
             return False
@@ -420,6 +469,6 @@ class _TreeSearch:
                 return True
             self._free[chosen] += size
             self._bins[chosen].pop()
-            if free == size:  # no other bin can do better with this item
+            if free == size:  # the item fits exactly, so no other bin can be better
                 return False
         return False

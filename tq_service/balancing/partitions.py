@@ -1,13 +1,13 @@
-"""Items into k partitions of nearly equal cost: largest differencing after Karmarkar and Karp, then a refinement.
+"""Splits items into k partitions of nearly equal cost by Karmarkar-Karp largest differencing and a refinement.
 
-N. Karmarkar, R. M. Karp, "The differencing method of set partitioning", UCB/CSD 82/113, 1982; the k-way form is that of
+N. Karmarkar, R. M. Karp, "The differencing method of set partitioning", UCB/CSD 82/113, 1982; the k-way form is from
 R. E. Korf, "Multi-way number partitioning", IJCAI 2009.
 
 A partial solution has up to k columns, each a set of items with its sum. The two partial solutions with the widest
 spread (largest sum minus smallest) are merged, heaviest column with lightest, until one is left. Columns are kept as
-sorted numpy sums with the id of one item each; merging two columns points one id at the other, and following the
-pointers at the end tells which items share a column. So a merge costs what k columns cost, however many items they
-hold. The refinement makes moves and swaps from the heaviest set to lighter ones until none helps.
+sorted numpy sums with the id of one item each. Merging two columns points one id at the other; following the pointers
+at the end gives the items of each column. So the cost of a merge depends on k only, not on the number of items. The
+refinement makes moves and swaps from the heaviest set to lighter ones until none helps.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ Cost = CostName | Callable[[Int64s], NDArray[Any]]
 
 # Sums of all lengths, or costs, must stay exact in int64.
 _LARGEST_TOTAL = 2**62
-# Costs that are not integers are counted in steps of the largest one divided by this.
+# Non-integer costs are rounded to multiples of the largest cost divided by this.
 _STEPS = 2**40
-# The heaviest set is tried against so many of the lightest sets, one by one, before it is tried against all others at
-# once. The latter compares every pair of items; where these are more than this, the others too are tried one by one.
+# The heaviest set is tried against this many of the lightest sets, one by one, before it is tried against all others at
+# once. The latter compares every pair of items; with more pairs than this, the others are tried one by one too.
 _LIGHTEST_FIRST = 32
 _MOST_PAIRS = 1_000_000
-# A heaviest set within this share of the lower bound meets it: the last few tokens of a million cost most of the time.
+# A heaviest set this close to the lower bound is good enough: the last few tokens of a million take most of the time.
 _TOLERANCE = 1e-5
 
 
@@ -41,9 +41,9 @@ _TOLERANCE = 1e-5
 class AttentionCost:
     """Cost of a sequence of L tokens, `linear * L + quadratic * L**2`.
 
-    The linear part stands for the matrix products, which cost the same for every token, the quadratic part for the
-    attention of every token to those before it. The defaults are the ratio for a hidden size of 4,096 that balancing
-    code of the field uses: the two parts are equal at 24,576 tokens.
+    The linear part models the matrix products, which cost the same for every token. The quadratic part models the
+    attention of each token to the earlier ones. The defaults are the ratio commonly used in balancing code, for a
+    hidden size of 4,096: the two parts are equal at 24,576 tokens.
 
     Attributes:
         linear: cost of a token.
@@ -70,7 +70,7 @@ _ATTENTION: Final = AttentionCost()
 
 
 def get_costs(lengths: Int64s, cost: Cost | None = None) -> Int64s:
-    """Return what samples of these lengths cost, as integers whose ratios are those of the cost function.
+    """Return the costs of samples of these lengths, as integers in the ratios given by the cost function.
 
     Args:
         lengths: token counts, `(n,)`.
@@ -78,7 +78,7 @@ def get_costs(lengths: Int64s, cost: Cost | None = None) -> Int64s:
             `(n,)`, integers or not; None: tokens.
 
     Returns:
-        Costs `(n,)`; non-integers are scaled so that the largest is 2**40, and rounded.
+        Costs `(n,)`; non-integers are scaled to a maximum of 2**40, and rounded.
 
     Raises:
         ValueError: the name is unknown, or the function returns another shape, no numbers, or numbers that are
@@ -109,7 +109,7 @@ def get_costs(lengths: Int64s, cost: Cost | None = None) -> Int64s:
 
 
 def check_cost_name(cost: str) -> None:
-    """Raise ValueError where there is no cost function of this name."""
+    """Raise ValueError if no cost function has this name."""
     if cost not in get_args(CostName):
         raise ValueError(f"cost: got {cost!r}, expected one of {', '.join(map(repr, get_args(CostName)))}")
 
@@ -167,15 +167,15 @@ def karmarkar_karp(seqlen_list: Lengths, k_partitions: int, equal_size: bool) ->
     Args:
         seqlen_list: length of each item, `(n,)`.
         k_partitions: number of partitions.
-        equal_size: whether every partition gets `n / k_partitions` items; else sizes are free, at least 1.
+        equal_size: whether every partition gets `n / k_partitions` items; otherwise any number of at least 1.
 
     Returns:
-        The item positions of each partition, ascending; every position once; the heaviest partition first. The same
-        arguments give the same answer.
+        The item positions of each partition, ascending, heaviest partition first; every position occurs once. The same
+        arguments give the same result.
 
     Raises:
         ValueError: lengths that are negative, not integers or not one-dimensional, fewer items than partitions,
-            `k_partitions` below 1, or with `equal_size` a number of items that does not divide.
+            `k_partitions` below 1, or with `equal_size` a number of items that is not a multiple of `k_partitions`.
     """
     lengths, k = _check(seqlen_list, k_partitions, equal_size)
     return _as_lists(_partition(lengths, k, equal_size))
@@ -186,8 +186,8 @@ def get_seqlen_balanced_partitions(
 ) -> list[list[int]]:
     """Split items into partitions of nearly equal total cost: `karmarkar_karp`, then refined by moves and swaps.
 
-    Arguments, result and errors are those of `karmarkar_karp`, but for the order of the partitions, which is that of
-    the sums before the refinement, and `cost`: what is balanced, see `get_costs`; None: the lengths.
+    Arguments, result and errors are as in `karmarkar_karp`, except that partitions are ordered by their sums before the
+    refinement. `cost` is the quantity to balance, see `get_costs`; None: the lengths.
     """
     lengths, k = _check(seqlen_list, k_partitions, equal_size)
     costs = get_costs(lengths, cost)
@@ -197,7 +197,7 @@ def get_seqlen_balanced_partitions(
 def get_even_partitions(seqlen_list: Lengths, k_partitions: int) -> list[list[int]]:
     """Split items into partitions of nearly equal total length whose sizes are equal, or differ by at most one.
 
-    Serves any number of items, also fewer than partitions.
+    Accepts any number of items, including fewer than partitions.
 
     Raises:
         ValueError: as `karmarkar_karp`, without its conditions on the number of items.
@@ -208,7 +208,7 @@ def get_even_partitions(seqlen_list: Lengths, k_partitions: int) -> list[list[in
 def get_free_partitions(seqlen_list: Lengths, k_partitions: int) -> list[list[int]]:
     """Split items into partitions of nearly equal total length, of any sizes.
 
-    Serves any number of items, also fewer than partitions; partitions may be empty.
+    Accepts any number of items, including fewer than partitions; partitions may be empty.
 
     Raises:
         ValueError: as `karmarkar_karp`, without its conditions on the number of items.
@@ -217,9 +217,9 @@ def get_free_partitions(seqlen_list: Lengths, k_partitions: int) -> list[list[in
 
 
 def _padded_partitions(seqlen_list: Lengths, k_partitions: int, *, equal_size: bool) -> list[list[int]]:
-    """Fill the number of items up with items of length 0, which are left out of the result.
+    """Pad the items with items of length 0, which are left out of the result.
 
-    With equal sizes no two of them get into one partition.
+    With equal sizes no two padding items are in the same partition.
     """
     lengths, k = check_lengths(seqlen_list), check_count("k_partitions", k_partitions)
     missing = -lengths.size % k if equal_size else max(k - lengths.size, 0)
@@ -264,17 +264,17 @@ def _partition(lengths: Int64s, k: int, equal_size: bool) -> list[Int64s]:
 
 
 class _Partial(NamedTuple):
-    """Up to k columns: their sums, ascending, and the id of each column; columns not there are empty."""
+    """Up to k columns: their sums, ascending, and the id of each column; missing columns are empty."""
 
     sums: Int64s
     ids: Int64s
 
 
 class _Differencing:
-    """The run of the algorithm: partial solutions in a heap, single items beside it in descending order.
+    """A run of the algorithm, with partial solutions in a heap and single items in a separate descending array.
 
-    Singles are partial solutions of one column, with a spread of their length. Keeping them out of the heap lets runs
-    of them be taken at once, which is where most of the merges of the free-size method are.
+    Singles are partial solutions of one column, whose spread is their length. Outside the heap, runs of them can be
+    taken at once; they make up most of the merges of the free-size method.
     """
 
     def __init__(self, lengths: Int64s, k: int) -> None:
@@ -288,14 +288,14 @@ class _Differencing:
         self._next = 0
 
     def seed_full_rows(self) -> None:
-        """Make rows of k consecutive items each, so that every partition gets one item of every row."""
+        """Make rows of k consecutive items each; every partition gets one item of every row."""
         rows = zip(self._single_lengths.reshape(-1, self._k), self._single_ids.reshape(-1, self._k), strict=True)
         for sums, ids in rows:
             self._push(_Partial(sums[::-1], ids[::-1]))
         self._next = self._single_ids.size
 
     def run(self) -> _Partial:
-        """Merge the two partial solutions of the widest spread until one is left."""
+        """Merge the two partial solutions with the widest spread until one is left."""
         while True:
             top = self._pop()
             singles = self._singles_ahead()
@@ -325,14 +325,14 @@ class _Differencing:
         return max(int(end) - self._next, 0)
 
     def _fill(self, partial: _Partial, count: int) -> _Partial:
-        """Merge with `count` singles that go into empty columns; until all are taken the spread stays the widest."""
+        """Merge with `count` singles, each into an empty column; the spread stays the widest until all are taken."""
         taken = slice(self._next, self._next + count)
         self._next += count
         sums = np.concatenate([partial.sums, self._single_lengths[taken]])
         return _ordered(sums, np.concatenate([partial.ids, self._single_ids[taken]]))
 
     def _absorb(self, partial: _Partial) -> _Partial:
-        """Merge with singles, each into the lightest column, for as long as these are the two of the widest spread."""
+        """Merge with singles, each into the lightest column, as long as the two have the widest spread."""
         columns = list(zip(partial.sums.tolist(), partial.ids.tolist(), strict=True))  # ascending, so a heap already
         heaviest, widest_in_heap = columns[-1][0], -self._heap[0][0] if self._heap else 0
         lengths, ids = self._single_lengths, self._single_ids
@@ -348,7 +348,7 @@ class _Differencing:
         return _ordered(np.array([total for total, _ in columns]), np.array([column for _, column in columns]))
 
     def _merge(self, first: _Partial, second: _Partial) -> _Partial:
-        """Merge heaviest with lightest columns; a column that is merged with an empty one stays as it is."""
+        """Merge heaviest with lightest columns; a column merged with an empty one is unchanged."""
         shared = max(first.sums.size + second.sums.size - self._k, 0)
         self.parent[second.ids[:shared]] = first.ids[:shared][::-1]
         sums = np.concatenate(
@@ -363,12 +363,12 @@ def _ordered(sums: Int64s, ids: Int64s) -> _Partial:
 
 
 def refine_partitions(lengths: Int64s, partitions: list[Int64s], *, equal_size: bool) -> list[Int64s]:
-    """Exchange items until none relieves the heaviest set, or that set meets the lower bound to 0.001 %.
+    """Exchange items until no exchange relieves the heaviest set, or that set is within 0.001 % of the lower bound.
 
-    The bound is max(mean, longest item); with `equal_size` it counts the shortest items that must go with the longest.
-    An exchange gives one item of the heaviest set for a shorter one of another set, or, where sizes are free, for
-    nothing; it is made where both sets end below the old maximum. So the sorted sums fall with each exchange, and their
-    number is limited besides, to four for each set.
+    The bound is max(mean, longest item); with `equal_size` it includes the shortest items that must accompany the
+    longest. An exchange gives one item of the heaviest set for a shorter one of another set, or for nothing if sizes
+    are free. It is made only if both sets end below the old maximum. So the sorted sums decrease with each exchange;
+    in addition, the number of exchanges is limited to four per set.
 
     Args:
         lengths: length of each item, `(n,)`.
@@ -400,7 +400,7 @@ class _Sets:
         self._good_enough = lower_bound + int(lower_bound * _TOLERANCE)
 
     def relieve_heaviest(self) -> bool:
-        """Make the best exchange of the heaviest set; tell whether there was one to make."""
+        """Make the best exchange of the heaviest set; return whether one was found."""
         heaviest = int(np.argmax(self._sums))
         if self._sums[heaviest] <= self._good_enough:
             return False
@@ -415,13 +415,13 @@ class _Sets:
         return True
 
     def _offered(self, heaviest: int, other: int) -> Int64s:
-        """Return the lengths the other set can give back, last a 0 for nothing where sizes are free."""
+        """Return the lengths that the other set can give back; if sizes are free, the last one is 0, for nothing."""
         if self._keep_sizes or self.items[heaviest].size < 2:
             return self._values[other]
         return np.append(self._values[other], np.int64(0))
 
     def _first_exchange(self, heaviest: int, others: Int64s) -> tuple[int, int, int] | None:
-        """Return the best exchange with the first of the other sets that offers one."""
+        """Return the best exchange with the first of the other sets that has one."""
         given = self._values[heaviest]
         for other in others.tolist():
             offered = self._offered(heaviest, other)
@@ -429,7 +429,7 @@ class _Sets:
                 continue
             gap = int(self._sums[heaviest] - self._sums[other])
             order = offered.argsort(kind="stable")
-            # The nearest lengths on both sides of those that would make the two sets equal.
+            # The nearest lengths above and below the one that would make the two sets equal.
             above = (2 * offered[order]).searchsorted(2 * given - gap).clip(max=order.size - 1)
             places = order[np.concatenate([above, (above - 1).clip(min=0)])]
             moved = np.concatenate([given, given]) - offered[places]
@@ -439,7 +439,7 @@ class _Sets:
         return None
 
     def _any_exchange(self, heaviest: int, others: Int64s) -> tuple[int, int, int] | None:
-        """Return the best exchange with any of the other sets: that after which the heavier of the two is lightest."""
+        """Return the exchange with any of the other sets that minimises the heavier of the two resulting sums."""
         given = self._values[heaviest]
         offered = [self._offered(heaviest, other) for other in others.tolist()]
         owners = np.repeat(others, [values.size for values in offered]) if offered else others
@@ -456,7 +456,10 @@ class _Sets:
         return other, given_place, flat - int((owners == other).argmax())
 
     def _make(self, heaviest: int, other: int, given: int, returned: int) -> None:
-        """Give the item at place `given` for that at place `returned` of the other set, behind its last for nothing."""
+        """Exchange the item at place `given` for the one at place `returned` of the other set.
+
+        A `returned` after the last place of the other set stands for nothing.
+        """
         is_swap = returned < self.items[other].size
         moved = int(self._values[heaviest][given])
         for columns in (self.items, self._values):

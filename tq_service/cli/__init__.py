@@ -1,4 +1,4 @@
-"""The command line `tq-service`: its commands by name, whose files are imported on demand to keep probes quick."""
+"""The command line `tq-service`. Modules of commands are imported on demand, to keep probes fast."""
 
 from __future__ import annotations
 
@@ -11,25 +11,27 @@ from typer.core import TyperGroup
 
 from tq_service.errors import TqError
 
-# The commands in a word. The module of that name here has a function `command`, and `EXAMPLES` which end its --help.
+# Commands and their summaries. The module of the same name has a function `command`, and `EXAMPLES`, which end --help.
 COMMANDS = {
     "serve": "Run the service until SIGTERM or SIGINT.",
-    "status": "Show a service, its partitions and tasks, and what they wait for.",
-    "explain": "Say why claims of a partition wait.",
+    "status": "Show a service, its partitions and tasks, and why calls wait.",
+    "explain": "Explain why claims of a partition wait.",
     "ui": "Serve a live page of a service for browsers.",
     "partition": "List, show, seal and clear partitions, and peek at their samples.",
-    "task": "Show and explain tasks, and start them over.",
-    "deadletter": "List samples that were delivered too often, and deliver them once more.",
+    "task": "Show, explain and reset tasks.",
+    "deadletter": "List dead-lettered samples, and requeue them.",
     "storage": "List the storage services.",
     "sampler": "List the samplers of a service, with their options.",
     "checkpoint": "Write, list and restore checkpoints.",
-    "token": "Make, list and revoke bearer tokens.",
-    "health": "Print the health of a service; exit code 0 when it is SERVING.",
+    "replay": "Serve recorded batches again, read-only, or list them.",
+    "diff": "Compare the metadata of two recorded batches.",
+    "token": "Create, list and revoke bearer tokens.",
+    "health": "Print the health of a service; exit code 0 if it is SERVING.",
     "version": "Print the versions of this program and of the service.",
-    "plan": "Show what each sampler would do with the samples of a file of lengths.",
+    "plan": "Preview the plan of each sampler for a file of sample lengths.",
     "bench": "Measure claims, puts and gets against a service for a few seconds.",
 }
-# Commands that have verbs: the module, which has the group under the command's name in capitals.
+# Commands with verbs, and their module, which has the group under the command's name in capitals.
 _GROUPS = {
     "partition": "partitions", "task": "partitions", "deadletter": "partitions",
     "storage": "services", "sampler": "services", "checkpoint": "services",
@@ -43,9 +45,9 @@ _EXTRAS = {
 
 
 class _CommandsOnDemand(TyperGroup):
-    """Imports a command's module when the command is asked for.
+    """Imports a command's module on first use.
 
-    The signatures are loose since typer, by its version, uses click or a copy of it.
+    The signatures are loose since typer uses click or a copy of it, depending on its version.
     """
 
     def list_commands(self, ctx: Any) -> list[str]:
@@ -77,7 +79,7 @@ app = typer.Typer(
     rich_markup_mode=None,  # boxes cut long option names; plain text wraps
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="Exit codes: 0 done, 1 an error, 2 wrong usage, 70 the service has failed, 130 interrupted.",
+    epilog="Exit codes: 0 success, 1 error, 2 usage error, 70 service failure, 130 interrupted.",
 )
 
 
@@ -95,11 +97,11 @@ def _root(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Run, inspect, mend and measure the data service between rollout workers and trainer ranks."""
+    """Run, inspect, repair and measure the data service between rollout workers and trainer ranks."""
 
 
 def main() -> None:
-    """Run the command line; an error becomes one line on stderr, and a hint where there is one."""
+    """Run the command line. Prints an error as one line on stderr, with a hint if available."""
     try:
         sys.exit(app(standalone_mode=False))
     except (TqError, ConnectionError, TimeoutError) as error:
@@ -107,13 +109,13 @@ def main() -> None:
     except ModuleNotFoundError as error:
         extra = _EXTRAS.get((error.name or "").partition(".")[0])
         hint = f"install the extra {extra!r}, tq-service[{extra}]" if extra else f"pip install {error.name}"
-        _fail(f"this needs the module {error.name}, which is not installed", hint, 1)
+        _fail(f"this command needs the module {error.name}, which is not installed", hint, 1)
     except KeyboardInterrupt:
         sys.exit(130)
     except Exception as error:
         usage_error: Any = error  # of click, or of typer's copy of it
         if not hasattr(usage_error, "format_message"):
-            if type(error).__name__ == "Abort":  # of a question
+            if type(error).__name__ == "Abort":  # a question was declined
                 sys.exit(130)
             raise
         context = getattr(usage_error, "ctx", None)
@@ -130,12 +132,12 @@ def _fail(message: str, hint: str, exit_code: int) -> None:
 
 
 def _hint(error: BaseException) -> str:
-    """Return what may help against an error of a call, besides what its message says."""
+    """Return advice on an error of a call in addition to its message, or an empty string."""
     reason, metadata = getattr(error, "reason", ""), getattr(error, "metadata", {})
     if reason == "UNAVAILABLE" and "address" in metadata:
         return 'start one with "tq-service serve", or name another with --address or TQ_ADDRESS'
     if reason == "PARTITION_NOT_FOUND" and _looks_like_address(name := metadata.get("partition_id", "")):
-        return f"an address is given with --address: tq-service status --address {name}"
+        return f"pass an address with --address: tq-service status --address {name}"
     return ""
 
 

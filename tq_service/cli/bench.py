@@ -27,8 +27,8 @@ EXAMPLES = """\
   tq-service bench --size 256MiB --json"""
 
 _ADDRESS_HELP = (
-    "The service, as host:port, or the host alone for port 50051. Default: a service of its own, started for this and "
-    "stopped after it."
+    "The service, as host:port, or the host alone for port 50051. Default: a temporary service, started for this "
+    "command and stopped after it."
 )
 _ANSWER_SECONDS = 5.0
 _CLAIM_SAMPLES = 65_536
@@ -38,7 +38,7 @@ _MOST_REPEATS = 2_000
 
 
 def _command(
-    seconds: Annotated[float, typer.Option(min=0.5, max=600, help="How long to measure, about.")] = 10.0,
+    seconds: Annotated[float, typer.Option(min=0.5, max=600, help="Approximate duration of the measurement.")] = 10.0,
     ranks: Annotated[int, typer.Option(min=1, max=512, help="Trainer ranks that claim at once.")] = 16,
     size: Annotated[str, typer.Option(metavar="SIZE", help="Size of a bulk put, such as 64MiB.")] = "64MiB",
     as_json: AsJson = False,
@@ -46,13 +46,13 @@ def _command(
 ) -> None:
     """Measure claims, puts and gets of one client process against a service.
 
-    What it stores is removed again. The figures tell how client and service do on the machines they run on now.
+    It removes its data afterwards. The figures apply to the machines that client and service run on.
     """
     size_bytes = _positive_bytes(size)
 
     async def run(target: str, **credentials: Any) -> list[_Figure]:
         measuring = asyncio.current_task()
-        if measuring is not None:  # SIGTERM too removes what the benchmark stored; SIGINT does by itself
+        if measuring is not None:  # SIGTERM, like SIGINT by default, removes the benchmark's data
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, measuring.cancel)
         async with AsyncClient(target, **credentials) as client:
             return [
@@ -63,7 +63,7 @@ def _command(
 
     try:
         if given["address"]:
-            with open_client(timeout=_ANSWER_SECONDS, **given):  # else a wrong address would be tried for a minute
+            with open_client(timeout=_ANSWER_SECONDS, **given):  # else a wrong address would be retried for a minute
                 pass
             figures = asyncio.run(run(given.pop("address"), **given))
         else:
@@ -101,11 +101,11 @@ class _Figure:
     """One line of the result.
 
     Attributes:
-        name: what was measured.
-        rate: how many a second, in `unit`.
-        unit: of the rate.
+        name: the measured operation.
+        rate: rate per second, in `unit`.
+        unit: unit of the rate.
         p50_ms: median latency in milliseconds.
-        p99_ms: latency in milliseconds that 99 of 100 do not exceed.
+        p99_ms: 99th percentile of the latency in milliseconds.
         count: number of calls measured.
     """
 
@@ -124,7 +124,7 @@ def _figure(name: str, latencies: list[float], *, rate: float, unit: str) -> _Fi
 
 @asynccontextmanager
 async def _partition(client: AsyncClient) -> AsyncIterator[str]:
-    """Yield the name of a partition that is cleared at the end, whatever happens."""
+    """Yield the name of a new partition; clears it in any case at the end."""
     partition_id = f"bench-{secrets.token_hex(6)}"
     await client.create_partition(partition_id)
     try:
@@ -149,7 +149,7 @@ async def _repeated(call: Callable[[], Awaitable[float]], seconds: float) -> lis
 
 
 async def _measure_latencies(client: AsyncClient, seconds: float) -> list[_Figure]:
-    """Measure calls that answer from counters, and from the put of a sample until a worker that waits for it has it."""
+    """Measure calls that answer from counters, and the time from a put until a waiting worker has the sample."""
     async with _partition(client) as partition_id:
 
         async def wake() -> float:
@@ -158,7 +158,7 @@ async def _measure_latencies(client: AsyncClient, seconds: float) -> list[_Figur
                     partition_id=partition_id, task_name="bench", data_fields=["value"], batch_size=1, max_wait=10.0
                 )
             )
-            await asyncio.sleep(0)  # lets the claim leave first
+            await asyncio.sleep(0)  # sends the claim first
             row = {"value": np.zeros(1, np.int8)}
             return await _timed(asyncio.gather(client.put(row, partition_id=partition_id), claim))
 
@@ -205,7 +205,7 @@ async def _measure_bulk(client: AsyncClient, seconds: float, size_bytes: int) ->
     column = np.random.default_rng(0).random((rows, _ROW_BYTES // 4), dtype=np.float32)
     puts: list[float] = []
     gets: list[float] = []
-    async with _partition(client) as partition_id:  # the first get imports torch, where it is installed
+    async with _partition(client) as partition_id:  # the first get imports torch, if installed
         await client.get_data(await client.put({"column": column[:1]}, partition_id=partition_id))
     until = time.perf_counter() + seconds
     while not gets or time.perf_counter() < until:

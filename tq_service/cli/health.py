@@ -22,8 +22,8 @@ EXAMPLES = """\
 
 
 _ADDRESS_HELP = (
-    "The service, as host:port, or the host alone for port 50051; of several with commas between them each is asked, "
-    "and one that is SERVING is enough. Default: the port of TQ_PORT, else 50051, on this machine."
+    "The service, as host:port, or the host alone for port 50051, or several, separated by commas: one that is SERVING "
+    "is enough. Default: the port of TQ_PORT, else 50051, on this machine."
 )
 
 
@@ -35,7 +35,7 @@ def _command(
     as_json: AsJson = False,
     **given: Any,
 ) -> None:
-    """Print the health of the service; exit code 0 when it is SERVING, else 1."""
+    """Print the health of the service; exit code 0 if it is SERVING, else 1."""
     answers, errors = _ask(split_addresses(probed_address(given["address"])), service, timeout, given["tls"])
     serving = [target for target, status in answers.items() if status == "SERVING"]
     if not serving:
@@ -52,7 +52,7 @@ def _command(
 
 
 def _ask(targets: Sequence[str], service: str, timeout: float, tls: Tls | None) -> tuple[dict[str, str], list[str]]:
-    """Return the answers by address, and what went wrong; all are asked at once, so that the timeout is that of all."""
+    """Return the answers by address, and the errors. Calls run in parallel and share the timeout."""
     import grpc  # noqa: PLC0415  (`--help` does without)
     from grpc_health.v1 import health_pb2, health_pb2_grpc  # noqa: PLC0415  (`--help` does without)
 

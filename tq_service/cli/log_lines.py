@@ -1,4 +1,4 @@
-"""Where log lines go, and what they look like."""
+"""Destination and format of log lines."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any
 from tq_service.errors import InvalidArgumentError
 from tq_service.log_message import LogMessage
 
-# Spelled out: the module of the audit log is the server's, which --help does without.
+# Spelled out: importing it from the server would slow down --help.
 AUDIT_LOGGER = "tq_service.audit"
 
 
 class _TextFormatter(logging.Formatter):
-    """One line for people, whose message cannot look like another line: names in it may come from callers."""
+    """One line for people. Escapes its message, in which callers' names could otherwise fake another line."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  (logging's name)
         record.message = "".join(
@@ -27,7 +27,7 @@ class _TextFormatter(logging.Formatter):
 
 
 class _JsonFormatter(logging.Formatter):
-    """One JSON object a line; the fields of a LogMessage and those of the audit log by name."""
+    """One JSON object per line, with the fields of a LogMessage or of the audit log by name."""
 
     def format(self, record: logging.LogRecord) -> str:
         line: Any = vars(record).get("audit")
@@ -45,19 +45,19 @@ class _JsonFormatter(logging.Formatter):
 
 
 class _AuditTextFormatter(logging.Formatter):
-    """One line of the audit log for people; it has escaped what comes from callers."""
+    """One line of the audit log for people; texts from callers are already escaped."""
 
     def format(self, record: logging.LogRecord) -> str:
         return f"{_moment(record)} AUDIT   {record.getMessage()}"
 
 
 def configure_logging(level: str, style: str, audit_file: Path | None = None) -> None:
-    """Send log lines to stderr, for people ("text") or one JSON object each ("json"), and the audit log beside them.
+    """Send log lines to stderr, as text or JSON, and set up the audit log.
 
     Args:
-        level: the least that is logged; the audit log is written whatever it is.
-        style: "text" or "json".
-        audit_file: where the audit log is appended, and opened again when the file is moved away; None: stderr.
+        level: minimum level to log; does not apply to the audit log.
+        style: "text" for people or "json" for one JSON object per line.
+        audit_file: file to append the audit log to, reopened after the file is moved away; None: stderr.
 
     Raises:
         InvalidArgumentError: the file cannot be written.
@@ -70,7 +70,7 @@ def configure_logging(level: str, style: str, audit_file: Path | None = None) ->
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
-    for name in ("grpc", "asyncio"):  # say what concerns their own authors
+    for name in ("grpc", "asyncio"):  # their lines only concern their authors
         logging.getLogger(name).setLevel(logging.WARNING)
     try:
         audit_handler: logging.Handler = (

@@ -1,4 +1,4 @@
-"""What commands have in common: options, how they reach the service, groups of verbs, and printing."""
+"""Shared code of commands: options, connecting to the service, groups of verbs, and printing."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ if TYPE_CHECKING:
     from tq_service.client import Client
 
 ADDRESS_HELP: Final = (
-    "The service, as host:port, or the host alone for port 50051; of several controllers their addresses with commas "
-    "between them. Default: localhost:50051."
+    "The service, as host:port, or the host alone for port 50051; addresses of several controllers are separated by "
+    "commas. Default: localhost:50051."
 )
 
-# Clients read the same variables. There is no option for the token itself: every user of a machine can read the
-# arguments of its processes.
+# Clients read the same variables. The token itself is not an option: every user of a machine can read the arguments of
+# its processes.
 _TLS_FILES: Final = {
-    "ca": "Authorities (PEM) that the service's certificate is checked against; makes it TLS.",
-    "cert": "Certificate (PEM) of this client, for a service that asks for one.",
+    "ca": "Certificate authorities (PEM) that sign the service's certificate; enables TLS.",
+    "cert": "Certificate (PEM) of this client, for a service that requires one.",
     "key": "Private key (PEM) of that certificate.",
 }
 
-_WHOLE: Final = 10_000  # characters: more than any sentence has
+_WHOLE: Final = 10_000  # characters: longer than any sentence
 _START_SECONDS: Final = 1.0
 _ASK_AGAIN_SECONDS: Final = 0.1
 _ANSWER_SECONDS: Final = 5.0
 _COMPLETION_SECONDS: Final = 1.0
 _MOST_COMPLETIONS: Final = 100
 
-Prefix = Annotated[str, typer.Argument(help="How their names begin.", show_default=False)]
+Prefix = Annotated[str, typer.Argument(help="Prefix of the names.", show_default=False)]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask first.")]
 
 
@@ -53,7 +53,7 @@ Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask first.")]
 
 
 def option(name: str, kind: Any, info: Any, default: Any = None) -> inspect.Parameter:
-    """Return an option as a parameter of a command; without a default a missing option is None."""
+    """Return an option as a parameter of a command, with a default of None unless given."""
     return inspect.Parameter(
         name,
         inspect.Parameter.KEYWORD_ONLY,
@@ -65,12 +65,12 @@ def option(name: str, kind: Any, info: Any, default: Any = None) -> inspect.Para
 def with_options(
     function: Callable[..., Any], options: Iterable[inspect.Parameter], call: Callable[..., None] | None = None
 ) -> Callable[..., None]:
-    """Return a command with the parameters of a function and more options, without `client` and its `**` parameter.
+    """Return a command with the parameters of a function, except `client` and `**`, and more options.
 
     Args:
         function: does the work.
-        options: those that are added.
-        call: gets the values of all of them, and calls the function; None: the function gets them itself.
+        options: the options to add.
+        call: receives the values of all parameters, and calls the function; None: call the function directly.
     """
     signature = inspect.signature(function, eval_str=True, locals={"Client": object})  # --help does without clients
     parameters = [
@@ -93,18 +93,18 @@ def _service_options(address_help: str = ADDRESS_HELP, timeout: float | None = N
     info = typer.Option("--address", "-a", envvar="TQ_ADDRESS", help=address_help)
     yield option("address", str, info)
     if timeout is not None:
-        text = "Seconds to wait for an answer; a service that cannot be reached is tried for one second."
+        text = "Seconds to wait for an answer; connection attempts stop after one second."
         yield option("timeout", float, typer.Option(min=0.1, help=text), timeout)
     for name, text in _TLS_FILES.items():
         info = typer.Option(metavar="FILE", envvar=f"TQ_TLS_{name.upper()}", help=text)
         yield option(f"tls_{name}", str, info)
-    # The client reads its variable, and TQ_TOKEN first.
-    text = "File with the token; or TQ_TOKEN is the token. [env var: TQ_TOKEN_FILE]"
+    # The client itself reads the variable; TQ_TOKEN has priority.
+    text = "File with the token; alternatively, set TQ_TOKEN to the token. [env var: TQ_TOKEN_FILE]"
     yield option("token_file", Path, typer.Option(metavar="FILE", help=text))
 
 
 def _take_credentials(values: dict[str, Any]) -> dict[str, Any]:
-    """Take the options of TLS and token out of the values, and return the client's arguments `token` and `tls`."""
+    """Remove the TLS and token options from the values, and return the client's arguments `token` and `tls`."""
     files = {name: values.pop(f"tls_{name}", None) for name in _TLS_FILES}
     given = {"token": values.pop("token_file", None), "tls": None}
     if any(files.values()):
@@ -117,7 +117,7 @@ def _take_credentials(values: dict[str, Any]) -> dict[str, Any]:
 def with_address(
     function: Callable[..., None], address_help: str = ADDRESS_HELP, timeout: float | None = None
 ) -> Callable[..., None]:
-    """Give a command options for address, TLS and token; its `**` parameter gets `address`, `token` and `tls`."""
+    """Add options for address, TLS and token to a command; its `**` parameter gets `address`, `token` and `tls`."""
 
     def call(**values: Any) -> None:
         function(**_take_credentials(values), **values)
@@ -126,7 +126,7 @@ def with_address(
 
 
 def with_service(function: Callable[..., None]) -> Callable[..., None]:
-    """Give a command options for the service; its `**` parameter gets what `open_client` takes."""
+    """Add options for the service to a command; its `**` parameter gets the arguments of `open_client`."""
     return with_address(function, timeout=_ANSWER_SECONDS)
 
 
@@ -137,7 +137,7 @@ class GroupedOptions(TyperCommand):
     """Shows options under the titles of their `rich_help_panel`, as plain text; the others under Options."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write them."""
+        """Write the options."""
         groups: dict[str, list[tuple[str, str]]] = {}
         for param in self.get_params(ctx):
             if (record := param.get_help_record(ctx)) is not None:
@@ -149,16 +149,16 @@ class GroupedOptions(TyperCommand):
 
 
 class _VerbGroup(TyperGroup):
-    """Lists its verbs with the first sentence of each, whole; typer would cut it to one line."""
+    """Lists each verb with the full first sentence of its help, which typer would cut to one line."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write them."""
+        """Write the verbs."""
         with formatter.section("Commands"):
             formatter.write_dl([(name, each.get_short_help_str(limit=_WHOLE)) for name, each in self.commands.items()])
 
 
 def make_group(examples: str) -> typer.Typer:
-    """Return a noun, whose verbs are added with `verb`."""
+    """Return a command group; add its verbs with `verb`."""
     group = typer.Typer(
         cls=_VerbGroup,
         add_completion=False,
@@ -166,7 +166,7 @@ def make_group(examples: str) -> typer.Typer:
         no_args_is_help=True,
         epilog=f"\b\nExamples:\n{examples}",
     )
-    group.callback()(lambda: None)  # keeps the verb of a noun that has only one
+    group.callback()(lambda: None)  # keeps the verb of a group that has only one
     return group
 
 
@@ -175,8 +175,8 @@ def verb(
 ) -> Callable[[Callable[..., Answer]], Callable[..., Answer]]:
     """Add a function to a group as a command, with --json and the options of the service.
 
-    The function gets a client of the service as `client`, and gives what `show` takes. With a timeout of None it calls
-    no service, and gets no client.
+    The function gets a client of the service as `client`, and yields an answer for `show`. If `timeout` is None, it
+    does not call a service and gets no client.
     """
 
     def add(function: Callable[..., Answer]) -> Callable[..., Answer]:
@@ -201,15 +201,15 @@ def verb(
 
 @contextmanager
 def open_client(address: str | None, timeout: float, **credentials: Any) -> Iterator[Client]:
-    """Give a client of a service that answers; one that refuses connections is waited for a second at most.
+    """Yield a client of a service that answers; retries refused connections for at most a second.
 
     Args:
-        address: the one given, None for the default.
+        address: the given address; None: the default.
         timeout: seconds that a call may take.
-        **credentials: of the client.
+        **credentials: credentials of the client.
 
     Raises:
-        InvalidArgumentError: nothing can be reached at such an address.
+        InvalidArgumentError: the address is invalid.
         UnavailableError: the service cannot be reached.
         DeadlineError: it does not answer.
     """
@@ -226,17 +226,17 @@ def open_client(address: str | None, timeout: float, **credentials: Any) -> Iter
             except UnavailableError:
                 if time.monotonic() >= given_up_at:
                     raise
-            except TqError:  # something answers, and what is wrong is better said by the call that is to be made
+            except TqError:  # the service answers, and the next call gives the better error
                 break
             time.sleep(_ASK_AGAIN_SECONDS)
         yield client
 
 
 def probed_address(address: str | None) -> str:
-    """Return the address given, else that of a server with this environment's TQ_PORT on this machine.
+    """Return the given address, else that of a server on this machine with TQ_PORT of this environment.
 
     Raises:
-        InvalidArgumentError: nothing can be reached at such an address.
+        InvalidArgumentError: the address is invalid.
     """
     if address:
         return parse_address(address)
@@ -253,8 +253,8 @@ def probed_address(address: str | None) -> str:
 
 
 def _completions(ctx: typer.Context, names: Callable[[Client], Sequence[str]]) -> Sequence[str]:
-    """Return the names that a shell shows; none if the service does not answer at once."""
-    with contextlib.suppress(Exception):  # a shell that completes shows no errors
+    """Return the names to complete; none if the service does not answer at once."""
+    with contextlib.suppress(Exception):  # shell completion shows no errors
         from tq_service.client import Client  # noqa: PLC0415  (as in open_client)
 
         credentials = _take_credentials(dict(ctx.params))
@@ -290,7 +290,7 @@ _PIPED_WIDTH = 160
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 Answer = Iterator[Any]
-"""The output of a command: first a document, the only item that --json takes, then texts and tables for people."""
+"""The output of a command: first a document, the only item that --json prints, then texts and tables for people."""
 
 
 def show(answer: Answer, as_json: bool) -> None:
@@ -307,13 +307,13 @@ def show(answer: Answer, as_json: bool) -> None:
 
 
 def announce(line: str) -> None:
-    """Print a line at once, for the person or program that started a service; it may have left."""
+    """Print and flush a line for the person or program that started a service; ignores a closed stdout."""
     with contextlib.suppress(OSError):
         print(line, flush=True)
 
 
 def print_json(document: Any, indent: int | None = 2) -> None:
-    """Print JSON to stdout; dataclasses are objects in it, and bytes hexadecimal digits."""
+    """Print JSON to stdout; dataclasses become objects, and bytes hexadecimal digits."""
     typer.echo(json.dumps(document, indent=indent, default=_json_value))
 
 
@@ -322,7 +322,7 @@ def _json_value(value: Any) -> Any:
 
 
 def console() -> Console:
-    """Return a console for stdout: as wide as the terminal, or wide enough for our tables without one."""
+    """Return a console for stdout, as wide as the terminal; without a terminal wide enough for our tables."""
     from rich.console import Console  # noqa: PLC0415  (only for people)
 
     terminal = Console()
@@ -333,8 +333,8 @@ def table(headings: str, rows: Iterable[Sequence[object]], *, no_wrap: bool = Fa
     """Return a table.
 
     Args:
-        headings: of the columns, separated by commas; ">" is before those of numbers, which are justified right.
-        rows: their cells. None is shown as "-", and nothing in a text is taken for markup.
+        headings: headings of the columns, separated by commas; the prefix ">" marks right-aligned columns of numbers.
+        rows: cells of the rows. None is shown as "-"; texts are never interpreted as markup.
         no_wrap: whether text that does not fit is cut instead of wrapped.
     """
     from rich.table import Table  # noqa: PLC0415  (only for people)

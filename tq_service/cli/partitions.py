@@ -20,7 +20,8 @@ from tq_service.errors import (
 )
 
 if TYPE_CHECKING:
-    from tq_service.client import BatchMeta, Client, PartitionDescription, TaskStatus
+    from tq_service.client import BatchMeta, Client
+    from tq_service.results import PartitionDescription, TaskStatus
 
 PARTITION = make_group("""\
   tq-service partition ls train@
@@ -41,7 +42,7 @@ DEADLETTER = make_group("""\
   tq-service deadletter requeue train@3 reward 17 18""")
 
 _MOST_SHOWN = 6  # values of a tensor
-_MOST_LOOK_UPS = 5  # of samples that are cleared before they are read
+_MOST_LOOK_UPS = 5  # repeated if samples are cleared before they are read
 
 
 def _confirm(question: str, yes: bool) -> None:
@@ -49,7 +50,7 @@ def _confirm(question: str, yes: bool) -> None:
     if yes:
         return
     if not sys.stdin.isatty():
-        raise InvalidArgumentError(f"{question} give --yes, since there is no terminal to ask at", field="yes")
+        raise InvalidArgumentError(f"{question} give --yes, since stdin is not a terminal", field="yes")
     typer.confirm(question, abort=True, err=True)
 
 
@@ -58,7 +59,7 @@ def _confirm(question: str, yes: bool) -> None:
 
 @verb(PARTITION, "ls")
 def list_partitions(client: Client, prefix: Prefix = "") -> Answer:
-    """List partitions with their numbers of samples."""
+    """List partitions with their sample counts."""
     found = list(client.list_partitions(prefix))
     yield found
     yield table(
@@ -96,7 +97,7 @@ def show_partition(client: Client, partition: Partition) -> Answer:
 
 @verb(PARTITION, "seal")
 def seal(client: Client, partition: Partition) -> Answer:
-    """Say that no new samples will come, so that its tasks come to their end."""
+    """Seal a partition: it accepts no new samples, and its tasks can end."""
     count = client.seal_partition(partition)
     yield {"partition_id": partition, "inserted_count": count}
     yield f"sealed {partition} with {count:,} samples"
@@ -106,7 +107,7 @@ def seal(client: Client, partition: Partition) -> Answer:
 def clear(
     client: Client, partitions: Annotated[list[str], typer.Argument(help="Names of partitions.")], yes: Yes = False
 ) -> Answer:
-    """Remove partitions with all they hold; calls that wait on them end."""
+    """Remove partitions with all their data; calls that wait on them end."""
     counts = {name: client.describe_partition(name).summary.present_count for name in dict.fromkeys(partitions)}
     _confirm(f"clear {', '.join(counts)} with {sum(counts.values()):,} samples?", yes)
     counts = {name: client.clear_partition(name) for name in counts}
@@ -122,13 +123,13 @@ def peek(
     limit: Annotated[int, typer.Option(min=1, max=1000, help="Number of samples.")] = 3,
     field: Annotated[list[str] | None, typer.Option(help="Only this field; may be repeated.")] = None,
 ) -> Answer:
-    """Show the first samples of a partition: names, custom_meta and what their fields hold."""
+    """Show the first samples of a partition: names, custom_meta and field values."""
     rows = _first_samples(client, partition, limit, field)
     yield [{**row, "fields": {name: _plain(value) for name, value in row["fields"].items()}} for row in rows]
     if not rows:
         yield f"partition {partition!r} has no samples"
     for row in rows:
-        names = "".join(f"  {what} {row[what]}" for what in ("key", "group") if row[what])
+        names = "".join(f"  {what} {row[what]}" for what in ("key", "group", "rollout") if row[what])
         yield f"sample {row['global_index']}{names}"
         shown = {**row["custom_meta"], **{name: _readable(value) for name, value in row["fields"].items()}}
         width = max(map(len, shown), default=0)
@@ -137,9 +138,9 @@ def peek(
 
 
 def _first_samples(client: Client, partition: str, limit: int, wanted: list[str] | None) -> list[dict[str, Any]]:
-    """Return the first samples of a partition, looked up again if a running job cleared some before they were read.
+    """Return the first samples of a partition; looks them up again if a running job cleared some before the read.
 
-    The first read imports torch, which takes seconds; the next ones are quick.
+    The first read imports torch, which takes seconds; later ones are fast.
     """
     for _ in range(_MOST_LOOK_UPS):
         meta, _cursor = client.lookup_samples(partition, limit=limit)
@@ -150,13 +151,13 @@ def _first_samples(client: Client, partition: str, limit: int, wanted: list[str]
 
 
 def _peeked(client: Client, sample: BatchMeta, wanted: list[str] | None) -> dict[str, Any] | None:
-    """Return a sample with its data, None if it has been cleared since it was looked up."""
+    """Return a sample with its data, or None if it was cleared after the look-up."""
     fields = [name for name, has in sample.produced.items() if has.all() and (wanted is None or name in wanted)]
     data: Any = {}
     if fields:
         try:
             data = client.get_data(sample, data_fields=fields, missing="skip")
-        except (FieldNotFoundError, SampleNotFoundError, StaleIncarnationError):  # nothing is left, or all is new
+        except (FieldNotFoundError, SampleNotFoundError, StaleIncarnationError):  # cleared, or replaced by new samples
             return None
         if not len(data[fields[0]]):
             return None
@@ -164,20 +165,21 @@ def _peeked(client: Client, sample: BatchMeta, wanted: list[str] | None) -> dict
         "global_index": sample.global_indexes[0],
         "key": sample.keys[0] if sample.keys else None,
         "group": sample.groups[0] if sample.groups else None,
+        "rollout": sample.rollouts[0] if sample.rollouts else None,
         "custom_meta": sample.custom_meta[0] if sample.custom_meta else {},
         "fields": {name: data[name][0] for name in fields},
     }
 
 
 def _plain(value: Any) -> Any:
-    """Return a value of a field for JSON: arrays as lists, what JSON does not know as text."""
+    """Return a value of a field for JSON: arrays as lists, unsupported types as text."""
     if hasattr(value, "tolist"):
         return value.tolist()
     return value if isinstance(value, str | int | float | bool | list | dict | None) else repr(value)
 
 
 def _readable(value: Any) -> str:
-    """Return a value of a field in a line: of an array its dtype, shape and first values."""
+    """Return a value of a field in a line; for an array its first values, dtype and shape."""
     if not hasattr(value, "tolist"):
         text = repr(value)
         return text if len(text) <= 200 else f"{text[:200]}... ({len(text):,} characters)"
@@ -195,11 +197,12 @@ _Rows = Iterator[tuple[object, ...]]
 def _fields(partition: PartitionDescription) -> _Rows:
     for field in partition.fields:
         spec = field.spec
+        of_groups = "one per group" if spec.scope == "group" else ""
         shape = None if spec.row_shape is None else "x".join("*" if n < 0 else str(n) for n in spec.row_shape)
         yield (
             spec.name,
             spec.dtype or None,
-            ", ".join(filter(None, (spec.layout, "write-once" if spec.write_once else ""))) or None,
+            ", ".join(filter(None, (spec.layout, "write-once" if spec.write_once else "", of_groups))) or None,
             None if spec.layout == "object" else shape or ("scalar" if shape is not None else None),
             field.produced_count,
             partition.summary.present_count,
@@ -228,7 +231,21 @@ def _bounds(partition: PartitionDescription) -> _Rows:
             what += f", at most {admission.max_staleness} versions late"
         if admission.most_running:
             what += f", at most {admission.most_running:,} held"
+        if admission.overflow == "drop_lowest":
+            what += f", then the lowest by {admission.priority_key or 'age'} are dropped"
+        if admission.samples_per_insert:
+            what += f", {admission.samples_per_insert:g} deliveries per insert"
         yield f"task {admission.task_name}", admission.most, what
+
+
+def _released(partition: PartitionDescription) -> _Rows:
+    release = partition.release
+    if release is None:
+        return
+    if release.when is not None:
+        yield f"{release.when} by {', '.join(release.tasks)}", partition.released_count
+    if release.ttl_seconds is not None:
+        yield f"{release.ttl_seconds:g} s old", partition.expired_count
 
 
 _TABLES = (
@@ -236,6 +253,7 @@ _TABLES = (
     ("custom_meta, type", _meta_columns),
     ("task, >epoch, >ranks, >batches, >consumed, >pending, >unacknowledged, >waiting", _tasks),
     ("puts wait for, >at most, of", _bounds),
+    ("released once, >samples", _released),
 )
 
 
@@ -246,7 +264,7 @@ TASK.command("explain")(explain.command)
 
 @verb(TASK, "show")
 def show_tasks(client: Client, partition: Partition, task: TaskOrAll = None) -> Answer:
-    """Show tasks of a partition: delivered, pending, unacknowledged, redelivered, and what they wait for."""
+    """Show tasks of a partition: delivered, pending, unacknowledged and redelivered samples, and why calls wait."""
     described = client.describe_partition(partition)
     waits = client.explain(partition, task)
     tasks = [each for each in described.tasks if task in {None, each.task_name}]
@@ -270,6 +288,8 @@ def show_tasks(client: Client, partition: Partition, task: TaskOrAll = None) -> 
 
 def _facts(task: TaskStatus, partition: PartitionDescription) -> Iterator[tuple[str, str]]:
     yield "delivered", f"{task.consumed_count:,} of {partition.summary.inserted_count:,} samples"
+    if task.delivered_count > task.consumed_count:
+        yield "deliveries", f"{task.delivered_count:,}, including repeated deliveries"
     yield "rate", f"{task.delivered_per_second:,.1f} samples/s"
     yield "pending", f"{task.pending_count:,}"
     yield "unacknowledged", f"{task.leased_count:,}"
@@ -287,11 +307,16 @@ def _facts(task: TaskStatus, partition: PartitionDescription) -> Iterator[tuple[
     if task.unmatched_count or task.too_small_count or task.late_count:
         too_small, late = f"{task.too_small_count:,} groups with too few members", f"{task.late_count:,} late"
         yield "evicted", f"{task.unmatched_count:,} by where, {too_small}, {late}"
+    if task.overflow_count:
+        yield "dropped", f"{task.overflow_count:,} of the lowest priority"
     if task.refilled_count:
         yield "refilled", f"{task.refilled_count:,}"
     oldest, ahead = task.oldest_version, task.staleness_versions
     version = "-" if oldest is None else f"{oldest:g}"
-    yield "oldest version", f"{version}, the newest is {ahead:g} above it" if ahead else version
+    yield "oldest version", f"{version}, {ahead:g} below the newest" if ahead else version
+    if task.step_times is not None:
+        yield "steps", f"{task.step_times} ({task.step_times.rank_count:,} ranks)"
+        yield "", task.step_times.advice
     yield "state", "complete" if task.complete else "active"
     yield "waiting", f"{task.waiting_count:,} calls"
     for lease in task.leases:
@@ -307,21 +332,24 @@ def list_evicted(
     client: Client,
     partition: Partition,
     task: Task,
-    after: Annotated[int, typer.Option(min=0, help="Serial of the last unit that is known.")] = 0,
+    after: Annotated[int, typer.Option(min=0, help="Serial of the last known unit.")] = 0,
 ) -> Answer:
-    """List up to 1,024 samples and groups that claims of a task evicted, and what came of their refill."""
+    """List up to 1,024 samples, rollouts and groups that claims of a task evicted, and the state of their refill."""
     found = client.take_evicted(partition, task, after)
     yield found
     if found.dropped_count:
-        yield f"{found.dropped_count:,} units before these are not kept any more"
+        yield f"{found.dropped_count:,} units before these are no longer kept"
     if not found.units:
         yield f"claims of task {task} have evicted nothing after serial {after}"
         return
     rows = [
-        (each.serial, each.unit, each.group, each.key, each.reason, each.version, each.sample_count, each.refill)
+        (
+            *(each.serial, each.unit, each.group, each.rollout, each.key),
+            *(each.reason, each.version, each.sample_count, each.refill),
+        )
         for each in found.units
     ]
-    yield table(">serial, unit, group, key, reason, >version, >samples, refill", rows)
+    yield table(">serial, unit, group, rollout, key, reason, >version, >samples, refill", rows)
 
 
 @verb(TASK, "reset")
@@ -330,13 +358,13 @@ def reset(
     partition: Partition,
     task: Task,
     keep_consumed: Annotated[
-        bool, typer.Option("--keep-consumed", help="Keep what is consumed, and only count batches from 0 again.")
+        bool, typer.Option("--keep-consumed", help="Do not deliver consumed samples again; restart only batch numbers.")
     ] = False,
     yes: Yes = False,
 ) -> Answer:
-    """Start the next epoch of a task: its samples can be claimed again, and batches count from 0."""
+    """Start the next epoch of a task: its samples can be claimed again, and batches restart at 0."""
     status = client.check_consumption(partition, task)
-    what = "keep what is consumed" if keep_consumed else f"deliver {status.consumed_count:,} samples again"
+    what = "keep consumed samples" if keep_consumed else f"deliver {status.consumed_count:,} samples again"
     _confirm(f"{what}, and start epoch {status.epoch + 1} of task {task} of partition {partition}?", yes)
     epoch = client.reset_consumption(partition, task, status.epoch, keep_consumed=keep_consumed)
     yield {"partition_id": partition, "task_name": task, "epoch": epoch}
@@ -351,7 +379,7 @@ def list_dead_lettered(
     client: Client,
     partition: Annotated[str | None, typer.Argument(help="Only of this partition.")] = None,
 ) -> Answer:
-    """List tasks with dead-lettered samples, and the indexes of the first hundred of each."""
+    """List tasks with dead-lettered samples, and the first hundred indexes of each."""
     found: list[dict[str, Any]] = [
         {
             "partition_id": each.summary.partition_id,
@@ -380,7 +408,7 @@ def requeue(
     task: Task,
     samples: Annotated[list[int] | None, typer.Argument(help="Global indexes of samples. Default: all.")] = None,
 ) -> Answer:
-    """Have dead-lettered samples delivered again, as if they never had been."""
+    """Make dead-lettered samples claimable again, as if they had never been delivered."""
     count = client.requeue_dead_lettered(partition, task, samples or None)
     yield {"partition_id": partition, "task_name": task, "requeued_count": count}
     yield f"{count:,} samples of partition {partition} can be claimed by task {task} again"

@@ -1,4 +1,4 @@
-"""`tq-service plan`: what each sampler would do with samples of known lengths; needs no service."""
+"""`tq-service plan`: previews the plans of samplers for samples of known lengths; does not need a service."""
 
 from __future__ import annotations
 
@@ -37,24 +37,24 @@ Int64s = NDArray[np.int64]
 
 def command(
     *,
-    lengths: Annotated[Path, typer.Option(help="File of token counts: one a line, or a CSV file with --column.")],
+    lengths: Annotated[Path, typer.Option(help="File of token counts: one per line, or a CSV file with --column.")],
     column: Annotated[
-        list[str] | None, typer.Option(help="CSV column with token counts; given more than once, they are added up.")
+        list[str] | None, typer.Option(help="CSV column with token counts; may be repeated: columns are added up.")
     ] = None,
     dp_size: Annotated[int, typer.Option(min=1, help="Number of ranks.")] = 8,
-    optimizer_steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of a packed batch.")] = 1,
+    optimizer_steps: Annotated[int, typer.Option(min=1, help="Optimizer steps per packed batch.")] = 1,
     pack_max_length: Annotated[
         int | None,
-        typer.Option(min=1, help="Tokens of a pack; by default 16384, or the longest sample if that is more."),
+        typer.Option(min=1, help="Tokens per pack. Default: 16384, or the longest sample if that is more."),
     ] = None,
     tokens_per_rank: Annotated[
-        int | None, typer.Option(min=1, help="Budget for token_budget; by default an even share of all tokens.")
+        int | None, typer.Option(min=1, help="Budget for token_budget. Default: an equal share of all tokens.")
     ] = None,
-    n_samples_per_prompt: Annotated[int, typer.Option(min=1, help="Samples of a group, consecutive in the file.")] = 1,
-    overlong: Annotated[Overlong, typer.Option(help="What packing does with samples longer than a pack.")] = "error",
-    limit: Annotated[int | None, typer.Option(min=1, help="Take the first so many lengths only.")] = None,
+    n_samples_per_prompt: Annotated[int, typer.Option(min=1, help="Samples per group, consecutive in the file.")] = 1,
+    overlong: Annotated[Overlong, typer.Option(help="Handling of samples longer than a pack.")] = "error",
+    limit: Annotated[int | None, typer.Option(min=1, help="Use at most this many lengths.")] = None,
 ) -> None:
-    """Show what each sampler would do with the samples of a file of lengths."""
+    """Preview the plan of each sampler for a file of sample lengths."""
     counts = np.array(_read(lengths, column or [])[:limit], np.int64)
     if not counts.size:
         raise typer.BadParameter(f"{lengths} has no lengths", param_hint="--lengths")
@@ -86,7 +86,7 @@ def command(
 def _read(path: Path, columns: list[str]) -> list[int]:
     """Return the token counts of a file."""
     try:
-        with path.open(newline="", encoding="utf-8-sig") as lines:  # Excel begins its files with a byte order mark
+        with path.open(newline="", encoding="utf-8-sig") as lines:  # Excel files start with a byte order mark
             if not columns:
                 return [_count(line, f"line {number}") for number, line in enumerate(lines, 1) if line.strip()]
             rows = csv.DictReader(lines)
@@ -135,15 +135,15 @@ def _above_mean(of_ranks: NDArray[Any]) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """How the batch is to be spread.
+    """How to distribute the batch.
 
     Attributes:
         dp_size: number of ranks.
-        optimizer_steps: steps of a packed batch.
-        pack_max_length: tokens of a pack.
-        n_samples_per_prompt: samples of a group; groups are consecutive and stay on one rank.
-        tokens_per_rank: budget of a rank for `token_budget`.
-        overlong: what packing does with samples longer than a pack.
+        optimizer_steps: steps per packed batch.
+        pack_max_length: tokens per pack.
+        n_samples_per_prompt: samples per group; groups are consecutive and stay on one rank.
+        tokens_per_rank: budget per rank for `token_budget`.
+        overlong: handling of samples longer than a pack.
     """
 
     dp_size: int
@@ -156,16 +156,16 @@ class Shape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preview:
-    """What one sampler would do.
+    """The plan of one sampler.
 
     Attributes:
-        sampler: its name, with what else tells it from the others.
-        batches: how many batches it makes of the samples.
+        sampler: its name and distinguishing options.
+        batches: number of batches it makes of the samples.
         rank_tokens: tokens of each rank in the first batch, `(dp_size,)`.
-        rank_costs: their cost with attention, `(dp_size,)`.
+        rank_costs: their cost including attention, `(dp_size,)`.
         rank_samples: samples of each rank in the first batch, `(dp_size,)`.
-        pack_fills: for packed batches the share of each pack that samples fill, over all ranks and steps.
-        packs_by_step: for packed batches the packs of each step of a rank.
+        pack_fills: for packed batches, the share of each pack that samples fill, over all ranks and steps.
+        packs_by_step: for packed batches, the packs of each step of a rank.
     """
 
     sampler: str
@@ -178,10 +178,10 @@ class Preview:
 
 
 def preview_samplers(lengths: Int64s, shape: Shape) -> list[Preview]:
-    """Return what the samplers do with all samples as one batch, `token_budget` with as many as it needs.
+    """Return the plans of the samplers for all samples as one batch; `token_budget` may need more batches.
 
     Raises:
-        ValueError: a sample or a group is longer than a sampler takes.
+        ValueError: a sample or a group is longer than a sampler accepts.
     """
     packed = partial(
         PackedSampler,
@@ -205,7 +205,7 @@ def _preview(name: str, sampler: Sampler, lengths: Int64s, shape: Shape) -> Prev
     packs = [[pack for step in part.steps for pack in step] for part in first.ranks]
     is_packed = isinstance(sampler, PackedSampler)
     of_ranks = [lengths[part.rows] for part in first.ranks]
-    if is_packed:  # packs leave dropped samples out, and have truncated ones shorter
+    if is_packed:  # packs omit dropped samples and shorten truncated ones
         of_ranks = [np.concatenate([pack.lengths for pack in of_rank]) for of_rank in packs]
     cost = AttentionCost()
     return Preview(
@@ -222,7 +222,7 @@ def _preview(name: str, sampler: Sampler, lengths: Int64s, shape: Shape) -> Prev
 
 
 def _plans(sampler: Sampler, lengths: Int64s, shape: Shape) -> Iterator[Plan]:
-    """Yield one batch after the other, until all samples are consumed."""
+    """Yield batches until all samples are consumed."""
     group_count = -(-lengths.size // shape.n_samples_per_prompt)
     request = PlanRequest(batch_size=group_count, min_size=1, batch_unit="group", rank_count=shape.dp_size)
     view = ListView(lengths, group_size=shape.n_samples_per_prompt)

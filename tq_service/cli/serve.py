@@ -38,9 +38,7 @@ _log = logging.getLogger(__name__)
 
 
 def _command(
-    config: Annotated[
-        Path | None, typer.Option(envvar=CONFIG_VARIABLE, help="TOML file with settings by name.")
-    ] = None,
+    config: Annotated[Path | None, typer.Option(envvar=CONFIG_VARIABLE, help="TOML file with the settings.")] = None,
     show_config: Annotated[
         bool, typer.Option("--show-config", help="Print every setting with its source, and exit.")
     ] = False,
@@ -49,14 +47,14 @@ def _command(
         bool,
         typer.Option(
             "--stop-with-stdin",
-            help="Stop when standard input ends: if it is a pipe, the service ends with the program that started it.",
+            help="Stop when standard input ends: with a pipe, the service ends with the program that started it.",
         ),
     ] = False,
     **flags: object,
 ) -> None:
-    """Run the service until SIGTERM or SIGINT, which let running calls finish.
+    """Run the service until SIGTERM or SIGINT; running calls may finish.
 
-    Each setting is taken from its flag, else from the environment as TQ_<SETTING>, else from the --config file.
+    Sources of each setting, in order: its flag, the environment variable TQ_<SETTING>, the --config file.
     """
     loaded = load_settings(flags, config)
     if show_config:
@@ -71,7 +69,7 @@ def _run(settings: ServeSettings) -> int:
     configure_logging(settings.log_level, settings.log_format, settings.audit_file)
     if unknown := unknown_variables():
         named = [f"{name} (did you mean {near}?)" if near else name for name, near in unknown.items()]
-        _log.warning(LogMessage("variables that are no settings have no effect", variables=", ".join(named)))
+        _log.warning(LogMessage("ignored environment variables that are not settings", variables=", ".join(named)))
     from tq_service.server.app import serve  # noqa: PLC0415  (--show-config and --help do without the server)
     from tq_service.server.process import loop_factory  # noqa: PLC0415  (as above)
     from tq_service.server.supervisor import FAILED_EXIT_CODE  # noqa: PLC0415  (as above)
@@ -81,18 +79,18 @@ def _run(settings: ServeSettings) -> int:
         if code == FAILED_EXIT_CODE:
             logging.shutdown()
             sys.stdout.flush()
-            os._exit(code)  # without waiting for threads that may hang on what made it fail
+            os._exit(code)  # without waiting for threads that the failure may have blocked
         return code
 
 
 def _stop_with_stdin() -> None:
-    while os.read(sys.stdin.fileno(), 4096):  # not sys.stdin.read: a thread in it would hold a lock that exits take
+    while os.read(sys.stdin.fileno(), 4096):  # not sys.stdin.read: its lock would block the exit
         pass
     os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _settings(loaded: LoadedSettings) -> Answer:
-    """Give each setting with its value and its source."""
+    """Yield each setting with its value and source."""
     values = loaded.settings.model_dump(mode="json")
     yield {
         name: {"value": loaded.shown(name) if isinstance(value, str) else value, "source": loaded.sources[name]}
@@ -114,8 +112,7 @@ def _flag(name: str) -> inspect.Parameter:
         metavar = "|".join(get_args(kind))
     if name.endswith("_bytes"):
         metavar = "SIZE"
-    # The settings validate values of all sources alike; only numbers and switches keep
-    # their type, since it shows in the help.
+    # The settings validate values of all sources alike; only numbers and switches keep their type, which --help shows.
     kind = kind if kind in (int, float, bool) and metavar is None else str
     has_default_text = (
         field.default_factory is not None or field.default is None or "Default:" in (field.description or "")

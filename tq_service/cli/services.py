@@ -12,8 +12,8 @@ from rich.filesize import decimal
 from tq_service.cli.options import Answer, Prefix, make_group, table, verb
 
 if TYPE_CHECKING:
-    from tq_service.client import CheckpointSummary, Client
-    from tq_service.results import ServiceStatus, StorageStatus
+    from tq_service.client import Client
+    from tq_service.results import CheckpointSummary, ServiceStatus, StorageStatus
 
 STORAGE = make_group("""\
   tq-service storage ls
@@ -35,7 +35,7 @@ _COPY_SECONDS = 3600.0
 
 @verb(STORAGE, "ls")
 def list_storages(client: Client) -> Answer:
-    """List the storage services: what they hold, since when nothing was heard of them, and how their mirrors are."""
+    """List the storage services: used bytes, quotas, last heartbeats, and the state of their mirrors."""
     status = client.status(explain=False)
     yield status.storages
     yield table(
@@ -75,7 +75,7 @@ def list_storages(client: Client) -> Answer:
 
 
 def _quota(storage: StorageStatus) -> str | None:
-    if storage.is_adopted:  # its number is the quota of its heir, which has another row
+    if storage.is_adopted:  # its number is the quota of its successor, which has a separate row
         return None
     return "none" if storage.max_bytes is None else decimal(storage.max_bytes)
 
@@ -93,7 +93,7 @@ def _state(status: ServiceStatus, storage: StorageStatus) -> str:
 
 @verb(SAMPLER, "ls")
 def list_samplers(client: Client) -> Answer:
-    """List the samplers that get_meta may name, with their options."""
+    """List the available samplers and their options."""
     samplers = client.list_samplers()
     yield samplers
     rows = []
@@ -107,7 +107,7 @@ def list_samplers(client: Client) -> Answer:
 
 # Checkpoints
 
-_Name = Annotated[str, typer.Argument(help="Name of the checkpoint: a place below the controller's checkpoint_dir.")]
+_Name = Annotated[str, typer.Argument(help="Name of the checkpoint: a path below the controller's checkpoint_dir.")]
 
 
 @verb(CHECKPOINT, "write", timeout=_COPY_SECONDS)
@@ -115,18 +115,18 @@ def write(
     client: Client,
     name: _Name,
     metadata: Annotated[
-        str, typer.Option(help="A JSON object that restore and ls show again, such as '{\"step\": 12}'.")
+        str, typer.Option(help="JSON object that restore and ls print, such as '{\"step\": 12}'.")
     ] = "{}",
 ) -> Answer:
-    """Write a consistent copy of everything to the controller's disk, while the service goes on.
+    """Write a consistent copy of all data to the controller's disk, while the service continues.
 
-    The name has the new checkpoint whole, or the one before it.
+    If writing fails, an existing checkpoint of this name is kept.
     """
     copy = client.checkpoint(name, metadata=_object(metadata), timeout=client.timeout)
     yield copy
     yield (
-        f"{copy.sample_count} samples of {copy.partition_count} partitions, {copy.value_bytes} bytes, are in "
-        f"checkpoint {copy.name}; the service paused for {copy.pause_seconds * 1e3:.1f} ms at most"
+        f"wrote {copy.sample_count} samples of {copy.partition_count} partitions, {copy.value_bytes} bytes, to "
+        f"checkpoint {copy.name}; the service paused for at most {copy.pause_seconds * 1e3:.1f} ms"
     )
 
 
@@ -134,15 +134,15 @@ def _object(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except ValueError as error:
-        raise typer.BadParameter(f"it is no JSON ({error})", param_hint="--metadata") from None
+        raise typer.BadParameter(f"it is not JSON ({error})", param_hint="--metadata") from None
     if not isinstance(value, dict):
-        raise typer.BadParameter("it is no JSON object such as '{\"step\": 12}'", param_hint="--metadata")
+        raise typer.BadParameter("it is not a JSON object such as '{\"step\": 12}'", param_hint="--metadata")
     return value
 
 
 @verb(CHECKPOINT, "ls")
 def list_checkpoints(client: Client, prefix: Prefix = "") -> Answer:
-    """List the checkpoints below the controller's checkpoint_dir, with what they were written with."""
+    """List the checkpoints below the controller's checkpoint_dir, with their metadata."""
     found = client.list_checkpoints(prefix)
     yield found
     yield table("checkpoint, written at (UTC), >partitions, >samples, >size, metadata", map(_row, found))
@@ -161,16 +161,16 @@ def restore(
     client: Client,
     name: _Name,
     replace: Annotated[
-        bool, typer.Option("--replace", help="Have it take the place of all partitions there are, which are cleared.")
+        bool, typer.Option("--replace", help="Clear all existing partitions and replace them with the checkpoint.")
     ] = False,
 ) -> Answer:
-    """Bring back what a checkpoint holds, into a service that has no partitions, or in place of those it has.
+    """Restore a checkpoint into a service without partitions, or replace its partitions with --replace.
 
-    The checkpoint is checked whole before anything is done, and appears in one step.
+    The service verifies the complete checkpoint first, and then restores it in one step.
     """
     restored = client.restore(name, replace=replace, timeout=client.timeout)
     yield restored
     yield (
-        f"{restored.sample_count} samples of {restored.partition_count} partitions, {restored.value_bytes} bytes, are "
-        "back"
+        f"restored {restored.sample_count} samples of {restored.partition_count} partitions, {restored.value_bytes} "
+        "bytes"
     )

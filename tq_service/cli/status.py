@@ -1,7 +1,7 @@
-"""`tq-service status`: a running service, its partitions and tasks, and what they wait for.
+"""`tq-service status`: a running service, its partitions and tasks, and why calls wait.
 
-JSON is for programs; people get a header, and below it each partition with its tasks. A line is at most as wide as the
-terminal, and no name is cut: longer lines wrap.
+JSON is for programs; people get a header, followed by each partition with its tasks. Lines longer than the terminal's
+width wrap; names are never cut.
 """
 
 from __future__ import annotations
@@ -21,13 +21,20 @@ from rich.filesize import decimal
 
 from tq_service.cli.options import Partitions, console, open_client, print_json, with_service
 from tq_service.errors import DeadlineError, PartitionNotFoundError, TqError, UnavailableError, nearest
-from tq_service.results import ControllerStatus, PartitionDescription, PartitionWait, ServiceStatus, TaskStatus
+from tq_service.results import (
+    ControllerStatus,
+    PartitionDescription,
+    PartitionWait,
+    RecordingStatus,
+    ServiceStatus,
+    TaskStatus,
+)
 
 if TYPE_CHECKING:
     from tq_service.client import Client
 
 _ANSWER_SECONDS = 5.0
-_NO_SCREEN: Final = 1 << 30  # lines, for what shows all of them
+_NO_SCREEN: Final = 1 << 30  # lines: unlimited
 
 EXAMPLES = """\
   tq-service status
@@ -39,7 +46,7 @@ EXAMPLES = """\
 @with_service
 def command(
     partitions: Partitions = None,
-    prefix: Annotated[str, typer.Option(help="Show partitions whose names begin so.", show_default=False)] = "",
+    prefix: Annotated[str, typer.Option(help="Show partitions whose names begin with this.", show_default=False)] = "",
     watch: Annotated[
         float | None,
         typer.Option(
@@ -47,14 +54,14 @@ def command(
             "-w",
             metavar="SECONDS",
             min=0.1,
-            help="Show it again every so many seconds; into a pipe, one after the other.",
+            help="Seconds between updates, shown in place on a terminal, one after another in a pipe.",
             show_default=False,
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON; with --watch one line each time.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON; with --watch one line per update.")] = False,
     **service: Any,
 ) -> None:
-    """Show a service, its partitions and tasks, and what they wait for."""
+    """Show a service, its partitions and tasks, and why calls wait."""
     with open_client(**service) as client:
         statuses = _statuses(client, partitions or (), prefix, watch)
         if watch is not None and not as_json and _is_screen():
@@ -62,20 +69,20 @@ def command(
             return
         for status in statuses:
             if isinstance(status, TqError):
-                typer.echo(f"error: {status.message}; trying again", err=True)
+                typer.echo(f"error: {status.message}; retrying", err=True)
             elif as_json:
                 print_json(as_document(status), indent=2 if watch is None else None)
             else:
                 typer.echo("\n".join(fitting(header_of(status, client.address), *blocks_of(status), _NO_SCREEN)))
                 if watch is not None:
-                    typer.echo()  # flushes too: a pipe's reader sees each status as soon as it is printed
+                    typer.echo()  # flushes: the reader of a pipe gets each status at once
 
 
 def read(client: Client, names: list[str] | tuple[str, ...], prefix: str) -> ServiceStatus:
-    """Return the status of all partitions whose names begin so, or of those that are named.
+    """Return the status of the named partitions, or of all whose names begin with `prefix` if none is named.
 
     Raises:
-        PartitionNotFoundError: one that is named is not there, and nothing waits for it.
+        PartitionNotFoundError: a named partition does not exist, and no call waits for it.
     """
     if not names:
         return client.status(prefix)
@@ -95,16 +102,16 @@ def read(client: Client, names: list[str] | tuple[str, ...], prefix: str) -> Ser
 
 
 def _is_screen() -> bool:
-    """Return whether stdout is a terminal that can show each status in place of the one before it."""
+    """Return whether stdout is a terminal that can replace the displayed status."""
     return sys.stdout.isatty() and not console().is_dumb_terminal
 
 
 def _statuses(client: Client, names: Any, prefix: str, seconds: float | None) -> Iterator[ServiceStatus | TqError]:
-    """Yield the status now, and every so many seconds, or why there is none."""
+    """Yield the status, or an error if it is not available; with `seconds` repeatedly in this interval."""
     while True:
         try:
             if seconds is not None:
-                client.health(timeout=_ANSWER_SECONDS)  # one try, so that a service that is away is seen at once
+                client.health(timeout=_ANSWER_SECONDS)  # without retries: reports an outage at once
             yield read(client, names, prefix)
         except (UnavailableError, DeadlineError, PartitionNotFoundError) as error:
             if seconds is None:
@@ -116,11 +123,11 @@ def _statuses(client: Client, names: Any, prefix: str, seconds: float | None) ->
 
 
 def _show_on_screen(address: str, statuses: Iterator[ServiceStatus | TqError]) -> None:
-    """Show each status in place of the one before; a service that is away is waited for, what it last said stays."""
+    """Show each status in place of the previous one; during an outage the last one stays on the screen."""
     from rich.live import Live  # noqa: PLC0415  (only for people)
     from rich.text import Text  # noqa: PLC0415  (only for people)
 
-    logging.getLogger("tq_service").propagate = False  # what the client logs would be written over the screen
+    logging.getLogger("tq_service").propagate = False  # log lines of the client would disturb the screen
     screen = console()
     header, heading, blocks, away_since = ["waiting for the first answer"], "", list[Any](), None
     with Live(console=screen, auto_refresh=False, vertical_overflow="crop") as live:
@@ -131,7 +138,7 @@ def _show_on_screen(address: str, statuses: Iterator[ServiceStatus | TqError]) -
             elif isinstance(status, TqError):
                 away_since = away_since or time.monotonic()
                 away, message = time.monotonic() - away_since, status.message.partition(";")[0]
-                note = f"reconnecting for {away:.0f} s, below is what it said before: {message}"
+                note = f"reconnecting for {away:.0f} s, showing the last status: {message}"
             else:
                 header, away_since = header_of(status, address), None
                 heading, blocks = blocks_of(status, screen.width)
@@ -142,7 +149,7 @@ def _show_on_screen(address: str, statuses: Iterator[ServiceStatus | TqError]) -
 
 _LEAST_WIDTH: Final = 60
 _MOST_POLICIES: Final = 8  # in the header
-_MOST_NAME: Final = 24  # longer names of tasks have a line of their own
+_MOST_NAME: Final = 24  # longer names of tasks get a separate line
 _PIPED_COLUMNS: Final = 80
 _LEAST_RATE: Final = 0.05
 _Row: TypeAlias = tuple[str, str, str, str]
@@ -151,12 +158,12 @@ _TITLES: Final = ("TASK", "DELIVERED", "RATE", "WAITING FOR")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """A partition in lines.
+    """The lines of a partition.
 
     Attributes:
         lines: its lines on the screen.
-        urgency: the lowest is shown first if not all fit. 0: calls wait; 1: samples are delivered; 2: it is not
-            complete; 3: nothing is left to do.
+        urgency: if not all blocks fit, the lowest number is shown first. 0: calls wait; 1: samples are being delivered;
+            2: it is not complete; 3: all tasks are complete.
     """
 
     lines: tuple[str, ...]
@@ -164,7 +171,7 @@ class Block:
 
 
 def as_document(status: ServiceStatus) -> dict[str, Any]:
-    """Return the status for JSON: fields of `tq_service.results`; those of a partition's summary are its own."""
+    """Return the status for JSON, with the fields of `tq_service.results`; a partition's summary is merged into it."""
     document = asdict(status)
     document["partitions"] = [{**each.pop("summary"), **each} for each in document["partitions"]]
     return document
@@ -186,6 +193,7 @@ def header_of(status: ServiceStatus, address: str) -> list[str]:
         f"storage {decimal(used)} of {quota} in {len(storages)} storage service{'s' * (len(storages) != 1)}"
         + (f", {silent} silent" if silent else ""),
         *_mirror_lines(status),
+        *_recording_lines(service.recording),
         *map(_controller_line, status.controllers),
         *(
             f"policy {each.policy} at version {each.version:,}, published {span(each.published_ago_seconds)} ago"
@@ -197,8 +205,19 @@ def header_of(status: ServiceStatus, address: str) -> list[str]:
     return [part for line in lines for part in _wrapped(line, terminal_width())]
 
 
+def _recording_lines(recording: RecordingStatus | None) -> Iterator[str]:
+    """Yield a line on the recording, if there is one."""
+    if recording is not None:
+        state = "" if recording.is_recording else f"; STOPPED: {recording.error or 'an error'}"
+        skipped = f", {recording.skipped_step_count:,} skipped" if recording.skipped_step_count else ""
+        yield (
+            f"recording {recording.step_count:,} steps, {decimal(recording.stored_bytes)}{skipped}, "
+            f"in {recording.place or 'a place of its own'}{state}"
+        )
+
+
 def _mirror_lines(status: ServiceStatus) -> Iterator[str]:
-    """Yield lines on mirrors and adopted puts; none if no storage service has a mirror."""
+    """Yield lines on mirrors and adopted puts, if a storage service has a mirror."""
     mirrors = [each.mirror for each in status.storages if each.mirror is not None]
     if not mirrors:
         return
@@ -244,14 +263,14 @@ def span(seconds: float) -> str:
 
 
 def terminal_width() -> int:
-    """Return how wide lines may be."""
+    """Return the maximum width of lines."""
     return max(_LEAST_WIDTH, shutil.get_terminal_size((_PIPED_COLUMNS, 24)).columns)
 
 
 def blocks_of(status: ServiceStatus, width: int | None = None) -> tuple[str, list[Block]]:
-    """Return the titles of the columns, and each partition with its tasks in name order.
+    """Return the titles of the columns, and each partition with its tasks, sorted by name.
 
-    Partitions that do not exist and are waited for are among them.
+    Includes partitions that do not exist yet but that calls wait for.
     """
     width = max(_LEAST_WIDTH, width or terminal_width())
     waits: dict[str, list[PartitionWait]] = {}
@@ -273,7 +292,7 @@ def blocks_of(status: ServiceStatus, width: int | None = None) -> tuple[str, lis
 
 
 def _rows(partition: PartitionDescription | None, waits: Sequence[PartitionWait]) -> list[_Row]:
-    """Return the tasks of a partition and those that wait for it."""
+    """Return the tasks of a partition and the tasks with calls that wait for it."""
     tasks = {task.task_name: task for task in (() if partition is None else partition.tasks)}
     rows = []
     for name in dict.fromkeys([*tasks, *(wait.reason.task_name for wait in waits)]):
@@ -325,6 +344,8 @@ def _facts(partition: PartitionDescription) -> str:
     parts += [f"{count:,} {what}" for count, what in counts if count]
     if partition.group_count:
         parts.append(f"{partition.group_count:,} groups")
+    if partition.rollout_count:
+        parts.append(f"{partition.rollout_count:,} rollouts")
     parts.append(decimal(partition.used_bytes))
     if partition.waiting_put_count:
         parts.append(f"{partition.waiting_put_count:,} puts wait")
@@ -344,7 +365,7 @@ def _notes(task: TaskStatus) -> Iterator[str]:
 
 
 def _short(wait: PartitionWait) -> str:
-    """Return why claims wait, without the names that stand beside it."""
+    """Return why claims wait, without the names already shown in its row."""
     reason = wait.reason
     calls = "1 call" if reason.waiting_count == 1 else f"{reason.waiting_count:,} calls"
     text = reason.text.replace(f" of partition {wait.partition_id!r}", "").replace(
@@ -354,7 +375,7 @@ def _short(wait: PartitionWait) -> str:
 
 
 def fitting(header: Sequence[str], heading: str, blocks: Sequence[Block], height: int) -> list[str]:
-    """Return the lines that fit on a screen: whole partitions with all their tasks, the most urgent ones first."""
+    """Return the lines that fit on a screen: complete partitions with all their tasks, the most urgent first."""
     left = height - len(header) - 5
     shown: set[int] = set()
     for place in sorted(range(len(blocks)), key=lambda each: (blocks[each].urgency, each)):

@@ -1,4 +1,4 @@
-"""`tq-service token`: makes bearer tokens, lists those of a file, and revokes them."""
+"""`tq-service token`: creates, lists and revokes bearer tokens."""
 
 from __future__ import annotations
 
@@ -30,25 +30,26 @@ File = Annotated[
 @verb(TOKEN, "new", timeout=None)
 def new(
     *,
-    name: Annotated[str, typer.Option(help="Whose it is, for logs and for taking it back.")],
+    name: Annotated[str, typer.Option(help="Name of the token, shown in logs and used to revoke it.")],
     role: Annotated[list[str], typer.Option(help="read, produce, consume, admin or service; may be repeated.")],
     prefix: Annotated[
         list[str] | None,
-        typer.Option(help="Only partitions whose names begin so; may be repeated. Default: all."),
+        typer.Option(help="Only partitions whose names begin with this; may be repeated. Default: all."),
     ] = None,
     expires: Annotated[
         str | None,
-        typer.Option(help="Until when, as 2027-01-31, 2027-01-31T12:00Z, 12h or 90d. Default: for ever."),
+        typer.Option(help="Expiry, as 2027-01-31, 2027-01-31T12:00Z, 12h or 90d. Default: never."),
     ] = None,
     file: File = None,
     output: Annotated[
         Path | None,
-        typer.Option(help="New file for the token, for this user alone. Default: stdout."),
+        typer.Option(help="New file for the token, readable by this user only. Default: stdout."),
     ] = None,
 ) -> Answer:
-    """Make a token. It is shown this once; its entry, which holds a digest of it, is added to --file, or printed.
+    """Create a token, which is shown only once.
 
-    A running service sees the new entry within a second.
+    Its entry, with a digest of the token, is added to --file, or printed. A running service reads the new entry within
+    a second.
     """
     from tq_service.server.credential_files import append_token, digest_of, format_entry, make_token, new_secret  # noqa: PLC0415
 
@@ -91,7 +92,7 @@ def revoke(name: Annotated[str, typer.Argument(help="Name of the token.")], file
 
 @verb(TOKEN, "ls", timeout=None)
 def list_tokens(file: File = None) -> Answer:
-    """List the tokens of a file: names, roles, prefixes and ends."""
+    """List the tokens of a file: names, roles, prefixes and expiry times."""
     from tq_service.server.credential_files import read_tokens  # noqa: PLC0415  (--help does without)
 
     shown: list[dict[str, Any]] = [
@@ -124,7 +125,7 @@ def _given_file(file: Path | None) -> Path:
 
 
 def _moment(text: str) -> datetime:
-    """Return the end that was asked for; without a zone it is UTC."""
+    """Parse the requested expiry. A time without a zone is UTC."""
     span = _SPAN.fullmatch(text)
     try:
         if span is not None:
@@ -139,7 +140,7 @@ def _moment(text: str) -> datetime:
 
 @contextmanager
 def _writes(option: str, path: Path) -> Iterator[None]:
-    """Name the option whose file cannot be written."""
+    """Translate an OSError of a write into an InvalidArgumentError that names the option."""
     try:
         yield
     except OSError as error:
@@ -151,7 +152,7 @@ def _write_private(path: Path, secret: str) -> None:
         path.touch(0o600, exist_ok=False)
     except FileExistsError:
         raise AlreadyExistsError(
-            f"--output: {path} is there already; name a new file",
+            f"--output: {path} already exists; name a new file",
             metadata={"resource_type": "file", "resource_name": str(path)},
         ) from None
     path.write_text(f"{secret}\n")

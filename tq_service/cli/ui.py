@@ -27,18 +27,18 @@ EXAMPLES = """\
 def command(
     *,
     host: Annotated[
-        str, typer.Option(help="Address to listen on; 0.0.0.0 or :: for other machines, which need no token.")
+        str, typer.Option(help="Address to listen on; 0.0.0.0 or :: opens the page to other machines, without a token.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: one that is free.")] = 8080,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any free port.")] = 8080,
     prefix: Annotated[str, typer.Option(help="Show partitions whose names begin with this.", show_default=False)] = "",
     root_path: Annotated[
-        str, typer.Option(metavar="PATH", help="Path below which a proxy has the page.", show_default=False)
+        str, typer.Option(metavar="PATH", help="Path below which a proxy serves the page.", show_default=False)
     ] = "",
     allowed_host: Annotated[
         list[str] | None,
         typer.Option(
             metavar="NAME",
-            help="Name by which browsers reach the page, besides localhost and IP addresses; may be repeated.",
+            help="Host name of the page in browsers, in addition to localhost and IP addresses; may be repeated.",
             show_default=False,
         ),
     ] = None,
@@ -46,8 +46,8 @@ def command(
 ) -> None:
     """Serve a live page of the service for browsers, until SIGTERM or SIGINT.
 
-    It is a client like any other, and only reads: a token of role read is enough. It may be started before the service
-    is, and goes on when that is restarted.
+    The page is a normal client that only reads: a token with the role read is enough. It may start before the service,
+    and reconnects when the service restarts.
     """
     from tq_service.client import AsyncClient  # noqa: PLC0415  (--help does without grpc)
     from tq_service.config import is_loopback, join_address  # noqa: PLC0415  (as above)
@@ -59,21 +59,19 @@ def command(
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
         async with AsyncClient(**service) as client:
-            with contextlib.suppress(
-                UnavailableError, DeadlineError
-            ):  # what is wrong with the credentials ends it here
+            with contextlib.suppress(UnavailableError, DeadlineError):  # wrong credentials are an error here
                 await client.health(timeout=_FIRST_ANSWER_SECONDS)
 
             feed = Feed(client, prefix=prefix)
             app = make_app(feed, root_path=root_path, allowed_hosts=allowed_host or ())
             bound = listen(host, port)
             configure_logging("warning", "text")
-            logging.getLogger("tq_service.client").setLevel(logging.ERROR)  # outages are on the page
+            logging.getLogger("tq_service.client").setLevel(logging.ERROR)  # the page shows outages
             where = join_address(*bound.getsockname()[:2])
             page = f"http://{where}{root_path.rstrip('/')}/"
             line = f"listening on {where} (open {page}), for the service at {client.address}"
             await serve_page(feed, app, bound, stop=stop, on_started=lambda: announce(line))
 
     if not is_loopback(host):
-        typer.echo(f"warning: every machine that reaches {host} can see the page, which asks for no token", err=True)
+        typer.echo(f"warning: every machine that reaches {host} can see the page without a token", err=True)
     asyncio.run(run())

@@ -23,7 +23,7 @@ def command(
     as_json: AsJson = False,
     **service: Any,
 ) -> None:
-    """Print the versions of this program and of the service; exit code 1 where that does not answer."""
+    """Print the versions of this program and of the service; exit code 1 if the service does not answer."""
     own = {"version": BUILD, "python": platform.python_version()}
     if client_only:
         _print(own, [], as_json)

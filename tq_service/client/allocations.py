@@ -1,7 +1,7 @@
-"""Columns that a program fills in place: memory of a put which a storage service has reserved before its commit.
+"""Columns that a program fills in place: memory that a storage service has reserved for a put before its commit.
 
-allocate: shapes -> Put that is filled later -> arrays in its region -> put of exactly these: Commit
--> put of anything else: an ordinary put
+allocate: shapes -> a put to be filled later -> arrays in its region -> put of exactly these: Commit
+                                                                    -> put of anything else: an ordinary put
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike
 from tq_service.dataplane.driver import Allocated
 from tq_service.dataplane.receiving import Received
 from tq_service.errors import InvalidArgumentError
-from tq_service.schema import FieldSpec, Layout
+from tq_service.schema import FieldScope, FieldSpec, Layout
 from tq_service.v1.storage_service_pb2 import PutHeader
 from tq_service.wire.columns import ColumnShape, SourceColumn, fixed_row_bytes
 from tq_service.wire.host_memory import BLOCKS, place_columns
@@ -26,12 +26,12 @@ _LAYOUTS: Final = (None, Layout.AUTO)
 
 
 def column_shapes(fields: Iterable[FieldSpec], row_count: int, lengths: Mapping[str, ArrayLike]) -> list[ColumnShape]:
-    """Return the columns of `row_count` rows of numbers.
+    """Return the columns of `row_count` rows of numeric fields.
 
     Args:
         fields: with dtype and row shape.
         row_count: number of rows.
-        lengths: of jagged fields: the size of each row in the ragged dimension `(n,)`, or in several `(n, dims)`.
+        lengths: by jagged field, the size of each row in the ragged dimension `(n,)`, or in several `(n, dims)`.
 
     Raises:
         InvalidArgumentError: a field lacks a dtype or row shape, or has objects; lengths are missing, too many, or
@@ -54,12 +54,12 @@ def _column_shape(spec: FieldSpec, row_count: int, lengths: ArrayLike | None) ->
         )
     if spec.layout in _LAYOUTS:
         spec = replace(spec, layout=Layout.JAGGED if spec.ragged_dims else Layout.DENSE)
-    if spec.write_once:  # of the field, which no column says
-        spec = replace(spec, write_once=False)
+    if spec.write_once or spec.scope is not FieldScope.ROW:  # properties of the field, which columns do not carry
+        spec = replace(spec, write_once=False, scope=FieldScope.ROW)
     if spec.layout is Layout.DENSE:
         if lengths is not None:
             raise InvalidArgumentError(
-                f"field {spec.name!r} is dense and has lengths; expected those of jagged fields alone", field="lengths"
+                f"field {spec.name!r} is dense and has lengths; expected lengths of jagged fields only", field="lengths"
             )
         shape = ColumnShape(
             spec=spec, row_count=row_count, extents=None, value_bytes=row_count * (fixed_row_bytes(spec) or 0)
@@ -79,10 +79,10 @@ def _column_shape(spec: FieldSpec, row_count: int, lengths: ArrayLike | None) ->
 
 
 class Allocation:
-    """The memory of one put, as long as an array on it exists.
+    """The memory of one put. It lives as long as any array on it.
 
     Attributes:
-        header: of the put.
+        header: header of the put.
         allocated: its memory, and the answer of its storage service.
     """
 
@@ -93,7 +93,7 @@ class Allocation:
         self._starts, _ = place_columns(shape.value_bytes for shape in shapes)
 
     def received(self) -> list[Received]:
-        """Return the columns with their bytes, which keep the allocation."""
+        """Return the columns with their bytes; these keep the allocation alive."""
         mapping = self.allocated.mapping
         return [
             (shape, mapping.array(start, shape.value_bytes, self))
@@ -101,7 +101,7 @@ class Allocation:
         ]
 
     def holds(self, columns: Sequence[SourceColumn]) -> bool:
-        """Whether columns are those of the put, in its memory."""
+        """Whether these are the columns of the put, in its memory."""
         return len(columns) == len(self._shapes) and all(
             column.spec == shape.spec
             and column.row_count == shape.row_count
@@ -116,7 +116,7 @@ def _extents(shape: ColumnShape) -> Any:
 
 
 def _address(column: SourceColumn) -> int | None:
-    """Return the address of the bytes of a column, None if they are in several pieces or on a device."""
+    """Return the address of the bytes of a column; None if they are in several pieces or on a device."""
     match [chunk for chunk in column.chunks if len(chunk)]:
         case [memoryview() as view]:
             return np.frombuffer(view, np.uint8).ctypes.data
@@ -124,11 +124,11 @@ def _address(column: SourceColumn) -> int | None:
 
 
 Allocations: TypeAlias = "WeakValueDictionary[int, Allocation]"
-"""Those of a client that were not put yet, by their address."""
+"""Allocations of a client that have not been put yet, by address."""
 
 
 def take_allocation(allocations: Allocations, partition_id: str, columns: Sequence[SourceColumn]) -> Allocation | None:
-    """Return the allocation whose columns are about to be put, once; None if these are others."""
+    """Remove and return the allocation that these columns belong to; None if they do not fill one."""
     address = _address(columns[0])
     allocation = None if address is None else allocations.get(address)
     if address is None or allocation is None:

@@ -1,7 +1,8 @@
-"""BatchMeta: the samples of a batch, where their cells are, and the optimizer steps and packs that they form.
+"""BatchMeta: the samples of a batch, the locations of their cells, and their optimizer steps and packs.
 
-Its parts are here too: the namespace of its partition, the locations of its cells, its steps, and the columns with a
-value for each sample (custom_meta, keys, groups), which are declared once and selected, joined and overwritten alike.
+Its parts are defined here too: the namespace of its partition, the locations of its cells, its steps, and the columns
+with one value per sample (custom_meta, keys, groups, rollouts). Each such column is declared once; select, concat and
+overwrite treat all of them the same way.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 from tq_service.custom_meta import MetaColumn, concatenated, laid_over, no_values
 from tq_service.errors import InvalidArgumentError, StaleIncarnationError, TqError
 from tq_service.results import Revision, WaitReason
-from tq_service.schema import WHOLE_EXTENT, EndCounts, FieldSpec, Layout, SampleConsumption
+from tq_service.schema import WHOLE_EXTENT, EndCounts, FieldSpec, Layout, SampleConsumption, StepTotals
 from tq_service.v1 import metadata_pb2 as pb
 from tq_service.wire.columns import merge_specs
 from tq_service.wire.messages import read_message, read_seconds
@@ -47,23 +48,23 @@ _NO_INDEXES.setflags(write=False)
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
-    """What the names of a client's partitions begin with on the service, so that runs can share it.
+    """Prefix of a client's partition names on the service, which lets several runs share the service.
 
-    Partition "train" of the namespace "run-7" is the service's partition "run-7/train": one of its own beside "train"
-    and "run-8/train", with its own `max_bytes`, for tokens whose prefix is "run-7/".
+    Partition "train" of the namespace "run-7" is the service's partition "run-7/train". It is separate from "train" and
+    "run-8/train", has its own `max_bytes`, and is accessible to tokens with the prefix "run-7/".
 
     Attributes:
-        name: "run-7"; empty: the names of the service itself.
+        name: such as "run-7"; empty: names are used as they are.
     """
 
     name: str = ""
 
     @classmethod
     def of(cls, given: str | Literal[False] | None) -> Namespace:
-        """Return the namespace of an argument: None stands for what `TQ_NAMESPACE` says, False for none.
+        """Return the namespace of an argument; None: from `TQ_NAMESPACE`, False: none.
 
         Raises:
-            InvalidArgumentError: partitions cannot have such a name.
+            InvalidArgumentError: the name is not valid for partitions.
         """
         source, name = (
             ("namespace", given or "")
@@ -81,17 +82,17 @@ class Namespace:
 
     @property
     def prefix(self) -> str:
-        """What names begin with."""
+        """The prefix of names in this namespace."""
         return self.name + SEPARATOR if self.name else ""
 
     def full_name(self, partition_id: str) -> str:
-        """Return the service's name of a partition; what is no name stays as it is, for the service to refuse."""
+        """Return the service's name of a partition. Invalid names are returned unchanged; the service refuses them."""
         return (
             self.prefix + partition_id if self.name and isinstance(partition_id, str) and partition_id else partition_id
         )
 
     def own_name(self, full_name: str) -> str:
-        """Return the name of a partition in this namespace; that of a partition of another one is its full name."""
+        """Return the name of a partition in this namespace; for one of another namespace, its full name."""
         return full_name.removeprefix(self.prefix)
 
     def holds(self, full_name: str) -> bool:
@@ -99,7 +100,7 @@ class Namespace:
         return full_name.startswith(self.prefix)
 
     def explain(self, failure: TqError) -> TqError:
-        """Return an error of the service with own names in its metadata; its message has full names."""
+        """Convert names in the metadata of an error to this namespace; its message keeps full names."""
         if self.name:
             for named in {"partition_id", "policy"} & failure.metadata.keys():
                 failure.metadata[named] = self.own_name(failure.metadata[named])
@@ -116,9 +117,9 @@ class StorageRef(NamedTuple):
 
     Attributes:
         storage_id: its name.
-        boot_id: names the instance.
-        address: where it is; empty: where the client found the controller.
-        is_away: whether the controller does not know where it is.
+        boot_id: id of the instance.
+        address: its address; empty: the address of the controller.
+        is_away: whether the controller does not know its current address.
     """
 
     storage_id: str
@@ -136,9 +137,9 @@ class PutRef(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CellLocations:
-    """Where the cells of a batch are: for every located field one cell for each sample, in the order of the batch.
+    """Locations of the cells of a batch: for every located field one cell per sample, in batch order.
 
-    A cell is one row of a put, or several where it has grown (`CellRuns.extent_counts`).
+    A cell is one row of a put, or several if it was appended to (`CellRuns.extent_counts`).
     """
 
     puts: tuple[PutRef, ...] = ()
@@ -150,12 +151,12 @@ class CellLocations:
         storages = [StorageRef(one.storage_id, one.boot_id, one.address, one.is_away) for one in message.storages]
         return cls(
             puts=tuple(PutRef(storages[put.storage_index], put.put_id) for put in message.puts),
-            runs=tuple(map(CellRuns.from_proto, message.runs)),
+            runs=tuple(map(CellRuns.of_samples, message.runs)),
         )
 
     @property
     def field_names(self) -> set[str]:
-        """Names of the fields that are located."""
+        """Names of the located fields."""
         return {name for runs in self.runs for name in runs.field_names}
 
     def covers(self, field_names: Iterable[str]) -> bool:
@@ -177,7 +178,7 @@ class CellLocations:
 
     @staticmethod
     def concat(parts: Sequence[CellLocations]) -> CellLocations:
-        """Return the locations of several batches one after the other, of the fields that all of them locate."""
+        """Return the concatenated locations of several batches, for the fields that all of them locate."""
         puts: dict[PutRef, int] = {}
         per_part: list[dict[str, _Rows]] = []
         for part in parts:
@@ -193,7 +194,7 @@ class CellLocations:
             if not all(name in cells for cells in per_part):
                 continue
             rows_of_field = [cells[name] for cells in per_part]
-            if any(rows.counts.size for rows in rows_of_field):  # then these say it of all cells
+            if any(rows.counts.size for rows in rows_of_field):  # then all parts need explicit counts
                 rows_of_field = [rows.with_counts() for rows in rows_of_field]
             whole = _Rows(*map(np.concatenate, zip(*rows_of_field, strict=True)))
             alike.setdefault(tuple(each.tobytes() for each in whole), ([], whole))[0].append(name)
@@ -202,7 +203,7 @@ class CellLocations:
 
 
 class _Rows(NamedTuple):
-    """The rows of puts that cells of a field are, one by one: the put, and the row in it; see also `CellRuns`."""
+    """Cells of a field as rows of puts, one by one: the put, and the row in it; see also `CellRuns`."""
 
     puts: Indexes
     rows: Indexes
@@ -210,7 +211,7 @@ class _Rows(NamedTuple):
     lengths: Indexes
 
     def with_counts(self) -> _Rows:
-        """Return the same with a count of extents for each cell."""
+        """Return the same cells with an explicit number of extents per cell."""
         if self.counts.size:
             return self
         return self._replace(counts=np.ones_like(self.rows), lengths=np.full_like(self.rows, WHOLE_EXTENT))
@@ -218,11 +219,11 @@ class _Rows(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pack:
-    """What one forward/backward pass takes: a micro-batch, or samples packed into one sequence.
+    """Input of one forward/backward pass: a micro-batch, or samples packed into one sequence.
 
     Attributes:
         positions: positions in the batch's `global_indexes`.
-        lengths: token counts of these samples; None if the sampler has none.
+        lengths: token counts of these samples; None if the sampler does not use lengths.
         padding_tokens: tokens that fill the pack up to its length.
     """
 
@@ -233,7 +234,7 @@ class Pack:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """What ends with one optimizer step; every rank of a batch has the same number of packs in it."""
+    """The packs of one optimizer step; every rank of a batch has the same number of packs in it."""
 
     packs: tuple[Pack, ...]
 
@@ -254,16 +255,15 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class SampleColumn:
-    """An attribute of a batch with one value for each sample: a tuple, () if no sample has one.
+    """An attribute of a batch with one value per sample: a tuple, () if no sample has one.
 
-    Whatever is done with the samples of a batch is done with every such attribute. So a new one is declared in
-    `BatchMeta`, and nowhere else.
+    All operations on the samples of a batch apply to every such attribute. A new one only has to be declared in
+    `BatchMeta`.
 
     Attributes:
-        message_field: the field of the message that has it, and the property that shows one value for each sample;
-            empty: none.
-        blank: the value that stands for none.
-        is_of_sample: whether it is the sample's own, as writes give it; otherwise a task's record of the sample.
+        message_field: the message field that holds it, and the property that returns one value per sample; empty: none.
+        blank: the value that represents a missing one.
+        is_of_sample: whether it is the sample's own, as writes set it; otherwise a task's record of the sample.
     """
 
     message_field: str = ""
@@ -271,15 +271,15 @@ class SampleColumn:
     is_of_sample: bool = True
 
     def decode(self, values: Iterable[Any], _size: int) -> Any:
-        """Return the column of a message about so many samples."""
+        """Decode the column from a message about `_size` samples."""
         return tuple(values)
 
     def select(self, column: Any, positions: Indexes) -> Any:
-        """Return the column of the samples at `positions`."""
+        """Return the values of the samples at `positions`."""
         return select(column, positions)
 
     def concat(self, columns: Sequence[Any], sizes: Sequence[int]) -> Any:
-        """Return the concatenation of the column over batches of these sizes."""
+        """Return the concatenated columns of batches of these sizes."""
         if not any(columns):
             return ()
         parts = (column or (self.blank,) * size for column, size in zip(columns, sizes, strict=True))
@@ -291,10 +291,10 @@ class SampleColumn:
 
 
 class MetaColumns(SampleColumn):
-    """The custom_meta of a batch: a tuple of columns, each with a value of some samples."""
+    """The custom_meta of a batch: a tuple of columns, each with values of some samples."""
 
     def decode(self, values: Iterable[pb.MetaColumn], size: int) -> tuple[MetaColumn, ...]:
-        """Return the custom_meta of a message about so many samples."""
+        """Decode the custom_meta of a message about `size` samples."""
         return tuple(decode_meta_columns(values, size))
 
     def select(self, column: Sequence[MetaColumn], positions: Indexes) -> tuple[MetaColumn, ...]:
@@ -302,7 +302,7 @@ class MetaColumns(SampleColumn):
         return tuple(one.at(positions) for one in column)
 
     def concat(self, columns: Sequence[Sequence[MetaColumn]], sizes: Sequence[int]) -> tuple[MetaColumn, ...]:
-        """Return the custom_meta of several batches; columns without any value are left out."""
+        """Return the concatenated custom_meta of several batches, without empty columns."""
         by_name = [{one.name: one for one in column if one.has_value.any()} for column in columns]
         return tuple(
             concatenated([part.get(name) or no_values(name, size) for part, size in zip(by_name, sizes, strict=True)])
@@ -310,7 +310,7 @@ class MetaColumns(SampleColumn):
         )
 
     def overwrite(self, old: Sequence[MetaColumn], new: Sequence[MetaColumn]) -> tuple[MetaColumn, ...]:
-        """Return the custom_meta after a write: new values over old ones, without those that are removed."""
+        """Return the custom_meta after a write: new values replace old ones, and removed values are dropped."""
         merged = {column.name: column for column in old}
         for column in new:
             before = merged.get(column.name)
@@ -319,51 +319,51 @@ class MetaColumns(SampleColumn):
 
 
 class Numbers(SampleColumn):
-    """A number of each sample, as an array; None unless it is known for all."""
+    """A number per sample, as an array; None unless it is known for all."""
 
     def concat(self, columns: Sequence[NDArray[Any] | None], sizes: Sequence[int]) -> NDArray[Any] | None:
-        """Return the numbers of several batches."""
+        """Return the concatenated numbers of several batches."""
         known = [column for column in columns if column is not None]
         return np.concatenate(known) if len(known) == len(sizes) else None
 
 
 class _Unread(partial[Any]):
-    """Reads an attribute of a batch from its message, which it keeps until then."""
+    """Decodes an attribute of a batch from its message on first access."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class BatchMeta:
-    """Samples of one partition, in order, and what is known about them. Immutable, comparable, picklable.
+    """Samples of one partition, in order, with their metadata. Immutable, comparable, picklable.
 
-    Equality is about the samples and their use: two answers are equal when they name the same samples with the same
-    metadata, fields and steps, wherever the bytes are, and whatever is known of which are produced.
+    Two batches are equal if they have the same samples with the same metadata, fields and steps. Locations, and which
+    fields are known to be produced, do not matter.
 
     Attributes:
-        status: "batch"; "not_yet": nothing to deliver in time, ask again; "end": no further batch will come.
-        partition_id: the partition, as the client that asked names it.
-        namespace: the namespace that this name is of; empty: none. Clients of any namespace take the batch for what it
-            is.
-        incarnation: that of the partition, 16 random bytes, others once its name is used again after a clear.
-        epoch: that of the task, which counts its resets; 0 if no task asked.
+        status: "batch"; "not_yet": nothing to deliver in time, call again; "end": no further batch will come.
+        partition_id: the partition's name in `namespace`.
+        namespace: the namespace of `partition_id`; empty: none. Clients of any namespace can use the batch.
+        incarnation: incarnation of the partition, 16 random bytes; it changes if the name is reused after a clear.
+        epoch: epoch of the task, which counts its resets; 0 for batches without a task.
         indexes: `(size,)` int64, the `global_indexes` as a read-only array.
         dropped_indexes: int64, the indexes of samples that the sampler left out of this rank's batch, as the option
-            `overlong="drop"` does. They are not in `indexes`, and every part of the batch has all of them, so that
-            `clear_samples`, `ack` and `release` of any part are about them too.
-        fields: specs of the fields: of those that a claim asked for, or a put wrote; in answers about samples
-            (`lookup_samples`, `put(return_meta="all")`) of those that at least one of them has.
-        steps: how the samples are to be used; plain micro-batches are one step.
-        end: with "end": what became of all samples; None otherwise.
-        locations: where the cells are, of the fields of which it is known; `get_data` asks for others.
-        claim_id: the claim of a queue worker, for `ack`, `extend` and `release`; empty otherwise.
-        task_name: the consumer that claimed it; empty where none did.
-        lease_seconds: how long the samples were leased when the answer was sent; None if they are not.
-        delivery_counts: of leased samples, how often each was delivered to the task, this time included.
-        consumption: of a look-up for a task, `(size,)` uint8: what the task has done with each sample, a number of
-            `SampleConsumption`; None if no task was named. See `consumed`.
-        waiting_for: with "not_yet": why there is nothing yet; None where the call did not ask for it, see `get_meta`.
-        revision: of a look-up: from which `watch` goes on from the answer; None otherwise.
-        admitted: of prompts that were claimed with `admit`: their slots, those of the first prompt first; None
-            otherwise.
+            `overlong="drop"` does. They are not in `indexes`, and every part of the batch has all of them:
+            `clear_samples`, `ack` and `release` of any part include them.
+        fields: specs of the fields: of a claim the requested ones, of a put those written. In answers about samples
+            (`lookup_samples`, `put(return_meta="all")`) the fields that at least one sample has.
+        steps: the optimizer steps and packs to use the samples in; plain micro-batches are one step.
+        totals: for a rank's batch, sums over all ranks for each of its steps, the same on all ranks; for a micro-batch
+            of a loader those of its step; otherwise ().
+        end: with "end": counts of all samples by outcome; otherwise None.
+        locations: locations of cells, for fields with known locations; `get_data` queries those of others.
+        claim_id: the claim of a queue worker, for `ack`, `extend` and `release`; otherwise empty.
+        task_name: the consumer that claimed it; empty if none did.
+        lease_seconds: remaining lease time when the answer was sent; None if the samples are not leased.
+        delivery_counts: for leased samples, the number of deliveries of each to the task, including this one.
+        consumption: for a look-up with a task, `(size,)` uint8: the state of each sample for the task, a number of
+            `SampleConsumption`; otherwise None. See `consumed`.
+        waiting_for: with "not_yet": the reason for the wait; None if the call did not request it, see `get_meta`.
+        revision: for a look-up: its revision, which `watch` can start from; otherwise None.
+        admitted: for prompts claimed with `admit`: their slots, those of the first prompt first; otherwise None.
     """
 
     status: Status = "batch"
@@ -375,6 +375,7 @@ class BatchMeta:
     dropped_indexes: NDArray[np.int64] = field(default_factory=lambda: _NO_INDEXES)
     fields: tuple[FieldSpec, ...] = ()
     steps: tuple[Step, ...] = ()
+    totals: tuple[StepTotals, ...] = ()
     end: EndCounts | None = None
     locations: CellLocations = CellLocations()
     claim_id: bytes = b""
@@ -389,8 +390,9 @@ class BatchMeta:
     consumption: NDArray[np.uint8] | None = field(default=None, metadata={"column": Numbers(is_of_sample=False)})
     key_column: tuple[str, ...] = field(default=(), metadata={"column": SampleColumn("keys")})
     group_column: tuple[str, ...] = field(default=(), metadata={"column": SampleColumn("groups")})
+    rollout_column: tuple[str, ...] = field(default=(), metadata={"column": SampleColumn("rollouts")})
     meta_columns: tuple[MetaColumn, ...] = field(default=(), metadata={"column": MetaColumns("custom_meta")})
-    # For each of `fields` which samples have it; empty if that is not known.
+    # For each of `fields`, which samples have it; empty if unknown.
     produced_columns: tuple[NDArray[np.bool_], ...] = ()
 
     def __post_init__(self) -> None:
@@ -410,9 +412,9 @@ class BatchMeta:
         revision: Revision | None = None,
         admitted: BatchMeta | None = None,
     ) -> BatchMeta:
-        """Return the batch of a message that a client of a namespace got; the message must not change any more.
+        """Return the batch in a message received by a client with this namespace; the message must not be changed.
 
-        Steps, locations and columns are read when they are first asked for: few callers need all of them.
+        Steps, locations and columns are decoded on first access: few callers need all of them.
         """
         indexes = read_indexes(message)
         unread: dict[str, Any] = {
@@ -422,6 +424,8 @@ class BatchMeta:
         }
         if message.steps:
             unread["steps"] = _Unread(_read_steps, message.steps)
+        if message.totals:
+            unread["totals"] = _Unread(_read_totals, message.totals)
         if message.HasField("locations"):
             unread["locations"] = _Unread(CellLocations.from_proto, message.locations)
         return cls(
@@ -452,24 +456,24 @@ class BatchMeta:
 
     @property
     def leased_claim(self) -> pb.LeasedClaim | None:
-        """The claim that a write to its samples is checked against; None: they are not of one leased claim."""
+        """The claim that writes to its samples are checked against; None: they do not belong to one leased claim."""
         if self.lease_seconds is None or not self.claim_id:
             return None
         return pb.LeasedClaim(task_name=self.task_name, claim_request_id=self.claim_id)
 
     @property
     def consumed(self) -> NDArray[np.bool_] | None:
-        """Of a look-up for a task, whether it has consumed each sample `(size,)`, leased ones included; else None."""
+        """For a look-up with a task: whether each sample is consumed `(size,)`, including leased ones; else None."""
         return self._is_in(SampleConsumption.CONSUMED, SampleConsumption.LEASED)
 
     @property
     def leased(self) -> NDArray[np.bool_] | None:
-        """Of a look-up for a task, whether each sample is leased and not acknowledged `(size,)`; else None."""
+        """For a look-up with a task: whether each sample is leased and not acknowledged `(size,)`; else None."""
         return self._is_in(SampleConsumption.LEASED)
 
     @property
     def dead_lettered(self) -> NDArray[np.bool_] | None:
-        """Of a look-up for a task, whether each sample is dead-lettered `(size,)`; else None."""
+        """For a look-up with a task: whether each sample is dead-lettered `(size,)`; else None."""
         return self._is_in(SampleConsumption.DEAD_LETTERED)
 
     def _is_in(self, *states: SampleConsumption) -> NDArray[np.bool_] | None:
@@ -477,17 +481,17 @@ class BatchMeta:
 
     @property
     def reason(self) -> str:
-        """With "not_yet": why there is nothing yet, in a sentence; empty if the call did not ask."""
+        """With "not_yet": the reason for the wait, as a sentence; empty if the call did not request it."""
         return "" if self.waiting_for is None else self.waiting_for.text
 
     @property
     def skipped_count(self) -> int:
-        """With "end": how many samples the task will never get."""
+        """With "end": the number of samples that the task will never get."""
         return 0 if self.end is None else self.end.skipped_count
 
     @property
     def size(self) -> int:
-        """Number of samples; a rank's batch may have none."""
+        """Number of samples; a rank's batch may be empty."""
         return int(self.indexes.size)
 
     def __len__(self) -> int:
@@ -495,13 +499,13 @@ class BatchMeta:
 
     @property
     def global_indexes(self) -> list[int]:
-        """The samples."""
+        """The global indexes of the samples."""
         indexes: list[int] = self.indexes.tolist()
         return indexes
 
     @property
     def handled_indexes(self) -> NDArray[np.int64]:
-        """The samples and those that were left out, as `clear_samples`, `ack` and `release` name them."""
+        """Indexes of the samples and of the dropped ones, for `clear_samples`, `ack` and `release`."""
         return np.concatenate([self.indexes, self.dropped_indexes]) if self.dropped_indexes.size else self.indexes
 
     @property
@@ -515,8 +519,13 @@ class BatchMeta:
         return _names(self.group_column, self.size)
 
     @property
+    def rollouts(self) -> list[str | None]:
+        """The rollout of each sample, None for one without."""
+        return _names(self.rollout_column, self.size)
+
+    @property
     def custom_meta(self) -> list[dict[str, Any]]:
-        """The custom_meta of each sample, null as None; built at every access."""
+        """The custom_meta of each sample, null as None; built on every access."""
         return meta_columns_to_rows(self.meta_columns, self.size)
 
     @property
@@ -526,11 +535,11 @@ class BatchMeta:
 
     @property
     def produced(self) -> dict[str, NDArray[np.bool_]]:
-        """Which samples had each of the fields when this was answered: `(size,)` arrays by name of the field.
+        """Which samples had each field when the service answered: `(size,)` arrays by field name.
 
-        It is known of claims, of which all samples have all fields, of what `lookup_samples` and
-        `put(return_meta="all")` answer, and of batches that were selected and concatenated from these. A field of
-        which it is not known is left out, such as those that a put wrote.
+        Known for claims, whose samples all have all fields, for answers of `lookup_samples` and
+        `put(return_meta="all")`, and for batches selected or concatenated from these. Other fields, such as
+        those just written by a put, are left out.
         """
         if self.produced_columns:
             return dict(zip(self.data_fields, self.produced_columns, strict=True))
@@ -539,16 +548,16 @@ class BatchMeta:
 
     @property
     def micro_batches(self) -> list[list[int]]:
-        """Positions of the samples of each pack, of all steps in order; packs without samples are empty lists."""
+        """Positions of the samples of each pack, of all steps in order; a pack without samples is an empty list."""
         return [list(pack.positions) for step in self.steps for pack in step.packs]
 
     def select_samples(self, positions: Sequence[int] | NDArray[Any]) -> BatchMeta:
-        """Return the batch of the samples at `positions`, in this order; steps keep what is left of them.
+        """Return the batch of the samples at `positions`, in this order; steps keep the selected samples.
 
-        It is a part of the same claim: of a leased one it can be acknowledged or released by itself.
+        It is a part of the same claim; a part of a leased claim can be acknowledged or released separately.
 
         Raises:
-            InvalidArgumentError: a position is outside the batch or comes twice.
+            InvalidArgumentError: a position is outside the batch or is repeated.
         """
         chosen = np.asarray(positions, dtype=np.int64 if len(positions) == 0 else None)
         if chosen.ndim != 1 or chosen.dtype.kind not in "iu":
@@ -565,7 +574,8 @@ class BatchMeta:
         new_position = np.full(self.size, -1, np.int64)
         new_position[chosen] = np.arange(chosen.size)
         if np.count_nonzero(new_position >= 0) != chosen.size:
-            raise InvalidArgumentError("a position comes twice; select each sample once", field="positions")
+            raise InvalidArgumentError("a position is repeated; select each sample once", field="positions")
+        steps = _select_steps(self.steps, new_position)
         admitted = self.admitted
         if admitted is not None and self.size:
             slot_count = admitted.size // self.size
@@ -574,17 +584,18 @@ class BatchMeta:
             self,
             indexes=self.indexes[chosen],
             admitted=admitted,
-            steps=_select_steps(self.steps, new_position),
+            steps=tuple(steps.values()),
+            totals=tuple(self.totals[number] for number in steps) if self.totals else (),
             locations=self.locations.select(chosen),
             produced_columns=tuple(column[chosen] for column in self.produced_columns),
             **{name: column.select(getattr(self, name), chosen) for name, column in SAMPLE_COLUMNS.items()},
         )
 
     def select_fields(self, data_fields: Iterable[str]) -> BatchMeta:
-        """Return the batch with these fields only, in this order.
+        """Return the batch with only these fields, in this order.
 
         Raises:
-            InvalidArgumentError: the batch has no such field.
+            InvalidArgumentError: a field is not in the batch.
         """
         names = [data_fields] if isinstance(data_fields, str) else list(dict.fromkeys(data_fields))
         by_name = {spec.name: spec for spec in self.fields}
@@ -603,7 +614,7 @@ class BatchMeta:
         )
 
     def chunk(self, count: int) -> list[BatchMeta]:
-        """Return `count` batches of neighbouring samples, as equal in size as can be; some are empty if `count` > size.
+        """Return `count` batches of adjacent samples, as equal in size as possible; some are empty if `count` > size.
 
         Raises:
             InvalidArgumentError: `count` is less than 1.
@@ -614,15 +625,15 @@ class BatchMeta:
 
     @staticmethod
     def concat(parts: Sequence[BatchMeta]) -> BatchMeta:
-        """Return one batch of the samples of several, one after the other.
+        """Return the concatenation of several batches.
 
-        Parts of one claim are of that claim together; those of several claims are of none any more, and each is to be
-        acknowledged or released by itself. A field that is dense in one part and jagged in another, which was asked for
-        later, is jagged. A sample may come several times, as in batches that are drawn with replacement.
+        Parts of one claim stay a part of it. A batch from several claims belongs to none of them: acknowledge or
+        release its parts separately. A field that is dense in one part and jagged in a later one is jagged. A sample
+        may occur several times, as in batches drawn with replacement.
 
         Raises:
-            InvalidArgumentError: no parts, parts of different incarnations, epochs or fields, or one that is not a
-                batch.
+            InvalidArgumentError: no parts, parts of different incarnations, epochs or fields, or one whose status is
+                not "batch".
         """
         if not parts:
             raise InvalidArgumentError("no batches to concatenate; give at least one", field="parts")
@@ -656,6 +667,7 @@ class BatchMeta:
                 for part, start in zip(parts, starts, strict=True)
                 for step in part.steps
             ),
+            totals=tuple(chain.from_iterable(part.totals for part in parts)),
         )
 
     def __eq__(self, other: object) -> bool:
@@ -665,7 +677,7 @@ class BatchMeta:
             self._identity() == other._identity()
             and np.array_equal(self.indexes, other.indexes)
             and np.array_equal(self.dropped_indexes, other.dropped_indexes)
-            # As text: 1, 1.0 and true differ, nan is like nan.
+            # Compared as text: 1, 1.0 and true differ, nan equals nan.
             and json.dumps(self._own_values(), sort_keys=True) == json.dumps(other._own_values(), sort_keys=True)
         )
 
@@ -695,7 +707,7 @@ OWN_COLUMNS: Final = [name for name, column in SAMPLE_COLUMNS.items() if column.
 
 
 class _ReadOnce:
-    """An attribute of `BatchMeta` that may be unread; threads that read it at the same time read the same."""
+    """An attribute of `BatchMeta` that is decoded on first access; threads that race get equal values."""
 
     def __init__(self, slot: Any) -> None:
         self._slot = slot
@@ -711,7 +723,7 @@ class _ReadOnce:
         self._slot.__set__(batch, value)
 
 
-for _name in ("steps", "locations", *SAMPLE_COLUMNS):
+for _name in ("steps", "totals", "locations", *SAMPLE_COLUMNS):
     setattr(BatchMeta, _name, _ReadOnce(getattr(BatchMeta, _name)))
 
 
@@ -719,17 +731,21 @@ def _read_steps(messages: Iterable[pb.Step]) -> tuple[Step, ...]:
     return tuple(map(Step.from_proto, messages))
 
 
-def _select_steps(steps: Sequence[Step], new_position: NDArray[np.int64]) -> tuple[Step, ...]:
-    """Return the steps over a selection of the samples.
+def _read_totals(totals: Iterable[pb.StepTotals]) -> tuple[StepTotals, ...]:
+    return tuple(read_message(StepTotals, each, sums=dict(each.sums)) for each in totals)
 
-    A pack that loses samples has no padding any more; packs and steps that lose all of them are left out.
+
+def _select_steps(steps: Sequence[Step], new_position: NDArray[np.int64]) -> dict[int, Step]:
+    """Return the steps over a selection of the samples, by their numbers in the original batch.
+
+    A pack that loses samples loses its padding too. Packs and steps that lose all samples are left out.
 
     Args:
-        steps: the steps over the whole batch.
-        new_position: for each sample of the batch its position in the selection, -1 where it is not in it.
+        steps: the steps over the original batch.
+        new_position: for each sample of the batch its position in the selection, or -1.
     """
-    selected = []
-    for step in steps:
+    selected = {}
+    for number, step in enumerate(steps):
         packs = []
         for pack in step.packs:
             moved: list[int] = new_position[list(pack.positions)].tolist() if pack.positions else []
@@ -744,12 +760,12 @@ def _select_steps(steps: Sequence[Step], new_position: NDArray[np.int64]) -> tup
                     )
                 )
         if packs or not step.packs:
-            selected.append(Step(packs=tuple(packs)))
-    return tuple(selected)
+            selected[number] = Step(packs=tuple(packs))
+    return selected
 
 
 def _samples_of(parts: Sequence[BatchMeta]) -> dict[str, Any]:
-    """Return the samples of several batches one after the other, and what is known of each: attributes of a batch."""
+    """Return the concatenated samples of several batches with their metadata, as attributes of a batch."""
     sizes = [part.size for part in parts]
     return {
         "indexes": np.concatenate([part.indexes for part in parts]),
@@ -764,9 +780,9 @@ def _samples_of(parts: Sequence[BatchMeta]) -> dict[str, Any]:
 
 
 def _fields_of(parts: Sequence[BatchMeta]) -> dict[str, Any]:
-    """Return the fields of several batches, and which samples have them, where that is known of all.
+    """Return the fields of several batches and, if known for all, which samples have them.
 
-    Where it is known, these are the fields that one of the batches has, else those that all have.
+    If known, these are the fields that at least one batch has, otherwise the fields that all have.
     """
     found: dict[str, list[FieldSpec]] = {}
     for part in parts:
@@ -784,9 +800,9 @@ def _fields_of(parts: Sequence[BatchMeta]) -> dict[str, Any]:
 
 
 def _spec_of_all(specs: Sequence[FieldSpec]) -> FieldSpec:
-    """Return what a field is by the specs that several batches have of it.
+    """Return the current spec of a field, merged from its specs in several batches.
 
-    It may have become jagged in between. Of one that was forgotten, and is another now, only the last batches count.
+    It may have become jagged in between. If the field was dropped and created differently, only the last batches count.
     """
 
     def kind(spec: FieldSpec) -> object:
@@ -796,10 +812,10 @@ def _spec_of_all(specs: Sequence[FieldSpec]) -> FieldSpec:
 
 
 def joined(parts: Sequence[BatchMeta]) -> BatchMeta:
-    """Return the samples of several pages, with their fields as the pages that have them say they are.
+    """Return the samples of several pages, with the merged specs of their fields.
 
     Raises:
-        StaleIncarnationError: the partition was cleared and created again between two of them.
+        StaleIncarnationError: the partition was cleared and created again between two pages.
     """
     if len(parts) == 1:
         return parts[0]
@@ -819,7 +835,7 @@ def joined(parts: Sequence[BatchMeta]) -> BatchMeta:
 
 
 def select(values: Any, positions: Indexes) -> Any:
-    """Return the values of the samples at `positions`, of a tuple or an array of all samples, or of none."""
+    """Return the values at `positions` of a tuple or array with one value per sample; an empty tuple stays empty."""
     if isinstance(values, np.ndarray):
         return values[positions]
     return tuple(values[position] for position in positions.tolist()) if values else values
@@ -830,12 +846,12 @@ def _names(column: tuple[str, ...], size: int) -> list[str | None]:
 
 
 def overwritten(old: BatchMeta, new: object) -> dict[str, Any]:
-    """Return what a write, which has the same attributes, leaves of the samples' own columns of a batch."""
+    """Return the samples' own columns of a batch after a write; `new` has attributes of the same names."""
     return {name: SAMPLE_COLUMNS[name].overwrite(getattr(old, name), getattr(new, name)) for name in OWN_COLUMNS}
 
 
 def check_is_batch(metadata: BatchMeta) -> None:
-    """Raise InvalidArgumentError where metadata is "not_yet" or "end", which name no samples."""
+    """Raise InvalidArgumentError if the status is "not_yet" or "end": such batches name no samples."""
     if metadata.status != "batch":
         raise InvalidArgumentError(
             f"metadata has status {metadata.status!r}, expected 'batch'; look at the status before using its samples",
@@ -844,6 +860,6 @@ def check_is_batch(metadata: BatchMeta) -> None:
 
 
 def in_parts(names: Sequence[Any] | Indexes) -> Iterator[Sequence[Any] | Indexes]:
-    """Yield the names of samples in parts of what one call names; at least one part."""
+    """Yield the names of samples in parts small enough for one call; at least one part."""
     for start in range(0, max(1, len(names)), NAMED_AT_ONCE):
         yield names[start : start + NAMED_AT_ONCE]

@@ -1,11 +1,11 @@
-"""Calls of one event loop that go together in a stream, each as if it were made by itself.
+"""Calls of one event loop multiplexed in one stream, each with its own result.
 
-    sent -> answered | failed, with a status of its own
-         -> the stream breaks: as UNAVAILABLE, so the caller tries it again under the same id
-         -> the stream is refused: `RefusedError`, so the caller makes it by itself, at once
+    sent -> answered | failed, each with its own status
+         -> the stream breaks: UNAVAILABLE, so the caller retries under the same request id
+         -> the stream is refused: `RefusedError`, so the caller makes a separate call at once
 
-A call that is cancelled, or whose deadline is over, is not sent any more, or cancelled at the service. A stream that is
-not used for some seconds ends.
+If a call is cancelled or reaches its deadline, it is not sent, or is cancelled at the service. A stream ends after some
+idle seconds.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ _BROKEN: Final = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED}
 
 
 class RefusedError(Exception):
-    """The stream was refused, or ended without being broken: its calls go by themselves."""
+    """The stream was refused, or ended without breaking: its calls are to be made separately."""
 
 
 class CallStream:
-    """Calls that go together.
+    """Calls multiplexed in one stream.
 
     Args:
-        channel: on which it is opened.
-        name: of `CallMany`.
-        token: metadata that says whose calls they are.
+        channel: the channel to open it on.
+        name: full name of the method `CallMany`.
+        token: authorization metadata of the calls.
 
     Attributes:
         token: as given.
-        is_over: whether it takes no more calls.
-        is_refused: whether the service has ended it with an error that is not a matter of time.
-        ended_at: when it did, by `time.monotonic`.
+        is_over: whether it accepts no more calls.
+        is_refused: whether the service ended it with an error that is not temporary.
+        ended_at: time of its end, by `time.monotonic`.
     """
 
     def __init__(self, channel: Any, name: str, token: Metadata | None) -> None:
@@ -55,7 +55,7 @@ class CallStream:
         self.ended_at = 0.0
         self._ids = count(1)
         self._waiting: dict[int, asyncio.Future[bytes]] = {}
-        self._next = CallManyRequest()  # what was not sent yet
+        self._next = CallManyRequest()  # not sent yet
         self._has_more = asyncio.Event()
         self._used_at = time.monotonic()
         make = channel.stream_stream(
@@ -71,7 +71,7 @@ class CallStream:
 
     @property
     def has_place(self) -> bool:
-        """Whether another call may be under way."""
+        """Whether another call may be added."""
         return len(self._waiting) < MOST_BATCHED_CALLS
 
     async def make(self, method: str, request: bytes, seconds: float, trace: Metadata) -> bytes:
@@ -80,12 +80,12 @@ class CallStream:
         Args:
             method: its name, such as "GetMeta".
             request: serialized.
-            seconds: until it fails.
-            trace: metadata that tells its trace.
+            seconds: timeout of the call.
+            trace: metadata with its trace context.
 
         Raises:
-            grpc.RpcError: the call has failed, or the stream was broken.
-            RefusedError: it was not made here.
+            grpc.RpcError: the call has failed, or the stream broke.
+            RefusedError: the call was not made in this stream.
         """
         call_id = next(self._ids)
         answered = self._waiting[call_id] = self._loop.create_future()
@@ -104,7 +104,7 @@ class CallStream:
             self._used_at = time.monotonic()
 
     def _drop(self, call_id: int) -> None:
-        """Have a call not made, or cancelled if it was sent."""
+        """Withdraw a call, or cancel it if it was sent."""
         for place, asked in enumerate(self._next.calls):
             if asked.call_id == call_id:
                 del self._next.calls[place]
@@ -113,7 +113,7 @@ class CallStream:
         self._has_more.set()
 
     async def _write_all(self) -> None:
-        with suppress(grpc.RpcError, asyncio.InvalidStateError):  # of a call that is over: its reader knows why
+        with suppress(grpc.RpcError, asyncio.InvalidStateError):  # the call has ended: the reader has the reason
             while not self.is_over:
                 await self._has_more.wait()
                 self._has_more.clear()
@@ -142,7 +142,7 @@ class CallStream:
 
     def _take(self, answer: BatchedAnswer) -> None:
         answered = self._waiting.get(answer.call_id)
-        if answered is None or answered.done():  # it was cancelled, or is late
+        if answered is None or answered.done():  # cancelled, or late
             return
         del self._waiting[answer.call_id]
         if not answer.status:
@@ -154,7 +154,7 @@ class CallStream:
         answered.set_exception(grpc.aio.AioRpcError(code, grpc.aio.Metadata(), trailers, details=status.message))
 
     def _end(self, end: Callable[[asyncio.Future[bytes]], object]) -> None:
-        """End all calls, each in this way."""
+        """End all calls, each with `end`."""
         self.is_over, self.ended_at = True, time.monotonic()
         self._writer.cancel()
         self._timer.cancel()
@@ -163,7 +163,7 @@ class CallStream:
                 end(answered)
 
     def _end_if_idle(self) -> None:
-        """Have the stream end if it was not used for long."""
+        """End the stream if it has been idle for long enough."""
         left = self._used_at + _IDLE_SECONDS - time.monotonic()
         if self._waiting or left > 0:
             self._timer = self._loop.call_later(max(left, _IDLE_SECONDS / 2), self._end_if_idle)
@@ -185,7 +185,7 @@ def _expire(answered: asyncio.Future[bytes]) -> None:
 
 
 def _copied(failure: grpc.aio.AioRpcError) -> grpc.aio.AioRpcError:
-    """Return an error for one of several calls, each of which adds its frames."""
+    """Return a copy of an error for one of several calls: each adds its own traceback."""
     return grpc.aio.AioRpcError(
         failure.code(),
         failure.initial_metadata(),

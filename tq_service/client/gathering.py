@@ -1,21 +1,21 @@
-"""Small puts of one client that are sent as one: which go together, and which of their callers sends them.
+"""Small puts of one client that are sent in one call: which puts are combined, and which of their callers sends them.
 
-Puts that are alike form a line. While fewer than two calls of a line are under way, a put that comes is sent at once,
-by its own caller. Else it waits, and the next call takes those that wait then: no timer is involved.
+Puts that can be combined form a line. If fewer than two calls of a line are in flight, a new put is sent at once by its
+own caller. Otherwise it waits, and the next call takes the puts waiting at that moment: no timer is involved.
 
-    waiting -- the caller that leads takes it and sends a batch --> sent -- answered --> each has its part
+    waiting -- the leading caller takes it and sends a batch --> sent -- answered --> each caller gets its part
                                                                       | refused: nothing was written
                                                                       v
-                                                              each is sent by itself
+                                                              each put is sent separately
 
-One caller leads a batch: it sends, with its own deadline. If that is over, or the caller is cancelled, before it is
-known what became of the batch, another one leads, and sends the same bytes under the same id again.
+One caller leads a batch: it sends the batch, with its own deadline. If it times out or is cancelled before the outcome
+is known, another caller leads and sends the same bytes under the same id again.
 
-No put of a line waits for capacity at the service, where it would hold up the others: it is refused instead, sent by
-itself, and waits there without a place in the line.
+Puts of a line never wait for capacity at the service, which would hold up the others. The service refuses them
+instead; they are then sent separately and wait there, outside the line.
 
-Here is what asyncio and threads share. A `Lines` is of one event loop, or one process, and guarded by its lock, which
-is never held while something is waited for, and never used in a forked child.
+This module is shared by asyncio and threads. A `Lines` belongs to one event loop, or one process, and is guarded by its
+lock. The lock is never held while waiting, and never used in a forked child.
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ from tq_service.v1.storage_service_pb2 import PutHeader
 from tq_service.wire.columns import INLINE_BYTES, SourceColumn, is_on_host, put_header, stacked
 
 MOST_ROWS: Final = 256
-"""Of one batch. It has at most `INLINE_BYTES` of values, too."""
+"""Rows of one batch, which also has at most `INLINE_BYTES` of values."""
 
 _MOST_UNDER_WAY: Final = 2
 
 _OUTCOME_UNKNOWN: Final = (UnavailableError, DeadlineError, CallCancelledError, InternalError)
 _NOT_LOOKED_UP: Final = (LimitExceededError, DiskFullError, UnauthenticatedError, PermissionDeniedError)
-"""Errors of calls that were refused before the service looked whether an earlier try had been made."""
+"""Errors of calls refused before the service checked whether an earlier try had succeeded."""
 
 
 def seconds_without_capacity(refusal: TqError) -> float | None:
-    """Return for how long there may be no capacity for a put that was refused; None where that is not why it was."""
+    """Return for how long capacity may be missing for a refused put; None if it was refused for another reason."""
     if not isinstance(refusal, ResourceExhaustedError) or isinstance(refusal, _NOT_LOOKED_UP):
         return None
     return refusal.retry_after_seconds
@@ -67,16 +67,16 @@ def seconds_without_capacity(refusal: TqError) -> float | None:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Put:
-    """What one call puts.
+    """The put of one call.
 
     Attributes:
-        kind: the answer, which tells the call: of Commit, which a put of columns includes, or of Insert.
-        columns: of new or existing samples; none: metadata alone.
+        kind: the response type, which determines the call: Commit (a put of columns includes it) or Insert.
+        columns: columns of new or existing samples; empty: only metadata.
         write: the samples.
-        for_existing_rows: whether no sample can be new.
-        return_all_meta: whether the answer has all that is known of the samples.
+        for_existing_rows: whether all samples exist already.
+        return_all_meta: whether to return all metadata of the samples.
         size_bytes: bytes of all values.
-        likeness: what puts that may be sent as one have in common; None: this one is always sent by itself.
+        likeness: puts with equal values can be combined; None: this put is always sent separately.
     """
 
     kind: type[commit_pb2.CommitResponse] | type[pb.InsertResponse] = commit_pb2.CommitResponse
@@ -99,7 +99,7 @@ class Put:
         if not is_small or not isinstance(write.partition_id, str) or not is_on_host(self.columns):
             return None
         if any(column.json is not None or not column.present.all() for column in write.meta_columns):
-            return None  # of several types, or removed: such columns depend on the order of writes
+            return None  # of several types, or removals: their effect depends on the order of writes
         samples = None
         if metadata is not None:
             is_fenced = write.claim is not None
@@ -113,24 +113,26 @@ class Put:
             samples,
             bool(write.key_column),
             bool(write.group_column),
-            f"{write.key_mode} {write.state} {write.group_size}",  # which may be anything, to be refused
+            bool(write.rollout_column),
+            # These may be any objects; invalid ones are refused later.
+            f"{write.key_mode} {write.state} {write.group_size} {write.ends_rollouts}",
             tuple((column.name, column.values.dtype.kind) for column in write.meta_columns),
             tuple(_rows_of(column.spec) for column in self.columns),
         )
 
 
 def _rows_of(spec: FieldSpec) -> Hashable:
-    """Return what the rows of puts have in common that can be those of one column, see `stacked`."""
+    """Return a key that is equal for rows of puts that can be stacked in one column, see `stacked`."""
     return (spec.name, spec.dtype, len(spec.row_shape)) if spec.layout is Layout.DENSE and spec.row_shape else spec
 
 
 class JointPut:
-    """One or several puts as they are sent: the same bytes at each try.
+    """One or several puts in their wire form: the same bytes for each try.
 
     Attributes:
-        kind: the answer.
-        columns: of all puts; none: metadata alone.
-        header: of the put, with the commit in it; where there are no columns with nothing else.
+        kind: the response type.
+        columns: columns of all puts; empty: only metadata.
+        header: header of the put, including the commit; without columns only the commit.
         request: the commit or insert.
     """
 
@@ -151,7 +153,7 @@ class JointPut:
         self.request: Any
         if self.kind is pb.InsertResponse:
             self.request = pb.InsertRequest(request_id=new_id(), write=message)
-        else:  # where it goes if the storage service is the controller: a copy of it takes long
+        else:  # built in the header, for a storage service that is also the controller: copying it would be slow
             self.request = self.header.commit
             self.request.request_id = new_id()
             self.request.return_all_meta = first.return_all_meta
@@ -159,11 +161,11 @@ class JointPut:
 
 
 class Answered:
-    """What the service answered of one or several puts.
+    """Answer of the service to one or several puts.
 
     Args:
-        answer: of the service.
-        namespace: of the client.
+        answer: answer of the service.
+        namespace: namespace of the client.
     """
 
     def __init__(self, answer: Any, namespace: Namespace) -> None:
@@ -172,7 +174,7 @@ class Answered:
         self._known = joined([BatchMeta.from_proto(part, namespace) for part in all_meta]) if all_meta else None
 
     def part(self, write: Write, start: int = 0) -> BatchMeta:
-        """Return the samples of one put, of which `start` is the first row."""
+        """Return the samples of one put; `start` is its first row."""
         written, known, rows = self._written, self._known, slice(start, start + write.row_count)
         if known is not None and known.size > write.row_count:
             known = known.select_samples(range(known.size)[rows])
@@ -182,16 +184,16 @@ class Answered:
 
 @dataclass(slots=True, eq=False)
 class Member:
-    """A put of a line, and its caller, who waits.
+    """A put of a line, with its waiting caller.
 
     Attributes:
-        put: what is put.
-        deadline: of the caller.
+        put: the put.
+        deadline: deadline of the caller.
         signal: wakes the caller: an `AsyncSignal` or `Signal`.
-        line: where it is.
+        line: its line.
         leads: whether the caller sends the batch, or is about to.
-        batch: what it was sent with, None while it waits.
-        start: its first row there.
+        batch: the batch that includes it; None while it waits.
+        start: its first row in the batch.
     """
 
     put: Put
@@ -203,41 +205,43 @@ class Member:
     start: int = 0
 
     def lead(self) -> None:
-        """Have the caller send."""
+        """Make the caller the leader and wake it."""
         self.leads = True
         self.signal.set()
 
     @property
     def is_over(self) -> bool:
-        """Whether it is known what became of the put."""
+        """Whether the outcome of the put is known."""
         return self.batch is not None and self.batch.is_over
 
     def answer(self) -> BatchMeta | None:
-        """Return the samples, None where the put is to be sent by itself."""
+        """Return the samples; None if the put must be sent separately."""
         answered = None if self.batch is None else self.batch.answered
         return None if answered is None else answered.part(self.put.write, self.start)
 
     def overdue(self) -> TqError:
-        """Return the error of a caller whose deadline is over."""
+        """Return the error for a caller whose deadline has passed."""
         if self.line.failure is not None:
             return unavailable_until(self.deadline, self.line.failure)
         timeout = f"{self.deadline.timeout:g} s"
         if self.batch is None:
-            return DeadlineError(f"the put was not sent within {timeout}, behind others that were not answered")
-        return DeadlineError(f"the put was not answered within {timeout}; it may be made all the same")
+            return DeadlineError(
+                f"the put was not sent within {timeout}; it waited for other puts that were not answered"
+            )
+        return DeadlineError(f"the put was not answered within {timeout}; it may still be applied")
 
 
 @dataclass(slots=True, eq=False)
 class Batch:
-    """Puts that are sent as one.
+    """Puts sent in one call.
 
     Attributes:
-        members: the puts, in the order of their rows.
-        waiting: those whose callers wait.
-        joint: as they are sent; None until then.
-        answered: what the service answered; None where it refused them, so that each is sent by itself.
-        is_over: whether it has.
-        may_be_made: whether what became of an earlier try is not known.
+        members: the puts, in row order.
+        waiting: members whose callers wait.
+        joint: the wire form; None until it is sent.
+        answered: answer of the service; None if it refused the batch and each put is to be sent separately.
+        is_over: whether the outcome is known.
+        may_be_made: whether an earlier try has an unknown outcome.
     """
 
     members: Sequence[Member]
@@ -248,27 +252,27 @@ class Batch:
     may_be_made: bool = False
 
     def note(self, failure: TqError) -> None:
-        """Note why a try failed."""
+        """Record the failure of a try."""
         if isinstance(failure, UnavailableError):
             self.members[0].line.failure = failure
         self.may_be_made |= isinstance(failure, _OUTCOME_UNKNOWN)
 
     def is_refused_by(self, failure: TqError) -> bool:
-        """Whether nothing was written by a try that failed, nor by those before it."""
+        """Whether neither the failed try nor any earlier one wrote anything."""
         kinds = (*_OUTCOME_UNKNOWN, *_NOT_LOOKED_UP) if self.may_be_made else _OUTCOME_UNKNOWN
         return not isinstance(failure, kinds)
 
 
 @dataclass(slots=True, eq=False)
 class Line:
-    """Puts that are alike.
+    """Puts that can be combined.
 
     Attributes:
-        likeness: what they have in common.
-        waiting: those that were not sent yet, in order of arrival.
-        leader: of these, the one whose caller is about to send.
-        batches: those that are under way.
-        failure: why the service is unavailable; None: it is not.
+        likeness: their common key.
+        waiting: puts that were not sent yet, in order of arrival.
+        leader: the waiting put whose caller is about to send.
+        batches: batches in flight.
+        failure: why the service is unavailable; None if it is available.
     """
 
     likeness: Hashable
@@ -284,10 +288,10 @@ class Lines:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._lines: dict[Hashable, Line] = {}
-        self._awaited: list[tuple[set[Member], Any]] = []  # by clients that close, each with its signal
+        self._awaited: list[tuple[set[Member], Any]] = []  # by closing clients, each with its signal
 
     def join(self, likeness: Hashable, put: Put, deadline: Deadline, signal: Any) -> Member:
-        """Have a put wait with those that are alike. Its caller leads unless it is to wait, and calls `leave` last."""
+        """Add a put to the line of its kind. The caller must call `leave` at the end, and leads when told to."""
         with self._lock:
             line = self._lines.get(likeness)
             if line is None:
@@ -298,14 +302,14 @@ class Lines:
         return member
 
     def take(self, leader: Member) -> Batch:
-        """Return the batch of a caller that leads: that which another one has left, or a new one of those that wait."""
+        """Return the batch for a leading caller: one that another caller left, or a new one of waiting puts."""
         with self._lock:
             if leader.batch is not None:
                 leader.batch.may_be_made = True
                 return leader.batch
             line, put = leader.line, leader.put
             waiting = line.waiting
-            # Half of the line, so that the service works on one half while the other one is encoded.
+            # Half of the line, so the service works on one half while the other is encoded.
             most = (len(waiting) + sum(len(batch.members) for batch in line.batches) + 1) // 2
             waiting.remove(leader)
             members, size_bytes = [leader], put.size_bytes
@@ -323,17 +327,17 @@ class Lines:
         return batch
 
     def end(self, batch: Batch, answered: Answered | None) -> None:
-        """Note what the service has answered, None for a refusal, and wake all callers."""
+        """Record the answer of the service, None for a refusal, and wake all callers."""
         with self._lock:
             line = batch.members[0].line
             line.failure = None
             batch.answered = answered
             self._end(line, batch)
-            for member in batch.waiting:  # last, since their threads look at the batch without the lock
+            for member in batch.waiting:  # last, because their threads read the batch without the lock
                 member.signal.set()
 
     def leave(self, member: Member) -> None:
-        """End the wait of a caller; if it led, and what became of its batch is not known, another one leads."""
+        """End the wait of a caller; if it led a batch whose outcome is unknown, another caller leads."""
         with self._lock:
             line, batch = member.line, member.batch
             for members, signal in self._awaited:
@@ -354,9 +358,9 @@ class Lines:
                     _latest(batch.waiting).lead()
 
     def await_gathered(self, signal: Any) -> None:
-        """Set a signal once the callers of gathered puts wait no more; at once if no put is gathered.
+        """Set a signal once callers of gathered puts no longer wait; at once if no put is gathered.
 
-        These are the puts of lines in which some were not sent yet: those that were sent may be answered last.
+        Counts all puts of lines with unsent puts: the batches in flight may be answered last.
         """
         with self._lock:
             lines = [line for line in self._lines.values() if line.waiting]
@@ -373,7 +377,7 @@ class Lines:
         self._go_on(line)
 
     def _go_on(self, line: Line) -> None:
-        """Have one of those that wait send, if fewer than two calls are under way; forget a line that is empty."""
+        """Let a waiting caller send if fewer than two calls are in flight; drop the line if it is empty."""
         if line.waiting:
             if line.leader is None and len(line.batches) < _MOST_UNDER_WAY:
                 line.leader = _latest(islice(line.waiting, MOST_ROWS))
@@ -383,5 +387,5 @@ class Lines:
 
 
 def _latest(members: Iterable[Member]) -> Member:
-    """Return whose deadline is the last."""
+    """Return the member with the latest deadline."""
     return max(members, key=lambda member: member.deadline.at)

@@ -1,4 +1,4 @@
-"""Destinations of a get other than new memory of the host: a device, or the caller's tensors."""
+"""Destinations of a get other than new host memory: a device, or the caller's tensors."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Landing:
     """The destinations of the fields of a get.
 
     Attributes:
-        device: of the fields that are not in `out`; None: the CPU.
-        out: by field, the caller's tensors that are filled.
+        device: device of the fields that are not in `out`; None: the CPU.
+        out: by field, the caller's tensors to fill.
     """
 
     device: torch.device | None
@@ -40,7 +40,7 @@ class Landing:
 
     @classmethod
     def of(cls, device: Any, out: Any) -> Landing | None:
-        """Return the destinations that a caller of `get_data` named; None: new memory of the host.
+        """Return the destinations given to `get_data`; None: new host memory.
 
         Raises:
             InvalidArgumentError: the device does not exist, or the tensors cannot be filled.
@@ -62,10 +62,10 @@ class Landing:
         return cls(found, targets) if found is not None or targets else None
 
     def check(self, specs: Sequence[FieldSpec], row_count: int, layout: ReadLayout | None) -> None:
-        """Check that the tensors of `out` take `row_count` rows of these fields.
+        """Check that the tensors of `out` fit `row_count` rows of these fields.
 
         Raises:
-            InvalidArgumentError: a field is not fetched, or has rows that differ in size.
+            InvalidArgumentError: a field is not fetched, or its rows differ in size.
             FieldMismatchError: a tensor has another dtype or shape.
         """
         fetched = {spec.name: spec for spec in specs}
@@ -94,14 +94,14 @@ class Landing:
                 )
 
     def device_of(self, column: ColumnShape) -> torch.device | None:
-        """Return the device that a column is copied to; None: it stays on the CPU, as objects do."""
+        """Return the device to copy a column to; None: it stays on the CPU, as objects do."""
         target = self.out.get(column.spec.name)
         if target is not None:
             return target.device if is_on_device(target) else None
         return None if column.spec.layout is Layout.OBJECT else self.device
 
     def place(self, columns: Sequence[ColumnShape]) -> list[Bytes]:
-        """Return memory of the host to receive columns in: one block for a device, or tensors of the caller."""
+        """Return host memory to receive columns in: one block for a device, or tensors of the caller."""
         going = {column.spec.name: device for column in columns if (device := self.device_of(column)) is not None}
         first = next(iter(going.values()), None)
         sizes = [column.value_bytes for column in columns if column.spec.name in going]
@@ -116,7 +116,7 @@ class Landing:
         return np.frombuffer(tensor_bytes(target), np.uint8)
 
     def fill(self, data: dict[str, Any]) -> None:
-        """Put the caller's tensors, filled, in the place of decoded columns."""
+        """Fill the caller's tensors, and return them in `data` instead of the decoded columns."""
         for name, target in self.out.items():
             values = data[name]
             if is_on_device(target):

@@ -1,12 +1,12 @@
-"""Reads of a batch: which storage service is asked for what, how the answers become one batch, and what is lost.
+"""Reads of a batch: requests to each storage service, merging of their answers into one batch, and lost samples.
 
-What callers get are tensors, nested tensors and lists that share the received bytes.
+Callers get tensors, nested tensors and lists that share the received bytes.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import pairwise
@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tq_service.client.batch_meta import BatchMeta, CellLocations, StorageRef
+from tq_service.client.slices import Slices, cut_received
 from tq_service.client.transport import Deadline, has_tensordict
 from tq_service.dataplane.receiving import Received
 from tq_service.errors import (
@@ -27,7 +28,7 @@ from tq_service.errors import (
     UnavailableError,
 )
 from tq_service.schema import Encoding, FieldSpec, Layout, ReadLayout
-from tq_service.v1.storage_service_pb2 import GetRequest
+from tq_service.v1.storage_service_pb2 import GetRequest, RowSlice
 from tq_service.wire.columns import (
     ColumnShape,
     extent_count,
@@ -45,47 +46,61 @@ from tq_service.wire.columns import (
 from tq_service.wire.device import upload
 from tq_service.wire.host_memory import BLOCKS
 from tq_service.wire.mapping import Bytes
-from tq_service.wire.metadata import ENCODINGS, CellRuns, Indexes, expand_runs
+from tq_service.wire.metadata import ENCODINGS, NO_INTEGERS, CellRuns, Indexes, expand_runs
 from tq_service.wire.objects import decode_object, no_collection
+from tq_service.wire.slices import RowCut
 
 if TYPE_CHECKING:
     import torch
 
     from tq_service.client.landing import Landing
 
-# Slices of fewer items on average are copied by an index of all items: a step in Python costs more than so many.
+# Slices with fewer items on average are copied by an index of all items, which is cheaper than a Python step each.
 _SCATTER_BELOW_ITEMS: Final = 64
 _MOST_NAMED: Final = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StorageRead:
-    """What one storage service is asked for.
+    """A read from one storage service.
 
     Attributes:
         storage: the instance of a storage service.
-        positions: `(n,)`, which rows of the located runs, ascending: samples of the batch, or extents of their cells.
+        positions: `(n,)`, the rows of the located runs, ascending: samples of the batch, or extents of their cells.
         request: the cells.
-        owners: `(n,)`, which samples of the batch these are, if they are extents.
+        owners: `(n,)`, the sample of each row if rows are extents, or the first sample that shares it.
+        order: for each sample of the batch the located row that it shares; None: each has its own.
     """
 
     storage: StorageRef
     positions: Indexes
     request: GetRequest
     owners: Indexes | None = None
+    order: Indexes | None = None
+
+    @property
+    def has_extents(self) -> bool:
+        """Whether the rows are extents to be joined by the client."""
+        return self.owners is not None and self.order is None
 
     @property
     def samples(self) -> Indexes:
-        """Which samples of the batch the rows are of `(n,)`."""
+        """The sample of the batch that each row belongs to `(n,)`."""
         return self.positions if self.owners is None else self.owners
+
+    def samples_of(self, rows: NDArray[np.bool_] | slice = slice(None)) -> Indexes:
+        """Return the samples of the batch that have any of the rows, ascending."""
+        if self.order is None:
+            return np.unique(self.samples[rows])
+        return np.flatnonzero(np.isin(self.order, self.positions[rows]))
 
     @property
     def field_names(self) -> list[str]:
-        """The fields that are read."""
+        """The fields to read."""
         return [name for runs in self.request.runs for name in runs.field_names]
 
     def size_bytes(self, specs: Mapping[str, FieldSpec]) -> int | None:
-        """Return the bytes of all values, None where a field has rows that differ."""
+        """Return the bytes of all values; None if rows of a field differ in size."""
         total = 0
         for name in self.field_names:
             spec = specs.get(name)
@@ -96,16 +111,38 @@ class StorageRead:
         return total
 
 
-def plan_reads(locations: CellLocations, data_fields: Sequence[str]) -> list[StorageRead]:
-    """Return the reads that fetch these fields: one for each storage service and set of rows it has of fields."""
+def plan_reads(
+    locations: CellLocations,
+    data_fields: Sequence[str],
+    cuts: Mapping[str, RowCut] | None = None,
+    joined: Collection[str] = (),
+) -> list[StorageRead]:
+    """Return the reads that fetch these fields: one per storage service and set of rows.
+
+    Args:
+        locations: locations of the cells.
+        data_fields: the fields.
+        cuts: by field, the requested parts of rows. Cells with extents in several storage services are read in full,
+            since none of these services knows the length of the cell.
+        joined: other fields whose cells with extents the storage service joins, if it has all extents.
+    """
+    cuts = cuts or {}
     numbers: dict[StorageRef, int] = {}
     of_put = np.array([numbers.setdefault(put.storage, len(numbers)) for put in locations.puts], np.int64)
     storages = list(numbers)
     groups: dict[tuple[int, bytes, bytes], tuple[Indexes, Indexes | None, list[CellRuns]]] = {}
-    for runs in locations.select_fields(data_fields).runs:
+    of_cells = {*cuts, *joined}
+    for runs in _apart(locations.select_fields(data_fields).runs, of_cells):
         counts = runs.extent_counts
+        stored = of_put[runs.put_indexes]
+        if counts.size and runs.field_names[0] in of_cells and (stored == stored[0]).all():
+            positions = np.arange(counts.size)
+            key = int(stored[0]), positions.tobytes(), b""
+            groups.setdefault(key, (positions, None, []))[2].append(runs)
+            continue
         of_sample = np.repeat(np.arange(counts.size), counts) if counts.size else None
-        for number, positions, part in _split_by_storage(runs, of_put[runs.put_indexes]):
+        rows = replace(runs, extent_counts=NO_INTEGERS, extent_lengths=NO_INTEGERS) if counts.size else runs
+        for number, positions, part in _split_by_storage(rows, stored):
             owners = None if of_sample is None else of_sample[positions]
             key = number, positions.tobytes(), b"" if owners is None else owners.tobytes()
             groups.setdefault(key, (positions, owners, []))[2].append(part)
@@ -117,13 +154,34 @@ def plan_reads(locations: CellLocations, data_fields: Sequence[str]) -> list[Sto
             boot_id=storages[number].boot_id,
             put_ids=[locations.puts[put].put_id for put in used.tolist()],
             runs=[part.to_proto() for part in renumbered],
+            joins_extents=any(part.extent_counts.size > 0 for part in parts),
+            slices=[] if owners is not None else _slices(cuts, parts, positions),
         )
         reads.append(StorageRead(storage=storages[number], positions=positions, request=request, owners=owners))
     return reads
 
 
+def _apart(all_runs: Sequence[CellRuns], names: Collection[str]) -> Iterator[CellRuns]:
+    """Yield runs; if cells have extents, split off those of the fields with these names."""
+    for runs in all_runs:
+        inside = tuple(name for name in runs.field_names if name in names)
+        if not runs.extent_counts.size or len(inside) in (0, len(runs.field_names)):
+            yield runs
+        else:
+            yield replace(runs, field_names=inside)
+            yield replace(runs, field_names=tuple(name for name in runs.field_names if name not in names))
+
+
+def _slices(cuts: Mapping[str, RowCut], parts: Sequence[CellRuns], positions: Indexes) -> list[RowSlice]:
+    """Return the slices to request of the rows at `positions`; fields with the same cut share one."""
+    alike: dict[int, tuple[RowCut, list[str]]] = {}
+    for name in (name for part in parts for name in part.field_names if name in cuts):
+        alike.setdefault(id(cuts[name]), (cuts[name], []))[1].append(name)
+    return [cut.select(positions).to_proto(names) for cut, names in alike.values()]
+
+
 def _split_by_storage(runs: CellRuns, owners: Indexes) -> list[tuple[int, Indexes, CellRuns]]:
-    """Return for each storage service the positions that it has and their runs; `owners` tells where each run is."""
+    """Return for each storage service its positions and runs; `owners` has the storage service of each run."""
     storages = np.unique(owners).tolist()
     if len(storages) == 1:
         return [(storages[0], np.arange(runs.row_count), runs)]
@@ -139,21 +197,26 @@ def merge_answers(
     data_fields: Sequence[str],
     specs: Mapping[str, FieldSpec],
     locations: CellLocations,
+    *,
+    slices: Slices | None = None,
 ) -> list[Received]:
-    """Return one column for each field, its rows in the order of the batch.
+    """Return one column per field, its rows in batch order.
 
     Args:
-        reads: what was asked for.
+        reads: the reads.
         answers: for each read its columns.
-        data_fields: the fields, in the order wanted.
-        specs: what is known of the fields: rows put dense into a field that is jagged come back jagged.
-        locations: where the cells are: says which are several extents, to be joined.
+        data_fields: the fields, in the order requested.
+        specs: known specs of the fields: rows that were put dense into a jagged field are returned jagged.
+        locations: locations of the cells, with the extents to join.
+        slices: the requested parts of rows.
 
     Raises:
-        InternalError: an answer lacks a field.
-        FieldMismatchError: storage services hold different kinds of one field.
+        InternalError: an answer lacks a field, or has full rows instead of parts.
+        FieldMismatchError: storage services hold incompatible data for one field.
     """
     parts: dict[str, list[tuple[Indexes, ColumnShape, Bytes]]] = {name: [] for name in data_fields}
+    if slices is not None:
+        _check_parts(reads, answers)
     for read, answer in zip(reads, answers, strict=True):
         for column, buffer in answer:
             if column.spec.name in parts:
@@ -161,16 +224,33 @@ def merge_answers(
     missing = [name for name, pieces in parts.items() if not pieces]
     if missing:
         raise InternalError(f"no storage service sent field {missing[0]!r}")
+    whole = {name for read in reads if read.has_extents for name in read.field_names}
     grown = {name: runs for runs in locations.runs if runs.extent_counts.size for name in runs.field_names}
-    merged = [_merge(pieces, specs.get(name)) for name, pieces in parts.items()]
-    return [
-        _join_extents(received, grown[name]) if name in grown else received
-        for name, received in zip(parts, merged, strict=True)
-    ]
+    columns = []
+    for name, pieces in parts.items():
+        spec, cut = specs.get(name), None if slices is None else slices.cuts.get(name)
+        if name in whole:
+            joined = _join_extents(_merge(pieces, spec), grown[name])
+            columns.append(joined if cut is None else cut_received(joined, cut))
+        else:
+            columns.append(_merge(pieces, spec if spec is None or slices is None else slices.cut_spec(spec)))
+    return columns
+
+
+def _check_parts(reads: Sequence[StorageRead], answers: Sequence[Sequence[Received]]) -> None:
+    """Check that storage services returned parts of rows where requested: older versions return full rows."""
+    for read, answer in zip(reads, answers, strict=True):
+        sliced = {name for part in read.request.slices for name in part.field_names}
+        for column, _ in answer:
+            if column.spec.name in sliced and column.whole_lengths is None:
+                raise InternalError(
+                    f"storage service {read.storage.storage_id!r} sent full rows of field {column.spec.name!r}; "
+                    "expected parts. Upgrade it to the version of the client"
+                )
 
 
 def _join_extents(received: Received, runs: CellRuns) -> Received:
-    """Return cells as one row each, of a column of their extents: what is one after the other is copied for cuts only.
+    """Join the extents of each cell to one row. Adjacent extents need no copy unless some are cut.
 
     Raises:
         InternalError: the column is not ragged in its first dimension.
@@ -203,7 +283,7 @@ def _merge(pieces: Sequence[tuple[Indexes, ColumnShape, Bytes]], declared: Field
 
 
 def _narrow(column: ColumnShape, declared: FieldSpec) -> ColumnShape:
-    """Return a jagged column without the ragged dimensions in which all rows have the size that the field declares."""
+    """Return a jagged column without ragged dimensions in which all rows have the size declared by the field."""
     shape = list(column.spec.row_shape or ())
     fixed = declared.row_shape or ()
     for dim in column.spec.ragged_dims if len(fixed) == len(shape) else ():
@@ -213,7 +293,7 @@ def _narrow(column: ColumnShape, declared: FieldSpec) -> ColumnShape:
 
 
 def _shaped_as(row_shape: Sequence[int], column: ColumnShape) -> ColumnShape:
-    """Return a column of tensors whose rows are described by another shape."""
+    """Return a column of tensors with another row shape in its spec."""
     layout = Layout.JAGGED if -1 in row_shape else Layout.DENSE
     return _described_as(replace(column.spec, layout=layout, row_shape=tuple(row_shape)), column)
 
@@ -225,26 +305,35 @@ def _described_as(spec: FieldSpec, column: ColumnShape) -> ColumnShape:
 
 
 def _gather(pieces: Sequence[tuple[Indexes, ColumnShape, Bytes]]) -> Received:
-    """Return the rows of several columns of one spec in the order of the batch."""
+    """Return the rows of several columns of one spec in batch order."""
     first = pieces[0][1]
     row_count = sum(positions.size for positions, _, _ in pieces)
     extents = None if first.extents is None else np.empty((row_count, first.extents.shape[1]), np.int64)
+    whole_lengths = None if first.whole_lengths is None else np.empty(row_count, np.int64)
     sizes = np.empty(row_count, np.int64)
     for positions, column, _ in pieces:
         sizes[positions] = column.row_bytes()
         if extents is not None and column.extents is not None:
             extents[positions] = column.extents
+        if whole_lengths is not None and column.whole_lengths is not None:
+            whole_lengths[positions] = column.whole_lengths
     offsets = offsets_of(sizes)
     values = BLOCKS.take(int(offsets[-1]))
     for positions, column, buffer in pieces:
         if buffer.size:
             _place(values, offsets[positions], positions, column, buffer)
-    column = ColumnShape(spec=first.spec, row_count=row_count, extents=extents, value_bytes=values.size)
+    column = ColumnShape(
+        spec=first.spec,
+        row_count=row_count,
+        extents=extents,
+        value_bytes=values.size,
+        whole_lengths=whole_lengths,
+    )
     return column, values
 
 
 def _place(values: Bytes, targets: Indexes, positions: Indexes, column: ColumnShape, buffer: Bytes) -> None:
-    """Copy the rows of one part to their places: fixed rows at once, others slice by slice where these are large."""
+    """Copy the rows of one part to their places: rows of fixed size at once, large others slice by slice."""
     row_bytes = fixed_row_bytes(column.spec)
     if row_bytes is not None:
         row = np.dtype((np.void, row_bytes))
@@ -262,9 +351,9 @@ def _place(values: Bytes, targets: Indexes, positions: Indexes, column: ColumnSh
 
 
 def each_once(metadata: BatchMeta) -> tuple[BatchMeta, Indexes | None]:
-    """Return a batch with each of its samples once, and which of these stands at each position of it `(n,)`.
+    """Return a batch with each sample once, and the position in it of each original sample `(n,)`.
 
-    None where no sample comes twice: the batch is returned as it is.
+    Without repeated samples, the batch is returned unchanged and the positions are None.
     """
     indexes = metadata.indexes
     if (indexes[1:] > indexes[:-1]).all():
@@ -276,7 +365,7 @@ def each_once(metadata: BatchMeta) -> tuple[BatchMeta, Indexes | None]:
 
 
 def take_rows(received: Received, order: Indexes) -> Received:
-    """Return the rows of a column at some positions `(n,)`, of which one may come twice."""
+    """Return the rows of a column at positions `(n,)`; positions may repeat."""
     column, buffer = received
     row_bytes = fixed_row_bytes(column.spec)
     if row_bytes is not None:
@@ -285,12 +374,13 @@ def take_rows(received: Received, order: Indexes) -> Received:
         bounds = column.row_offsets()
         ends = zip(bounds[order].tolist(), bounds[order + 1].tolist(), strict=True)
         values = np.concatenate([buffer[start:end] for start, end in ends])
-    extents = None if column.extents is None else column.extents[order]
-    return replace(column, row_count=order.size, extents=extents, value_bytes=values.size), values
+    extents, lengths = (None if each is None else each[order] for each in (column.extents, column.whole_lengths))
+    taken = replace(column, row_count=order.size, extents=extents, value_bytes=values.size, whole_lengths=lengths)
+    return taken, values
 
 
 def empty_columns(specs: Sequence[FieldSpec]) -> list[Received]:
-    """Return columns without rows, typed by their specs; what no put has fixed yet is dense float32 scalars."""
+    """Return columns without rows, typed by their specs; fields not fixed by a put yet are dense float32 scalars."""
     return [(_empty_column(spec), np.empty(0, np.uint8)) for spec in specs]
 
 
@@ -309,16 +399,18 @@ def _empty_column(spec: FieldSpec) -> ColumnShape:
 
 def to_batch(
     received: Sequence[Received],
-    row_count: int,
+    row_count: int | None,
     layout: ReadLayout | None = None,
     landing: Landing | None = None,
+    arrange: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
 ) -> Any:
-    """Return received columns as a TensorDict `[row_count]`, or as a dict where torch or tensordict is missing.
+    """Return received columns as a TensorDict `[row_count]`, or as a dict if torch or tensordict is missing.
 
-    Without torch, columns are numpy arrays and lists of them. The layout is as in `get_data`; None: as the columns are.
+    Without torch, columns are numpy arrays and lists of them. `layout` is as in `get_data`; None: unchanged. Without a
+    row count the TensorDict lacks a batch dimension. `arrange` maps the decoded columns to those of the result.
 
     Raises:
-        FieldMismatchError: rows of a column are to be dense and differ.
+        FieldMismatchError: rows of a column requested as dense differ in shape.
         torch.OutOfMemoryError: a device is full.
     """
     columns = [column if layout is None else _laid_out(column, layout) for column, _ in received]
@@ -327,6 +419,9 @@ def to_batch(
         data = decode_columns(columns, buffers)
     else:
         data = decode_columns(columns, buffers, as_torch=True, device_of=landing.device_of)
+    if arrange is not None:
+        data = arrange(data)
+    if landing is not None:
         landing.fill(data)
     return to_tensordict(data, row_count) if has_tensordict() else data
 
@@ -335,7 +430,7 @@ def _laid_out(column: ColumnShape, layout: ReadLayout) -> ColumnShape:
     spec, shape = column.spec, column.spec.row_shape
     if spec.layout is Layout.OBJECT or not shape:
         return column
-    if not column.row_count:  # no rows say what the others are like
+    if not column.row_count:  # the layout cannot be derived from rows
         is_jagged = layout == "jagged" or (layout == "auto" and spec.layout is Layout.JAGGED)
         sizes = list(shape) if is_jagged else [max(size, 0) for size in shape]
     else:
@@ -362,11 +457,11 @@ class RowPattern:
     """The row lengths of jagged columns; fields with the same lengths share one.
 
     Attributes:
-        offsets: `(n + 1,)`, where rows begin and end; nested tensors of one pattern share this tensor.
+        offsets: `(n + 1,)`, boundaries of the rows; nested tensors of one pattern share this tensor.
         bounds: the same on the host.
-        min_length: length of the shortest row, 0 where there are no rows.
-        max_length: length of the longest row, 0 where there are no rows. Padding goes by it: of a nested tensor that
-            does not know it, torch pads all rows to the size of dimension 0 of its values.
+        min_length: length of the shortest row, 0 without rows.
+        max_length: length of the longest row, 0 without rows. Padding uses it: if a nested tensor lacks it, torch pads
+            all rows to the size of dimension 0 of its values.
     """
 
     offsets: torch.Tensor
@@ -380,8 +475,8 @@ class RowPattern:
 
         Args:
             offsets: `(n + 1,)`.
-            bounds: the same on the host; None: they are known if the offsets are of a nested tensor that was made here,
-                and else one that is not on the CPU is waited for.
+            bounds: the same on the host; None: taken from the nested tensor that was created here with these offsets,
+                otherwise copied, which waits for offsets on a device.
         """
         if bounds is None:
             bounds = _known_bounds().get(offsets)
@@ -398,9 +493,9 @@ class RowPattern:
         """Return the pattern of rows of these lengths `(n,)`.
 
         Args:
-            lengths: of the rows.
-            dtype: of the offsets; None: int64.
-            beside: a tensor on the device that the offsets are to be on; None: the CPU.
+            lengths: lengths of the rows.
+            dtype: dtype of the offsets; None: int64.
+            beside: a tensor on the device for the offsets; None: the CPU.
         """
         import torch  # noqa: PLC0415  (torch is optional and slow to import)
 
@@ -412,11 +507,11 @@ class RowPattern:
         return cls.of_offsets(offsets if beside is None else offsets.to(beside.device), bounds)
 
     def nested(self, values: torch.Tensor, ragged_dim: int) -> torch.Tensor:
-        """Return the nested tensor of some rows, which can be padded.
+        """Return the nested tensor of rows; it supports padding.
 
         Args:
-            values: the rows one after the other along dimension `ragged_dim - 1`.
-            ragged_dim: the ragged dimension of the nested tensor, from 1.
+            values: the rows, concatenated along dimension `ragged_dim - 1`.
+            ragged_dim: the ragged dimension of the nested tensor, counted from 1.
         """
         import torch  # noqa: PLC0415  (torch is optional and slow to import)
 
@@ -430,7 +525,7 @@ class RowPattern:
 
 @cache
 def _known_bounds() -> MutableMapping[torch.Tensor, NDArray[np.int64]]:
-    """Return the bounds of offsets on a device, which are not waited for again where their nested tensors are used."""
+    """Return the known bounds of offsets on a device, to avoid waiting for them on each use of their nested tensors."""
     from torch.utils.weak import WeakIdKeyDictionary  # noqa: PLC0415  (torch is optional and slow to import)
 
     return WeakIdKeyDictionary()
@@ -438,7 +533,7 @@ def _known_bounds() -> MutableMapping[torch.Tensor, NDArray[np.int64]]:
 
 @cache
 def _hide_torch_notice() -> None:
-    """Drop what torch logs when it makes the first nested tensor of a process: advice to its own developers."""
+    """Suppress the log line of torch for the first nested tensor of a process: advice for its own developers."""
 
     def is_worth_showing(record: logging.LogRecord) -> bool:
         return not str(record.msg).startswith("is_fx_tracing will return true")
@@ -457,9 +552,9 @@ def decode_columns(
 
     Args:
         columns: the headers.
-        buffers: the bytes of each column's values; tensors share them where they are writable and aligned.
-        as_torch: whether to make tensors, else numpy arrays; None: where torch is installed.
-        device_of: returns the device on which the tensors of a column are to be, None for the CPU.
+        buffers: the bytes of each column's values; tensors share them if they are writable and aligned.
+        as_torch: whether to return tensors instead of numpy arrays; None: if torch is installed.
+        device_of: returns the device for the tensors of a column, None for the CPU.
 
     Returns:
         Dense: a tensor or array `(n, ...)`. Jagged: with one ragged dimension a nested tensor (fields with the same
@@ -467,7 +562,7 @@ def decode_columns(
         list.
 
     Raises:
-        InvalidArgumentError: bytes and headers do not agree, an object is garbled, or a dtype needs torch.
+        InvalidArgumentError: bytes and headers do not agree, an object is corrupt, or a dtype needs torch.
     """
     is_torch = has_torch() if as_torch is None else as_torch
     devices = list(map(device_of, columns))
@@ -485,16 +580,19 @@ def decode_columns(
     }
 
 
-def to_tensordict(columns: Mapping[str, Any], row_count: int) -> Any:
-    """Return decoded columns as a TensorDict of batch size `[row_count]`; lists stay lists when read from it."""
+def to_tensordict(columns: Mapping[str, Any], row_count: int | None) -> Any:
+    """Return decoded columns as a TensorDict of batch size `[row_count]`; lists stay lists when read from it.
+
+    Without a row count it lacks a batch dimension.
+    """
     from tensordict import TensorDict  # noqa: PLC0415  (optional, slow to import)
 
     fields = {name: object_stack(values) if isinstance(values, list) else values for name, values in columns.items()}
-    return TensorDict(fields, batch_size=[row_count])
+    return TensorDict(fields, batch_size=[] if row_count is None else [row_count])
 
 
 def object_stack(rows: Sequence[Any]) -> Any:
-    """Return rows of objects as a TensorDict holds them, none included: tensordict 0.10 knows no empty stack."""
+    """Return rows of objects in the form of TensorDict fields, even zero rows: tensordict 0.10 lacks an empty stack."""
     from tensordict import NonTensorData, NonTensorStack  # noqa: PLC0415  (optional, slow to import)
 
     if not rows:
@@ -504,12 +602,12 @@ def object_stack(rows: Sequence[Any]) -> Any:
 
 
 def _is_nested(column: ColumnShape) -> bool:
-    """Whether a column of tensors is a nested tensor: ragged in one dimension."""
+    """Whether a column of tensors becomes a nested tensor: it is ragged in one dimension."""
     return len(column.spec.ragged_dims) == 1
 
 
 class _Decoder:
-    """Makes values of columns; keeps the patterns it made, so that fields cut alike share one offsets tensor."""
+    """Decodes columns; keeps row patterns to share one offsets tensor among fields with the same lengths."""
 
     def __init__(self, *, as_torch: bool) -> None:
         self._as_torch = as_torch
@@ -521,7 +619,7 @@ class _Decoder:
         self._patterns: dict[bytes, RowPattern] = {}
 
     def upload(self, columns: Sequence[ColumnShape], buffers: Sequence[Bytes], device: Any) -> list[torch.Tensor]:
-        """Return the bytes of columns on a device, where the offsets of their rows are from then on."""
+        """Return the bytes of columns on a device; the offsets of their rows are uploaded too."""
         lengths = [column.extents[:, 0] for column in columns if column.extents is not None and _is_nested(column)]
         bounds = {each.tobytes(): offsets_of(each) for each in lengths}
         found = upload([*buffers, *(each.view(np.uint8) for each in bounds.values())], device)
@@ -533,7 +631,7 @@ class _Decoder:
         """Return the values of a column, whose bytes may be on a device."""
         if len(buffer) != column.value_bytes:
             raise InvalidArgumentError(
-                f"field {column.spec.name!r} has {len(buffer)} bytes, its header says {column.value_bytes}"
+                f"field {column.spec.name!r} has {len(buffer)} bytes, but its header declares {column.value_bytes}"
             )
         if column.extents is None:
             shape = (column.row_count, *(column.spec.row_shape or ()))
@@ -564,7 +662,7 @@ class _Decoder:
         return rows
 
     def _decode_rows(self, column: ColumnShape, values: Any) -> list[Any]:
-        """Return each row of a jagged column, all on the shared bytes."""
+        """Return each row of a jagged column, on the shared bytes."""
         flat = make_values(
             values, column.spec.dtype, (column.value_bytes // column.spec.itemsize,), as_torch=self._as_torch
         )
@@ -588,9 +686,9 @@ class _Decoder:
 
 
 def lost_samples(metadata: BatchMeta, read: StorageRead, error: DataLossError) -> DataLossError:
-    """Return the error of a storage service that lost bytes, naming samples of the batch, and fields.
+    """Return an error of a storage service that lost bytes, extended by samples of the batch and fields.
 
-    Where the service says which puts it lost, these are the samples in them; else all that it was asked for.
+    If the service names the lost puts, these are the samples in them, otherwise all samples of the read.
     """
     put_ids = [put_id.hex() for put_id in read.request.put_ids]
     is_lost = np.isin(put_ids, (error.metadata.get("put_ids") or ",".join(put_ids)).split(","))
@@ -598,10 +696,12 @@ def lost_samples(metadata: BatchMeta, read: StorageRead, error: DataLossError) -
     fields: list[str] = []
     for runs in map(CellRuns.from_proto, read.request.runs):
         of_row = np.repeat(is_lost[runs.put_indexes], runs.row_counts)
+        if runs.extent_counts.size:
+            of_row = np.logical_or.reduceat(of_row, np.cumsum(runs.extent_counts) - runs.extent_counts)
         if of_row.any():
             lost |= of_row
             fields += runs.field_names
-    part = metadata.select_samples(np.unique(read.samples[lost]))
+    part = metadata.select_samples(read.samples_of(lost))
     names = [
         f"{index} ({key})" if key else str(index)
         for index, key in zip(part.global_indexes[:_MOST_NAMED], part.keys, strict=False)
@@ -623,19 +723,19 @@ def unread_samples(
     deadline: Deadline,
     error: DeadlineError | UnavailableError,
 ) -> DeadlineError | UnavailableError:
-    """Return the error of a storage service that did not answer, saying what of the batch lies there.
+    """Return the error for a storage service that did not answer, naming the fields and samples it holds.
 
     Args:
         metadata: the batch.
-        read: what was asked of the storage service.
-        storage: it, as the controller last located it.
-        deadline: until when it was tried.
-        error: why it was not read.
+        read: the read from the storage service.
+        storage: the storage service, as last located by the controller.
+        deadline: deadline of the read.
+        error: why it failed.
     """
     reason = error.__cause__ if isinstance(error.__cause__, UnavailableError) else error
     place = f" at {storage.address}" if storage.address else ""
     fields = ", ".join(repr(name) for name in read.field_names)
-    sample_count = np.unique(read.samples).size
+    sample_count = read.samples_of().size
     return type(error)(
         f"storage service {storage.storage_id!r}{place} did not answer within {deadline.timeout:g} s; it "
         f"holds {fields} of {sample_count} of the {metadata.size} samples of partition "

@@ -1,4 +1,4 @@
-"""Arguments of Python as requests, and what a write answers as a batch. Refused here is only what cannot be sent."""
+"""Conversion of Python arguments to requests, and of answers to writes to batches. Refuses only unsendable values."""
 
 from __future__ import annotations
 
@@ -42,6 +42,7 @@ from tq_service.wire.metadata import (
     LAYOUTS,
     ON_LOST,
     OPERATORS,
+    OVERFLOW,
     STATES,
     UNMATCHED,
     Indexes,
@@ -52,10 +53,10 @@ from tq_service.wire.metadata import (
 
 _KNOWN: Final = ("fields", "locations", "produced_columns", *OWN_COLUMNS)
 
-# A list, or an array of text `(n,)`.
+# A list, or a text array `(n,)`.
 NameColumn: TypeAlias = "Sequence[str] | NDArray[np.str_]"
 GroupColumn: TypeAlias = "Sequence[str | None] | NDArray[np.str_]"
-# A mapping for each sample, or for each name an array, a tensor or a list of `n` values.
+# One mapping per sample, or by name an array, a tensor or a list of `n` values.
 MetaGiven: TypeAlias = "Sequence[Mapping[str, MetaValue]] | Mapping[str, Any]"
 Request = TypeVar("Request", bound=Message)
 Changed = TypeVar("Changed", pb.ClearSamplesRequest, pb.FailSamplesRequest)
@@ -64,26 +65,26 @@ Converter = Callable[[Any], Any]
 
 
 def request_of(kind: type[Request], **arguments: Any) -> Request:
-    """Return a request of arguments named as its fields; it has a new `request_id`, if it has one at all.
+    """Return a request with these fields, and a new `request_id` if it has such a field.
 
     Args:
         kind: the request.
-        **arguments: its fields; None stands for an enum, a list or an optional field that is not given.
+        **arguments: its fields; None for an enum, a list or an optional field that is not given.
 
     Raises:
-        InvalidArgumentError: an argument cannot be what its field holds.
+        InvalidArgumentError: an argument does not fit its field.
     """
     rules = _rules(kind.DESCRIPTOR)
     for name, value in arguments.items():
         if (convert := rules.converters.get(name)) is not None:
             arguments[name] = convert(value)
-        elif value is None and name in rules.required:  # which protobuf takes for 0 or ""
-            raise InvalidArgumentError(f"{name} is None, which it cannot be", field=name)
+        elif value is None and name in rules.required:  # protobuf would treat it as 0 or ""
+            raise InvalidArgumentError(f"{name} is None; expected a value", field=name)
     if rules.has_request_id:
         arguments["request_id"] = new_id()
     try:
         return kind(**arguments)
-    except (TypeError, ValueError) as error:  # protobuf does not say of which field
+    except (TypeError, ValueError) as error:  # protobuf does not name the field
         for name, value in arguments.items():
             _check(kind, name, value)
         raise InvalidArgumentError(f"the arguments cannot be sent: {error}") from None
@@ -91,7 +92,7 @@ def request_of(kind: type[Request], **arguments: Any) -> Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rules:
-    """What makes lists and enums of arguments, which other fields must be given, and whether there is a request id."""
+    """Converters of lists and enums, required fields, and whether there is a request id."""
 
     converters: Mapping[str, Converter]
     required: Collection[str]
@@ -120,13 +121,13 @@ _EXPECTED: Final = {
 }
 _ENUMS: Final[Mapping[str, Any]] = {
     "BatchUnit": BATCH_UNITS, "GivenBack": GIVEN_BACK, "KeyMode": KEY_MODES, "Late": LATE, "Layout": LAYOUTS,
-    "OnLost": ON_LOST, "SampleState": STATES,
+    "OnLost": ON_LOST, "Overflow": OVERFLOW, "SampleState": STATES,
     "Unmatched": UNMATCHED,
 }  # fmt: skip
 
 
 def _check(kind: type[Message], name: str, value: Any) -> None:
-    """Refuse an argument that its field does not take."""
+    """Refuse an argument that its field does not accept."""
     places = [(f"{name}[{place}]", [one]) for place, one in enumerate(value)] if isinstance(value, list) else []
     for where, part in places or [(name, value)]:
         try:
@@ -138,7 +139,7 @@ def _check(kind: type[Message], name: str, value: Any) -> None:
 
 
 def check_word(name: str, word: str | None, words: Sequence[str | None]) -> None:
-    """Refuse a word that is none of some."""
+    """Refuse a word that is not one of `words`."""
     if word not in words:
         raise InvalidArgumentError(f"{name} is {word!r}, expected {' or '.join(map(repr, words))}", field=name)
 
@@ -149,7 +150,7 @@ def new_id() -> bytes:
 
 
 def seconds(name: str, value: float) -> float:
-    """Return a time span that is sane: finite and not negative."""
+    """Return a time span, checked to be finite and not negative."""
     try:
         span = float(value)
     except (TypeError, ValueError):
@@ -160,10 +161,10 @@ def seconds(name: str, value: float) -> float:
 
 
 def all_of(kind: type[Given], name: str, values: Iterable[Given]) -> list[Given]:
-    """Return a list of objects of one kind.
+    """Return a list of objects of one type.
 
     Raises:
-        InvalidArgumentError: one is of another kind.
+        InvalidArgumentError: one has another type.
     """
     given = list(values)
     for value in given:
@@ -173,10 +174,10 @@ def all_of(kind: type[Given], name: str, values: Iterable[Given]) -> list[Given]
 
 
 def listed(name: str, values: Any) -> list[Any]:
-    """Return a list of what an iterable, an array or a tensor has; None has nothing.
+    """Return the items of an iterable, an array or a tensor as a list; empty for None.
 
     Raises:
-        InvalidArgumentError: it is none, or a single string, whose letters are hardly meant.
+        InvalidArgumentError: it is not iterable, or a single string, which is probably a mistake.
     """
     if values is None or isinstance(values, list | tuple):
         return list(values or ())
@@ -187,7 +188,7 @@ def listed(name: str, values: Any) -> list[Any]:
 
 
 def named_samples(**names: Iterable[Any] | BatchMeta | None) -> tuple[str | None, Sequence[Any] | Indexes]:
-    """Return by what samples are named, None where by nothing, and these names; a batch names them by index."""
+    """Return the kind of names that are given, or None, and the names; a batch names its samples by index."""
     given = [name for name, value in names.items() if value is not None]
     if len(given) > 1:
         raise InvalidArgumentError(
@@ -203,7 +204,7 @@ def named_samples(**names: Iterable[Any] | BatchMeta | None) -> tuple[str | None
 
 
 def partition_of(namespace: Namespace, partition_id: str | None, metadata: BatchMeta | None) -> str:
-    """Return the service's name of the partition that is meant, by its name in a namespace or by a batch of it."""
+    """Return the service's name of the partition, given by its name in a namespace or by a batch of it."""
     if metadata is None:
         if partition_id is None:
             raise InvalidArgumentError("neither partition_id nor metadata is given; give one", field="partition_id")
@@ -211,7 +212,7 @@ def partition_of(namespace: Namespace, partition_id: str | None, metadata: Batch
     full_name = metadata.full_partition_id
     if partition_id is not None and namespace.full_name(partition_id) != full_name:
         raise InvalidArgumentError(
-            f"partition_id is {partition_id!r}, but metadata is of {namespace.own_name(full_name)!r}; leave "
+            f"partition_id is {partition_id!r}, but metadata belongs to {namespace.own_name(full_name)!r}; leave "
             "partition_id out",
             field="partition_id",
         )
@@ -236,9 +237,9 @@ def get_meta_request(
     namespace: Namespace = NO_NAMESPACE,
     **alike: Any,
 ) -> pb.GetMetaRequest:
-    """Return the request for a batch, of the arguments of `get_meta`; `max_wait` is set at each poll.
+    """Return the request for a batch from the arguments of `get_meta`; `max_wait` is set at each poll.
 
-    Policies, and the partitions of `refill` and `admit`, are named in `namespace`.
+    Policies, and the partitions of `refill` and `admit`, are names in `namespace`.
     """
     own: dict[str, Any] = {"dp_rank": dp_rank, "batch_index": batch_index}
     if not_before_version is not None:
@@ -281,14 +282,14 @@ def get_meta_request(
     alike["data_fields"] = tuple(listed("data_fields", data_fields))
     try:
         request.MergeFromString(_serialized_claim(**alike))
-    except TypeError:  # an argument is of a type that cannot be remembered, as are most wrong ones
+    except TypeError:  # an argument is not hashable, as most invalid ones are
         request.MergeFromString(_serialized_claim.__wrapped__(**alike))
     return request
 
 
 @lru_cache(maxsize=256, typed=True)
 def _serialized_claim(**arguments: Any) -> bytes:
-    """Return what requests for batches have in common, serialized; a rank asks alike for each of its batches."""
+    """Return the common part of requests for batches, serialized; a rank uses the same one for each of its batches."""
     for name in ("max_deliveries", "max_uses", "least_members"):
         not_zero(name, arguments[name])
     lease = arguments["lease"]
@@ -299,7 +300,7 @@ def _serialized_claim(**arguments: Any) -> bytes:
     return alike.SerializeToString()
 
 
-# Arguments of `get_meta` that may be None, which the request has as 0 or "": so they are not sent.
+# Arguments of `get_meta` that may be None. The request represents that as 0 or "", so they are not sent.
 _MAY_BE_NONE: Final = {"min_batch_size", "micro_batch_size", "sampler", "max_deliveries", "max_uses", "least_members"}
 _NOT_ZERO: Final = {
     "batch_count": "1 to 64",
@@ -314,19 +315,19 @@ _NOT_ZERO: Final = {
 
 
 def lease_duration(lease: float) -> Duration:
-    """Return the span of a lease of some seconds."""
+    """Return the duration of a lease in seconds."""
     return to_duration(not_zero("lease", seconds("lease", lease)))
 
 
 def not_zero(name: str, value: Given) -> Given:
-    """Return a value; refuse one that would stand for none in the request."""
+    """Return a value, or refuse one that means "not given" in the request."""
     if value in (0, ""):
         raise InvalidArgumentError(f"{name} is {'empty' if value == '' else 0}, expected {_NOT_ZERO[name]}", field=name)
     return value
 
 
 def check_leased(metadata: BatchMeta) -> None:
-    """Refuse batches that are not of one leased claim."""
+    """Refuse batches that do not belong to one leased claim."""
     check_is_batch(metadata)
     if metadata.lease_seconds is None:
         raise InvalidArgumentError(
@@ -336,12 +337,23 @@ def check_leased(metadata: BatchMeta) -> None:
         )
 
 
+def held_samples(metadata: BatchMeta) -> pb.HeldSamples:
+    """Return the samples of a leased claim held by a worker."""
+    check_leased(metadata)
+    return pb.HeldSamples(
+        partition_id=metadata.full_partition_id,
+        incarnation=metadata.incarnation,
+        claim=metadata.leased_claim,
+        global_indexes=metadata.global_indexes,
+    )
+
+
 def check_ack(metadata: BatchMeta | None, *, fenced: bool) -> None:
-    """Refuse a put with `ack` that is not to the samples of one leased claim, or not fenced."""
+    """Refuse a put with `ack` whose samples do not belong to one leased claim, or that is not fenced."""
     if metadata is None:
         raise InvalidArgumentError(
-            "ack is True and metadata is None; expected the samples of a leased claim. Give the batch that "
-            "get_meta(lease=...) answered, or leave ack out.",
+            "ack is True and metadata is None; expected the samples of a leased claim. Give the batch "
+            "returned by get_meta(lease=...), or leave ack out.",
             field="metadata",
         )
     check_leased(metadata)
@@ -354,7 +366,7 @@ def check_ack(metadata: BatchMeta | None, *, fenced: bool) -> None:
 
 
 def check_rows(metadata: BatchMeta, columns: Iterable[ColumnShape]) -> None:
-    """Refuse columns that do not have a row for each sample of a batch."""
+    """Refuse columns without exactly one row per sample of a batch."""
     for column in columns:
         if column.row_count != metadata.size:
             raise InvalidArgumentError(
@@ -364,11 +376,22 @@ def check_rows(metadata: BatchMeta, columns: Iterable[ColumnShape]) -> None:
             )
 
 
+def check_group_rows(write: Write, columns: Iterable[ColumnShape]) -> None:
+    """Refuse a put to groups without exactly one row per group."""
+    for column in columns:
+        if column.row_count != len(write.group_column):
+            raise InvalidArgumentError(
+                f"groups has {len(write.group_column)} names, field {column.spec.name!r} has {column.row_count} rows; "
+                f"put one row for each group",
+                field="groups",
+            )
+
+
 def row_lengths(name: str, values: Iterable[int], row_count: int) -> list[int]:
-    """Return lengths of the cells of some samples, one for each.
+    """Return the lengths of the cells of samples, one per sample.
 
     Raises:
-        InvalidArgumentError: they are of another number of samples, or negative.
+        InvalidArgumentError: the number of lengths is wrong, or one is negative.
     """
     lengths = listed(name, values)
     if len(lengths) != row_count:
@@ -396,14 +419,15 @@ def changed_samples(
     keys: Iterable[str] | None,
     global_indexes: Iterable[int] | None,
     groups: Iterable[str] | None,
+    rollouts: Iterable[str] | None,
     where: Iterable[tuple[str, str, Any]],
     task_name: str,
     fenced: bool,
     **others: Any,
 ) -> Changed | None:
-    """Return the request to clear samples, or to have them fail; None if no sample is meant. `others` are its fields.
+    """Return a request to clear or fail samples; None if it selects no sample. `others` are fields of the request.
 
-    Where samples are named, be it none of them, conditions and tasks do not mean all others.
+    If samples are named, even by an empty list, conditions and tasks do not select all others.
     """
     if metadata is not None:
         check_is_batch(metadata)
@@ -414,18 +438,20 @@ def changed_samples(
         global_indexes=global_indexes if metadata is None else metadata.handled_indexes,
         keys=keys,
         groups=groups,
+        rollouts=rollouts,
         where=condition_messages(where, namespace),
         claim=metadata.leased_claim if metadata is not None and fenced else None,
         task_name=task_name,
         **others,
     )
-    is_named = any(names is not None for names in (metadata, keys, global_indexes, groups))
+    is_named = any(names is not None for names in (metadata, keys, global_indexes, groups, rollouts))
     is_all = bool((request.where or task_name) and not is_named) or bool(others.get("skipped_by"))
-    return request if request.global_indexes or request.keys or request.groups or is_all else None
+    named = request.global_indexes or request.keys or request.groups or request.rollouts
+    return request if named or is_all else None
 
 
 def condition_messages(where: Iterable[tuple[str, str, Any]], namespace: Namespace) -> list[pb.Condition]:
-    """Return conditions on custom_meta as messages; policies are named in a namespace."""
+    """Return conditions on custom_meta as messages; policies are names in a namespace."""
     conditions = enumerate(listed("where", where))
     return [_condition(position, condition, namespace) for position, condition in conditions]
 
@@ -467,7 +493,7 @@ def _struct(name: str, mapping: Mapping[str, Any]) -> Struct:
 
 
 def _plain(value: Any) -> Any:
-    """Return scalars of numpy and torch as Python's, tuples and arrays as lists, to any depth."""
+    """Convert scalars of numpy and torch to Python's, and tuples and arrays to lists, recursively."""
     if isinstance(value, Mapping):
         return {key: _plain(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
@@ -476,10 +502,10 @@ def _plain(value: Any) -> Any:
 
 
 class PlacementGrant:
-    """The storage services that may take further puts, in turn, for some bytes and some seconds.
+    """Permission to send further puts to some storage services in turn, for a number of bytes and seconds.
 
-    It ends early where one of them fails, so that a service that is gone or full is left at once. Calls may share it:
-    the bytes of a few may be counted late.
+    It ends early if one of them fails, so a service that is lost or full is dropped at once. Calls may share it: the
+    bytes of a few may be counted late.
     """
 
     def __init__(self) -> None:
@@ -489,7 +515,7 @@ class PlacementGrant:
         self._turn = 0
 
     def place(self, size_bytes: int) -> pb.PlacePutResponse | None:
-        """Return the answer with the grant, None where it does not go so far; `endpoint` follows."""
+        """Return the answer with the grant, or None if it does not cover the put; call `endpoint` next."""
         used_bytes = self._used_bytes + size_bytes
         if size_bytes > self._answer.max_granted_put_bytes or used_bytes > self._answer.grant_bytes:
             return None
@@ -500,37 +526,40 @@ class PlacementGrant:
         return self._answer
 
     def renew(self, answer: pb.PlacePutResponse) -> None:
-        """Take a new grant, whose first storage service gets the put that was asked for."""
+        """Start a new grant; its first storage service gets the put of the request."""
         self._answer = answer
         self._until = time.monotonic() + read_seconds("grant_duration", answer.grant_duration)
         self._used_bytes = self._turn = 0
 
     def endpoint(self, answer: pb.PlacePutResponse) -> metadata_pb2.StorageEndpoint:
-        """Return whose turn it is."""
+        """Return the storage service whose turn it is."""
         return answer.storages[self._turn % len(answer.storages)]
 
     def end(self) -> None:
-        """Have the next put placed."""
+        """End the grant: the next put is placed by the controller."""
         self._until = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Write:
-    """Which samples one call writes, and what it says of them beside their columns, as `SampleWrite` has it.
+    """The samples that one call writes, and their attributes other than columns, see `SampleWrite`.
 
     Attributes:
         partition_id: the service's name of the partition.
         row_count: number of samples.
         metadata: existing samples; None: new ones, or those of the keys.
-        key_column: keys, as `BatchMeta` has them; () where none are given.
+        key_column: keys, in the form of `BatchMeta`; () if none are given.
         group_column: groups, likewise.
+        rollout_column: rollouts, likewise.
         meta_columns: custom_meta, likewise.
-        key_mode: what to do with keys that are known, or not.
+        key_mode: whether keys must exist, must be new, or either.
         group_size: number of members that completes each group.
-        state: that the samples get.
-        fenced: whether it is refused once samples of a leased claim are no longer the worker's.
-        ack: whether they are acknowledged, too.
-        append_at: lengths of the cells that the columns are added to; (): they replace cells.
+        ends_rollouts: whether to close the rollouts of the samples.
+        state: new state of the samples.
+        fenced: whether to refuse the write once samples of a leased claim are no longer the worker's.
+        ack: whether to acknowledge the samples too.
+        append_at: lengths of the cells that the columns are appended to; (): cells are replaced.
+        of_groups: whether rows belong to groups instead of samples.
     """
 
     partition_id: str
@@ -538,17 +567,20 @@ class Write:
     metadata: BatchMeta | None = None
     key_column: tuple[str, ...] = ()
     group_column: tuple[str, ...] = ()
+    rollout_column: tuple[str, ...] = ()
     meta_columns: tuple[MetaColumn, ...] = ()
     key_mode: KeyMode | None = None
     group_size: int | None = None
+    ends_rollouts: bool = False
     state: SampleState | str | None = None
     fenced: bool = True
     ack: bool = False
     append_at: Sequence[int] = ()
+    of_groups: bool = False
 
     @property
     def claim(self) -> metadata_pb2.LeasedClaim | None:
-        """The leased claim that it is checked against; None: it is not."""
+        """The leased claim that the write is checked against; None: it is not checked."""
         return self.metadata.leased_claim if self.metadata is not None and self.fenced else None
 
 
@@ -561,35 +593,38 @@ def write_of(
     keys: NameColumn | None,
     groups: GroupColumn | None,
     custom_meta: MetaGiven | None,
+    rollouts: GroupColumn | None = None,
     **others: Any,
 ) -> Write:
-    """Return a write of arguments of Python.
+    """Return a write from Python arguments.
 
-    `row_count` None stands for as many rows as `metadata`, else `keys`, `custom_meta` or `groups` have; `others` are
-    attributes of the write.
+    If `row_count` is None, the number is that of `metadata`, else of `keys`, `custom_meta`, `groups` or `rollouts`.
+    `others` are attributes of the write.
     """
     given_keys = None if keys is None else listed("keys", keys)
-    given_groups = None if groups is None else ["" if group is None else group for group in listed("groups", groups)]
+    given_groups, given_rollouts = _given_names("groups", groups), _given_names("rollouts", rollouts)
     if row_count is None and (metadata is not None or given_keys is not None):
         row_count = len(given_keys or ()) if metadata is None else metadata.size
     meta_columns, meta_count = ([], None) if custom_meta is None else meta_columns_of(custom_meta, row_count)
-    counts = (row_count, meta_count, len(given_groups or ()))
+    counts = (row_count, meta_count, len(given_groups or given_rollouts or ()))
     rows = next(count for count in counts if count is not None)
     _check_names("keys", given_keys, rows)
     _check_names("groups", given_groups, rows)
+    _check_names("rollouts", given_rollouts, rows)
     return Write(
         partition_id=partition_of(namespace, partition_id, metadata),
         row_count=rows,
         metadata=metadata,
         key_column=tuple(given_keys or ()),
         group_column=tuple(given_groups or ()),
+        rollout_column=tuple(given_rollouts or ()),
         meta_columns=tuple(meta_columns),
         **others,
     )
 
 
 def write_message(writes: Sequence[Write], rows_per_put: int = 0) -> commit_pb2.SampleWrite:
-    """Return the message of a write, or of several that are alike, one after the other; see `SampleWrite`."""
+    """Return the message of a write, or of several combined ones in order; see `SampleWrite`."""
     first = writes[0]
     batches = [write.metadata for write in writes if write.metadata is not None]
     message = request_of(
@@ -604,9 +639,12 @@ def write_message(writes: Sequence[Write], rows_per_put: int = 0) -> commit_pb2.
         key_mode=first.key_mode,
         groups=_names_of([write.group_column for write in writes]),
         group_size=first.group_size or 0,
+        rollouts=_names_of([write.rollout_column for write in writes]),
+        ends_rollouts=first.ends_rollouts,
         state=first.state,
         rows_per_put=rows_per_put,
         append_at=first.append_at,
+        of_groups=first.of_groups,
     )
     if first.meta_columns:
         columns = zip(*(write.meta_columns for write in writes), strict=True)
@@ -617,7 +655,7 @@ def write_message(writes: Sequence[Write], rows_per_put: int = 0) -> commit_pb2.
 
 
 def _names_of(columns: Sequence[Sequence[str]]) -> Sequence[str]:
-    """Return the keys or groups of several writes, one after the other; many are not copied if they are of one."""
+    """Return the concatenated names of several writes; those of a single write are not copied."""
     return columns[0] if len(columns) == 1 else list(chain.from_iterable(columns))
 
 
@@ -625,11 +663,11 @@ def written_meta(answered: BatchMeta, known: BatchMeta | None, write: Write, ind
     """Return the samples of a write.
 
     Args:
-        answered: what the server said: partition, incarnation, and the fields of the put. The keys, groups and
-            custom_meta of the write are not among it.
-        known: what the server knows of the samples; None: it was not asked.
-        write: what was sent.
-        indexes: of the samples.
+        answered: answer of the server: partition, incarnation, and the fields of the put. It does not include the
+            keys, groups, rollouts and custom_meta of the write.
+        known: all metadata of the samples, from the server; None: not requested.
+        write: the write that was sent.
+        indexes: global indexes of the samples.
     """
     metadata = write.metadata
     if known is not None:
@@ -647,35 +685,39 @@ def written_meta(answered: BatchMeta, known: BatchMeta | None, write: Write, ind
     return replace(
         metadata,
         fields=tuple(fields.values()),
-        # The put has moved some cells; `get_data` asks where they are now.
+        # The put has moved some cells; `get_data` queries their new locations.
         locations=CellLocations() if answered.fields else metadata.locations,
         produced_columns=(),
         **overwritten(metadata, write),
     )
 
 
+def _given_names(name: str, names: GroupColumn | None) -> list[Any] | None:
+    return None if names is None else ["" if each is None else each for each in listed(name, names)]
+
+
 def _check_names(name: str, names: Sequence[Any] | None, row_count: int) -> None:
-    """Refuse names that are too many, not text, or given and none: sent, these stand for such as are not given."""
+    """Refuse names that are too many, not text, or an empty list, which the request could not tell from none given."""
     if names is None:
         return
     check_named_rows(name, len(names))
-    if {*map(type, names)} - {str}:  # of bytes protobuf makes text
+    if {*map(type, names)} - {str}:  # protobuf would convert bytes to text
         for position, one in enumerate(names):
             if not isinstance(one, str):
                 raise InvalidArgumentError(f"{name}[{position}] is {one!r:.200}, expected a string", field=name)
     if row_count and not names:
         raise InvalidArgumentError(
-            f"{name} is empty, expected one for each of {row_count} samples; leave it out where they have none",
+            f"{name} is empty, expected one for each of {row_count} samples; leave it out for samples without any",
             field=name,
         )
 
 
 def meta_columns_of(custom_meta: MetaGiven, row_count: int | None) -> tuple[list[MetaColumn], int | None]:
-    """Return custom_meta as columns, and of how many samples it is; None: it names no column.
+    """Return custom_meta as columns, and its number of samples; None without columns.
 
     Raises:
-        InvalidArgumentError: a value that JSON does not have, columns of different sizes, or of another number of
-            samples than `row_count`, where that is known.
+        InvalidArgumentError: a value is not a JSON value, columns differ in size, or the number of samples is not
+            `row_count`, if that is known.
     """
     if isinstance(custom_meta, Mapping):
         columns = [values_to_meta_column(name, values) for name, values in custom_meta.items()]

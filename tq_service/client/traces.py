@@ -1,4 +1,4 @@
-"""Spans of OpenTelemetry for what clients do: `tq.trace`, before which nothing of it is imported."""
+"""OpenTelemetry spans of client calls: `tq.trace`. Nothing of OpenTelemetry is imported before that."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _ATTRIBUTES: Final = ("partition_id", "task_name", "dp_rank", "batch_index")
 
 
 def trace() -> None:
-    """Trace the clients of this process: each of their calls is a span, and those of the service are below it.
+    """Trace the clients of this process: each call is a span, with the service's spans below it.
 
-    The context goes along in the metadata of calls, as W3C's traceparent unless OTEL_PROPAGATORS says otherwise. Where
-    spans go is up to the provider that the program configures, such as by `opentelemetry-instrument` and its OTEL_*
-    variables; without one none are made. A second call does nothing.
+    The context travels in the metadata of calls, as W3C traceparent unless OTEL_PROPAGATORS is set. Spans go to the
+    provider configured by the program, for example with `opentelemetry-instrument` and its OTEL_* variables; without a
+    provider, no spans are created. A second call does nothing.
 
     Raises:
         InvalidArgumentError: opentelemetry-api is not installed.
@@ -58,7 +58,7 @@ def trace() -> None:
 
 
 def _traced(method: Callable[..., Any], name: str, span: Callable[[str, dict[str, Any]], Any]) -> Callable[..., Any]:
-    """Return a method that does the same in a span."""
+    """Wrap a method in a span."""
     signature = inspect.signature(method)
 
     def opened(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:

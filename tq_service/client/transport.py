@@ -1,7 +1,7 @@
-"""How calls are made, as far as asyncio and threads share it: addresses, channels, deadlines, tries, outages and waits.
+"""Making calls, as far as asyncio and threads share it: addresses, channels, deadlines, retries, outages and waits.
 
-At the end is what differs, each thing in two forms with one interface: `scripts/unasync.py` makes the sync client of
-the async one by putting the second form in the place of the first.
+The end of the module has the differences: pairs of functions and classes with one interface. `scripts/unasync.py`
+generates the sync client from the async one by replacing the first of each pair by the second.
 """
 
 from __future__ import annotations
@@ -68,13 +68,13 @@ CHANNEL_OPTIONS: Final = (
     *CONNECTION_OPTIONS,
     # Connections of a parent process must not serve its forked children.
     ("grpc.use_local_subchannel_pool", 1),
-    # A get of the sync client reads its stream in its own thread instead of being woken by another one.
+    # In the sync client, a get reads its stream in its own thread instead of being woken by another.
     (ChannelOptions.SingleThreadedUnaryStream, 1),
 )
 
 
 CLUSTER_CHANNEL_OPTIONS: Final = cluster_options(CHANNEL_OPTIONS)
-"""Of channels to controllers of a cluster: another one takes over while one that is paused still holds its calls."""
+"""Options of channels to controllers of a cluster: another may take over while a paused one still holds its calls."""
 
 
 class Method(NamedTuple):
@@ -82,8 +82,8 @@ class Method(NamedTuple):
 
     Attributes:
         name: its full name.
-        request: the class of its requests.
-        is_batched: whether it may be one of the calls of a `CallMany`.
+        request: its request type.
+        is_batched: whether it may be called within a `CallMany`.
     """
 
     name: str
@@ -92,13 +92,13 @@ class Method(NamedTuple):
 
     @property
     def short_name(self) -> str:
-        """Its name without that of its service."""
+        """Its name without the service."""
         return self.name.rpartition("/")[2]
 
 
 @cache
 def method_of(answer: Descriptor) -> Method:
-    """Return the method that answers with messages of a kind: no two of them answer with the same."""
+    """Return the method with this response type; every method has its own."""
     return next(
         Method(
             f"/{service.full_name}/{method.name}",
@@ -113,10 +113,10 @@ def method_of(answer: Descriptor) -> Method:
 
 
 def resolve_address(address: str | Sequence[str] | None) -> str:
-    """Return the address to use: the given one, or several with commas between, `TQ_ADDRESS`, or localhost:50051.
+    """Return the address to use: the given one, or several joined by commas, else `TQ_ADDRESS`, else localhost:50051.
 
     Raises:
-        InvalidArgumentError: nothing can be reached at such an address.
+        InvalidArgumentError: the address is not valid.
     """
     if address is not None:
         if not isinstance(address, str) and isinstance(address, Sequence):
@@ -131,11 +131,11 @@ _CHECK_EVERY_SECONDS: Final = 10.0  # longer than a check takes
 
 FIRST_PAUSE_SECONDS: Final = 0.05
 SHORTEST_TRY_SECONDS: Final = 0.02
-_LONGEST_TRY_SECONDS: Final = 1e9  # gRPC takes a deadline that 64 bits of nanoseconds cannot hold for one long past
+_LONGEST_TRY_SECONDS: Final = 1e9  # gRPC treats a deadline that overflows 64 bits of nanoseconds as long past
 LONGEST_PAUSE_SECONDS: Final = 0.5
 _REFUSED_SECONDS: Final = 10.0
 LONGEST_CLUSTER_PAUSE_SECONDS: Final = 0.2
-"""Shorter, since a try asks the next controller: with three, the one that leads now may be the third that is asked."""
+"""Shorter, because each try goes to the next controller: of three, the current leader may be the third."""
 
 _GRPC_MESSAGE: Final = "grpc_message"
 _FINDING: Final = "finding"
@@ -143,7 +143,7 @@ _FINDING: Final = "finding"
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """When a call must have ended, on the monotonic clock."""
+    """The deadline of a call, on the monotonic clock."""
 
     at: float
     timeout: float
@@ -154,15 +154,15 @@ class Deadline:
         return cls(time.monotonic() + timeout, timeout)
 
     def remaining(self) -> float:
-        """Return the seconds left, 0 when it has passed; of very many no more than gRPC can count."""
+        """Return the seconds left, 0 after the deadline; capped at the largest timeout that gRPC supports."""
         return min(max(0.0, self.at - time.monotonic()), _LONGEST_TRY_SECONDS)
 
 
 @dataclass(slots=True)
 class Backoff:
-    """The pauses between the tries of one call: doubled each time, with jitter, until the deadline.
+    """Pauses between the tries of one call: doubled each time, with jitter, until the deadline.
 
-    There is none before the controller is asked that another one names as the leader, but after each such try there is:
+    If a controller names another as the leader, the next try follows without a pause; the try after that pauses, since
     both may be wrong.
     """
 
@@ -174,18 +174,17 @@ class Backoff:
     _has_followed: bool = field(default=False, init=False)
 
     def pause(self) -> float:
-        """Return the next pause in seconds: between half of its step and the whole."""
+        """Return the next pause in seconds: between half of its step and the full step."""
         step = min(self._longest, FIRST_PAUSE_SECONDS * (1 << min(self.tries, 16)))
         self.tries += 1
         return step * (0.5 + self.draw() / 2)
 
     def after(self, failure: TqError) -> float:
-        """Return how long to pause before the call is tried again.
+        """Return the pause before the call is retried.
 
         Raises:
-            UnavailableError: the time left is too short for another try, or was too short for this one to be answered;
-                with the last reason.
-            TqError: the failure itself, where trying again is of no use.
+            UnavailableError: the time left is too short for another try, or this try timed out; has the last reason.
+            TqError: the failure itself, if retrying is pointless.
         """
         if isinstance(failure, DeadlineError) and self._last is not None:
             raise self._given_up(self._last, ", and once more without an answer") from self._last
@@ -196,7 +195,7 @@ class Backoff:
             self._longest = LONGEST_CLUSTER_PAUSE_SECONDS
             names_leader = bool(failure.metadata.get("leader_address"))
         if self._last is None or isinstance(self._last, NotLeaderError) or not names_leader:
-            self._last = failure  # else it is what the leader itself answered, or why it cannot be reached
+            self._last = failure  # otherwise keep the answer of the leader, or the reason why it is unreachable
         pause, remaining = self.pause(), self.deadline.remaining()
         if remaining < SHORTEST_TRY_SECONDS:
             raise self._given_up(self._last) from failure
@@ -209,18 +208,18 @@ class Backoff:
         grpc_message = failure.metadata.get(_GRPC_MESSAGE)
         if grpc_message is not None:
             if _FINDING not in failure.metadata:
-                # gRPC's reason may be that of another address of the name, and seldom speaks of TLS.
+                # gRPC's reason may belong to another address of the name, and rarely mentions TLS.
                 message += "; is the service running there, and do both sides agree on TLS and certificates?"
             message += f" (gRPC: {grpc_message})"
         return UnavailableError(message, metadata=failure.metadata)
 
 
 def unavailable_until(deadline: Deadline, failure: UnavailableError) -> UnavailableError:
-    """Return the error of a call whose deadline is over, where another call has tried for it and failed."""
+    """Return the error of a call whose deadline passed while another call was failing on its behalf."""
     return UnavailableError(f"{failure.message}; tried for {deadline.timeout:g} s", metadata=failure.metadata)
 
 
-# What the service says, which names things as the protos have them, and what they are here.
+# Phrases in messages of the service, which use names of the protos, and their Python equivalents.
 _IN_PYTHON: Final = {
     "with skip_missing": "missing='skip'",
     "with skip_missing_fields": "missing_fields='skip'",
@@ -229,15 +228,15 @@ _IN_PYTHON: Final = {
 
 
 def error_of(error: grpc.RpcError, address: str, finding: str | None = None) -> TqError:
-    """Return the error that a failed call stands for.
+    """Convert the error of a failed call.
 
-    One of gRPC itself names the address. Where that could not be reached, the error says why in plain words, and has
-    gRPC's in its metadata.
+    Errors of gRPC itself name the address. If it could not be reached, the error explains why, and has gRPC's message
+    in its metadata.
 
     Args:
-        error: what the call raised.
-        address: what was called.
-        finding: what `Outage` has found out about the address.
+        error: the error raised by the call.
+        address: the address of the service.
+        finding: diagnosis of the address by `Outage`.
     """
     status = status_from_trailers(error.trailing_metadata())
     failure = from_rpc_error(error.code(), error.details(), status)
@@ -257,14 +256,14 @@ def error_of(error: grpc.RpcError, address: str, finding: str | None = None) -> 
 
 
 class Outage:
-    """What the calls on one channel know together about whether its service is reached. May be used by several threads.
+    """Shared knowledge of the calls on one channel about whether its service is reachable. Thread-safe.
 
     Args:
-        address: of the service.
-        tls: with which it is reached, None for plaintext.
+        address: address of the service.
+        tls: TLS settings; None for plaintext.
 
     Attributes:
-        finding: what is wrong at the address, where that has been found out and gRPC does not say it.
+        finding: the fault at the address, if it was diagnosed and gRPC does not report it.
     """
 
     def __init__(self, address: str, tls: Tls | None = None) -> None:
@@ -277,12 +276,12 @@ class Outage:
         self._warning_count = 0
 
     def lasts(self, began: float, failure: UnavailableError, remaining_seconds: float) -> None:
-        """Note that a try failed, and log it: after five seconds, or once the cause was found out, then each minute.
+        """Record a failed try, and log it after five seconds or once the cause is known, then every minute.
 
         Args:
-            began: when the try began, on the monotonic clock.
+            began: start of the try, on the monotonic clock.
             failure: why it failed.
-            remaining_seconds: for how long the call will be tried again.
+            remaining_seconds: for how long the call will be retried.
         """
         now = time.monotonic()
         with self._lock:
@@ -291,12 +290,12 @@ class Outage:
             is_check_due = _GRPC_MESSAGE in failure.metadata and now >= self._check_at
             if is_check_due:
                 self._check_at = now + _CHECK_EVERY_SECONDS
-            is_news = _FINDING in failure.metadata and not self._warning_count  # seldom passes by itself
+            is_news = _FINDING in failure.metadata and not self._warning_count  # rarely resolves without action
             is_logged = now >= self._warn_at or is_news
             if is_logged:
                 self._warning_count += 1
                 self._warn_at = now + _WARN_EVERY_SECONDS
-        if is_check_due:  # neither a call nor an event loop waits for it
+        if is_check_due:  # in a thread: neither calls nor the event loop wait for it
             threading.Thread(target=self._check, name="tq-connection-check", daemon=True).start()
         if is_logged:
             _log.warning(
@@ -311,12 +310,12 @@ class Outage:
     def _check(self) -> None:
         finding = find_fault(self._address, self._tls)
         with self._lock:
-            if self._began is not None:  # else the service has answered meanwhile
+            if self._began is not None:  # otherwise the service has answered since
                 self.finding = finding
 
     def is_over(self) -> None:
-        """Note that the service has answered."""
-        if self._began is None:  # which is so for nearly all calls, and needs no lock
+        """Record that the service has answered."""
+        if self._began is None:  # the case of nearly all calls, which need no lock
             return
         with self._lock:
             began, self._began = self._began, None
@@ -329,24 +328,24 @@ class Outage:
 
 _FIRST_REPORT_SECONDS: Final = 10.0
 _NEXT_REPORT_SECONDS: Final = 60.0
-_TOLERANCE_SECONDS: Final = 0.5  # a wait of 10 s may end a little before
+_TOLERANCE_SECONDS: Final = 0.5  # a wait of 10 s may end slightly earlier
 
 
 def warn_of_wait(reason: WaitReason) -> None:
-    """Log why a call or a loader waits: what both do unless they are given another `on_wait`."""
+    """Log why a call or a loader waits: the default `on_wait` of both."""
     _log.warning(LogMessage("waiting for a batch", task=reason.task_name, reason=reason.text))
 
 
 @dataclass(slots=True)
 class WaitReports:
-    """The reports of one wait, from the moment on at which this is made."""
+    """Times of the reports of one wait, which starts when this is created."""
 
     began_at: float = field(default_factory=time.monotonic)
     next_seconds: float = field(default_factory=lambda: _FIRST_REPORT_SECONDS)
 
     @property
     def waited_seconds(self) -> float:
-        """For how long the wait has lasted."""
+        """The seconds waited so far."""
         return time.monotonic() - self.began_at
 
     def seconds_left(self) -> float:
@@ -354,30 +353,30 @@ class WaitReports:
         return max(0.0, self.next_seconds - self.waited_seconds)
 
     def is_due_after(self, seconds: float) -> bool:
-        """Whether a report will be due when the wait has lasted so much longer."""
+        """Whether a report will be due after that many more seconds."""
         return self.seconds_left() <= seconds + _TOLERANCE_SECONDS
 
     def lasts_after(self, seconds: float) -> bool:
-        """Whether the wait will have lasted so long that it is explained, when it has lasted so much longer."""
+        """Whether the wait will have lasted long enough to be explained, after that many more seconds."""
         return self.waited_seconds + seconds >= _FIRST_REPORT_SECONDS - _TOLERANCE_SECONDS
 
     def made(self) -> None:
-        """Note that a report was made."""
+        """Record that a report was made."""
         self.next_seconds = self.waited_seconds + _NEXT_REPORT_SECONDS
 
 
-_MOST_VALUES: Final = 128  # looked at, and encoded, in about the time that a thread takes to begin
+_MOST_VALUES: Final = 128  # examined and encoded in about the time that starting a thread takes
 HEAVY: Final = range(_MOST_VALUES)
-"""An input of work that a thread does in any case."""
+"""An input of work that always runs in a thread."""
 _TEXTS: Final = (str, bytes, bytearray, memoryview)
-_BYTES_A_VALUE: Final = 4096  # copied in about the time that a value takes
+_BYTES_A_VALUE: Final = 4096  # copied in about the time of one value
 
 async_sleep = asyncio.sleep
 sleep = time.sleep
 
 
 async def async_gather(calls: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
-    """Run calls at the same time; the first failure cancels the others and is raised."""
+    """Run calls concurrently; the first failure cancels the others and is raised."""
     if len(calls) == 1:
         return [await calls[0]()]
     tasks = [asyncio.ensure_future(call()) for call in calls]
@@ -390,7 +389,7 @@ async def async_gather(calls: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
 
 
 def gather(calls: Sequence[Callable[[], T]]) -> list[T]:
-    """Run calls at the same time, each in a thread; the first failure is raised when all have ended."""
+    """Run calls concurrently, each in a thread; the first failure is raised when all have ended."""
     if len(calls) == 1:
         return [calls[0]()]
     with ThreadPoolExecutor(max_workers=max(1, len(calls)), thread_name_prefix="tq-client") as pool:
@@ -399,50 +398,50 @@ def gather(calls: Sequence[Callable[[], T]]) -> list[T]:
 
 
 async def async_unless_light(work: Callable[[], T], *inputs: Any) -> T:
-    """Return what some work returns: a thread does it, so that the event loop goes on, unless its inputs are light.
+    """Return the result of `work`, run in a thread unless its inputs are light, to keep the event loop responsive.
 
-    Tensors on a device are ordered as in the caller's thread: its current streams are those of the thread that works.
+    Tensors on a device are ordered as in the caller's thread: its current streams are also those of the worker thread.
     """
     return work() if are_light(inputs) else await asyncio.to_thread(on_these_streams(work))
 
 
 def unless_light(work: Callable[[], T], *_inputs: Any) -> T:
-    """Return what some work returns: the caller's thread does it."""
+    """Return the result of `work`, run in the caller's thread."""
     return work()
 
 
 def are_light(values: Iterable[Any]) -> bool:
-    """Whether little is to be done for values, of which only a few are looked at."""
+    """Whether values need little work; only a few are examined."""
     return _left_after(values, _MOST_VALUES) > 0
 
 
 def answer_weight(value_count: int, value_bytes: int) -> range:
-    """Return what weighs as much as values of so many bytes that were received; more if a library is imported first."""
+    """Return an input as heavy as this many received values and bytes; heavier if a library must be imported first."""
     is_ready = "tensordict" in sys.modules or not has_tensordict()
     return range(value_count + value_bytes // _BYTES_A_VALUE) if is_ready else HEAVY
 
 
 @cache
 def has_tensordict() -> bool:
-    """Whether batches that are read are TensorDicts."""
+    """Whether batches are returned as TensorDicts."""
     return find_spec("torch") is not None and find_spec("tensordict") is not None
 
 
 def import_tensordict() -> None:
-    """Import what `get_data` needs, which takes seconds, before a lease or another deadline runs."""
+    """Import the libraries that `get_data` needs, which takes seconds, before a lease or another deadline starts."""
     if has_tensordict():
         import tensordict  # noqa: F401, PLC0415  (optional, slow to import)
 
 
 def _left_after(values: Iterable[Any], left: int) -> int:
-    """Return how many values more may be looked at after these; 0 or less if there are too many."""
+    """Return how many more values may be examined after these; 0 or less if there are too many."""
     for value in values:
-        if value is None:  # which costs nothing, and most arguments are
+        if value is None:  # costs nothing, and is common
             continue
         left -= 1 + _copied_bytes(value) // _BYTES_A_VALUE
         if isinstance(value, np.ndarray):
             pass
-        elif left > 0 and hasattr(value, "batch_size"):  # of tensordict: columns, or one value for each row
+        elif left > 0 and hasattr(value, "batch_size"):  # from tensordict: columns, or one value per row
             is_columns = type(value).__name__ == "TensorDict"
             left = _left_after(value.values(), left) if is_columns else left - math.prod(value.batch_size)
         elif left > 0 and isinstance(value, Mapping):
@@ -455,7 +454,7 @@ def _left_after(values: Iterable[Any], left: int) -> int:
 
 
 def _copied_bytes(value: Any) -> int:
-    """Return the bytes of a value that are copied to encode it, at least; those on a device are waited for."""
+    """Return the minimum bytes of a value that encoding copies; those on a device need a wait."""
     if isinstance(value, _TEXTS):
         return len(value)
     if isinstance(value, np.ndarray):
@@ -469,7 +468,7 @@ def _copied_bytes(value: Any) -> int:
 
 
 def async_is_of_closing(error: BaseException) -> bool:
-    """Whether grpc ends a call in this way where its channel has been closed; not where its caller is cancelled."""
+    """Whether grpc raises this error because the channel was closed, rather than because the caller was cancelled."""
     if isinstance(error, asyncio.CancelledError):
         task = asyncio.current_task()
         return task is not None and not task.cancelling()
@@ -477,12 +476,12 @@ def async_is_of_closing(error: BaseException) -> bool:
 
 
 def is_of_closing(error: BaseException) -> bool:
-    """Whether grpc refuses a call in this way where its channel has been closed."""
+    """Whether grpc raises this error because the channel was closed."""
     return isinstance(error, ValueError) and not isinstance(error, TqError)
 
 
 async def async_next_answer(call: Any) -> Any | None:
-    """Return the next answer of a stream, None at its end, and where it was cancelled by this process."""
+    """Return the next answer of a stream; None at its end, or if this process cancelled it."""
     try:
         answer = await call.read()
     except asyncio.CancelledError:
@@ -494,7 +493,7 @@ async def async_next_answer(call: Any) -> Any | None:
 
 
 def next_answer(call: Any) -> Any | None:
-    """Return the next answer of a stream, None at its end, and where it was cancelled by this process."""
+    """Return the next answer of a stream; None at its end, or if this process cancelled it."""
     try:
         return next(call, None)
     except grpc.RpcError:
@@ -519,7 +518,7 @@ class AsyncSignal:
             self._waiter.set_result(None)
 
     async def wait_until(self, deadline: Deadline) -> None:
-        """Wait until it is set since the last time, or the deadline is over."""
+        """Wait until it is set, or has been since the last wait, or the deadline passes."""
         if not self._is_set:
             loop = asyncio.get_running_loop()
             self._waiter = loop.create_future()
@@ -535,27 +534,27 @@ class Signal(threading.Event):
     """Wakes the one thread that waits for it, or is about to."""
 
     def wait_until(self, deadline: Deadline) -> None:
-        """Wait until it is set since the last time, or the deadline is over."""
+        """Wait until it is set, or has been since the last wait, or the deadline passes."""
         self.wait(min(deadline.remaining(), threading.TIMEOUT_MAX))
         self.clear()
 
 
 def carried() -> Metadata:
-    """Return what tells the trace of a call, nothing where calls are not traced."""
+    """Return the trace context of a call; empty if calls are not traced."""
     return tuple(pair for carry in carriers for pair in carry()) if carriers else ()
 
 
 def metadata_of(token: Metadata | None, trace: Metadata) -> Metadata | None:
-    """Return the metadata of a call by itself."""
+    """Return the metadata of a separate call."""
     return (*(token or ()), *trace) if trace else token
 
 
 class _Calls:
-    """What both forms of unary calls on a channel share.
+    """Common base of both forms of unary calls on a channel.
 
     Args:
-        channel: on which calls are made.
-        token: returns the metadata that says whose calls they are.
+        channel: channel of the calls.
+        token: returns the authorization metadata.
     """
 
     def __init__(self, channel: Any, token: Callable[[], Metadata | None]) -> None:
@@ -564,7 +563,7 @@ class _Calls:
         self._opened: dict[tuple[type[Message], bool], Any] = {}
 
     def _alone(self, kind: type[Response], request: bytes, deadline: Deadline) -> Any:
-        """Begin a call by itself, of a serialized request, and return it; in parts if it is large."""
+        """Start a separate call with a serialized request, in parts if it is large, and return it."""
         name = method_of(kind.DESCRIPTOR).name
         first, *others = in_parts(request, name)
         key = kind, bool(others)
@@ -577,14 +576,14 @@ class _Calls:
 
 
 class UnaryCalls(_Calls):
-    """Unary calls of threads, each by itself: to share a stream would take two more threads (ADR 48)."""
+    """Unary calls of threads, each made separately: sharing a stream would take two more threads (ADR 48)."""
 
     def make(self, kind: type[Response], request: bytes, deadline: Deadline) -> Response:
         """Return the answer to a serialized request.
 
         Raises:
             grpc.RpcError: the call has failed.
-            InvalidArgumentError: the request is larger than a service takes.
+            InvalidArgumentError: the request is larger than the service accepts.
         """
         answer: Response = self._alone(kind, request, deadline)
         return answer
@@ -596,15 +595,15 @@ class UnaryCalls(_Calls):
 class AsyncUnaryCalls(_Calls):
     """Unary calls of one event loop.
 
-    A call of a method that may be batched goes in a stream if another such call is under way at that moment, which
-    costs both sides a third. One alone goes by itself, as do all calls where the service refuses streams.
+    If another call of a batchable method is in flight, such calls share a stream, which saves both sides a third of the
+    cost. A single call is made separately, as are all calls if the service refuses streams.
     """
 
     def __init__(self, channel: Any, token: Callable[[], Metadata | None]) -> None:
         super().__init__(channel, token)
-        # The last one takes calls. Others, with older tokens, end with their calls.
+        # The last stream takes calls. The others, with older tokens, end with their calls.
         self._streams: list[CallStream] = []
-        self._under_way = 0  # calls that may be batched
+        self._under_way = 0  # batchable calls in flight
         self._alone_until = 0.0
 
     async def make(self, kind: type[Response], request: bytes, deadline: Deadline) -> Response:
@@ -612,7 +611,7 @@ class AsyncUnaryCalls(_Calls):
 
         Raises:
             grpc.RpcError: the call has failed.
-            InvalidArgumentError: the request is larger than a service takes.
+            InvalidArgumentError: the request is larger than the service accepts.
         """
         method = method_of(kind.DESCRIPTOR)
         if method.is_batched:
@@ -632,7 +631,7 @@ class AsyncUnaryCalls(_Calls):
                 self._under_way -= 1
 
     def _stream(self) -> CallStream | None:
-        """Return the stream that takes another call, None if there is none."""
+        """Return the stream for another call; None if it must be made separately."""
         token, stream = self._token(), self._streams[-1] if self._streams else None
         if stream is not None and not stream.is_over and stream.token == token:
             return stream if stream.has_place else None
@@ -655,7 +654,7 @@ def _size_of(metadata: Sequence[tuple[str, str]]) -> int:
 
 
 class AsyncBackgroundCalls:
-    """Calls that go on when their caller has returned: tasks that `drain` waits for."""
+    """Calls that continue after their caller has returned: tasks that `drain` waits for."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
@@ -664,11 +663,11 @@ class AsyncBackgroundCalls:
         """Start a call; its failure is logged."""
 
         async def logged() -> None:
-            with _logging_failure():
+            with logging_failure():
                 await call()
 
         for task in self._tasks.copy():
-            if task.get_loop().is_closed():  # it will not be done
+            if task.get_loop().is_closed():  # it will never finish
                 self._tasks.discard(task)
         task = asyncio.get_running_loop().create_task(logged())
         self._tasks.add(task)
@@ -685,7 +684,7 @@ class BackgroundCalls:
 
     def run(self, call: Callable[[], None]) -> None:
         """Make a call; its failure is logged."""
-        with _logging_failure():
+        with logging_failure():
             call()
 
     def drain(self) -> None:
@@ -693,19 +692,20 @@ class BackgroundCalls:
 
 
 @contextmanager
-def _logging_failure() -> Iterator[None]:
+def logging_failure() -> Iterator[None]:
+    """Log an error of a call that no caller waits for."""
     try:
         yield
     except TqError as error:
         _log.warning(LogMessage("a background call failed", error=error))
 
 
-# The process that has opened an asyncio channel: one that is forked from it hangs or aborts with another.
+# The process that has opened an asyncio channel. A process forked from it hangs or aborts when it opens another.
 _async_process_id: int | None = None
 
 
 def async_current_home() -> asyncio.AbstractEventLoop:
-    """Return where channels that are used now must have been opened: the running loop.
+    """Return the home of channels that are used now: the running event loop.
 
     Raises:
         PreconditionError: this is a forked child.
@@ -723,26 +723,26 @@ def async_current_home() -> asyncio.AbstractEventLoop:
 
 
 def current_home() -> int:
-    """Return where channels that are used now must have been opened: this process; a forked child needs its own."""
+    """Return the home of channels that are used now: this process; a forked child needs its own."""
     return os.getpid()
 
 
 def async_is_over(home: asyncio.AbstractEventLoop) -> bool:
-    """Whether channels of a loop will not be used any more, so that they need not be kept."""
+    """Whether channels of a loop can no longer be used, and need not be kept."""
     return home.is_closed()
 
 
 def is_over(home: int) -> bool:
-    """Whether channels are those of a parent process."""
+    """Whether channels belong to a parent process."""
     return home != os.getpid()
 
 
 def async_leave(
     home: asyncio.AbstractEventLoop, endpoints: Mapping[Any, Any], close: Callable[[], Awaitable[None]]
 ) -> None:
-    """Close channels of another loop: by that loop where it runs, else they go by themselves.
+    """Close channels of another loop: in that loop if it runs, otherwise when they are collected.
 
-    It is not waited for, since that loop may be waiting for this one.
+    This does not wait, because that loop may be waiting for this one.
     """
     if home.is_running():
         home.call_soon_threadsafe(lambda: asyncio.ensure_future(close()))
@@ -751,10 +751,10 @@ def async_leave(
             endpoint.driver.close()
 
 
-# Channels of a parent process: closing them in a forked child would hang, and so may their destructors.
+# Channels of a parent process: closing them in a forked child would hang, and so might their destructors.
 _ABANDONED: Final[list[object]] = []
 
 
 def leave(_home: int, endpoints: Mapping[Any, Any], _close: Callable[[], None]) -> None:
-    """Leave channels of a parent process as they are."""
+    """Keep channels of a parent process unclosed."""
     _ABANDONED.append(endpoints)

@@ -1,4 +1,4 @@
-"""What a watch yields: the latest state of what has changed."""
+"""Updates of a watch: the latest state of everything that has changed."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ _NO_INDEXES = np.zeros(0, np.int64)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PartitionUpdate:
-    """What has changed in a partition, as it is now: apply it as the state, since it may come again.
+    """Current state of the changed parts of a partition. Apply it as state, not as a difference: it may be repeated.
 
     Attributes:
         partition_id: its name.
-        incarnation: 16 random bytes; others than before: it was cleared and made again.
-        cleared: whether this incarnation is gone with all that was in it, or comes anew; there is nothing else then.
-        summary: the partition in short; None where it has not changed since the update before.
+        incarnation: 16 random bytes; if they differ from before, the partition was cleared and created again.
+        cleared: whether this incarnation was removed, or is sent anew; nothing else is set then.
+        summary: summary of the partition; None if unchanged since the previous update.
         samples: samples that were inserted or written to, with keys, groups, all of their custom_meta, `fields` and
-            `produced`, as `lookup_samples` has them; None: none. `get_data` takes them.
-        cleared_indexes: `(n,)` global indexes of samples that are gone.
-        cleared_keys: `(n,)` the key of each, None for one without; empty where none had one.
-        tasks: status of the tasks that went on.
+            `produced`, as from `lookup_samples`; None: none. `get_data` accepts them.
+        cleared_indexes: `(n,)` global indexes of removed samples.
+        cleared_keys: `(n,)` their keys, None for samples without one; empty if none had one.
+        tasks: status of the tasks that have advanced.
     """
 
     partition_id: str
@@ -59,15 +59,14 @@ class PartitionUpdate:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class WatchUpdate:
-    """An answer of a watch.
+    """One update of a watch.
 
     Attributes:
-        partitions: what has changed, in the order in which it is to be applied. Empty: nothing, which is said now and
-            then.
-        revision: all changes up to here have been yielded, and a watch goes on from here; None: more that belongs to
-            this update follows.
-        is_reset: whether all that is known is to be dropped first: this update and those up to the next revision are
-            the whole state. So the first one of a watch without a revision, and that after changes were missed.
+        partitions: changes, in the order to apply them. Empty: a periodic update without changes.
+        revision: all changes up to this revision have been yielded, and a watch can resume from it; None: more parts of
+            this update follow.
+        is_reset: whether to drop all known state first: this update and those up to the next revision are the complete
+            state. Set on the first update of a watch without a revision, and after missed changes.
     """
 
     partitions: tuple[PartitionUpdate, ...]

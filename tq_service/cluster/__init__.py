@@ -1,1 +1,1 @@
-"""Controllers that stand in for each other: their log in etcd, which of them leads, and what the others know."""
+"""Replicated controllers: their log in etcd, leader election, and the progress of the standbys."""

@@ -1,8 +1,8 @@
-"""The controllers of a cluster: what they are together, which of them live, and which one leads.
+"""The controllers of a cluster: their shared id, which of them are alive, and which one leads.
 
-That whose key is there leads, under a lease that it keeps alive. The lease only decides which controller tries. What a
-leader may write is decided by the log, which compares the epoch, and what it may answer from memory by its own
-monotonic clock: only while the lease cannot have ended.
+The controller whose key exists leads, under a lease that it keeps alive. The lease only decides which controller tries
+to write. The log decides which one may, by comparing the epoch. Answers from memory depend on the leader's own
+monotonic clock: it answers only while the lease cannot have expired.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from tq_service.log_message import LogMessage
 from tq_service.results import ControllerStatus
 
 _log = logging.getLogger(__name__)
-_ALIVE_TIMES: Final = 4  # a lease is kept alive so often in its time
-_MARGIN_SHARE: Final = 0.1  # of a lease, for clocks that do not go alike
+_ALIVE_TIMES: Final = 4  # keep-alives per lease time
+_MARGIN_SHARE: Final = 0.1  # of the lease time, for clocks that run at different speeds
 _LOOK_SECONDS: Final = 0.1
-_RETRY_SECONDS: Final = 0.1  # another member is asked, while etcd may be choosing its own leader
+_RETRY_SECONDS: Final = 0.1  # before trying another member, while etcd may be electing its own leader
 _FORMAT_VERSION: Final = 1
 
 
 def controller_id_of(etcd: Etcd, keys: ClusterKeys, proposed: bytes) -> bytes:
-    """Return the id that all controllers of a cluster have, the owner of its puts; blocks.
+    """Return the id that all controllers of a cluster share, as owner of its puts; blocks.
 
     Args:
-        etcd: where the cluster is.
-        keys: of the cluster.
-        proposed: the id, where this is the first controller, or etcd has lost all: that of its data directory.
+        etcd: the connection to etcd.
+        keys: the keys of the cluster.
+        proposed: the id if this is the first controller, or if etcd has lost everything: the id in its data directory.
 
     Raises:
         JournalUnreachableError: etcd does not answer.
-        NewerVersionError: a newer version has made the cluster.
+        NewerVersionError: a newer version created the cluster.
     """
     about = {"format_version": _FORMAT_VERSION, "controller_id": proposed.hex(), "shards": 1}
     request = pb.EtcdTxnRequest(
@@ -54,8 +54,8 @@ def controller_id_of(etcd: Etcd, keys: ClusterKeys, proposed: bytes) -> bytes:
         about = json.loads(answer.responses[0].response_range.kvs[0].value)
     if about["format_version"] != _FORMAT_VERSION or about["shards"] != 1:
         raise NewerVersionError(
-            f"cluster {keys.cluster!r} has format {about['format_version']} and {about['shards']} shards, this version "
-            f"knows format {_FORMAT_VERSION} and one shard; install a newer version"
+            f"cluster {keys.cluster!r} has format {about['format_version']} and {about['shards']} shards; this version "
+            f"supports format {_FORMAT_VERSION} and one shard. Install a newer version"
         )
     return bytes.fromhex(str(about["controller_id"]))
 
@@ -65,9 +65,9 @@ class Leader:
     """The controller that leads.
 
     Attributes:
-        address: where clients reach it.
-        member_id: which one it is.
-        epoch: higher than that of each leader before it.
+        address: address for clients.
+        member_id: id of the controller.
+        epoch: higher than that of any earlier leader.
     """
 
     address: str
@@ -76,18 +76,18 @@ class Leader:
 
 
 class Lease:
-    """A lease of etcd, kept alive by a thread from when it is made until `close`.
+    """A lease of etcd, kept alive by a thread from its creation until `close`.
 
     Args:
-        etcd: where it is.
-        seconds: after which it ends, once it is not kept alive any more.
-        on_lost: called by that thread, once, when it has ended without `close`.
+        etcd: the connection to etcd.
+        seconds: time after which it expires without a keep-alive.
+        on_lost: called once by that thread if the lease expires before `close`.
 
     Attributes:
-        id: of the lease.
-        epoch: in which this controller leads under it, compared in each write of the log; 0: it has not led.
-        is_over: whether it has ended.
-        held_until: until when it cannot have ended, by the monotonic clock; later with each answer of etcd.
+        id: id of the lease.
+        epoch: the epoch in which this controller leads, compared in each write of the log; 0: it has not led.
+        is_over: whether it has expired or was closed.
+        held_until: time on the monotonic clock until which it cannot expire; extended by each answer of etcd.
 
     Raises:
         JournalUnreachableError: etcd does not answer.
@@ -101,7 +101,7 @@ class Lease:
         self.id: int = answer.id
         self.epoch = 0
         self.is_over = False
-        # etcd may give more than was asked for; less than it gives is what is relied on.
+        # etcd may grant more time than requested; rely on no more than either.
         self._seconds = min(float(answer.ttl), max(1.0, seconds))
         self.held_until = asked_at + self._seconds * (1 - _MARGIN_SHARE)
         self._closed = threading.Event()
@@ -110,7 +110,7 @@ class Lease:
 
     @property
     def is_held(self) -> bool:
-        """Whether it cannot have ended at this moment, by the clock of this host, which goes on while it is paused."""
+        """Whether it cannot have expired yet, by the clock of this host, which runs on while the process is paused."""
         return time.monotonic() < self.held_until
 
     def _keep_alive(self) -> None:
@@ -125,7 +125,7 @@ class Lease:
                     _log.debug(LogMessage("the lease was not kept alive", error=error))
                 continue
             except InvalidArgumentError as error:
-                _log.error(LogMessage("the lease cannot be kept alive", error=error))
+                _log.error(LogMessage("could not keep the lease alive", error=error))
                 pause = interval
                 continue
             if answer.ttl <= 0:
@@ -137,7 +137,7 @@ class Lease:
             pause = interval
 
     def close(self) -> None:
-        """End it, with its keys, so that another controller need not wait for its time to pass."""
+        """Revoke the lease with its keys, so that another controller can lead without waiting for it to expire."""
         self._closed.set()
         self.held_until, self.is_over = 0.0, True
         if threading.current_thread() is not self._thread:
@@ -147,13 +147,13 @@ class Lease:
 
 
 class Election:
-    """The election of a cluster, as one of its controllers sees it. May be used by several threads.
+    """The election of a cluster, as seen by one of its controllers. May be used by several threads.
 
     Args:
-        etcd: where it is.
-        keys: of the cluster.
-        member_id: of this controller.
-        address: where clients reach it.
+        etcd: the connection to etcd.
+        keys: the keys of the cluster.
+        member_id: id of this controller.
+        address: address of this controller for clients.
     """
 
     def __init__(self, etcd: Etcd, keys: ClusterKeys, member_id: str, address: str) -> None:
@@ -164,7 +164,7 @@ class Election:
         self._closed = threading.Event()
 
     def leader(self, seconds: float = 10.0) -> Leader | None:
-        """Return the controller that leads, None where there is none; blocks.
+        """Return the controller that leads, or None; blocks.
 
         Raises:
             JournalUnreachableError: etcd does not answer.
@@ -173,23 +173,23 @@ class Election:
         return None if found is None else Leader(epoch=found.create_revision, **json.loads(found.value))
 
     def campaign(self, lease: Lease, on_leader: Callable[[Leader], None]) -> Lease:
-        """Return the lease, with the epoch, once this controller leads; blocks until then.
+        """Wait until this controller leads; return the lease with its epoch; blocks.
 
         Args:
-            lease: of this controller.
-            on_leader: called with each leader that is seen meanwhile.
+            lease: the lease of this controller.
+            on_leader: called with each other leader seen during the wait.
 
         Raises:
-            SupersededError: `close` was called, or the lease has ended.
+            SupersededError: `close` was called, or the lease has expired.
         """
         write = put(self._keys.leader, json.dumps(self._value).encode(), lease.id)
         request = pb.EtcdTxnRequest(compare=[is_created_at(self._keys.leader, 0)], success=[write])
         while not self._closed.is_set() and not lease.is_over:
-            # Refused is the key of a lease that has just ended, too.
+            # etcd also refuses the key of a lease that has just expired.
             with contextlib.suppress(JournalUnreachableError, InvalidArgumentError):
                 leader = self.leader(0.0)
                 if leader is None:
-                    self._etcd.once(request)  # whoever was first is seen next
+                    self._etcd.once(request)  # the next look shows which controller was first
                     continue
                 if leader.member_id == self._value["member_id"]:
                     lease.epoch = leader.epoch
@@ -203,18 +203,18 @@ class Election:
         self._closed.set()
 
     def publish(self, applied_number: int, lease_id: int) -> None:
-        """Let the others see this controller and the last record that it has applied, until a lease ends; blocks.
+        """Publish this controller and the last record that it has applied, until a lease expires; blocks.
 
         Raises:
             JournalUnreachableError: etcd does not answer.
-            InvalidArgumentError: the lease has ended.
+            InvalidArgumentError: the lease has expired.
         """
         record = {"member_id": self._member_id, "address": self._value["address"], "applied_number": applied_number}
         write = put(self._keys.members + self._member_id.encode(), json.dumps(record).encode(), lease_id)
         self._etcd.ask(pb.EtcdTxnRequest(success=[write]), seconds=0.0)
 
     def published(self, end_number: int) -> list[ControllerStatus]:
-        """Return the other controllers that live, as standbys of this one, which has written so many records; blocks.
+        """Return the other live controllers as standbys; `end_number`: the last record of this leader; blocks.
 
         Raises:
             JournalUnreachableError: etcd does not answer.

@@ -1,16 +1,16 @@
-"""Calls to etcd, and where in it a cluster of controllers keeps what.
+"""Calls to etcd, and the keys of a cluster of controllers in it.
 
-A call goes to one of the members, and to the next one where that does not answer.
+A call goes to one member, and to the next member if that one does not answer.
 
-    /tq/<cluster>/0/about            the id of the controller that the cluster is, written once
+    /tq/<cluster>/0/about            the controller id shared by the cluster, written once
     /tq/<cluster>/0/leader           the controller that leads, as JSON, under its lease; its epoch is the revision in
                                      which the key was created
     /tq/<cluster>/0/last             the end of the log, see `Position`
-    /tq/<cluster>/0/log/<first>/<n>  a batch of records by the number of its first one, in pieces
-    /tq/<cluster>/0/members/<id>     a controller, under its lease: its address, what it has applied, its snapshot
-    /tq/<cluster>/0/snapshots/<id>   from where on a controller needs the log, beyond its life
+    /tq/<cluster>/0/log/<first>/<n>  a batch of records in pieces, by the number of its first record
+    /tq/<cluster>/0/members/<id>     a controller, under its lease: its address and the last record that it applied
+    /tq/<cluster>/0/snapshots/<id>   the first record that a controller needs, also while it is down
 
-The 0 is the shard; there is one.
+The 0 is the shard; there is only one.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class Position(NamedTuple):
     """The end of the log, or of a prefix of it.
 
     Attributes:
-        number: of the last record before it; 0: there is none.
-        epoch: of the leader that wrote it.
-        chain: checksum of all up to it, which two different logs do not share.
+        number: number of the last record before it, or 0.
+        epoch: epoch of the leader that wrote it.
+        chain: checksum of everything up to it; it differs between different logs.
     """
 
     number: int
@@ -55,7 +55,7 @@ class Position(NamedTuple):
         """Return the position from its bytes.
 
         Raises:
-            NewerVersionError: they have another format.
+            NewerVersionError: they have a different format.
         """
         if len(data) != _POSITION.size or not data.startswith(_POSITION_MAGIC):
             raise NewerVersionError(
@@ -85,25 +85,25 @@ class ClusterKeys:
         self.snapshots = self.prefix + b"snapshots/"
 
     def batch(self, first: int, piece: int = 0) -> bytes:
-        """Return the key of a piece of the batch that begins with a record."""
+        """Return the key of a piece of the batch that starts with a record."""
         return self.log + b"%016x/%04x" % (first, piece)
 
     def batches_from(self, first: int) -> bytes:
-        """Return where the keys of batches from a record on begin."""
+        """Return the lower bound of the keys of batches from a record on."""
         return self.log + b"%016x" % first
 
     def first_of(self, key: bytes) -> int:
-        """Return the first record of the batch whose piece has a key."""
+        """Return the first record of the batch, given the key of a piece."""
         return int(key[len(self.log) :].partition(b"/")[0], 16)
 
 
 _log = logging.getLogger(__name__)
 TRY_SECONDS: Final = 1.0
-"""How long a member may take to answer before the next one is asked."""
+"""Time for a member to answer before the next member is tried."""
 _PAUSE_SECONDS: Final = 0.05
 _OPTIONS: Final = (*CONNECTION_OPTIONS, ("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1))
-# What an answer may be lost with, or another member may answer better. etcd answers what a member without a leader
-# refuses with UNAVAILABLE, and a full database with RESOURCE_EXHAUSTED, which an operator can change.
+# Codes after which another member may give an answer, or a lost one can be had again. A member without a leader refuses
+# with UNAVAILABLE, and a full database with RESOURCE_EXHAUSTED, which an operator can fix.
 _TRIED_AGAIN: Final = {
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.DEADLINE_EXCEEDED,
@@ -112,14 +112,14 @@ _TRIED_AGAIN: Final = {
     grpc.StatusCode.UNKNOWN,
     grpc.StatusCode.INTERNAL,
 }
-# What etcd says, under different codes in different versions, where another token may be taken.
+# Parts of etcd's messages, under different codes in different versions, if a new token may be accepted.
 _OF_TOKENS: Final = ("auth token", "revision of auth store", "revision in header")
 _METHODS: Final[dict[type[Any], tuple[str, type[Any]]]] = {
     pb.EtcdRangeRequest: ("KV/Range", pb.EtcdRangeResponse),
     pb.EtcdTxnRequest: ("KV/Txn", pb.EtcdTxnResponse),
     pb.EtcdCompactionRequest: ("KV/Compact", pb.EtcdCompactionResponse),
     pb.EtcdLeaseGrantRequest: ("Lease/LeaseGrant", pb.EtcdLeaseGrantResponse),
-    # A stream for etcd, which answers each request on it, and ends it with its caller's.
+    # In etcd a stream, which answers each request and ends when the caller ends it.
     pb.EtcdLeaseKeepAliveRequest: ("Lease/LeaseKeepAlive", pb.EtcdLeaseKeepAliveResponse),
     pb.EtcdLeaseRevokeRequest: ("Lease/LeaseRevoke", pb.EtcdLeaseRevokeResponse),
     pb.EtcdAuthenticateRequest: ("Auth/Authenticate", pb.EtcdAuthenticateResponse),
@@ -128,16 +128,16 @@ _METHODS: Final[dict[type[Any], tuple[str, type[Any]]]] = {
 
 
 class Etcd:
-    """The members of etcd, and the calls on them. May be used by several threads.
+    """The members of etcd, and calls to them. May be used by several threads.
 
     Args:
         members: their addresses, each "host:port".
-        tls: how they are reached over TLS; None: in plaintext.
-        user: name of a user of etcd; None: it asks for none.
+        tls: TLS settings; None: plaintext.
+        user: name of a user of etcd; None: no authentication.
         password_file: file with the password, read again for each token.
 
     Raises:
-        InvalidArgumentError: a file that is named cannot be read.
+        InvalidArgumentError: a named file cannot be read.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class Etcd:
         self._opened_with = self._credentials.signature()
         self._channels: dict[str, grpc.Channel] = {}
         self._old: list[grpc.Channel] = []
-        self._at = 0  # the member that answered last
+        self._at = 0  # index of the member to ask
         self._token: str | None = None
         self._closed = threading.Event()
         for address in members:
@@ -172,7 +172,7 @@ class Etcd:
         return self.members[self._at % len(self.members)]
 
     def _next_member(self, failed: str) -> None:
-        """Go on with the next member, unless another thread has done so; with new channels for new certificates."""
+        """Switch to the next member, unless another thread has; reopen channels if the certificates have changed."""
         with self._lock:
             if self._member() == failed:
                 self._at += 1
@@ -183,7 +183,7 @@ class Etcd:
                 self._channels.clear()
 
     def _metadata(self) -> tuple[tuple[str, str], ...]:
-        """Return what shows the user of etcd; asks for a token where there is none."""
+        """Return the metadata that authenticates the user; get a token first if there is none."""
         if self._user is None:
             return ()
         if self._token is None:
@@ -212,41 +212,41 @@ class Etcd:
         """Return the answer of one member.
 
         Raises:
-            JournalUnreachableError: there was none, so that it is not known whether it was done; the next call goes
-                to the next member.
-            InvalidArgumentError: etcd refuses the call for good.
+            JournalUnreachableError: no answer, so whether the call took effect is unknown; the next call goes to the
+                next member.
+            InvalidArgumentError: etcd refuses the call permanently.
         """
         if self._closed.is_set():
             raise JournalUnreachableError("the connection to etcd is closed")
         address, had_token = self._member(), self._token is not None
         try:
             return self._ask(address, request, timeout, self._metadata())
-        except ValueError as error:  # of a channel that was closed meanwhile
+        except ValueError as error:  # another thread closed the channel
             raise JournalUnreachableError(f"the connection to etcd at {address} is closed ({error})") from None
         except grpc.RpcError as error:
             code, details = error.code(), error.details() or ""
         if had_token and (code is grpc.StatusCode.UNAUTHENTICATED or any(each in details for each in _OF_TOKENS)):
-            self._token = None  # it has expired, etcd has begun again, or users or their rights have changed
+            self._token = None  # it has expired, etcd has restarted, or users or their permissions have changed
             return self.once(request, timeout)
         if code in _TRIED_AGAIN:
             self._next_member(address)
             raise JournalUnreachableError(
-                f"etcd at {address} does not answer ({code.name}: {details}); nothing that was acknowledged is "
-                "lost, the service goes on by itself once a majority of its members answers",
+                f"etcd at {address} does not answer ({code.name}: {details}); no acknowledged data is "
+                "lost, and the service resumes once a majority of the members answers",
                 metadata={"address": address},
             )
         raise InvalidArgumentError(
             f"etcd at {address} refuses what the journal asks ({code.name}: {details}); check etcd_user and "
-            "its rights, the certificates, and etcd's --max-request-bytes",
+            "its permissions, the certificates, and etcd's --max-request-bytes",
             field="journal",
         )
 
     def ask(self, request: Any, seconds: float = 10.0, timeout: float = TRY_SECONDS) -> Any:
-        """Return an answer, asked for again until the time is over: for what may be done twice.
+        """Return an answer, retrying until the time is over; only for idempotent calls.
 
         Raises:
-            JournalUnreachableError: there was none in that time.
-            InvalidArgumentError: etcd refuses the call for good.
+            JournalUnreachableError: no answer in that time.
+            InvalidArgumentError: etcd refuses the call permanently.
         """
         end = time.monotonic() + seconds
         while True:
@@ -258,12 +258,12 @@ class Etcd:
             time.sleep(_PAUSE_SECONDS)
 
     def get(self, key: bytes, seconds: float = 10.0) -> pb.EtcdKeyValue | None:
-        """Return a key with its value, None where it is not there."""
+        """Return a key with its value, or None if it does not exist."""
         answer: pb.EtcdRangeResponse = self.ask(pb.EtcdRangeRequest(key=key), seconds)
         return answer.kvs[0] if answer.kvs else None
 
     def get_all(self, prefix: bytes, seconds: float = 10.0) -> list[pb.EtcdKeyValue]:
-        """Return all keys with a prefix, with their values; they are few."""
+        """Return all keys with a prefix, with their values; expected to be few."""
         answer: pb.EtcdRangeResponse = self.ask(pb.EtcdRangeRequest(key=prefix, range_end=after(prefix)), seconds)
         return list(answer.kvs)
 
@@ -276,7 +276,7 @@ class Etcd:
 
 
 def after(prefix: bytes) -> bytes:
-    """Return where the range of all keys with a prefix ends."""
+    """Return the upper bound of all keys with a prefix."""
     return prefix[:-1] + bytes([prefix[-1] + 1])
 
 
@@ -286,7 +286,7 @@ def is_value(key: bytes, value: bytes) -> pb.EtcdCompare:
 
 
 def is_created_at(key: bytes, revision: int) -> pb.EtcdCompare:
-    """Return the condition that a key was created in a revision; 0: that it is not there."""
+    """Return the condition that a key was created in a revision; 0: that it does not exist."""
     return pb.EtcdCompare(result=0, target=1, key=key, create_revision=revision)
 
 

@@ -1,13 +1,13 @@
-"""The log of a cluster of controllers: in etcd, so that it outlives each host, with one writer at a time.
+"""The log of a cluster of controllers. It is in etcd, outlives each host, and has one writer at a time.
 
-A write is one transaction, which compares the key of the leader and the end of the log. So a superseded controller
-writes nothing, whatever it believes: the lease selects the controller that tries, the log the one that may. A write
-without an answer is resolved by reading the end of the log.
+A write is one transaction, which compares the key of the leader and the end of the log. A superseded controller can
+therefore write nothing, whatever it believes: the lease selects the controller that tries, and the log decides whether
+it may. A write without an answer is resolved by reading the end of the log.
 
-The groups of the log are stored as batches, one a transaction. A batch is one value, or several pieces if etcd accepts
-no value of its size. The later pieces are written before the first one, which is written together with the new end of
-the log. So keys after the end are left from a failed attempt and ignored. Each batch contains the checksum of its
-predecessors: two logs that differ somewhere differ from there on.
+The groups of the log are stored as batches, one per transaction. A batch is one value, or several pieces if its size
+exceeds etcd's limit for a value. The later pieces are written before the first one, which is written together with the
+new end of the log. Keys after the end are therefore left over from a failed attempt, and ignored. Each batch contains
+the checksum of its predecessors: two logs that differ at some record differ from there on.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ class _Header(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """Consecutive records; without any it takes one number, as where a leader begins or the log rotates.
+    """Consecutive records. An empty batch takes one number: it marks the start of a leader or a rotation of the log.
 
     Attributes:
-        before: the end of the log before it.
-        after: the end after it.
-        body: the records.
+        before: the end of the log before the batch.
+        after: the end of the log after the batch.
+        body: the packed records.
     """
 
     before: Position
@@ -83,13 +83,13 @@ class Batch:
         """Return the batch of these pieces.
 
         Raises:
-            NewerVersionError: it has another format.
-            JournalDamagedError: it differs from the written one.
+            NewerVersionError: they have a different format.
+            JournalDamagedError: the batch differs from the written one.
         """
         header, body = _header_of(first, pieces[0]), b"".join(pieces)[_HEADER.size :]
         if header.first != first or len(body) != header.body_bytes:
-            raise _damaged(first, "is not the one that was written")
-        # The chain alone covers the epoch of the previous writer.
+            raise _damaged(first, "does not match the written batch (its position or size differs)")
+        # Only the chain covers the epoch of the previous writer.
         return cls._made(Position(first - 1, 0, header.chain_before), header.epoch, header.record_count, body)
 
     @classmethod
@@ -130,7 +130,7 @@ def _header_of(first: int, value: bytes) -> _Header:
 
 def _truncated(number: int) -> PreconditionError:
     return PreconditionError(
-        f"what follows record {number} was given up for a snapshot that holds it; begin with that one"
+        f"the records after {number} were dropped in favor of a snapshot that contains them; start with that snapshot"
     )
 
 
@@ -153,10 +153,10 @@ class EtcdBackend:
     """A `LogBackend` in etcd. A standby follows the log; a leader writes to it once it has read the rest.
 
     Args:
-        etcd: closed by its owner.
-        keys: of the cluster.
-        member_id: of this controller.
-        directory: where this controller remembers the last position that it has seen.
+        etcd: the connection, closed by its owner.
+        keys: the keys of the cluster.
+        member_id: id of this controller.
+        directory: directory in which this controller remembers the last position that it has seen.
         accept_loss: whether `read` continues without records that etcd has lost, instead of raising.
 
     Attributes:
@@ -178,14 +178,14 @@ class EtcdBackend:
         self._position_path = directory / _POSITION_FILE
         self._accept_loss = accept_loss
         self.leadership: Lease | None = None
-        self._seen = BEGINNING  # end of the log as a follower knows it
-        self._end = BEGINNING  # the same for the leader, and
-        self._end_value = b""  # of its key in etcd, to compare
-        self._attempt: Batch | None = None  # may have been written
+        self._seen = BEGINNING  # the end of the log as a standby knows it
+        self._end = BEGINNING  # the end of the log as the leader knows it, and
+        self._end_value = b""  # the value of its key in etcd, for comparison
+        self._attempt: Batch | None = None  # the batch that may have been written
         self._followed_from = 0  # first record that a standby needs; a snapshot has the earlier ones
         self._is_loss_accepted = False
 
-    # Reading; what follows is for any thread
+    # Reading, by any thread
 
     def end(self) -> Position:
         """Return the end of the log."""
@@ -205,7 +205,7 @@ class EtcdBackend:
         return self._keys.first_of(answer.kvs[0].key) if answer.kvs else 0
 
     def batches(self, number: int, end: Position) -> Iterator[Batch]:
-        """Yield the batches with a record and all later ones, up to an end of the log.
+        """Yield the batches from the one with a record on, up to an end of the log.
 
         Raises:
             PreconditionError: the record was truncated.
@@ -220,7 +220,7 @@ class EtcdBackend:
         known: Position | None = BEGINNING if first == 1 else None
         for batch in self._stored(first, end):
             if known is not None and (batch.before.number, batch.before.chain) != (known.number, known.chain):
-                raise _damaged(batch.first, "does not follow the one before it")
+                raise _damaged(batch.first, "does not follow the batch before it")
             known = batch.after
             if known.number >= number:
                 yield batch
@@ -229,7 +229,7 @@ class EtcdBackend:
             raise _truncated(number) if self.first_key(number) == 0 else _damaged(missing, "is missing")
 
     def _stored(self, first: int, end: Position) -> Iterator[Batch]:
-        """Yield the batches as etcd has them, without pieces that a failed attempt left."""
+        """Yield the stored batches, without pieces left over from a failed attempt."""
         key, limit = self._keys.batch(first), _FEWEST_KEYS
         pieces: list[bytes] = []
         while first <= end.number:
@@ -239,7 +239,7 @@ class EtcdBackend:
                 if self._keys.first_of(each.key) != first:
                     continue
                 if not pieces and each.key != self._keys.batch(first):
-                    raise _damaged(first, "has no beginning")
+                    raise _damaged(first, "lacks its first piece")
                 pieces.append(each.value)
                 if len(pieces) == _header_of(first, pieces[0]).piece_count:
                     batch = Batch.decoded(first, pieces)
@@ -261,10 +261,10 @@ class EtcdBackend:
         return self._end.number or max(self._seen.number, self._followed_from - 1)
 
     def read(self, number: int) -> Iterator[Record]:
-        """Yield all records since a rotation, 0 for all of them.
+        """Yield the records since a rotation; 0: all records.
 
         Raises:
-            PreconditionError: some of them were truncated; begin with a snapshot.
+            PreconditionError: some of them were truncated; start with a snapshot.
             JournalDamagedError: etcd lacks records that this controller has seen, as after a restore from a backup.
             SupersededError: another controller leads.
             JournalUnreachableError: etcd does not answer.
@@ -287,47 +287,47 @@ class EtcdBackend:
         self._end = end
 
     def has_lost(self, number: int, end: Position | None = None) -> bool:
-        """Whether etcd lacks records, and the log is to continue from the snapshot of this controller; blocks.
+        """Whether etcd lacks records, and the log will continue from the snapshot of this controller; blocks.
 
         Args:
-            number: of the snapshot.
-            end: of the log, where it is known.
+            number: number of the snapshot.
+            end: end of the log, if known.
 
         Raises:
-            JournalDamagedError: records are missing, and that was not accepted.
+            JournalDamagedError: records are missing, and `accept_loss` is false.
         """
         end = end or self.end()
         seen, is_another = BEGINNING, False
         with contextlib.suppress(FileNotFoundError):
             seen = Position.decode(self._position_path.read_bytes())
         if seen.number and end.number >= seen.number:
-            with contextlib.suppress(PreconditionError):  # the following batch was truncated: nothing can be compared
+            with contextlib.suppress(PreconditionError):  # the next batch was truncated, so nothing can be compared
                 following = next(self.batches(seen.number + 1, end), None)
                 found = end if following is None else following.before
-                # This controller saw the end of a batch; in another log a batch may end elsewhere.
+                # This controller saw the end of a batch. In a different log, batches may end elsewhere.
                 is_another = (found.number, found.chain) != (seen.number, seen.chain)
         if not is_another and end.number >= max(seen.number, number - 1):
             return False
         problem = (
-            f"the journal in etcd ends with record {end.number}, or has others than those that this controller has "
+            f"the journal in etcd ends with record {end.number}, or differs from the records that this controller has "
             f"seen, up to record {max(seen.number, number - 1)}: etcd was restored from an older state, or another "
-            "cluster has the name"
+            "cluster has the same name"
         )
         if not self._accept_loss:
             raise JournalDamagedError(
                 f"{problem}; restore etcd from a newer backup, or start one controller with --accept-journal-loss to "
-                "go on from its newest snapshot and forget what came later",
+                "continue from its newest snapshot and forget later records",
                 metadata={"after_record": str(end.number)},
             )
-        _log.error(LogMessage("etcd lacks records, and the loss was accepted", problem=problem))
+        _log.error(LogMessage("accepted the loss of records that etcd lacks", problem=problem))
         self._is_loss_accepted = True
         return number > 0 and (is_another or end.number < number - 1)
 
     async def follow(self, number: int) -> AsyncIterator[Record]:
-        """Yield the durable records from a number on, then each new one, without an end.
+        """Yield the durable records from a number on, then each new one, forever.
 
         Raises:
-            PreconditionError: some of them were truncated; begin with a snapshot.
+            PreconditionError: some of them were truncated; start with a snapshot.
             JournalDamagedError: etcd has fewer records than before.
         """
         self._followed_from = number
@@ -336,12 +336,12 @@ class EtcdBackend:
             try:
                 end, some = await asyncio.to_thread(self._next_batches, number)
             except JournalUnreachableError as error:
-                _log.warning(LogMessage("the journal cannot be followed for now", error=error))
+                _log.warning(LogMessage("could not follow the journal; retrying", error=error))
                 await asyncio.sleep(_LOOK_SECONDS)
                 continue
             if end.number < seen:
                 raise JournalDamagedError(
-                    f"the journal in etcd ended with record {seen}, and ends with record {end.number} now: etcd "
+                    f"the journal in etcd ended with record {seen}, and now ends with record {end.number}: etcd "
                     "was restored from an older state",
                     metadata={"after_record": str(end.number)},
                 )
@@ -356,7 +356,7 @@ class EtcdBackend:
                 await asyncio.sleep(_LOOK_SECONDS)
 
     def _next_batches(self, number: int) -> tuple[Position, list[Batch]]:
-        """Return the end of the log, and the next batches: few enough to apply them before others have their turns."""
+        """Return the end of the log and the next batches, few enough to apply before yielding to other work."""
         end = self.end()
         return end, list(islice(self.batches(number, end), _BATCHES_A_READ))
 
@@ -366,9 +366,9 @@ class EtcdBackend:
         """Append a batch, or learn that another controller leads.
 
         Raises:
-            JournalUnreachableError: etcd does not answer; a retry finds out whether the batch was written.
-            SupersededError: this controller may not write any more; whether the batch was written is unknown.
-            InvalidArgumentError: etcd refuses it for good.
+            JournalUnreachableError: etcd does not answer; a retry determines whether the batch was written.
+            SupersededError: this controller may no longer write; whether the batch was written is unknown.
+            InvalidArgumentError: etcd refuses it permanently.
         """
         batch = self._attempt or Batch.of(self._end, self._led_epoch, records)
         if self._attempt is None or not self._is_written(batch):
@@ -389,13 +389,13 @@ class EtcdBackend:
         for operations in writes:
             answer: pb.EtcdTxnResponse = self._etcd.once(pb.EtcdTxnRequest(compare=conditions, success=operations))
             if not answer.succeeded:
-                # It may have succeeded before, if the answer to an earlier attempt was lost.
+                # An earlier attempt may have succeeded if its answer was lost.
                 if not self._is_written(batch):
                     raise self._superseded()
                 return
 
     def _is_written(self, batch: Batch) -> bool:
-        """Whether a batch ends the log; raises SupersededError if neither that nor the former end does."""
+        """Whether the log ends with a batch; raises SupersededError if it ends neither there nor at the former end."""
         found = self._etcd.get(self._keys.last, seconds=0.0)
         value = b"" if found is None else found.value
         if value == batch.after.encode():
@@ -407,7 +407,7 @@ class EtcdBackend:
     @property
     def _led_epoch(self) -> int:
         if self.leadership is None:
-            raise RuntimeError("the journal takes no records of a standby")
+            raise RuntimeError("the journal does not accept records from a standby")
         return self.leadership.epoch
 
     def _is_leader(self) -> pb.EtcdCompare:
@@ -416,8 +416,8 @@ class EtcdBackend:
 
     def _superseded(self) -> SupersededError:
         return SupersededError(
-            "another controller leads by now, and this one may not write the journal any more; it has to start again "
-            "as a standby",
+            "another controller leads by now, and this one may no longer write the journal; it must start again as a "
+            "standby",
             metadata={"epoch": str(self._led_epoch)},
         )
 
@@ -427,12 +427,12 @@ class EtcdBackend:
     # Snapshots
 
     def sync_rotated(self, number: int) -> None:
-        """Remember on the disk of this controller the last position seen, before a snapshot depends on it."""
+        """Save the last position seen on the disk of this controller, before a snapshot depends on it."""
         with FileWriter(self._position_path) as writer:
             writer.file.write((self._seen if self.leadership is None else self._end).encode())
 
     def truncate_before(self, number: int) -> None:
-        """Publish that this controller needs no earlier records; a leader deletes those that two do not need."""
+        """Publish that this controller needs no earlier records; a leader deletes records that two do not need."""
         key = self._keys.snapshots + self._member_id.encode()
         self._etcd.ask(pb.EtcdTxnRequest(success=[put(key, b"%d" % number)]))
         if self.leadership is None:
@@ -458,14 +458,14 @@ class EtcdBackend:
             if not answer.succeeded:
                 return
             if not found.more:
-                with contextlib.suppress(InvalidArgumentError):  # another controller has compacted more
+                with contextlib.suppress(InvalidArgumentError):  # another controller has compacted further
                     self._etcd.ask(pb.EtcdCompactionRequest(revision=answer.header.revision))
                 return
 
     def _needed_number(self) -> int:
-        """Return the first number that is needed: two living controllers, or the only one, have newer snapshots.
+        """Return the first record to keep: two live controllers (or the only one) have snapshots up to it.
 
-        A controller that returns later is sent a snapshot.
+        A controller that returns later gets a snapshot.
         """
         alive = {each.key.rpartition(b"/")[2] for each in self._etcd.get_all(self._keys.members)}
         alive.add(self._member_id.encode())

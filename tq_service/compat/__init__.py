@@ -1,1 +1,1 @@
-"""Places of other data planes, taken by packages of their names over the clients: TransferQueue's."""
+"""Drop-in replacements of other data planes, built on the clients: TransferQueue."""

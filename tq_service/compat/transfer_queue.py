@@ -1,4 +1,4 @@
-"""Where the package `transfer_queue` is that takes TransferQueue's place, to be put first on PYTHONPATH.
+"""Location of the package `transfer_queue` that replaces TransferQueue; put it first on PYTHONPATH.
 
 python -m tq_service.compat.transfer_queue --path
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 SITE: Final = Path(__file__).parent / "site"
-"""The directory that holds it, and nothing else."""
+"""The directory that contains only this package."""
 
 
 def main() -> None:

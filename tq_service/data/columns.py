@@ -1,10 +1,10 @@
-"""A batch as flat columns, the rows that are taken of it, and its micro-batches.
+"""Batches as flat columns, selection of rows, and micro-batches.
 
-Torch's operations on nested tensors are few, and some turn rows of equal length into a dense tensor. Everything here
-works on the values and offsets themselves, so that a jagged field stays jagged whatever is done with the batch.
+Torch has few operations on nested tensors, and some turn rows of equal length into a dense tensor. This module works on
+the values and offsets themselves, so jagged fields stay jagged through every operation.
 
-A micro-batch owns its memory: a trainer that changes it in place changes neither the batch kept for `reset()` nor
-another micro-batch, and the batch can be freed while micro-batches of it are in use.
+A micro-batch owns its memory: in-place changes by a trainer affect neither the batch kept for `reset()` nor another
+micro-batch. The batch can be freed while its micro-batches are in use.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FieldKey = str | tuple[str, ...]
 Positions = NDArray[np.int64]
 
 ProcessBatch = Callable[..., Iterable[Any]]
-"""`process_batch_fn(data, meta, micro_batch_size=...)`: returns what the loader yields for one batch."""
+"""`process_batch_fn(data, meta, micro_batch_size=...)`: returns the items that the loader yields for one batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class JaggedColumn:
     """Rows that differ in one dimension.
 
     Attributes:
-        values: the rows one after the other along dimension `ragged_dim - 1`.
+        values: the rows, concatenated along dimension `ragged_dim - 1`.
         pattern: splits the values into rows; columns with the same row lengths share one.
         ragged_dim: the ragged dimension of the nested tensor, 1 for rows that differ in their first dimension.
     """
@@ -46,25 +46,25 @@ class JaggedColumn:
 
 
 FlatColumn = torch.Tensor | JaggedColumn | list[Any]
-"""Rows of one shape, `(n, ...)`; jagged rows; or objects, also tensors that differ in several dimensions."""
+"""Rows of one shape, `(n, ...)`; jagged rows; or objects, including tensors that differ in several dimensions."""
 
 
 @dataclass(frozen=True, slots=True)
 class FlatBatch:
-    """The columns of a batch of `row_count` rows, by the key they have in the TensorDict."""
+    """The columns of a batch of `row_count` rows, by their key in the TensorDict."""
 
     row_count: int
     columns: Mapping[FieldKey, FlatColumn]
 
     def parts(self) -> list[torch.Tensor | list[Any]]:
-        """Return the tensors of the columns, offsets included, and the rows of those of objects."""
+        """Return the tensors of the columns, including offsets, and the rows of object columns."""
         columns = self.columns.values()
         patterns = dict.fromkeys(column.pattern for column in columns if isinstance(column, JaggedColumn))
         values = (column.values if isinstance(column, JaggedColumn) else column for column in columns)
         return [*(pattern.offsets for pattern in patterns), *values]
 
     def tensors(self) -> list[torch.Tensor]:
-        """Return the tensors of the columns, offsets included, and the rows of columns that are lists of tensors."""
+        """Return the tensors of the columns, including offsets and the rows of columns that are lists of tensors."""
         return [
             tensor
             for part in self.parts()
@@ -72,11 +72,11 @@ class FlatBatch:
         ]
 
     def replacing(self, kind: type, other: Callable[[Any], Any]) -> FlatBatch:
-        """Return the same batch with others in the place of its tensors, or of what has taken their place.
+        """Return the same batch with its tensors, or their placeholders, replaced.
 
         Args:
-            kind: of what is replaced.
-            other: returns what takes the place of one.
+            kind: type of the values to replace.
+            other: returns the replacement of one value.
         """
         there: dict[RowPattern, RowPattern] = {}
 
@@ -94,7 +94,7 @@ class FlatBatch:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the tensors and of the objects, see `object_bytes`."""
+        """Bytes of the tensors and objects, see `object_bytes`."""
         return object_bytes(self.parts())
 
 
@@ -105,10 +105,10 @@ def _is_all(kind: type, rows: list[Any]) -> bool:
 def flatten(batch: TensorDict) -> FlatBatch:
     """Return the columns of a batch; only nested tensors that are strided or have gaps between rows are copied.
 
-    As in a put, a strided nested tensor becomes a jagged column, or rows if several dimensions differ.
+    As in a put, a strided nested tensor becomes a jagged column, or a list of rows if several dimensions differ.
 
     Raises:
-        ValueError: the batch has not exactly one batch dimension, or non-tensor data has another number of items.
+        ValueError: the batch does not have exactly one batch dimension, or non-tensor data has another number of items.
     """
     if len(batch.batch_size) != 1:
         raise ValueError(f"got a TensorDict of batch size {tuple(batch.batch_size)}; expected one dimension, (n,)")
@@ -124,12 +124,12 @@ def flatten(batch: TensorDict) -> FlatBatch:
 
 
 def _is_leaf(kind: type) -> bool:
-    """Whether an entry of a TensorDict is a column; tensordict 0.6 has no public function for it."""
+    """Whether an entry of a TensorDict is a column; tensordict 0.6 lacks a public function for this."""
     return not is_tensor_collection(kind) or issubclass(kind, NonTensorData | NonTensorStack)
 
 
 def build(flat: FlatBatch) -> TensorDict:
-    """Return the TensorDict of some columns; nested tensors of one pattern share their offsets tensor."""
+    """Return the TensorDict of a flat batch; nested tensors with the same pattern share their offsets tensor."""
     fields: dict[FieldKey, Any] = {}
     for key, column in flat.columns.items():
         if isinstance(column, JaggedColumn):
@@ -140,10 +140,10 @@ def build(flat: FlatBatch) -> TensorDict:
 
 
 def _flatten_nested(nested: Any, patterns: list[RowPattern]) -> FlatColumn:
-    """Return the column of a nested tensor; its pattern is one of those known, or added to them."""
+    """Return the column of a nested tensor; reuses an equal pattern of `patterns`, or adds its own."""
     is_jagged = nested.layout is torch.jagged
     if is_jagged and nested.lengths() is None:
-        dim = nested._ragged_idx - 1  # torch has no public name for it
+        dim = nested._ragged_idx - 1  # torch lacks a public name for this
         values, offsets = nested.values(), nested.offsets()
         known = next((each for each in patterns if each.offsets is offsets), None)
         pattern = RowPattern.of_offsets(offsets) if known is None else known
@@ -167,7 +167,7 @@ def _flatten_nested(nested: Any, patterns: list[RowPattern]) -> FlatColumn:
 
 
 def _shared(pattern: RowPattern, patterns: list[RowPattern]) -> RowPattern:
-    """Return the pattern of those known that is the same, or the pattern, which is known from then on."""
+    """Return an equal pattern of `patterns`, or add this one and return it."""
     for each in patterns:
         if each.offsets.dtype == pattern.offsets.dtype and np.array_equal(each.bounds, pattern.bounds):
             return each
@@ -176,7 +176,7 @@ def _shared(pattern: RowPattern, patterns: list[RowPattern]) -> RowPattern:
 
 
 def object_bytes(value: Any) -> int:
-    """Return the bytes of the tensors, arrays, texts and images of PIL in an object, or in containers of them."""
+    """Return the bytes of the tensors, arrays, texts and PIL images in an object or in nested containers."""
     if isinstance(value, str | bytes):
         return len(value)
     if isinstance(value, np.ndarray) and value.dtype.hasobject:
@@ -184,14 +184,14 @@ def object_bytes(value: Any) -> int:
     if isinstance(value, torch.Tensor | np.ndarray):
         return int(value.nbytes)
     if is_image_type(type(value)):
-        return 4 * int(value.width * value.height)  # what PIL takes for a pixel of most modes
+        return 4 * int(value.width * value.height)  # PIL uses 4 bytes per pixel in most modes
     if isinstance(value, Mapping):
         return sum(map(object_bytes, value.values()))
     return sum(map(object_bytes, value)) if isinstance(value, list | tuple) else 0
 
 
 def take_rows(data: TensorDict, positions: Sequence[int] | Positions) -> TensorDict:
-    """Return a batch of the rows at `positions`, in this order, jagged fields jagged; for use in process_batch_fn."""
+    """Return a batch of the rows at `positions`, in this order; jagged fields stay jagged. For process_batch_fn."""
     return build(select_rows(flatten(data), np.asarray(positions, dtype=np.int64)))
 
 
@@ -232,7 +232,7 @@ def check_positions(row_count: int, positions: Positions) -> None:
 
 
 def _ranges(starts: Positions, stops: Positions) -> list[tuple[int, int]]:
-    """Return the ranges in which neighbours are joined, at least one."""
+    """Return at least one range; adjacent ranges are joined."""
     if not starts.size:
         return [(0, 0)]
     begins = np.append(True, starts[1:] != stops[:-1])
@@ -240,15 +240,15 @@ def _ranges(starts: Positions, stops: Positions) -> list[tuple[int, int]]:
     return list(zip(starts[begins].tolist(), stops[ends].tolist(), strict=True))
 
 
-# Of each size one that numpy has as well, which lacks bfloat16 and others.
+# For each item size a dtype that numpy also has: it lacks bfloat16 and others.
 _STAND_INS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
 def _copied(values: torch.Tensor, dim: int, ranges: Sequence[tuple[int, int]]) -> torch.Tensor:
-    """Return a copy of ranges of a tensor, one after the other.
+    """Return a copy of ranges of a tensor, concatenated.
 
-    In this thread and by numpy: torch shares a copy out over its pool of threads, which takes longer than the copy of a
-    micro-batch, and much longer if the CPUs are busy.
+    Copies with numpy, in this thread. Torch would distribute the copy over its thread pool, which takes longer than
+    copying a micro-batch, and much longer if the CPUs are busy.
     """
     if values.device.type != "cpu" or values.requires_grad or values.is_conj() or values.is_neg():
         return torch.cat([values.narrow(dim, start, stop - start) for start, stop in ranges], dim=dim)
@@ -264,9 +264,9 @@ def split_micro_batches(
 ) -> Iterator[tuple[TensorDict, BatchMeta]]:
     """Yield the micro-batches of a batch, each with its part of the meta.
 
-    They are those of the plan, `meta.steps`: one micro-batch for each pack of each step, in order, so that every
-    rank gets the same number of them, empty ones included. The meta of a micro-batch has its pack as its only step. A
-    meta without steps is split by `micro_batch_size`.
+    The plan, `meta.steps`, determines them: one micro-batch per pack of each step, in order. So every rank gets the
+    same number of them, including empty ones. The meta of a micro-batch has its pack as its only step. A batch whose
+    meta lacks steps is split by `micro_batch_size`.
 
     Args:
         data: the batch, `meta.size` rows.
@@ -279,16 +279,16 @@ def split_micro_batches(
     flat = flatten(data)
     if flat.row_count != meta.size:
         raise ValueError(
-            f"the batch has {flat.row_count} rows and its meta {meta.size} samples; fetch_batch_fn returns both alike, "
-            "or process_batch_fn splits them"
+            f"the batch has {flat.row_count} rows and its meta {meta.size} samples; fetch_batch_fn must return both "
+            "for the same samples, or process_batch_fn split them"
         )
-    for step in steps_of(meta, micro_batch_size):
+    for step_index, step in enumerate(steps_of(meta, micro_batch_size)):
         for pack in step.packs:
-            yield build(select_rows(flat, np.asarray(pack.positions, dtype=np.int64))), part_of(meta, pack)
+            yield build(select_rows(flat, np.asarray(pack.positions, dtype=np.int64))), part_of(meta, pack, step_index)
 
 
 def steps_of(meta: BatchMeta, micro_batch_size: int | None) -> tuple[Step, ...]:
-    """Return the steps of a batch; without any in its plan, one of micro-batches of `micro_batch_size` samples."""
+    """Return the steps of a batch; if its plan has none, one step with micro-batches of `micro_batch_size` samples."""
     if meta.steps:
         return meta.steps
     size = micro_batch_size or max(meta.size, 1)
@@ -301,8 +301,9 @@ def micro_batch_count(meta: BatchMeta, micro_batch_size: int | None) -> int:
     return sum(len(step.packs) for step in steps_of(meta, micro_batch_size))
 
 
-def part_of(meta: BatchMeta, pack: Pack) -> BatchMeta:
-    """Return the meta of the samples of one pack, with the pack as its only step."""
+def part_of(meta: BatchMeta, pack: Pack, step_index: int) -> BatchMeta:
+    """Return the meta of the samples of one pack, with the pack as its only step and the totals of its step."""
     whole = replace(pack, positions=tuple(range(len(pack.positions))))
-    # The steps go first: selecting from all of them for each pack would cost the square of their number.
-    return replace(replace(meta, steps=()).select_samples(pack.positions), steps=(Step(packs=(whole,)),))
+    # Drop the steps first: selecting from all of them for each pack would take quadratic time.
+    samples = replace(meta, steps=(), totals=()).select_samples(pack.positions)
+    return replace(samples, steps=(Step(packs=(whole,)),), totals=meta.totals[step_index : step_index + 1])

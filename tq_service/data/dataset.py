@@ -1,9 +1,10 @@
-"""StreamingDataset and StreamingDataLoader: the micro-batches of one DP rank, fetched ahead, kept for a replay."""
+"""StreamingDataset and StreamingDataLoader: the micro-batches of one DP rank, with prefetching and a replay buffer."""
 
 from __future__ import annotations
 
 import itertools
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -14,12 +15,14 @@ from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 from torch.utils.data import IterableDataset, get_worker_info
 
+from tq_service.client.read_form import check_read_options, with_shares
+from tq_service.client.slices import CpLayout, RowSlice
 from tq_service.client.transport import resolve_address, warn_of_wait
-from tq_service.client_probes import timed
+from tq_service.client_probes import Stage, collected_here, timed
 from tq_service.data.columns import ProcessBatch, micro_batch_count, split_micro_batches
 from tq_service.data.on_device import ArrivingItem, DeviceFeed, Split, UploadingFetcher, pinned
 from tq_service.data.packs import PackOptions, split_packs
-from tq_service.data.replicas import ReplicaGroup, ReplicaStream, rank_and_size
+from tq_service.data.replicas import ReplicaGroup, ReplicaStream, rank_and_size, world_group
 from tq_service.data.source import (
     BatchFetcher,
     BatchRequest,
@@ -48,6 +51,7 @@ from tq_service.errors import (
     TaskNotFoundError,
 )
 from tq_service.schema import DEFAULT_POLICY, BatchUnit, ReadLayout, Unmatched
+from tq_service.step_times import StepTimer
 from tq_service.wire.device import find_device
 
 if TYPE_CHECKING:
@@ -57,11 +61,12 @@ if TYPE_CHECKING:
     from tq_service.wire.connection import Tls
 
 _log = logging.getLogger(__name__)
+_NONE_LEFT: Final = object()
 
 _MAY_CHANGE_WITH_RANKS: Final = {"dp_size", "batch_size", "micro_batch_size"}
 
 OpenRest = Callable[[BatchSource, int, StreamIdentity | None], BatchStream]
-"""Opens a stream of a source, given the first batch_index and the identity that its batches must have."""
+"""Opens a stream of a source, given the first batch_index and the identity required of its batches."""
 
 
 class StreamingDataset(IterableDataset[Any]):
@@ -74,78 +79,91 @@ class StreamingDataset(IterableDataset[Any]):
           ┌─────────────┴── iter ──> (micro_batch, meta), ... of batch 0, batch 1, ... ──> end
           │                 │
           │                 ├─ break, then iter:   continues after the last batch delivered
-          │                 ├─ reset():            from batch 0 again, fetched again or out of the replay buffer
+          │                 ├─ reset():            from batch 0 again, fetched again or from the replay buffer
           │                 └─ step(partition_id): batch 0 of another partition, buffer dropped
           └─────────────────┘
 
-    A live iterator follows `reset()` and `step()` with its next micro-batch. A batch counts as delivered with its first
-    micro-batch; `batch_index` is then the next one, and is what a checkpoint keeps for `start_batch_index`.
+    After `reset()` or `step()`, a live iterator continues at the new position. A batch counts as delivered with its
+    first micro-batch. From then on `batch_index` is the next batch: save it in a checkpoint for `start_batch_index`.
 
-    An end without one micro-batch although samples were inserted is an error on all ranks, `NothingDeliveredError`; an
-    end that skips some samples is logged once, as a warning with the counts and reasons.
+    If samples were inserted and the task ends without a micro-batch, all ranks raise `NothingDeliveredError`. If only
+    some samples were skipped, the end is logged once, as a warning with the counts and reasons.
 
-    Every DP rank yields the same number of micro-batches, empty ones included: they have the same fields, dtypes and
-    layouts and 0 rows, so that each rank can take part in each collective. Fields that are not declared, and so dense
-    until a row differs, may become jagged between two fetches: declare them, or give `layout`.
+    Every DP rank yields the same number of micro-batches, including empty ones: 0 rows with the same fields, dtypes and
+    layouts. So each rank can take part in each collective. An undeclared field is dense until a row differs, and may
+    become jagged between two fetches: declare such fields, or pass `layout`.
 
     Args:
-        address: where the service is, as `Client(address)` takes it: "host:port", or the host alone for port 50051,
-            or several addresses, in a list or with commas between them; None: `TQ_ADDRESS`, then localhost:50051.
-        batch_size: samples (or groups, see `batch_unit`) of a batch, for each rank.
-        micro_batch_size: samples of a micro-batch; None: the batch is one micro-batch, unless the sampler splits it.
-        data_fields: fields that make a sample ready and that are fetched.
-        partition_id: the partition; one that does not exist yet is waited for.
+        address: address of the service, as in `Client(address)`: "host:port", the host alone for port 50051, or several
+            addresses, as a list or separated by commas. None: `TQ_ADDRESS`, then localhost:50051.
+        batch_size: samples (or rollouts or groups, see `batch_unit`) per batch and rank.
+        micro_batch_size: samples per micro-batch; None: the batch is one micro-batch, unless the sampler splits it.
+        data_fields: fields to fetch; a sample is ready when it has all of them.
+        partition_id: the partition; if it does not exist yet, the dataset waits for it.
         task_name: the consumer; tasks consume a partition independently.
-        dp_rank: this rank; replicas of a rank give the same number and get the same batches.
-        dp_size: number of ranks.
-        dp_group: a `DeviceMesh` or process group of the DP ranks, which says `dp_rank` and `dp_size` instead; of a mesh
-            of several dimensions, such as that of hybrid sharding, all of them count.
-        replica_group: a process group, or `DeviceMesh` of one dimension, of the processes that hold this DP rank
-            together. The first of them asks and broadcasts; without it each asks for itself and gets the same batches.
-            All of them iterate, reset, step and end alike, since the broadcast is a collective, in the consumer's
-            thread. In a group without a backend for CPU tensors the bytes pass through the accelerator.
+        dp_rank: this rank; replicas of a rank pass the same number and get the same batches. None: the rank of the
+            process if torch.distributed is initialized and there is no replica or context-parallel group, otherwise 0.
+        dp_size: number of ranks; None likewise: the number of processes, or 1.
+        dp_group: a `DeviceMesh` or process group of the DP ranks, which determines `dp_rank` and `dp_size`. All
+            dimensions of a mesh count, for example both of hybrid sharding.
+        replica_group: a process group, or one-dimensional `DeviceMesh`, of the processes that share this DP rank. The
+            first of them fetches and broadcasts. Without it each process fetches for itself and gets the same batches.
+            The broadcast is a collective in the consumer's thread, so all of them iterate, reset, step and end alike.
+            If the group has no backend for CPU tensors, the bytes pass through the accelerator.
+        cp_rank: rank of this process in its context-parallel group. All ranks of the group have the same `dp_rank`, and
+            so get the same batches. Each fetches its share of each field in `cp_fields`, and all of the other fields.
+        cp_size: number of ranks of the group.
+        cp_group: a process group, or `DeviceMesh`, which determines `cp_rank` and `cp_size`.
+        cp_fields: fields with one item per token, whose rows the group shares. Micro-batches get an additional field,
+            `cp_positions`: the position of each item of the share in its row.
+        cp_layout: how rows are shared, see `RowSlice.share`.
+        cp_align: multiple to which the length of each chunk is padded; with `pack` it follows from `pack.align`.
+        cp_fill: fill value that makes all shares of a row equally long, for all of these fields or by field.
+        read_options: more arguments of `Client.get_data`: slices, padded, pad_value, length, side, mask and truncate.
         sampler: name of the sampler.
         sampler_config: its options.
-        should_check_consumption_status: finite mode: end also when everything inserted so far is consumed. Otherwise
-            (streaming mode) batches are waited for until the partition is sealed.
-        fetch_batch_fn: fetches a batch instead of `fetch_batch`, whose docstring has the keywords; runs in the
-            prefetching thread or worker, which it must be picklable for with spawn and forkserver. One that claims as a
-            queue worker is for at most one worker: batches are delivered in order, whichever worker has them.
+        should_check_consumption_status: finite mode: also end when everything inserted so far is consumed. Otherwise
+            (streaming mode) the dataset waits for batches until the partition is sealed.
+        fetch_batch_fn: replaces `fetch_batch`, whose docstring lists the keywords. It runs in the prefetching thread or
+            worker; with spawn and forkserver it must be picklable. If it claims as a queue worker, use at most one
+            worker: batches are delivered in order, whichever worker has them.
         process_batch_fn: called as `process_batch_fn(data, meta, micro_batch_size=...)` in the consumer's thread and
-            process instead of `split_micro_batches`; what it returns, an iterable, is yielded item by item.
+            process instead of `split_micro_batches`; the iterable it returns is yielded item by item.
         pack: yield a `PackedMicroBatch` for each pack of the plan, one sequence of `pack.pack_max_length` tokens, as
-            `split_packs` makes it; for the sampler `packed`.
-        layout: of the fields that are fetched, see `Client.get_data`; None: as the fields are.
-        max_uses: how often a sample is delivered before it counts as consumed, see `Client.get_meta`; None: once.
-        unmatched: what becomes of samples that `where` excludes, see `Client.get_meta`.
-        least_members: a group with fewer members left is evicted, see `Client.get_meta`; None: none is too small.
-        refill: `(partition_id, task_name)` where evicted units are made again, see `Client.get_meta`; None: nowhere.
-        max_refills: how often, for each sample there.
-        start_batch_index: the first batch, for a rank that is restarted in the middle.
-        where: conditions on custom_meta, such as `("version", ">=", 3)`, all of which must hold.
+            returned by `split_packs`; for the sampler `packed`. With `cp_fields` each rank of the group gets its share
+            of each sequence, filled like the pack. `cp_fields` must then list all fields with one value per token.
+        layout: layout of the fetched fields, see `Client.get_data`; None: the layout of each field.
+        max_uses: deliveries of a sample before it counts as consumed, see `Client.get_meta`; None: one.
+        unmatched: what happens to samples that `where` excludes, see `Client.get_meta`.
+        least_members: groups with fewer remaining members are evicted, see `Client.get_meta`; None: none is too small.
+        refill: `(partition_id, task_name)` that regenerates evicted units, see `Client.get_meta`; None: no refill.
+        max_refills: most refills per sample there.
+        totals: custom_meta columns to sum over all ranks in `BatchMeta.totals`, see `Client.get_meta`.
+        start_batch_index: the first batch, for a rank that restarts in the middle.
+        where: conditions on custom_meta, such as `("version", ">=", 3)`; all must hold.
         order_by: custom_meta columns that order ready samples.
         drop_last: leave out the last batch if it is short.
-        batch_unit: whether `batch_size` counts samples or groups.
-        version_lag: how many batches may be planned ahead of the published version of `policy`, whatever is fetched
-            ahead; 0 is on-policy. The trainer publishes a version after each batch (`Client.publish_version`). None: no
-            bound.
-        first_version: the version with which batch `start_batch_index` is trained, for `version_lag`.
+        batch_unit: whether `batch_size` counts samples, rollouts or groups.
+        version_lag: how many batches may be planned ahead of the published version of `policy`, however many are
+            prefetched; 0 is on-policy. The trainer publishes a version after each batch (`Client.publish_version`).
+            None: unlimited.
+        first_version: the version used to train batch `start_batch_index`, for `version_lag`.
         policy: the policy that is trained.
-        replay_buffer_bytes: most bytes of batches, the first ones, that are kept in memory for `reset()`. Tensors,
-            arrays and texts count. 0: none are kept, and `reset()` fetches the same batches again.
-        max_wait: seconds that one call waits for a batch before it is made again, 10 at the most.
-        timeout: seconds that a call may take beyond `max_wait`, retries included: how long the server may be away.
-        client_factory: opens the sync client instead of `Client(address, ...)`. It gives the client its `token`, `tls`,
+        replay_buffer_bytes: most bytes of batches to keep in memory for `reset()`, starting with the first batch.
+            Tensors, arrays and texts count. 0: none are kept, and `reset()` fetches the same batches again.
+        max_wait: seconds that one call waits for a batch before it is repeated, at most 10.
+        timeout: seconds that a call may take beyond `max_wait`, including retries: the longest tolerated outage.
+        client_factory: opens the sync client instead of `Client(address, ...)`; it has to pass `token`, `tls`,
             `insecure` and `namespace` itself.
-        token: the bearer token, or the path of its file, as `Client(token=...)` takes it; workers get it too.
-        tls: how to reach the service over TLS, as `Client(tls=...)` takes it.
-        insecure: whether the token may be sent in plaintext, as `Client(insecure=...)` takes it.
-        namespace: of the partition, as `Client(namespace=...)` takes it.
-        on_wait: called with the `WaitReason` of a wait that has lasted 10 s, and then each minute, in the thread or
-            worker that fetches, for which it must be picklable; None: the reason is logged as a warning.
+        token: the bearer token, or the path of its file, as in `Client(token=...)`; workers get it too.
+        tls: TLS settings of the connection, as in `Client(tls=...)`.
+        insecure: whether the token may be sent in plaintext, as in `Client(insecure=...)`.
+        namespace: namespace of the partition, as in `Client(namespace=...)`.
+        on_wait: called with the `WaitReason` of a wait after 10 s, and then every minute. It runs in the thread or
+            worker that fetches, and must be picklable for a worker. None: the reason is logged as a warning.
 
     Raises:
-        InvalidArgumentError: an argument cannot be right.
+        InvalidArgumentError: an argument is invalid.
     """
 
     def __init__(
@@ -157,10 +175,18 @@ class StreamingDataset(IterableDataset[Any]):
         data_fields: Sequence[str],
         partition_id: str,
         task_name: str,
-        dp_rank: int = 0,
-        dp_size: int = 1,
+        dp_rank: int | None = None,
+        dp_size: int | None = None,
         dp_group: Ranks | None = None,
         replica_group: Ranks | None = None,
+        cp_rank: int = 0,
+        cp_size: int = 1,
+        cp_group: Ranks | None = None,
+        cp_fields: Sequence[str] = (),
+        cp_layout: CpLayout = "zigzag",
+        cp_align: int = 1,
+        cp_fill: Any = 0,
+        read_options: Mapping[str, Any] | None = None,
         sampler: str = "sequential",
         sampler_config: Mapping[str, Any] | None = None,
         should_check_consumption_status: bool = False,
@@ -173,6 +199,7 @@ class StreamingDataset(IterableDataset[Any]):
         least_members: int | None = None,
         refill: tuple[str, str] | None = None,
         max_refills: int = 3,
+        totals: Sequence[str] = (),
         start_batch_index: int = 0,
         where: Sequence[tuple[str, str, Any]] = (),
         order_by: Sequence[Any] = (),
@@ -201,9 +228,11 @@ class StreamingDataset(IterableDataset[Any]):
         _require(len(set(data_fields)) == len(data_fields), "data_fields", list(data_fields), "each field once")
         if address is not None and client_factory is None:
             address = resolve_address(address)
-        if dp_group is not None:
-            _require((dp_rank, dp_size) == (0, 1), "dp_group", "dp_rank or dp_size as well", "one of the two")
-            dp_rank, dp_size = rank_and_size(dp_group)
+        is_shared = replica_group is not None or cp_group is not None or cp_size > 1
+        dp_rank, dp_size = _dp_rank_and_size(dp_rank, dp_size, dp_group, is_shared=is_shared)
+        if cp_group is not None:
+            _require((cp_rank, cp_size) == (0, 1), "cp_group", "cp_rank or cp_size as well", "one of the two")
+            cp_rank, cp_size = rank_and_size(cp_group)
         for name, count, least in (
             ("batch_size", batch_size, 1),
             ("micro_batch_size", micro_batch_size, 1),
@@ -217,6 +246,23 @@ class StreamingDataset(IterableDataset[Any]):
             ("first_version", first_version, 0),
         ):
             _require(count is None or count >= least, name, count, f"at least {least}")
+        _require(0 <= cp_rank < cp_size, "cp_rank", cp_rank, f"0 to {cp_size - 1}, below cp_size")
+        _require(cp_size == 1 or len(cp_fields) > 0, "cp_fields", "none with cp_size", "the fields that ranks share")
+        share = RowSlice.share(cp_rank, cp_size, cp_layout, align=cp_align, fill=0) if len(cp_fields) else None
+        if pack is not None:
+            _require(process_batch_fn is None, "pack", "a process_batch_fn as well", "one of the two")
+            _require(not read_options, "pack", "read_options as well", "whole rows, or cp_fields")
+            _require_agreement(pack, sampler_config or {})
+            if share is not None:
+                chunks = share.chunk_count
+                _require(cp_align == 1, "cp_align", cp_align, "none with pack, which has align")
+                _require(cp_fill == 0, "cp_fill", cp_fill, "none with pack, which has pad_values")
+                _require(pack.align % chunks == 0, "pack", f"align {pack.align}", f"a multiple of {chunks} chunks")
+                share = replace(share, align=pack.align // chunks)
+            process_batch_fn = partial(split_packs, options=pack, share=share)
+        read_options = check_read_options(read_options)
+        if share is not None:
+            read_options = with_shares(read_options, data_fields, cp_fields, share, cp_fill, positions=pack is None)
         _require(0 <= dp_rank < dp_size, "dp_rank", dp_rank, f"0 to {dp_size - 1}, below dp_size")
         _require(layout in (None, *get_args(ReadLayout)), "layout", repr(layout), "None, 'auto', 'dense' or 'jagged'")
         _require(unmatched in get_args(Unmatched), "unmatched", repr(unmatched), "'wait', 'fail' or 'clear'")
@@ -251,6 +297,8 @@ class StreamingDataset(IterableDataset[Any]):
                 least_members=least_members,
                 refill=refill,
                 max_refills=max_refills,
+                totals=list(totals) or None,
+                read_options=read_options or None,
                 version_lag=version_lag,
                 first_version=first_version - start_batch_index,
                 policy=policy,
@@ -262,29 +310,31 @@ class StreamingDataset(IterableDataset[Any]):
         )
         self._process_batch = process_batch_fn or split_micro_batches
         self._follows_plan = self._process_batch is split_micro_batches
-        if pack is not None:
-            _require(process_batch_fn is None, "pack", "a process_batch_fn as well", "one of the two")
-            _require_agreement(pack, sampler_config or {})
-            self._process_batch = partial(split_packs, options=pack)
         self._buffer = ReplayBuffer(replay_buffer_bytes)
         self._replicas = None if replica_group is None else ReplicaGroup(replica_group)
         self._batch_index = start_batch_index
-        # The last delivery: the batch, and how many of its micro-batches; (batch_index, 0) between batches.
+        # The last delivery: the batch, and its number of delivered micro-batches; (batch_index, 0) between batches.
         self._delivered = (start_batch_index, 0)
         self._identity: StreamIdentity | None = None
         self._warned_of: StreamIdentity | None = None
         self._warned_of_dropped: StreamIdentity | None = None
-        # Counts reset(), step() and load_state_dict(), so that a live iterator notices them.
+        # Counts reset(), step() and load_state_dict(), for live iterators to notice them.
         self._moves = 0
+        self._step_timer = StepTimer()
+
+    @property
+    def step_timer(self) -> StepTimer:
+        """Breakdown of the time of the trainer's steps: `print(dataset.step_timer)`."""
+        return self._step_timer
 
     @property
     def source(self) -> BatchSource:
-        """The service and the request that it fetches by."""
+        """The service and the request used to fetch."""
         return self._source
 
     @property
     def move_count(self) -> int:
-        """How often it was moved, by `reset`, `step` or `load_state_dict`."""
+        """Number of calls of `reset`, `step` and `load_state_dict` that moved it."""
         return self._moves
 
     @property
@@ -303,7 +353,11 @@ class StreamingDataset(IterableDataset[Any]):
                 "a StreamingDataset was iterated in a worker of torch's DataLoader, where every worker would yield the "
                 "same batches; use StreamingDataLoader(dataset, num_workers=...)"
             )
-        return self.iterate(lambda dataset: dataset.open_stream(InlineStream), self.split)
+        return self.iterate(lambda dataset: dataset.open_stream(dataset.open_inline), self.split)
+
+    def open_inline(self, source: BatchSource, batch_index: int, identity: StreamIdentity | None) -> InlineStream:
+        """Return a stream that fetches in the thread that reads it."""
+        return InlineStream(source, batch_index, identity, self.step_timer.take_report)
 
     def iterate(self, open_stream: Callable[[StreamingDataset], BatchStream], split: Split) -> Iterator[Any]:
         """Yield the micro-batches from the next batch on.
@@ -312,11 +366,11 @@ class StreamingDataset(IterableDataset[Any]):
             open_stream: opens a stream of batches.
             split: splits the batches that the stream has not split.
         """
-        return timed(self._iterate(open_stream, split))
+        return timed(self._iterate(open_stream, split), self.step_timer)
 
     def _iterate(self, open_stream: Callable[[StreamingDataset], BatchStream], split: Split) -> Iterator[Any]:
         stream: BatchStream | None = None
-        if self._delivered[0] < self._batch_index:  # another iterator began a batch: the rest is left out
+        if self._delivered[0] < self._batch_index:  # another iterator began a batch: skip the rest of it
             self._delivered = (self._batch_index, 0)
         try:
             while True:
@@ -340,7 +394,7 @@ class StreamingDataset(IterableDataset[Any]):
                 size = self._source.request.micro_batch_size
                 micro_batches = self._deliver(
                     batch.index,
-                    split(batch) if batch.micro_batches is None else batch.micro_batches,
+                    _noted(split(batch)) if batch.micro_batches is None else batch.micro_batches,
                     micro_batch_count(batch.meta, size) if self._follows_plan else None,
                 )
                 del batch  # not kept alive while the next one is waited for
@@ -356,11 +410,11 @@ class StreamingDataset(IterableDataset[Any]):
                 stream.close()
 
     def open_stream(self, open_rest: OpenRest, device: torch.device | None = None) -> BatchStream:
-        """Return a stream from the next batch on: those in the buffer, and then the stream that `open_rest` opens.
+        """Return a stream from the next batch on: the buffered batches, then the stream that `open_rest` opens.
 
         Args:
-            open_rest: called with the source, the first batch_index, and the identity that its batches must have.
-            device: on which its batches are, see `may_upload_ahead`; None: the CPU.
+            open_rest: called with the source, the first batch_index, and the identity required of its batches.
+            device: device of its batches, see `may_upload_ahead`; None: the CPU.
         """
         kept = self._buffer.following(self._batch_index)
         first = self._batch_index + len(kept)
@@ -372,28 +426,30 @@ class StreamingDataset(IterableDataset[Any]):
         return ReplayStream(kept, rest) if kept else rest
 
     def split(self, batch: FetchedBatch) -> Iterator[Any]:
-        """Return the micro-batches of a batch, made one by one."""
+        """Return the micro-batches of a batch, created one by one."""
         return iter(self._process_batch(batch.data, batch.meta, micro_batch_size=self._source.request.micro_batch_size))
 
     @property
     def may_split_ahead(self) -> bool:
-        """Whether another thread may split batches: process_batch_fn and collectives run in the consumer's."""
+        """Whether another thread may split batches; process_batch_fn and collectives run in the consumer's thread."""
         return self._replicas is None and self._follows_plan
 
     def may_upload_ahead(self, device: torch.device) -> bool:
-        """Whether batches may be on a device as they are read: replicas must be able to broadcast them there."""
+        """Whether batches may already be on a device when read: replicas must be able to broadcast them from there."""
         return self._replicas is None or self._replicas.sends_from(device)
 
     def _accept(self, batch: FetchedBatch) -> None:
-        """Count a batch as begun, check that it belongs to those before it, and keep it for a replay."""
+        """Count a batch as begun, check that it continues the previous ones, and keep it for a replay."""
+        if (collected := collected_here.get()) is not None:
+            collected.add(batch.spans, batch_count=1)
         if batch.on_consumed is not None:
             batch.on_consumed()
         got = StreamIdentity.of(batch.meta)
         expected = self._identity or got
         if got.incarnation != expected.incarnation:
             raise StaleIncarnationError(
-                f"batch {batch.index} belongs to another incarnation of partition {self.partition_id!r} than those "
-                "before it: the partition was cleared and created again; call step() to start over",
+                f"batch {batch.index} belongs to another incarnation of partition {self.partition_id!r} than the "
+                "previous batches: the partition was cleared and created again; call step() to start over",
                 metadata={
                     "partition_id": self.partition_id,
                     "got": got.incarnation.hex(),
@@ -402,7 +458,7 @@ class StreamingDataset(IterableDataset[Any]):
             )
         if got.epoch != expected.epoch:
             raise StaleEpochError(
-                f"batch {batch.index} belongs to epoch {got.epoch} of the task, the batches before it to epoch "
+                f"batch {batch.index} belongs to epoch {got.epoch} of the task, the previous batches to epoch "
                 f"{expected.epoch}: its consumption was reset; call step() to start over",
                 metadata={
                     "task_name": self._source.request.task_name,
@@ -415,49 +471,56 @@ class StreamingDataset(IterableDataset[Any]):
         self._buffer.add(batch)
 
     def _warn_of_dropped(self, batch: FetchedBatch) -> None:
-        """Log the first batch that leaves out samples; the end has the number of all."""
+        """Log the first batch that leaves out samples; the end reports their total."""
         dropped: Any = getattr(batch.meta, "dropped_indexes", ())  # fetch_batch_fn may have made the meta
         if len(dropped) and self._warned_of_dropped != self._identity:
             self._warned_of_dropped = self._identity
             _log.warning(
-                "batch %s of partition %r leaves out %s samples that are too long for sampler %r, the first is %s; the "
-                "task %r never gets them, and the warning at the end counts all that are left out",
+                "batch %s of partition %r leaves out %s samples that are too long for sampler %r (the first is %s); "
+                "task %r never gets them. The warning at the end counts all of them",
                 batch.index, self.partition_id, len(dropped), self._source.request.sampler, dropped[0],
                 self._source.request.task_name,
             )  # fmt: skip
 
     def _check_end(self, end: End) -> None:
-        """Log once, as a warning, what the task is never given: the cause is the data, not the program that asks."""
+        """Log the skipped samples once, as a warning: the cause is the data, not the calling program."""
+        if (collected := collected_here.get()) is not None:
+            collected.add(end.spans)
         warning = end_warning(end, self._source.request)
         if warning is not None and self._warned_of != end.identity:
             self._warned_of = end.identity
             _log.warning("%s", warning)
 
     def _deliver(self, index: int, micro_batches: Iterator[Any], count: int | None) -> Iterator[Any]:
-        """Yield the micro-batches of a batch, without those that were delivered before the state was saved.
+        """Yield the micro-batches of a batch, except those delivered before the state was saved.
 
-        The batch is delivered with the first, so that one that fails to split is not; `count` tells the last one.
+        The batch counts as delivered with its first micro-batch: a batch that cannot be split does not.
+
+        Args:
+            index: the batch_index.
+            micro_batches: its micro-batches.
+            count: their number; None: unknown.
         """
         delivered_before = self._delivered[1] if self._delivered[0] == index else 0
         number = 0
         for micro_batch in micro_batches:
-            number += 1  # noqa: SIM113  (enumerate keeps what it gave alive)
+            number += 1  # noqa: SIM113  (enumerate keeps the last item alive)
             if number > delivered_before:
                 self._batch_index = index + 1
                 self._delivered = (index, number) if number != count else (index + 1, 0)
                 yield micro_batch.receive() if isinstance(micro_batch, ArrivingItem) else micro_batch
-            del micro_batch  # not kept alive while the next one is made
-        # Not where another iterator has gone further meanwhile.
+            del micro_batch  # not kept alive while the next one is created
+        # Another iterator may have advanced further.
         if self._delivered[0] <= index:
             self._batch_index = index + 1
             self._delivered = (index + 1, 0)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position behind the last micro-batch delivered, as plain numbers and texts.
+        """Return the position after the last micro-batch delivered, as plain numbers and strings.
 
-        It is the same on all DP ranks and replicas that have delivered equally many micro-batches. Batches that are
-        only fetched ahead do not count. A process_batch_fn must make the same items again, and the batch that was begun
-        is asked for again: do not clear its samples before the state behind it is saved.
+        It is the same on all DP ranks and replicas that have delivered the same number of micro-batches. Batches that
+        were only prefetched do not count. `process_batch_fn` must be deterministic. On resume a partly delivered batch
+        is fetched again: do not clear its samples until a state after it has been saved.
         """
         batch_index, micro_batch_index = self._delivered
         identity, request = self._identity or StreamIdentity(), self._source.request
@@ -472,22 +535,28 @@ class StreamingDataset(IterableDataset[Any]):
             **versions,
         }
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue behind the last micro-batch that was delivered when the state was saved.
+    def load_state_dict(self, state_dict: Mapping[str, Any], *, restart: bool = False) -> None:
+        """Continue after the last micro-batch that was delivered when the state was saved.
 
-        With another `dp_size`, and then maybe other sizes of batches, the ranks restart behind the last whole batch
-        (`Client.restart_ranks`): all ranks load the same state, and the first one has the service plan anew.
+        With another `dp_size`, the ranks restart after the last complete batch (`Client.restart_ranks`); batch sizes
+        may then differ too. All ranks load the same state, and the first one makes the service plan again. Otherwise
+        they get the same batches as before.
+
+        Args:
+            state_dict: the value that `state_dict()` returned.
+            restart: whether the ranks restart even with the same `dp_size`; needed with a `max_staleness` if batches
+                were trained after the state was saved.
 
         If the partition was cleared or the task reset since then, the next batch raises `StaleIncarnationError` or
         `StaleEpochError`.
 
         Raises:
-            InvalidArgumentError: the state is of another task or size of batches, or is none.
-            StaleIncarnationError, StaleEpochError: with another `dp_size`, the same at once.
+            InvalidArgumentError: the state belongs to another task or batch size, or is not a state.
+            StaleIncarnationError, StaleEpochError: as above, but raised at once if the ranks restart.
         """
         dp_size = state_dict.get("dp_size")
         _require(isinstance(dp_size, int), "state_dict", f"dp_size {dp_size!r}", "a number of ranks")
-        restarts = dp_size != self._source.request.dp_size
+        restarts = restart or dp_size != self._source.request.dp_size
         for name, expected in self._state_must_fit().items():
             if restarts and name in _MAY_CHANGE_WITH_RANKS:
                 continue
@@ -514,13 +583,13 @@ class StreamingDataset(IterableDataset[Any]):
     def _restart_ranks(
         self, partition_id: str, incarnation: bytes, epoch: int, batch_index: int, micro_batch_index: int
     ) -> int:
-        """Have the ranks of the task go on with a batch, in the number of this dataset; return their epoch."""
+        """Restart the ranks of the task at a batch with this dataset's `dp_size`; return their epoch."""
         request = self._source.request
         if micro_batch_index:
             _log.warning(
-                "the state is of dp_size other than %s, and was saved within batch %s: this batch is planned anew, so "
+                "the state was saved within batch %s: this batch is planned anew because the ranks restart, so the "
                 "samples of its first %s micro-batches are trained again",
-                request.dp_size, batch_index, micro_batch_index,
+                batch_index, micro_batch_index,
             )  # fmt: skip
         try:
             with self._source.open_client() as client:
@@ -535,29 +604,34 @@ class StreamingDataset(IterableDataset[Any]):
         except (PartitionNotFoundError, TaskNotFoundError):
             if incarnation:
                 raise
-            return epoch  # saved before the first batch of this partition, which no rank has claimed
+            return epoch  # saved before any rank claimed a batch of this partition
+        if restarted.repeated_batch_count:
+            _log.warning(
+                "batches were trained after the state was saved: %s samples of batches %s to %s are trained again",
+                restarted.repeated_sample_count, batch_index, batch_index + restarted.repeated_batch_count - 1,
+            )  # fmt: skip
         return int(restarted.epoch)
 
     def _state_must_fit(self) -> dict[str, Any]:
-        """Return what must be the same where a state is loaded: otherwise its numbers mean other samples."""
+        """Return the arguments that must match a loaded state: otherwise its numbers refer to other samples."""
         names = ("task_name", "dp_size", "batch_size", "batch_unit", "micro_batch_size")
         return {name: getattr(self._source.request, name) for name in names}
 
     def reset(self) -> None:
-        """Start from the first batch again: the same batches, out of the replay buffer or fetched again.
+        """Start from the first batch again: the same batches, from the replay buffer or fetched again.
 
-        A batch that is fetched again needs its samples: `SamplesClearedError` if they were cleared meanwhile.
+        Fetching a batch again raises `SamplesClearedError` if its samples have been cleared.
         """
-        request = self._source.request  # the versions go on, whereas batches begin with 0 again
+        request = self._source.request  # versions continue, whereas batches start at 0 again
         self._source = self._source.of_version(request.first_version + self._batch_index)
         self._batch_index = 0
         self._delivered = (0, 0)
         self._moves += 1
 
     def step(self, partition_id: str) -> None:
-        """Go to the first batch of another partition; the buffer is dropped.
+        """Go to the first batch of another partition and drop the buffer.
 
-        The name of the same partition stands for its next incarnation, or for the next epoch of a task that was reset.
+        The current partition's name selects its next incarnation, or the next epoch of a task that was reset.
         """
         self._source = self._source.of_partition(partition_id)
         self._buffer.clear()
@@ -565,8 +639,37 @@ class StreamingDataset(IterableDataset[Any]):
         self.reset()
 
     def get_buffer(self) -> list[tuple[Any, Any]]:
-        """Return `(data, meta)` of the whole batches that `replay_buffer_bytes` keeps for `reset()`, in order."""
+        """Return `(data, meta)` of each batch kept for `reset()`, in order; see `replay_buffer_bytes`."""
         return self._buffer.pairs()
+
+
+def _noted(micro_batches: Iterator[Any]) -> Iterator[Any]:
+    """Yield micro-batches, and record the time it takes to create each."""
+    while True:
+        began_at = time.perf_counter()
+        found = next(micro_batches, _NONE_LEFT)
+        if (collected := collected_here.get()) is not None:
+            collected.note(Stage.HOST, began_at)
+        if found is _NONE_LEFT:
+            return
+        yield found
+        del found  # not kept alive while the next one is created
+
+
+def _dp_rank_and_size(
+    dp_rank: int | None, dp_size: int | None, dp_group: Ranks | None, *, is_shared: bool
+) -> tuple[int, int]:
+    """Return the DP rank of this process and their number; `is_shared`: several processes have one rank."""
+    if dp_rank is not None or dp_size is not None:
+        _require(dp_group is None, "dp_group", "dp_rank or dp_size as well", "one of the two")
+        return dp_rank or 0, 1 if dp_size is None else dp_size
+    if dp_group is None and (dp_group := world_group()) is not None:
+        got, expected = (
+            "none, with a replica or context-parallel group",
+            "the group of the DP ranks, or dp_rank and dp_size",
+        )
+        _require(not is_shared, "dp_group", got, expected)
+    return (0, 1) if dp_group is None else rank_and_size(dp_group)
 
 
 def _require(holds: bool, name: str, got: object, expected: str) -> None:
@@ -575,32 +678,32 @@ def _require(holds: bool, name: str, got: object, expected: str) -> None:
 
 
 def _require_agreement(pack: PackOptions, sampler_config: Mapping[str, Any]) -> None:
-    """Raise InvalidArgumentError where packs are not those that the sampler plans."""
+    """Raise InvalidArgumentError if the options differ from the packs that the sampler plans."""
     planned = sampler_config.get("pack_max_length", pack.pack_max_length)
     _require(
         planned == pack.pack_max_length,
         "pack",
         f"pack_max_length {pack.pack_max_length}",
-        f"{planned}, as the sampler has",
+        f"{planned}, as in sampler_config",
     )
     truncates = sampler_config.get("overlong", pack.overlong) == "truncate"
     _require(
         truncates == (pack.overlong == "truncate"),
         "pack",
         f"overlong {pack.overlong!r}",
-        f"{'truncate' if truncates else 'error'!r}, as the sampler has",
+        f"{'truncate' if truncates else 'error'!r}, as in sampler_config",
     )
 
 
 class ReplayBuffer:
-    """Keeps the first batches since the start, up to the first one that does not fit into its bytes.
+    """Keeps the first batches since the start, up to the first one that exceeds its bytes.
 
-    A replay goes through the batches from the first, so the first ones are worth keeping: a buffer of the latest ones
-    would have dropped each batch just before it is asked for. Batches beyond the bound are fetched again, and are the
-    same, since claims of ranks replay.
+    A replay reads the batches from the first, so the first ones are worth keeping. A buffer of the latest ones would
+    drop each batch just before it is needed. Batches beyond the limit are fetched again. They are the same, since
+    claims of ranks replay.
 
     Args:
-        max_bytes: most bytes kept, as `FetchedBatch.size_bytes` counts them; 0 keeps nothing.
+        max_bytes: most bytes kept, in terms of `FetchedBatch.size_bytes`; 0 keeps nothing.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -608,12 +711,12 @@ class ReplayBuffer:
         self._max_bytes = self._left_bytes = max_bytes
 
     def following(self, batch_index: int) -> list[FetchedBatch]:
-        """Return the batches that are kept from `batch_index` on, up to the first one that is not."""
+        """Return the kept batches from `batch_index` on, up to the first gap."""
         indexes = itertools.takewhile(self._batches.__contains__, itertools.count(batch_index))
         return [self._batches[index] for index in indexes]
 
     def add(self, batch: FetchedBatch) -> None:
-        """Keep the batch if it fits; once one does not, none after it is kept, which a replay would not reach."""
+        """Keep the batch if it fits. After one that does not fit, none is kept: a replay could not reach it."""
         if not self._left_bytes or batch.index in self._batches:
             return
         size_bytes = batch.size_bytes
@@ -621,10 +724,10 @@ class ReplayBuffer:
             self._left_bytes = 0
             return
         self._left_bytes -= size_bytes
-        self._batches[batch.index] = replace(batch, micro_batches=None, on_consumed=None)
+        self._batches[batch.index] = replace(batch, micro_batches=None, on_consumed=None, spans=())
 
     def pairs(self) -> list[tuple[Any, Any]]:
-        """Return `(data, meta)` of each batch kept, in the order of their batch indexes."""
+        """Return `(data, meta)` of each kept batch, ordered by batch_index."""
         return [(batch.data, batch.meta) for _, batch in sorted(self._batches.items())]
 
     def clear(self) -> None:
@@ -634,7 +737,7 @@ class ReplayBuffer:
 
 
 class ReplayStream:
-    """Gives the batches of a replay buffer, and then those of the stream that continues after them."""
+    """Returns the batches of a replay buffer, then those of the stream that continues after them."""
 
     def __init__(self, kept: Sequence[FetchedBatch], rest: BatchStream) -> None:
         self._kept = deque(kept)
@@ -642,7 +745,7 @@ class ReplayStream:
 
     @property
     def next_index(self) -> int:
-        """The batch_index that `read` gives next."""
+        """The batch_index that `read` returns next."""
         return self._kept[0].index if self._kept else self._rest.next_index
 
     @property
@@ -651,7 +754,7 @@ class ReplayStream:
         return self._rest.closed
 
     def read(self) -> FetchedBatch | End | None:
-        """Return the next batch, or the end; None once it is closed."""
+        """Return the next batch, or the end; None after `close`."""
         return self._kept.popleft() if self._kept else self._rest.read()
 
     def close(self) -> None:
@@ -669,33 +772,32 @@ class StreamingDataLoader:
         num_workers=2   worker 0 ── batches 0, 2, 3, ... ──┐      │
                         worker 1 ── batches 1, 4, 5, ... ──┴──────┘   (in order, none twice, none lost)
 
-    An iterator that ends, breaks or raises stops the fetching and drops what was fetched ahead. That is still there
-    for the next iterator, which asks for the same batches again. Worker processes stay for it, until `close()` or
-    until the loader is garbage.
+    When an iterator ends, breaks or raises, it stops fetching and drops the prefetched batches. No data is lost: the
+    next iterator requests the same batches again. Worker processes live on for it, until `close()` or until the loader
+    is collected.
 
-    The length is not known beforehand: `len()` raises TypeError.
+    The length is not known in advance: `len()` raises TypeError.
 
     Args:
-        dataset: what is iterated.
+        dataset: the dataset to iterate.
         num_workers: worker processes that share the batches of the rank; 0: a thread of this process.
-        prefetch_factor: batches fetched ahead, by each worker or by the thread. 0 with `num_workers=0` fetches in the
+        prefetch_factor: batches to prefetch, per worker or for the thread. 0 with `num_workers=0` fetches in the
             consumer's thread: for a fetch_batch_fn that takes part in collectives.
-        multiprocessing_context: how workers are started: "fork", "spawn", "forkserver" or a context; None: forkserver,
-            or fork where fetch_batch_fn cannot be pickled. Workers use a sync client of their own. Fork works with live
-            clients in this process, as long as no other thread is inside a call when the workers start.
-        prefetch_bytes: most bytes fetched ahead or under way, by the thread or by all workers together, where a batch
-            whose size is not known yet counts as much as the largest so far. When nothing is ahead, the next batch is
-            fetched whatever its size.
+        multiprocessing_context: how workers are started: "fork", "spawn", "forkserver" or a context. None: forkserver,
+            or fork if fetch_batch_fn cannot be pickled. Each worker has its own sync client. Fork works with live
+            clients in this process, provided that no other thread is inside a call when the workers start.
+        prefetch_bytes: most bytes prefetched or in flight, by the thread or by all workers together. A batch of unknown
+            size counts as the largest so far. If nothing is ahead, the next batch is fetched regardless of its size.
         persistent_workers: keep the worker processes between iterators.
-        device: a CUDA device, such as "cuda:0", on which micro-batches and packs are yielded; objects stay on the CPU.
-            Batches are copied up ahead, each at once and out of pinned memory, and split there beside the step that
-            runs; the current stream of the thread that iterates waits for what it is given. So batches that are ahead,
-            or in the replay buffer, take memory of the device. None: the CPU.
-        pin_memory: whether micro-batches that stay on the CPU are in pinned memory, for the trainer to copy them up
-            itself. With `device` it makes no difference.
+        device: a CUDA device, such as "cuda:0", for micro-batches and packs; objects stay on the CPU. Each batch is
+            uploaded ahead in one copy from pinned memory, and split on the device while the current step runs. The
+            current stream of the iterating thread waits for the tensors it receives. Batches that are ahead or in the
+            replay buffer therefore take device memory. None: the CPU.
+        pin_memory: whether micro-batches that stay on the CPU are in pinned memory, for the trainer to upload them
+            itself. No effect with `device`.
 
     Raises:
-        InvalidArgumentError: an argument cannot be right.
+        InvalidArgumentError: an argument is invalid.
     """
 
     def __init__(
@@ -730,10 +832,10 @@ class StreamingDataLoader:
         if self._feed is not None:
             self._split = self._feed.split(dataset.split)
         elif pin_memory:
-            find_device("cuda")  # without one no memory can be pinned
+            find_device("cuda")  # without CUDA no memory can be pinned
             self._split = pinned(dataset.split)
         self._stream: BatchStream | None = None
-        # The stream that fetches, and how often the dataset had been moved when it was opened.
+        # The stream that fetches, and the dataset's move_count when it was opened.
         self._fetching: tuple[InlineStream | PrefetchStream, int] | None = None
         self._pool: WorkerPool | None = None
 
@@ -746,8 +848,8 @@ class StreamingDataLoader:
         """Yield micro-batches, from the batch after the last one delivered.
 
         Raises:
-            RuntimeError: a worker process died. The next iterator starts new ones and goes on.
-            Exception: whatever fetching raised, with its type; the next iterator asks for the same batch again.
+            RuntimeError: a worker process died. The next iterator starts new ones and continues.
+            Exception: any error of fetching, with its type; the next iterator requests the same batch again.
         """
         try:
             yield from self.dataset.iterate(self._open_stream, self._split)
@@ -759,7 +861,7 @@ class StreamingDataLoader:
                 self._end_workers()
 
     def _open_stream(self, dataset: StreamingDataset) -> BatchStream:
-        """Return the one stream of this loader; the stream of another iterator is closed by it."""
+        """Open the only stream of this loader; closes the stream of another iterator."""
         if self._stream is not None:
             self._stream.close()
         self._stream = dataset.open_stream(self._open_rest, None if self._ahead is None else self._ahead.device)
@@ -769,8 +871,13 @@ class StreamingDataLoader:
         return self._stream
 
     @property
+    def step_timer(self) -> StepTimer:
+        """Breakdown of the time of the trainer's steps: `print(loader.step_timer)`."""
+        return self.dataset.step_timer
+
+    @property
     def _ahead(self) -> DeviceFeed | None:
-        """What copies batches up as they are fetched; None: they are on the CPU until they are split."""
+        """The feed that uploads batches as they are fetched; None: batches stay on the CPU until they are split."""
         return self._feed if self._feed is not None and self.dataset.may_upload_ahead(self._feed.device) else None
 
     def _open_rest(self, source: BatchSource, batch_index: int, identity: StreamIdentity | None) -> BatchStream:
@@ -778,17 +885,18 @@ class StreamingDataLoader:
         feed = self._ahead
         here = source if feed is None else source.to_device(feed.device)
         if self.prefetch_factor:
-            fetchers: Sequence[Fetcher] = [BatchFetcher(here, identity)]
+            timer = self.dataset.step_timer
+            fetchers: Sequence[Fetcher] = [BatchFetcher(here, identity, timer.take_report)]
             if self._context is not None:
                 device = None if feed is None else feed.device
                 self._pool = self._pool or WorkerPool(source, self.num_workers, self._context, device)
-                fetchers = self._pool.fetchers(source, identity)
+                fetchers = self._pool.fetchers(source, identity, timer)
             if feed is not None:
                 fetchers = [UploadingFetcher(fetcher, feed) for fetcher in fetchers]
             limit = PrefetchLimit(self.prefetch_factor * max(self.num_workers, 1), self._prefetch_bytes)
             stream = PrefetchStream(fetchers, batch_index, limit)
         else:
-            stream = InlineStream(here, batch_index, identity)
+            stream = self.dataset.open_inline(here, batch_index, identity)
         self._fetching = stream, self.dataset.move_count
         return stream
 
@@ -800,7 +908,7 @@ class StreamingDataLoader:
             pool.close()
 
     def reset(self) -> None:
-        """Start from the first batch again: the same batches, out of the replay buffer or fetched again."""
+        """Start from the first batch again: the same batches, from the replay buffer or fetched again."""
         self.dataset.reset()
 
     def step(self, partition_id: str) -> None:
@@ -808,21 +916,24 @@ class StreamingDataLoader:
         self.dataset.step(partition_id)
 
     def get_buffer(self) -> list[tuple[Any, Any]]:
-        """Return `(data, meta)` of the whole batches that the dataset's `replay_buffer_bytes` keeps, in order."""
+        """Return `(data, meta)` of each batch that the dataset's `replay_buffer_bytes` keeps, in order."""
         return self.dataset.get_buffer()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position behind the last micro-batch delivered; see `StreamingDataset.state_dict`."""
+        """Return the position after the last micro-batch delivered; see `StreamingDataset.state_dict`."""
         return self.dataset.state_dict()
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue behind the last micro-batch delivered when the state was saved, with or without workers."""
-        self.dataset.load_state_dict(state_dict)
+    def load_state_dict(self, state_dict: Mapping[str, Any], *, restart: bool = False) -> None:
+        """Continue after the last micro-batch delivered when the state was saved, with or without workers.
+
+        See `StreamingDataset.load_state_dict`.
+        """
+        self.dataset.load_state_dict(state_dict, restart=restart)
 
     def close(self) -> None:
         """Stop fetching and end the thread or the workers. Idempotent; iterating starts them again.
 
-        Batches that were fetched ahead and not handed out are logged as a warning: the service counts them as consumed.
+        Logs a warning if batches were prefetched and not delivered: the service counts them as consumed.
         """
         fetching, self._fetching = self._fetching, None
         if fetching is not None and fetching[1] == self.dataset.move_count:
@@ -837,9 +948,9 @@ class StreamingDataLoader:
     def _warn_of_fetched_ahead(self, count: int) -> None:
         if count > 0:
             _log.warning(
-                "the loader of task %r of partition %r was closed with %s batches fetched ahead that it has not handed "
-                "out, from batch %s on. They count as consumed: a loader that continues from its state gets them, one "
-                "that starts after reset_consumption(keep_consumed=True) does not",
+                "the loader of task %r of partition %r was closed with %s prefetched batches that it had not "
+                "delivered, from batch %s on. They count as consumed: a loader that continues from its state gets "
+                "them, but one that starts after reset_consumption(keep_consumed=True) does not",
                 self.dataset.source.request.task_name, self.dataset.partition_id, count, self.batch_index,
             )  # fmt: skip
 

@@ -1,16 +1,17 @@
-"""Batches on a device: copied up and split in parallel with the running step, on separate streams.
+"""Batches on a device: uploaded and split in parallel with the running step, on separate streams.
 
 ::
 
-    fetching thread    a batch, copied up ── event ─┐
-    splitting thread                                └─> its micro-batches ── event ─┐
-    consumer's thread                                                               └─> the consumer's stream
+    fetching thread    a batch, uploaded ── event ─┐
+    splitting thread                               └─> its micro-batches ── event ─┐
+    consumer's thread                                                              └─> the consumer's stream
 
-Each of the three uses another stream. Work on the default stream would wait for the consumer's kernels.
+Each of the three threads uses a separate stream. Work on the default stream would wait for the consumer's kernels.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -22,6 +23,7 @@ import torch
 from tensordict import TensorDict
 
 from tq_service.client.reads import RowPattern
+from tq_service.client_probes import Span, Stage
 from tq_service.data.columns import FlatBatch, build, flatten
 from tq_service.data.packs import PackedMicroBatch
 from tq_service.data.source import Arrival, End, FetchedBatch, Fetcher
@@ -32,7 +34,7 @@ from tq_service.wire.host_memory import PINNED
 from tq_service.wire.mapping import Bytes
 
 Split = Callable[[FetchedBatch], Iterator[Any]]
-"""Returns the items that the loader yields for a batch, made one by one."""
+"""Returns the items that the loader yields for a batch, created one by one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +46,13 @@ class ArrivingItem:
     arrival: Arrival
 
     def receive(self) -> Any:
-        """Return it to the consumer, in whose thread this is called."""
+        """Return the item; called in the consumer's thread."""
         self.arrival.take(self.tensors)
         return self.item
 
 
 def tensors_of(item: Any) -> list[torch.Tensor]:
-    """Return the tensors on a device of a batch, a micro-batch with its meta, or a pack."""
+    """Return the device tensors of a batch, a micro-batch with its meta, or a pack."""
     if isinstance(item, tuple):
         return [tensor for each in item for tensor in tensors_of(each)]
     if isinstance(item, PackedMicroBatch):
@@ -63,7 +65,7 @@ def _parts_of(value: Any) -> list[torch.Tensor]:
 
 
 def upload_batch(flat: FlatBatch, device: torch.device) -> FlatBatch:
-    """Copy the tensors of a batch up, and return the batch; the current stream waits for the copies.
+    """Upload the tensors of a batch, and return the batch; the current stream waits for the copies.
 
     Columns of objects stay on the CPU, except rows that all are tensors.
     """
@@ -84,7 +86,7 @@ def _host_bytes(tensor: torch.Tensor) -> Bytes:
 
 
 class DeviceFeed:
-    """Brings the batches of one loader to a device.
+    """Uploads the batches of one loader to a device.
 
     Args:
         device: the device.
@@ -98,11 +100,11 @@ class DeviceFeed:
         return cuda.new_stream(self.device)
 
     def copying(self) -> AbstractContextManager[Any]:
-        """Make the stream that copies up the current one of this thread."""
+        """Make the upload stream the current stream of this thread."""
         return cuda.using(copy_stream(self.device, "up"))
 
     def splitting(self) -> AbstractContextManager[Any]:
-        """Make the stream that splits batches the current one of this thread."""
+        """Make the splitting stream the current stream of this thread."""
         return cuda.using(self._stream)
 
     def upload(self, batch: FetchedBatch) -> FetchedBatch:
@@ -117,7 +119,7 @@ class DeviceFeed:
         return replace(batch, data=data, arrival=arrival, measured_bytes=measured)
 
     def release(self) -> None:
-        """Release the memory of the host whose copies are done."""
+        """Release host memory whose copies are complete."""
         PINNED.tidy()
 
     def split(self, split: Split) -> Split:
@@ -154,7 +156,7 @@ class DeviceFeed:
 
 
 class UploadingFetcher:
-    """Fetches batches by another fetcher and copies them up, on the stream for copies."""
+    """Fetches batches with another fetcher and uploads them on the copy stream."""
 
     def __init__(self, fetcher: Fetcher, feed: DeviceFeed) -> None:
         self._fetcher = fetcher
@@ -162,26 +164,30 @@ class UploadingFetcher:
 
     @property
     def fetched_until(self) -> int:
-        """The batch_index behind the last batch that was fetched."""
+        """The batch_index after the last batch that was fetched."""
         return self._fetcher.fetched_until
 
     def request(self, batch_index: int) -> None:
-        """Take notice of the batch that `fetch` is called for next."""
+        """Announce the batch that `fetch` is called for next."""
         self._fetcher.request(batch_index)
 
     def fetch(self, batch_index: int, is_wanted: Callable[[], bool], batch_count: int) -> FetchedBatch | End:
-        """Wait for a batch, or the end, and return it; the copy of its tensors may not be done."""
+        """Wait for a batch, or the end, and return it; the copies of its tensors may still be running."""
         with self._feed.copying():
             fetched = self._fetcher.fetch(batch_index, is_wanted, batch_count)
-            return fetched if isinstance(fetched, End) else self._feed.upload(fetched)
+            if isinstance(fetched, End):
+                return fetched
+            began_at = time.perf_counter()
+            uploaded = self._feed.upload(fetched)
+            return replace(uploaded, spans=(*fetched.spans, Span(Stage.DEVICE, began_at, time.perf_counter())))
 
     def close(self) -> None:
-        """End the call of `fetch` in progress in another thread. Idempotent."""
+        """End a call of `fetch` that is in progress in another thread. Idempotent."""
         self._fetcher.close()
 
 
 def pinned(split: Split) -> Split:
-    """Return a function that splits batches into items in pinned memory, which the consumer copies up itself."""
+    """Return a function that splits batches into items in pinned memory, which the consumer uploads itself."""
 
     def split_pinned(batch: FetchedBatch) -> Iterator[Any]:
         return map(_pinned_item, split(batch))
@@ -198,7 +204,7 @@ def _pinned_item(item: Any) -> Any:
 
 
 def _pinned_tensor(tensor: Any) -> torch.Tensor:
-    """Return a copy in pinned memory from torch, which is not reused while a copy that its owner started runs."""
+    """Return a copy in torch's pinned memory, which is not reused while a copy started by its owner is running."""
     if not tensor.is_nested:
         pinned_copy: torch.Tensor = tensor.pin_memory()
         return pinned_copy

@@ -1,7 +1,12 @@
-"""Packs: samples as one sequence of a fixed number of tokens, the options for that, and a batch split into packs.
+"""Packs: samples concatenated to sequences of a fixed number of tokens, pack options, and splitting of batches.
 
-Padding tokens are laid out as short separate sequences: attention costs the square of a sequence's length, so one
-long padding sequence would cost as much as a long sample.
+    | sample 0 | its padding to a multiple of `align` | sample 1 | ... | padding sequence | padding sequence |
+
+Padding tokens are laid out as short separate sequences. The cost of attention is quadratic in a sequence's length, so
+one long padding sequence would cost as much as a long sample.
+
+A rank of a context-parallel group has its chunks of every sequence, concatenated in order, and thus an equal part of
+the pack. `cu_seqlens` is the same on all ranks of the group.
 """
 
 from __future__ import annotations
@@ -17,6 +22,7 @@ from tensordict import TensorDict
 
 from tq_service.client.batch_meta import BatchMeta, Pack
 from tq_service.client.reads import RowPattern
+from tq_service.client.slices import RowSlice
 from tq_service.data.columns import (
     FieldKey,
     FlatBatch,
@@ -32,42 +38,51 @@ from tq_service.data.columns import (
 )
 from tq_service.errors import InvalidArgumentError
 from tq_service.wire.columns import offsets_of
+from tq_service.wire.metadata import expand_runs
 
 PADDING_SEQUENCE_LENGTH: Final = 1024
 LABEL_PADDING: Final = -100
-"""What loss functions leave out: the default `ignore_index` of torch's cross entropy."""
+"""Label that loss functions ignore: the default `ignore_index` of torch's cross entropy."""
 POSITIONS: Final = "position_ids"
 _MADE: Final = ("cu_seqlens", "padding_mask", "max_seqlen", "num_padding")
 Lengths = NDArray[np.int64]
 Overlong = Literal["error", "truncate"]
+_WHOLE: Final = RowSlice(chunks=(0,), chunk_count=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackOptions:
     """How the samples of a pack become one sequence.
 
-    Fields with a value for each token are concatenated, others are kept, one row a sample. These are per token:
-    `input_field`, `token_fields` and `position_ids`; any other jagged field; and, where the input field
-    is dense, since samples of one length only were put, any other dense field with one dimension of that size. Others
-    are per sample, and so are `repeat_fields` and `keep_fields` in any case. Where that leaves a doubt it is an error,
-    which `token_fields` or `keep_fields` settles.
+    Per-token fields are concatenated; all others are kept, one row per sample. These fields are per token:
+
+    - `input_field`, `token_fields` and `position_ids`;
+    - any other jagged field;
+    - if the input field is dense because all samples have the same length: any other dense field with exactly one
+      dimension of that size.
+
+    All other fields are per sample, and `repeat_fields` and `keep_fields` always are. An ambiguous field is an error:
+    name it in `token_fields` or `keep_fields`.
 
     Attributes:
         pack_max_length: tokens of every pack; the `pack_max_length` of the sampler `packed`.
         input_field: the field whose rows are the tokens of the samples.
-        pad_token_id: what `input_field` is padded with.
-        label_fields: per-token fields padded with -100, where the data has them.
-        token_fields: fields that have a value for each token, also where their rows happen to be alike.
+        pad_token_id: padding value of `input_field`.
+        label_fields: per-token fields padded with -100, if the data has them.
+        token_fields: fields with one value per token, even if all their rows have the same shape.
         repeat_fields: dense fields whose value is repeated over the tokens of its sample, such as an advantage.
-        keep_fields: fields that have no value for each token, such as prompts, the patches of images or an embedding;
-            they stay as they are, one row a sample.
-        pad_values: by field, what other per-token and repeated fields are padded with; 0 (False) where not given.
-        padding_sequence_length: padding tokens are laid out as sequences of at most so many tokens.
-        overlong: what to do with a sample of more than `pack_max_length` tokens: "error", or "truncate" it to its first
-            ones, as the sampler's `overlong="truncate"` plans it.
+        keep_fields: fields without one value per token, such as prompts, the patches of images or an embedding; they
+            are kept unchanged, one row per sample.
+        pad_values: padding values of other per-token and repeated fields, by field; default 0 (False).
+        padding_sequence_length: longest sequence of the padding after the samples, in tokens, rounded up to a multiple
+            of `align`.
+        align: each sample is padded to a multiple of this number of tokens, within its sequence, so all of `cu_seqlens`
+            are multiples of it. The sampler's `align`; `pack_max_length` is a multiple of it.
+        overlong: handling of a sample of more than `pack_max_length` tokens: "error", or "truncate" it to its first
+            tokens, as planned by the sampler's `overlong="truncate"`.
 
     Raises:
-        InvalidArgumentError: an option cannot be right.
+        InvalidArgumentError: an option is invalid.
     """
 
     pack_max_length: int
@@ -79,12 +94,15 @@ class PackOptions:
     keep_fields: tuple[str, ...] = ()
     pad_values: Mapping[str, bool | int | float] = field(default_factory=dict)
     padding_sequence_length: int = PADDING_SEQUENCE_LENGTH
+    align: int = 1
     overlong: Overlong = "error"
 
     def __post_init__(self) -> None:
-        for name in ("pack_max_length", "padding_sequence_length"):
+        for name in ("pack_max_length", "padding_sequence_length", "align"):
             if getattr(self, name) < 1:
                 raise _invalid(name, getattr(self, name), "at least 1")
+        if self.pack_max_length % self.align:
+            raise _invalid("pack_max_length", self.pack_max_length, f"a multiple of align, which is {self.align}")
         if self.overlong not in get_args(Overlong):
             raise _invalid("overlong", repr(self.overlong), "'error' or 'truncate'")
         for name in ("label_fields", "token_fields", "repeat_fields", "keep_fields"):
@@ -103,7 +121,7 @@ class PackOptions:
             )
 
     def pad_value(self, name: object) -> bool | int | float:
-        """Return what a per-token or repeated field is padded with."""
+        """Return the padding value of a per-token or repeated field."""
         if name == self.input_field:
             return self.pad_token_id
         if isinstance(name, str) and name in self.pad_values:
@@ -117,7 +135,7 @@ def _invalid(name: str, got: object, expected: str) -> InvalidArgumentError:
 
 @dataclass(frozen=True, slots=True)
 class FieldUse:
-    """What became of a field: concatenated along `token_dim`, repeated over the tokens, or kept per sample."""
+    """How a field was packed: concatenated along `token_dim`, repeated over the tokens, or kept per sample."""
 
     kind: Literal["token", "repeated", "sample"]
     token_dim: int = 0
@@ -125,21 +143,27 @@ class FieldUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PackedSequences:
-    """Samples as one sequence of `pack_max_length` tokens; `pack["input_ids"]` gives a tensor of it.
+    """Samples as one sequence of `pack_max_length` tokens; `pack["input_ids"]` returns one of its tensors.
 
     Attributes:
-        tensors: a TensorDict without batch dimensions. The input field, labels and other per-token fields
-            `(pack_max_length, ...)`, or `(..., pack_max_length)` where the rows differ in their last dimension;
-            `position_ids` likewise; `cu_seqlens` `(sequences + 1,)` int32, the samples and then the padding sequences;
-            `padding_mask` `(pack_max_length,)` bool, true at padding; fields kept per sample `(n, ...)`.
-        lengths: tokens of each sample.
-        max_seqlen: tokens of the longest sequence, padding included.
-        num_padding: padding tokens, which are the last ones.
-        uses: what became of each field of the samples.
+        tensors: a TensorDict without batch dimensions. The input field, labels and other per-token fields are
+            `(pack_max_length, ...)`, or `(..., pack_max_length)` if the rows differ in their last dimension; so are
+            `position_ids`. `cu_seqlens` is `(sequences + 1,)` int32: the samples, each with its alignment padding, then
+            the padding sequences. `padding_mask` is `(pack_max_length,)` bool, true at padding. Fields kept per sample
+            are `(n, ...)`.
+        lengths: tokens of each sample in the pack, without padding.
+        starts: position of each sample's first token in the pack.
+        max_seqlen: tokens of the longest sequence, including padding.
+        num_padding: padding tokens, both those that align samples and those at the end.
+        uses: how each field of the samples was packed.
+
+    The pack of a context-parallel rank has `pack_max_length / cp_size` tokens: its shares of the sequences. Only
+    `cu_seqlens`, `max_seqlen` and `position_ids` refer to the full sequences.
     """
 
     tensors: TensorDict
     lengths: tuple[int, ...]
+    starts: tuple[int, ...]
     max_seqlen: int
     num_padding: int
     uses: Mapping[FieldKey, FieldUse]
@@ -166,10 +190,10 @@ class PackedSequences:
         return {**dict(self.tensors.items()), "max_seqlen": self.max_seqlen, "num_padding": self.num_padding}
 
     def split_tokens(self, values: torch.Tensor, dim: int = 0) -> list[torch.Tensor]:
-        """Return the part of each sample of a tensor with a value for each token, such as log-probs of a model.
+        """Return each sample's part of a tensor with one value per token, such as the log-probs of a model.
 
         Args:
-            values: of size `pack_max_length` in `dim`; the parts share its memory.
+            values: a tensor with one value per token of the pack along `dim`; the parts share its memory.
             dim: dimension of the tokens.
 
         Raises:
@@ -180,15 +204,15 @@ class PackedSequences:
             raise ValueError(
                 f"got {values.shape[dim]} values in dimension {dim}; expected {expected}, one for each token"
             )
-        return list(torch.split(values, [*self.lengths, self.num_padding], dim=dim))[:-1]
+        return list(map(values.narrow, [dim] * self.sample_count, self.starts, self.lengths))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PackedMicroBatch(PackedSequences):
     """One forward and backward pass of a batch, and its place in the optimizer steps.
 
-    All ranks of a batch have the same steps and the same number of packs in each, so that collectives of one pass, and
-    of one optimizer step, meet.
+    All ranks of a batch have the same steps and the same number of packs per step, so collectives match in each pass
+    and in each optimizer step.
 
     Attributes:
         meta: the samples of the pack, for `client.put(new_columns, metadata=pack.meta)`; its size may be 0.
@@ -196,7 +220,7 @@ class PackedMicroBatch(PackedSequences):
         step_count: optimizer steps of the batch.
         pack: the pack in the step, from 0.
         pack_count: packs of the step.
-        step_token_count: tokens of the samples of this rank in the step, without padding.
+        step_token_count: tokens of the samples of this DP rank in the step, without padding.
     """
 
     meta: BatchMeta
@@ -208,7 +232,7 @@ class PackedMicroBatch(PackedSequences):
 
     @property
     def ends_step(self) -> bool:
-        """Whether the optimizer step is due once the gradients of this pack are there."""
+        """Whether the optimizer step is due after the backward pass of this pack."""
         return self.pack == self.pack_count - 1
 
 
@@ -218,30 +242,36 @@ def pack_sequences(
     options: PackOptions,
     *,
     positions: Sequence[int] | Positions | None = None,
+    share: RowSlice | None = None,
 ) -> PackedSequences:
-    """Lay samples out as one sequence of exactly `options.pack_max_length` tokens.
+    """Pack samples into one sequence of exactly `options.pack_max_length` tokens.
 
-    Field by field, bit for bit: fields with a value for each token (see `PackOptions`) are concatenated, sample after
-    sample, and padded; others are kept per sample or repeated. `position_ids` restart at each sample and each padding
-    sequence; where the data has a field of that name, such as the three rows of vision-language models, it is
-    concatenated instead. Rows `(3, length)` become `(3, pack_max_length)`, rows `(length, 3)` become
-    `(pack_max_length, 3)`: the ragged dimension tells, or the one of the size of the samples where all are of one size.
-    All tensors are copies.
+    Per-token fields (see `PackOptions`) are concatenated bit for bit, sample after sample, and padded; other fields are
+    kept per sample or repeated. All tensors are copies.
+
+    `position_ids` restart at each sample and each padding sequence, and continue over a sample's alignment padding. If
+    the data has a field of that name, such as the three rows of vision-language models, that field is concatenated
+    instead. Rows `(3, length)` become `(3, pack_max_length)`, rows `(length, 3)` become `(pack_max_length, 3)`. The
+    token dimension is the ragged one or, if all samples have the same length, the dimension of that size.
 
     Args:
-        data: a batch as `get_data` and the loader give it.
-        lengths: the tokens of each sample that the plan counted on; None: those that the rows have.
-        options: what becomes of which field.
-        positions: the rows of `data` that make the pack, in order; None: all of them. None at all make a pack of
+        data: a batch from `get_data` or the loader.
+        lengths: the tokens of each sample according to the plan; None: the lengths of the rows.
+        options: how each field is packed.
+        positions: the rows of `data` that form the pack, in order; None: all of them. An empty sequence makes a pack of
             padding only, typed like the others.
+        share: the `RowSlice.share(..., fill=)` of a context-parallel rank that was used to fetch the per-token fields.
+            `options.align` is then `share.chunk_count * share.align`, and `lengths` are those of the full rows. None:
+            `data` has full rows.
 
     Raises:
-        ValueError: the samples do not fit into the pack, `lengths` are not those of the rows, a field has other row
-            lengths than the input field, or may have a value for each token or not, a named field is missing or of the
-            wrong layout, or holds objects.
+        ValueError: the samples do not fit into the pack; `lengths` differ from those of the rows; a field has other row
+            lengths than the input field, is ambiguous, or holds objects; a named field is missing or has the wrong
+            layout; or shares are given without `lengths`.
+        InvalidArgumentError: `share` and `options` do not agree.
         IndexError: a position is outside the batch.
     """
-    packing = _Packing(data, options)
+    packing = _Packing(data, options, share)
     rows = np.arange(packing.row_count) if positions is None else positions
     chosen = np.asarray(rows, dtype=np.int64)
     planned = None if lengths is None else np.asarray(lengths, dtype=np.int64)
@@ -249,25 +279,32 @@ def pack_sequences(
 
 
 def split_packs(
-    data: TensorDict, meta: BatchMeta, options: PackOptions, *, micro_batch_size: int | None = None
+    data: TensorDict,
+    meta: BatchMeta,
+    options: PackOptions,
+    *,
+    share: RowSlice | None = None,
+    micro_batch_size: int | None = None,
 ) -> Iterator[PackedMicroBatch]:
-    """Yield the packs of a batch as tensors, step after step.
+    """Yield the packs of a batch as tensors, step by step.
 
     Args:
         data: the batch, `meta.size` rows.
         meta: the samples of `data`. Its packs need not come from the sampler `packed`, as long as their samples fit.
         options: how samples become one sequence.
-        micro_batch_size: samples of a pack where the meta has no steps; None: the batch is one pack.
+        share: share of a context-parallel rank, see `pack_sequences`; requires a plan that has the sample lengths.
+        micro_batch_size: samples per pack if the meta has no steps; None: the batch is one pack.
 
     Raises:
         ValueError: the batch has another number of rows than the meta, or the plan was made for packs of another
-            length; otherwise as `pack_sequences`.
+            length; also for the reasons of `pack_sequences`.
+        InvalidArgumentError: `share` and `options` do not agree.
     """
-    packing = _Packing(data, options)
+    packing = _Packing(data, options, share)
     if packing.row_count != meta.size:
         raise ValueError(
-            f"the batch has {packing.row_count} rows and its meta {meta.size} samples; fetch_batch_fn returns both "
-            "alike"
+            f"the batch has {packing.row_count} rows and its meta {meta.size} samples; fetch_batch_fn must return both "
+            "for the same samples"
         )
     steps = steps_of(meta, micro_batch_size)
     for step_index, step in enumerate(steps):
@@ -280,7 +317,7 @@ def split_packs(
             packed = packing.pack(positions[index], lengths[index])
             yield PackedMicroBatch(
                 **{field.name: getattr(packed, field.name) for field in fields(packed)},
-                meta=part_of(meta, pack),
+                meta=part_of(meta, pack, step_index),
                 step=step_index,
                 step_count=len(steps),
                 pack=index,
@@ -292,7 +329,7 @@ def split_packs(
 def _check_padding(pack: Pack, lengths: NDArray[np.int64], options: PackOptions) -> None:
     tokens = int(lengths.sum())
     expected = options.pack_max_length - tokens
-    # 0 is also what samplers say that plan no padding.
+    # Samplers that plan no padding also return 0.
     if pack.padding_tokens not in (0, expected):
         raise ValueError(
             f"the plan has a pack of {tokens} tokens and {pack.padding_tokens} of padding; expected {expected}, up to "
@@ -301,20 +338,23 @@ def _check_padding(pack: Pack, lengths: NDArray[np.int64], options: PackOptions)
 
 
 class _Packing:
-    """A batch whose samples are laid out as packs, with what all of its packs share.
+    """Lays out the samples of a batch as packs; holds the state common to its packs.
 
     Raises:
-        ValueError: a field holds objects, is of the wrong layout, or is missing; it may be per token or per sample, or
-            is named as per token and is not.
+        ValueError: a field holds objects, has the wrong layout, is missing or ambiguous, or is named as per token and
+            is not.
+        InvalidArgumentError: the share and the options do not agree.
     """
 
-    def __init__(self, data: TensorDict, options: PackOptions) -> None:
+    def __init__(self, data: TensorDict, options: PackOptions, share: RowSlice | None) -> None:
         flat = flatten(data)
         self.row_count = flat.row_count
-        self._options = options
+        self._options, self._is_shared, self._share = options, share is not None, share or _WHOLE
+        if share is not None:
+            _check_share(share, options)
         tokens = flat.columns.get(options.input_field)
         self._is_dense = isinstance(tokens, torch.Tensor)
-        # Tokens of every sample, None where they differ or there are none.
+        # Tokens per sample; None if they differ or the batch is empty.
         self._length: int | None = None
         if isinstance(tokens, torch.Tensor) and tokens.ndim > 1:
             self._length = tokens.shape[1]
@@ -326,12 +366,12 @@ class _Packing:
         self._check_names()
 
     def _token_column(self, key: FieldKey, column: FlatColumn, made: dict[int, RowPattern]) -> FlatColumn:
-        """Return a column jagged where it has a value for each token, also if all rows are alike.
+        """Return a column, as jagged if it has one value per token, even if all rows have the same shape.
 
         Args:
             key: its name.
             column: the column.
-            made: the patterns that were made of rows of one size, by this size.
+            made: patterns of rows of equal size, by size; reused.
         """
         rows: torch.Tensor | None = None
         if isinstance(column, torch.Tensor):
@@ -348,15 +388,15 @@ class _Packing:
         return JaggedColumn(rows.movedim(0, dim).flatten(dim, dim + 1), made[size], dim + 1)
 
     def _token_dim(self, key: FieldKey, row: tuple[int, ...], is_jagged: bool) -> int | None:
-        """Return the dimension of the tokens in rows of one shape; None: it is per sample, or jagged as it is.
+        """Return the token dimension of rows of one shape; None: the field is per sample, or already jagged.
 
         Raises:
-            ValueError: that cannot be told.
+            ValueError: the field is ambiguous.
         """
         options, length = self._options, self._length
         dims = [dim for dim, size in enumerate(row) if size == length]
         if is_jagged:
-            # torch takes the first dimension of equal rows for the ragged one, whichever differs in other batches.
+            # For equal rows torch takes the first dimension as the ragged one, even if another differs elsewhere.
             if key in (options.input_field, *options.keep_fields) or not dims:
                 return None
             return dims[-1] if key == POSITIONS or len(dims) == 1 else None
@@ -368,18 +408,18 @@ class _Packing:
         if len(dims) == 1 and (self._is_dense or is_named):
             return dims[0]
         if is_named and length is None and (len(row) == 1 or not self.row_count):
-            return len(row) - 1 if key == POSITIONS else 0  # `lengths` compares the sizes, where there are samples
+            return len(row) - 1 if key == POSITIONS else 0  # `lengths` compares the sizes if there are samples
         if is_named and not dims:
             raise ValueError(
-                f"field {key!r} has a row of shape {row} in every sample; expected one dimension with a value for "
+                f"field {key!r} has rows of shape {row} in every sample; expected one dimension with a value for "
                 f"each of the {'' if length is None else f'{length} '}tokens of {options.input_field!r}; name it in "
-                "keep_fields if it has none, or declare it with layout='jagged'"
+                "keep_fields if it is per sample, or declare it with layout='jagged'"
             )
         if dims:
             raise ValueError(
-                f"field {key!r} has a row of shape {row} in every sample, and each sample of the batch has {length} "
-                f"tokens, so that it may have a value for each token{', in several dimensions' if dims[1:] else ''}; "
-                "name it in keep_fields if it has none, else in token_fields, or declare which dimension has the "
+                f"field {key!r} has rows of shape {row} in every sample, and each sample of the batch has {length} "
+                f"tokens, so it could have one value per token{', in several dimensions' if dims[1:] else ''}; "
+                "name it in keep_fields if it is per sample, else in token_fields, or declare the dimension of the "
                 "tokens, such as FieldSpec(name, layout='jagged', row_shape=(3, -1))"
             )
         return None
@@ -389,18 +429,18 @@ class _Packing:
         if isinstance(column, list):
             if column and all(isinstance(row, torch.Tensor) for row in column):
                 raise ValueError(
-                    f"field {key!r} has rows that differ in several dimensions, or did so in some put; expected one "
+                    f"field {key!r} has, or had in some put, rows that differ in several dimensions; expected one "
                     "ragged dimension: declare it before the first put, such as FieldSpec(name, layout='jagged', "
                     "row_shape=(3, -1))"
                 )
             raise ValueError(
-                f"field {key!r} holds objects, which no pack can hold; leave it out of data_fields, and fetch it by "
-                "the pack's meta where it is needed"
+                f"field {key!r} holds objects, which cannot be packed; leave it out of data_fields, and fetch it with "
+                "the pack's meta when needed"
             )
         if isinstance(column, JaggedColumn):
             if key in options.repeat_fields:
                 raise ValueError(
-                    f"field {key!r} of repeat_fields is jagged; expected a dense one, of one value a sample"
+                    f"field {key!r} of repeat_fields is jagged; expected a dense field with one value per sample"
                 )
             return FieldUse("sample" if key in options.keep_fields else "token", column.ragged_dim - 1)
         if key in (options.input_field, POSITIONS, *options.token_fields):
@@ -415,7 +455,7 @@ class _Packing:
         for name in (options.input_field, *options.token_fields, *options.repeat_fields, *options.keep_fields):
             if name not in uses:
                 raise ValueError(
-                    f"the samples have no field {name!r}, only {', '.join(map(repr, uses))}; name it in data_fields"
+                    f"the samples have no field {name!r}, only {', '.join(map(repr, uses))}; add it to data_fields"
                 )
         for name in _MADE:
             if name in uses:
@@ -424,18 +464,18 @@ class _Packing:
                 )
         if POSITIONS in options.keep_fields:
             raise ValueError(
-                f"keep_fields has {POSITIONS!r}, which has a value for each token; leave it out of keep_fields"
+                f"keep_fields has {POSITIONS!r}, which has one value per token; leave it out of keep_fields"
             )
 
     def lengths(self, positions: Positions, planned: Lengths | None) -> Lengths:
-        """Return the tokens to take of each sample, `(m,)`, after a look at all fields that must have them.
+        """Return the tokens of each sample, `(m,)`, after checking all per-token fields.
 
         Args:
-            positions: the rows `(m,)` that make the pack.
-            planned: the tokens `(m,)` that the plan counted on; None: those that the rows have.
+            positions: the rows `(m,)` that form the pack.
+            planned: the tokens `(m,)` according to the plan; None: the lengths of the rows.
 
         Raises:
-            ValueError: the rows have other lengths than the plan counted on, or than those of the input field.
+            ValueError: the lengths of the rows differ from those of the plan or of the input field.
             IndexError: a position is outside the batch.
         """
         check_positions(self.row_count, positions)
@@ -451,9 +491,12 @@ class _Packing:
                 at = wrong[0]
                 raise ValueError(
                     f"field {key!r} has {got[at]} values in sample {at} of the pack; expected {lengths[at]}, as many "
-                    f"as {options.input_field!r}; name it in keep_fields if it has no value for each token, or declare "
-                    "its row_shape if another dimension has the tokens"
+                    f"as {options.input_field!r}; name it in keep_fields if it is per sample, or declare its row_shape "
+                    "if another dimension has the tokens"
+                    + ("; fetch all per-token fields as shares" if self._is_shared else "")
                 )
+        if self._is_shared:
+            return self._whole_lengths(lengths, planned)
         expected = np.minimum(lengths, options.pack_max_length) if options.overlong == "truncate" else lengths
         if planned is None:
             return expected
@@ -462,61 +505,109 @@ class _Packing:
         if (wrong := np.flatnonzero(planned != expected)).size:
             at = wrong[0]
             raise ValueError(
-                f"got length {planned[at]} of sample {at} of the pack; expected {expected[at]}, as "
-                f"{options.input_field!r} has {lengths[at]} tokens; plan with the lengths that the rows have, and "
-                'where the sampler truncates, pack with overlong="truncate" too'
+                f"got length {planned[at]} of sample {at} of the pack; expected {expected[at]}, since "
+                f"{options.input_field!r} has {lengths[at]} tokens; plan with the lengths of the rows, and if the "
+                'sampler truncates, pack with overlong="truncate" too'
+            )
+        return planned
+
+    def _whole_lengths(self, got: Lengths, planned: Lengths | None) -> Lengths:
+        """Return the tokens of the full rows, given those of their fetched shares; `(m,)` each."""
+        if planned is None:
+            raise ValueError(
+                "got shares of rows without the lengths of the rows; expected a plan that has them, such as one of the "
+                "sampler 'packed'"
+            )
+        share = self._share
+        expected = _rounded(planned, self._options.align) // share.chunk_count * len(share.chunks)
+        if expected.shape != got.shape or (expected != got).any():
+            raise ValueError(
+                f"got shares of {got.tolist()[:8]} tokens; expected {expected.tolist()[:8]}: chunks {share.chunks} of "
+                f"{share.chunk_count} of rows with {planned.tolist()[:8]} tokens in the plan; fetch and pack with the "
+                "same share, and plan with the lengths of the rows"
             )
         return planned
 
     def pack(self, positions: Positions, lengths: Lengths) -> PackedSequences:
-        """Return the pack of some rows `(m,)` and as many tokens of each.
+        """Return the pack of some rows `(m,)`, with the first `lengths` tokens of each.
 
         Raises:
             ValueError: the samples do not fit into the pack, or a field cannot hold its padding.
         """
-        options, token_count = self._options, int(lengths.sum())
-        padding_tokens = options.pack_max_length - token_count
-        if padding_tokens < 0:
+        options, share = self._options, self._share
+        aligned = _rounded(lengths, options.align)
+        end = int(aligned.sum())
+        if end > options.pack_max_length:
+            rounded = f", each rounded up to a multiple of {options.align}" if options.align > 1 else ""
             raise ValueError(
-                f"got {token_count} tokens in {lengths.size} samples; expected at most pack_max_length = "
+                f"got {end} tokens in {lengths.size} samples{rounded}; expected at most pack_max_length = "
                 f"{options.pack_max_length}; give fewer samples, or plan with the sampler 'packed' and this "
-                "pack_max_length"
+                "pack_max_length and align"
             )
-        padding = padding_sequences(padding_tokens, options.padding_sequence_length)
-        sequences = np.concatenate([lengths, np.array(padding, np.int64)])
-        bounds = offsets_of(sequences)
-        places = torch.from_numpy(np.arange(options.pack_max_length) - np.repeat(bounds[:-1], sequences))
+        longest = -(-options.padding_sequence_length // options.align) * options.align
+        padding = padding_sequences(options.pack_max_length - end, longest)
+        sequences = np.concatenate([aligned, np.array(padding, np.int64)])
+        sizes = sequences // share.chunk_count
+        begins = sizes[:, None] * np.array(share.chunks)
+        # For each token held here: its position in its sequence, and its sample (for padding, the index after the last
+        # sample).
+        places = expand_runs(begins.reshape(-1), np.repeat(sizes, len(share.chunks)))
+        parts = sizes * len(share.chunks)
+        sample_of = np.repeat(np.minimum(np.arange(sequences.size), lengths.size), parts)
+        sample_of[places >= np.append(lengths, 0)[sample_of]] = lengths.size
+        # Tokens held here come first in their sequences: only padding follows the end of a sample.
+        taken = np.clip(lengths[:, None] - begins[: lengths.size], 0, sizes[: lengths.size, None]).sum(axis=1)
+        bounds = offsets_of(parts[: lengths.size])
         kept = {key: column for key, column in self._columns.items() if self._uses[key].kind == "sample"}
         rows = build(select_rows(FlatBatch(self.row_count, kept), positions))
         tensors: dict[FieldKey, Any] = {key: rows.get(key) for key in kept}
-        # By index: repeat_interleave lacks the unsigned dtypes.
-        row_of_token = torch.from_numpy(np.repeat(positions, lengths))
         for key, column in self._columns.items():
             if isinstance(column, JaggedColumn) and key not in kept:
-                tensors[key] = self._concatenated(key, column, positions, lengths, places[token_count:])
+                tensors[key] = self._concatenated(
+                    key, column, positions, taken, bounds=bounds, places=torch.from_numpy(places)
+                )
             elif isinstance(column, torch.Tensor) and key not in kept:
-                values = column[row_of_token.to(column.device)]
-                shape = [padding_tokens, *column.shape[1:]]
-                tensors[key] = torch.cat([values, _filled(values, shape, options.pad_value(key), key)])
+                padding_row = _filled(column, [1, *column.shape[1:]], options.pad_value(key), key)
+                values = torch.cat([column[torch.from_numpy(positions).to(column.device)], padding_row])
+                # By index: repeat_interleave lacks the unsigned dtypes.
+                tensors[key] = values[torch.from_numpy(sample_of).to(column.device)]
         made = {
-            POSITIONS: places,
-            "cu_seqlens": torch.from_numpy(bounds.astype(np.int32)),
-            "padding_mask": torch.arange(options.pack_max_length) >= token_count,
+            POSITIONS: torch.from_numpy(places),
+            "cu_seqlens": torch.from_numpy(offsets_of(sequences).astype(np.int32)),
+            "padding_mask": torch.from_numpy(sample_of == lengths.size),
         }
         device = tensors[options.input_field].device
         tensors |= {name: tensor.to(device) for name, tensor in made.items() if name not in tensors}
         return PackedSequences(
             tensors=TensorDict(tensors, batch_size=[]),
-            lengths=tuple(lengths.tolist()),
+            lengths=tuple(taken.tolist()),
+            starts=tuple(bounds[:-1].tolist()),
             max_seqlen=int(sequences.max(initial=0)),
-            num_padding=padding_tokens,
+            num_padding=places.size - int(taken.sum()),
             uses=self._uses,
         )
 
     def _concatenated(
-        self, key: FieldKey, column: JaggedColumn, positions: Positions, lengths: Lengths, places: torch.Tensor
+        self,
+        key: FieldKey,
+        column: JaggedColumn,
+        positions: Positions,
+        lengths: Lengths,
+        *,
+        bounds: Lengths,
+        places: torch.Tensor,
     ) -> torch.Tensor:
-        """Return the tokens of samples and then the padding, of position ids the `places` of the padding tokens."""
+        """Return the tokens of samples, each with its alignment padding, and then the remaining padding.
+
+        Args:
+            key: its name.
+            column: the column.
+            positions: the rows `(m,)`.
+            lengths: the tokens to take of each `(m,)`.
+            bounds: the start of each sample in the pack, and the end of the last one, alignment padding included
+                `(m + 1,)`.
+            places: position of each token of the pack in its sequence; the padding value of position ids.
+        """
         dim, values = column.ragged_dim - 1, column.values
         shape = list(values.shape)
         shape[dim] = places.numel()
@@ -525,9 +616,34 @@ class _Packing:
             padding = places.view([-1 if at == dim else 1 for at in range(values.ndim)]).expand(shape)
         else:
             padding = _filled(values, shape, self._options.pad_value(key), key)
-        starts = column.pattern.bounds[positions]
-        samples = map(values.narrow, [dim] * lengths.size, starts.tolist(), lengths.tolist())
-        return torch.cat([*samples, padding], dim=dim)
+        ends = bounds[:-1] + lengths
+        pieces = []
+        for row_start, length, end, gap in zip(
+            column.pattern.bounds[positions].tolist(),
+            lengths.tolist(),
+            ends.tolist(),
+            (bounds[1:] - ends).tolist(),
+            strict=True,
+        ):
+            pieces.append(values.narrow(dim, row_start, length))
+            if gap:
+                pieces.append(padding.narrow(dim, end, gap))
+        last = int(bounds[-1])
+        return torch.cat([*pieces, padding.narrow(dim, last, places.numel() - last)], dim=dim)
+
+
+def _rounded(lengths: Lengths, align: int) -> Lengths:
+    return -(-lengths // align) * align
+
+
+def _check_share(share: RowSlice, options: PackOptions) -> None:
+    aligned = share.chunk_count * share.align
+    if not aligned or share.fill is None:
+        raise _invalid("share", "a slice without chunks or fill", "RowSlice.share(..., fill=)")
+    if options.align != aligned:
+        raise _invalid("align", options.align, f"{aligned}, the alignment of shares of {share.chunk_count} chunks")
+    if options.overlong == "truncate":
+        raise _invalid("overlong", "'truncate' with shares of rows", "'error'; shares are cut from full rows")
 
 
 def _common_length(pattern: RowPattern) -> int | None:
@@ -535,19 +651,19 @@ def _common_length(pattern: RowPattern) -> int | None:
 
 
 def padding_sequences(padding_tokens: int, sequence_length: int = PADDING_SEQUENCE_LENGTH) -> list[int]:
-    """Return the lengths of the sequences that padding tokens are laid out as; all but the last are of full length."""
+    """Return the lengths of the sequences of some padding tokens; all but the last have the full length."""
     full, rest = divmod(padding_tokens, sequence_length)
     return [sequence_length] * full + [rest] * (rest > 0)
 
 
 def _filled(like: torch.Tensor, shape: list[int], value: bool | int | float, name: object) -> torch.Tensor:
-    """Return a tensor of the dtype and device of `like` that holds one value everywhere.
+    """Return a tensor filled with one value, with the dtype and device of `like`, expanded from one element.
 
     Raises:
         ValueError: the dtype cannot hold the value.
     """
     if not value:
-        return like.new_zeros(shape)
+        return like.new_zeros(()).expand(shape)
     try:
         scalar = torch.tensor(value, dtype=like.dtype)
         exact = scalar.item() == value
@@ -556,25 +672,24 @@ def _filled(like: torch.Tensor, shape: list[int], value: bool | int | float, nam
     if not exact and not (like.is_floating_point() and isinstance(value, float)):
         raise ValueError(
             f"field {name!r} is {like.dtype} and cannot hold the padding value {value}; put it with another dtype, or "
-            "give it another value in pad_values"
+            "set another value in pad_values"
         )
     return scalar.to(like.device).expand(shape)
 
 
 def unpack_sequences(packed: PackedSequences) -> TensorDict:
-    """Return the samples of a pack as they were before, one row each, without padding.
+    """Return the original samples of a pack, one row each, without padding.
 
-    Per-token fields are jagged, others as they were, bit for bit; truncated samples have the tokens that were left.
-    `position_ids` are returned only where the samples brought them.
+    Per-token fields are jagged; other fields have their original form, bit for bit. Truncated samples have their
+    remaining tokens. `position_ids` are returned only if the samples had them.
 
     Raises:
-        ValueError: a sample without tokens has left no value of a repeated field.
+        ValueError: a sample without tokens has lost its value of a repeated field.
     """
     lengths = np.asarray(packed.lengths, dtype=np.int64)
-    starts = offsets_of(lengths)
     if 0 in packed.lengths and any(use.kind == "repeated" for use in packed.uses.values()):
         raise ValueError(
-            f"got sample {packed.lengths.index(0)} without tokens, over which nothing is repeated; expected at least "
+            f"got sample {packed.lengths.index(0)} without tokens, so its repeated values are lost; expected at least "
             "one token in each sample, or no repeat_fields"
         )
     pattern = RowPattern.of_lengths(lengths, beside=packed["cu_seqlens"])
@@ -582,10 +697,10 @@ def unpack_sequences(packed: PackedSequences) -> TensorDict:
     for key, use in packed.uses.items():
         values = packed.tensors.get(key)
         if use.kind == "token":
-            samples = values.narrow(use.token_dim, 0, int(starts[-1])).clone(memory_format=torch.contiguous_format)
-            columns[key] = JaggedColumn(samples, pattern, use.token_dim + 1)
+            taken = packed.split_tokens(values, use.token_dim) or [values.narrow(use.token_dim, 0, 0)]
+            columns[key] = JaggedColumn(torch.cat(taken, use.token_dim), pattern, use.token_dim + 1)
         elif use.kind == "repeated":
-            columns[key] = values[torch.from_numpy(starts[:-1]).to(values.device)]
+            columns[key] = values[torch.tensor(packed.starts, dtype=torch.int64, device=values.device)]
         else:
             columns[key] = values
     return build(FlatBatch(packed.sample_count, columns))

@@ -1,7 +1,7 @@
-"""Ranks as torch.distributed has them: which DP rank this process is, and replicas of which one asks for all.
+"""Ranks of torch.distributed: the DP rank of this process, and replicas that share the batches fetched by the first.
 
-The processes that hold one DP rank together (tensor, pipeline or context parallel) need the same batches. Each may ask
-for itself, since a rank that asks again gets the same answer; or the first of them asks and broadcasts.
+The processes that share a DP rank (tensor, pipeline or context parallel) need the same batches. Each may fetch for
+itself, since a repeated request of a rank gets the same answer; or the first of them fetches and broadcasts.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ if TYPE_CHECKING:
 
     Ranks = DeviceMesh | ProcessGroup
 
-# The replicas wait in a collective while the first one waits for its batch. It sends them a sign in this interval, so
-# that a long wait for data is none of the collective, whose timeout would end the trainer.
+# The replicas wait in a collective while the first one waits for its batch. It sends "waiting" in this interval:
+# otherwise a long wait for data would exceed the timeout of the collective and end the trainer.
 _SIGN_OF_WAITING_SECONDS: Final = 10.0
 
 
 def rank_and_size(group: Ranks) -> tuple[int, int]:
-    """Return which rank of how many this process is; the dimensions of a mesh are counted in row-major order.
+    """Return the rank of this process and the number of ranks; dimensions of a mesh count in row-major order.
 
     Raises:
-        InvalidArgumentError: this process is no part of the mesh or group.
+        InvalidArgumentError: this process does not belong to the mesh or group.
     """
     if isinstance(group, dist.ProcessGroup):
         rank, size = dist.get_rank(group), dist.get_world_size(group)
@@ -50,15 +50,20 @@ def rank_and_size(group: Ranks) -> tuple[int, int]:
         rank = -1 if coordinate is None else int(np.ravel_multi_index(tuple(coordinate), tuple(group.shape)))
     if rank < 0:
         raise InvalidArgumentError(
-            f"this process, rank {dist.get_rank()}, is no part of {group}; give the mesh or group that it is in",
+            f"this process, rank {dist.get_rank()}, does not belong to {group}; pass its own mesh or group",
             field="dp_group",
         )
     return rank, size
 
 
+def world_group() -> dist.ProcessGroup | None:
+    """Return the group of all processes if torch.distributed is initialized, else None."""
+    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+
+
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Stands for a tensor whose bytes begin at `start`."""
+    """Placeholder of a tensor whose bytes begin at `start`."""
 
     start: int
     dtype: torch.dtype
@@ -71,13 +76,13 @@ class _Place:
 
 @dataclass(frozen=True, slots=True)
 class DeviceBatchLayout:
-    """A batch whose tensors are sent from one device to another, without them.
+    """A batch without its tensors, which are sent from one device to another.
 
     Attributes:
         index: its batch_index.
         meta: its samples.
-        content: its columns, with places for tensors.
-        size_bytes: of all tensors, with the gaps between them.
+        content: its columns, with placeholders for tensors.
+        size_bytes: bytes of all tensors and the gaps between them.
         batch_bytes: `FetchedBatch.size_bytes` of the batch.
     """
 
@@ -98,7 +103,7 @@ def _empty(size_bytes: int, device: torch.device) -> torch.Tensor:
 
 
 def lay_out_on(device: torch.device, batch: FetchedBatch) -> tuple[DeviceBatchLayout, torch.Tensor]:
-    """Return how a batch lies in its bytes on a device, and these, which are copied by the current stream."""
+    """Return the layout of a batch on a device, and its bytes there, which the current stream copies."""
     content = flatten(batch.data)
     starts: dict[int, int] = {}
     end = 0
@@ -115,54 +120,55 @@ def lay_out_on(device: torch.device, batch: FetchedBatch) -> tuple[DeviceBatchLa
 
 
 _Message = BatchLayout | DeviceBatchLayout | End | ExceptionWrapper | Literal["waiting", "closed"]
-"""A batch, of which the bytes follow; the end; an error; that there is no batch yet; that the stream was closed."""
+"""A batch, whose bytes follow; the end; an error; "waiting" for a batch; or the stream was "closed"."""
 
 
 class ReplicaGroup:
-    """The replicas of a DP rank, the first of which asks for all.
+    """The replicas of a DP rank; the first of them fetches for all.
 
-    Its collectives run in the thread that reads the stream, in the order of the batches. All replicas read alike.
+    Its collectives run in the thread that reads the stream, in the order of the batches. All replicas make the same
+    reads.
     """
 
     def __init__(self, group: Ranks) -> None:
         if not isinstance(group, dist.ProcessGroup):
             if group.ndim != 1:
                 raise InvalidArgumentError(
-                    f"replica_group has {group.ndim} dimensions, {group.mesh_dim_names}; give a mesh of one dimension, "
+                    f"replica_group has {group.ndim} dimensions, {group.mesh_dim_names}; pass a mesh of one dimension, "
                     "or the process group of the replicas, torch.distributed.new_group(ranks)",
                     field="replica_group",
                 )
             group = group.get_group()
         if dist.get_rank(group) < 0:
             raise InvalidArgumentError(
-                f"this process, rank {dist.get_rank()}, is no part of replica_group; give the group that it is in",
+                f"this process, rank {dist.get_rank()}, does not belong to replica_group; pass its own group",
                 field="replica_group",
             )
         self._group = group
         self._first = dist.get_global_rank(group, 0)
         self.asks = dist.get_rank(group) == 0
-        # Such as "cpu:gloo,cuda:nccl".
+        # The config looks like "cpu:gloo,cuda:nccl".
         self._devices = [pair.partition(":")[0] for pair in str(dist.get_backend_config(group)).split(",")]
-        # Of what is on the CPU: that, if the group has a backend for it.
+        # The device to send CPU data from: the CPU, if the group has a backend for it.
         self._device = torch.device("cpu" if "cpu" in self._devices else self._devices[0])
 
     def sends_from(self, device: torch.device) -> bool:
-        """Whether tensors of a device are sent as they are."""
+        """Whether tensors on a device are sent directly from there."""
         return device.type in self._devices
 
     def send_there(self, message: DeviceBatchLayout, data: torch.Tensor) -> None:
-        """Give all other replicas a batch, whose bytes are on a device."""
+        """Send all other replicas a batch whose bytes are on a device."""
         self._exchange(message)
         self._broadcast(data)
 
     def receive_there(self, message: DeviceBatchLayout, device: torch.device) -> FetchedBatch:
-        """Receive the bytes of a batch on a device."""
+        """Receive the bytes of a batch into memory of a device."""
         data = _empty(message.size_bytes, device)
         self._broadcast(data)
         return message.open(data)
 
     def send(self, message: _Message, parts: Sequence[Bytes] = ()) -> None:
-        """Give all other replicas a message, and the parts of the batch if it is the layout of one."""
+        """Send all other replicas a message, followed by the parts of the batch if it is a batch layout."""
         self._exchange(message)
         if isinstance(message, BatchLayout):
             data = torch.empty(message.size_bytes, dtype=torch.uint8)
@@ -172,7 +178,7 @@ class ReplicaGroup:
             self._broadcast(data.to(self._device))
 
     def receive(self) -> tuple[_Message, Bytes]:
-        """Wait for the next message of the first replica, and the bytes of the batch, if it is the layout of one."""
+        """Wait for the next message of the first replica, and for the bytes of the batch if it is a batch layout."""
         message = self._exchange(None)
         data = torch.empty(message.size_bytes if isinstance(message, BatchLayout) else 0, dtype=torch.uint8)
         if isinstance(message, BatchLayout):
@@ -191,7 +197,7 @@ class ReplicaGroup:
 
 
 class ReplicaStream:
-    """A stream of which the first replica reads the batches, and broadcasts them to the others.
+    """A stream whose batches the first replica reads and broadcasts to the others.
 
     ::
 
@@ -204,8 +210,8 @@ class ReplicaStream:
     Args:
         group: the replicas.
         open_fetched: opens the inner stream.
-        batch_index: of the first batch.
-        device: on which the inner stream's batches are, so that the others receive them there; None: the CPU.
+        batch_index: batch_index of the first batch.
+        device: device of the inner stream's batches, on which the others receive them; None: the CPU.
     """
 
     def __init__(
@@ -218,12 +224,12 @@ class ReplicaStream:
         self.next_index = batch_index
         self._group = group
         self._device = device
-        self.closed = False  # by `close` of this replica or, once a read has found out, of the first one
+        self.closed = False  # by `close` of this replica, or of the first one as soon as a read notices
         self._inner = open_fetched() if group.asks else None
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="tq-replicas")
 
     def read(self) -> FetchedBatch | End | None:
-        """Wait for the next batch, or the end; None once it is closed."""
+        """Wait for the next batch, or the end; None after `close`."""
         got = self._receive() if self._inner is None else self._send(self._inner)
         if isinstance(got, FetchedBatch):
             self.next_index = got.index + 1
@@ -269,7 +275,7 @@ class ReplicaStream:
         return None
 
     def close(self) -> None:
-        """Stop fetching. Idempotent. The other replicas are not notified: they end their loops alike."""
+        """Stop fetching. Idempotent. The other replicas are not notified: they end their loops at the same point."""
         self.closed = True
         if self._inner is not None:
             self._inner.close()

@@ -1,4 +1,4 @@
-"""Batches of a rank: the request, the fetching of batches and of the end, and streams that fetch and split ahead."""
+"""Batches of a rank: requesting and fetching them, the end, and streams that fetch and split ahead."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, Protocol, TypeVar
 from tensordict import TensorDict
 
 from tq_service.client.transport import WaitReports
+from tq_service.client_probes import Span, Stage, collected_here, collecting, step_report
 from tq_service.data.columns import flatten, object_bytes
 from tq_service.errors import NothingDeliveredError
 from tq_service.results import WaitReason
@@ -29,26 +30,27 @@ if TYPE_CHECKING:
 
     from tq_service.client import Client
     from tq_service.client.batch_meta import BatchMeta
+    from tq_service.step_times import StepTimes
 
 FetchBatch = Callable[..., tuple[Any, Any]]
-"""`fetch_batch_fn(**keywords) -> (data, meta)`; see `fetch_batch` for the keywords and the answer."""
+"""`fetch_batch_fn(**keywords) -> (data, meta)`; see `fetch_batch` for the keywords and the result."""
 
 OnWait = Callable[[WaitReason], object]
-"""Called with the reason of a wait that lasts, in the thread or process that fetches."""
+"""Called with the reason of a long wait, in the thread or process that fetches."""
 
 ClientFactory = Callable[[Any], Any]
-"""Opens the sync client of a fetching thread or worker, given the address, or addresses, as the dataset was."""
+"""Opens the sync client of a fetching thread or worker, given the dataset's `address` argument."""
 
-# A fetch_batch_fn that says "not yet" without having waited is asked again after this long.
+# Delay before the next call if fetch_batch_fn returned "not yet" without having waited.
 _RETRY_SECONDS = 0.05
 
-# A call waits no longer than this, however long it may, so that why it waits is asked in time.
+# Upper limit of max_wait for one call: the reason of a wait is requested between calls.
 _LONGEST_CALL_SECONDS = 10.0
 _MOST_CLAIMED: Final = 64  # batches by one call
 
 
 class StreamClosedError(Exception):
-    """The wait for a batch ended since its stream was closed."""
+    """The wait for a batch ended because its stream was closed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +62,13 @@ class StreamIdentity:
 
     @classmethod
     def of(cls, meta: Any) -> StreamIdentity:
-        """Return that of a meta, whatever its type: fetch_batch_fn may have made it."""
+        """Return the identity of a meta of any type: fetch_batch_fn may have created it."""
         return cls(getattr(meta, "incarnation", b""), getattr(meta, "epoch", 0))
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A point in the work of a stream, behind which tensors are on a device.
+    """A point in the work of a CUDA stream, after which tensors are on a device.
 
     Attributes:
         device: the device.
@@ -77,7 +79,7 @@ class Arrival:
     event: cuda.Event
 
     def take(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Let the current stream use tensors: it waits for them, and their memory stays until it has used them."""
+        """Let the current stream use tensors: it waits for them, and their memory is not freed before it is done."""
         stream = cuda.current_stream(self.device)
         stream.wait_event(self.event)
         for tensor in tensors:
@@ -90,12 +92,13 @@ class FetchedBatch:
 
     Attributes:
         index: its batch_index.
-        data: the TensorDict, or whatever fetch_batch_fn returned.
+        data: the TensorDict, or the data that fetch_batch_fn returned.
         meta: the samples of `data`.
-        micro_batches: its micro-batches, where they are split ahead of the consumer.
-        on_consumed: called when the consumer begins with it, so that another batch may be fetched in its place.
-        measured_bytes: its `size_bytes`, where they have been measured before; None: they are to be measured.
-        arrival: where its tensors are on a device, the point behind which they are; see `Arrival`.
+        micro_batches: its micro-batches, if they are split ahead of the consumer.
+        on_consumed: called when the consumer begins with it; another batch may then be fetched in its place.
+        measured_bytes: its `size_bytes` if already measured, or None.
+        arrival: if its tensors are on a device, the point after which they may be used; see `Arrival`.
+        spans: durations of the stages of fetching it.
     """
 
     index: int
@@ -105,10 +108,11 @@ class FetchedBatch:
     on_consumed: Callable[[], None] | None = None
     measured_bytes: int | None = None
     arrival: Arrival | None = None
+    spans: Sequence[Span] = ()
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of its tensors, arrays, texts and images, also in plain containers; other objects are not counted."""
+        """Bytes of its tensors, arrays, texts and images, including those in plain containers; no other objects."""
         if self.measured_bytes is not None:
             return self.measured_bytes
         return flatten(self.data).size_bytes if isinstance(self.data, TensorDict) else object_bytes(self.data)
@@ -116,20 +120,22 @@ class FetchedBatch:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """What a stream gives after its last batch.
+    """The end marker that a stream returns after its last batch.
 
     Attributes:
-        identity: of the partition and the task's consumption.
-        counts: what became of the samples, the same for all ranks; None where fetch_batch_fn made the end itself.
+        identity: identity of the partition and the task's consumption.
+        counts: counts of the samples by outcome, the same for all ranks; None if fetch_batch_fn created the end.
+        spans: durations of the stages of the last call.
     """
 
     identity: StreamIdentity
     counts: EndCounts | None = None
+    spans: Sequence[Span] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExceptionWrapper:
-    """An error of another process, or a stand-in of the same text where it cannot be pickled, and its traceback."""
+    """An error of another process with its traceback; if it cannot be pickled, a RuntimeError with the same text."""
 
     error: Exception
     traceback: str
@@ -145,17 +151,17 @@ class ExceptionWrapper:
         return cls(error=error, traceback=text)
 
     def with_note(self, origin: str) -> Exception:
-        """Return the error with the traceback as a note, to be raised."""
+        """Return the error, ready to be raised, with the traceback as a note."""
         self.error.add_note(f"raised in {origin}:\n{self.traceback}")
         return self.error
 
 
 class BatchStream(Protocol):
-    """Gives batches one after the other; used by one thread."""
+    """Returns batches in order; used by one thread."""
 
     @property
     def next_index(self) -> int:
-        """The batch_index that `read` gives next."""
+        """The batch_index that `read` returns next."""
         ...
 
     @property
@@ -164,21 +170,22 @@ class BatchStream(Protocol):
         ...
 
     def read(self) -> FetchedBatch | End | None:
-        """Wait for the next batch, or the end; None once it is closed. Errors of fetching are raised here."""
+        """Wait for the next batch, or the end; None after `close`. Errors of fetching are raised here."""
         ...
 
     def close(self) -> None:
-        """Stop fetching and drop what was fetched ahead; it will be fetched again when asked for. Idempotent."""
+        """Stop fetching and drop prefetched batches, which can be fetched again. Idempotent."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRequest:
-    """What a rank asks for, the same for each of its batches; the names are those of `Client.get_meta`.
+    """The request of a rank, the same for each of its batches; the names are those of `Client.get_meta`.
 
-    Attributes, besides those:
+    Additional attributes:
+        read_options: more arguments of `Client.get_data`, or None.
         version_lag: how many batches may be planned ahead of the published version of `policy`; None: any number.
-        first_version: the version with which batch 0 is trained.
+        first_version: the version used to train batch 0.
     """
 
     partition_id: str
@@ -203,16 +210,18 @@ class BatchRequest:
     least_members: int | None = None
     refill: tuple[str, str] | None = None
     max_refills: int = 3
+    totals: Sequence[str] | None = None
     device: Any = None
+    read_options: Mapping[str, Any] | None = None
     version_lag: int | None = None
     first_version: int = 0
     policy: str = DEFAULT_POLICY
 
     def keywords(self, batch_index: int) -> dict[str, Any]:
-        """Return the keyword arguments of fetch_batch_fn that the request gives for a batch."""
+        """Return the keyword arguments of fetch_batch_fn for a batch, as far as the request determines them."""
         named = {each.name: getattr(self, each.name) for each in fields(self)}
         lag, first, policy = (named.pop(name) for name in ("version_lag", "first_version", "policy"))
-        given = ("layout", "max_uses", "unmatched", "least_members", "refill", "device")
+        given = ("layout", "max_uses", "unmatched", "least_members", "refill", "totals", "device", "read_options")
         optional, max_refills = {name: named.pop(name) for name in given}, named.pop("max_refills")
         if self.refill is not None:
             optional["max_refills"] = max_refills
@@ -222,15 +231,15 @@ class BatchRequest:
 
 
 def end_warning(end: End, request: BatchRequest) -> str | None:
-    """Return what to warn of: samples that were skipped, unless they were cleared, or kept from earlier epochs.
+    """Return a warning of samples that were skipped (other than cleared ones), or kept from earlier epochs, or None.
 
-    Cleared ones are nothing to warn of: in a partition that lives for weeks, a task that comes late never gets most of
-    them. Only what is the same for all ranks decides, so that all of them raise or none: the counts of the recorded
-    end, never what this rank got. What the task consumed before this loader began is in them too, so that a restart
-    behind the last batch is not an error.
+    Cleared samples need no warning: in a partition that lives for weeks, a late task never gets most of them. The
+    decision depends on the counts of the recorded end only, which are the same for all ranks, and never on the samples
+    this rank got. So either all ranks raise or none. The counts include samples consumed before this loader began:
+    a restart after the last batch is not an error.
 
     Raises:
-        NothingDeliveredError: samples were inserted, and the task was given none.
+        NothingDeliveredError: samples were inserted, but none was delivered to the task.
     """
     counts = end.counts
     if counts is None or not (counts.skipped_count or counts.kept_count):
@@ -238,8 +247,8 @@ def end_warning(end: End, request: BatchRequest) -> str | None:
     why = "; ".join(_reasons(counts, request))
     if not counts.consumed_count and not counts.dead_lettered_count:
         raise NothingDeliveredError(
-            f"task {request.task_name!r} is at the end of partition {request.partition_id!r} without one sample, "
-            f"on all ranks; its {counts.skipped_count} samples were skipped: {why}",
+            f"task {request.task_name!r} reached the end of partition {request.partition_id!r} without getting a "
+            f"sample, on all ranks; its {counts.skipped_count} samples were skipped: {why}",
             metadata={
                 "partition_id": request.partition_id,
                 "task_name": request.task_name,
@@ -250,13 +259,13 @@ def end_warning(end: End, request: BatchRequest) -> str | None:
     if counts.kept_count:
         texts.append(
             f"{counts.kept_count} of them in earlier epochs, which reset_consumption(keep_consumed=True) does not "
-            "deliver again: batches that a loader had fetched ahead and not handed out may be among them. To train on "
-            "these, clear what was trained and reset without keep_consumed"
+            "deliver again: they may include batches that a loader had prefetched but not delivered. To train on "
+            "these, clear the trained samples and reset without keep_consumed"
         )
     if not texts:
         return None
     return (
-        f"task {request.task_name!r} is at the end of partition {request.partition_id!r}: {counts.consumed_count} "
+        f"task {request.task_name!r} reached the end of partition {request.partition_id!r}: {counts.consumed_count} "
         f"samples were consumed, {'; '.join(reversed(texts))}"
     )
 
@@ -267,14 +276,14 @@ def _reasons(counts: EndCounts, request: BatchRequest) -> list[str]:
         f"left over by drop_last, or by the sampler {request.sampler!r}; a batch of all ranks has {whole} "
         f"{request.batch_unit}s"
         if request.drop_last
-        else f"ready, but in no plan of the sampler {request.sampler!r}"
+        else f"ready, but not planned by the sampler {request.sampler!r}"
     )
-    where = f"where={list(request.where)}" if request.where else "the where that fetch_batch_fn gave"
+    where = f"where={list(request.where)}" if request.where else "the where of fetch_batch_fn"
     texts = {
-        "in_incomplete_groups_count": "in groups that are not whole (a member is missing, failed, cleared or ruled "
-        "out; put as many as group_size says, or let the sampler's incomplete_groups='take' take the rest)",
+        "in_incomplete_groups_count": "in incomplete groups (a member is missing, failed, cleared or ruled out; put "
+        "group_size members, or take the remaining ones with the sampler's incomplete_groups='take')",
         "excluded_count": f"ruled out by {where}",
-        "overlong_count": "longer than the sampler's limit of tokens, which overlong='drop' leaves out",
+        "overlong_count": "longer than the sampler's limit of tokens, and dropped because of overlong='drop'",
         "left_over_count": left_over,
         "failed_count": "failed",
         "cleared_count": "cleared before the task took them",
@@ -285,11 +294,11 @@ def _reasons(counts: EndCounts, request: BatchRequest) -> list[str]:
 
 
 class ClaimsAhead:
-    """Batches of a rank that were claimed with the one before them, and are yet to be fetched.
+    """Batches of a rank that were claimed together with an earlier one, and are not fetched yet.
 
     Attributes:
-        batch_count: how many batches the next claim may ask for.
-        until: the batch_index behind the last batch that was claimed.
+        batch_count: most batches that the next call may claim.
+        until: the batch_index after the last claimed batch.
     """
 
     def __init__(self) -> None:
@@ -298,7 +307,7 @@ class ClaimsAhead:
         self._metas: dict[int, BatchMeta] = {}
 
     def claim(self, client: Client, *, batch_index: int, **claim: Any) -> BatchMeta:
-        """Return a batch, claimed before or now, with as many behind it as are ready and wanted."""
+        """Return a batch that was claimed ahead, or claim it with up to `batch_count` ready batches from it on."""
         if batch_index in self._metas:
             return self._metas.pop(batch_index)
         if self.batch_count > 1:
@@ -317,23 +326,29 @@ def fetch_batch(
     timeout: float,
     layout: ReadLayout | None = None,
     device: Any = None,
+    read_options: Mapping[str, Any] | None = None,
     ahead: ClaimsAhead | None = None,
     **claim: Any,
 ) -> tuple[TensorDict | None, BatchMeta]:
-    """Claim one batch and fetch its data: what `fetch_batch_fn` does unless another is given.
+    """Claim one batch and fetch its data; the default `fetch_batch_fn`.
 
-    A function that takes its place is called with keywords only and should accept `**others`, since keywords may be
-    added: `client` (a sync client of the calling thread or worker), `batch_index`, `partition_id`, `task_name`,
-    `data_fields`, `batch_size`, `micro_batch_size`, `dp_rank`, `dp_size`, `sampler`, `sampler_config`, `where`,
-    `order_by`, `drop_last`, `batch_unit`, `finite`, `max_wait`, `timeout`, `incarnation`, `epoch` (b"" and None
-    until the first batch has come), `layout`, `max_uses`, `unmatched`, `least_members`, `refill` and `max_refills`
-    where the dataset was given them, `not_before_version` and `policy` where it was given a `version_lag`, `device`
-    where the loader was given one and it fetches in this process (data that is returned on the CPU is copied up), and
-    `explain` (True) where the wait has lasted and the answer's `waiting_for` is to say why. Only this function itself
-    is given `ahead`, the batches that it has claimed and not fetched.
+    A function that replaces it is called with keywords only. It should accept `**others`, since keywords may be added:
+
+    - always: `client` (a sync client of the calling thread or worker), `batch_index`, `partition_id`, `task_name`,
+      `data_fields`, `batch_size`, `micro_batch_size`, `dp_rank`, `dp_size`, `sampler`, `sampler_config`, `where`,
+      `order_by`, `drop_last`, `batch_unit`, `finite`, `max_wait`, `timeout`, `incarnation`, `epoch` (b"" and None until
+      the first batch arrives);
+    - if the dataset was given them: `layout`, `max_uses`, `unmatched`, `least_members`, `refill`, `max_refills`,
+      `totals` and `read_options` (more arguments of `Client.get_data`, including the slices of a context-parallel
+      rank);
+    - with a `version_lag` of the dataset: `not_before_version` and `policy`;
+    - with a `device` of the loader that fetches in this process: `device`; data returned on the CPU is uploaded;
+    - `explain` (True) in a long wait, if the answer's `waiting_for` should contain the reason.
+
+    Only this function itself gets `ahead`, the batches that it has claimed and not fetched.
 
     Returns:
-        The data and its meta. The data is None where the meta is no batch: with status "not_yet" the function is
+        The data and its meta. The data is None unless the meta's status is "batch": with "not_yet" the function is
         called again, with "end" the iteration ends. `(None, None)` means "not_yet".
     """
     ahead = ahead or ClaimsAhead()
@@ -341,19 +356,19 @@ def fetch_batch(
     if meta.status != "batch":
         return None, meta
     where = {} if device is None else {"device": device}
-    return client.get_data(meta, layout=layout, timeout=timeout, **where), meta
+    return client.get_data(meta, layout=layout, timeout=timeout, **where, **(read_options or {})), meta
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSource:
-    """A service and a request to it; picklable where its functions are, so that it can be sent to worker processes.
+    """A service and a request to it; picklable for worker processes if its functions are.
 
     Attributes:
-        address: where the service is.
-        request: what is asked for.
+        address: address of the service.
+        request: the request.
         fetch_batch_fn: fetches a batch.
-        on_wait: called with the reason of a wait that lasts.
-        client_factory: opens the client; None: `Client` does, with `client_options`.
+        on_wait: called with the reason of a long wait.
+        client_factory: opens the client; None: `Client` with `client_options`.
         client_options: token, tls, insecure and namespace.
     """
 
@@ -369,11 +384,11 @@ class BatchSource:
         return replace(self, request=replace(self.request, partition_id=partition_id))
 
     def of_version(self, first_version: int) -> BatchSource:
-        """Return the same source, whose batch 0 is trained with another version."""
+        """Return the same source with another version to train batch 0."""
         return replace(self, request=replace(self.request, first_version=first_version))
 
     def to_device(self, device: Any) -> BatchSource:
-        """Return the same source, of which batches are on a device as they are fetched."""
+        """Return the same source, fetching batches directly to a device."""
         return replace(self, request=replace(self.request, device=device))
 
     def open_client(self) -> Any:
@@ -386,19 +401,25 @@ class BatchSource:
 
 
 class BatchFetcher:
-    """Fetches batches of a source with a sync client of its own; used by one thread.
+    """Fetches batches of a source with its own sync client; used by one thread.
 
-    Once a batch has come, later ones must be of the same incarnation and epoch: a partition that is cleared and created
-    again, or a task that is reset, ends the stream with the error of a stale claim instead of continuing in the middle
-    of another one.
+    After the first batch, all later ones must have the same incarnation and epoch. If the partition is cleared and
+    created again, or the task is reset, the stream ends with the error of a stale claim. It never continues in the
+    middle of another incarnation or epoch.
 
     Attributes:
-        fetched_until: the batch_index behind the last batch that was fetched, or claimed to be fetched.
+        fetched_until: the batch_index after the last batch that was fetched, or claimed ahead.
         closed: whether `close` was called.
     """
 
-    def __init__(self, source: BatchSource, identity: StreamIdentity | None = None) -> None:
+    def __init__(
+        self,
+        source: BatchSource,
+        identity: StreamIdentity | None = None,
+        take_report: Callable[[], StepTimes | None] = lambda: None,
+    ) -> None:
         self._source = source
+        self._take_report = take_report
         self._client: Any = None
         self._identity = identity
         self._ahead = ClaimsAhead()
@@ -406,25 +427,34 @@ class BatchFetcher:
         self.closed = False
 
     def request(self, batch_index: int) -> None:
-        """Do nothing: `fetch` asks for the batch."""
+        """Do nothing: `fetch` requests the batch."""
 
     def fetch(self, batch_index: int, is_wanted: Callable[[], bool], batch_count: int = 1) -> FetchedBatch | End:
         """Wait for a batch, or the end, and return it.
 
         Args:
-            batch_index: which batch.
-            is_wanted: asked before each call; waiting ends once it is false.
-            batch_count: how many batches may be claimed together, from this one on, to be fetched next.
+            batch_index: the batch.
+            is_wanted: checked before each call; waiting ends once it is false.
+            batch_count: most batches that one call may claim, starting with this one; the others are fetched next.
 
         Raises:
-            StreamClosedError: the batch is not wanted any more.
+            StreamClosedError: the batch is no longer wanted.
             TypeError: fetch_batch_fn returned no data for a batch.
         """
+        reported = step_report.set(self._take_report)
+        try:
+            with collecting() as collected:
+                fetched = self._fetch(batch_index, is_wanted, batch_count)
+        finally:
+            step_report.reset(reported)
+        return replace(fetched, spans=tuple(collected.spans))
+
+    def _fetch(self, batch_index: int, is_wanted: Callable[[], bool], batch_count: int) -> FetchedBatch | End:
         if self._client is None:
             self._client = self._source.open_client()
         reports, request = WaitReports(), self._source.request
         max_wait = min(request.max_wait, _LONGEST_CALL_SECONDS)
-        # With a version lag each batch waits for a version of its own.
+        # With a version lag each batch waits for a different version.
         self._ahead.batch_count = min(batch_count, _MOST_CLAIMED) if request.version_lag is None else 1
         claiming = {"ahead": self._ahead} if self._source.fetch_batch_fn is fetch_batch else {}
         while is_wanted():
@@ -456,7 +486,10 @@ class BatchFetcher:
                 reports.made()
                 self._source.on_wait(reason)
             if time.monotonic() - asked_at < _RETRY_SECONDS:
+                slept_at = time.perf_counter()
                 time.sleep(_RETRY_SECONDS)
+                if (collected := collected_here.get()) is not None:
+                    collected.note(Stage.ROLLOUTS, slept_at)
         raise StreamClosedError
 
     def close(self) -> None:
@@ -467,10 +500,16 @@ class BatchFetcher:
 
 
 class InlineStream(BatchFetcher):
-    """A stream that fetches in the thread that reads it."""
+    """A stream that fetches in the reader's thread."""
 
-    def __init__(self, source: BatchSource, batch_index: int, identity: StreamIdentity | None) -> None:
-        super().__init__(source, identity)
+    def __init__(
+        self,
+        source: BatchSource,
+        batch_index: int,
+        identity: StreamIdentity | None,
+        take_report: Callable[[], StepTimes | None] = lambda: None,
+    ) -> None:
+        super().__init__(source, identity, take_report)
         self.next_index = batch_index
 
     def read(self) -> FetchedBatch | End:
@@ -484,7 +523,7 @@ OnBegun = Callable[[int], None]
 S = TypeVar("S", bound="Fetcher | BatchStream")
 T = TypeVar("T")
 
-# How long closing a stream waits for a thread. A thread that is still in a call by then ends with it.
+# Longest wait for the threads when a stream is closed. A thread that is still in a call ends with that call.
 _JOIN_SECONDS: Final = 5.0
 _MICRO_BATCHES_AHEAD: Final = 2
 
@@ -492,13 +531,13 @@ _MICRO_BATCHES_AHEAD: Final = 2
 class PrefetchLimit:
     """Decides whether a further batch may be begun, by number and by bytes.
 
-    A batch is ahead from `begin` until `consume`; its size is known from `arrive` on. Until then it counts as much as
-    the largest batch that has arrived, and before one has arrived only one is under way. So as long as no batch is
-    larger than all before it, what is ahead stays within `max_bytes`. Larger ones may exceed it, each by its difference
-    to the largest before it, and are the measure for those that follow. With nothing ahead a batch is always admitted,
-    however large: the consumer waits for it.
+    A batch is ahead from `begin` until `consume`; its size is known from `arrive` on. Until then it counts as the
+    largest batch that has arrived. Before the first one arrives, only one may be in flight. So the batches ahead stay
+    within `max_bytes` unless a batch is larger than all earlier ones. Such a batch may exceed the limit by its
+    difference to the largest earlier one, and later batches are then estimated by its size. With nothing ahead a batch
+    is always admitted, however large: the consumer waits for it.
 
-    Not safe for several threads; its owner guards it.
+    Not thread-safe; its owner guards it.
 
     Args:
         max_batches: most batches ahead.
@@ -518,7 +557,7 @@ class PrefetchLimit:
         return self._under_way + self._arrived == 0 or self.further_count() > 0
 
     def further_count(self) -> int:
-        """Return how many batches may be begun beside those that are ahead."""
+        """Return how many more batches may be begun."""
         if self._largest_bytes is None:
             return 0
         by_number = self._max_batches - self._under_way - self._arrived
@@ -526,18 +565,18 @@ class PrefetchLimit:
         return max(0, min(by_number, by_bytes))
 
     def begin(self) -> None:
-        """Count a batch that is requested from now on."""
+        """Count a batch as in flight."""
         self._under_way += 1
 
     def arrive(self, size_bytes: int) -> None:
-        """Count a batch that was begun as `size_bytes` large."""
+        """Count a batch in flight as arrived, with its size."""
         self._under_way -= 1
         self._arrived += 1
         self._arrived_bytes += size_bytes
         self._largest_bytes = max(self._largest_bytes or 0, size_bytes)
 
     def consume(self, size_bytes: int) -> None:
-        """Count a batch that had arrived as no longer ahead."""
+        """Count an arrived batch as no longer ahead."""
         self._arrived -= 1
         self._arrived_bytes -= size_bytes
 
@@ -545,7 +584,7 @@ class PrefetchLimit:
 class PrefetchQueue(Generic[T]):
     """A bounded queue of numbered items with one reader; one condition, predicate waits, `close` wakes all.
 
-    Writers begin items in the order of their numbers, and put them in any order; the reader gets them in order.
+    Writers begin items in numerical order and put them in any order; the reader gets them in order.
 
     Attributes:
         closed: whether `close` was called.
@@ -553,7 +592,7 @@ class PrefetchQueue(Generic[T]):
 
     def __init__(self, limit: PrefetchLimit) -> None:
         self._limit = limit
-        # The condition's lock is reentrant: `close` may run in a finalizer, in a thread that holds it.
+        # The condition's lock is reentrant: a finalizer may call `close` in a thread that holds it.
         self._changed = threading.Condition()
         self._items: dict[int, T] = {}
         self._begun_count = self._read_count = 0
@@ -561,9 +600,9 @@ class PrefetchQueue(Generic[T]):
         self.closed = False
 
     def begin(self, on_begun: OnBegun = lambda number: None) -> int | None:
-        """Wait until the limit admits another item, and return its number; None once there is an end.
+        """Wait until the limit admits another item, and return its number; None if the queue has ended.
 
-        `on_begun` is called with the number before another writer begins the next item; it must not wait.
+        `on_begun` is called with the number before another writer begins the next item; it must not block.
         """
         with self._changed:
             self._changed.wait_for(lambda: self.closed or self._end or self._limit.admits())
@@ -578,25 +617,25 @@ class PrefetchQueue(Generic[T]):
         return self._begun_count - 1
 
     def further_count(self) -> int:
-        """Return how many items the limit admits beside those that were begun."""
+        """Return how many more items the limit admits."""
         with self._changed:
             return self._limit.further_count()
 
     @contextmanager
     def filling(self, number: int) -> Iterator[None]:
-        """Make an error of a block, in which the item of this number is made, the end of the queue."""
+        """Run a block that creates the item of this number; its error ends the queue there."""
         try:
             yield
         except StreamClosedError:
             self.end(number)
-        except BaseException as error:  # whatever it is, it belongs to the reader
+        except BaseException as error:  # any error is raised to the reader
             self.end(number, error)
 
     def put(self, number: int, item: T, size_bytes: int = 0, on_begun: OnBegun | None = None) -> int | None:
-        """Add an item that was begun; it is dropped if the queue was closed meanwhile.
+        """Add an item that was begun, or drop it if the queue is closed.
 
-        With `on_begun` its writer begins another one, as with `begin`, before other writers do: return the number of
-        that, None if the limit does not admit it now.
+        With `on_begun` the writer also begins its next item, as with `begin`, before other writers can. Returns the
+        number of that item, or None if the limit does not admit it now.
         """
         with self._changed:
             self._limit.arrive(size_bytes)
@@ -606,7 +645,7 @@ class PrefetchQueue(Generic[T]):
             return None if on_begun is None else self._begin_now(on_begun)
 
     def end(self, number: int, error: BaseException | None = None) -> None:
-        """Have no items from this number on; an error is raised to the reader once it has those before."""
+        """End the queue at this number; an error is raised to the reader after it has read all earlier items."""
         with self._changed:
             if self._end is None or number < self._end[0]:
                 self._end = number, error
@@ -615,7 +654,7 @@ class PrefetchQueue(Generic[T]):
     def get(self) -> T | None:
         """Wait for the next item; None after the last one.
 
-        The item stays ahead until `on_consumed`: its reader may not begin with it at once.
+        The item counts as ahead until `on_consumed`, since its reader may begin with it later.
         """
 
         def is_over() -> bool:
@@ -634,13 +673,13 @@ class PrefetchQueue(Generic[T]):
             return None
 
     def on_consumed(self, size_bytes: int = 0) -> None:
-        """Admit a further item: one of this size is in use and not ahead any more."""
+        """Count an item of this size as consumed, which makes space for another."""
         with self._changed:
             self._limit.consume(size_bytes)
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Drop the items, and end the waits of both sides. Idempotent."""
+        """Drop the items and wake all waiting readers and writers. Idempotent."""
         with self._changed:
             self.closed = True
             self._items.clear()
@@ -648,13 +687,13 @@ class PrefetchQueue(Generic[T]):
 
 
 class _QueuedStream(Generic[S, T]):
-    """A stream whose items background threads put into a queue, one thread for each source.
+    """A stream with a queue that background threads fill, one per source.
 
-    The threads refer to the queue and the sources only, never to the stream, so that a stream that is no longer read is
-    collected and ends its threads.
+    The threads refer to the queue and the sources only, never to the stream: an abandoned stream is garbage-collected,
+    which ends its threads.
 
     Attributes:
-        next_index: the batch_index that `read` gives next.
+        next_index: the batch_index that `read` returns next.
     """
 
     def __init__(
@@ -682,45 +721,45 @@ class _QueuedStream(Generic[S, T]):
         return self._queue.closed
 
     def close(self) -> None:
-        """End the threads and drop what they put into the queue. Idempotent."""
+        """End the threads and drop the queued items. Idempotent."""
         self._end()
 
 
 def _end(queue: PrefetchQueue[Any], sources: Sequence[Fetcher | BatchStream], threads: list[threading.Thread]) -> None:
-    """Close a queue and what its items are read from, and wait for the threads that do so."""
-    # In this order: a reader must find the stream closed before the source is. It would take None for the end, and an
-    # error of a call that a thread is in for one that concerns it.
+    """Close a queue and its sources, and wait for the threads."""
+    # The queue first. Otherwise the reader could mistake None for the end, or report the error of a call that closing
+    # the source has interrupted.
     queue.close()
     for source in sources:
         source.close()
-    deadline = time.monotonic() + _JOIN_SECONDS  # of all together: each may be in a call that takes its time
+    deadline = time.monotonic() + _JOIN_SECONDS  # for all threads together
     for thread in threads:
-        # A cycle that holds the stream may be collected by a thread itself, which cannot join itself.
+        # A cycle that holds the stream may be collected in one of the threads, which cannot join itself.
         if threading.current_thread() is not thread:
             thread.join(max(0.0, deadline - time.monotonic()))
 
 
 class Fetcher(Protocol):
-    """Fetches batches in the thread that calls it, or by a worker process."""
+    """Fetches batches in the calling thread or in a worker process."""
 
     @property
     def fetched_until(self) -> int:
-        """The batch_index behind the last batch that was fetched, or claimed to be fetched."""
+        """The batch_index after the last batch that was fetched, or claimed ahead."""
         ...
 
     def request(self, batch_index: int) -> None:
-        """Take notice of the batch that `fetch` is called for next, in the order of batches; does not wait."""
+        """Announce the batch that `fetch` is called for next; called in the order of batches. Does not block."""
         ...
 
     def fetch(self, batch_index: int, is_wanted: Callable[[], bool], batch_count: int) -> FetchedBatch | End:
-        """Wait for a batch, or the end, and return it; StreamClosedError once it is not wanted any more.
+        """Wait for a batch, or the end, and return it; raises StreamClosedError once it is no longer wanted.
 
-        Up to `batch_count` batches, from this one on, may be claimed with it.
+        May claim up to `batch_count` batches in one call, starting with this one.
         """
         ...
 
     def close(self) -> None:
-        """End the call of `fetch` in progress in another thread. Idempotent."""
+        """End a call of `fetch` that is in progress in another thread. Idempotent."""
         ...
 
 
@@ -733,7 +772,7 @@ class PrefetchStream(_QueuedStream[Fetcher, FetchedBatch | End]):
                                              ^                       ├─ error ──> read() raises it
                                    on_consumed of a batch            └─ close() or garbage collection: threads end
 
-    Each thread takes the next batch that nobody fetches; `read` gives them in order.
+    Each thread takes the next batch that no thread fetches yet; `read` returns them in order.
     """
 
     def __init__(self, fetchers: Sequence[Fetcher], batch_index: int, limit: PrefetchLimit) -> None:
@@ -741,11 +780,11 @@ class PrefetchStream(_QueuedStream[Fetcher, FetchedBatch | End]):
 
     @property
     def fetched_until(self) -> int:
-        """The batch_index behind the last batch that was fetched."""
+        """The batch_index after the last batch that was fetched."""
         return max(fetcher.fetched_until for fetcher in self._sources)
 
     def read(self) -> FetchedBatch | End | None:
-        """Wait for the next batch, or the end; None once it is closed. An error of a thread is raised as it is."""
+        """Wait for the next batch, or the end; None after `close`. Raises the error of a thread unchanged."""
         fetched = self._queue.get()
         if isinstance(fetched, FetchedBatch):
             self.next_index += 1
@@ -768,32 +807,33 @@ def _fetch_ahead(first_index: int, fetcher: Fetcher, queue: PrefetchQueue[Fetche
                     queue.put(number, fetched)
                     queue.end(number + 1)
                 else:
-                    # By the fetcher that is quick now: a worker that has just started could come last with a batch that
-                    # is read first.
+                    # This fetcher begins the next batch at once: a worker that has just started would delay a batch
+                    # that is read early.
                     size_bytes = fetched.size_bytes
                     fetched = replace(fetched, on_consumed=partial(queue.on_consumed, size_bytes))
                     following = queue.put(number, fetched, size_bytes, request)
-                del fetched  # not kept alive while the limit is waited for
+                del fetched  # not kept alive while waiting for the limit
     finally:
-        # Its client may have been opened when the stream was already closed. At the end of the batches, which other
-        # fetchers of the same worker may still wait for, `close` of the stream does it.
+        # The client may have been opened after the stream was closed. If the batches have ended, other fetchers of the
+        # same worker may still wait for the end, so `close` of the stream closes the fetcher.
         if queue.closed:
             fetcher.close()
 
 
 @dataclass(frozen=True, slots=True)
 class _Prefetched:
-    """An item of the queue: a micro-batch, with its batch if it is the first, or the end.
+    """A queue item: a micro-batch (the first one also carries its batch) or the end marker.
 
-    A batch that has no micro-batch comes without one.
+    The item of a batch without micro-batches carries the batch alone.
     """
 
     micro_batches: tuple[Any, ...]
     begins: FetchedBatch | End | None = None
+    spans: Sequence[Span] = ()
 
 
 class MicroBatchPrefetcher(_QueuedStream[BatchStream, _Prefetched]):
-    """Reads the batches of another stream, and splits each into its micro-batches before they are asked for.
+    """Reads the batches of another stream, and splits them into micro-batches ahead of the reader.
 
     Lifecycle::
 
@@ -805,18 +845,20 @@ class MicroBatchPrefetcher(_QueuedStream[BatchStream, _Prefetched]):
     """
 
     def __init__(self, inner: BatchStream, split: Callable[[FetchedBatch], Iterator[Any]]) -> None:
-        # The first item of the next batch, which was found behind the last one of the batch before.
+        # The first item of the next batch, read after the last one of the previous batch.
         self._begun: _Prefetched | None = None
         limit = PrefetchLimit(_MICRO_BATCHES_AHEAD, sys.maxsize)
         super().__init__(inner.next_index, [inner], limit, partial(_split_ahead, split), "tq-split-ahead")
 
     def read(self) -> FetchedBatch | End | None:
-        """Wait for the next batch, or the end, leaving out what is left of the one before; None once it is closed."""
+        """Skip the rest of the previous batch and wait for the next one, or the end; None after `close`."""
         while self._begun is None:
             if (item := self._get()) is None:
                 return None
             self._begun = item if item.begins is not None else None
         begun, self._begun = self._begun, None
+        if (collected := collected_here.get()) is not None:
+            collected.add(begun.spans)
         if not isinstance(begun.begins, FetchedBatch):
             return begun.begins
         self.next_index = begun.begins.index + 1
@@ -825,13 +867,13 @@ class MicroBatchPrefetcher(_QueuedStream[BatchStream, _Prefetched]):
 
     def _get(self) -> _Prefetched | None:
         item = self._queue.get()
-        # The first micro-batch of a batch stays ahead until the batch is consumed; each other one is consumed at once.
+        # The first micro-batch of a batch counts as ahead until the batch is consumed; others are consumed at once.
         if item is not None and not isinstance(item.begins, FetchedBatch):
             self._queue.on_consumed()
         return item
 
     def _on_consumed(self, on_inner_consumed: Callable[[], None] | None) -> None:
-        # The inner stream first: the thread that splits competes with this one as soon as it may go on.
+        # The inner stream first: the splitting thread competes with this one as soon as it may continue.
         if on_inner_consumed is not None:
             on_inner_consumed()
         self._queue.on_consumed()
@@ -843,6 +885,8 @@ class MicroBatchPrefetcher(_QueuedStream[BatchStream, _Prefetched]):
             if item.begins is not None:
                 self._begun = item
                 return
+            if (collected := collected_here.get()) is not None:
+                collected.add(item.spans)
             yield from item.micro_batches
             del item
 
@@ -851,7 +895,7 @@ def _split_ahead(
     split: Callable[[FetchedBatch], Iterator[Any]], inner: BatchStream, queue: PrefetchQueue[_Prefetched]
 ) -> None:
     items = _items_of(inner, split)
-    # Each item is counted before it is made.
+    # Each item is counted before it is created.
     while (number := queue.begin()) is not None:
         with queue.filling(number):
             item = next(items, None)
@@ -867,12 +911,23 @@ def _items_of(inner: BatchStream, split: Callable[[FetchedBatch], Iterator[Any]]
         if isinstance(batch, End):
             yield _Prefetched((), batch)
             return
+        began_at = time.perf_counter()
         micro_batches = split(batch)
-        yield _Prefetched(_next_of(micro_batches), batch)
-        del batch  # the iterator refers to it until the last micro-batch is made
-        yield from map(_Prefetched, iter(partial(_next_of, micro_batches), ()))  # keeps none of them alive
+        yield _Prefetched(_next_of(micro_batches), batch, _split_since(began_at))
+        del batch  # the iterator refers to it until the last micro-batch is created
+        yield from iter(partial(_next_item, micro_batches), None)  # keeps no micro-batch alive
+
+
+def _next_item(micro_batches: Iterator[Any]) -> _Prefetched | None:
+    began_at = time.perf_counter()
+    found = _next_of(micro_batches)
+    return _Prefetched(found, spans=_split_since(began_at)) if found else None
+
+
+def _split_since(began_at: float) -> tuple[Span, ...]:
+    return (Span(Stage.HOST, began_at, time.perf_counter()),)
 
 
 def _next_of(micro_batches: Iterator[Any]) -> tuple[Any, ...]:
-    """Return the next one in a tuple, which is empty after the last one."""
+    """Return the next micro-batch in a tuple; an empty tuple after the last one."""
     return tuple(itertools.islice(micro_batches, 1))

@@ -1,24 +1,23 @@
-"""Worker processes that fetch the batches of a rank for a `PrefetchStream`, and whole batches as bytes.
+"""Worker processes that fetch the batches of a rank for a `PrefetchStream`, and serialization of batches.
 
 Lifecycle::
 
     WorkerPool()  ──────────────────> workers start and idle
     WorkerFetcher ──────────────────> fetches batches for one thread of a stream, each with one request and one reply;
-                                      two of a worker keep it busy
-          close() ──────────────────> the worker ends its call and idles; its fetcher of the next stream goes on with it
+                                      two per worker keep it busy
+          close() ──────────────────> the worker ends its call and idles; its fetcher of the next stream reuses it
     pool.close() or garbage collection ──> workers end
 
-All bookkeeping is in the parent: a worker knows nothing of other workers, and of a batch only that it was requested.
+All bookkeeping is in the parent: a worker knows nothing of other workers, and only the requests for its batches.
 
-A batch is one stretch of bytes, from a worker to its parent (one copy into a shared buffer, none out of it) and from
-the first replica of a rank to the others (a broadcast). The tensors of its columns lie behind one another, and the
-receiver's tensors are views of the bytes. All else, the meta and objects with whatever is in them, is pickled; tensors
-within objects come out of the pickle with memory of their own, since a micro-batch does not copy them.
+A batch is sent as contiguous bytes. A worker sends it to its parent with one copy into a shared buffer and none out of
+it; the first replica of a rank broadcasts it to the others. The tensors of its columns are stored in sequence, and the
+receiver's tensors are views of the bytes. The meta and all objects are pickled. Tensors within objects are unpickled
+into separate memory, since a micro-batch does not copy them.
 
 A shared buffer is an anonymous file. The worker passes its descriptor once, with the first batch in it, and the parent
-keeps it mapped. When the last tensor of the parent that lies in the buffer is gone, the worker learns it with its next
-request, and may write another batch into the buffer: pages that are new to a process cost more than the bytes that go
-into them.
+keeps it mapped. Once the parent has freed its last tensor in the buffer, the next request reports this to the worker,
+which may then reuse the buffer. Reuse pays: pages that are new to a process cost more than copying data into them.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
@@ -51,7 +50,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from tq_service.client_probes import Note, ProbeNotes, notify_probes
+from tq_service.client_probes import Note, ProbeNotes, Span, Stage, notify_probes
 from tq_service.data.columns import FlatBatch, build, flatten, object_bytes
 from tq_service.data.source import (
     BatchFetcher,
@@ -62,25 +61,26 @@ from tq_service.data.source import (
     StreamClosedError,
     StreamIdentity,
 )
+from tq_service.step_times import StepTimer, StepTimes
 from tq_service.wire.columns import tensor_bytes
 from tq_service.wire.host_memory import PINNED
 from tq_service.wire.mapping import Bytes, Mapping
 
 _ALIGNMENT: Final = 64
 _GRAIN_BYTES: Final = 1 << 20
-# A buffer may be this much larger than what is written: batches are of similar size, not of the same.
+# Largest ratio of a buffer's size to its content: batches have similar sizes, not the same.
 _MOST_SLACK: Final = 1.5
 _KEPT_COUNT: Final = 2
 
 
 @dataclass(frozen=True, slots=True)
 class BatchLayout:
-    """Where the parts of a batch lie in its bytes.
+    """Layout of a serialized batch.
 
     Attributes:
         index: its batch_index.
-        places: begin and end of each part: the pickle, and then the tensors of the columns.
-        batch_bytes: `FetchedBatch.size_bytes` of the batch, which takes a look at each object.
+        places: begin and end of each part: the pickle, then the tensors of the columns.
+        batch_bytes: `FetchedBatch.size_bytes` of the batch, sent along because it takes a look at each object.
     """
 
     index: int
@@ -89,15 +89,15 @@ class BatchLayout:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all parts, with the gaps between them."""
+        """Bytes of all parts and the gaps between them."""
         return self.places[-1][1]
 
 
 def lay_out(batch: FetchedBatch) -> tuple[BatchLayout, list[Bytes]]:
-    """Return how a batch lies in its bytes, and its parts.
+    """Return the layout of a batch and its parts.
 
     Raises:
-        Exception: whatever the pickling of an object raises.
+        Exception: an object could not be pickled.
     """
     content = flatten(batch.data) if isinstance(batch.data, TensorDict) else batch.data
     file = io.BytesIO()
@@ -114,7 +114,7 @@ def lay_out(batch: FetchedBatch) -> tuple[BatchLayout, list[Bytes]]:
 
 
 def open_batch(layout: BatchLayout, data: Bytes) -> FetchedBatch:
-    """Return the batch; its tensors lie in the bytes, and keep the buffer of these from being written again."""
+    """Return the batch; its tensors are views of the bytes, which protect the buffer from being overwritten."""
     pickled, *tensors = (data[begin:end] for begin, end in layout.places)
     meta, content = pickle.loads(pickled.data, buffers=tensors)  # noqa: S301  (of a process of this program)
     return FetchedBatch(
@@ -126,12 +126,12 @@ def open_batch(layout: BatchLayout, data: Bytes) -> FetchedBatch:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles a batch: the bytes of its columns' tensors beside the pickle, those of tensors within objects in it."""
+    """Pickles a batch: the columns' tensors out of band, tensors within objects in the pickle."""
 
     def __init__(self, file: io.BytesIO, columns: Iterable[torch.Tensor | list[Any]]) -> None:
         self.beside: list[pickle.PickleBuffer] = []
-        # Not a bound method: CPython 3.11 may crash where the collector, and not a count, frees a PickleBuffer of a
-        # memoryview. So no cycle leads to one, and they are made of arrays.
+        # Not a bound method: CPython 3.11 may crash when the garbage collector, not a reference count, frees a
+        # PickleBuffer of a memoryview. So no cycle refers to one, and they wrap arrays.
         super().__init__(file, protocol=5, buffer_callback=partial(_is_inside, self.beside))
         self._ids_beside = {id(each) for part in columns for each in (part if isinstance(part, list) else (part,))}
 
@@ -152,7 +152,7 @@ class _Pickler(pickle.Pickler):
 
 
 def _is_inside(beside: list[pickle.PickleBuffer], buffer: pickle.PickleBuffer) -> bool:
-    """Whether a buffer goes into the pickle, as that of an array does."""
+    """Whether a buffer is stored in the pickle, like that of an array."""
     return not beside or buffer is not beside[-1]
 
 
@@ -165,7 +165,7 @@ class SharedBatch:
     """A batch in a shared buffer.
 
     Attributes:
-        layout: where its parts lie.
+        layout: layout of the batch in the buffer.
         buffer_id: the buffer's descriptor in the worker.
         buffer_bytes: the buffer's size.
         is_new: whether a descriptor for the parent follows.
@@ -190,8 +190,8 @@ class SharedBufferWriter:
         """Write a batch into a buffer.
 
         Raises:
-            OSError: the system has no memory or no descriptor left.
-            Exception: whatever the pickling of an object raises.
+            OSError: the system ran out of memory or descriptors.
+            Exception: an object could not be pickled.
         """
         layout, parts = lay_out(batch)
         most_bytes = layout.size_bytes * _MOST_SLACK + _GRAIN_BYTES
@@ -213,7 +213,7 @@ class SharedBufferWriter:
         return SharedBatch(layout, buffer, self._sizes[buffer], is_new, retired)
 
     def release(self, buffer_ids: Sequence[int]) -> None:
-        """Make buffers writable again that the parent does not use any more; the latest is used first."""
+        """Make buffers writable that the parent has released; the latest is reused first."""
         self._idle.extendleft(buffer_ids)
 
 
@@ -221,28 +221,28 @@ class SharedBufferReader:
     """The buffers of one worker, in the parent.
 
     Args:
-        device: to which batches are copied from the buffers, which are therefore pinned; None: none.
+        device: the device to copy batches to, for which the buffers are pinned; None: not pinned.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
         self._device = device
         self._mappings: dict[int, Mapping] = {}
-        # Finalizers append to it, at any point of any thread; a deque needs no lock for that.
+        # Finalizers append to it at any point of any thread; a deque needs no lock for that.
         self._released: deque[int] = deque()
 
     def open(self, shared: SharedBatch, descriptor: int | None) -> Bytes:
-        """Return the bytes of a buffer; it is released when neither they nor any view or tensor on them is left.
+        """Return the bytes of a buffer, which is released when the last view or tensor of them is freed.
 
         Args:
             shared: the batch in the buffer.
-            descriptor: of a new buffer; it is closed here.
+            descriptor: descriptor of a new buffer; closed here.
         """
-        # The worker retires only what was released here, so no array lies in these mappings any more.
+        # The worker retires only released buffers, so no array uses these mappings any more.
         for buffer_id in shared.retired:
             del self._mappings[buffer_id]
         if descriptor is not None:
             try:
-                # A fault for each page would take several times as long.
+                # A page fault per page would take several times as long.
                 self._mappings[shared.buffer_id] = Mapping(descriptor, is_shared=True, is_populated=True)
             finally:
                 os.close(descriptor)
@@ -275,16 +275,16 @@ def _write(descriptor: int, part: Bytes, offset: int) -> None:
 
 
 _OF_MAIN: Final = (
-    "before its first batch. A function of the dataset is defined in __main__, the program itself, which each worker "
-    'therefore runs again: put what it does under `if __name__ == "__main__":`, or the function into a module'
+    "before its first batch. A function of the dataset is defined in __main__, so each worker runs the program again. "
+    'Put the code of the program under `if __name__ == "__main__":`, or move the function into a module'
 )
 
-# A worker ends at once unless a fetch_batch_fn holds it.
+# A worker ends at once unless a fetch_batch_fn blocks it.
 _JOIN_SECONDS = 5.0
 
 
 class WorkerDiedError(RuntimeError):
-    """A worker process ended by itself."""
+    """A worker process ended unexpectedly."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -292,11 +292,12 @@ class FetchRequest:
     """To a worker: fetch a batch.
 
     Attributes:
-        stream: number of the stream that wants it.
+        stream: number of the requesting stream.
         partition_id: the partition.
-        batch_index: which batch.
-        identity: what the batch must belong to, where known.
-        released: buffers of the worker that may be written again.
+        batch_index: the batch.
+        identity: the required identity of the batch, if known.
+        released: buffers of the worker that may be overwritten.
+        step_times: breakdown of the trainer's last steps, for the service.
     """
 
     stream: int
@@ -304,41 +305,44 @@ class FetchRequest:
     batch_index: int
     identity: StreamIdentity | None
     released: tuple[int, ...]
+    step_times: StepTimes | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """To a worker: nothing that `stream` or an earlier one requested is wanted any more."""
+    """To a worker: requests of `stream` and earlier streams are no longer wanted."""
 
     stream: int
 
 
 @dataclass(frozen=True, slots=True)
 class FetchReply:
-    """From a worker: the outcome of a request; each request has one.
+    """From a worker: the result of a request; each request gets one reply.
 
     Attributes:
         content: the batch, whose descriptor follows if its buffer is new; an error; the end of the partition; None for
-            a batch that is not wanted any more.
-        notes: what the worker's client did since its last reply, for the probes of the parent.
+            a batch that is no longer wanted.
+        notes: activity of the worker's client since its last reply, for the probes of the parent.
+        spans: durations of the stages of fetching the batch.
     """
 
     content: SharedBatch | ExceptionWrapper | End | None
     notes: tuple[Note, ...]
+    spans: tuple[Span, ...] = ()
 
 
 @dataclass(slots=True, eq=False)
 class _Worker:
-    """A process, as its parent sees it.
+    """The parent's view of a worker process.
 
     Attributes:
         process: the process.
-        connection: to it.
+        connection: connection to it.
         needs_main: whether it has run the main module.
         buffers: its shared buffers.
         has_replied: whether it has served a request.
-        last_received: set once the reply to its latest request is received, or lost with the process. Replies come in
-            the order of requests, those of a stream that was closed included.
+        last_received: set once the reply to its latest request is received, or lost with the process. Replies arrive in
+            the order of requests, including those of a closed stream.
         sending: held while a message is sent. Reentrant: a finalizer may close a fetcher in the middle of a request.
     """
 
@@ -354,18 +358,18 @@ class _Worker:
         self.last_received.set()
 
     def send(self, message: FetchRequest | Stop | None) -> None:
-        with self.sending, suppress(OSError):  # dead or ended: `receive` raises that
+        with self.sending, suppress(OSError):  # dead or ended: `receive` raises the error
             self.connection.send(message)
 
     def receive(self) -> tuple[FetchReply, Bytes | None]:
-        """Wait for the reply to a request, and return it with the bytes of the batch, if it has one.
+        """Wait for the reply to a request, and return it with the bytes of its batch, if any.
 
         Raises:
             WorkerDiedError: the process has ended.
         """
         try:
             multiprocessing.connection.wait((self.connection, self.process.sentinel))
-            if not self.connection.poll():  # it was the process that ended
+            if not self.connection.poll():  # the process ended
                 raise EOFError
             reply: FetchReply = self.connection.recv()
             self.has_replied = True
@@ -376,7 +380,7 @@ class _Worker:
         except (EOFError, OSError) as error:
             self.process.join(_JOIN_SECONDS)
             code = self.process.exitcode
-            # What it could not unpickle, or its main module raised, ended it before its first reply.
+            # An error of unpickling, or of its main module, ended it before its first reply.
             is_of_main = self.needs_main and code == 1 and not self.has_replied
             why = _OF_MAIN if is_of_main else "(-9 is often a lack of memory); the next iterator starts new workers"
             raise WorkerDiedError(f"worker process {self.process.pid} died with exit code {code} {why}") from error
@@ -385,14 +389,14 @@ class _Worker:
 class WorkerPool:
     """Worker processes that live until `close`, and fetch for one stream at a time.
 
-    Workers get the source when they start, so that with fork its functions need not be picklable; of it only the
-    partition changes later.
+    Workers get the source when they start, so with fork its functions need not be picklable. Only its partition can
+    change later.
     """
 
     def __init__(
         self, source: BatchSource, num_workers: int, context: BaseContext, device: torch.device | None = None
     ) -> None:
-        # Whether the pickle names the main module, as that of a function or class of it does.
+        # Whether the pickle refers to the main module, for a function or class defined there.
         needs_main = context.get_start_method() != "fork" and b"__main__" in (_pickled(source) or b"__main__")
         self._workers = [
             _start_worker(source, number, context, SharedBufferReader(device), needs_main=needs_main)
@@ -402,34 +406,37 @@ class WorkerPool:
         self.close = weakref.finalize(self, _end_workers, self._workers)
         """Ends the workers; idempotent."""
 
-    def fetchers(self, source: BatchSource, identity: StreamIdentity | None) -> list[WorkerFetcher]:
-        """Return what fetches the batches of a new stream, two fetchers for each worker.
+    def fetchers(self, source: BatchSource, identity: StreamIdentity | None, timer: StepTimer) -> list[WorkerFetcher]:
+        """Return the fetchers of a new stream, two per worker.
 
-        While one of them opens a batch, its worker fetches the batch that the other one has requested.
+        While one fetcher opens a batch, its worker fetches the batch requested by the other.
         """
         stream = next(self._streams)
         partition_id = source.request.partition_id
-        return [WorkerFetcher(worker, stream, partition_id, identity) for worker in self._workers * 2]
+        return [WorkerFetcher(worker, stream, partition_id, identity, timer) for worker in self._workers * 2]
 
 
 class WorkerFetcher:
-    """Fetches batches by a worker process, as `BatchFetcher` does in its thread; used by one thread.
+    """Fetches batches in a worker process; the counterpart of `BatchFetcher`. Used by one thread.
 
     Attributes:
-        fetched_until: the batch_index behind the last batch that was fetched.
+        fetched_until: the batch_index after the last batch that was fetched.
     """
 
-    def __init__(self, worker: _Worker, stream: int, partition_id: str, identity: StreamIdentity | None) -> None:
+    def __init__(
+        self, worker: _Worker, stream: int, partition_id: str, identity: StreamIdentity | None, timer: StepTimer
+    ) -> None:
         self._worker = worker
+        self._timer = timer
         self._stream = stream
         self._partition_id = partition_id
         self._identity = identity
-        # The reply to the worker's request before the own one, and the reply to the own one.
+        # The replies to the worker's previous request and to this fetcher's own request.
         self._earlier = self._own = threading.Event()
         self.fetched_until = 0
 
     def request(self, batch_index: int) -> None:
-        """Request a batch, which must then be fetched: each request has one reply."""
+        """Request a batch, which must then be fetched: each request gets one reply."""
         worker = self._worker
         with worker.sending:
             self._earlier, self._own = worker.last_received, threading.Event()
@@ -441,18 +448,19 @@ class WorkerFetcher:
                     batch_index=batch_index,
                     identity=self._identity,
                     released=worker.buffers.take_released(),
+                    step_times=self._timer.take_report(),
                 )
             )
 
     def fetch(self, batch_index: int, is_wanted: Callable[[], bool], batch_count: int = 1) -> FetchedBatch | End:
-        """Wait for the batch that was requested, or the end, and return it; once `close` was called it ends soon.
+        """Wait for the requested batch, or the end, and return it; after `close` it ends soon.
 
-        The worker claims no other batch with it: others may fetch those behind it.
+        The worker does not claim later batches with it, since other workers may fetch those.
 
         Raises:
-            StreamClosedError: the batch is not wanted any more.
+            StreamClosedError: the batch is no longer wanted.
             WorkerDiedError: the worker died.
-            Exception: what the worker raised.
+            Exception: an error raised in the worker.
         """
         try:
             self._earlier.wait()
@@ -465,13 +473,13 @@ class WorkerFetcher:
             raise content.with_note("a worker process")
         if isinstance(content, SharedBatch) and data is not None:
             self.fetched_until = batch_index + 1
-            return open_batch(content.layout, data)
+            return replace(open_batch(content.layout, data), spans=reply.spans)
         if isinstance(content, End):
-            return content
+            return replace(content, spans=reply.spans)
         raise StreamClosedError
 
     def close(self) -> None:
-        """End the call of the worker, if it is in one; it idles. Idempotent."""
+        """End the current call of the worker, if any; the worker then idles. Idempotent."""
         self._worker.send(Stop(self._stream))
 
 
@@ -479,7 +487,7 @@ def _start_worker(
     source: BatchSource, number: int, context: BaseContext, buffers: SharedBufferReader, *, needs_main: bool
 ) -> _Worker:
     connection, of_worker = context.Pipe()
-    # Each context has it, though the stubs of their base class do not.
+    # Each context has `Process`, though the stubs of their base class do not.
     make_process: Callable[..., BaseProcess] = context.Process  # type: ignore[attr-defined]
     process = make_process(target=run_worker, args=(source, of_worker), name=f"tq-worker-{number}", daemon=True)
     if needs_main:
@@ -494,11 +502,11 @@ _starting = threading.Lock()
 
 
 def _start_without_main(process: BaseProcess) -> None:
-    """Start a process that does not run the main module of this one again.
+    """Start a process that does not run this program's main module again.
 
-    With spawn and forkserver a child imports the main module, under another name, since what was pickled may be of it.
-    A script without `if __name__ == "__main__"` then runs as a whole once more. `multiprocessing` has no switch for
-    this: while it starts, what it prepares in this thread names no main module.
+    With spawn and forkserver a child imports the main module under another name, since pickled functions may be defined
+    there. A script without `if __name__ == "__main__"` then runs a second time. `multiprocessing` cannot turn this off.
+    So the preparation data of this thread omits the main module while the process starts.
     """
     with _starting:
         prepare, this_thread = multiprocessing.spawn.get_preparation_data, threading.get_ident()
@@ -529,13 +537,13 @@ def _end_workers(workers: Sequence[_Worker]) -> None:
 
 
 def worker_context(name: str | BaseContext | None, source: BatchSource) -> BaseContext:
-    """Return the context by which worker processes are started.
+    """Return the multiprocessing context that starts worker processes.
 
     Args:
-        name: "fork", "spawn", "forkserver", or a context. None: forkserver, and fork where it is not available or the
-            functions of the source cannot be pickled. A fork while another thread is inside a gRPC call, of whatever
-            client, leaves gRPC broken in the child; the children of a fork server inherit nothing from this process.
-        source: what the workers fetch from.
+        name: "fork", "spawn", "forkserver", or a context. None: forkserver, or fork if forkserver is not available or
+            the functions of the source cannot be pickled. A fork while another thread is inside a gRPC call of any
+            client leaves gRPC broken in the child. The children of a fork server inherit nothing from this process.
+        source: the source of the batches.
     """
     if isinstance(name, BaseContext):
         return name
@@ -551,7 +559,7 @@ def _pickled(source: BatchSource) -> bytes | None:
     """Return the pickle of a source, None if a function of it cannot be pickled."""
     try:
         return bytes(ForkingPickler.dumps(source))
-    except Exception:  # whatever a function's own pickling may raise
+    except Exception:  # pickling a function may raise any error
         return None
 
 
@@ -559,18 +567,18 @@ def _pickled(source: BatchSource) -> bytes | None:
 
 
 def run_worker(source: BatchSource, connection: Connection) -> None:
-    """Serve requests until the parent sends None or is gone."""
+    """Serve requests until the parent sends None or ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its workers
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a handler of the trainer, which a fork inherits, is not for them
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # not the trainer's handler, which a fork inherits
     torch.set_num_threads(1)
     _Fetching(source, connection).run()
 
 
 class _Fetching:
-    """Two threads of a worker: the main one fetches the requested batches, one after the other, and replies.
+    """Two threads of a worker: the main thread fetches the requested batches in order and replies.
 
-    The other one receives, so that a call which waits for a batch ends at once when the batch is not wanted any more,
-    or when the parent is gone.
+    The other thread receives messages. It ends a waiting call as soon as the batch is no longer wanted or the parent
+    ends.
     """
 
     def __init__(self, source: BatchSource, connection: Connection) -> None:
@@ -579,9 +587,10 @@ class _Fetching:
         self._requests: queue.SimpleQueue[FetchRequest | None] = queue.SimpleQueue()
         self._buffers = SharedBufferWriter()
         self._notes = ProbeNotes()
+        self._step_times: StepTimes | None = None
         # Written by the receiving thread and read by the main one.
         self._stopped_stream = -1
-        # The stream and its fetcher: of the main thread; the receiving one closes the fetcher to end its call.
+        # The stream and its fetcher, used by the main thread. The receiving thread closes the fetcher to end its call.
         self._fetching: tuple[int, BatchFetcher] | None = None
 
     def run(self) -> None:
@@ -610,8 +619,8 @@ class _Fetching:
                 return
 
     def _stop(self, stream: int) -> None:
-        # First the number: a fetcher that the main thread makes from now on finds it before its first call.
-        self._stopped_stream = max(self._stopped_stream, stream)  # a late one of an older stream changes nothing
+        # First the number: a fetcher created by the main thread from now on checks it before its first call.
+        self._stopped_stream = max(self._stopped_stream, stream)  # a late Stop of an older stream has no effect
         fetching = self._fetching
         if fetching is not None and fetching[0] <= stream:
             fetching[1].close()
@@ -621,23 +630,28 @@ class _Fetching:
 
     def _serve(self, request: FetchRequest) -> None:
         content: SharedBatch | ExceptionWrapper | End | None = None
+        spans: tuple[Span, ...] = ()
         try:
+            self._step_times = request.step_times
             fetched = self._fetcher_for(request).fetch(request.batch_index, lambda: self._is_wanted(request))
+            began_at = time.perf_counter()
             content = fetched if isinstance(fetched, End) else self._buffers.share(fetched)
+            spans = (*fetched.spans, Span(Stage.HOST, began_at, time.perf_counter()))
         except StreamClosedError:
             pass
-        except Exception as error:  # whatever it is, it belongs to the reader in the parent
-            if self._is_wanted(request):  # else of a call that `_stop` ended
+        except Exception as error:  # any error is raised to the reader in the parent
+            if self._is_wanted(request):  # else caused by `_stop`, which ended the call
                 content = ExceptionWrapper.of(error)
-        self._connection.send(FetchReply(content, self._notes.take()))
+        self._connection.send(FetchReply(content, self._notes.take(), spans))
         if isinstance(content, SharedBatch) and content.is_new:
             send_handle(self._connection, content.buffer_id, os.getppid())
 
     def _fetcher_for(self, request: FetchRequest) -> BatchFetcher:
-        """Return the fetcher of the request's stream, each with a client of its own."""
+        """Return the fetcher of the request's stream; each stream has a separate client."""
         if self._fetching is None or self._fetching[0] != request.stream:
             self._end_fetcher()
-            fetcher = BatchFetcher(self._source.of_partition(request.partition_id), request.identity)
+            source = self._source.of_partition(request.partition_id)
+            fetcher = BatchFetcher(source, request.identity, lambda: self._step_times)
             self._fetching = request.stream, fetcher
         return self._fetching[1]
 

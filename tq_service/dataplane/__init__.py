@@ -1,1 +1,1 @@
-"""How bytes travel between callers that put or get and the storage engine that holds them."""
+"""Transports for bytes between callers that put or get and the storage engine."""

@@ -1,12 +1,12 @@
-"""Puts and gets at a storage service: over gRPC, each call in the way that suits its size.
+"""Puts and gets at a storage service over gRPC; each call uses the transport that suits its size.
 
-Inline: one message, for up to `INLINE_BYTES`. Shared memory, with a service of the same host: a stream whose bytes lie
-in memory of which a Unix socket carries the file descriptors; gets take it with inline answers, too. Bulk, from
-`BULK_BYTES` on: a stream whose bytes go over connections of their own. Stream: a header, then frames, where none of the
-others is to be had.
+Inline: one message, for up to `INLINE_BYTES`. Shared memory, with a service of the same host: a stream whose bytes are
+in memory, with the file descriptors sent over a Unix socket; gets also use it with inline answers. Bulk, from
+`BULK_BYTES`: a stream whose bytes use separate connections. Stream: a header, then frames, if none of the others is
+available.
 
-Asyncio and threads do the same steps: these are generators that yield the calls to be made, and `async_run` or `run`
-makes them, as in psycopg. Things in which the two differ are here in two forms with one interface.
+Asyncio and threads share the steps: these are generators that yield the calls to make, and `async_run` or `run` makes
+them, as in psycopg. Parts that differ between the two exist in two versions with the same interface.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any, Final, Protocol, TypeAlias, TypeVar
 import grpc
 
 from tq_service.dataplane.bulk.client import BulkLink
-from tq_service.dataplane.receiving import AnswerReader, AnswerSizes, Deadline, Placement, Received
+from tq_service.dataplane.receiving import AnswerReader, AnswerSizes, Deadline, Placement, Received, RowPlacement
 from tq_service.dataplane.shared_memory.client import FdChannel, HostLink
 from tq_service.dataplane.shared_memory.mapped import Lease
 from tq_service.errors import LimitExceededError, TqError, UnavailableError
@@ -63,36 +63,36 @@ from tq_service.wire.mapping import Mapping
 
 T = TypeVar("T")
 Steps: TypeAlias = Generator[Callable[[], Any], Any, T]
-"""Yields calls, each of which is made, and gets what it returns; returns the result."""
+"""Yields calls and receives their results; returns the result of the steps."""
 
 _SERVICE: Final = "/tq_service.v1.StorageService/"
 _LOST_STATUS: Final = "Internal error from Core"
 _ASK_SECONDS: Final = 5.0
-_INLINE_TAG_BYTES: Final = 8  # in which GetInlineRequest wraps a GetRequest
+_INLINE_TAG_BYTES: Final = 8  # for wrapping a GetRequest in a GetInlineRequest
 
 SHARED_FROM_BYTES: Final = 1 << 20
-"""A smaller put does not ask whether the service is on this host: sending it takes as long, and no file descriptor."""
+"""For a smaller put, sending is as fast as shared memory, so the service is not asked whether it is on this host."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seconds:
-    """A deadline that begins with each call."""
+    """A deadline that begins anew for each call."""
 
     seconds: float
 
     def remaining(self) -> float:
-        """Return the seconds that each call has."""
+        """Return the seconds for each call."""
         return self.seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Allocated:
-    """A put that is to be filled before its commit.
+    """A put to be filled before its commit.
 
     Attributes:
         put: the answer of the storage service.
-        mapping: its memory, in which the columns lie as `place_columns` says.
-        lease: the memory is its client's as long as this exists.
+        mapping: its memory, with the columns laid out by `place_columns`.
+        lease: the client may use the memory as long as this exists.
     """
 
     put: PutResponse
@@ -101,44 +101,44 @@ class Allocated:
 
 
 class AsyncDriver(Protocol):
-    """Puts bytes at one place, and gets them back."""
+    """Puts bytes at one storage service, and gets them back."""
 
     async def put(self, header: PutHeader, columns: Sequence[Column], deadline: Deadline) -> PutResponse:
-        """Store a put, which is to be committed. Idempotent under the put_id of the header.
+        """Store a put, which must then be committed. Idempotent under the put_id of the header.
 
         Args:
             header: describes the columns.
             columns: with their bytes.
-            deadline: until when it may wait for capacity and take.
+            deadline: limit for the call, including its wait for capacity.
 
         Raises:
-            InvalidArgumentError: header and columns do not agree.
+            InvalidArgumentError: header and columns do not match.
             QuotaExceededError: there is no capacity.
-            UnavailableError: it cannot be reached, or was broken off; it may be tried again.
+            UnavailableError: the service cannot be reached, or the call was interrupted; it may be retried.
         """
         ...
 
     async def get(
         self, request: GetRequest, row_count: int, deadline: Deadline, size_bytes: int | None = None
     ) -> list[Received]:
-        """Return columns with their bytes, in memory that is the caller's, in the order of the request.
+        """Return columns with their bytes, in memory owned by the caller, in the order of the request.
 
         Args:
             request: the cells.
-            row_count: rows asked for of each column.
-            deadline: until when it may take.
-            size_bytes: of all values; None where that is not known.
+            row_count: number of rows requested for each column.
+            deadline: limit for the call.
+            size_bytes: size of all values; None: unknown.
 
         Raises:
-            DataLossError: another boot of the service took the puts.
-            PutNotFoundError: a put, or a cell of it, is not there.
-            UnavailableError: it cannot be reached, or was broken off; it may be tried again.
+            DataLossError: the puts were stored by another instance of the service.
+            PutNotFoundError: a put, or a cell of it, does not exist.
+            UnavailableError: the service cannot be reached, or the call was interrupted; it may be retried.
         """
         ...
 
 
 async def async_run(steps: Steps[T]) -> T:
-    """Await each call that is yielded, and return the result; a failure is raised where the call was yielded."""
+    """Await each yielded call, and return the result; failures are raised at the yield."""
     try:
         call = next(steps)
         while True:
@@ -154,7 +154,7 @@ async def async_run(steps: Steps[T]) -> T:
 
 
 def run(steps: Steps[T]) -> T:
-    """Make each call that is yielded, and return the result; a failure is raised where the call was yielded."""
+    """Make each yielded call, and return the result; failures are raised at the yield."""
     try:
         call = next(steps)
         while True:
@@ -170,13 +170,13 @@ def run(steps: Steps[T]) -> T:
 
 
 def _call_here(call: Callable[..., T], *arguments: Any) -> T:
-    """Return what a call returns: the caller's thread may block."""
+    """Return the result of a call: the caller's thread may block."""
     return call(*arguments)
 
 
 @dataclass(frozen=True, slots=True)
 class SendAs:
-    """How the bytes of a put are to be sent: the way, and the ticket of bulk connections or the region to be filled."""
+    """How the bytes of a put must be sent: the transport, and the ticket for bulk connections or the region to fill."""
 
     way: str
     ticket: BulkTicket | None = None
@@ -196,23 +196,23 @@ def _send_as(metadata: Any) -> SendAs | None:
 
 
 class AsyncPutCall:
-    """One put, of an asyncio channel.
+    """One put on an asyncio channel.
 
     grpc's asyncio calls lose the status of a call that is refused while they write: it becomes INTERNAL, "Internal
-    error from Core". So a put waits until the storage service says that there is capacity, before its first frame.
+    error from Core". So before its first frame a put waits until the storage service grants capacity.
 
     Args:
         call: the method of the channel.
         timeout: seconds until the call ends.
-        metadata: of the call.
+        metadata: metadata of the call.
     """
 
     def __init__(self, call: Any, timeout: float, metadata: Metadata | None) -> None:
         self._stream = call(timeout=timeout, metadata=metadata)
 
     async def start(self, header: PutHeader) -> SendAs | None:
-        """Send the header; return how the bytes are to be sent, None where the call has ended: `answer` says how."""
-        # Where a call ends before it has begun, by a close of its channel, grpc waits for ever with its first message.
+        """Send the header; return how to send the bytes, or None if the call has ended: `answer` then tells why."""
+        # If a call ends before it has begun, because its channel is closed, grpc waits forever with its first message.
         parts = in_parts(encode_part(header), "put")
         writing = asyncio.ensure_future(self._stream.write(parts[0]))
         self._stream.add_done_callback(lambda _: writing.cancel())
@@ -229,17 +229,17 @@ class AsyncPutCall:
             return None
 
     async def send(self, frames: Iterable[FrameParts]) -> None:
-        """Send frames, as long as the call has not ended: `answer` says how."""
+        """Send frames until the call has ended: `answer` then tells why."""
         with suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError):
             for frame in frames:
                 await self._stream.write(frame)
 
     async def answer(self) -> PutResponse:
-        """Send no more, and return the answer.
+        """Stop sending, and return the answer.
 
         Raises:
             grpc.RpcError: the call failed.
-            UnavailableError: it ended while frames were sent, and why is lost; another attempt will tell.
+            UnavailableError: it ended while frames were sent, and the reason is lost; a retry will show it.
         """
         try:
             with suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError):
@@ -247,7 +247,7 @@ class AsyncPutCall:
             answer: PutResponse = await self._stream
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.INTERNAL and error.details() == _LOST_STATUS:
-                raise UnavailableError("the put was broken off by the service or the network") from None
+                raise UnavailableError("the put was interrupted by the service or the network") from None
             raise
         return answer
 
@@ -257,7 +257,7 @@ class AsyncPutCall:
 
 
 class PutCall:
-    """One put, of a channel for threads; see `AsyncPutCall`."""
+    """One put on a channel for threads; see `AsyncPutCall`."""
 
     def __init__(self, call: Any, timeout: float, metadata: Metadata | None) -> None:
         self._call = call
@@ -266,7 +266,7 @@ class PutCall:
         self._stream: Any = None
 
     def start(self, header: PutHeader) -> SendAs | None:
-        """Send the header; return how the bytes are to be sent: frames may follow at once where nothing else may be."""
+        """Send the header; return how to send the bytes. Frames may follow at once if they are the only transport."""
         for part in in_parts(encode_part(header), "put"):
             self._messages.put(part)
         if not header.shared_memory_session and not header.takes_bulk:
@@ -280,13 +280,13 @@ class PutCall:
             self._messages.put(frame)
 
     def answer(self) -> PutResponse:
-        """Send no more, and return the answer.
+        """Stop sending, and return the answer.
 
         Raises:
             grpc.RpcError: the call failed.
         """
         self._messages.put(None)
-        # Without a stream all at once: this thread handles the call's events itself, which is faster.
+        # Without a stream, send everything now: this thread handles the call's events itself, which is faster.
         at_once = self._stream is None
         answer: PutResponse = (
             self._call(iter(self._messages.get, None), **self._options) if at_once else self._stream.result()
@@ -308,14 +308,14 @@ class _GrpcSteps:
     """The steps of puts and gets on one channel, and the unary calls of its storage service as `storage`.
 
     Args:
-        channel: to the storage service.
-        metadata: returns what carries the token.
-        errors: makes TqError of what calls within its `with` raise.
-        link: shares memory with a service of this host; None: bytes go over the wire.
-        bulk: the bulk port of the service; None: all bytes go over the channel.
+        channel: channel to the storage service.
+        metadata: returns the metadata with the token.
+        errors: converts exceptions of calls within its `with` to TqError.
+        link: shares memory with a service of this host; None: bytes are sent over the network.
+        bulk: the bulk port of the service; None: all bytes use the channel.
     """
 
-    # Of one form: a put's call, what makes a call that blocks, the iterator of a stream and its next part.
+    # Set by subclasses: a put's call, the wrapper for blocking calls, the iterator of a stream and its next part.
     _put_call: Any
     _in_thread: Any
     _iter: Any
@@ -343,7 +343,7 @@ class _GrpcSteps:
         self._sizes = AnswerSizes()
 
     def close(self) -> None:
-        """End the session and the bulk connections, and open no others."""
+        """End the session and the bulk connections, and open no new ones."""
         self._link.close()
         self._bulk.close()
 
@@ -358,7 +358,7 @@ class _GrpcSteps:
                         answer = yield self._unary(self.storage.PutInline, request, deadline.remaining())
                     put: PutResponse = answer.put
                     return put
-                except LimitExceededError as error:  # a stream keeps its values until there is capacity
+                except LimitExceededError as error:  # a stream holds back its values until it has capacity
                     if error.metadata.get("limit_name") != WAITING_BYTES:
                         raise
         if header.size_bytes >= SHARED_FROM_BYTES:
@@ -369,7 +369,7 @@ class _GrpcSteps:
             call = self._put_call(self._put, deadline.remaining(), self._metadata())
             try:
                 send_as = yield partial(call.start, header)
-                if send_as is None:  # it is refused, or there already
+                if send_as is None:  # it was refused, or exists already
                     pass
                 elif send_as.region is not None and session is not None:
                     yield partial(self._in_thread, session.fill, send_as.region, columns)
@@ -397,7 +397,7 @@ class _GrpcSteps:
             if request.ByteSize() >= PART_BYTES:
                 return None
             answer = yield self._unary(self.storage.PutInline, request, deadline.remaining())
-            if not answer.HasField("region"):  # an answer before this one was lost
+            if not answer.HasField("region"):  # a retry: an earlier answer was lost
                 return None
             mapping, lease = yield partial(self._in_thread, session.allocate, answer.region)
         return Allocated(answer.put, mapping, lease)
@@ -415,10 +415,12 @@ class _GrpcSteps:
         deadline: Deadline,
         size_bytes: int | None,
         placement: Placement | None,
+        *,
+        rows: RowPlacement | None,
     ) -> Steps[list[Received]]:
         keep_frame_buffers()
         yield from self._find_ways(deadline)
-        reader = AnswerReader(row_count, placement)
+        reader = AnswerReader(row_count, placement, rows)
         with self._link.session() as session, self._errors(deadline):
             request.shared_memory_session = b"" if session is None else session.session_id
             if session is not None or size_bytes is None:
@@ -460,23 +462,23 @@ class _GrpcSteps:
             yield partial(self._in_thread, reader.receive_bulk, self._bulk, deadline)
 
     def _find_ways(self, deadline: Deadline, *, is_large: bool = False) -> Steps[None]:
-        """Ask a storage service for its socket, and for its bulk port where much is to move, when that is due.
+        """Ask a storage service for its socket, and for its bulk port if much is to be moved, when that is due.
 
-        A session is opened if it is on this host. Whether the port is reached shows beside this call.
+        A session is opened if the service is on this host. A thread probes the bulk port in the background.
         """
         if not self._link.is_due() and not (is_large and self._bulk.is_due()):
             return
         try:
             with self._errors(deadline):
                 stat = yield self._unary(self.storage.Stat, StatRequest(), min(deadline.remaining(), _ASK_SECONDS))
-        except TqError:  # the call that is about to be made will say what is wrong
+        except TqError:  # the call that follows will report the problem
             self._link.postpone()
             self._bulk.postpone()
             return
         if self._bulk.is_due():
             self._bulk.probe(stat)
         if self._link.is_due():
-            # It waits twice at most, for other threads and for the service: half of the time is left for the call.
+            # It waits at most twice, for other threads and for the service: half of the time is left for the call.
             yield partial(self._in_thread, self._link.open, stat, deadline.remaining() / 4)
 
     def _unary(self, method: Any, request: Any, timeout: float) -> Callable[[], Any]:
@@ -484,7 +486,7 @@ class _GrpcSteps:
 
 
 class AsyncGrpcDriver(_GrpcSteps):
-    """An `AsyncDriver` for the storage service on a channel of asyncio."""
+    """An `AsyncDriver` for a storage service on an asyncio channel."""
 
     _put_call = AsyncPutCall
     _in_thread = staticmethod(asyncio.to_thread)
@@ -496,7 +498,7 @@ class AsyncGrpcDriver(_GrpcSteps):
         return await async_run(self._putting(header, columns, deadline))
 
     async def allocate(self, header: PutHeader, deadline: Deadline) -> Allocated | None:
-        """Reserve memory of the service for a put, which is filled before its commit; None where none is shared.
+        """Reserve memory of the service for a put to be filled before its commit; None if memory cannot be shared.
 
         Raises: as `put`.
         """
@@ -509,9 +511,11 @@ class AsyncGrpcDriver(_GrpcSteps):
         deadline: Deadline,
         size_bytes: int | None = None,
         placement: Placement | None = None,
+        *,
+        rows: RowPlacement | None = None,
     ) -> list[Received]:
-        """Return columns with their bytes, see `AsyncDriver`; `placement` says where."""
-        return await async_run(self._getting(request, row_count, deadline, size_bytes, placement))
+        """Return columns with their bytes, see `AsyncDriver`; in the memory given by `placement` and `rows`."""
+        return await async_run(self._getting(request, row_count, deadline, size_bytes, placement, rows=rows))
 
 
 class GrpcDriver(_GrpcSteps):
@@ -537,6 +541,8 @@ class GrpcDriver(_GrpcSteps):
         deadline: Deadline,
         size_bytes: int | None = None,
         placement: Placement | None = None,
+        *,
+        rows: RowPlacement | None = None,
     ) -> list[Received]:
-        """Return columns with their bytes, see `AsyncDriver`; `placement` says where."""
-        return run(self._getting(request, row_count, deadline, size_bytes, placement))
+        """Return columns with their bytes, see `AsyncDriver`; in the memory given by `placement` and `rows`."""
+        return run(self._getting(request, row_count, deadline, size_bytes, placement, rows=rows))

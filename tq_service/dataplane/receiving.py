@@ -1,10 +1,10 @@
 """The answer to a get, from frames or shared memory, received into the memory that the caller's tensors will share.
 
-Columns in shared memory are where they lie, if they are in one piece that is worth keeping from other puts:
+Columns in shared memory stay in place if they are contiguous, and large enough to block the memory for other puts:
 
     for the program    on a private mapping, until its tensors are gone
-    for a device       on the shared mapping of their region, which is pinned for it, until they have been copied up
-    placed             copied to the memory of their place
+    for a device       on the shared mapping of their region, which is pinned for it, until they have been copied to it
+    placed             copied to their destination
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from collections.abc import Mapping as Mappings
 from contextlib import contextmanager
-from itertools import accumulate
 from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
 
 from tq_service.dataplane.bulk.client import BulkLink
@@ -20,7 +19,7 @@ from tq_service.dataplane.shared_memory.client import FdChannel
 from tq_service.dataplane.shared_memory.mapped import Lease, Pages
 from tq_service.errors import InternalError, InvalidArgumentError, UnavailableError
 from tq_service.v1.storage_service_pb2 import BulkTicket, GetHeader, GetRequest, SharedColumn, SharedColumns
-from tq_service.wire.columns import ColumnReceiver, ColumnShape, Garbled, decode_headers
+from tq_service.wire.columns import ColumnReceiver, ColumnShape, Garbled, ScatteredRows, decode_headers
 from tq_service.wire.host_memory import BLOCKS, PINNED
 from tq_service.wire.mapping import PAGE_BYTES, Bytes, Mapping
 from tq_service.wire.shared_memory import check_sealed, close_all
@@ -38,69 +37,81 @@ class Deadline(Protocol):
 
 
 Received: TypeAlias = tuple[ColumnShape, Bytes]
-"""A column that was got, and its bytes."""
+"""A received column, and its bytes."""
 
 
 class Placement(Protocol):
-    """Where the columns of a get are to be, if not in new memory of the program."""
+    """Destinations for the columns of a get, if not new memory of the program."""
 
     def device_of(self, column: ColumnShape) -> Device | None:
-        """Return the device that a column is copied to afterwards; None: none."""
+        """Return the device that a column is copied to afterwards, or None."""
         ...
 
     def place(self, columns: Sequence[ColumnShape]) -> Sequence[Bytes]:
-        """Return memory of the host for the values of each of some columns."""
+        """Return memory of the host for the values of each of the given columns."""
         ...
 
 
-# Arrays keep all of a region from other puts, and so must be on a part of it that is worth it.
+class RowPlacement(Protocol):
+    """Destinations for rows of a get that should not be contiguous."""
+
+    def place(self, column: ColumnShape) -> ScatteredRows | None:
+        """Return memory for the rows of a column; None: they are contiguous."""
+        ...
+
+
+# An array blocks its region for other puts, so it is created in place only if it uses enough of the region.
 _LEAST_SHARE_IN_PLACE: Final = 1 / 64
 _MOST_REMEMBERED: Final = 1024
 
 
 class AnswerSizes:
-    """Expects an answer to be as large, per row, as the last one with the same fields: batches of a task are alike.
+    """Predicts the size of an answer, per row, from the last one with the same fields: batches of a task are similar.
 
-    How large ragged rows are, and which are in shared memory, only the storage service knows. The first answer is
-    expected to be small; where it is not, the get costs another round trip.
+    Only the storage service knows the size of ragged rows, and which rows are in shared memory. The first answer is
+    predicted to be small; if it is not, the get costs another round trip.
     """
 
     def __init__(self) -> None:
         self._row_bytes: dict[tuple[str, ...], float] = {}
 
     def expected_bytes(self, request: GetRequest, row_count: int) -> int:
-        """Return how many bytes of values the answer is likely to send."""
+        """Return the predicted bytes of values in the answer."""
         return int(self._row_bytes.get(_fields(request), 0.0) * row_count)
 
     def note(self, request: GetRequest, row_count: int, sent_bytes: int) -> None:
-        """Note how many bytes were sent."""
+        """Record how many bytes were sent."""
         if len(self._row_bytes) >= _MOST_REMEMBERED:
             self._row_bytes.clear()
         self._row_bytes[_fields(request)] = sent_bytes / max(row_count, 1)
 
 
 def _fields(request: GetRequest) -> tuple[str, ...]:
-    return tuple(name for run in request.runs for name in run.field_names)
+    sliced = (name for part in request.slices for name in (*part.field_names, ""))
+    return (*(name for run in request.runs for name in run.field_names), "", *sliced)
 
 
 class AnswerReader:
-    """Takes the messages of one get: the header, then frames.
+    """Reads the messages of one get: the header, then frames.
 
     Args:
-        row_count: number of rows asked for.
-        placement: where the columns are to be; None: in new memory, or where they lie in shared memory.
+        row_count: number of requested rows.
+        placement: destinations for the columns; None: new memory, or in place in shared memory.
+        rows: destinations for rows that are received or copied; None: contiguous.
 
     Attributes:
-        offer: columns in shared memory, to be taken by `receive_shared` before the get can end; else None.
-        ticket: of the others, to be received by `receive_bulk` before the get can end; None: they come in frames.
-        sent_bytes: bytes of values, those in shared memory apart.
+        offer: columns in shared memory, which `receive_shared` must take before the get can end; else None.
+        ticket: for the other columns, which `receive_bulk` must receive before the get can end; None: they are in
+            frames.
+        sent_bytes: bytes of values, not counting shared memory.
 
-    All methods raise InternalError for what a storage service may not send.
+    All methods raise InternalError if the storage service violates the protocol.
     """
 
-    def __init__(self, row_count: int, placement: Placement | None = None) -> None:
+    def __init__(self, row_count: int, placement: Placement | None = None, rows: RowPlacement | None = None) -> None:
         self._row_count = row_count
         self._placement = placement
+        self._rows = rows
         self._columns: Sequence[ColumnShape] = ()
         self._receiver: ColumnReceiver | None = None
         self._shared: dict[int, Bytes] = {}
@@ -110,13 +121,13 @@ class AnswerReader:
 
     @property
     def places_next(self) -> bool:
-        """Whether the next message makes it ask for memory, which may take long."""
+        """Whether the next message requires memory from the placement, which may take long."""
         return self._placement is not None and self._receiver is None
 
     def take(self, part: GetHeader | memoryview | Garbled) -> None:
-        """Take the next message."""
+        """Process the next message."""
         if isinstance(part, Garbled):
-            raise InternalError(f"a storage service sent what cannot be read: {part.reason}")
+            raise InternalError(f"a storage service sent an unreadable message: {part.reason}")
         with _agreement():
             if isinstance(part, memoryview):
                 self._started().write(part)
@@ -145,16 +156,16 @@ class AnswerReader:
         """Receive the columns of the ticket.
 
         Raises:
-            UnavailableError: not all of them came.
+            UnavailableError: not all of them arrived.
         """
         ticket, self.ticket = self.ticket, None
         if ticket is not None:
             receiver = self._started()
-            link.receive(ticket, receiver.buffers, deadline.remaining)
+            link.receive(ticket, receiver.views, deadline.remaining)
             receiver.end_filling()
 
     def receive_shared(self, channel: FdChannel | None) -> None:
-        """Take the columns that are in shared memory.
+        """Receive the columns that are in shared memory.
 
         Raises:
             UnavailableError: the session has ended, or this process has no memory or file descriptors left.
@@ -164,7 +175,7 @@ class AnswerReader:
             raise InternalError("a storage service offered shared memory without a session")
         pages = self._check_offer(offer)
         private: list[Pages | None] = [
-            each if self._placement is None or not number else None  # the program gets no arrays on a region then
+            each if self._placement is None or not number else None  # a placement copies from the shared mapping
             for number, each in zip(offer.memories, pages, strict=True)
         ]
         lease, regions = channel.begin_lease(offer.offer_id), channel.regions
@@ -198,22 +209,27 @@ class AnswerReader:
             if (values := self._in_place(column, mappings, pages, lease)) is not None
         }
         copied = [column for column in offer.columns if column.column_index not in self._shared]
-        places = self._places([self._columns[column.column_index] for column in copied])
-        for column, values in zip(copied, places, strict=True):
-            for (memory, start, size), end in zip(_slices(column), accumulate(column.sizes), strict=True):
-                values[end - size : end] = mappings[memory].array(start, size)
-            self._shared[column.column_index] = values
+        shapes = [self._columns[column.column_index] for column in copied]
+        for column, shape, place in zip(copied, shapes, self._places(shapes), strict=True):
+            receiver = ColumnReceiver([shape], [place])
+            for memory, start, size in _slices(column):
+                receiver.write(mappings[memory].array(start, size).data)
+            (self._shared[column.column_index],) = receiver.finish()
 
-    def _places(self, columns: Sequence[ColumnShape]) -> Sequence[Bytes]:
+    def _places(self, columns: Sequence[ColumnShape]) -> Sequence[Bytes | ScatteredRows]:
         """Return memory for the values of columns."""
+        scattered = [None if self._rows is None else self._rows.place(column) for column in columns]
+        others = [column for column, found in zip(columns, scattered, strict=True) if found is None]
         if self._placement is None:
-            return [BLOCKS.take(column.value_bytes) for column in columns]
-        return self._placement.place(columns)
+            places = iter([BLOCKS.take(column.value_bytes) for column in others])
+        else:
+            places = iter(self._placement.place(others))
+        return [next(places) if found is None else found for found in scattered]
 
     def _in_place(
         self, column: SharedColumn, mappings: Mappings[int, Mapping], pages: Sequence[Pages], lease: Lease
     ) -> Bytes | None:
-        """Return the values of a column where they lie; None: they are to be copied."""
+        """Return the values of a column in place; None: they must be copied."""
         (memory, start, size), *others = _slices(column)
         mapping, least_bytes = mappings[memory], mappings[memory].size * _LEAST_SHARE_IN_PLACE
         if others:
@@ -221,20 +237,20 @@ class AnswerReader:
         if self._placement is None:
             return mapping.array(start, size, lease) if size >= least_bytes else None
         device = self._placement.device_of(self._columns[column.column_index])
-        used_bytes = (pages[memory].end - pages[memory].first) * PAGE_BYTES  # it is pinned for all of its columns
+        used_bytes = (pages[memory].end - pages[memory].first) * PAGE_BYTES  # pinned for all of its columns
         if device is None or not mapping.is_shared or used_bytes < least_bytes:
             return None
         pin = PINNED.pin(mapping, device)
         return None if pin is None else mapping.array(start, size, (lease, pin))
 
     def _check_offer(self, offer: SharedColumns) -> list[Pages]:
-        """Check that the slices of the columns are there, and return the pages of each memory that they are on."""
+        """Check the slices of the columns, and return the used pages of each memory."""
         ranges: dict[int, Pages] = {}
         for column in offer.columns:
             numbers, starts, sizes = column.memory_indexes, column.starts, column.sizes
             if column.column_index >= len(self._columns) or not len(numbers) == len(starts) == len(sizes) > 0:
                 raise InternalError(
-                    f"a storage service offered column {column.column_index} of {len(self._columns)} in odd slices"
+                    f"a storage service offered column {column.column_index} of {len(self._columns)} in invalid slices"
                 )
             shape = self._columns[column.column_index]
             if sum(sizes) != shape.value_bytes:
@@ -279,4 +295,4 @@ def _agreement() -> Iterator[None]:
     try:
         yield
     except InvalidArgumentError as error:
-        raise InternalError(f"a storage service sent what does not agree: {error}") from None
+        raise InternalError(f"a storage service sent inconsistent data: {error}") from None

@@ -1,1 +1,1 @@
-"""What outlives a process: the journal of changes, snapshots, checkpoints, and recovery from them."""
+"""Durable state: the journal of changes, snapshots, checkpoints, and recovery from them."""

@@ -1,16 +1,15 @@
-"""Checkpoints: the knowledge of a service at one moment, and the bytes of all its samples, in one file.
+"""Checkpoints: the state of a service at one moment and the bytes of all its samples, in one file.
 
     PartitionPlan: which cells lie together --> CheckpointWriter: blocks, then the state
-    read_checkpoint: all of it checked --> its blocks become puts --> relocate: partitions have these puts
+    read_checkpoint: everything checked --> its blocks become puts --> relocate: partitions get these puts
 
-A checkpoint is a directory with one file, `checkpoint.tqc`, which begins with the facts for a list. It is written
-under another name and takes the place of the one before it in a single step, once it is whole and on the disk: whatever
-happens, the directory has the old one or the new one. What is left of one that was not finished is overwritten by the
-next.
+A checkpoint is a directory with one file, `checkpoint.tqc`, which starts with the facts shown in lists. The file is
+written under a temporary name. Once complete and synced, it replaces the previous one in a single step, so the
+directory always has either the old or the new checkpoint. The remains of an unfinished one are overwritten next time.
 
-A block is what one storage service holds of some fields that were put together, for samples in the order of the table:
-a few MiB, from any number of puts. When it is restored it becomes one put. So a million small puts come back as a few
-hundred, wherever there is space for them. The puts of a partition are its blocks, in the order of the file.
+A block holds cells of one storage service for fields that were put together, for samples in table order: a few MiB,
+from any number of puts. On restore it becomes one put. A million small puts thus come back as a few hundred, on any
+storage service with space. The puts of a restored partition are its blocks, in the order of the file.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ from tq_service.journal.files import (
     make_directory,
     read_records,
 )
-from tq_service.state.cells import CELL_COLUMN, NOT_PRODUCED, CellsSnapshot, Put, cells_of, slots_and_rows
+from tq_service.state.cells import CELL_COLUMN, NOT_PRODUCED, Put, cell_columns, cells_of, slots_and_rows
 from tq_service.state.extents import GROWN, Chains
 from tq_service.state.partition import Partition, PartitionSnapshot
 from tq_service.state.plan import Indexes
@@ -71,32 +70,33 @@ _BAD_DIRECTORY: Final = frozenset(
 )  # fmt: skip
 BLOCK_BYTES: Final = 4 << 20
 _MOST_ROWS: Final = 1 << 16
-_MOST_PUTS: Final = 256  # finding the cells of so many holds the loop for about a millisecond
+_MOST_PUTS: Final = 256  # finding the cells of this many holds the loop for about a millisecond
 _CHAIN_COLUMNS: Final = ("cell", "previous", "depth")
 _BLOCK: Final = Put("", b"", b"")
-"""Stands for a block that is to become a put."""
+"""Placeholder for a block that will become a put."""
 
 
 def checkpoint_path(checkpoint_dir: Path | None, name: str) -> Path:
-    """Return the path of the file of a checkpoint, which callers name, below the directory for all of them.
+    """Return the path of a checkpoint's file, given the caller's name for it, below the directory of all checkpoints.
 
-    The directory is its operator's, symlinks on the way to it included; nothing below it leads out of it. A process
-    that may write to the directory itself could still exchange a part of the path after this check; callers cannot.
+    The operator controls the directory and the symlinks on the way to it. Below it, no path may lead out of it. A
+    process that can write to the directory itself could still replace a part of the path after this check; callers
+    cannot.
 
     Raises:
         PreconditionError: the service has no directory for checkpoints.
-        InvalidArgumentError: the name is none, or a symlink below the directory leads out of it.
+        InvalidArgumentError: the name is invalid, or a symlink below the directory leads out of it.
     """
     checkpoint_dir = _directory(checkpoint_dir)
     if not _is_name(name):
         raise InvalidArgumentError(
             f"name is {name[:_LONGEST_NAME]!r} ({len(name)} characters); expected 1 to {_LONGEST_NAME}, in parts of "
             "letters, digits and '._=@+-' that begin with a letter or digit, with '/' between them, such as "
-            "'nightly/2026-11-21': a place below the checkpoint_dir of the service",
+            "'nightly/2026-11-21': a path below the checkpoint_dir of the service",
             field="name",
         )
     top = os.path.realpath(checkpoint_dir)
-    directory = Path(os.path.realpath(Path(top, name)))  # Path.resolve raises where links go in a circle
+    directory = Path(os.path.realpath(Path(top, name)))  # Path.resolve raises if links form a cycle
     file = directory / FILE_NAME
     if not directory.is_relative_to(top):
         raise _symlink(name, "out of the checkpoint_dir of the service")
@@ -110,7 +110,7 @@ def _directory(checkpoint_dir: Path | None) -> Path:
     if checkpoint_dir is None:
         raise PreconditionError(
             "this service has no directory for checkpoints; start it with checkpoint_dir (--checkpoint-dir, "
-            "TQ_CHECKPOINT_DIR), or with data_dir, below which it is then"
+            "TQ_CHECKPOINT_DIR), or with data_dir, which then contains it"
         )
     return checkpoint_dir
 
@@ -120,7 +120,7 @@ def _is_name(name: str) -> bool:
 
 
 def checkpoint_names(checkpoint_dir: Path | None) -> list[str]:
-    """Return the names of the checkpoints below a directory; what symlinks lead to is not looked at.
+    """Return the names of the checkpoints below a directory, without following symlinks.
 
     Raises:
         PreconditionError: the service has no directory for checkpoints.
@@ -135,10 +135,10 @@ def checkpoint_names(checkpoint_dir: Path | None) -> list[str]:
 
 
 def read_facts(path: Path) -> CheckpointFacts:
-    """Read the beginning of a checkpoint.
+    """Read the facts at the start of a checkpoint.
 
     Raises:
-        SnapshotDamagedError: the file does not begin as one.
+        SnapshotDamagedError: the file does not start like a checkpoint.
         NewerVersionError: it was written by a newer version.
         OSError: it cannot be read.
     """
@@ -149,7 +149,7 @@ def read_facts(path: Path) -> CheckpointFacts:
 def _read_facts(reader: SnapshotReader) -> CheckpointFacts:
     record = next(reader.values())
     if not isinstance(record, CheckpointFacts):
-        raise ValueError(f"a {type(record).__name__} follows the header, expected the facts of the checkpoint")
+        raise ValueError(f"a {type(record).__name__} follows the header; expected the facts of the checkpoint")
     return record
 
 
@@ -162,41 +162,49 @@ def _symlink(name: str, where: str) -> InvalidArgumentError:
 
 @dataclass(slots=True, kw_only=True)
 class Block:
-    """Cells of one storage service that are read together, and become one put when the checkpoint is restored.
+    """Cells of one storage service that are read together and become one put when the checkpoint is restored.
 
     Attributes:
         partition_id: their partition.
         puts: the puts that hold them, all of one storage service.
-        runs: where they are in these puts.
-        global_indexes: their samples `(n,)`, one several times if its cell is of several extents.
-        value_bytes: their bytes, set once they are written.
+        runs: the positions of the cells in these puts.
+        global_indexes: their samples `(n,)`, repeated if a cell has several extents. For cells that groups share: the
+            first sample of each group, or -1 for a group without samples.
+        is_shared: whether groups share the cells.
+        value_bytes: size of the cells, set once they are written.
     """
 
     partition_id: str
     puts: Sequence[Put]
     runs: CellRuns
     global_indexes: Indexes
+    is_shared: bool = False
     value_bytes: int = 0
 
 
 class PartitionPlan:
-    """What a checkpoint copies of one partition.
+    """The part of a checkpoint that is copied from one partition.
 
     Attributes:
-        blocks: its cells.
+        blocks: the cells of the partition.
     """
 
     def __init__(self, partition: PartitionSnapshot) -> None:
         """Read the cells of a partition, which takes about 50 ms for a million samples."""
         self._partition = partition
-        rows, puts, extents = (partition.tables[name] for name in ("rows", "puts", "extents"))
+        rows, groups, puts, extents = (partition.tables[name] for name in ("rows", "groups", "puts", "extents"))
         self._read_puts(puts)
         self._indexes: Indexes = rows.columns["index"].values()
+        self._first: Indexes = groups.columns["first"].values()
         self._chains = Chains(**{name: extents.columns[name].values() for name in _CHAIN_COLUMNS})
         self._extent_cells = self._chains.cell.copy()
         self._cells: dict[str, Indexes] = {}
+        self._shared_cells: dict[str, Indexes] = {}
         self.blocks: list[Block] = []
-        for names, cells in _put_together(CellsSnapshot.of(rows, puts, extents).cells):
+        for names, cells in _put_together(cell_columns(groups)):
+            renamed = self._add_blocks(tuple(names), cells, self._first, is_shared=True)
+            self._shared_cells |= dict.fromkeys(names, renamed)
+        for names, cells in _put_together(cell_columns(rows)):
             has_grown = cells >= GROWN
             own = np.where(has_grown, NOT_PRODUCED, cells)
             renamed = np.where(has_grown, cells, self._add_blocks(tuple(names), own, self._indexes))
@@ -207,7 +215,7 @@ class PartitionPlan:
                 self._extent_cells[found.slots] = self._add_blocks(tuple(names), found.cells, indexes)
 
     def partition(self) -> PartitionSnapshot:
-        """Return the partition with its blocks for puts, once they all were read."""
+        """Return the partition with its blocks as puts, after all blocks were read."""
         count = len(self.blocks)
         cells = np.array([block.global_indexes.size * len(block.runs.field_names) for block in self.blocks], np.int64)
         columns = {
@@ -216,21 +224,23 @@ class PartitionPlan:
             "made": cells,
             "bytes": np.array([block.value_bytes for block in self.blocks], np.int64),
         }
-        rows, extents = self._partition.tables["rows"], self._partition.tables["extents"]
+        rows, groups, extents = (self._partition.tables[name] for name in ("rows", "groups", "extents"))
         chains = {name: getattr(self._chains, name) for name in _CHAIN_COLUMNS} | {"cell": self._extent_cells}
         changed = {"index": self._indexes} | {CELL_COLUMN + name: cells for name, cells in self._cells.items()}
+        shared = {"first": self._first} | {CELL_COLUMN + name: cells for name, cells in self._shared_cells.items()}
         return replace(
             self._partition,
             tables={
                 **self._partition.tables,
                 "rows": replace(rows, columns={**rows.columns, **_snapshots(changed)}),
+                "groups": replace(groups, columns={**groups.columns, **_snapshots(shared)}),
                 "puts": TableSnapshot(size=count, columns=_snapshots(columns)),
                 "extents": replace(extents, columns={**extents.columns, **_snapshots(chains)}),
             },
         )
 
     def _read_puts(self, table: TableSnapshot) -> None:
-        """Read what is known of the puts, by slot."""
+        """Read storage service and cell size of the puts, by slot."""
         self._puts: list[Put | None] = []
         numbers: dict[tuple[str, bytes], int] = {}
         storage_of: list[int] = []
@@ -242,12 +252,14 @@ class PartitionPlan:
             pace.step()
         self._storage_of: Indexes = np.array(storage_of, np.int64)
         counts = np.maximum(table.columns["cells"].values(), 1)
-        self._cell_bytes: NDArray[np.float64] = table.columns["bytes"].values() / counts  # of parts of a put a guess
+        self._cell_bytes: NDArray[np.float64] = table.columns["bytes"].values() / counts  # an estimate for partial puts
 
-    def _add_blocks(self, names: tuple[str, ...], cells: Indexes, indexes: Indexes) -> Indexes:
-        """Add the cells of fields that lie alike: of each storage service in the given order, some MiB each.
+    def _add_blocks(
+        self, names: tuple[str, ...], cells: Indexes, indexes: Indexes, *, is_shared: bool = False
+    ) -> Indexes:
+        """Add the cells of fields with the same layout as blocks of a few MiB, per storage service in the given order.
 
-        Return the cells that they become; `indexes` are their samples.
+        Return the new cells. `indexes` are the samples of the cells.
         """
         renamed = np.full(cells.size, NOT_PRODUCED, np.int64)
         produced = np.flatnonzero(cells >= 0)
@@ -257,7 +269,7 @@ class PartitionPlan:
         storages = self._storage_of[slots]
         order = np.argsort(storages, kind="stable")
         produced, slots = produced[order], slots[order]
-        # None of these ever falls, so that their sum differs wherever one of them does.
+        # Each term is non-decreasing, so the sum changes whenever one of them does.
         numbers = (
             storages[order]
             + np.cumsum(self._cell_bytes[slots] * len(names)) // BLOCK_BYTES
@@ -273,12 +285,13 @@ class PartitionPlan:
                     puts=puts,
                     runs=runs,
                     global_indexes=indexes[positions],
+                    is_shared=is_shared,
                 )
             )
         return renamed
 
     def _runs(self, names: tuple[str, ...], cells: Indexes) -> tuple[list[Put], CellRuns]:
-        """Return the puts of cells, and the cells as runs of neighbouring rows."""
+        """Return the puts of cells, and the cells as runs of adjacent rows."""
         slots, rows = slots_and_rows(cells)
         used, put_indexes = np.unique(slots, return_inverse=True)
         puts = [put for slot in used.tolist() if (put := self._puts[slot]) is not None]
@@ -290,7 +303,7 @@ def _snapshots(columns: Mapping[str, NDArray[Any]]) -> dict[str, ColumnSnapshot]
 
 
 def _put_together(cells_of_fields: Mapping[str, ColumnSnapshot]) -> list[tuple[list[str], Indexes]]:
-    """Return the fields whose cells all lie alike, together, with these cells."""
+    """Group the fields whose cells are all in the same place; return each group with its cells."""
     found: dict[bytes, tuple[list[str], Indexes]] = {}
     for name, column in cells_of_fields.items():
         cells: Indexes = column.values()
@@ -299,12 +312,12 @@ def _put_together(cells_of_fields: Mapping[str, ColumnSnapshot]) -> list[tuple[l
 
 
 class CheckpointWriter:
-    """Writes a checkpoint: the facts for a list, its blocks in order, then the state.
+    """Writes a checkpoint: the facts shown in lists, its blocks in order, then the state.
 
-    It is for threads, one call at a time; whoever makes it calls `abort` at the end.
+    Its methods run in threads, one call at a time. The creator calls `abort` at the end.
 
     Raises:
-        DiskFullError: the disk has no space.
+        DiskFullError: the disk is full.
         InvalidArgumentError: the directory cannot be used.
     """
 
@@ -314,7 +327,7 @@ class CheckpointWriter:
         self._writer: RecordWriter
 
     def begin(self, facts: CheckpointFacts) -> None:
-        """Begin the file with the facts for a list; a missing directory is made."""
+        """Start the file with the facts; create the directory if it is missing."""
         with self._explained():
             make_directory(self._path.parent)
             self._writer = RecordWriter(self._path)
@@ -333,13 +346,13 @@ class CheckpointWriter:
                 self._writer.write(*some)
 
     def finish(self, snapshot: ServiceSnapshot) -> None:
-        """Write the state, and put the file into its place."""
+        """Write the state, and move the file to its final name."""
         with self._explained():
             write_state(self._writer, snapshot)
             self._writer.commit()
 
     def abort(self) -> None:
-        """Leave no trace; nothing after `finish`."""
+        """Remove the unfinished file; without effect after `finish`."""
         self._aborting.close()
 
     @contextlib.contextmanager
@@ -360,12 +373,12 @@ class CheckpointWriter:
                     field="name",
                 ) from error
             raise InternalError(
-                f"the disk of {directory} failed ({error}); start the service with a checkpoint_dir on another one"
+                f"the disk of {directory} failed ({error}); start the service with a checkpoint_dir on another disk"
             ) from error
 
 
 def _cut(chunks: Iterable[memoryview]) -> Iterator[memoryview]:
-    """Yield chunks in parts of a record's bytes at most."""
+    """Split chunks into pieces of at most the size of a record."""
     for chunk in chunks:
         for start in range(0, len(chunk), _RECORD_BYTES):
             yield chunk[start : start + _RECORD_BYTES]
@@ -373,13 +386,13 @@ def _cut(chunks: Iterable[memoryview]) -> Iterator[memoryview]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A checkpoint that was read and is whole.
+    """A checkpoint that was read and is intact.
 
     Attributes:
         path: its file.
-        facts: how it begins.
-        blocks: what it has of bytes, in order.
-        state: all else; the puts of its partitions are the blocks, in order.
+        facts: the facts at its start.
+        blocks: descriptions of its blocks, in order.
+        state: the rest; the puts of its partitions are the blocks, in order.
     """
 
     path: Path
@@ -391,14 +404,14 @@ class Checkpoint:
         """Yield the bytes of a block, about 1 MiB at a time.
 
         Raises:
-            SnapshotDamagedError: they are not any more what they were.
+            SnapshotDamagedError: the bytes have changed since they were checked.
         """
         left = block.size_bytes
         records = read_records(self.path, *block.begins_at)
         while left > 0:
             at, _, data = next(records)
             if len(data) > left:
-                raise damaged(self.path, at, "a block is not any more what it was")
+                raise damaged(self.path, at, "a block has changed since it was checked")
             left -= len(data)
             yield data
 
@@ -407,8 +420,8 @@ def read_checkpoint(path: Path) -> Checkpoint:
     """Read a checkpoint and check all of it.
 
     Raises:
-        InvalidArgumentError: there is none.
-        SnapshotDamagedError: the file does not hold what was written.
+        InvalidArgumentError: it does not exist or cannot be read.
+        SnapshotDamagedError: the content of the file is damaged.
         NewerVersionError: it was written by a newer version.
     """
     try:
@@ -426,7 +439,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
 
 def _beyond_blocks(reader: SnapshotReader, blocks: list[StoredBlock]) -> Iterator[object]:
-    """Yield the records of the state; note the blocks, and check their bytes."""
+    """Yield the records of the state; collect the blocks in `blocks` and check their bytes."""
     for value in reader.values():
         if not isinstance(value, StoredBlock):
             yield value
@@ -434,14 +447,14 @@ def _beyond_blocks(reader: SnapshotReader, blocks: list[StoredBlock]) -> Iterato
         for column in value.columns:
             column.validate()
             if column.row_count != value.row_count:
-                raise ValueError("a block has another number of rows than its columns")
+                raise ValueError("a block has a different number of rows than its columns")
         at, number, data = reader.last
         blocks.append(replace(value, begins_at=(at + HEADER_BYTES + len(data), number + 1)))
         left = value.size_bytes
         while left > 0 and (some := reader.data()) is not None:
             left -= len(some)
         if left:
-            raise ValueError(f"a block has {value.size_bytes - left} bytes, expected {value.size_bytes}")
+            raise ValueError(f"a block has {value.size_bytes - left} bytes; expected {value.size_bytes}")
 
 
 def _check_blocks(partitions: Sequence[PartitionSnapshot], blocks: Sequence[StoredBlock]) -> None:
@@ -454,7 +467,7 @@ def _check_blocks(partitions: Sequence[PartitionSnapshot], blocks: Sequence[Stor
 
 
 def relocate(partitions: Iterable[Partition], puts: Iterable[Put]) -> None:
-    """Have the puts that the blocks of a checkpoint have become, in their order, in restored partitions."""
+    """Set the puts of restored partitions to those that the blocks of a checkpoint have become, in order."""
     became = iter(puts)
     for partition in partitions:
         table = partition.cells.puts

@@ -1,4 +1,4 @@
-"""The data directory of a service: its lock, and its identity, which stays as long as the directory does."""
+"""The data directory of a service: its lock, and its identity, which lasts as long as the directory."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class Identity:
     """Names that outlive the process.
 
     Attributes:
-        controller_boot_id: 16 bytes, of the controller that keeps its state in the directory.
-        storage_boot_id: 16 bytes, of the storage service that keeps its puts there.
-        storage_id: name of that storage service, by which samples say where their cells are; empty until it has one.
+        controller_boot_id: instance id of the controller that persists its state here, 16 bytes.
+        storage_boot_id: instance id of the storage service that persists its puts here, 16 bytes.
+        storage_id: name of that storage service, which samples use to locate their cells; empty until it has one.
     """
 
     controller_boot_id: bytes
@@ -47,14 +47,14 @@ class Identity:
 
 
 def new_identity() -> Identity:
-    """Return an identity that no other directory has."""
+    """Return a new random identity."""
     return Identity(
         controller_boot_id=secrets.token_bytes(_BOOT_ID_BYTES), storage_boot_id=secrets.token_bytes(_BOOT_ID_BYTES)
     )
 
 
 def write_identity(path: Path, identity: Identity) -> None:
-    """Write an identity, whole or not at all; it survives a loss of power.
+    """Write an identity atomically; it survives a loss of power.
 
     Raises:
         OSError: it cannot be written.
@@ -66,10 +66,10 @@ def write_identity(path: Path, identity: Identity) -> None:
 
 
 def read_identity(path: Path) -> Identity | None:
-    """Return the identity in a file, None where there is no file.
+    """Return the identity in a file, or None if the file does not exist.
 
     Raises:
-        DataDirError: the file is damaged, or of another format.
+        DataDirError: the file is damaged, or has a different format.
         OSError: it cannot be read.
     """
     try:
@@ -91,9 +91,9 @@ def read_identity(path: Path) -> Identity | None:
                 ),
                 metadata={"path": str(path.parent)},
             )
-        # Under a name with a changed letter no sample would find its bytes any more, though all of them are here.
+        # With one letter of a name changed, no sample would find its bytes, although all of them are here.
         if values.pop("checksum") != _checksum(values):
-            raise ValueError("its checksum is that of other names")
+            raise ValueError("its checksum does not match its names")
         identity = Identity(
             controller_boot_id=bytes.fromhex(values["controller_boot_id"]),
             storage_boot_id=bytes.fromhex(values["storage_boot_id"]),
@@ -112,13 +112,13 @@ def _checksum(values: dict[str, Any]) -> str:
 
 
 def _locked(path: Path) -> int:
-    """Take the lock of a directory; return its descriptor, which has it until it is closed, or the process ends.
+    """Lock a directory; return the descriptor that holds the lock until it is closed or the process ends.
 
     Args:
-        path: of a file that is there for the lock alone, and stays.
+        path: a file that exists only for the lock, permanently.
 
     Raises:
-        DataDirError: another process has it.
+        DataDirError: another process holds the lock.
         OSError: the file cannot be written.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -130,8 +130,8 @@ def _locked(path: Path) -> int:
         holder = os.pread(descriptor, 256, 0).decode(errors="replace").strip() or "a process that is starting"
         os.close(descriptor)
         raise DataDirError(
-            f"the data dir {path.parent} is in use by {holder}; stop it first, or give this service a directory of "
-            "its own",
+            f"the data dir {path.parent} is in use by {holder}; stop it first, or give this service a separate "
+            "directory",
             metadata={"path": str(path.parent)},
         ) from None
     except BaseException:
@@ -141,25 +141,25 @@ def _locked(path: Path) -> int:
 
 
 class DataDir:
-    """An open data directory, which no other process has open.
+    """An open data directory, locked against other processes.
 
     ```
     DIR/lock                        taken while a service runs
-    DIR/identity.json               boot ids and format
-    DIR/journal-000000000012.tqj    what was done, from number 12 on
-    DIR/snapshot-000000000012.tqs   all that was done before that
+    DIR/identity.json               instance ids and format
+    DIR/journal-000000000012.tqj    changes from number 12 on
+    DIR/snapshot-000000000012.tqs   the state before change 12
     DIR/reserve                     takes up space, see `EmergencyDiskReserve`
     DIR/segments/                   bytes of large puts
     ```
 
     Attributes:
-        path: of the directory.
-        identity: what it is.
+        path: the directory.
+        identity: its identity.
         segments_path: directory of the segments.
     """
 
     def __init__(self, path: Path, identity: Identity, lock: contextlib.ExitStack) -> None:
-        """Take over what `open` made."""
+        """Take ownership of the lock; see `open`."""
         self.path = path
         self.identity = identity
         self.segments_path = path / _SEGMENTS
@@ -167,14 +167,14 @@ class DataDir:
 
     @classmethod
     def open(cls, path: Path) -> DataDir:
-        """Open a data directory, and make it where it is missing.
+        """Open a data directory, and create it if it is missing.
 
         Raises:
-            DataDirError: another process has it, it is of a later format, or it cannot be written to.
+            DataDirError: another process has it open, it has a later format, or it cannot be written to.
         """
         path = path.absolute()
         try:
-            # No other user may read what it holds; the rights of a directory that is there are its owner's business.
+            # No other user may read its content. The mode of an existing directory is its owner's decision.
             make_directory(path, mode=0o700)
             with contextlib.ExitStack() as lock:
                 lock.callback(os.close, _locked(path / "lock"))
@@ -187,17 +187,17 @@ class DataDir:
             raise _unusable(path, error) from error
 
     def join(self, controller_id: bytes, cluster: str) -> None:
-        """Be the directory of a controller of a cluster, whose id is that of all of them.
+        """Make this the directory of a controller of a cluster, whose controllers share one id.
 
         Raises:
-            DataDirError: it has the state of another controller, or the directory cannot be written to.
+            DataDirError: it has the state of a controller outside the cluster, or cannot be written to.
         """
         if self.identity.controller_boot_id == controller_id and not segment_numbers(self.path):
             return
         if segment_numbers(self.path) or snapshot_numbers(self.path):
             raise DataDirError(
                 f"the data dir {self.path} has the state of another controller than cluster {cluster!r}; name an empty "
-                "directory, where this controller gets what the cluster has",
+                "directory, where this controller gets the state of the cluster",
                 metadata={"path": str(self.path)},
             )
         self._set_identity(replace(self.identity, controller_boot_id=controller_id))
@@ -210,20 +210,20 @@ class DataDir:
         self.identity = identity
 
     def storage_id(self, given: str | None, default: str) -> str:
-        """Return the name of the storage service that keeps its puts here, which stays what it was at first.
+        """Return the name of the storage service that persists its puts here; the first name is permanent.
 
         Args:
-            given: the name that the settings give it, None without one.
-            default: the name it gets then, if it has none yet.
+            given: its name in the settings, or None.
+            default: its name if it has none yet and none is given.
 
         Raises:
-            DataDirError: it has another name than the one given, or the directory cannot be written to.
+            DataDirError: it has a different name than the one given, or the directory cannot be written to.
         """
         known = self.identity.storage_id
         if known and given not in (None, known):
             raise DataDirError(
-                f"the data dir {self.path} keeps the puts of storage service {known!r}, got storage_id {given!r}; "
-                f"leave storage_id out, or use another directory",
+                f"the data dir {self.path} has the puts of storage service {known!r}; got storage_id {given!r}. "
+                f"Leave storage_id out, or use another directory",
                 metadata={"path": str(self.path)},
             )
         if not known:
@@ -231,9 +231,9 @@ class DataDir:
         return self.identity.storage_id
 
     def remove_unneeded(self, backend: LogBackend, number: int) -> None:
-        """Remove what no start needs, now that there is a snapshot of all before a number; blocks.
+        """Remove files that no start needs, given a snapshot of everything before a number; blocks.
 
-        The snapshot before it stays, with the log since then: should the new one turn out to be damaged.
+        The previous snapshot stays with the log since then, in case the new one turns out to be damaged.
         """
         *older, kept = [0, *(each for each in snapshot_numbers(self.path) if each < number)]
         for each in filter(None, older):
@@ -241,7 +241,7 @@ class DataDir:
         backend.truncate_before(kept)
 
     def close(self) -> None:
-        """Let others open it; close the log first."""
+        """Release the lock; close the log first."""
         self._lock.close()
 
 
@@ -251,8 +251,8 @@ def _identity(path: Path) -> Identity:
     if identity is None:
         if segment_numbers(path) or snapshot_numbers(path):
             raise DataDirError(
-                f"the data dir {path} has a journal or snapshots, but no {file.name}, without which no put in them can "
-                "be found; put the file back, or restore a checkpoint into an empty directory",
+                f"the data dir {path} has a journal or snapshots, but no {file.name}, which is needed to find the puts "
+                "in them; put the file back, or restore a checkpoint into an empty directory",
                 metadata={"path": str(path)},
             )
         identity = new_identity()

@@ -37,7 +37,7 @@ from tq_service.results import EvictedUnit
 from tq_service.state.cells import Put
 from tq_service.state.ledger import Claim, PastName, RecordedPlan, Steps, TaskFacts, TaskSnapshot
 from tq_service.state.partition import PartitionFacts, PartitionSnapshot
-from tq_service.state.plan import BatchSpec, Indexes
+from tq_service.state.plan import BatchSpec, Indexes, TotalsOfStep
 from tq_service.state.policies import Policy
 from tq_service.state.table import ColumnSnapshot, TableSnapshot
 from tq_service.wire.columns import ColumnShape
@@ -55,9 +55,9 @@ class ServiceSnapshot:
     """The state from which a service continues.
 
     Attributes:
-        partitions: of the controller.
-        policies: of the controller.
-        answers: of the controller, for retries; each packed as (name of the message, bytes).
+        partitions: the partitions of the controller.
+        policies: the policies of the controller.
+        answers: the answers of the controller, for retries; each packed as (name of the message, bytes).
         puts: the records of the storage engine.
     """
 
@@ -68,7 +68,7 @@ class ServiceSnapshot:
 
 
 def write_snapshot(path: Path, snapshot: ServiceSnapshot) -> None:
-    """Write a snapshot, which appears once it is complete and on the disk. Runs in a thread beside the loop.
+    """Write a snapshot, which appears once it is complete and synced. Runs in a thread beside the loop.
 
     Raises:
         OSError: it cannot be written.
@@ -99,7 +99,7 @@ def read_snapshot(path: Path) -> ServiceSnapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """Begins a file: in a checkpoint, blocks have the bytes of the puts, and partitions name these as their puts."""
+    """Starts a file. In a checkpoint, blocks have the bytes of the puts, and partitions have the blocks as puts."""
 
     format_version: int
     is_checkpoint: bool = False
@@ -110,7 +110,7 @@ class CheckpointFacts:
     """The description at the beginning of a checkpoint, which is read without the rest.
 
     Attributes:
-        written_at: when it was begun, in seconds since 1970.
+        written_at: start of the checkpoint, in seconds since 1970.
         metadata: a JSON object of its caller, as text.
     """
 
@@ -144,7 +144,7 @@ class StoredBlock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableHeader:
-    """The number of values of each column of a table, and the names of these."""
+    """The number of values per column of a table, and the names of the columns."""
 
     size: int
     columns: tuple[str, ...]
@@ -152,7 +152,7 @@ class TableHeader:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionHeader:
-    """Begins a partition; its columns and then its tasks follow."""
+    """Starts a partition; its columns and then its tasks follow."""
 
     facts: PartitionFacts
     tables: Mapping[str, TableHeader]
@@ -164,21 +164,31 @@ class ColumnPart:
 
     table: str
     column: str
-    values: Any  # an array `(n,)`; to be encoded, as `codec.compact` has it
+    values: Any  # an array `(n,)`; encoded in the form of `codec.compact`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batches:
-    """Batches of a task that have one spec: reading a hundred thousand one by one takes long.
+    """Batches of a task with the same spec: reading a hundred thousand individually takes long.
 
     Attributes:
-        rows: of all plans, concatenated.
-        others: of each batch its serial and index; of its plan the sizes, steps, consumed and dropped.
+        rows: the rows of all plans, concatenated.
+        others: per batch its serial and index, and of its plan the sizes, steps, consumed, dropped and totals.
     """
 
     batch_spec: BatchSpec
     rows: Indexes
-    others: list[tuple[int, int, tuple[int, ...], tuple[Steps, ...], Indexes | None, tuple[Indexes, ...]]]
+    others: list[
+        tuple[
+            int,
+            int,
+            tuple[int, ...],
+            tuple[Steps, ...],
+            Indexes | None,
+            tuple[Indexes, ...],
+            tuple[TotalsOfStep, ...],
+        ]
+    ]
 
     @classmethod
     def of(cls, batch_spec: BatchSpec, batches: Sequence[Claim]) -> Batches:
@@ -187,7 +197,7 @@ class Batches:
             batch_spec=batch_spec,
             rows=np.concatenate([batch.plan.rows for batch in batches]),
             others=[
-                (each.serial, each.batch_index, plan.sizes, plan.steps, plan.consumed, plan.dropped)
+                (each.serial, each.batch_index, plan.sizes, plan.steps, plan.consumed, plan.dropped, plan.totals)
                 for each in batches
                 for plan in (each.plan,)
             ],
@@ -196,7 +206,7 @@ class Batches:
     def all(self) -> Iterator[Claim]:
         """Yield the batches."""
         spec, end = self.batch_spec, 0
-        for serial, batch_index, sizes, steps, consumed, dropped in self.others:
+        for serial, batch_index, sizes, steps, consumed, dropped, totals in self.others:
             start, end = end, end + sum(sizes)
             plan = RecordedPlan(
                 rows=self.rows[start:end].copy(),  # else each batch would keep the rows of all
@@ -205,6 +215,8 @@ class Batches:
                 micro_batch_size=spec.micro_batch_size,
                 consumed=consumed,
                 dropped=dropped,
+                totals=totals,
+                summed=spec.totals,
             )
             yield Claim(serial=serial, batch_spec=spec, plan=plan, batch_index=batch_index)
 
@@ -284,8 +296,8 @@ def reading(path: Path, *, is_checkpoint: bool = False) -> Iterator[SnapshotRead
     """Read a file after its header; all flaws become SnapshotDamagedError or NewerVersionError.
 
     Args:
-        path: of the file.
-        is_checkpoint: whether it must be a checkpoint, and otherwise a snapshot.
+        path: the file.
+        is_checkpoint: whether it must be a checkpoint, rather than a snapshot.
     """
     reader = SnapshotReader(path)
     try:
@@ -364,7 +376,7 @@ def read_state(records: Iterable[Any]) -> ServiceSnapshot:
 
 
 def _with_puts(values: NDArray[Any], storages: dict[tuple[str, bytes], tuple[str, bytes]]) -> NDArray[Any]:
-    """Return objects with puts for tuples; the many puts of one storage service share its name."""
+    """Return objects with tuples converted to puts; the many puts of one storage service share its name."""
     puts = (
         Put(*storages.setdefault(each[:2], each[:2]), each[2]) if isinstance(each, tuple) else each
         for each in values.tolist()
@@ -373,7 +385,7 @@ def _with_puts(values: NDArray[Any], storages: dict[tuple[str, bytes], tuple[str
 
 
 def _table(size: int, parts: Mapping[str, Sequence[NDArray[Any]]]) -> TableSnapshot:
-    """Return a table, whose columns are made of their parts."""
+    """Return a table made of the parts of its columns."""
     columns = {}
     for column, some in parts.items():
         values = np.concatenate(some) if some else np.empty(0)
@@ -384,7 +396,7 @@ def _table(size: int, parts: Mapping[str, Sequence[NDArray[Any]]]) -> TableSnaps
 
 
 def _column_parts(column: ColumnSnapshot) -> Iterator[NDArray[Any]]:
-    """Yield the values of a column, some ten thousand numbers or fewer objects at a time; at least one part."""
+    """Yield the values of a column, tens of thousands of numbers or fewer objects at a time; at least one part."""
     if not column.size:
         yield np.empty(0, column.dtype)
     yield from map(

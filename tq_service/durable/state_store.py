@@ -1,16 +1,16 @@
-"""Keeps the state of a service in its data directory: a controller's partitions, a storage engine's puts, or both.
+"""Persists the state of a service in its data directory: a controller's partitions, a storage engine's puts, or both.
 
-It appends what changes to the log, and takes a snapshot when that is long, so that a start has little to apply again.
+It appends changes to the log, and takes a snapshot when the log is long, so a start has little to replay.
 
-    state machine, engine --append--> log --(when it is long)--> snapshot, and a new beginning of the log
-    start: the newest snapshot that is whole, then the log after it, then append
+    state machine, engine --append--> log --(when it is long)--> snapshot, and a new start of the log
+    start: the newest intact snapshot, then the log after it, then append
 
-No answer is sent before what it says is durable: the servicers' boundary awaits `wait_durable` for that.
+An answer is sent only after the state it reports is durable: the servicers' boundary awaits `wait_durable`.
 
-Both streams of the log have one order, and so a put is durable no later than the change that names it, as the engine
-appends its record before the put can be committed; and it is gone no earlier than the change that frees it, as the
-engine hears of free cells once that change was appended. Where controller and storage service have a log each, an
-answer is what parts them: a put is acknowledged once it is durable, and cells are freed elsewhere once the change is.
+Both streams of the log share one order. A put is durable no later than the change that names it, because the engine
+appends its record before the put can be committed. It is gone no earlier than the change that frees it, because the
+engine is notified of freed cells after that change was appended. If controller and storage service have separate logs,
+answers give the order: a put is acknowledged once it is durable, and cells are freed remotely once the change is.
 """
 
 from __future__ import annotations
@@ -56,31 +56,31 @@ _LAST_RETRY_SECONDS: Final = 600.0
 
 
 class Stream(enum.IntEnum):
-    """Whose records the log has; the number is in the file.
+    """The source of a record in the log; its number is stored in the file.
 
-    Both streams have one order. So a put is recorded before the change that names it, and its end after the change that
-    frees it, with one sync for both.
+    Both streams share one order. A put is therefore recorded before the change that names it, and its end after the
+    change that frees it, with one sync for both.
     """
 
     CHANGES = 1
-    """Changes of the controller, without values of samples; a record is below 1 MiB unless one change is larger."""
+    """Changes of the controller, without values of samples. A record is below 1 MiB unless one change is larger."""
     PUTS = 2
-    """Puts of a storage service, with the values of small ones, for this host alone."""
+    """Puts of a storage service, with the values of small ones. Stays on this host."""
 
 
-# What applying a record again, and restoring a sample of a snapshot, take, as measured.
+# Measured costs of replaying a record and of restoring a sample of a snapshot.
 _RECORD_SECONDS: Final = {Stream.CHANGES: 40e-6, Stream.PUTS: 20e-6}
 _BYTE_SECONDS: Final = {Stream.CHANGES: 85e-9, Stream.PUTS: 1e-9}
 _FILE_SECONDS: Final = 1e-3
 _SAMPLE_SECONDS: Final = 0.7e-6
 _LONGEST_START_SECONDS: Final = 1.1
 _WORTH_SECONDS: Final = 0.4
-_RECORDS_A_TURN: Final = 64  # that a standby applies before others have their turns
+_RECORDS_A_TURN: Final = 64  # that a standby applies before it yields
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recovered:
-    """What was found in the data directory."""
+    """The contents of the data directory."""
 
     partition_count: int
     sample_count: int
@@ -91,16 +91,16 @@ class Recovered:
 
 @dataclass(slots=True, kw_only=True)
 class StartCost:
-    """Estimates how long a start would take, and when a snapshot is to save it some of that.
+    """Estimates the duration of a start, and decides when a snapshot should shorten it.
 
-    A snapshot is due before restoring the last one and applying the log since then take longer, together, than a start
-    may take; but not before applying the log takes as much of a processor as writing a snapshot does, which grows with
-    the state.
+    A snapshot is due before restoring the last one and replaying the log since then exceed the time allowed for a
+    start. It is not due until replaying the log takes as much CPU time as writing a snapshot, which grows with the
+    state.
 
     Attributes:
-        log_seconds: for what is in the log now.
-        restore_seconds: for the last snapshot.
-        snapshot_seconds: what of a processor it took to write that.
+        log_seconds: time to replay the current log.
+        restore_seconds: time to restore the last snapshot.
+        snapshot_seconds: CPU time it took to write that snapshot.
     """
 
     log_seconds: float = 0.0
@@ -108,7 +108,7 @@ class StartCost:
     snapshot_seconds: float = 0.0
 
     def add(self, stream: Stream, size: int) -> None:
-        """Count a record of so many bytes."""
+        """Count a record of `size` bytes."""
         self.log_seconds += _RECORD_SECONDS[stream] + _BYTE_SECONDS[stream] * size
 
     @property
@@ -121,14 +121,14 @@ class StartCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogLag:
-    """How far what is on disk is behind.
+    """How far the disk lags behind memory.
 
     Attributes:
         unflushed_count: records that were appended and are not durable yet.
-        replay_seconds: for how long a start would apply the log again, beside the last snapshot.
-        snapshot_age_seconds: time since the last snapshot, or since the start where this process wrote none.
-        is_failing: whether nothing could be written when it was last tried.
-        is_disk_low: whether the disk has hardly any space left.
+        replay_seconds: estimated time to replay the log at a start, after restoring the last snapshot.
+        snapshot_age_seconds: time since the last snapshot, or since the start if this process has written none.
+        is_failing: whether the last attempt to write failed.
+        is_disk_low: whether the disk is almost full.
     """
 
     unflushed_count: int
@@ -139,18 +139,18 @@ class LogLag:
 
 
 class StateStore:
-    """Keeps a controller, a storage engine, or both: what they write down changes to.
+    """Persists a controller, a storage engine, or both, which append their changes here.
 
     open -> recover -> append ... wait_durable ... -> close
 
     Confined to one event loop.
 
     Attributes:
-        data_dir: where; it is open, and closed with the rest.
-        is_failing: whether nothing could be written when it was last tried.
+        data_dir: the open directory; it is closed with the store.
+        is_failing: whether the last attempt to write failed.
         is_shared: whether other controllers follow the log.
-        fatal: called with a reason and its cause where memory may differ from the log, so that the service must not go
-            on; it calls `abandon` before it returns.
+        fatal: called with a reason and its cause when memory may differ from the log, so the service must stop. It
+            calls `abandon` before it returns.
     """
 
     def __init__(self, data_dir: DataDir, log: Log) -> None:
@@ -163,7 +163,7 @@ class StateStore:
         self._snapshot: asyncio.Task[None] | None = None
         self._retry_at, self._retry_seconds = 0.0, _FIRST_RETRY_SECONDS
         self._abandoned: TqError | None = None
-        self._next: int | None = None  # record of the log, while this is a standby; None: it is not
+        self._next: int | None = None  # next record of the log to apply as a standby; None: not a standby
         self._snapshot_at = time.monotonic()
         self.is_failing = False
         self.is_shared = False
@@ -174,13 +174,13 @@ class StateStore:
         """Open a data directory.
 
         Args:
-            path: of the directory.
-            sync: whether what is durable survives the death of the machine, instead of that of the process alone.
-            accept_loss: whether to go on without what follows a damaged record.
+            path: the directory.
+            sync: whether durable means surviving a crash of the machine, rather than only of the process.
+            accept_loss: whether to continue without the records after a damaged one.
 
         Raises:
             DataDirError: another process has it open, or it cannot be used.
-            DiskFullError: there is no space for a journal.
+            DiskFullError: there is not enough space for a journal.
         """
         data_dir = DataDir.open(path)
         try:
@@ -192,21 +192,21 @@ class StateStore:
     # Recovery
 
     def recover(self, *, catalog: Catalog | None = None, puts: PutJournal | None = None) -> Recovered:
-        """Bring back what the data directory has, and write down every change from now on; call it once.
+        """Recover the contents of the data directory, and log every change from now on. Call it once.
 
         Args:
-            catalog: takes the partitions, and the answers for retries; None in a service that has no controller.
-            puts: those of a storage engine; None in a service that stores none.
+            catalog: gets the partitions, and the answers for retries; None in a service without a controller.
+            puts: gets the puts; None in a service without a storage engine.
 
         Raises:
-            JournalDamagedError: a record is damaged, or does not fit what is before it.
+            JournalDamagedError: a record is damaged, or does not fit the state before it.
             NewerVersionError: a newer version wrote the newest snapshot, or a record.
-            DataDirError: the directory has what this service does not take, and would lose with its next snapshot.
+            DataDirError: the directory has data of a role this service lacks; its next snapshot would lose the data.
         """
         self._catalog, self._puts = catalog, puts
         started_at = time.perf_counter()
         number, put_records = self._restore_newest()
-        self._cost.log_seconds += _FILE_SECONDS * len(segment_numbers(self.data_dir.path))  # every start leaves one
+        self._cost.log_seconds += _FILE_SECONDS * len(segment_numbers(self.data_dir.path))  # each start adds a file
         record_count = self._replay(self._log.read(number), put_records)
         self._quarantine_after(number)
         put_count = self._recover_puts(put_records)
@@ -221,21 +221,21 @@ class StateStore:
 
     def _quarantine_after(self, number: int) -> None:
         for damaged in snapshot_numbers(self.data_dir.path):
-            if damaged > number:  # else it would count as one to go back to
+            if damaged > number:  # else it would count as a fallback
                 quarantine(snapshot_path(self.data_dir.path, damaged), ".damaged")
 
     # A standby
 
     def restore(self, catalog: Catalog) -> int:
-        """Bring back the newest snapshot, for a standby that is to follow the log; call it once.
+        """Restore the newest snapshot, for a standby that will follow the log. Call it once.
 
         Returns:
-            The number of the first record that is not in it.
+            The number of the first record after the snapshot.
 
         Raises:
             SnapshotDamagedError: all snapshots are damaged.
-            NewerVersionError: a newer version wrote the newest one.
-            DataDirError: there are puts of a storage service.
+            NewerVersionError: a newer version wrote the newest snapshot.
+            DataDirError: it contains puts of a storage service.
         """
         self._catalog = catalog
         number, puts = self._restore_newest()
@@ -245,11 +245,11 @@ class StateStore:
         return self._next
 
     async def follow(self, records: AsyncIterator[Record]) -> None:
-        """Apply the records that another controller appends to the log, until cancelled; write snapshots as it does.
+        """Apply the records that another controller appends to the log until cancelled; write snapshots when due.
 
         Raises:
-            PreconditionError: the log has not all that comes after the snapshot.
-            JournalDamagedError: a record is damaged, or does not fit what is before it.
+            PreconditionError: the log lacks records after the snapshot.
+            JournalDamagedError: a record is damaged, or does not fit the state before it.
         """
         async with contextlib.aclosing(cast("AsyncGenerator[Record, None]", records)) as following:
             async for record in following:
@@ -260,14 +260,14 @@ class StateStore:
                     await asyncio.sleep(0)
 
     async def take_over(self) -> int:
-        """Apply the rest of the log, now that this controller leads, and write down every change from now on.
+        """Apply the rest of the log as the new leader, and log every change from now on.
 
         Returns:
-            How many records the rest had.
+            The number of records applied.
 
         Raises:
             SupersededError: another controller leads by now.
-            JournalDamagedError: a record is damaged, or does not fit what is before it.
+            JournalDamagedError: a record is damaged, or does not fit the state before it.
         """
         while self._snapshot is not None:
             await asyncio.wait([self._snapshot])
@@ -277,17 +277,17 @@ class StateStore:
         return count
 
     def _restore_newest(self) -> tuple[int, list[bytes]]:
-        """Take over the newest snapshot that is whole; return its number, and the puts in it.
+        """Restore the newest intact snapshot; return its number and its puts.
 
-        One that a newer version wrote is whole: going on with one before it would lose what came since, so that the
-        start is refused (NewerVersionError).
+        A snapshot by a newer version is intact. Falling back to an older one would lose later changes, so the start is
+        refused (NewerVersionError).
         """
         damages: list[SnapshotDamagedError] = []
         for number in reversed(snapshot_numbers(self.data_dir.path)):
             try:
                 snapshot = read_snapshot(snapshot_path(self.data_dir.path, number))
             except SnapshotDamagedError as error:
-                _log.error(LogMessage("a snapshot is damaged, the one before it is used", error=error))
+                _log.error(LogMessage("skipped a damaged snapshot, using the one before it", error=error))
                 damages.append(error)
                 continue
             if self._catalog is not None:
@@ -298,7 +298,7 @@ class StateStore:
                 raise self._of_another_role(f"{len(snapshot.partitions)} partitions of a controller")
             self._cost.restore_seconds = self._restore_seconds()
             return number, list(snapshot.puts)
-        if damages:  # the journal from the first record on is gone
+        if damages:  # the first part of the journal was removed
             raise damages[0]
         return 0, []
 
@@ -307,7 +307,7 @@ class StateStore:
             self._catalog.machine.log, self._catalog.machine.fatal = self, self.fatal
 
     def _replay(self, records: Iterable[Record], puts: list[bytes] | None = None) -> int:
-        """Apply records again, and add those about puts to others, for a storage engine; return how many there were."""
+        """Replay records, and append the records of a storage engine to `puts`; return the number of all records."""
         count = 0
         for record in records:
             count += 1
@@ -327,7 +327,7 @@ class StateStore:
 
     def _recover_puts(self, records: Iterable[bytes]) -> int:
         if self._puts is not None:
-            with no_collection():  # so many new objects, none of them garbage
+            with no_collection():  # many new objects, none of them garbage
                 return self._puts.recover(records, self)
         if left_count := len(left_puts(records)):
             raise self._of_another_role(f"{left_count} puts of a storage service")
@@ -335,8 +335,8 @@ class StateStore:
 
     def _of_another_role(self, what: str) -> DataDirError:
         return DataDirError(
-            f"the data dir {self.data_dir.path} holds {what}, which this service has not; start it with the "
-            "role that the directory was written with, or name another directory",
+            f"the data dir {self.data_dir.path} holds {what}, which this service does not serve; start it with the "
+            "role that wrote the directory, or name another directory",
             metadata={"path": str(self.data_dir.path)},
         )
 
@@ -355,18 +355,18 @@ class StateStore:
     # The log of the storage engine
 
     def append_put(self, record: bytes, values: bytes | bytearray = b"") -> None:
-        """Append what became of a put, and the values of a small one."""
+        """Append a record on the outcome of a put, with the values of a small put."""
         self._append(Stream.PUTS, record, values)
 
     def after_durable(self, callback: Callable[[], None]) -> None:
-        """Call something once all that was appended so far is durable: now, or later in order."""
+        """Call `callback` once everything appended so far is durable: now or later, in order."""
         self._log.after_durable(callback)
 
     def _append(self, stream: Stream, *parts: bytes | bytearray) -> None:
         try:
             self._log.append(stream, *parts)
             self._cost.add(stream, sum(map(len, parts)))
-            if self._flush is None:  # for changes that no call waits for, such as a lease that ran out
+            if self._flush is None:  # for changes that no call waits for, such as an expired lease
                 self._flush = asyncio.get_running_loop().create_task(self._flush_later())
             self._begin_snapshot_when_due()
         except Exception as error:
@@ -383,36 +383,36 @@ class StateStore:
     def _restore_seconds(self) -> float:
         return _SAMPLE_SECONDS * self._sample_count()
 
-    # What cannot go on
+    # Failure
 
     def abandon(self, error: TqError) -> None:
-        """Write nothing more, neither what was appended in this step of the loop nor later changes or snapshots.
+        """Stop writing: what was appended in this step of the loop, later changes and snapshots are all dropped.
 
         Args:
-            error: raised from now on for each change, and where something is to be durable.
+            error: raised from now on for each change and each wait for durability.
         """
         self._abandoned = error
         self.is_failing = True
         self._log.abandon(error)
 
     def _abandon_alone(self, reason: str, cause: BaseException) -> None:
-        _log.critical(LogMessage("nothing is written to the data directory any more", reason=reason), exc_info=cause)
+        _log.critical(LogMessage("stopped writing to the data directory", reason=reason), exc_info=cause)
         self.abandon(ServiceFailedError(f"the service has failed: {reason}", metadata={"cause": reason}))
 
     # Durability
 
     @property
     def has_unflushed(self) -> bool:
-        """Whether something was appended that is not durable yet."""
+        """Whether records were appended that are not durable yet."""
         return self._log.has_unflushed
 
     @property
     def is_disk_low(self) -> bool:
-        """Whether the disk has hardly any space left."""
+        """Whether the disk is almost full."""
         return self._log.backend.is_disk_low
 
     def lag(self) -> LogLag:
-        """Return how far what is on disk is behind."""
+        """Return how far the disk lags behind memory."""
         return LogLag(
             unflushed_count=self._log.unflushed_count,
             replay_seconds=self._cost.log_seconds,
@@ -422,12 +422,12 @@ class StateStore:
         )
 
     async def wait_durable(self) -> None:
-        """Return once all that was appended so far is durable.
+        """Wait until everything appended so far is durable.
 
         Raises:
-            DiskFullError: it cannot be written now; it will be as soon as there is space.
-            JournalUnreachableError: the same, once etcd answers.
-            TqError: it never will be: the log was abandoned, or has refused what it had taken, which is fatal.
+            DiskFullError: it cannot be written now; it will be once there is space.
+            JournalUnreachableError: it cannot be written now; it will be once etcd answers.
+            TqError: it will never be durable: the log was abandoned, or failed for another reason, which is fatal.
         """
         try:
             await self._log.wait_durable()
@@ -452,7 +452,7 @@ class StateStore:
     # Snapshots
 
     async def newest_snapshot(self, least_number: int) -> tuple[int, Path]:
-        """Return number and file of the newest snapshot, written first where none has a number of so much at least."""
+        """Return number and path of the newest snapshot; write one first if none has at least this number."""
         if max(snapshot_numbers(self.data_dir.path), default=-1) < least_number:
             await self.take_snapshot()
         number = snapshot_numbers(self.data_dir.path)[-1]
@@ -461,14 +461,14 @@ class StateStore:
     async def take_snapshot(
         self, contents: Callable[[], ServiceSnapshot] | None = None, appear: Callable[[], None] = lambda: None
     ) -> None:
-        """Write a snapshot, which the log goes on from; it is written even if the caller is cancelled.
+        """Write a snapshot from which the log continues; it is written even if the caller is cancelled.
 
         Args:
-            contents: returns what is in it, in the step in which it is taken; None: what the service has then.
-            appear: called once it is durable, before there can be another one.
+            contents: returns its content, called in the step that takes it; None: the service's state at that time.
+            appear: called once it is durable, before the next snapshot can be taken.
 
         Raises:
-            OSError, DiskFullError: there is no space for it; the journal goes on.
+            OSError, DiskFullError: there is not enough space; the journal continues.
         """
         while self._snapshot is not None:
             await asyncio.wait([self._snapshot])
@@ -480,24 +480,23 @@ class StateStore:
         restored: Callable[[ServiceSnapshot], ServiceSnapshot],
         appear: Callable[[], None],
     ) -> None:
-        """Write a snapshot of now in which the catalog has other partitions, before they are seen in it.
+        """Write a snapshot in which the catalog has other partitions, before these become visible.
 
-        No change of the partitions that the catalog has may be made from the step in which the snapshot is taken until
-        `appear` is called or this raises: the log would have it after a snapshot that it does not fit.
+        From the step that takes the snapshot until `appear` is called or this raises, no change may be made to the
+        partitions of the catalog: in the log it would follow a snapshot that it does not fit.
 
         Args:
-            restored: returns the state that will be, of the one that there is in the step in which the snapshot is
-                taken.
-            appear: puts it there; called once that is durable, before there can be another snapshot.
+            restored: returns the future state, given the state in the step that takes the snapshot.
+            appear: makes that state current; called once it is durable, before the next snapshot can be taken.
 
         Raises:
-            DiskFullError: there is no space for it; nothing is written of them.
+            DiskFullError: there is not enough space; nothing of the new state is written.
         """
         try:
             await self.take_snapshot(lambda: restored(self._now()), appear)
         except OSError as error:
             raise DiskFullError(
-                f"what was restored cannot be written to the data directory ({error}); free space, and restore it "
+                f"the restored state cannot be written to the data directory ({error}); free space, and restore it "
                 "again",
                 metadata={"path": str(self.data_dir.path)},
             ) from error
@@ -505,25 +504,25 @@ class StateStore:
     async def _try_snapshot(self) -> None:
         started_at = time.monotonic()
         self._retry_at = started_at + self._retry_seconds
-        self._retry_seconds = min(2 * self._retry_seconds, _LAST_RETRY_SECONDS)  # each try begins another file
+        self._retry_seconds = min(2 * self._retry_seconds, _LAST_RETRY_SECONDS)  # each try starts another file
         try:
             await self._write_snapshot(self._now, lambda: None)
         except (OSError, TqError) as error:
-            _log.warning(LogMessage("no snapshot can be written; the journal grows until one can", error=error))
+            _log.warning(LogMessage("could not write a snapshot; the journal grows until one succeeds", error=error))
         except Exception:
-            _log.exception(LogMessage("no snapshot can be written, which is a fault of the service; the journal grows"))
+            _log.exception(LogMessage("could not write a snapshot because of a bug; the journal keeps growing"))
         else:
-            # A slow disk is left to the log alone for half as long as the snapshot took.
+            # Leaves a slow disk to the log alone for half as long as the snapshot took.
             ended_at = time.monotonic()
             self._retry_at, self._retry_seconds = ended_at + (ended_at - started_at) / 2, _FIRST_RETRY_SECONDS
 
     async def _write_snapshot(self, contents: Callable[[], ServiceSnapshot], appear: Callable[[], None]) -> None:
         try:
             number = self._log.rotate() if self._next is None else self._next
-            snapshot = contents()  # in one step with that number: the log has whatever comes later
+            snapshot = contents()  # in one step with that number: later changes go to the log after it
             restore_seconds, log_seconds, self._cost.log_seconds = self._restore_seconds(), self._cost.log_seconds, 0.0
             try:
-                if self._next is None:  # what a standby has applied is durable
+                if self._next is None:  # changes that a standby has applied are durable already
                     await self._log.wait_durable()
                 snapshot_seconds = await asyncio.to_thread(self._write_to_disk, number, snapshot)
             except BaseException:
@@ -531,17 +530,17 @@ class StateStore:
                 raise
             try:
                 if self.is_shared and contents != self._now and self._catalog is not None:
-                    # Others that follow the log have not what is in the snapshot.
+                    # Other controllers that follow the log lack the content of the snapshot.
                     self._catalog.machine.state.snapshot_number = number
                     self._catalog.machine.log_alone(StateReplaced(snapshot_number=number))
                 appear()
             except BaseException as error:
-                self.fatal("what a snapshot holds could not take its place", error)
+                self.fatal("the state of a snapshot could not be made current", error)
                 raise
             try:
                 await asyncio.to_thread(self.data_dir.remove_unneeded, self._log.backend, number)
             except OSError as error:
-                _log.warning(LogMessage("files that the newest snapshot replaces cannot be removed", error=error))
+                _log.warning(LogMessage("could not remove files that the newest snapshot replaces", error=error))
             self._cost.restore_seconds, self._cost.snapshot_seconds = restore_seconds, snapshot_seconds
             self._snapshot_at = time.monotonic()
         finally:
@@ -556,9 +555,9 @@ class StateStore:
         )
 
     def _write_to_disk(self, number: int, snapshot: ServiceSnapshot) -> float:
-        """Write a snapshot, in a thread; return what that took of a processor, in seconds."""
+        """Write a snapshot, in a thread; return the CPU time it took, in seconds."""
         started_at = time.thread_time()
-        self._log.backend.sync_rotated(number)  # a start that finds the snapshot refuses to go on without it
+        self._log.backend.sync_rotated(number)  # a start with the snapshot requires these segments
         write_snapshot(snapshot_path(self.data_dir.path, number), snapshot)
         return time.thread_time() - started_at
 
@@ -572,7 +571,7 @@ class StateStore:
         try:
             self._log.close()
         except TqError as error:
-            _log.error(LogMessage("the last changes could not be written", error=error))
+            _log.error(LogMessage("could not write the last changes", error=error))
         self.data_dir.close()
 
 

@@ -1,1 +1,1 @@
-"""Adapters by which trainer frameworks use the service; each imports its framework, which it does not install."""
+"""Adapters for trainer frameworks. Each imports its framework, which must be installed separately."""

@@ -1,6 +1,6 @@
-"""NeMo-RL's data plane over the service: its `DataPlaneClient`, to be selected in its configuration.
+"""NeMo-RL's data plane on the service: a `DataPlaneClient`, selected in NeMo-RL's configuration.
 
-`docs/integrations/nemo_rl.md` has the settings, and the patch of NeMo-RL's factory that selects a class by name.
+`docs/integrations/nemo_rl.md` has the settings, and a patch for NeMo-RL's factory to select a class by name.
 """
 
 from __future__ import annotations
@@ -19,35 +19,34 @@ from tensordict import TensorDict
 import tq_service as tq
 from tq_service.client.batch_meta import BatchMeta
 from tq_service.custom_meta import keeping_nulls
-from tq_service.schema import Encoding
+from tq_service.schema import Encoding, Layout
 
-_LENGTH_TAG: Final = "input_lengths"  # of NeMo-RL, from which it balances its ranks
+_LENGTH_TAG: Final = "input_lengths"  # NeMo-RL balances its ranks by this tag
 _LEAST_WAIT_SECONDS: Final = 0.05
 _MARKER: Final = "tq_service.json"
-_REMEMBERED_IDS: Final = 65_536  # put by this process, before those are forgotten that others have cleared
+_REMEMBERED_IDS: Final = 65_536  # ids put by this process, before those cleared by others are dropped
 
 
-class TqServiceDataPlaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-RL is not there when types are checked
+class TqServiceDataPlaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-RL is not installed for type checks
     """The data plane of one process.
 
     ::
 
         register_partition ──> create_partition: its tasks and, as text, the fields of `enums`
         put_samples        ──> put: keys are sample_ids, custom_meta is tags
-        claim_meta         ──> get_meta as a queue worker: waits at the service, nothing is polled
-        get_samples        ──> get_data: rows of one shape come dense, others jagged
+        claim_meta         ──> get_meta as a queue worker: waits at the service, without polling
+        get_samples        ──> get_data: rows of equal shape are returned dense, others jagged
         list_sample_ids    ──> lookup_samples
-        clear_samples      ──> clear_samples: named ones, or those that this process has put
+        clear_samples      ──> clear_samples: named ones, or those put by this process
 
     Args:
-        cfg: NeMo-RL's section `data_plane`. `controller_address` is where the service is, "host:port"; without it
-            `TQ_ADDRESS`. `namespace` keeps the partitions of runs that share a service apart; without it
-            `TQ_NAMESPACE`.
-            Sizes of TransferQueue's backends have no meaning here.
-        bootstrap: whether this is the driver, which finds out at once whether the service is there.
+        cfg: NeMo-RL's section `data_plane`. `controller_address` is the address of the service, "host:port"; default:
+            `TQ_ADDRESS`. `namespace` separates the partitions of runs that share a service; default: `TQ_NAMESPACE`.
+            Sizes of TransferQueue's backends are ignored.
+        bootstrap: whether this is the driver, which checks at once that the service is reachable.
 
     Raises:
-        UnavailableError: `bootstrap`, and the service does not answer.
+        UnavailableError: `bootstrap` is set, and the service does not answer.
     """
 
     def __init__(self, cfg: Mapping[str, Any], *, bootstrap: bool = True) -> None:
@@ -58,7 +57,7 @@ class TqServiceDataPlaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-R
     def _start(self, client: tq.Client) -> None:
         self._client = client
         self._is_clean = True
-        # What clear_samples(None) means: ids that this process has put, by partition.
+        # Ids put by this process, by partition: those that clear_samples(None) clears.
         self._put_ids: dict[str, dict[str, None]] = {}
         self._remembered_ids = _REMEMBERED_IDS
 
@@ -66,11 +65,11 @@ class TqServiceDataPlaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-R
         return self._client
 
     def __setstate__(self, client: tq.Client) -> None:
-        self._start(client)  # in another process, which has put nothing yet
+        self._start(client)  # in another process, which has not put anything yet
 
     @property
     def _used_client(self) -> tq.Client:
-        """The client, for calls after which no checkpoint may be loaded."""
+        """The client, for calls after which loading a checkpoint is refused."""
         self._is_clean = False
         return self._client
 
@@ -83,29 +82,29 @@ class TqServiceDataPlaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-R
         grpo_group_size: int | None = None,
         enums: dict[str, list[str]] | None = None,
     ) -> None:
-        """Make a partition whose tasks are declared: another task is refused, and one of these has consumed nothing.
+        """Create a partition with declared tasks: others are refused, and these start with nothing consumed.
 
-        One that is there already and empty is made again where its settings differ, as a step that reuses it may ask.
+        An existing empty partition with other settings is created again, as a step that reuses it may request.
 
         Args:
             partition_id: its name.
-            fields: not needed: every field is taken, with or without samples in the partition.
-            num_samples: not needed: the service grows with what it is given.
+            fields: ignored: every field is accepted, whether or not the partition has samples.
+            num_samples: ignored: the service grows as needed.
             consumer_tasks: its tasks.
-            grpo_group_size: not needed: NeMo-RL balances groups in its driver.
-            enums: fields of text with few values. They are kept as text; anything else for them is refused.
+            grpo_group_size: ignored: NeMo-RL balances groups in its driver.
+            enums: fields of text with few values. They are stored as text; other values for them are refused.
 
         Raises:
-            AlreadyExistsError: it is there with other tasks or enums, and holds samples.
+            AlreadyExistsError: it exists with other tasks or enums, and has samples.
         """
         del fields, num_samples, grpo_group_size
         settings: dict[str, Any] = {
             "tasks": consumer_tasks,
-            "fields": [tq.FieldSpec(name, layout=tq.Layout.OBJECT, encoding=Encoding.TEXT) for name in enums or {}],
+            "fields": [tq.FieldSpec(name, layout=Layout.OBJECT, encoding=Encoding.TEXT) for name in enums or {}],
         }
         try:
             self._used_client.create_partition(partition_id, **settings)
-        except tq.AlreadyExistsError:
+        except tq.errors.AlreadyExistsError:
             samples, _ = self._used_client.lookup_samples(partition_id, missing_ok=True)
             if samples.size:
                 raise
@@ -122,16 +121,16 @@ class TqServiceDataPlaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-R
         blocking: bool = True,
         timeout_s: float = 60.0,
     ) -> KVBatchMeta:
-        """Claim samples for a task; no other claim of the task gets them.
+        """Claim samples for a task; other claims of the task do not get them.
 
         Args:
             partition_id: the partition.
             task_name: the task.
             required_fields: fields that make a sample ready.
-            batch_size: most samples.
-            dp_rank: not needed: NeMo-RL shards the batch itself.
-            blocking: whether to wait for a whole batch; otherwise what is ready now is claimed, which may be nothing.
-            timeout_s: how long to wait. Then what is ready is claimed.
+            batch_size: maximum number of samples.
+            dp_rank: ignored: NeMo-RL shards the batch itself.
+            blocking: whether to wait for a full batch; otherwise claim the samples that are ready now, possibly none.
+            timeout_s: seconds to wait; after that, the samples that are ready are claimed.
 
         Raises:
             TimeoutError: nothing was ready in time.
@@ -164,17 +163,17 @@ class TqServiceDataPlaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-R
         """Return the data of a batch: of `select_fields`, else of `meta.fields`.
 
         Raises:
-            ValueError: neither says which fields.
+            ValueError: neither names the fields.
         """
         fields = meta.fields if select_fields is None else select_fields
         if fields is None:
             raise ValueError(
-                "get_data: got no select_fields, and meta.fields is None; name them, all are never fetched unasked"
+                "get_data: got no select_fields, and meta.fields is None; name the fields: there is no default"
             )
         return self.get_samples(meta.sample_ids, meta.partition_id, list(fields))
 
     def check_consumption_status(self, partition_id: str, task_names: list[str]) -> bool:
-        """Return whether every task has consumed every sample that the partition has had."""
+        """Return whether every task has consumed all samples inserted into the partition so far."""
         statuses = [self._used_client.check_consumption(partition_id, name, missing_ok=True) for name in task_names]
         return all(status.consumed_count + status.skipped_count >= status.total_count for status in statuses)
 
@@ -185,7 +184,7 @@ class TqServiceDataPlaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-R
         fields: TensorDict | None = None,
         tags: list[dict[str, Any]] | None = None,
     ) -> KVBatchMeta:
-        """Put fields and tags of samples, new or known, in one step.
+        """Put fields and tags of samples, new or existing, in one step.
 
         Returns:
             The samples, with the fields and tags of this put.
@@ -204,7 +203,7 @@ class TqServiceDataPlaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-R
         )
 
     def _remember(self, partition_id: str, sample_ids: Sequence[str]) -> None:
-        """Note what this process has put, and forget what others have cleared: rollout actors never clear."""
+        """Record ids put by this process, and drop those that others have cleared: rollout actors never clear."""
         put_ids = self._put_ids.setdefault(partition_id, {})
         put_ids.update(dict.fromkeys(sample_ids))
         if len(put_ids) > self._remembered_ids:
@@ -213,7 +212,7 @@ class TqServiceDataPlaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-R
             self._remembered_ids = max(_REMEMBERED_IDS, 2 * len(self._put_ids[partition_id]))
 
     def get_samples(self, sample_ids: list[str], partition_id: str, select_fields: list[str]) -> TensorDict:
-        """Return fields of samples, in their order; rows of one shape as a dense tensor, others as a nested one."""
+        """Return fields of samples, in their order; rows of equal shape as a dense tensor, others as a nested one."""
         if not sample_ids:
             return TensorDict({}, batch_size=(0,))
         data: TensorDict = self._used_client.get_data(
@@ -222,15 +221,15 @@ class TqServiceDataPlaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-R
         return data
 
     def list_sample_ids(self, partition_id: str) -> list[str]:
-        """Return the ids of all samples of a partition, sorted; of one that is not there, none."""
+        """Return the ids of all samples of a partition, sorted; empty if it does not exist."""
         samples, _ = self._used_client.lookup_samples(partition_id, missing_ok=True)
         return sorted(key for key in samples.keys or () if key)
 
     def clear_samples(self, sample_ids: list[str] | None, partition_id: str) -> None:
-        """Remove samples; ones that are not there are nothing to remove.
+        """Remove samples; missing ones are ignored.
 
         Args:
-            sample_ids: which. None: those that this process has put; where it has put none, all of the partition.
+            sample_ids: the samples. None: those put by this process or, if it put none, all of the partition.
             partition_id: the partition.
         """
         put_ids = self._put_ids.get(partition_id, {})
@@ -239,7 +238,7 @@ class TqServiceDataPlaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-R
             if not named:
                 warnings.warn(
                     f"clear_samples(None, {partition_id!r}) found nothing to clear: this process has put no samples "
-                    "there, and the partition has none; name the sample_ids where another process has cleared them",
+                    "there, and the partition is empty; name the sample_ids if another process has cleared them",
                     RuntimeWarning,
                     stacklevel=2,
                 )
@@ -251,9 +250,9 @@ class TqServiceDataPlaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-R
             put_ids.pop(name, None)
 
     def save_checkpoint(self, checkpoint_dir: str | Path, *, metadata: dict[str, Any] | None = None) -> None:
-        """Write a checkpoint of the service, named after the directory, and into the directory which one it is.
+        """Write a checkpoint of the service, named after the directory, and a marker with its name into the directory.
 
-        The service needs `--checkpoint-dir`; the samples are written there, not into `checkpoint_dir`.
+        The service needs `--checkpoint-dir`; the samples are written there, not to `checkpoint_dir`.
         """
         directory = Path(checkpoint_dir)
         copy = self._client.checkpoint(f"{directory.name}-{secrets.token_hex(8)}", metadata=metadata or {})
@@ -261,11 +260,11 @@ class TqServiceDataPlaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-R
         (directory / _MARKER).write_text(json.dumps({"checkpoint": copy.name}))
 
     def load_checkpoint(self, checkpoint_dir: str | Path) -> dict[str, Any]:
-        """Restore the checkpoint of a directory in the place of what the service holds, and return its metadata.
+        """Replace the contents of the service by the checkpoint of a directory, and return its metadata.
 
         Raises:
-            FileNotFoundError: `save_checkpoint` has not written there.
-            RuntimeError: this client has registered, put, claimed, read or cleared already.
+            FileNotFoundError: `save_checkpoint` was not called for this directory.
+            RuntimeError: this client has already registered, put, claimed, read or cleared.
         """
         if not self._is_clean:
             raise RuntimeError(
@@ -277,7 +276,7 @@ class TqServiceDataPlaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-R
         return dict(restored.metadata or {})
 
     def close(self) -> None:
-        """Close the client. Idempotent; the service and what it holds stay."""
+        """Close the client. Idempotent; the service keeps its contents."""
         self._client.close()
 
 

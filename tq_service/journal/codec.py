@@ -1,12 +1,11 @@
-"""Dataclasses as bytes and back, by their own declaration: there is no second list of their fields.
+"""Encodes dataclasses to bytes and decodes them, driven by their declaration, without a second list of fields.
 
-A dataclass becomes a msgpack map of its fields by name; fields that have their default are left out, as are those
-declared with `field(metadata={"is_encoded": False})`. Reading goes by the types in the declaration. So a field may be
-added with a default, and what was written before it is read as before; a field that the class does not have was written
-by a newer version, which is said so.
+A dataclass becomes a msgpack map of its fields by name. Fields with their default value are left out, and so are those
+declared with `field(metadata={"is_encoded": False})`. Decoding follows the declared types. So a field with a default
+can be added, and older data remains readable. An unknown field was written by a newer version, and the error says so.
 
-Arrays are bytes: numbers that count up by 1 take two numbers, however many they are. `compact` finds forms of
-fewer bytes, which takes longer. An object in an array is None, a text or a tuple.
+Arrays become bytes; a range that counts up by 1 takes two numbers, whatever its length. `compact` finds smaller forms,
+which takes longer. An object in an array is None, a string or a tuple.
 """
 
 from __future__ import annotations
@@ -35,15 +34,15 @@ _LEAST_RANGE: Final = 16
 _BOUNDS: Final = struct.Struct("<qq")
 _RUN_BYTES: Final = 12
 _MOST_KEPT_BYTES: Final = 1 << 20
-_local = threading.local()  # has the packer of a thread, and its buffer: making one takes longer than packing a change
+_local = threading.local()  # the packer of a thread, with its buffer: creating one takes longer than packing a change
 
 
 def encode(value: Any) -> bytes:
-    """Return the bytes of a dataclass, or of plain values that hold some.
+    """Encode a dataclass, or plain values that contain dataclasses.
 
     Raises:
-        TypeError: something in it is neither plain, nor an array, nor a dataclass.
-        ValueError, OverflowError: a number or a text has no msgpack form.
+        TypeError: a contained value is neither plain, nor an array, nor a dataclass.
+        ValueError, OverflowError: msgpack cannot represent a number or a string.
     """
     try:
         packer = _local.packer
@@ -56,33 +55,33 @@ def encode(value: Any) -> bytes:
 
 
 def unpack(data: bytes | memoryview) -> Any:
-    """Return plain values and arrays; maps for dataclasses, tuples for sequences."""
+    """Decode to plain values and arrays; dataclasses become maps, sequences tuples."""
     return msgpack.unpackb(data, ext_hook=_array, strict_map_key=False, use_list=False)
 
 
 def unpack_each(data: bytes | memoryview) -> Iterator[Any]:
-    """Yield the values that follow each other in bytes, each as `unpack` returns it."""
+    """Decode consecutive values one by one, each as in `unpack`."""
     unpacker = msgpack.Unpacker(ext_hook=_array, strict_map_key=False, use_list=False, max_buffer_size=0)
     unpacker.feed(data)
     yield from unpacker
 
 
 def encode_named(value: Any) -> bytes:
-    """Return the bytes of a dataclass with its name."""
+    """Encode a dataclass with its class name."""
     return encode((type(value).__name__, value))
 
 
 def decode_named(kinds: Mapping[str, type[Value]], name: str, fields: object) -> Value:
-    """Return the value of one of some kinds, by its name; arrays in it are not writable.
+    """Create a value of one of the given kinds from its name and fields; its arrays are not writable.
 
     Raises:
-        NewerVersionError: its kind is unknown, or it has a field that is not known here.
-        ValueError, TypeError, KeyError: the fields are not those of the kind.
+        NewerVersionError: the kind or one of its fields is unknown.
+        ValueError, TypeError, KeyError: the fields do not fit the kind.
     """
     kind: Any = kinds.get(name)
     if kind is None:
         raise NewerVersionError(
-            f"a record is of the unknown kind {name!r}; it was written by a newer version: install that one"
+            f"a record has the unknown kind {name!r}; it was written by a newer version: install that one"
         )
     value: Value = decoder(kind)(fields)
     return value
@@ -90,13 +89,13 @@ def decode_named(kinds: Mapping[str, type[Value]], name: str, fields: object) ->
 
 @cache
 def decoder(kind: Any) -> Callable[[Any], Any]:
-    """Return what makes a value of a type of plain values, as `unpack` returns them."""
+    """Return a function that converts plain values, as returned by `unpack`, to a type."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if dataclasses.is_dataclass(kind):
         return _dataclass_decoder(kind)
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
         return kind
-    if hasattr(kind, "_fields"):  # a NamedTuple, maybe of some type
+    if hasattr(kind, "_fields"):  # a NamedTuple, possibly generic
         return lambda values: kind(*values)
     if origin in (typing.Union, types.UnionType):
         return _union_decoder(arguments)
@@ -124,7 +123,7 @@ def _union_decoder(kinds: Sequence[Any]) -> Callable[[Any], Any]:
     if special is None:
         return _same
     if len(decoders) > 1:
-        raise TypeError(f"{kinds} cannot be distinguished once they are bytes; use one dataclass, or None beside it")
+        raise TypeError(f"{kinds} cannot be distinguished after encoding; use one dataclass, or one with None")
     return lambda value: None if value is None else special(value)
 
 
@@ -151,12 +150,12 @@ def _dataclass_decoder(kind: Any) -> Callable[[Any], Any]:
 
 @cache
 def _encoded_fields(kind: Any) -> list[tuple[str, Any]]:
-    """Return the names of the fields of a dataclass, each with its default."""
+    """Return the names and defaults of the encoded fields of a dataclass."""
     return [(each.name, each.default) for each in dataclasses.fields(kind) if each.metadata.get("is_encoded", True)]
 
 
 def _plain(value: Any) -> Any:
-    """Return what msgpack shall pack in place of a value it does not know."""
+    """Convert a value unknown to msgpack to one that it can pack."""
     if isinstance(value, np.ndarray):
         return _packed_array(value)
     if not dataclasses.is_dataclass(value):
@@ -175,7 +174,7 @@ def _packed_array(values: NDArray[Any]) -> msgpack.ExtType:
     if values.ndim == 1 and values.dtype == np.object_:
         return msgpack.ExtType(_OBJECTS, msgpack.packb(values.tolist()))
     if values.dtype not in _CODES:
-        raise TypeError(f"an array of {values.dtype} with {values.ndim} dimensions has no bytes")
+        raise TypeError(f"an array of {values.dtype} with {values.ndim} dimensions cannot be encoded")
     if values.ndim != 1:
         return msgpack.ExtType(_SHAPED, msgpack.packb((values.shape, values.reshape(-1)), default=_plain))
     may_be_range = size >= _LEAST_RANGE and values.dtype == np.int64
@@ -185,10 +184,10 @@ def _packed_array(values: NDArray[Any]) -> msgpack.ExtType:
 
 
 def compact(values: NDArray[Any]) -> Any:
-    """Return an array `(n,)` in a form that `encode` writes in fewer bytes; the same array is read again.
+    """Return an array `(n,)` in a form that `encode` writes in fewer bytes; decoding gives the same array.
 
-    Integers and truth values become runs that count up by 1, or their distances from the least of them, of few bytes
-    each, and of none if all are the same. Other arrays are returned unchanged.
+    Integers and booleans become runs that count up by 1, or their distances from the minimum in few bytes each, without
+    any bytes if all are equal. Other arrays are returned unchanged.
     """
     if values.dtype.kind not in "iub" or not values.size:
         return values
@@ -209,11 +208,11 @@ def compact(values: NDArray[Any]) -> Any:
 
 
 def _array(code: int, data: bytes) -> NDArray[Any]:
-    """Return the array of an extension of msgpack."""
+    """Decode a msgpack extension to its array."""
     if code in _DTYPES:
         return np.frombuffer(data, _DTYPES[code])
     if code > _NEAR:
-        raise NewerVersionError(f"values of the unknown kind {code} were written by a newer version: install it")
+        raise NewerVersionError(f"values of the unknown kind {code} were written by a newer version: install that one")
     values: NDArray[Any]
     content = _BOUNDS.unpack(data) if code == _RANGE else unpack(data)
     if code == _RANGE:

@@ -8,8 +8,8 @@ A segment of the log, a snapshot and a checkpoint consist of frames.
 
 A reader knows the next number, and finds a frame that is missing, repeated or misplaced.
 
-A file of records appears under its name once it is complete and on the disk: "tqrecs02", then the records in a frame
-each, numbered from 0 on, and a frame without a body.
+A file of records gets its final name only after it is complete and synced. It has "tqrecs02", then one frame per
+record, numbered from 0, and a frame without a body.
 
 The log is a chain of segments, whose frames hold the records of one group each.
 
@@ -19,7 +19,7 @@ A new segment begins at each start, when one is long, and with each snapshot. Th
 segment, and later records are read from that segment on. Records are numbered across all segments, and a frame has the
 number of its first record. The boundary between two segments has a number too: that of the opening frame, which
 describes how the segment is written, of the empty closing frame, which announces another segment, and of the file's
-name. A killed process leaves complete frames and a part of one. Only a loss of power leaves more than that.
+name. A killed process leaves complete frames and at most one partial frame. Only a loss of power leaves other damage.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def beside(path: Path, suffix: str) -> Path:
 
 
 def quarantine(path: Path, suffix: str) -> None:
-    """Rename a file to a free name, so that it is not read again."""
+    """Rename a file to a free name that is not read again."""
     target = beside(path, suffix)
     for count in range(2, 1000):
         if not target.exists():
@@ -106,13 +106,13 @@ def quarantine(path: Path, suffix: str) -> None:
 
 
 class FileWriter:
-    """Writes a file that appears under its name once it is complete and on the disk, or when its `with` succeeds.
+    """Writes a file that gets its final name only after it is complete and synced, by `commit` or a successful `with`.
 
     Attributes:
-        file: takes the content.
+        file: the file to write the content to.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file could not be written.
     """
 
     def __init__(self, path: Path, buffering: int = -1) -> None:
@@ -121,7 +121,7 @@ class FileWriter:
         self.file = self._partial.open("wb", buffering)
 
     def commit(self) -> None:
-        """Give the file its name, in place of a file of this name."""
+        """Sync the file and give it its final name, replacing an existing file."""
         with self.file:
             self.file.flush()
             os.fsync(self.file.fileno())
@@ -130,7 +130,7 @@ class FileWriter:
 
     def abort(self) -> None:
         """Remove the partial file; does nothing after `commit`."""
-        with contextlib.suppress(OSError):  # the disk has no space for buffered bytes
+        with contextlib.suppress(OSError):  # the disk may be full, so buffered bytes cannot be written
             self.file.close()
         with contextlib.suppress(OSError):
             self._partial.unlink(missing_ok=True)
@@ -149,14 +149,14 @@ class FileWriter:
 
 
 def make_directory(path: Path, mode: int = 0o777) -> None:
-    """Make a directory and its missing parents; their names survive a loss of power.
+    """Create a directory and its missing parents; their names survive a loss of power.
 
     Args:
-        path: of the directory.
-        mode: its rights; parents get the usual ones.
+        path: path of the directory.
+        mode: permissions of the directory; parents get the default ones.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: it could not be created.
     """
     missing = [directory for directory in (path, *path.parents) if not directory.exists()]
     path.mkdir(parents=True, exist_ok=True, mode=mode)
@@ -174,16 +174,16 @@ def sync_path(path: Path) -> None:
 
 
 def free_bytes(directory: Path) -> int:
-    """Return the bytes that may still be written to the disk of a directory."""
+    """Return the free space, in bytes, on the disk of a directory."""
     disk = os.statvfs(directory)
     return disk.f_bavail * disk.f_frsize
 
 
-class Break(Exception):  # noqa: N818  (a finding, which the reader turns into an error or a line of the log)
+class Break(Exception):  # noqa: N818  (caught by the reader, which raises an error or logs the problem)
     """The expected frame is missing or not intact.
 
     Attributes:
-        is_torn: whether the file ends here in the way of a kill during a write.
+        is_torn: whether the file ends here as after a kill during a write.
     """
 
     def __init__(self, problem: str, *, is_torn: bool = False) -> None:
@@ -192,7 +192,7 @@ class Break(Exception):  # noqa: N818  (a finding, which the reader turns into a
 
 
 def frame(number: int, parts: Iterable[bytes | bytearray | memoryview]) -> tuple[bytes, bytes]:
-    """Return header and body of a frame; its bytes are copied once, here."""
+    """Return the header and body of a frame; its bytes are copied once, here."""
     body = b"".join(parts)
     checked = _CHECKED.pack(len(body), number, xxhash.xxh3_64_intdigest(body, number))
     return checked + _CHECKSUM.pack(xxhash.xxh32_intdigest(checked)), body
@@ -217,26 +217,26 @@ def read_frame(file: BinaryIO, number: int) -> bytes:
 
 
 class Pace:
-    """Makes Python code in a thread rest every half a millisecond, so that the event loop runs.
+    """Makes Python code in a thread sleep briefly every half millisecond, which lets the event loop run.
 
-    The interpreter alone switches threads every 5 ms, a delay for each step of the loop.
+    Otherwise the interpreter switches threads only every 5 ms, which would delay every step of the loop.
     """
 
     def __init__(self) -> None:
         self._resumed_at = time.perf_counter()
 
     def step(self) -> None:
-        """Rest for a moment if it is time."""
+        """Sleep briefly if it is time."""
         if time.perf_counter() - self._resumed_at > _WORK_SECONDS:
             time.sleep(_REST_SECONDS)
             self._resumed_at = time.perf_counter()
 
 
 class RecordWriter(FileWriter):
-    """Writes records in order, in a thread that leaves time to an event loop.
+    """Writes records in order, in a thread that yields regularly to the event loop.
 
     Raises:
-        OSError: the file cannot be written, or would leave hardly any space on the disk.
+        OSError: the file could not be written, or would leave hardly any space on the disk.
     """
 
     def __init__(self, path: Path) -> None:
@@ -244,7 +244,7 @@ class RecordWriter(FileWriter):
         self.file.write(_RECORDS_MAGIC)
         self.count = 0
         self._pace = Pace()
-        self._unchecked_bytes = 0  # written since free space was last looked up
+        self._unchecked_bytes = 0  # written since the last check of free space
 
     def write(self, *parts: bytes | memoryview) -> None:
         """Append a record, whose bytes may come in parts."""
@@ -257,11 +257,11 @@ class RecordWriter(FileWriter):
             self._unchecked_bytes = 0
             free = free_bytes(self._partial.parent)
             if free < _SPARE_BYTES:
-                raise OSError(errno.ENOSPC, f"the disk has {free} bytes free, of which {_SPARE_BYTES} stay so")
+                raise OSError(errno.ENOSPC, f"the disk has {free} bytes free, and {_SPARE_BYTES} must stay free")
         self._pace.step()
 
     def commit(self) -> None:
-        """End the file, and give it its name."""
+        """End the file and give it its final name."""
         self.file.writelines(frame(self.count, ()))
         super().commit()
 
@@ -279,12 +279,12 @@ def read_records(path: Path, at: int = 0, number: int = 0) -> Iterator[Found]:
 
     Args:
         path: the file.
-        at: position of the first one to read; 0 for the first of all.
-        number: of that record.
+        at: position of the first record to read; 0 for the first record of the file.
+        number: number of that record.
 
     Raises:
-        SnapshotDamagedError: the file differs from the written one.
-        OSError: it cannot be read.
+        SnapshotDamagedError: the file is damaged.
+        OSError: the file could not be read.
     """
     with path.open("rb", buffering=_BUFFER_BYTES) as file:
         try:
@@ -303,7 +303,7 @@ def read_records(path: Path, at: int = 0, number: int = 0) -> Iterator[Found]:
 
 
 def gathered(values: Iterable[Each], least: int, size_of: Callable[[Each], int] = lambda _: 1) -> Iterator[list[Each]]:
-    """Yield values in lists of at least this size together; the last list may be smaller."""
+    """Yield values in lists with a total size of at least `least`; the last list may be smaller."""
     some: list[Each] = []
     size = 0
     for value in values:
@@ -319,7 +319,7 @@ def gathered(values: Iterable[Each], least: int, size_of: Callable[[Each], int] 
 def damaged(path: Path, at: int, problem: str) -> SnapshotDamagedError:
     """Return the error for damage at a position of a file."""
     return SnapshotDamagedError(
-        f"{path} is damaged at byte {at}: {problem}; go on with an older one, or restore a checkpoint",
+        f"{path} is damaged at byte {at}: {problem}; use an older file, or restore a checkpoint",
         metadata={"path": str(path), "byte": str(at)},
     )
 
@@ -339,7 +339,7 @@ def segment_numbers(directory: Path) -> list[int]:
 
 @cache
 def machine_boot_id() -> str:
-    """Return the id of this run of the machine: unsynced bytes can only get lost between two runs."""
+    """Return the boot id of the machine: unsynced bytes can only get lost between two boots."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -350,9 +350,9 @@ class SegmentWriter:
     """An open segment, for one thread at a time. Methods raise OSError.
 
     Args:
-        path: of the file.
-        flags: of `os.open`, added to those of every segment.
-        end: how many bytes of the file stay; the following ones are cut off.
+        path: path of the file.
+        flags: flags of `os.open`, added to those of every segment.
+        end: number of bytes of the file to keep; the rest is truncated.
     """
 
     def __init__(self, path: Path, flags: int = 0, end: int = 0) -> None:
@@ -362,15 +362,15 @@ class SegmentWriter:
         os.ftruncate(self._descriptor, end)
 
     def append(self, number: int, records: Sequence[NewRecord]) -> None:
-        """Pass a frame to the kernel in one call, or cut it off again; without records it is the closing."""
+        """Pass a frame to the kernel in one call, or truncate it again on failure; no records: the closing frame."""
         self.write(*frame(number, packed(records)))
 
     def write(self, head: bytes, body: bytes) -> None:
-        """Pass bytes to the kernel in one call, or cut them off again."""
+        """Pass bytes to the kernel in one call, or truncate them again on failure."""
         size = len(head) + len(body)
         try:
             written = os.pwritev(self._descriptor, [head, body], self._end)
-            if written < size:  # the disk is full, or one call takes no more; the next call tells which
+            if written < size:  # the disk is full, or the call reached its size limit; the next call shows which
                 rest = memoryview(head + body)
                 while written < size:
                     written += os.pwrite(self._descriptor, rest[written:], self._end + written)
@@ -391,26 +391,26 @@ class SegmentWriter:
             finally:
                 os.close(self._descriptor)
         except OSError as error:
-            _log.warning(LogMessage("a closed segment may not be whole on the disk", file=self.path.name, error=error))
+            _log.warning(LogMessage("could not sync a closed segment", file=self.path.name, error=error))
 
 
 class FoundSegment:
     """A segment of an earlier process.
 
     Attributes:
-        number: the one in its name.
-        path: of the file.
-        size: of the file, in bytes.
-        end: number of intact bytes, as far as it was read, without the closing.
-        last_number: of the last record before `end`.
-        is_closed: whether the closing follows there.
+        number: the number in its name.
+        path: path of the file.
+        size: size of the file in bytes.
+        end: number of intact bytes read so far, without the closing frame.
+        last_number: number of the last record before `end`.
+        is_closed: whether the closing frame follows at `end`.
         flaw: the problem at `end`, or None.
         is_synced: whether its writer waited for a sync before it relied on a frame.
-        machine_boot_id: of the machine, when the segment was begun.
+        machine_boot_id: boot id of the machine when the segment was begun.
     """
 
     def __init__(self, directory: Path, number: int) -> None:
-        """Read the opening; raises OSError if that cannot be read."""
+        """Read the opening frame; raises OSError if the file cannot be read."""
         self.number = self.last_number = number
         self.path = segment_path(directory, number)
         self.size = self.path.stat().st_size
@@ -430,7 +430,7 @@ class FoundSegment:
 
     @property
     def is_begun(self) -> bool:
-        """Whether its opening is intact."""
+        """Whether its opening frame is intact."""
         return self.end > 0
 
     @property
@@ -440,7 +440,7 @@ class FoundSegment:
 
     @property
     def was_being_made(self) -> bool:
-        """Whether a process was killed before it had written the opening."""
+        """Whether a process was killed before it had written the opening frame."""
         return not self.is_begun and self.flaw is not None and self.flaw.is_torn
 
     @property
@@ -448,11 +448,11 @@ class FoundSegment:
         """Whether neither the end of a process nor a loss of power explains its flaw."""
         if self.flaw is None or self.flaw.is_torn or self.may_lose_tail:
             return False
-        # A loss of power may leave a part of the bytes that were not synced yet: those of the last commit.
+        # A loss of power may leave a part of the unsynced bytes, which are those of the last commit.
         return self.machine_boot_id == machine_boot_id() or self.has_frame_after_flaw()
 
     def records(self) -> Iterator[Record]:
-        """Yield the records up to the closing, a flaw or the end; raises OSError if the file cannot be read."""
+        """Yield the records up to the closing frame, a flaw or the end; raises OSError if the file cannot be read."""
         try:
             with self._opened(self.end) as file:
                 while file.peek(1):
@@ -470,10 +470,10 @@ class FoundSegment:
             self.flaw = flaw
 
     def has_frame_after_flaw(self) -> bool:
-        """Whether an intact later frame follows the flaw: when it was written, all before it had been synced."""
+        """Whether an intact later frame follows the flaw; everything before such a frame had been synced."""
         data = self.path.read_bytes()[self.end + 1 :]
         file = io.BytesIO(data)
-        # The number of a frame that would begin at each byte; such a view needs some bytes after the last one.
+        # The frame number if a frame began at each byte; this view needs some bytes after the last one.
         numbers = np.ndarray(len(data), "<u8", data + bytes(HEADER_BYTES), _NUMBER_OFFSET, (1,))
         most = self.last_number + 2 + len(data) // _LEAST_RECORD_BYTES
         for at in np.flatnonzero((numbers > self.last_number) & (numbers < most)).tolist():
@@ -498,17 +498,17 @@ class FoundSegment:
 class FileBackend:
     """Writes each group as one frame of a segment.
 
-    Without `sync`, durable means handed to the operating system, which survives any end of the process. A loss of power
-    may take the last records, never one before a record that it leaves. The event loop writes such frames, since a
+    Without `sync`, durable means passed to the operating system, which survives any end of the process. A loss of power
+    may take the last records, but never a record before one that survives. The event loop writes such frames, since a
     thread takes longer. With `sync`, durable means on the disk.
 
     Args:
-        directory: where its files are; it exists, and no other process writes there.
+        directory: directory of its files; it exists, and no other process writes there.
         sync: whether each write is synced.
-        accept_loss: whether `read` continues without the records that follow a damaged one, instead of raising.
+        accept_loss: whether `read` continues without the records after a damaged one, instead of raising.
 
     Attributes:
-        last_number: of the last record or opening that was read; writing continues with the next one.
+        last_number: number of the last record or opening frame read; writing continues with the next one.
     """
 
     group_bytes = 8 * 2**20
@@ -533,7 +533,7 @@ class FileBackend:
 
         Raises:
             JournalDamagedError: a written record is damaged or missing.
-            DiskFullError: a file cannot be read now, for lack of something in the system.
+            DiskFullError: a file could not be read, because the system lacks a resource.
         """
         try:
             found = [FoundSegment(self._directory, each) for each in segment_numbers(self._directory) if each >= number]
@@ -551,10 +551,11 @@ class FileBackend:
                     self._lose(following)
                     return
         except OSError as error:
-            # Not damage: accepting a loss would also discard every record that cannot be read now.
+            # Not damage: accepting a loss would also discard all records that cannot be read at the moment.
             raise DiskFullError(
-                f"{error.filename or self._directory} cannot be read now ({error}): the disk of the data dir is full, "
-                "or this process lacks files or rights; nothing is lost: change that, and start the service again",
+                f"{error.filename or self._directory} could not be read ({error}): the disk of the data dir is full, "
+                "or this process lacks file descriptors or permissions. No data is lost: fix this and restart the "
+                "service",
                 metadata={"path": str(error.filename or self._directory)},
             ) from error
 
@@ -564,9 +565,11 @@ class FileBackend:
         if first is None or first.number != (number or 1):
             if number:
                 path = segment_path(self._directory, number)
-                self._report(path, 0, "is missing, but the snapshot that it follows is there")
+                self._report(path, 0, "is missing, but the snapshot before it exists")
             elif first is not None:
-                self._report(first.path, 0, f"begins with number {first.number}, and no snapshot holds what was before")
+                self._report(
+                    first.path, 0, f"begins with number {first.number}, and no snapshot has the earlier records"
+                )
             return first is None and not number
         if not first.is_begun and (number or len(found) > 1 or not first.was_being_made):
             self._report(first.path, 0, f"{first.flaw}")
@@ -579,28 +582,28 @@ class FileBackend:
         if segment.flaw is not None:
             if not continues and segment.is_damaged:
                 self._report(segment.path, segment.end, f"{segment.flaw}")
-                try:  # bytes that are about to be cut off, for an operator to inspect
+                try:  # keep the bytes that are about to be truncated, for an operator to inspect
                     shutil.copyfile(segment.path, beside(segment.path, _LOST_SUFFIX))
                 except OSError as error:
                     name = segment.path.name
-                    _log.warning(LogMessage("no copy of the segment could be written", file=name, error=error))
+                    _log.warning(LogMessage("could not copy the damaged segment", file=name, error=error))
                 return False
             _log.warning(
                 LogMessage(
-                    "cut a record that was not whole when the service or the machine stopped",
+                    "truncated a record that was incomplete when the service or the machine stopped",
                     file=segment.path.name,
                     bytes=segment.size - segment.end,
                     after_record=segment.last_number,
                 )
             )
-        # A later run of the machine began its segment after it knew which bytes a loss of power had taken.
+        # After a reboot, a process began its segment knowing which bytes a loss of power had taken.
         is_of_later_run = bool(following) and following[0].machine_boot_id not in ("", segment.machine_boot_id)
         if continues or (segment.may_lose_tail and not is_of_later_run):
             return continues
         if not following:
             if segment.is_closed:
                 path = segment_path(self._directory, number)
-                self._report(path, 0, f"is missing, but {segment.path.name} says that it follows")
+                self._report(path, 0, f"is missing, but {segment.path.name} announces it")
         elif following[0].number != number:
             self._report(
                 segment.path,
@@ -626,7 +629,7 @@ class FileBackend:
         if not self._accept_loss:
             raise JournalDamagedError(
                 f"the journal is damaged: {place} {problem}; restore a checkpoint, or start with "
-                "--accept-journal-loss to go on with what was written before it and forget all that came later",
+                "--accept-journal-loss to continue with the records before the damage and lose all later ones",
                 metadata={"file": path.name, "byte": str(at), "after_record": str(self.last_number)},
             )
         _log.error(
@@ -640,7 +643,7 @@ class FileBackend:
 
         Raises:
             DiskFullError: no space is left; a retry may succeed.
-            UnavailableError: a sync failed, so that it is unknown which records are on the disk.
+            UnavailableError: a sync failed, so it is unknown which records are on the disk.
         """
         if self._failure is not None:
             raise self._failure
@@ -651,22 +654,22 @@ class FileBackend:
                 return
             self._with_reserve(lambda: segment.append(number, records))
         except OSError as error:
-            reason = "is full" if error.errno == errno.ENOSPC else f"does not take what is written ({error})"
+            reason = "is full" if error.errno == errno.ENOSPC else f"does not accept writes ({error})"
             path = segment_path(self._directory, number) if segment is None else segment.path
             raise DiskFullError(
-                f"the disk of the data dir {reason}: {path.name} cannot grow; nothing that was acknowledged is lost; "
-                "free space, the service goes on by itself",
+                f"the disk of the data dir {reason}: {path.name} cannot grow; no acknowledged data is lost; free "
+                "space, and the service resumes",
                 retry_after_seconds=_RETRY_SECONDS,
                 metadata={"path": str(path)},
             ) from error
         if not self.is_blocking:
             return
-        try:  # once: after a failed sync, the system considers written what never reached the disk
+        try:  # without a retry: after a failed sync, the system treats lost bytes as written
             segment.sync()
         except OSError as error:
             self._failure = UnavailableError(
-                f"the disk of the data dir failed to sync {segment.path.name} ({error}): what was not acknowledged may "
-                "be lost; check the disk, then start the service again",
+                f"the disk of the data dir failed to sync {segment.path.name} ({error}): unacknowledged data may be "
+                "lost; check the disk, then restart the service",
                 reason="DISK_FAILED",
                 metadata={"path": str(segment.path)},
             )
@@ -675,7 +678,7 @@ class FileBackend:
     def _begin_segment(self, number: int) -> None:
         before, is_first = self._segment, self._segment is None
         if is_first:
-            for each in segment_numbers(self._directory) if self.is_blocking else ():  # a run without sync wrote them
+            for each in segment_numbers(self._directory) if self.is_blocking else ():  # written by a run without sync
                 sync_path(segment_path(self._directory, each))
             if (found := self._last_found) is not None:
                 before = SegmentWriter(found.path, end=found.end)
@@ -688,7 +691,7 @@ class FileBackend:
             self._background.submit(before.close)
 
     def _create(self, number: int, before: SegmentWriter | None, *, sync: bool) -> SegmentWriter:
-        """Begin a segment and end its predecessor, or neither."""
+        """Begin a segment and end its predecessor, or do neither."""
         segment = SegmentWriter(segment_path(self._directory, number), os.O_CREAT | os.O_EXCL)
         try:
             head, body = frame(number, (bytes([self.is_blocking]), machine_boot_id().encode()))
@@ -714,7 +717,7 @@ class FileBackend:
 
     @property
     def is_disk_low(self) -> bool:
-        """Whether the disk was full and has hardly any space yet, so that only records that free space still fit."""
+        """Whether the disk was full and still has hardly any space, which is left to records that free space."""
         if self._reserve.is_filled:
             return False
         if time.monotonic() >= self._look_at and self._segment is not None:
@@ -742,7 +745,7 @@ class FileBackend:
 
 
 class EmergencyDiskReserve:
-    """A file that only takes up disk space, removed when the disk is full so that clears can still be recorded.
+    """A file that only takes up disk space; it is removed when the disk is full, to make space for recording clears.
 
     May be used by any thread.
 
@@ -756,7 +759,7 @@ class EmergencyDiskReserve:
         self.is_filled = path.exists() and path.stat().st_size == RESERVE_BYTES
 
     def fill(self) -> None:
-        """Reserve the space if as much again stays free."""
+        """Reserve the space if the same amount stays free."""
         with self._lock:
             try:
                 if self.is_filled or free_bytes(self._path.parent) < 2 * RESERVE_BYTES:
@@ -764,7 +767,7 @@ class EmergencyDiskReserve:
                 with self._path.open("wb") as file:
                     os.posix_fallocate(file.fileno(), 0, RESERVE_BYTES)
             except OSError as error:
-                _log.warning(LogMessage("no space can be reserved in the data directory", error=error))
+                _log.warning(LogMessage("could not reserve space in the data directory", error=error))
                 self._path.unlink(missing_ok=True)
             else:
                 self.is_filled = True
@@ -777,7 +780,7 @@ class EmergencyDiskReserve:
         if was_filled:
             _log.error(
                 LogMessage(
-                    "the disk of the data directory is full, free space; the reserve is released, so that clears can "
+                    "the disk of the data directory is full, free space; released the reserve, which lets clears "
                     "still be written",
                     released_mib=RESERVE_BYTES >> 20,
                 )

@@ -150,7 +150,7 @@ class Log:
 
         Raises:
             JournalDamagedError: a written record is damaged or missing.
-            TqError: the first segment of this process cannot be written.
+            TqError: the first segment of this process could not be written.
         """
         if self._is_open:
             return
@@ -205,12 +205,12 @@ class Log:
         return self._appended
 
     def abandon(self, error: TqError) -> None:
-        """Write nothing more, nor what this step of the loop appended, since memory may differ from it.
+        """Stop writing, and discard the records appended in this step of the loop, since memory may differ from them.
 
         Earlier groups may still be written, but no caller learns of it.
 
         Args:
-            error: raised from now on to all who append or wait.
+            error: raised from now on to all callers that append or wait.
         """
         if self._abandoned is None:
             self._abandoned = error
@@ -222,7 +222,7 @@ class Log:
         """Flush the log unless it was abandoned, and close its backend.
 
         Raises:
-            TqError: the last records are not durable; all is closed nevertheless.
+            TqError: the last records are not durable; the log is closed nevertheless.
         """
         try:
             if self._is_open and self.has_unflushed and self._abandoned is None:
@@ -236,7 +236,7 @@ class Log:
         if self._abandoned is not None:
             raise self._abandoned
         if not self._is_open:
-            raise RuntimeError("the journal takes no records: exhaust read() first, and append before close()")
+            raise RuntimeError("the journal does not accept records: exhaust read() first, and append before close()")
 
     def _end_group(self) -> None:
         if self._group:
@@ -256,14 +256,14 @@ class Log:
         number = self._appended if number is None else number
         if self._durable >= number and self._abandoned is None:
             return
-        self._loop = asyncio.get_running_loop()  # before the worker has something to notify it of
+        self._loop = asyncio.get_running_loop()  # before the worker can have something to notify it of
         if self._commit_soon() is not None:
             done: asyncio.Future[None] = self._loop.create_future()
             self._futures.append((number, done))
             await done
 
     def after_durable(self, callback: Callable[[], None]) -> None:
-        """Call something once all appended records are durable, now or in the order of these calls.
+        """Call `callback` once all appended records are durable: immediately, or later in the order of these calls.
 
         A later `wait_durable` makes the call; after `abandon` it is never made.
         """
@@ -282,7 +282,7 @@ class Log:
                 self._wake()
 
     def _wake(self, error: BaseException | None = None) -> None:
-        """Wake those who wait for durable records, on the loop; with an error all others get it."""
+        """Wake callers whose records are durable, on the loop; all other callers get the error, if one is given."""
         self._durable = self._committed
         while self._futures and (error is not None or self._futures[0][0] <= self._durable):
             _, done = self._futures.popleft()
@@ -309,7 +309,7 @@ class Log:
             self._commit_queue()
             return None
         job = self._committing
-        if job is None or job.running() or job.done():  # else it has not looked into the queue yet
+        if job is None or job.running() or job.done():  # otherwise the job has not read the queue yet
             job = self._committing = self._worker.submit(self._commit_queue)
         return job
 
@@ -326,7 +326,7 @@ class Log:
             raise
 
     def _join_groups(self) -> list[NewRecord]:
-        """Take the next groups as one, up to a rotation."""
+        """Join the next groups of the queue, up to a rotation."""
         records, size = self._queue.popleft()
         while records and size < self.backend.group_bytes and self._queue and self._queue[0][0]:
             group, group_bytes = self._queue.popleft()

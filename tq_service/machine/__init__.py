@@ -1,5 +1,5 @@
-"""The only writer of `state`: changes, each a dataclass that says what came of a request, and what applies them.
+"""The only writer of `state`: changes, each a dataclass with the result of a request, and the state machine.
 
-A change says what came of a request, not what was asked: a claim carries its rows, so that applying it needs no sampler
-and gives the same answer. The state machine takes them one by one, live and from the log alike.
+A change holds the result, not the request. For example, a claim carries its rows, so applying it needs no sampler and
+always gives the same answer. The state machine applies changes one by one, both live ones and those read from the log.
 """

@@ -1,7 +1,7 @@
 """Changes of what tasks consume: samples claimed, acknowledged, released; leases extended and expired; epochs begun.
 
-`check` sees whether a change fits the task and its claims, and finds the rows; `make` is one verb of the task's ledger,
-and says what follows from it.
+`check` validates a change against the task and its claims and finds its rows. `make` calls one method of the task's
+ledger and records the consequences.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tq_service.errors import InvalidArgumentError, LeaseExpiredError, PreconditionError
-from tq_service.machine.rows import clear_rows, reopen, set_state
+from tq_service.machine.rows import clear_rows, release_due, reopen, set_state
 from tq_service.machine.state_machine import Change, State, Step
 from tq_service.planning.grouping import Grouping, groups_in_runs
 from tq_service.schema import EndCounts, check_range
@@ -26,41 +26,45 @@ _MOST_NAMED = 20
 
 
 class TaskChange(Change):
-    """What becomes of one task of a partition."""
+    """A change of one task of a partition."""
 
     partition_id: str
     task_name: str
 
     def prepare(self, state: State) -> tuple[Partition, TaskLedger, Any] | None:
-        """Return the partition, the task, and what `check` finds; None where there is nothing to change."""
+        """Return the partition, the task and the result of `check`, or None if there is nothing to change."""
         partition = state.partition(self.partition_id)
         task = partition.known_task(self.task_name)
         found = self.check(partition, task)
         return None if found is None else (partition, task, found)
 
     def check(self, partition: Partition, task: TaskLedger) -> Any | None:
-        """Find what is changed, and refuse what does not fit it; None where there is nothing to change."""
+        """Validate the change and return its targets for `make`, or None if there is nothing to change."""
         return True
 
     def apply(self, state: State, prepared: tuple[Partition, TaskLedger, Any], step: Step) -> Any:
-        """Make the change, of which those hear who watch the task."""
+        """Make the change and notify the task's watchers."""
         partition, task, found = prepared
         step.tasks.append((partition, task.name))
         return self.make(partition, task, found, step)
 
     @abstractmethod
     def make(self, partition: Partition, task: TaskLedger, found: Any, step: Step) -> Any:
-        """Make the change, see `Change.apply`."""
+        """Make the change; see `Change.apply`."""
 
 
 class TaskSeen(Change):
-    """A task asked for the first time."""
+    """A task made its first request."""
 
     partition_id: str
     task_name: str
 
     def prepare(self, state: State) -> Partition | None:
-        """Find the partition, unless it knows the task; raises TaskNotFoundError where it was created for others."""
+        """Return the partition, or None if it knows the task.
+
+        Raises:
+            TaskNotFoundError: the partition was created for other tasks only.
+        """
         partition = state.partition(self.partition_id)
         partition.check_task(self.task_name)
         return None if self.task_name in partition.tasks else partition
@@ -72,11 +76,11 @@ class TaskSeen(Change):
 
 
 class TaskForgotten(TaskChange):
-    """A task of which nothing is on record was forgotten: the calls that asked for it were refused."""
+    """A task without any record was forgotten, because the calls that opened it were refused."""
 
     def check(self, partition: Partition, task: TaskLedger) -> Any | None:
-        """Return None if the task was declared with the partition, or something is on record."""
-        is_declared = self.task_name in partition.settings.tasks or task.outstanding is not None
+        """Return None if the task was declared with the partition or has a record."""
+        is_declared = self.task_name in partition.settings.known_tasks
         return None if is_declared or not task.is_unused else True
 
     def make(self, partition: Partition, task: TaskLedger, found: Any, step: Step) -> None:
@@ -88,13 +92,13 @@ class TaskForgotten(TaskChange):
 
 
 class SamplesClaimed(TaskChange):
-    """Samples were delivered by a plan: for all ranks as the next batch_index of the task, or to a queue worker.
+    """A plan delivered samples: to all ranks as the task's next batch_index, or to a queue worker.
 
     Attributes:
-        batch_spec: what was asked for; None for a claim of a queue worker without a name.
-        request_id: of the queue worker; empty: ranks asked.
-        lease: how they are leased to the queue worker; None: they are done.
-        claim_name: by which its claim can be asked for again; empty: it has none.
+        batch_spec: the requested batch; None for a queue claim without a name.
+        request_id: id of the queue claim; empty for a batch for ranks.
+        lease: terms of the queue claim's lease; None: the samples are done on delivery.
+        claim_name: name under which the claim can be repeated; empty for an unnamed claim.
     """
 
     plan: RecordedPlan
@@ -104,11 +108,11 @@ class SamplesClaimed(TaskChange):
     claim_name: str = ""
 
     def check(self, partition: Partition, task: TaskLedger) -> Indexes:
-        """Find the positions of all rows of the plan; raises TqError where one is gone."""
+        """Return the positions of all rows of the plan; raises TqError if one no longer exists."""
         return partition.positions_of(self.plan.named)
 
     def make(self, partition: Partition, task: TaskLedger, found: Indexes, step: Step) -> Claim:
-        """Record the plan and what it consumes."""
+        """Record the plan and the samples that it consumes."""
         step.consumed[partition] = None
         claim = task.deliver(
             self.plan,
@@ -120,15 +124,17 @@ class SamplesClaimed(TaskChange):
         )
         if self.lease is not None:
             step.leases.append((partition, task.name, claim))
+        if not self.request_id:
+            step.batches.append((partition, task.name, claim))
         return claim
 
 
 class EndReached(TaskChange):
-    """No further batch comes for the ranks of a task in this epoch, or for a claim of a queue worker by name.
+    """The ranks of a task, or a named queue claim, reached the end: they get no further batch in this epoch.
 
     Attributes:
-        dp_size: number of ranks; None: it is the end of a claim.
-        claim_name: its name, under which all calls are answered with the end.
+        dp_size: number of ranks; None: the end is that of a claim.
+        claim_name: name of the claim; every call with this name is answered with the end.
     """
 
     end: EndCounts
@@ -143,19 +149,19 @@ class EndReached(TaskChange):
             task.reach_end(self.dp_size, self.end)
 
 
-# What becomes of the claim of a queue worker
+# Queue claims
 
 
 class ClaimReleased(TaskChange):
-    """A queue claim was released: what is left of it can be claimed again.
+    """A queue claim was released: its remaining samples can be claimed again.
 
-    Samples that the claim acknowledged or released before are ignored, as is an unknown claim: a client releases what
-    it may have got. Prompts lose their slots, unless these are finished, see `SharedLease`.
+    Samples that the claim has acknowledged or released are ignored. So is an unknown claim, since a client may release
+    a claim whose answer it never received. Prompts lose their slots unless these are finished; see `SharedLease`.
 
     Attributes:
-        global_indexes: samples of a leased claim; None: all that are left of it.
-        is_final: whether its request_id is refused from now on. Not so where the answer reached no client, which then
-            may ask again under the same one.
+        global_indexes: samples of a leased claim; None: all that remain.
+        is_final: whether the request_id is refused from now on. False if the answer reached no client, which may then
+            retry with the same request_id.
     """
 
     request_id: bytes
@@ -163,11 +169,11 @@ class ClaimReleased(TaskChange):
     is_final: bool = True
 
     def check(self, partition: Partition, task: TaskLedger) -> tuple[Claim | None, Indexes] | None:
-        """Find the claim and what is released; None where nothing is, and the request_id stays as it is.
+        """Return the claim and the positions to release, or None if neither they nor the request_id change.
 
         Raises:
-            LeaseExpiredError: the lease of samples that are named ran out.
-            InvalidArgumentError: only a part of a claim without a lease is named, or of a group that stays whole.
+            LeaseExpiredError: the lease of named samples ran out.
+            InvalidArgumentError: only a part of a claim without a lease, or of an indivisible group, is named.
         """
         rows, claim = self.global_indexes, task.claims.get(self.request_id)
         if rows is not None and task.ended.has_expired(self.request_id):
@@ -196,43 +202,46 @@ class ClaimReleased(TaskChange):
 
 
 class ClaimAcked(TaskChange):
-    """Samples of a leased claim are done, for good or for this time; None: all that are left of it.
+    """Samples of a leased claim were acknowledged: they are done for good, or until their next use.
 
     Samples that are done, have failed or were cleared may be named: no other worker will process them.
+
+    Attributes:
+        global_indexes: the samples; None: all that remain of the claim.
     """
 
     request_id: bytes
     global_indexes: Indexes | None = None
 
     def check(self, partition: Partition, task: TaskLedger) -> tuple[Claim, Indexes] | None:
-        """Find the samples that are leased; None where none of them is.
+        """Return the claim and the positions of its leased samples, or None if none is leased.
 
         Raises:
-            LeaseExpiredError: samples are no longer the claim's; none is acknowledged.
-            InvalidArgumentError: samples were never in the claim, or are a part of a group that stays whole.
+            LeaseExpiredError: the claim no longer holds some of the samples; none is acknowledged.
+            InvalidArgumentError: samples were never in the claim, or are a part of an indivisible group.
             PreconditionError: the claim was made without a lease.
         """
         return _find_acked(partition, task, self.request_id, self.global_indexes)
 
     def make(self, partition: Partition, task: TaskLedger, found: tuple[Claim, Indexes], step: Step) -> int:
-        """Consume the samples for good, or return them for their next use; return how many they are."""
+        """Consume the samples for good, or return them for their next use; return their number."""
         count = _ack(partition, task, *found, step)
         finish_prompts(partition, Acked(task, *found), step)
         return count
 
 
 class ClaimExtended(TaskChange):
-    """What is left of a leased claim was given more time, from then on."""
+    """The lease on the unacknowledged part of a claim was extended, counted from now."""
 
     request_id: bytes
     lease_seconds: float
 
     def check(self, partition: Partition, task: TaskLedger) -> tuple[Claim, LeaseTerms]:
-        """Find the claim, and say how long it lasts.
+        """Return the claim and its new lease.
 
         Raises:
             LeaseExpiredError: the lease ran out, or its samples were released.
-            PreconditionError: nothing is left to be acknowledged, or the claim was made without a lease.
+            PreconditionError: the claim has no unacknowledged samples, or was made without a lease.
         """
         claim = task.claims.get(self.request_id)
         if claim is None or task.ended.has_expired(self.request_id):
@@ -247,7 +256,7 @@ class ClaimExtended(TaskChange):
         return claim, lease
 
     def make(self, partition: Partition, task: TaskLedger, found: tuple[Claim, LeaseTerms], step: Step) -> int:
-        """Change how long the lease lasts; return how many samples are left of it."""
+        """Change the duration of the lease; return the number of samples still leased."""
         claim, lease = found
         shared = SharedLease.of(partition, task, claim)
         for side in (Leased(partition, task, claim),) if shared is None else shared:
@@ -258,19 +267,19 @@ class ClaimExtended(TaskChange):
 
 
 class LeaseExpired(TaskChange):
-    """What was left of a leased claim can be claimed again, or is dead-lettered."""
+    """A lease ran out: the remaining samples of the claim can be claimed again, or are dead-lettered."""
 
     request_id: bytes
 
     def check(self, partition: Partition, task: TaskLedger) -> tuple[Claim, Indexes]:
-        """Find what is left; raises LookupError where that is nothing."""
+        """Return the claim and its remaining positions; raises LookupError if nothing remains."""
         claim = task.claims.get(self.request_id)
         if claim is None or claim.leased_count == 0:
             raise LookupError(f"task {task.name!r} has leased nothing under request_id {self.request_id.hex()}")
         return claim, task.left(claim)
 
     def make(self, partition: Partition, task: TaskLedger, found: tuple[Claim, Indexes], step: Step) -> None:
-        """Take the samples from the worker."""
+        """Revoke the worker's lease on the samples."""
         claim, positions = found
         if (shared := SharedLease.of(partition, task, claim)) is not None:
             shared.expire(step)
@@ -282,15 +291,20 @@ class ConsumptionReset(TaskChange):
     """The next epoch of a task began.
 
     Attributes:
-        keep_consumed: whether only what was not done can be claimed in it: leased and dead-lettered samples.
-        epoch: the epoch that the caller means to end; None: whichever.
+        keep_consumed: whether samples that are done stay consumed; leased and dead-lettered ones can be claimed again.
+        epoch: the epoch that the caller means to end; None: the current one.
     """
 
     keep_consumed: bool
     epoch: int | None = None
 
     def check(self, partition: Partition, task: TaskLedger) -> Any:
-        """Refuse it where the task is at another epoch (StaleEpochError), or may train its samples no more."""
+        """Validate the reset.
+
+        Raises:
+            StaleEpochError: the task is at another epoch.
+            PreconditionError: the task bounds staleness, so its samples cannot be trained in another epoch.
+        """
         task.check_epoch(self.epoch)
         bounded = partition.settings.bounded_admission
         if bounded is not None and bounded.task_name == self.task_name and not self.keep_consumed:
@@ -305,12 +319,13 @@ class ConsumptionReset(TaskChange):
 
     def make(self, partition: Partition, task: TaskLedger, found: Any, step: Step) -> int:
         """Start the epoch and return it."""
-        for claim in list(task.claims.values()):  # whose records go: neither side may be left to be claimed again
+        for claim in list(task.claims.values()):  # the reset drops their records, so both sides must end here
             if (shared := SharedLease.of(partition, task, claim)) is not None:
                 shared.expire(step)
         reopened = task.reset(keep_consumed=self.keep_consumed, open_count=partition.open_count)
         if self.keep_consumed:
             reopen(partition, task, reopened, reopened, step)
+            release_due(partition, partition.table.present_positions(), step)
         else:
             partition.on_reset(task.name)
         step.note_change(partition)
@@ -318,21 +333,22 @@ class ConsumptionReset(TaskChange):
 
 
 class TaskAdvanced(TaskChange):
-    """The trainer that is the task has come further.
+    """The trainer behind the task reported progress.
 
     Attributes:
-        trained: the last batch_index that was trained, with all before it; None: not said.
-        saved: the last batch_index that a checkpoint of the trainer covers, with all before it; None: not said.
+        trained: the last trained batch_index; all earlier ones are trained too. None: not reported.
+        saved: the last batch_index covered by a trainer checkpoint; it and all earlier ones are trained too. None: not
+            reported.
     """
 
     trained: int | None = None
     saved: int | None = None
 
     def check(self, partition: Partition, task: TaskLedger) -> tuple[int, int] | None:
-        """Return both marks, -1 for one that is not given; None if neither is higher than before.
+        """Return both marks, -1 for a missing one, or None if neither is higher than before.
 
         Raises:
-            InvalidArgumentError: a batch was never planned.
+            InvalidArgumentError: a reported batch was never planned.
         """
         last = task.next_batch_index - 1
         for name, index in (("trained", self.trained), ("saved", self.saved)):
@@ -348,19 +364,22 @@ class TaskAdvanced(TaskChange):
         return (trained, saved) if trained > task.trained or saved > task.saved else None
 
     def make(self, partition: Partition, task: TaskLedger, found: tuple[int, int], step: Step) -> None:
-        """Record them."""
+        """Record the marks."""
+        before = task.saved if partition.settings.keeps_until_saved else task.trained
         task.advance(*found)
-        step.consumed[partition] = None  # work may have given its place back
+        step.consumed[partition] = None  # finished work may have freed capacity
+        if task.name in partition.settings.releasing_tasks:
+            release_due(partition, task.rows_of_batches(before, max(found)), step)
 
 
 class RanksRestarted(TaskChange):
-    """Other ranks of a task go on behind what was trained; those before are refused, since the epoch is another one.
+    """The ranks of a task restarted after the last trained batch. The new epoch makes the service refuse the old ranks.
 
     Attributes:
-        dp_size: number of the ranks.
-        trained: the last batch_index that was trained; -1: none was.
-        epoch: the epoch of the ranks before; if it has ended and its successor has as many ranks, they have restarted
-            already. None: they restart in any case.
+        dp_size: number of new ranks.
+        trained: the last trained batch_index; -1: none was.
+        epoch: the epoch of the old ranks. They have restarted already if it has ended, the next epoch has `dp_size`
+            ranks, and none of its batches was trained. None: restart in any case.
     """
 
     dp_size: int
@@ -368,17 +387,19 @@ class RanksRestarted(TaskChange):
     epoch: int | None = None
 
     def check(self, partition: Partition, task: TaskLedger) -> Any | None:
-        """Return None if they have restarted already.
+        """Return None if the ranks have restarted already.
 
         Raises:
             StaleEpochError: the task has not reached that epoch.
-            InvalidArgumentError: a number is out of its range.
+            InvalidArgumentError: a number is out of range.
+            SamplesClearedError: samples of later batches were released.
         """
         check_range("dp_size", self.dp_size, 1, MOST_RANKS)
         if self.epoch is not None and self.epoch != task.epoch:
             if self.epoch > task.epoch:
                 task.check_epoch(self.epoch)
-            if task.dp_size == self.dp_size:
+            # Ranks train a batch together: a trained batch in the new epoch means that all of them have restarted.
+            if task.dp_size == self.dp_size and task.trained <= self.trained:
                 return None
         last = task.next_batch_index - 1
         if not -1 <= self.trained <= last:
@@ -388,51 +409,57 @@ class RanksRestarted(TaskChange):
                 field="trained",
                 metadata={"got": str(self.trained), "expected": f"-1 to {last}"},
             )
+        task.check_not_released(self.trained + 1)
         return True
 
-    def make(self, partition: Partition, task: TaskLedger, found: Any, step: Step) -> None:
-        """Restart them."""
+    def make(self, partition: Partition, task: TaskLedger, found: Any, step: Step) -> tuple[int, int]:
+        """Restart the ranks; return the numbers of trained batches that are planned again and of their samples."""
+        before = task.trained
+        repeated = task.claim[task.rows_of_batches(self.trained, before)] != DROPPED
+        later = task.rows_of_batches(min(before, self.trained), task.next_batch_index)
         reopened = task.restart_ranks(self.dp_size, self.trained)
         reopen(partition, task, reopened, reopened, step)
         step.note_change(partition)
+        release_due(partition, later, step)  # they are trained now, or no longer in any batch
+        return max(0, before - self.trained), int(np.count_nonzero(repeated))
 
 
 class DeadLettersRequeued(TaskChange):
     """Dead-lettered samples of a task can be claimed again, as if they had never been delivered.
 
     Attributes:
-        global_indexes: samples, of which those that are not dead-lettered are ignored; None: all that are.
+        global_indexes: samples; those that are not dead-lettered are ignored. None: all dead-lettered ones.
     """
 
     global_indexes: Indexes | None = None
 
     def check(self, partition: Partition, task: TaskLedger) -> Indexes | None:
-        """Find the samples; None where none of them is dead-lettered.
+        """Return the positions of the samples, or None if none is dead-lettered.
 
         Raises:
-            PreconditionError: the ranks of the task have come to their end, so that nothing is delivered any more.
+            PreconditionError: the ranks of the task have reached their end, so nothing more is delivered.
         """
         positions = task.dead_lettered()
         if self.global_indexes is not None:
             positions = positions[np.isin(partition.table.index[positions], self.global_indexes)]
         if positions.size and task.end is not None:
             raise PreconditionError(
-                f"task {task.name!r} of partition {self.partition_id!r} is at its end, so its ranks ask for nothing "
-                "more; reset its consumption with keep_consumed, which delivers dead-lettered samples again",
+                f"task {task.name!r} of partition {self.partition_id!r} is at its end, so its ranks request no more "
+                "batches; reset its consumption with keep_consumed, which delivers dead-lettered samples again",
                 metadata={"task_name": task.name},
             )
         return positions if positions.size else None
 
     def make(self, partition: Partition, task: TaskLedger, found: Indexes, step: Step) -> int:
-        """Have them claimable; return how many they are."""
+        """Make the samples claimable; return their number."""
         task.requeue(found)
-        reopened = np.concatenate([found, task.unskip()])  # their groups may be whole again
+        reopened = np.concatenate([found, task.unskip()])  # their groups may be complete again
         reopen(partition, task, reopened, None, step)
         return found.size
 
 
 class GroupsKept(TaskChange):
-    """A task asks for whole groups in another way than before, or no longer does.
+    """A task changed how it keeps groups together, or stopped doing so.
 
     Attributes:
         kept_groups: see `TaskFacts`.
@@ -441,21 +468,21 @@ class GroupsKept(TaskChange):
     kept_groups: int | None
 
     def check(self, partition: Partition, task: TaskLedger) -> Any | None:
-        """Return None where the task asks as before."""
+        """Return None if the task keeps groups as before."""
         return None if task.kept_groups == self.kept_groups else True
 
     def make(self, partition: Partition, task: TaskLedger, found: Any, step: Step) -> None:
-        """Skip the rest of groups that lost a member, or have it pending again."""
+        """Skip the rest of groups that lost a member, or make it pending again."""
         task.kept_groups = self.kept_groups
         reopen(partition, task, task.unskip(), None, step)
 
 
 def _without_data(partition: Partition, claim: Claim, positions: Indexes) -> Indexes:
-    """Return which rows of a claim are slots that are still held and have no data."""
+    """Return the rows of a claim that are held slots without data."""
     if claim.lease is None or claim.lease.on_lost is None:
         return positions[:0]
     is_empty = partition.state[positions] == HELD
-    for name in partition.cells.fields:
+    for name in partition.cells.fields.keys() - partition.cells.shared:
         is_empty &= ~partition.cells.produced([name], positions)
     empty: Indexes = positions[is_empty]
     return empty
@@ -465,7 +492,7 @@ def _without_data(partition: Partition, claim: Claim, positions: Indexes) -> Ind
 
 
 def acknowledge(partition: Partition, acked: Acked, step: Step) -> None:
-    """Acknowledge what `check_acked` has found."""
+    """Acknowledge the samples found by `check_acked`."""
     _ack(partition, acked.task, acked.claim, acked.positions, step)
 
 
@@ -477,7 +504,7 @@ def finish_prompts(partition: Partition, acked: Acked, step: Step) -> None:
 
 
 def _ack(partition: Partition, task: TaskLedger, claim: Claim, positions: Indexes, step: Step) -> int:
-    """Consume samples for good, or have them claimable for their next use; return how many. Slots end with prompts."""
+    """Consume samples for good, or until their next use; return their number. The slots of prompts end with them."""
     shared, rows = SharedLease.of(partition, task, claim), partition.table.index[positions]
     _consume(Leased(partition, task, claim), positions, step)
     if shared is not None and claim is shared.prompts.claim:
@@ -486,7 +513,7 @@ def _ack(partition: Partition, task: TaskLedger, claim: Claim, positions: Indexe
 
 
 class Leased(NamedTuple):
-    """A leased claim, and where it is."""
+    """A leased claim with its partition and task."""
 
     partition: Partition
     task: TaskLedger
@@ -498,18 +525,20 @@ def _consume(leased: Leased, positions: Indexes, step: Step) -> None:
     returned = task.ack(claim, positions)
     if returned.size:
         reopen(partition, task, returned, returned, step)
+    release_due(partition, positions, step)
     step.tasks.append((partition, task.name))
-    step.changed[partition] = None  # the end may have come with the last that was leased
+    step.changed[partition] = None  # these may have been the last leased samples before the end
 
 
 def _release(leased: Leased, positions: Indexes, step: Step) -> int:
-    """Have samples claimable again, and remove slots without data; return how many can be claimed at once."""
+    """Make samples claimable again and remove slots without data; return how many can be claimed at once."""
     partition, task, claim = leased
     task.nack(claim, positions)
     empty = _without_data(partition, claim, positions)
     reopen(partition, task, positions, positions, step)
     step.tasks.append((partition, task.name))
     count = int(np.count_nonzero(partition.state[positions] == LIVE))
+    release_due(partition, positions, step)
     if empty.size:
         clear_rows(partition, empty, step)
     return count
@@ -517,9 +546,10 @@ def _release(leased: Leased, positions: Indexes, step: Step) -> int:
 
 def _expire(leased: Leased, positions: Indexes, step: Step) -> None:
     partition, task, claim = leased
-    step.note_change(partition)  # what is dead-lettered may bring the end, or let the rest of its group go
+    step.note_change(partition)  # dead-lettered samples may bring the end, or free the rest of their group
     step.tasks.append((partition, task.name))
     reopen(partition, task, task.expire(claim, positions, step.at_seconds), positions, step)
+    release_due(partition, positions, step)
     on_lost = None if claim.lease is None else claim.lease.on_lost
     if on_lost in {"fail", "remove"}:
         held = positions[partition.state[positions] == HELD]
@@ -530,11 +560,11 @@ def _expire(leased: Leased, positions: Indexes, step: Step) -> None:
 
 
 class SharedLease(NamedTuple):
-    """The lease of prompts and of the slots that were made with their claim (`Admit`), in two partitions.
+    """The shared lease of prompts and the slots made with their claim (`Admit`), in two partitions.
 
-    Each prompt has as many slots, in the order of the prompts. It is finished when all of them are live. A prompt that
-    can be claimed again has no slots: so its group can be made anew, and nobody makes it twice. A claim whose other
-    side is gone, as with its partition, has the lease alone.
+    Each prompt has the same number of slots, in the order of the prompts. It is finished when all of them are live. A
+    prompt that can be claimed again has no slots, so its group can be generated again without any duplicates. If one
+    side is gone, for example because its partition was cleared, the claim of the other side has an ordinary lease.
     """
 
     prompts: Leased
@@ -542,7 +572,7 @@ class SharedLease(NamedTuple):
 
     @classmethod
     def of(cls, partition: Partition, task: TaskLedger, claim: Claim) -> SharedLease | None:
-        """Return the lease that a claim shares, None if it shares none."""
+        """Return the shared lease of a claim, or None if its lease is not shared."""
         if claim.lease is None or not claim.lease.shared_with:
             return None
         other = partition.all_partitions.get(claim.lease.shared_with)
@@ -561,17 +591,17 @@ class SharedLease(NamedTuple):
         return positions.reshape(self.prompts.claim.rows.size, -1)[np.isin(self.prompts.claim.rows, rows)]
 
     def _slots_of(self, rows: Indexes) -> Indexes:
-        """Return the positions of the slots of prompts that are there."""
+        """Return the positions of the existing slots of prompts."""
         positions = self._slots_by_prompt(rows).ravel()
         return positions[positions >= 0]
 
     def _leased(self, positions: Indexes) -> Indexes:
-        """Return which of some slots the claim still leases."""
+        """Return the slots that the claim still leases."""
         leased: Indexes = positions[self.slots.task.claim[positions] == self.slots.claim.mark]
         return leased
 
     def acknowledge_finished(self, positions: Indexes, step: Step) -> Indexes:
-        """Acknowledge those of some prompts that are finished, and their slots; return the others."""
+        """Acknowledge the finished prompts and their slots; return the unfinished ones."""
         rows = self.prompts.claim.rows
         by_prompt, states = self._slots_by_prompt(rows), self.slots.partition.state
         is_finished = ((by_prompt >= 0) & (states[by_prompt] == LIVE)).all(axis=1)
@@ -584,7 +614,7 @@ class SharedLease(NamedTuple):
         return positions[~finished]
 
     def end_slots(self, rows: Indexes, step: Step) -> None:
-        """Acknowledge the slots of prompts that are live, and release those that are held."""
+        """Acknowledge the live slots of prompts and release the held ones."""
         leased = self._leased(self._slots_of(rows))
         is_live = self.slots.partition.state[leased] == LIVE
         if is_live.any():
@@ -593,14 +623,14 @@ class SharedLease(NamedTuple):
             _release(self.slots, leased[~is_live], step)
 
     def remove_slots(self, rows: Indexes, step: Step) -> None:
-        """Remove the slots of prompts, whatever they hold."""
+        """Remove the slots of prompts, with or without data."""
         if (positions := self._slots_of(rows)).size:
             step.tasks.append((self.slots.partition, self.slots.task.name))
             step.consumed[self.slots.partition] = None
             clear_rows(self.slots.partition, positions, step)
 
     def leave_to_slots(self, rows: Indexes, step: Step) -> None:
-        """Acknowledge the prompts of released slots that are there still: other workers go on with these."""
+        """Acknowledge the prompts of released slots that still exist: other workers continue these slots."""
         by_prompt = self.slots.claim.rows.reshape(self.prompts.claim.rows.size, -1)
         is_left = self.slots.partition.table.find(rows) >= 0
         kept = self.prompts.claim.rows[np.isin(by_prompt, rows[is_left]).any(axis=1)]
@@ -610,7 +640,7 @@ class SharedLease(NamedTuple):
             _consume(self.prompts, done, step)
 
     def expire(self, step: Step) -> None:
-        """Take from the worker what it has not finished, on both sides."""
+        """Revoke the lease on unfinished prompts and slots."""
         prompts, slots = self
         index = prompts.partition.table.index
         if not (prompts.claim.leased_count or slots.claim.leased_count):
@@ -634,34 +664,34 @@ class SharedLease(NamedTuple):
 
 
 def check_claim(partition: Partition, claim: LeasedClaim | None, rows: Indexes) -> None:
-    """Refuse a write to samples of a leased claim, if one is named, unless it holds or has acknowledged them.
+    """Refuse a write to samples of a leased claim (None: no claim) unless it holds or has acknowledged them.
 
-    Samples that have failed or were cleared are no reason to refuse it: no other worker will process them.
+    Samples that have failed or were cleared do not count: no other worker will process them.
 
     Raises:
-        LeaseExpiredError: samples are no longer the claim's.
+        LeaseExpiredError: the claim no longer holds some of the samples.
         InvalidArgumentError: samples were never in the claim.
         PreconditionError: the claim was made without a lease.
-        TaskNotFoundError: there is no such task.
+        TaskNotFoundError: the task does not exist.
     """
     if claim is not None:
         _check_leased(partition, partition.known_task(claim.task_name), claim.request_id, rows)
 
 
 def check_growing(partition: Partition, claim: LeasedClaim | None, positions: Indexes) -> None:
-    """Refuse to add to samples, or to cut them, that are not held, or not leased to a claim that may write to them.
+    """Refuse to append to or truncate samples that are not held, or no longer leased to the given claim.
 
     Raises:
-        PreconditionError: one is not held.
-        LeaseExpiredError: one was acknowledged.
+        PreconditionError: a sample is not held.
+        LeaseExpiredError: a sample was acknowledged.
     """
     other = positions[partition.state[positions] != HELD]
     if other.size:
         index, state = int(partition.table.index[other[0]]), STATE_NAMES[int(partition.state[other[0]])]
         raise PreconditionError(
             f"sample {index} of partition {partition.partition_id!r} is {state}, expected a held one ({other.size} of "
-            f"{positions.size} are not): finished samples neither grow nor shrink. Put the field whole, or grow slots "
-            f"(Acquire) before they are finished",
+            f"{positions.size} are not): finished samples neither grow nor shrink. Put the entire field, or append to "
+            f"slots (Acquire) before they are finished",
             reason="SAMPLE_NOT_HELD",
             metadata={"partition_id": partition.partition_id, "global_index": str(index), "state": state},
         )
@@ -673,7 +703,7 @@ def check_growing(partition: Partition, claim: LeasedClaim | None, positions: In
 
 
 class Acked(NamedTuple):
-    """Samples that a write acknowledges: positions `(n,)` of those that the claim still leases."""
+    """Samples acknowledged by a write: the positions `(n,)` that the claim still leases."""
 
     task: TaskLedger
     claim: Claim
@@ -681,21 +711,21 @@ class Acked(NamedTuple):
 
 
 def check_acked(partition: Partition, leased: LeasedClaim, rows: Indexes, *, is_gathered: bool) -> Acked | None:
-    """Find what a write to samples of a leased claim acknowledges, with what the claim's plan left out.
+    """Find the samples that a write to a leased claim acknowledges, including those dropped by the claim's plan.
 
     Args:
-        partition: theirs.
+        partition: partition of the samples.
         leased: the claim.
-        rows: the samples that are written to.
-        is_gathered: whether the write is of several puts.
+        rows: the samples written to.
+        is_gathered: whether the write combines several puts.
 
     Returns:
-        None if all of them are acknowledged already.
+        None if all samples are acknowledged already.
 
     Raises:
         LeaseExpiredError, PreconditionError, TaskNotFoundError: see `check_claim`.
-        InvalidArgumentError: samples were never in the claim, or are a part of a group that stays whole; or the claim
-            is of whole groups, and each of several puts could have a part of one.
+        InvalidArgumentError: samples were never in the claim, or are a part of an indivisible group. Or the claim has
+            indivisible groups and the write combines several puts, each of which could have a part of one.
     """
     task = partition.known_task(leased.task_name)
     claim = task.claims.get(leased.request_id)
@@ -703,8 +733,8 @@ def check_acked(partition: Partition, leased: LeasedClaim, rows: Indexes, *, is_
         rows = np.concatenate([rows, *claim.plan.dropped])
         if is_gathered and claim.lease is not None and claim.lease.group_block_size is not None:
             raise InvalidArgumentError(
-                f"rows_per_put is set in a write that acknowledges a claim of task {task.name!r} of whole groups; send "
-                "each put by itself",
+                f"rows_per_put is set in a write that acknowledges a claim of task {task.name!r}, which keeps groups "
+                "together; send each put separately",
                 field="rows_per_put",
             )
     found = _find_acked(partition, task, leased.request_id, rows)
@@ -714,7 +744,7 @@ def check_acked(partition: Partition, leased: LeasedClaim, rows: Indexes, *, is_
 def _find_acked(
     partition: Partition, task: TaskLedger, request_id: bytes, rows: Indexes | None
 ) -> tuple[Claim, Indexes] | None:
-    """Return the claim and the positions of those of its samples that are leased; None where none of them is."""
+    """Return the claim and the positions of its leased samples, or None if none is leased."""
     _check_leased(partition, task, request_id, rows)
     claim = task.claims.get(request_id)
     if claim is None:
@@ -724,9 +754,9 @@ def _find_acked(
 
 
 def _check_leased(partition: Partition, task: TaskLedger, request_id: bytes, rows: Indexes | None) -> None:
-    """Refuse a worker that does not hold, and has not acknowledged, samples of its claim; None: all of them."""
+    """Refuse a worker that neither holds nor has acknowledged the named samples of its claim (None: all of them)."""
     claim, has_expired = task.claims.get(request_id), task.ended.has_expired(request_id)
-    if claim is None:  # unless it went with its samples when they were cleared
+    if claim is None:  # it may have been dropped when its samples were cleared
         if rows is None or rows.size == 0 or has_expired:
             raise _lease_over_error(task, rows)
         lost = rows[(partition.table.find(rows) >= 0) | (rows < 0) | (rows >= partition.inserted_count)]
@@ -755,14 +785,14 @@ def _check_leased(partition: Partition, task: TaskLedger, request_id: bytes, row
 
 
 def _left(partition: Partition, task: TaskLedger, claim: Claim, rows: Indexes | None) -> Indexes:
-    """Return the positions of what a claim holds of some samples, of all where none are named.
+    """Return the positions of the named samples (None: all) that a claim still holds.
 
-    A row that its plan drops goes with the other members of its group that are left: all parts of a batch name
-    everything that it drops, whichever samples they are of.
+    A dropped row goes with the remaining members of its group, if any, rather than by its own name: every part of a
+    batch names all rows that the batch drops.
 
     Raises:
-        InvalidArgumentError: they are only a part of a claim without a lease, or of a group that stays whole, of which
-            the rest could never be delivered again as a whole one.
+        InvalidArgumentError: the samples are only a part of a claim without a lease, or of an indivisible group, whose
+            rest could never be delivered again as a complete group.
     """
     table, positions = partition.table, task.left(claim)
     if rows is None:
@@ -771,8 +801,8 @@ def _left(partition: Partition, task: TaskLedger, claim: Claim, rows: Indexes | 
         delivered = claim.rows[table.find(claim.rows) >= 0]
         if not np.isin(delivered, rows).all():
             raise InvalidArgumentError(
-                f"got {rows.size} of the {delivered.size} samples of a claim without a lease, which is released whole; "
-                "ask with a lease to release some",
+                f"got {rows.size} of the {delivered.size} samples of a claim without a lease; expected all of them. "
+                "Use a lease to release some",
                 field="global_indexes",
             )
         return positions
@@ -787,30 +817,30 @@ def _left(partition: Partition, task: TaskLedger, claim: Claim, rows: Indexes | 
         is_member = ids == parted[0]
         members = table.index[positions[is_member]]
         raise InvalidArgumentError(
-            f"samples {_named(members)} are a group, of which {int(is_named[is_member].sum())} of {members.size} are "
-            f"named; the claim is of whole groups, so name all of them or none",
+            f"samples {_named(members)} are a group; {int(is_named[is_member].sum())} of its {members.size} samples "
+            f"are named, but the claim keeps groups together. Name all of them or none",
             field="global_indexes",
         )
     return positions[is_named]
 
 
 def _group_ids(partition: Partition, task: TaskLedger, claim: Claim, positions: Indexes) -> Indexes:
-    """Return the id of the group that each row of a leased claim is in; without groups each row has its own."""
+    """Return the group id of each row of a leased claim; without groups each row has its own id."""
     block_size = None if claim.lease is None else claim.lease.group_block_size
     if claim.lease is None or block_size is None:
         return positions
-    if claim.lease.blocks == "anywhere":  # found among what was claimed, of which some may be acknowledged or gone
+    if claim.lease.blocks == "anywhere":  # groups are runs of the claimed rows, some of which may be done or cleared
         claimed = np.unique(np.concatenate([claim.rows, *claim.plan.dropped]))
         ids = groups_in_runs(claimed, block_size)
         return ids[np.searchsorted(claimed, partition.table.index[positions])]
-    return Grouping(partition, task, block_size or None).ids(positions)
+    return Grouping.of_code(partition, task, block_size).ids(positions)
 
 
 def _lease_of(task: TaskLedger, claim: Claim) -> LeaseTerms:
     if claim.lease is None:
         raise PreconditionError(
-            f"this claim of task {task.name!r} has no lease, so its samples were done when they were delivered; ask "
-            "with a lease to acknowledge them, or name none with a write",
+            f"this claim of task {task.name!r} was made without a lease, so its samples were done on delivery; use a "
+            "lease to acknowledge them, or write without naming a claim",
             metadata={"task_name": task.name},
         )
     return claim.lease
@@ -820,7 +850,8 @@ def _lease_over_error(task: TaskLedger, rows: Indexes | None = None) -> LeaseExp
     what = "samples of this claim" if rows is None else f"samples {_named(rows)}"
     return LeaseExpiredError(
         f"{what} are no longer leased to this worker of task {task.name!r}: the lease ran out, was released, or "
-        f"consumption was reset; others may do the same work, so drop yours, and ask for a longer lease or extend it",
+        f"consumption was reset. Other workers may do the same work: drop yours, and request a longer lease or extend "
+        f"it",
         metadata={"task_name": task.name} | ({} if rows is None else {"global_indexes": _named(rows)}),
     )
 

@@ -1,4 +1,4 @@
-"""The change by which a claim gives up what its task never gets, and has it made again."""
+"""The change made when a claim evicts units that its task can never get, and requests replacements."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from tq_service.machine.rows import clear_rows, reopen, set_state
 from tq_service.machine.state_machine import Change, State, Step
 from tq_service.results import EvictedUnit
-from tq_service.schema import EvictionCode, EvictionReason, RefillOutcome
+from tq_service.schema import BatchUnit, EvictionCode, EvictionReason, RefillOutcome
 from tq_service.state.evictions import Evicted
 from tq_service.state.ledger import TaskLedger
 from tq_service.state.partition import Partition
@@ -21,14 +21,14 @@ _REASONS: dict[int, EvictionReason] = dict(zip(EvictionCode, get_args(EvictionRe
 
 
 class UnitsEvicted(Change):
-    """Samples and groups that a task never gets were failed or cleared, for all tasks.
+    """Samples, rollouts and groups that a task can never get were failed or cleared, for all tasks.
 
     Attributes:
-        partition_id: where they are.
+        partition_id: their partition.
         task_name: the task whose claim evicts them.
-        action: what becomes of them.
-        version: that is published, for the record; None: of no policy.
-        refill: the task that makes them again; None: none.
+        action: whether they are failed or cleared.
+        version: the published version, for the record; None without a policy.
+        refill: the task that generates them again, or None.
     """
 
     partition_id: str
@@ -44,10 +44,11 @@ class UnitsEvicted(Change):
         return partition, partition.known_task(self.task_name), partition.positions_of(self.evicted.rows)
 
     def apply(self, state: State, prepared: tuple[Partition, TaskLedger, Indexes], step: Step) -> int:
-        """Fail or clear them, have them made again, and record what they were; return how many units they are."""
+        """Fail or clear the samples, request replacements, and record the units; return the number of units."""
         partition, task, positions = prepared
         first = positions[np.cumsum(self.evicted.sizes) - self.evicted.sizes]
-        groups, keys = partition.groups.names_of(first), partition.key[first].tolist()
+        groups, rollouts = partition.groups.names_of(first), partition.groups.rollout_names_of(first)
+        keys = partition.key[first].tolist()
         if self.action == "clear":
             clear_rows(partition, positions, step)
         else:
@@ -57,33 +58,42 @@ class UnitsEvicted(Change):
             step.tasks.append((partition, None))
             step.note_change(partition)
         step.tasks.append((partition, self.task_name))
-        is_group = self.evicted.is_group.tolist()
+        units = list(map(self._unit, self.evicted.is_group.tolist(), groups, rollouts))
         names = [
-            group if is_whole and group else key for is_whole, group, key in zip(is_group, groups, keys, strict=True)
+            {"group": group, "rollout": rollout, "sample": None}[unit] or key
+            for unit, group, rollout, key in zip(units, groups, rollouts, keys, strict=True)
         ]
         outcomes = self._refill(state, names, step)
-        columns = zip(
-            is_group, groups, keys, self.evicted.reasons.tolist(), self.evicted.sizes.tolist(), outcomes, strict=True
-        )
+        reasons, sizes = self.evicted.reasons.tolist(), self.evicted.sizes.tolist()
+        columns = zip(units, groups, rollouts, keys, reasons, sizes, outcomes, strict=True)
         task.note_evicted(
             [
                 EvictedUnit(
                     serial=serial,
-                    unit="group" if is_whole else "sample",
+                    unit=unit,
                     group=group,
+                    rollout=rollout,
                     key=key,
                     reason=_REASONS[reason],
                     version=self.version,
                     sample_count=size,
                     refill=outcome,
                 )
-                for serial, (is_whole, group, key, reason, size, outcome) in enumerate(columns, task.evicted_count + 1)
+                for serial, (unit, group, rollout, key, reason, size, outcome) in enumerate(
+                    columns, task.evicted_count + 1
+                )
             ]
         )
         return self.evicted.sizes.size
 
+    def _unit(self, is_whole: bool, group: str | None, rollout: str | None) -> BatchUnit:
+        """Return the kind of a unit; a rollout outside any group counts as a group."""
+        if not is_whole:
+            return "sample"
+        return "rollout" if rollout and (self.evicted.unit == "rollout" or not group) else "group"
+
     def _refill(self, state: State, names: list[str | None], step: Step) -> Sequence[RefillOutcome | None]:
-        """Have the samples with these keys claimable again for the task that makes units; return what came of each."""
+        """Make the samples with these keys claimable again for the generating task; return the outcome of each."""
         if self.refill is None:
             return [None] * len(names)
         partition = state.partitions.get(self.refill.partition_id)
@@ -91,7 +101,7 @@ class UnitsEvicted(Change):
             return ["unknown"] * len(names)
         positions = partition.key_index.positions_of([name or "" for name in names])
         task = partition.tasks.get(self.refill.task_name)
-        if task is None:  # it has not claimed yet, so all is left for it
+        if task is None:  # it has not claimed yet, so all samples are left for it
             return ["unknown" if position < 0 else "pending" for position in positions.tolist()]
         outcomes, reopened = task.refill(positions, self.refill.max_refills)
         reopen(partition, task, reopened, reopened, step)

@@ -1,36 +1,43 @@
-"""What becomes of rows, and what follows from it for tasks and groups: steps that several changes are made of."""
+"""State changes of rows and their consequences for tasks and groups: steps shared by several changes."""
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
+from numpy.typing import NDArray
 
 from tq_service.machine.state_machine import Step
-from tq_service.state.ledger import TaskLedger
+from tq_service.schema import BatchUnit
+from tq_service.state.ledger import KEPT_ROLLOUTS, TaskLedger
 from tq_service.state.partition import Partition
 from tq_service.state.plan import Indexes
-from tq_service.state.table import CLEARED, DEAD_LETTERED, FAILED, distinct, is_open
+from tq_service.state.table import CLEARED, DEAD_LETTERED, FAILED, LIVE, distinct, is_open
 
 
 def set_state(partition: Partition, code: int, positions: Indexes, step: Step) -> None:
-    """Give rows that have not failed a state."""
+    """Set the state of rows that have not failed. Rows that become live begin to age."""
     changed = positions[partition.state[positions] != code]
     if changed.size == 0:
         return
     if code == FAILED:
-        step.freed += partition.cells.free(changed, partition.cells.fields.values())
+        step.freed += partition.cells.free_rows(changed)
         for task in partition.tasks.values():
             task.on_rows_closed(changed)
     partition.count_states(changed, -1)
     partition.state.write(changed, code)
+    if code == LIVE:
+        partition.begin_age(changed, step.at_seconds)
     partition.count_states(changed, 1)
     partition.state_version += 1
     if code == FAILED:
         skip_rest(partition, changed, step)
+    release_due(partition, changed, step)
 
 
 def clear_rows(partition: Partition, positions: Indexes, step: Step) -> None:
-    """Remove rows from all that knows of them; each is named once."""
-    step.freed += partition.cells.free(positions, partition.cells.fields.values())
+    """Remove rows, given once each, from all tables."""
+    step.freed += partition.cells.free_rows(positions)
     keys = None if partition.key.is_blank else partition.key[positions]
     step.removed.append((partition, partition.table.index[positions], keys))
     states = partition.state[positions]
@@ -40,30 +47,117 @@ def clear_rows(partition: Partition, positions: Indexes, step: Step) -> None:
         task.on_rows_cleared(positions)
     partition.key_index.on_rows_cleared(positions)
     partition.count_states(positions, -1)
-    partition.groups.count_cleared(positions)
+    if partition.groups.in_use:
+        remove_groups(partition, partition.groups.count_cleared(positions), step)
     partition.state.write(positions, CLEARED)
     skip_rest(partition, positions, step)
+    if partition.settings.releasing_tasks and partition.groups.in_use:
+        rest = _members_left(partition, positions)
+        release_due(partition, rest[partition.state[rest] != CLEARED], step)
     partition.table.remove(positions)
     step.note_change(partition)
 
 
+def remove_groups(partition: Partition, slots: Indexes, step: Step) -> None:
+    """Remove groups and rollouts without members, and their cells; each slot is given once."""
+    step.freed += partition.cells.free_groups(slots)
+    partition.groups.remove(slots)
+
+
+def begin_groups(partition: Partition) -> None:
+    """Switch to named groups on their first use: blocks of unnamed rows no longer count as groups."""
+    for task in partition.tasks.values():
+        if (taken := task.unskip()).size:
+            partition.notify_rows(partition.table.index[taken])
+
+
+def seal(partition: Partition, step: Step) -> None:
+    """Close a partition for new rows, which closes its rollouts and removes groups that never had a row."""
+    partition.sealed = True
+    if partition.cells.shared:
+        remove_groups(partition, partition.groups.without_members(), step)
+    if partition.groups.has_rollouts:
+        release_due(partition, partition.table.present_positions(), step)
+    step.note_change(partition)
+    step.tasks.append((partition, None))
+
+
+def release_due(partition: Partition, rows: slice | Indexes, step: Step) -> None:
+    """Release, at the end of the change, the given rows that all releasing tasks are done with.
+
+    Called after anything that may make rows due. So a leased sample is checked again when its lease ends, and a sample
+    of an incomplete group when the group is complete.
+    """
+    if partition.settings.releasing_tasks and (indexes := partition.table.index[rows]).size:
+        step.pending.append(partial(_release_due, partition, indexes, step))
+
+
+def _release_due(partition: Partition, rows: Indexes, step: Step) -> None:
+    positions = partition.table.find(rows)
+    positions = with_groups(partition, distinct(positions[positions >= 0], partition.table.count), are_complete=True)
+    is_due = partition.is_done(positions)
+    if is_due.any():
+        due = whole_groups(partition, positions, is_due & partition.may_release(positions))
+        partition.released_count += due.size
+        release_rows(partition, due, step)
+
+
+def release_rows(partition: Partition, positions: Indexes, step: Step) -> None:
+    """Clear rows according to their partition's release policy."""
+    if not positions.size:
+        return
+    for task in partition.tasks.values():
+        task.note_released(positions)
+    step.consumed[partition] = None
+    clear_rows(partition, positions, step)
+
+
+def with_groups(partition: Partition, positions: Indexes, *, are_complete: bool) -> Indexes:
+    """Return the given rows without a group, and all members of the groups of the other rows.
+
+    Args:
+        partition: partition of the rows.
+        positions: positions of the rows, each once.
+        are_complete: whether to leave out open rollouts and groups with a declared size that can still get members.
+    """
+    groups = partition.groups
+    if not groups.in_use:
+        return positions
+    slots = groups.of_rows[positions]
+    named = distinct(slots[slots >= 0], groups.slots.count)
+    if are_complete:
+        is_unsized = (groups.declared[named] == 0) & (groups.parent[named] < 0) & (groups.open_rollouts[named] == 0)
+        named = named[is_unsized | groups.is_complete(named, None, no_more=partition.sealed)]
+    return np.concatenate([positions[slots < 0], groups.members_of(named, partition.table)])
+
+
+def whole_groups(partition: Partition, positions: Indexes, is_chosen: NDArray[np.bool_]) -> Indexes:
+    """Return the chosen rows whose entire group is chosen; `positions` has all members of each group."""
+    if not partition.groups.in_use:
+        return positions[is_chosen]
+    slots = partition.groups.of_rows[positions]
+    is_broken = np.zeros(partition.groups.slots.count + 1, np.bool_)  # the last element is for rows without a group
+    is_broken[slots[~is_chosen]] = True
+    return positions[is_chosen & ((slots < 0) | ~is_broken[slots])]
+
+
 def skip_rest(partition: Partition, positions: Indexes, step: Step) -> None:
-    """Skip, for tasks that keep groups whole, the rest of those that lost one of these rows, or got it too late."""
+    """Skip the rest of groups that lost one of these rows, or got it too late, for tasks that keep groups together."""
     for task in partition.tasks.values():
         skip_lost_groups(partition, task, positions, step)
 
 
 def skip_lost_groups(partition: Partition, task: TaskLedger, positions: Indexes | None, step: Step) -> None:
-    """Skip what is pending of groups that lost a member for good, where the task keeps groups whole.
+    """Skip the pending members of groups that lost a member for good, if the task keeps groups together.
 
-    A member is lost that failed, was cleared, or was dead-lettered by the task. Of cleared rows the state says so, and
-    the rest of the table does not yet.
+    A member is lost if it failed, was cleared, or was dead-lettered by the task. Rows being cleared have their final
+    state, but are still in the rest of the table.
 
     Args:
-        partition: that of the task.
+        partition: partition of the task.
         task: the task.
-        positions: rows whose groups may have lost a member, or got one; None: any may have.
-        step: what it is a part of.
+        positions: rows whose groups may have lost or gained a member; None: check all rows.
+        step: the current step.
     """
     if task.kept_groups is None:
         return
@@ -72,29 +166,40 @@ def skip_lost_groups(partition: Partition, task: TaskLedger, positions: Indexes 
             return
         positions = partition.table.present_positions()
     if partition.groups.in_use:
-        rest = _rest_of_named(partition, task, positions)
-    elif task.kept_groups:
+        rest = _rest_of_named(partition, task, positions, "rollout" if task.kept_groups == KEPT_ROLLOUTS else "group")
+    elif task.kept_groups > 0:
         rest = _rest_of_blocks(partition, task, positions, task.kept_groups)
     else:
         return
     if task.skip(rest):
+        release_due(partition, rest, step)
         step.consumed[partition] = None  # writes may have capacity for it
         step.tasks.append((partition, task.name))
 
 
-def _rest_of_named(partition: Partition, task: TaskLedger, positions: Indexes) -> Indexes:
+def _groups_left(partition: Partition, positions: Indexes, unit: BatchUnit = "group") -> Indexes:
+    """Return the slots of the rows' groups, or rollouts, that have members left (not cleared)."""
     groups = partition.groups
-    slots = groups.of_rows[positions]
+    slots = groups.of_unit(unit, positions)
     slots = distinct(slots[slots >= 0], groups.slots.count)
-    slots = slots[groups.cleared[slots] < groups.members[slots]]
+    return slots[groups.cleared[slots] < groups.members[slots]]
+
+
+def _members_left(partition: Partition, positions: Indexes) -> Indexes:
+    return partition.groups.members_of(_groups_left(partition, positions), partition.table)
+
+
+def _rest_of_named(partition: Partition, task: TaskLedger, positions: Indexes, unit: BatchUnit) -> Indexes:
+    groups = partition.groups
+    slots = _groups_left(partition, positions, unit)
     has_lost = groups.failed[slots] + groups.cleared[slots] > 0
     if not task.dead_lettered_count:
-        return groups.members_of(slots[has_lost], partition.table)
-    members = groups.members_of(slots, partition.table)
+        return groups.members_of(slots[has_lost], partition.table, unit)
+    members = groups.members_of(slots, partition.table, unit)
     is_lost = np.zeros(groups.slots.count, np.bool_)
     is_lost[slots[has_lost]] = True
-    is_lost[groups.of_rows[members[task.claim[members] == DEAD_LETTERED]]] = True
-    return members[is_lost[groups.of_rows[members]]]
+    is_lost[groups.of_unit(unit, members[task.claim[members] == DEAD_LETTERED])] = True
+    return members[is_lost[groups.of_unit(unit, members)]]
 
 
 def _rest_of_blocks(partition: Partition, task: TaskLedger, positions: Indexes, size: int) -> Indexes:
@@ -109,9 +214,9 @@ def _rest_of_blocks(partition: Partition, task: TaskLedger, positions: Indexes, 
 
 
 def reopen(partition: Partition, task: TaskLedger, positions: Indexes, changed: Indexes | None, step: Step) -> None:
-    """Have waiting claims look again at rows that can be claimed again, and skip the rest of lost groups.
+    """Notify waiting claims of rows that can be claimed again, and skip the rest of lost groups.
 
-    For `changed` see `skip_lost_groups`.
+    `changed` are the `positions` of `skip_lost_groups`.
     """
     if positions.size:
         partition.notify_rows(partition.table.index[positions])

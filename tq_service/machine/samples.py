@@ -1,7 +1,7 @@
 """Changes of partitions and samples: partitions made, sealed, cleared; samples added, written to, cleared.
 
-A write names its samples by index, by key, or not at all where they are new. `check_write` finds them and sees whether
-they take what is written. What it found holds until the mark of the partition is another one.
+A write names its samples by index or by key; new samples need no name. `check_write` finds the samples and validates
+the write against them. Its result is valid until the mark of the partition changes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,17 @@ from tq_service.machine.claims import (
     check_growing,
     finish_prompts,
 )
-from tq_service.machine.rows import clear_rows, set_state, skip_rest
+from tq_service.machine.rows import (
+    begin_groups,
+    clear_rows,
+    release_due,
+    release_rows,
+    seal,
+    set_state,
+    skip_rest,
+    whole_groups,
+    with_groups,
+)
 from tq_service.machine.state_machine import Change, State, Step
 from tq_service.schema import START_VERSION, FieldSpec, KeyMode, SampleState
 from tq_service.state.cells import ColumnWrite, Put
@@ -42,50 +52,48 @@ from tq_service.state.extents import MOST_EXTENTS
 from tq_service.state.groups import CheckedGroups
 from tq_service.state.partition import Partition, PartitionSettings
 from tq_service.state.plan import Indexes, LeasedClaim
-from tq_service.state.table import FAILED, HELD, LIVE, STATE_CODES, distinct
+from tq_service.state.table import CLEARED, FAILED, HELD, LIVE, STATE_CODES, distinct
 
-# A write was checked against its claim when it was made; the log need not know of it.
-_CHECKED_ONCE = {"is_encoded": False}
+# A write is checked against its claim once, when it is made; the claim is not logged.
+CHECKED_ONCE = {"is_encoded": False}
 
 
 class PartitionCreated(Change):
-    """A partition was made, by itself or by its first samples."""
+    """A partition was created, explicitly or by its first samples."""
 
     partition_id: str
     incarnation: bytes
     settings: PartitionSettings
 
     def prepare(self, state: State) -> Partition:
-        """Make the partition; it is not in the state yet."""
+        """Create the partition; `apply` adds it to the state."""
         if self.partition_id in state.partitions:
             raise AlreadyExistsError(
-                f"partition {self.partition_id!r} is there; clear it first",
+                f"partition {self.partition_id!r} exists; clear it first",
                 metadata={"resource_type": "partition", "resource_name": self.partition_id},
             )
         return Partition(self.partition_id, self.settings, self.incarnation)
 
     def apply(self, state: State, prepared: Partition, step: Step) -> Partition:
-        """Have it in the state."""
+        """Add the partition to the state."""
         state.add_partition(prepared)
         step.created.append(prepared)
         return prepared
 
 
 class PartitionSealed(Change):
-    """No new samples come. A write that seals the partition says so itself."""
+    """A partition was sealed: it gets no new samples. A write that seals its partition needs no such change."""
 
     partition_id: str
 
     def prepare(self, state: State) -> Partition | None:
-        """Find the partition, unless it is sealed."""
+        """Return the partition, or None if it is sealed."""
         partition = state.partition(self.partition_id)
         return None if partition.sealed else partition
 
     def apply(self, state: State, prepared: Partition, step: Step) -> None:
-        """Seal it."""
-        prepared.sealed = True
-        step.note_change(prepared)
-        step.tasks.append((prepared, None))
+        """Seal the partition."""
+        seal(prepared, step)
 
 
 class PartitionCleared(Change):
@@ -94,22 +102,22 @@ class PartitionCleared(Change):
     partition_id: str
 
     def prepare(self, state: State) -> Partition:
-        """Find the partition."""
+        """Return the partition."""
         return state.partition(self.partition_id)
 
     def apply(self, state: State, prepared: Partition, step: Step) -> int:
-        """Remove it; return how many samples it had."""
+        """Remove the partition; return its number of samples."""
         del state.partitions[self.partition_id]
         step.freed += prepared.cells.puts.all()
         step.cleared.append(prepared)
         return prepared.table.present_count
 
 
-class SnapshotNeeded(Exception):  # noqa: N818  (no fault, and none that a client sees)
-    """What comes next in the log goes on from a snapshot that this controller has not.
+class SnapshotNeeded(Exception):  # noqa: N818  (not an error, and never sent to a client)
+    """The next entry of the log continues from a snapshot that this controller does not have.
 
     Attributes:
-        number: the least number of a snapshot that it goes on from.
+        number: the lowest acceptable snapshot number.
     """
 
     def __init__(self, number: int) -> None:
@@ -118,10 +126,10 @@ class SnapshotNeeded(Exception):  # noqa: N818  (no fault, and none that a clien
 
 
 class StateReplaced(Change):
-    """A checkpoint was restored: a snapshot, which is not in the log, has the state since.
+    """A checkpoint was restored: the state is now that of a snapshot, which is not in the log.
 
     Attributes:
-        snapshot_number: of that snapshot; what the log has since then is of that state.
+        snapshot_number: number of the snapshot; later entries of the log continue from it.
     """
 
     snapshot_number: int
@@ -130,38 +138,39 @@ class StateReplaced(Change):
         """Return the state.
 
         Raises:
-            SnapshotNeeded: it is not of that snapshot.
+            SnapshotNeeded: the state is older than the snapshot.
         """
         if state.snapshot_number < self.snapshot_number:
             raise SnapshotNeeded(self.snapshot_number)
         return state
 
     def apply(self, state: State, prepared: State, step: Step) -> None:
-        """Change nothing: the snapshot has."""
+        """Change nothing: the snapshot has replaced the state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleWrite:
-    """What Insert and Commit write.
+    """The write of an Insert or Commit.
 
     Attributes:
         row_count: number of samples.
         global_indexes: existing samples `(n,)`; None: new ones, or those of `keys`.
         keys: unique names, in order.
         groups: groups of new samples in order, "" for none.
-        rows_per_put: rows of each of several puts that were gathered into this one; 0: it is one put.
-        put: where the columns are, None for metadata and state only.
+        rollouts: rollouts of new samples in order, "" for none.
+        ends_rollouts: whether the rollouts of the samples are closed for further samples.
+        rows_per_put: rows of each of the puts gathered into this write; 0: it is a single put.
+        put: location of the columns, None for metadata and state only.
         columns: the columns of the put.
-        claim: the leased claim that the samples of `global_indexes` are of; None: the write is not checked against one.
-        acks: the same, where they are acknowledged in the same change; None: they are not.
-        is_of_slots: whether it makes slots: new samples that are held.
-        start_version: of slots: the version that is published; None: they have none.
-        append_at: the lengths that the cells of the samples have before the columns are added to them `(n,)`; None:
-            the columns replace cells.
+        claim: the leased claim of the samples in `global_indexes`; None: the write is not checked against a claim.
+        acks: the leased claim of these samples if the write also acknowledges them, otherwise None.
+        is_of_slots: whether it makes slots, that is, new held samples.
+        start_version: the published version for slots, or None.
+        append_at: the lengths of the samples' cells before the append `(n,)`; None: the columns replace the cells.
 
     Raises:
-        InvalidArgumentError: no sample is named where they must be existing ones, the rows are not those of whole
-            puts, or an append changes something else, too.
+        InvalidArgumentError: samples must exist but none is named, `rows_per_put` does not divide the rows, or an
+            append also changes something else.
     """
 
     row_count: int
@@ -170,12 +179,14 @@ class SampleWrite:
     key_mode: KeyMode = "upsert"
     groups: Sequence[str] | None = None
     group_size: int = 0
+    rollouts: Sequence[str] | None = None
+    ends_rollouts: bool = False
     rows_per_put: int = 0
     state: SampleState | None = None
     meta: Sequence[MetaColumn] = ()
     put: Put | None = None
     columns: Sequence[ColumnWrite] = ()
-    claim: LeasedClaim | None = field(default=None, metadata=_CHECKED_ONCE)
+    claim: LeasedClaim | None = field(default=None, metadata=CHECKED_ONCE)
     acks: LeasedClaim | None = None
     is_of_slots: bool = False
     start_version: int | None = None
@@ -194,7 +205,7 @@ class SampleWrite:
         if self.rows_per_put < 0 or (self.rows_per_put and self.row_count % self.rows_per_put):
             raise InvalidArgumentError(
                 f"rows_per_put is {self.rows_per_put}, expected 0 or a divisor of the {self.row_count} rows; gather "
-                f"puts of as many rows each",
+                f"puts with the same number of rows",
                 field="rows_per_put",
             )
         if self.append_at is not None:
@@ -205,15 +216,17 @@ class SampleWrite:
         if self.global_indexes is None:
             problem = "without global_indexes; name the samples by their indexes"
         elif lengths.size != self.row_count:
-            problem = f"with {lengths.size} lengths for {self.row_count} samples; give the length of each before"
-        elif self.state is not None or self.acks is not None or self.groups is not None or self.rows_per_put:
-            problem = "with state, ack, groups or rows_per_put; write these by a call of their own"
+            problem = f"with {lengths.size} lengths for {self.row_count} samples; give the current length of each"
+        elif self.state is not None or self.acks is not None or self.groups is not None or self.rollouts is not None:
+            problem = "with state, ack, groups or rollouts; write these in a separate call"
+        elif self.rows_per_put or self.ends_rollouts:
+            problem = "with rows_per_put or ends_rollouts; write these in a separate call"
         if problem:
             raise InvalidArgumentError(f"append_at is given {problem}", field="append_at")
 
     @property
     def all_meta(self) -> Sequence[MetaColumn]:
-        """The custom_meta that is written, with the `start_version` of slots."""
+        """The written custom_meta, including the `start_version` of slots."""
         if self.start_version is None:
             return self.meta
         values = np.full(self.row_count, self.start_version)
@@ -221,21 +234,21 @@ class SampleWrite:
 
     @property
     def may_add_samples(self) -> bool:
-        """Whether it may have new samples: it names none, or keys that need not be known."""
+        """Whether it may add samples: it names none, or names keys that need not exist."""
         return self.global_indexes is None and (self.keys is None or self.key_mode != "existing")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedWrite:
-    """A write that a partition takes as it is now.
+    """A write validated against the current state of a partition.
 
     Attributes:
-        positions: of its rows `(n,)` in order, -1 for new ones; None: all are new.
-        new_count: how many are.
-        groups: the groups of the new ones, None where the write names none.
-        specs: those that the written fields have afterwards.
-        acked: what it acknowledges; None: nothing.
-        mark: of the partition; it holds until that is another one.
+        positions: positions of its rows `(n,)` in order, -1 for new ones; None: all are new.
+        new_count: number of new rows.
+        groups: the groups and rollouts of the new rows, None if the write names neither.
+        specs: specs of the written fields after the write.
+        acked: the acknowledged samples, or None.
+        mark: mark of the partition; the check is valid until it changes.
     """
 
     partition: Partition
@@ -248,12 +261,12 @@ class CheckedWrite:
 
     @property
     def is_current(self) -> bool:
-        """Whether it still holds; what is acknowledged may have been by another call, which changes no mark."""
+        """Whether the check is still valid; never if it acknowledges, which does not change the mark."""
         return self.acked is None and self.mark == self.partition.mark
 
     @property
     def is_new(self) -> slice | NDArray[np.bool_]:
-        """What is of new rows, in an array in the order of the write."""
+        """Selects the new rows in an array in the order of the write."""
         return slice(None) if self.positions is None else self.positions < 0
 
 
@@ -262,7 +275,7 @@ FoundRows: TypeAlias = tuple[Partition, Indexes]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """What a write did: the samples, a range where all are new, and the specs of the fields written."""
+    """The result of a write: the samples (a range if all are new) and the specs of the written fields."""
 
     partition: Partition
     global_indexes: Indexes | range
@@ -276,11 +289,11 @@ class SamplesWritten(Change):
     write: SampleWrite
 
     def prepare(self, state: State) -> CheckedWrite:
-        """Find the rows of the write and see whether they take it."""
+        """Find the rows of the write and validate it against them."""
         return check_write(state.partition(self.partition_id), self.write)
 
     def apply(self, state: State, prepared: CheckedWrite, step: Step) -> Written:
-        """Acknowledge samples, and add the rows that are new; then write their state, cells and custom_meta."""
+        """Acknowledge samples and add the new rows, then write state, cells and custom_meta."""
         partition, positions = prepared.partition, prepared.positions
         write, table = self.write, partition.table
         if prepared.acked is not None:
@@ -291,7 +304,7 @@ class SamplesWritten(Change):
         if positions is not None:
             if write.state is not None:
                 set_state(partition, STATE_CODES[write.state], positions[positions >= 0], step)
-            elif write.acks is not None:  # what was held is finished
+            elif write.acks is not None:  # held samples are finished now
                 set_state(partition, LIVE, positions[partition.state[positions] == HELD], step)
             if prepared.acked is not None:
                 finish_prompts(partition, prepared.acked, step)
@@ -308,11 +321,13 @@ class SamplesWritten(Change):
                 failed = positions[partition.state[positions] == FAILED]
                 step.freed += cells.free(failed, [cells.fields[spec.name] for spec in prepared.specs])
         partition.meta.write(write.all_meta, rows)
+        if write.ends_rollouts:
+            partition.groups.close_rollouts_of(rows)
+            release_due(partition, rows, step)
+            step.note_change(partition)
         expected = partition.settings.expected_samples
         if expected is not None and partition.inserted_count >= expected and not partition.sealed:
-            partition.sealed = True
-            step.note_change(partition)
-            step.tasks.append((partition, None))
+            seal(partition, step)
         elif write.state is SampleState.FAILED:
             step.tasks.append((partition, None))
         partition.notify_rows(indexes)
@@ -328,10 +343,10 @@ class MetaSet(Change):
     partition_id: str
     global_indexes: Indexes
     columns: Sequence[MetaColumn]
-    claim: LeasedClaim | None = field(default=None, metadata=_CHECKED_ONCE)
+    claim: LeasedClaim | None = field(default=None, metadata=CHECKED_ONCE)
 
     def prepare(self, state: State) -> FoundRows:
-        """Find the samples and see whether the columns take the values."""
+        """Find the samples and validate the values."""
         partition = state.partition(self.partition_id)
         if self.global_indexes.size == 0:
             raise InvalidArgumentError("global_indexes is empty; name at least one sample", field="global_indexes")
@@ -351,25 +366,25 @@ class MetaSet(Change):
 
 
 class SamplesTruncated(Change):
-    """Cells of held samples were cut to lengths."""
+    """Cells of held samples were truncated."""
 
     partition_id: str
     global_indexes: Indexes
     lengths: Indexes
     field_names: Sequence[str]
-    claim: LeasedClaim | None = field(default=None, metadata=_CHECKED_ONCE)
+    claim: LeasedClaim | None = field(default=None, metadata=CHECKED_ONCE)
 
     def prepare(self, state: State) -> FoundRows | None:
-        """Find the samples, unless all cells have the lengths already."""
+        """Find the samples; return None if all cells have the given lengths already."""
         partition = state.partition(self.partition_id)
         if self.global_indexes.size == 0 or self.lengths.size != self.global_indexes.size or self.lengths.min() < 0:
             raise InvalidArgumentError(
-                f"got {self.lengths.size} lengths for {self.global_indexes.size} samples; expected one for each, 0 or "
-                f"more, and at least one sample",
+                f"got {self.lengths.size} lengths for {self.global_indexes.size} samples; expected a non-negative one "
+                f"for each, and at least one sample",
                 field="lengths",
             )
         if not self.field_names:
-            raise InvalidArgumentError("data_fields is empty; name the fields to cut", field="data_fields")
+            raise InvalidArgumentError("data_fields is empty; name the fields to truncate", field="data_fields")
         check_claim(partition, self.claim, self.global_indexes)
         positions = partition.positions_of(self.global_indexes)
         check_growing(partition, self.claim, positions)
@@ -382,7 +397,7 @@ class SamplesTruncated(Change):
         return (partition, positions) if is_changed else None
 
     def apply(self, state: State, prepared: FoundRows, step: Step) -> None:
-        """Cut them."""
+        """Truncate the cells."""
         partition, positions = prepared
         step.freed += partition.cells.truncate(self.field_names, positions, self.lengths)
         partition.notify_rows(self.global_indexes)
@@ -391,32 +406,35 @@ class SamplesTruncated(Change):
 
 
 class GroupsClosed(Change):
-    """Groups get no further members."""
+    """Groups and rollouts were closed: they get no further members."""
 
     partition_id: str
     names: Sequence[str]
+    rollouts: Sequence[str] = ()
 
     def prepare(self, state: State) -> FoundRows:
-        """Find the groups."""
+        """Return the partition and the slots of the groups and rollouts."""
         partition = state.partition(self.partition_id)
-        return partition, partition.groups.slots_of(self.names)
+        return partition, partition.groups.slots_of(self.names, self.rollouts)
 
     def apply(self, state: State, prepared: FoundRows, step: Step) -> None:
-        """Close them."""
+        """Close the groups and rollouts."""
         partition, slots = prepared
         partition.groups.close(slots)
+        groups = partition.groups.outermost(slots)
+        release_due(partition, partition.groups.members_of(groups, partition.table), step)
         step.note_change(partition)
 
 
 class SamplesCleared(Change):
-    """Samples were removed; those that were not there are named too."""
+    """Samples were removed; the indexes may name samples that do not exist."""
 
     partition_id: str
     global_indexes: Indexes
-    claim: LeasedClaim | None = field(default=None, metadata=_CHECKED_ONCE)
+    claim: LeasedClaim | None = field(default=None, metadata=CHECKED_ONCE)
 
     def prepare(self, state: State) -> FoundRows | None:
-        """Find those that are there."""
+        """Find the existing samples; return None if none exists."""
         partition = state.partition(self.partition_id)
         check_claim(partition, self.claim, self.global_indexes)
         positions = partition.table.find(self.global_indexes)
@@ -424,13 +442,40 @@ class SamplesCleared(Change):
         return (partition, positions) if positions.size else None
 
     def apply(self, state: State, prepared: FoundRows, step: Step) -> int:
-        """Remove them from all that knows of them; return how many they were."""
+        """Remove the samples from all tables; return their number."""
         partition, positions = prepared
         clear_rows(partition, positions, step)
         return positions.size
 
 
-# What a write does
+class SamplesExpired(Change):
+    """Samples were released because they had reached the maximum age set by their partition's release policy.
+
+    Attributes:
+        before: samples put, or made live, before this time are released; seconds as in `Step.at_seconds`.
+    """
+
+    partition_id: str
+    before: float
+
+    def prepare(self, state: State) -> FoundRows | None:
+        """Find the samples, in complete groups only; return None if none qualifies."""
+        partition = state.partition(self.partition_id)
+        table = partition.table
+        is_old = (partition.since[: table.count] < self.before) & (partition.state[: table.count] != CLEARED)
+        positions = with_groups(partition, np.flatnonzero(is_old), are_complete=False)
+        old = whole_groups(partition, positions, is_old[positions] & partition.may_release(positions))
+        return (partition, old) if old.size else None
+
+    def apply(self, state: State, prepared: FoundRows, step: Step) -> int:
+        """Release the samples; return their number."""
+        partition, positions = prepared
+        partition.expired_count += positions.size
+        release_rows(partition, positions, step)
+        return positions.size
+
+
+# Applying a write
 
 
 def _add_rows(write: SampleWrite, checked: CheckedWrite, step: Step) -> slice:
@@ -450,21 +495,20 @@ def _add_rows(write: SampleWrite, checked: CheckedWrite, step: Step) -> slice:
         partition.key_index.add(keys, partition.table.index[added])
     if checked.groups is not None:
         partition.groups.add(checked.groups, write.group_size, added)
+    partition.begin_age(added, step.at_seconds)
     partition.count_states(added, 1)
     if code != FAILED:
         for task in partition.tasks.values():
             task.on_rows_added(added)
-    if partition.groups.in_use and not had_groups:  # blocks of unnamed rows are no groups any more
-        for task in partition.tasks.values():
-            if (taken := task.unskip()).size:
-                partition.notify_rows(partition.table.index[taken])
+    if partition.groups.in_use and not had_groups:
+        begin_groups(partition)
     if any(task.kept_groups is not None for task in partition.tasks.values()):
         skip_rest(partition, np.arange(added.start, added.stop), step)
     return added
 
 
 def _new_counts(write: SampleWrite, checked: CheckedWrite) -> list[int]:
-    """Return how many new rows each of the puts has that a write is of."""
+    """Return the number of new rows of each put gathered into a write."""
     if not write.rows_per_put:
         return [checked.new_count]
     if checked.positions is None:
@@ -473,11 +517,11 @@ def _new_counts(write: SampleWrite, checked: CheckedWrite) -> list[int]:
     return counts
 
 
-# What a write means, and whether its rows take it
+# Validating a write
 
 
 def check_write(partition: Partition, write: SampleWrite) -> CheckedWrite:
-    """Find the rows of a write and what it does to them; raises where they do not take it, and changes nothing."""
+    """Find the rows of a write and validate it without changing anything; raises TqError if it is refused."""
     _check_counts(write)
     acked = None
     if write.acks is not None and write.global_indexes is not None:
@@ -490,19 +534,19 @@ def check_write(partition: Partition, write: SampleWrite) -> CheckedWrite:
     if partition.sealed and new_count:
         raise PartitionSealedError(
             f"partition {partition.partition_id!r} is sealed with {partition.inserted_count} samples, got "
-            f"{new_count} new ones; put columns of existing samples by their indexes, or by keys with key_mode "
-            f"existing; clear the partition to start over, or use another one",
+            f"{new_count} new ones. Put columns of existing samples by their indexes, or by keys with key_mode "
+            f"existing; clear the partition to start over, or use another partition",
             metadata={"partition_id": partition.partition_id},
         )
     if partition.sealed and write.keys is not None and write.key_mode == "upsert" and positions is not None:
-        for column in write.columns:  # which looks like another run under the same name
+        for column in write.columns:  # overwriting looks like another run that uses the same partition name
             is_there = partition.cells.produced([column.spec.name], positions)
             if is_there.any():
                 raise PartitionSealedError(
                     f"partition {partition.partition_id!r} is sealed, and key "
                     f"{write.keys[int(np.argmax(is_there))]!r} has field {column.spec.name!r} already, perhaps from "
-                    f"another run; clear the partition to start over, or use another one, or a namespace for each run; "
-                    f"put with key_mode existing to overwrite it",
+                    f"another run. Clear the partition to start over, or use another partition or a namespace per "
+                    f"run; put with key_mode existing to overwrite the field",
                     metadata={"partition_id": partition.partition_id},
                 )
     if not write.is_of_slots:
@@ -514,11 +558,12 @@ def check_write(partition: Partition, write: SampleWrite) -> CheckedWrite:
         if (failed := partition.table.index[known[partition.state[known] == FAILED]]).size:
             raise PreconditionError(
                 f"sample {int(failed[0])} of partition {partition.partition_id!r} has failed, which is final; insert a "
-                f"new sample in its place",
+                f"new sample instead",
                 reason="SAMPLE_FAILED",
                 metadata={"partition_id": partition.partition_id, "global_index": str(failed[0])},
             )
-    groups = None if write.groups is None else _check_groups(partition, write, write.groups, positions)
+    groups = _check_groups(partition, write, positions)
+    _check_closes(partition, write, positions)
     checked = CheckedWrite(
         partition=partition,
         positions=positions,
@@ -533,15 +578,22 @@ def check_write(partition: Partition, write: SampleWrite) -> CheckedWrite:
         count = partition.inserted_count + sum(_new_counts(write, checked)[:-1])
         if count >= expected:
             raise PartitionSealedError(
-                f"partition {partition.partition_id!r} would be sealed with {count} samples before the last of the "
-                f"puts that were gathered, its expected_samples is {expected}; send each put by itself",
+                f"partition {partition.partition_id!r} has expected_samples {expected}; it would be sealed with "
+                f"{count} samples before the last of the gathered puts. Send each put separately",
                 metadata={"partition_id": partition.partition_id},
             )
     return checked
 
 
 def _check_columns(partition: Partition, write: SampleWrite, positions: Indexes | None) -> list[FieldSpec]:
-    """Refuse columns that samples at `positions`, None if all are new, do not take; return what fields are then."""
+    """Validate columns against the samples at `positions` (None: all are new); return the specs after the write."""
+    for name in partition.cells.shared.intersection(column.spec.name for column in write.columns):
+        raise InvalidArgumentError(
+            f"field {name!r} of partition {partition.partition_id!r} has group scope, got a value for each of "
+            f"{write.row_count} samples; put one value per group with a put of groups",
+            field="columns",
+            metadata={"field_name": name},
+        )
     if write.append_at is not None and positions is not None:
         return _check_append(partition, write, positions, write.append_at)
     if positions is not None and partition.cells.write_once:
@@ -550,7 +602,7 @@ def _check_columns(partition: Partition, write: SampleWrite, positions: Indexes 
 
 
 def _check_append(partition: Partition, write: SampleWrite, positions: Indexes, before: Indexes) -> list[FieldSpec]:
-    """Refuse to add to cells of another length, or of samples that do not grow; return what the fields are then."""
+    """Refuse to append to cells of another length or to finished samples; return the specs after the append."""
     check_growing(partition, write.claim, positions)
     specs = partition.cells.appended_specs(write.columns)
     for spec in specs:
@@ -560,8 +612,8 @@ def _check_append(partition: Partition, write: SampleWrite, positions: Indexes, 
             index = int(partition.table.index[positions[int(counts.argmax())]])
             raise PreconditionError(
                 f"field {spec.name!r} of sample {index} of partition {partition.partition_id!r} has "
-                f"{int(counts.max())} extents, expected fewer than {MOST_EXTENTS} before an append; put the field "
-                f"whole, which makes it one, and append in larger steps",
+                f"{int(counts.max())} extents, expected fewer than {MOST_EXTENTS} before an append; put the entire "
+                f"field, which merges them into one, and append in larger steps",
                 reason="TOO_MANY_EXTENTS",
                 metadata={
                     "partition_id": partition.partition_id,
@@ -575,12 +627,19 @@ def _check_append(partition: Partition, write: SampleWrite, positions: Indexes, 
 
 
 def _check_ragged(partition: Partition, name: str) -> None:
-    """Refuse to cut a field that cannot grow."""
+    """Refuse to truncate a field that cannot grow."""
+    if name in partition.cells.shared:
+        raise InvalidArgumentError(
+            f"field {name!r} has group scope, expected a field with one value per sample; put the entire field with "
+            f"a put of groups",
+            field="data_fields",
+            metadata={"field_name": name},
+        )
     known = partition.cells.fields.get(name)
     if known is not None and known.produced_count and known.spec.ragged_dims[:1] != (0,):
         raise FieldMismatchError(
             f"field {name!r} is {known.spec.describe()}, expected one whose rows differ in their first dimension; put "
-            f"it whole instead",
+            f"the entire field instead",
             field="data_fields",
             metadata={
                 "field_name": name,
@@ -593,7 +652,7 @@ def _check_ragged(partition: Partition, name: str) -> None:
 def _check_lengths(
     partition: Partition, name: str, positions: Indexes, expected: Indexes, *, at_least: bool = False
 ) -> Indexes:
-    """Refuse cells that have other lengths, or smaller ones, than a caller expects; return their lengths."""
+    """Refuse cells without exactly (or `at_least`) the expected lengths; return their lengths."""
     lengths = partition.cells.lengths(name, positions)
     fits = lengths >= expected if at_least else lengths == expected
     if fits.all():
@@ -602,8 +661,8 @@ def _check_lengths(
     index, got = int(partition.table.index[positions[first]]), int(lengths[first])
     raise PreconditionError(
         f"field {name!r} of sample {index} of partition {partition.partition_id!r} has length {got}, expected "
-        f"{int(expected[first])} ({np.count_nonzero(~fits)} of {fits.size} samples differ); continue at its length, or "
-        f"truncate it",
+        f"{int(expected[first])} ({np.count_nonzero(~fits)} of {fits.size} samples differ); continue at that length, "
+        f"or truncate the field",
         reason="LENGTH_MISMATCH",
         metadata={
             "partition_id": partition.partition_id,
@@ -616,14 +675,14 @@ def _check_lengths(
 
 
 def _check_not_bounded(partition: Partition, write: SampleWrite, new_count: int) -> None:
-    """Refuse a write that could evade the bound on staleness of the partition, if it has one."""
+    """Refuse a write that could evade the partition's staleness bound, if it has one."""
     _check_start_version(partition, write.meta)
     bounded = partition.settings.bounded_admission
     if bounded is not None and new_count:
         raise PreconditionError(
             f"partition {partition.partition_id!r} bounds the staleness of task {bounded.task_name!r} to "
-            f"{bounded.max_staleness} versions, which are counted from the slot of a sample on, got {new_count} new "
-            f"samples without a slot; make slots before they are generated (Acquire), and put their data into these",
+            f"{bounded.max_staleness} versions, counted from the creation of a sample's slot; got {new_count} new "
+            f"samples without a slot. Make slots before generation starts (Acquire), and put the data into them",
             reason="STALENESS_BOUNDED",
             metadata={"partition_id": partition.partition_id, "task_name": bounded.task_name},
         )
@@ -633,34 +692,72 @@ def _check_start_version(partition: Partition, columns: Sequence[MetaColumn]) ->
     bounded = partition.settings.bounded_admission
     if bounded is not None and any(column.name == START_VERSION for column in columns):
         raise InvalidArgumentError(
-            f"custom_meta has {START_VERSION!r}, which says in partition {partition.partition_id!r} when the slot of a "
-            f"sample was made, for the max_staleness of task {bounded.task_name!r}; use another name",
+            f"custom_meta has {START_VERSION!r}. Partition {partition.partition_id!r} stores there the version of each "
+            f"sample's slot, for the max_staleness of task {bounded.task_name!r}; use another name",
             field="custom_meta",
         )
 
 
-def _check_groups(
-    partition: Partition, write: SampleWrite, groups: Sequence[str], positions: Indexes | None
-) -> CheckedGroups:
-    """Return the groups of the new samples; raises where they, or those of the others, cannot be what is given."""
+def _check_groups(partition: Partition, write: SampleWrite, positions: Indexes | None) -> CheckedGroups | None:
+    """Return the groups and rollouts of the new samples, None if the write names neither.
+
+    Raises:
+        TqError: the given groups or rollouts are invalid for new samples, or differ from those of existing ones.
+    """
+    groups, rollouts = write.groups, write.rollouts
+    if groups is None and rollouts is None:
+        return None
     if positions is not None:
         is_new = positions < 0
         old = positions[~is_new]
-        for position, group, known in zip(
-            old.tolist(), itertools.compress(groups, ~is_new), partition.groups.names_of(old), strict=True
+        for what, given, known in (
+            ("group", groups, partition.groups.names_of(old)),
+            ("rollout", rollouts, partition.groups.rollout_names_of(old)),
         ):
-            if group and group != known:
-                raise InvalidArgumentError(
-                    f"sample {int(partition.table.index[position])} is in group {known!r}, got {group!r}; groups "
-                    f"are given when a sample is inserted and stay",
-                    field="groups",
-                )
-        groups = list(itertools.compress(groups, is_new))
-    return partition.groups.check(groups, write.group_size)
+            of_old = [""] * old.size if given is None else itertools.compress(given, ~is_new)
+            for position, name, expected in zip(old.tolist(), of_old, known, strict=True):
+                if name and name != expected:
+                    raise InvalidArgumentError(
+                        f"sample {int(partition.table.index[position])} is in {what} {expected!r}, got {name!r}; "
+                        f"{what}s are set when a sample is inserted and cannot change",
+                        field=f"{what}s",
+                    )
+        groups = None if groups is None else list(itertools.compress(groups, is_new))
+        rollouts = None if rollouts is None else list(itertools.compress(rollouts, is_new))
+    return partition.groups.check(groups or [""] * len(rollouts or ()), write.group_size, rollouts or ())
+
+
+def _check_closes(partition: Partition, write: SampleWrite, positions: Indexes | None) -> None:
+    """Refuse to close rollouts if a put has no sample in one, or if a later gathered put adds to one of them.
+
+    Failed samples close their rollouts, too.
+    """
+    if not write.ends_rollouts and (write.state is not SampleState.FAILED or not write.rows_per_put):
+        return
+    names: list[str | None] = list(write.rollouts or [""] * write.row_count)
+    if positions is not None:
+        known = np.flatnonzero(positions >= 0)
+        for row, name in zip(known.tolist(), partition.groups.rollout_names_of(positions[known]), strict=True):
+            names[row] = name
+    size = write.rows_per_put or write.row_count
+    puts = [set(filter(None, names[first : first + size])) for first in range(0, len(names), size)]
+    if write.ends_rollouts and not all(puts):
+        raise InvalidArgumentError(
+            f"ends_rollouts is set, but none of the {size} samples is in a rollout; name the rollouts of new samples "
+            f"in rollouts, or omit ends_rollouts",
+            field="ends_rollouts",
+        )
+    for name, count in Counter(itertools.chain.from_iterable(puts)).items():
+        if count > 1:
+            raise PreconditionError(
+                f"rollout {name!r} is in {count} of the gathered puts, and the first one would close it. Send each put "
+                f"separately",
+                metadata={"group": name},
+            )
 
 
 def _check_write_once(partition: Partition, write: SampleWrite, positions: Indexes) -> None:
-    """Refuse a second value of samples, at `positions`, for a field that takes one only."""
+    """Refuse a second value of a write-once field for samples at `positions`."""
     for name in partition.cells.write_once.intersection(column.spec.name for column in write.columns):
         is_there = partition.cells.produced([name], positions)
         if is_there.any():
@@ -668,7 +765,7 @@ def _check_write_once(partition: Partition, write: SampleWrite, positions: Index
             raise AlreadyExistsError(
                 f"field {name!r} is write-once, got a second value for sample {index} of partition "
                 f"{partition.partition_id!r} ({np.count_nonzero(is_there)} of {positions.size} have one), expected "
-                f"samples without a value; leave them out, or clear them to put them again",
+                f"samples without a value; omit these samples, or clear them to put them again",
                 metadata={
                     "resource_type": "cell",
                     "resource_name": f"{name} of sample {index}",
@@ -681,12 +778,17 @@ def _check_write_once(partition: Partition, write: SampleWrite, positions: Index
 
 def _check_counts(write: SampleWrite) -> None:
     if write.row_count <= 0:
-        raise InvalidArgumentError("an empty put: got 0 samples; put at least one", field="row_count")
-    counts = {"keys": write.keys, "groups": write.groups, "global_indexes": write.global_indexes}
+        raise InvalidArgumentError("an empty put: got 0 samples, expected at least one", field="row_count")
+    counts = {
+        "keys": write.keys,
+        "groups": write.groups,
+        "rollouts": write.rollouts,
+        "global_indexes": write.global_indexes,
+    }
     for name, values in counts.items():
         if values is not None and len(values) != write.row_count:
             raise InvalidArgumentError(
-                f"got {len(values)} {name} for {write.row_count} samples; give one a sample", field=name
+                f"got {len(values)} {name} for {write.row_count} samples; give one per sample", field=name
             )
     if write.keys is not None:
         unique = set(write.keys)
@@ -701,7 +803,9 @@ def _find_rows(partition: Partition, write: SampleWrite) -> Indexes | None:
     """Return the positions of the samples of a write, -1 for new ones; None: all are new."""
     if write.global_indexes is not None:
         if write.keys is not None:
-            raise InvalidArgumentError("a write names its samples by index or by key, not by both", field="keys")
+            raise InvalidArgumentError(
+                "both global_indexes and keys are given; name samples by index or by key", field="keys"
+            )
         check_claim(partition, write.claim, write.global_indexes)
         return partition.positions_of(write.global_indexes)
     keys, index = write.keys, partition.key_index

@@ -1,19 +1,19 @@
 """The one way to change the state of a controller.
 
     group:  prepare -> encode -> apply, for each change; the answer of the request last
-            -> append to the log, whole
+            -> append the group to the log, in one piece
             -> consequences to the listener: freed cells, started leases, wake-ups
 
-A group is what one step of the event loop does. `prepare` makes all checks and changes nothing, so a change that is
-refused, or has no bytes, leaves no trace. Whatever goes wrong once a change is being applied is fatal: the group is
-dropped, and the state of the process, of which a part may have been changed, is not used again. So the log has what was
-applied, and a start, which applies the same changes, gives the same state. Consequences are for the process that made
-the change: they are not repeated when the log is read.
+A group holds the changes of one step of the event loop. `prepare` makes all checks and changes nothing, so a change
+that is refused or cannot be encoded leaves no trace. Any error while a change is applied is fatal: the group is
+dropped, and the process stops using its state, which may be partly changed. So the log holds exactly the applied
+changes, and a restart that applies them reaches the same state. Consequences are only for the process that made the
+change: they are not repeated when the log is read.
 
 It has the shape of a replicated state machine: Ongaro and Ousterhout, "In Search of an Understandable Consensus
 Algorithm", 2014, section 2.
 
-It also keeps the answers of mutating requests, so that a retry gets the same answer and has no second effect.
+It also keeps the answers of mutating requests: a retry gets the same answer and has no second effect.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ from tq_service.state.policies import Policy
 _AT_SECONDS: Final = struct.Struct("<d")
 _MOST_RECORD_BYTES: Final = (1 << 20) - 1
 
-_MOST_FORGOTTEN: Final = 1024  # entries that stay in the list, and
-_FORGOTTEN_SHARE: Final = 8  # one of so many
-_ENTRY_BYTES: Final = 256  # of an id, a time, and what holds them together
+_MOST_FORGOTTEN: Final = 1024  # forgotten entries that may stay in the list, plus
+_FORGOTTEN_SHARE: Final = 8  # one in this many of all entries
+_ENTRY_BYTES: Final = 256  # of an id, a time, and their containers
 
 
 class Entry(NamedTuple):
-    """A recorded answer: the id of its request, when it was made, in seconds of wall-clock time, and the answer."""
+    """A recorded answer: the request's id, the time of the answer in wall-clock seconds, and the answer."""
 
     key: bytes
     seconds: float
@@ -65,18 +65,18 @@ class Entry(NamedTuple):
 
 
 def merged(*snapshots: Iterable[Entry]) -> list[Entry]:
-    """Return the answers of several snapshots as one."""
+    """Merge the answers of several snapshots, in order of time."""
     return sorted(chain.from_iterable(snapshots), key=attrgetter("seconds"))
 
 
 class IdempotencyCache:
     """Recorded answers by request_id, forgotten once no client can still be retrying.
 
-    Refused requests are not recorded: they changed nothing, and may be right the next time. Times are those of the
-    steps in which requests were made, so an answer is as old after a restart as it is.
+    Refused requests are not recorded: they changed nothing, and a retry may succeed. Times are those of the requests'
+    steps, so a restart does not make an answer younger.
 
     Attributes:
-        used_bytes: about how much memory the answers take.
+        used_bytes: approximate memory of the answers.
     """
 
     def __init__(
@@ -88,14 +88,14 @@ class IdempotencyCache:
         max_bytes: int | None = None,
         weigh: Callable[[Any], int] = lambda packed: 0,
     ) -> None:
-        """Make an empty cache.
+        """Create an empty cache.
 
         Args:
             keep_seconds: how long an answer is kept.
-            pack: makes of an answer what is kept, which should be small: there may be a million of them.
-            unpack: makes the answer of it again.
-            max_bytes: what the answers may take; the oldest are forgotten sooner then. None: no bound.
-            weigh: returns the bytes of what is kept of an answer.
+            pack: converts an answer to its stored form, which should be small: there may be a million of them.
+            unpack: converts the stored form back to the answer.
+            max_bytes: memory limit; above it, the oldest answers are forgotten early. None: no limit.
+            weigh: returns the size of a stored answer in bytes.
         """
         self.pack = pack
         self._unpack = unpack
@@ -103,24 +103,24 @@ class IdempotencyCache:
         self._max_bytes = max_bytes
         self._weigh = weigh
         self.used_bytes = 0
-        self._newest: dict[bytes, int] = {}  # the number of the newest answer of each id; they count from 0
-        # Id, time and what is kept of all answers in order of time, since an `Entry` of each would take more memory.
-        # Shared with snapshots: they only grow, until others take their place.
+        self._newest: dict[bytes, int] = {}  # the number of the newest answer of each id, counted from 0
+        # Id, time and stored form of all answers, in order of time; `Entry` objects would take more memory.
+        # Snapshots share these lists, so they are only appended to, or replaced.
         self._ids: list[bytes] = []
         self._seconds = array("d")
         self._packed: list[Any] = []
-        self._forgotten_count = 0  # of these, in front
-        self._removed_count = 0  # answers that were in front of these
+        self._forgotten_count = 0  # forgotten answers at the front of the lists
+        self._removed_count = 0  # answers already removed from the front
 
     def __len__(self) -> int:
         return len(self._newest)
 
     def recorded(self, request_id: bytes, kind: type[object], now_seconds: float) -> Any | None:
-        """Return the recorded answer, None where there is none, or it is too old by now.
+        """Return the recorded answer, or None if it does not exist or is too old.
 
         Raises:
-            InvalidArgumentError: the id has not 16 bytes, or the recorded answer is not of this kind: it is that of
-                another method, to which the caller gave the same id.
+            InvalidArgumentError: the id is not 16 bytes long, or the recorded answer is not of this kind, because the
+                caller used the same id for another method.
         """
         check_id("request_id", request_id)
         number = self._newest.get(request_id)
@@ -129,16 +129,16 @@ class IdempotencyCache:
         recorded = self._unpack(self._packed[number - self._removed_count])
         if not isinstance(recorded, kind):
             raise InvalidArgumentError(
-                f"request_id {request_id.hex()} is that of another call, which was answered with a "
-                f"{type(recorded).__name__}; make a new one for each call, the same over its retries",
+                f"request_id {request_id.hex()} was used by another call, which was answered with a "
+                f"{type(recorded).__name__}; use a new one for each call, and the same one for its retries",
                 field="request_id",
             )
         return recorded
 
     def add(self, request_id: bytes, packed: Any, at_seconds: float) -> None:
-        """Record an answer at a time that is not before that of any other; forget those that are too old or too many.
+        """Record an answer, not earlier than any other; forget answers that are too old or exceed the memory limit.
 
-        An id is recorded twice where the settings kept its first answer for a shorter time than they do now.
+        An id is recorded twice if its first answer expired under shorter settings than the current ones.
         """
         self._forget_old(at_seconds)
         self._append(request_id, at_seconds, packed)
@@ -166,15 +166,15 @@ class IdempotencyCache:
             self._forgotten_count, self._removed_count = 0, self._removed_count + oldest
 
     def snapshot(self) -> Iterator[Entry]:
-        """Return the answers as they are now, packed, to be read once, by any thread.
+        """Return the current answers in stored form, to be read once, by any thread.
 
-        It costs the same however many there are: the lists only grow at their end, or others take their place.
+        Takes constant time, since the lists are only appended to or replaced.
         """
         entries = zip(self._ids, self._seconds, self._packed, strict=False)
         return starmap(Entry, islice(entries, self._forgotten_count, len(self._ids)))
 
     def restore(self, answers: Iterable[Entry]) -> None:
-        """Record the answers of a snapshot, besides those that are here."""
+        """Add the answers of a snapshot to those in the cache."""
         entries = merged(answers, self.snapshot())
         self._newest, self._ids, self._seconds, self._packed = {}, [], array("d"), []
         self._forgotten_count = self._removed_count = self.used_bytes = 0
@@ -189,13 +189,13 @@ ChangedTask: TypeAlias = tuple[Partition, str | None]
 
 
 class State:
-    """All that a controller has to know to go on where it was: what changes are applied to, and snapshots hold.
+    """The complete state of a controller: changes are applied to it, and snapshots store it.
 
     Attributes:
         partitions: by name.
         policies: by name.
-        answers: of mutating requests, for retries.
-        snapshot_number: of the snapshot that it comes from; 0: of none.
+        answers: answers of mutating requests, for retries.
+        snapshot_number: number of the snapshot that it was restored from; 0 without a snapshot.
     """
 
     __slots__ = ("answers", "partitions", "policies", "snapshot_number")
@@ -207,22 +207,26 @@ class State:
         self.answers = IdempotencyCache(600.0) if answers is None else answers
 
     def add_partition(self, partition: Partition) -> None:
-        """Have a partition, which can compare with what is published, and share leases with others."""
+        """Add a partition and give it access to the published policies and to the partitions it shares leases with."""
         partition.policies, partition.all_partitions = self.policies, self.partitions
         self.partitions[partition.partition_id] = partition
 
     def policy(self, name: str) -> Policy:
-        """Return a policy of which a version must be published."""
+        """Return a policy; raises PolicyNotFoundError if no version of it was published."""
         policy = self.policies.get(name)
         if policy is None:
             raise PolicyNotFoundError(
-                f"policy {name!r} has no version; its trainer has to publish one first; {nearest(name, self.policies)}",
+                f"policy {name!r} has no version; its trainer must publish one first; {nearest(name, self.policies)}",
                 metadata={"policy": name},
             )
         return policy
 
     def partition(self, partition_id: str, incarnation: bytes = b"") -> Partition:
-        """Return a partition that must be there, in the incarnation the caller means; empty means whichever."""
+        """Return a partition in the given incarnation, or in any if that is empty.
+
+        Raises:
+            PartitionNotFoundError: it does not exist.
+        """
         partition = self.partitions.get(partition_id)
         if partition is None:
             raise PartitionNotFoundError(
@@ -235,25 +239,28 @@ class State:
 
 @dataclass(slots=True, eq=False)
 class Step:
-    """What the changes of one group are applied in, and what follows from them for the process that made them.
+    """Collects the consequences of the changes of one group for the process that makes them.
 
     Attributes:
-        at_seconds: when, in seconds (see `StateMachine.now_seconds`); the same when the change is applied again.
-        freed: cells that no sample has any more.
-        leases: claims of which the lease began, or got more time, with the partition and the name of their task.
-        changed: partitions in which waiting claims may find more samples.
-        consumed: partitions of which a task has fewer samples left, so that writes may have capacity.
-        created: partitions that are there from now on.
-        cleared: partitions that are not there any more.
-        written: partition and global indexes of rows that were added or written to.
-        removed: partition and global indexes of rows that were removed, and their keys, None where none had one.
-        tasks: partition and name of tasks that went on; None for the name: all of the partition.
-        policies: names of policies of which a version was published, or that were removed.
+        at_seconds: time of the group in seconds (see `StateMachine.now_seconds`); the same on replay.
+        freed: cells that no longer belong to any sample.
+        leases: claims whose lease began or was extended, with the partition and task name.
+        batches: batches planned for ranks, with the partition and task name.
+        changed: partitions whose waiting claims may find more samples.
+        consumed: partitions with a task that has fewer samples left, so writes may have capacity.
+        created: new partitions.
+        cleared: removed partitions.
+        written: partition and global indexes of rows added or written to.
+        removed: partition, global indexes and keys of removed rows; the keys are None in a partition without keys.
+        tasks: partition and name of tasks that made progress; None for the name: all tasks of the partition.
+        policies: names of policies that were removed or have a new version.
+        pending: actions that complete a change, run as a part of it.
     """
 
     at_seconds: float
     freed: list[Freed] = field(default_factory=list)
     leases: list[tuple[Partition, str, Claim]] = field(default_factory=list)
+    batches: list[tuple[Partition, str, Claim]] = field(default_factory=list)
     changed: dict[Partition, None] = field(default_factory=dict)
     consumed: dict[Partition, None] = field(default_factory=dict)
     created: list[Partition] = field(default_factory=list)
@@ -262,34 +269,40 @@ class Step:
     removed: list[tuple[Partition, Indexes, NDArray[Any] | None]] = field(default_factory=list)
     tasks: list[ChangedTask] = field(default_factory=list)
     policies: list[str] = field(default_factory=list)
+    pending: list[Callable[[], None]] = field(default_factory=list)
+
+    def complete(self) -> None:
+        """Run the pending actions, including those added meanwhile."""
+        while self.pending:
+            self.pending.pop(0)()
 
     def note_change(self, partition: Partition) -> None:
-        """Have all waiting claims of a partition look again, whichever rows have changed."""
+        """Make all waiting claims of a partition search again, regardless of the changed rows."""
         partition.state_version += 1
         self.changed[partition] = None
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
 class Change(ABC):
-    """Something that can be done to the state: a frozen dataclass, whose fields are what the log keeps of it.
+    """A change of the state: a frozen dataclass whose fields are stored in the log.
 
     Attributes:
-        kinds: all changes there are, by the name of their class, which the log knows them by.
+        kinds: all change classes by class name, which identifies them in the log.
     """
 
     kinds: ClassVar[dict[str, type[Change]]] = {}
 
     def __init_subclass__(cls) -> None:
         dataclass(frozen=True, kw_only=True)(cls)
-        # Else it is what several changes have in common.
+        # A class with abstract methods is a base of several changes.
         if not any(getattr(each, "__isabstractmethod__", False) for each in vars(cls).values()):
             Change.kinds[cls.__name__] = cls
 
     @abstractmethod
     def prepare(self, state: State) -> Any | None:
-        """Check the change and look up what it needs; None where there is nothing to change.
+        """Validate the change and return the objects that it needs, or None if there is nothing to change.
 
-        Nothing is changed here.
+        The state stays as it is.
 
         Raises:
             TqError: the change does not fit the state.
@@ -297,9 +310,9 @@ class Change(ABC):
 
     @abstractmethod
     def apply(self, state: State, prepared: Any, step: Step) -> Any:
-        """Make the change, by the state and the step alone, and return what came of it.
+        """Make the change and return its result, which depends on the state and the step only.
 
-        It cannot be refused any more.
+        The change can no longer be refused.
         """
 
 
@@ -311,17 +324,17 @@ class ChangeLog(Protocol):
         ...
 
     def append(self, records: Sequence[bytes]) -> None:
-        """Take the records of a group into memory, to be durable together: it cannot fail."""
+        """Add the records of a group to memory, to become durable together; cannot fail."""
         ...
 
 
 def encode_change(change: Change) -> bytes:
-    """Return the bytes of a change; raises if a value of it has none."""
+    """Encode a change; raises if one of its values cannot be encoded."""
     return codec.encode_named(change)
 
 
 def encode_group(at_seconds: float, changes: Sequence[bytes]) -> list[bytes]:
-    """Return the records of a group, each below 1 MiB unless a single change is larger: etcd takes no larger ones."""
+    """Return the records of a group, each below 1 MiB, the limit of etcd, unless a single change is larger."""
     parts: list[list[bytes]] = [[]]
     size = _AT_SECONDS.size
     for change in changes:
@@ -337,8 +350,8 @@ def decode_group(record: bytes) -> tuple[float, list[Change]]:
     """Return the time and the changes of a record.
 
     Raises:
-        NewerVersionError: one of them has an unknown kind or field.
-        ValueError, TypeError, KeyError, struct.error: the bytes are not those of a group.
+        NewerVersionError: a change has an unknown kind or field.
+        ValueError, TypeError, KeyError, struct.error: the bytes are not a valid group.
     """
     (at_seconds,) = _AT_SECONDS.unpack_from(record)
     changes = codec.unpack_each(memoryview(record)[_AT_SECONDS.size :])
@@ -346,32 +359,32 @@ def decode_group(record: bytes) -> tuple[float, list[Change]]:
 
 
 class RequestAnswered(Change):
-    """A mutating request was answered, last in the group of what it changed.
+    """A mutating request was answered; the last change of its group.
 
     Attributes:
-        packed: the answer, as it is kept.
+        packed: the answer in stored form.
     """
 
     request_id: bytes
     packed: Any
 
     def prepare(self, state: State) -> State:
-        """Return the state: an answer is of what has been applied, so there is nothing to refuse."""
+        """Return the state. There is nothing to refuse, since the answered changes are applied already."""
         return state
 
     def apply(self, state: State, prepared: State, step: Step) -> None:
-        """Record it."""
+        """Record the answer."""
         state.answers.add(self.request_id, self.packed, step.at_seconds)
 
 
 class StateMachine:
-    """Applies changes to the state, and has them written down. Confined to one event loop.
+    """Applies changes to the state and logs them. Confined to one event loop.
 
     Attributes:
-        log: None: nothing is written down, as while a log is read.
-        fatal: called where the state cannot be used any more, with the reason and the error.
-        listener: called with what follows from a group once that was appended.
-        refusal: returns why no change is made at present; None: changes are made.
+        log: where changes are logged; None: nowhere, for example during recovery.
+        fatal: called with the reason and the error when the state can no longer be used.
+        listener: called with the consequences of a group after it was appended.
+        refusal: returns the error that refuses all changes at present; None: changes are accepted.
     """
 
     def __init__(self, state: State) -> None:
@@ -380,13 +393,13 @@ class StateMachine:
         self.fatal: Callable[[str, BaseException], None] = _log_critical
         self.listener: Callable[[Step], None] = lambda step: None
         self.refusal: Callable[[], TqError] | None = None
-        self._group: tuple[Step, list[bytes]] | None = None  # that is open, and its encoded changes
+        self._group: tuple[Step, list[bytes]] | None = None  # the open group's step and encoded changes
         self._clock_offset = time.time() - time.monotonic()
         self._last_seconds = 0.0
 
     @contextlib.contextmanager
     def group(self) -> Iterator[None]:
-        """Have the changes of the `with` in one group; there is no await in it."""
+        """Put the changes of the `with` block, which must not await, in one group."""
         step, encoded = self._group = Step(self.now_seconds()), list[bytes]()
         failure: BaseException | None = None
         try:
@@ -396,31 +409,31 @@ class StateMachine:
             raise
         finally:
             self._group = None
-            # A refusal may follow a change that was made whole, such as a task that was seen for the first time.
+            # A refusal (TqError) may follow a complete change, such as the first request of a task.
             if encoded and failure is not None and not isinstance(failure, TqError):
-                self.fatal("a request failed after a change of it was made", failure)
+                self.fatal("a request failed after one of its changes was made", failure)
             elif encoded:
                 self._finish(step, encoded)
 
     def _finish(self, step: Step, encoded: Sequence[bytes]) -> None:
-        """Append a group to the log, and do what follows from it."""
+        """Append a group to the log and pass its consequences to the listener."""
         try:
             if self.log is not None:
                 self.log.append(encode_group(step.at_seconds, encoded))
             self.listener(step)
         except Exception as failure:
-            self.fatal("what follows from a change could not be done", failure)
+            self.fatal("could not log a change or handle its consequences", failure)
             raise
 
     def commit(self, change: Change, prepared: Any = None) -> Any:
-        """Make a change, alone or in the open group, and return what came of it; None where nothing is to change.
+        """Make a change, alone or in the open group; return its result, or None if there is nothing to change.
 
         Args:
-            change: what is to be done.
-            prepared: what `prepare` returned for the state as it is.
+            change: the change.
+            prepared: result of its `prepare` for the current state; None: call `prepare` here.
 
         Raises:
-            TqError: it does not fit the state, which has not changed.
+            TqError: the change was refused, and the state is unchanged.
         """
         if prepared is None:
             prepared = change.prepare(self.state)
@@ -429,9 +442,9 @@ class StateMachine:
         return self.commit_all(((change, prepared),))
 
     def commit_all(self, changes: Sequence[tuple[Change, Any]]) -> Any:
-        """Make several changes that were prepared, or none of them; return what came of the last one.
+        """Make all of several prepared changes, or none; return the result of the last one.
 
-        They are encoded first, then applied, in the open group or in one of their own.
+        They are encoded first, then applied, in the open group or in a new one.
         """
         if self._group is None:
             with self.group():
@@ -445,35 +458,38 @@ class StateMachine:
         try:
             for change, prepared in changes:
                 result = change.apply(self.state, prepared, step)
+                step.complete()
         except BaseException as error:
-            self._group[1].clear()  # the changes before it in the group are dropped with it
-            self.fatal("a change was made in part", error)
+            self._group[1].clear()  # earlier changes of the group are dropped too
+            self.fatal("a change was only partly made", error)
             raise
         self._group[1].extend(encoded)
         return result
 
     def log_alone(self, change: Change) -> None:
-        """Write down a change that was made in another way, also while changes are refused."""
+        """Log a change that was made outside the state machine, even while changes are refused."""
         if self.log is not None:
             self.log.append(encode_group(self.now_seconds(), [encode_change(change)]))
 
     def replay(self, change: Change, at_seconds: float) -> None:
-        """Apply a change that was written down, to the state in which it was made.
+        """Apply a logged change to the state before it.
 
         Raises:
-            TqError, LookupError, ValueError: it does not fit the state.
+            TqError, LookupError, ValueError: the change does not fit the state.
         """
         self._last_seconds = at_seconds
         prepared = change.prepare(self.state)
         if prepared is None:
             raise ValueError("it changes nothing")
-        change.apply(self.state, prepared, Step(at_seconds))
+        step = Step(at_seconds)
+        change.apply(self.state, prepared, step)
+        step.complete()
 
     def now_seconds(self) -> float:
         """Return the time of a group that begins now.
 
-        The wall clock is read once for each process, since it may be set; from then on time goes by monotonically. It
-        goes on from the last group of the log where the clock was set back before the start.
+        The wall clock is read once per process, since it may be set; time then advances monotonically. If the clock was
+        set back before the start, time continues from the last group of the log.
         """
         now = self._clock_offset + time.monotonic()
         if now < self._last_seconds:
@@ -484,4 +500,4 @@ class StateMachine:
 
 
 def _log_critical(reason: str, error: BaseException) -> None:
-    _log.critical(LogMessage("the state cannot be used any more", reason=reason), exc_info=error)
+    _log.critical(LogMessage("the state can no longer be used", reason=reason), exc_info=error)

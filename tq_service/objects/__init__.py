@@ -1,1 +1,1 @@
-"""Bytes on other nodes: one interface over engines that exist, such as Mooncake Store, S3 and Valkey."""
+"""Bytes on other nodes: one interface over existing object stores, such as Mooncake Store, S3 and Valkey."""

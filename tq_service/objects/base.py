@@ -1,26 +1,27 @@
-"""The interface of an object engine, the settings in its URL, and how the engine of a URL is found.
+"""The interface of an object store, the settings in its URL, and how the store of a URL is found.
 
-A new engine is a file and an entry point: an `ObjectStore` if its client is for asyncio, a `BlockingObjectStore` if it
-blocks.
+Messages and docs/engines.md call an object store an engine. A new one is a file and an entry point: an `ObjectStore` if
+its client is for asyncio, a `BlockingObjectStore` if the client blocks.
 
-An object is written once, under a name never used before, and is stored complete or not at all. It is read, from its
-beginning, and removed once. Engines promise less than that, each of them something else; their duties are described
+An object is written once, under a name never used before, and is stored complete or not at all. It is read from its
+start, and removed once. Backends promise less than that, and each promises something else. Their duties are described
 here, and `tests/objects/test_contract.py` holds all of them to it:
 
-- A name is used for one attempt of one writer. Half an object or a reservation that a killed writer has left under it
-  is never met by another writer.
-- Fewer copies than requested are no error of the engine: `put` and `copies` ask it how many there are.
-- Nothing is removed by force. An object that a reader has a lease on stays, and its name is returned to be asked again
-  (`remover.py`).
-- All bytes are behind a checksum: an object is stored sealed, with a header of size and checksum. Reading a complete
+- A name is used for one attempt of one writer. Another writer never meets the partial object or reservation that a
+  killed writer has left under it.
+- Fewer copies than requested are not an error: `put` and `copies` return the number of copies.
+- Nothing is removed by force. An object that a reader has a lease on stays, and its name is returned for another
+  attempt (`remover.py`).
+- All bytes are covered by a checksum: an object is stored sealed, with a header of size and checksum. Reading a
+complete
   object that does not match it raises, so a reader never sees bytes of two objects.
-- Nothing blocks the event loop, and each call ends: with a result, or with an error of `tq_service.errors` within the
-  engine's time limit.
+- Nothing blocks the event loop, and each call ends within its time limit: with a result, or with an error of
+  `tq_service.errors`.
 
-The clients of most engines block, and `BlockingObjectStore` calls them in daemon threads. Those in C++ and Rust, and
-those that wait for a socket, release Python's lock while they work; so do checksums and copies of large objects, which
-happen in the same thread. A call that does not end in time costs its thread until it ends: the caller gets an error,
-and `Landing` keeps the call from writing to the caller's memory.
+Most clients block, and `BlockingObjectStore` calls them in daemon threads. Clients in C++ and Rust release Python's
+lock while they work, as do clients that wait for a socket. Checksums and copies of large objects also release it, in
+the same thread. A call that does not end in time occupies its thread until it ends: the caller gets an error, and
+`Landing` keeps the call from writing to the caller's memory.
 """
 
 from __future__ import annotations
@@ -67,11 +68,11 @@ _FALSE: Final = frozenset({"0", "false", "no", "off"})
 T = TypeVar("T")
 
 LARGEST_OBJECT_BYTES: Final = 64 << 20
-"""Most bytes of one object; a larger put is cut into pieces."""
+"""Maximum size of one object; a larger put is cut into pieces."""
 
 
 class ObjectMissingError(DataLossError):
-    """No complete object has this name: it was never put, is half written, was removed, or its copies are lost.
+    """No complete object has this name: it was never put, is partially written, was removed, or its copies are lost.
 
     To a client it is a `DataLossError`, since the service reads only acknowledged objects.
     """
@@ -79,14 +80,14 @@ class ObjectMissingError(DataLossError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Abilities:
-    """The promises of an engine.
+    """The promises of an object store.
 
     Attributes:
-        survives: a failure that an acknowledged object outlives: the writer's process, the loss of a node, or also the
-            loss of power of all nodes.
-        fixed_copies: copies of each object, if the engine itself decides that; None if `put` does. More than these
-            cannot be required of it.
-        lists_names: whether `list_names` looks at the names with the prefix alone; else it is not called.
+        survives: the worst failure that an acknowledged object survives: the end of the writer's process, the loss of a
+            node, or a loss of power on all nodes.
+        fixed_copies: copies of each object, if the store itself decides that; None if `put` does. More copies than
+            these cannot be required.
+        lists_names: whether `list_names` reads only the names with the prefix; if false, it is not called.
     """
 
     survives: Survives
@@ -97,30 +98,30 @@ class Abilities:
 class ObjectStore(ABC):
     """Objects that are written once, under names never used before, and removed. Confined to one event loop.
 
-    Names are segments of letters, digits, '.', '_', ':' and '-', joined by '/'. Calls may run concurrently; the
-    engine bounds how many at a time reach it, and the others wait. A call that is cancelled may still take effect: a
-    put may leave an object, which its name lets the remover find.
+    Names are segments of letters, digits, '.', '_', ':' and '-', joined by '/'. Calls may run concurrently; the store
+    bounds how many reach the backend at a time, and the others wait. A cancelled call may still take effect: a put may
+    leave an object, which the remover can find by its name.
 
-    An engine whose client is for asyncio subclasses this; one whose client blocks, `BlockingObjectStore`.
+    A store whose client is for asyncio subclasses this; one whose client blocks, `BlockingObjectStore`.
     """
 
     @property
     @abstractmethod
     def abilities(self) -> Abilities:
-        """The promises of the engine; known before `open`."""
+        """The promises of the store; known before `open`."""
 
     @abstractmethod
     async def open(self, node: str, offered_bytes: int) -> None:
-        """Join the engine; once, before all other calls.
+        """Connect to the store. Call it once, before all other calls.
 
         Args:
-            node: name of the node of this process, on which its own objects get no copy if the engine places them.
-            offered_bytes: memory of this node to offer to the engine, for copies of other nodes; 0: none. Engines that
-                have their own memory take none.
+            node: name of this process's node. A store that places copies puts none of this process's objects there.
+            offered_bytes: memory of this node to offer to the store, for copies of other nodes; 0: none. Stores with
+                their own memory ignore it.
 
         Raises:
-            UnavailableError: the engine cannot be reached.
-            InvalidArgumentError: the engine refuses its settings, such as a bucket that does not exist.
+            UnavailableError: the store cannot be reached.
+            InvalidArgumentError: the store refuses its settings, such as a bucket that does not exist.
         """
 
     @abstractmethod
@@ -128,96 +129,96 @@ class ObjectStore(ABC):
         """Write an object, complete or not at all.
 
         Args:
-            name: a name that was never used before, also not by an attempt that failed.
-            parts: its bytes in parts, which must not change until this returns or raises; a call that is cancelled
-                waits until they are no longer read.
-            copies: how many nodes are to hold it, the one of this process not counted if the engine places copies.
+            name: a name that was never used before, not even by a failed attempt.
+            parts: its bytes in parts, which must not change until this returns or raises; a cancelled call waits until
+                they are no longer read.
+            copies: number of nodes to hold it. If the store places copies, the node of this process does not count.
 
         Returns:
-            Number of complete copies; at least 1, and fewer than requested if the engine has no more nodes.
+            Number of complete copies: at least 1, and fewer than requested if the store lacks nodes.
 
         Raises:
-            AlreadyExistsError: the name was used before, maybe by this call, whose first answer was lost; the stored
-                object stays as it is. (An engine that cannot see it returns the copies of the stored object.)
-            QuotaExceededError: no other node has capacity for it; there is more when objects have been removed.
+            AlreadyExistsError: the name was used before, maybe by this call if its first answer was lost; the stored
+                object is unchanged. (A store that cannot detect this returns the copies of the stored object.)
+            QuotaExceededError: no other node has capacity for it; removing objects frees capacity.
             InvalidArgumentError: it has more than `LARGEST_OBJECT_BYTES`.
-            UnavailableError: the engine did not answer, or refused. Whether an object is stored is unknown: another
-                attempt takes another name, and this one goes to the remover.
+            UnavailableError: the store did not answer, or refused. Whether an object is stored is unknown: retry under
+                another name, and give this name to the remover.
         """
 
     @abstractmethod
     async def read(self, name: str, into: memoryview) -> None:
-        """Read the first bytes of an object until `into` is full; its content after an error is undefined.
+        """Read the first bytes of an object until `into` is full; after an error the content of `into` is undefined.
 
         Raises:
             ObjectMissingError: no complete object has this name.
-            DataLossError: it is shorter, or does not match its checksum (which only a read of all of it can see).
+            DataLossError: it is shorter, or does not match its checksum (which only a complete read detects).
             UnavailableError: it cannot be read now.
         """
 
     @abstractmethod
     async def copies(self, names: Sequence[str]) -> list[int]:
-        """Return how many complete copies each object has; 0: none, or the object is half written.
+        """Return how many complete copies each object has; 0: none, or the object is partially written.
 
-        One on the node of this process counts here: another process may have placed it there.
+        A copy on the node of this process counts here: another process may have placed it there.
 
         Raises:
-            UnavailableError: the engine did not answer.
+            UnavailableError: the store did not answer.
         """
 
     @abstractmethod
     async def remove(self, names: Sequence[str]) -> list[str]:
-        """Remove objects, half-written ones too, unless they are leased; never by force.
+        """Remove objects, partially written ones too, unless they are leased; never by force.
 
         Returns:
-            Names to be asked again after a second: of objects that are leased, or still being written, or that the
-            engine did not report as removed.
+            Names to try again after a second: objects that are leased or still being written, or whose removal the
+            store did not confirm.
 
         Raises:
-            UnavailableError: the engine did not answer; any of them may be gone.
+            UnavailableError: the store did not answer; any of the objects may be gone.
         """
 
     @abstractmethod
     async def size(self, name: str) -> int:
-        """Return the number of bytes that an object was put with.
+        """Return the number of bytes put under a name, without the header.
 
         Raises:
             ObjectMissingError: no complete object has this name.
-            UnavailableError: the engine did not answer.
+            UnavailableError: the store did not answer.
         """
 
     def list_names(self, prefix: str) -> AsyncIterator[str]:
-        """Yield the names of complete objects that begin with `prefix`, in any order; only where `lists_names`.
+        """Yield the names of complete objects with a prefix, in any order; only if the store has `lists_names`.
 
         Objects that are put or removed at the same time may be missing or included.
 
         Raises:
-            UnavailableError: the engine did not answer.
+            UnavailableError: the store did not answer.
         """
-        raise TypeError(f"{type(self).__qualname__} does not list names, as its abilities say")
+        raise TypeError(f"{type(self).__qualname__} does not list names; check abilities.lists_names")
 
     @abstractmethod
     async def aclose(self) -> None:
-        """Leave the engine; calls under way end with an error. Objects stay. A second call does nothing."""
+        """Disconnect from the store; running calls end with an error. Objects stay. A second call does nothing."""
 
 
 class BlockingObjectStore(ObjectStore):
-    """An engine whose client blocks: each call runs in one of its threads, with a time limit.
+    """A store whose client blocks: each call runs in one of its threads, with a time limit.
 
-    A subclass has one blocking method for each call, named as that one with a `_`. They run several at a time, after
-    `_connect` has returned; their exceptions other than `TqError` become one by `_error`.
+    A subclass has one blocking method for each call, with the same name and a leading `_`. They run concurrently, after
+    `_connect` has returned. `_error` converts their exceptions other than `TqError`.
 
     Args:
-        url: of the engine, whose settings `threads` and `timeout_seconds` go before the following ones.
-        threads: how many calls run at a time; others wait.
-        timeout_seconds: how long a call may take, its wait for a thread included.
+        url: URL of the store; its settings `threads` and `timeout_seconds` override the following arguments.
+        threads: number of concurrent calls; others wait.
+        timeout_seconds: maximum duration of a call, with its wait for a thread.
 
     Attributes:
-        place: its objects' place, for messages.
+        place: the redacted URL, for messages.
     """
 
     engine: ClassVar[str]
-    """Its name in messages and of threads."""
+    """Name of the backend in messages and thread names."""
 
     def __init__(self, url: EngineUrl, *, threads: int = 8, timeout_seconds: float = 30.0) -> None:
         self.place = url.redacted
@@ -228,7 +229,7 @@ class BlockingObjectStore(ObjectStore):
 
     @classmethod
     def from_url(cls, url: str) -> ObjectStore:
-        """Make the engine that a URL describes, without opening it."""
+        """Create the store that a URL describes, without opening it."""
         parsed = EngineUrl(url)
         made = cls(parsed)
         parsed.check_all_used()
@@ -238,15 +239,15 @@ class BlockingObjectStore(ObjectStore):
 
     @abstractmethod
     def _connect(self, node: str, offered_bytes: int) -> None:
-        """Join the engine, see `open`."""
+        """Connect to the store, see `open`."""
 
     @abstractmethod
     def _put(self, name: str, sealed: Sequence[memoryview], copies: int) -> int:
-        """Write an object as it is sealed; return the number of its copies."""
+        """Write a sealed object; return the number of its copies."""
 
     @abstractmethod
     def _read(self, name: str, landing: Landing) -> None:
-        """Write to `landing` the first bytes of an object, as many as it takes."""
+        """Write the first bytes of an object to `landing`, as many as fit."""
 
     @abstractmethod
     def _copies(self, names: Sequence[str]) -> list[int]:
@@ -254,17 +255,17 @@ class BlockingObjectStore(ObjectStore):
 
     @abstractmethod
     def _remove(self, names: Sequence[str]) -> list[str]:
-        """Remove objects, at least one; return the names to be asked again."""
+        """Remove objects, at least one; return the names to try again."""
 
     @abstractmethod
     def _size(self, name: str) -> int:
-        """Return the number of bytes that an object was put with."""
+        """Return the number of bytes put under a name, without the header."""
 
     def _close(self) -> None:
-        """Close the client; many have no connection that stays."""
+        """Close the client; many clients keep no connection open."""
 
     def _error(self, error: Exception) -> TqError:
-        """Return the service's error for one of the engine's client."""
+        """Convert an exception of the client to an error of the service."""
         return self._unavailable(f"{type(error).__name__}: {error}")
 
     # The calls, in threads
@@ -296,10 +297,9 @@ class BlockingObjectStore(ObjectStore):
         if not self._is_open:
             return
         self._is_open = False
-        # A client in C++ that is closed while a call is in it takes the process with it: one with a call that does not
-        # end stays open until the process ends.
+        # Closing a client in C++ during a call crashes the process, so a client with a hanging call stays open.
         if not self._running or not (await asyncio.wait(self._running, timeout=_CLOSE_SECONDS))[1]:
-            with contextlib.suppress(TqError):  # it is gone already
+            with contextlib.suppress(TqError):  # the backend is gone already
                 await self._in_thread(self._close)
 
     async def _run(self, call: Callable[[], T]) -> T:
@@ -308,7 +308,7 @@ class BlockingObjectStore(ObjectStore):
         return await self._in_thread(call)
 
     async def _in_thread(self, call: Callable[[], T]) -> T:
-        """Return the result of a call; a cancelled caller waits for its end too, since it reads the caller's memory."""
+        """Return the result of a call; a cancelled caller also waits for its end, as it reads the caller's memory."""
         loop = asyncio.get_running_loop()
         until = loop.time() + self.timeout_seconds
         try:
@@ -333,7 +333,7 @@ class BlockingObjectStore(ObjectStore):
             return running.result()()
         except TqError:
             raise
-        except Exception as error:  # whatever the client of an engine raises
+        except Exception as error:  # any exception of the client
             raise self._error(error) from error
 
     def _end(self, running: asyncio.Future[Callable[[], Any]]) -> None:
@@ -344,11 +344,11 @@ class BlockingObjectStore(ObjectStore):
         return UnavailableError(f"{self.engine} did not answer within {self.timeout_seconds:g} s ({detail})")
 
     def _unavailable(self, detail: str) -> UnavailableError:
-        """Return the error of a call that the engine did not answer, or refused."""
+        """Return the error of a call that the store did not answer, or refused."""
         return UnavailableError(f"{self.engine} at {self.place}: {detail[:_MESSAGE_CHARACTERS]}")
 
     def _full(self, detail: str) -> QuotaExceededError:
-        """Return the error of a put for which the engine has no capacity."""
+        """Return the error of a put that exceeds the capacity of the store."""
         return QuotaExceededError(
             f"{self.place} is full ({detail[:_MESSAGE_CHARACTERS]}); remove objects or give it more capacity",
             retry_after_seconds=_RETRY_AFTER_SECONDS,
@@ -356,7 +356,7 @@ class BlockingObjectStore(ObjectStore):
 
 
 class Landing:
-    """Memory of a caller that a thread fills, for as long as the caller waits for it."""
+    """Memory of a caller that a thread fills while the caller waits for it."""
 
     def __init__(self, name: str, into: memoryview) -> None:
         self._name = name
@@ -365,11 +365,11 @@ class Landing:
         self._is_closed = False
 
     def __len__(self) -> int:
-        """Number of bytes that it takes."""
+        """Number of bytes that fit."""
         return len(self._into)
 
     def write(self, header: Buffer, data: Buffer) -> None:
-        """Copy the first bytes of an object to it, and check them.
+        """Copy the first bytes of an object into the memory, and check them.
 
         Raises:
             ObjectMissingError: the header is incomplete.
@@ -381,7 +381,7 @@ class Landing:
                 check(self._name, header, self._into)
 
     def close(self) -> None:
-        """Let nothing be written any more; waits for a copy under way."""
+        """Prevent further writes; waits for a running copy."""
         with self._lock:
             self._is_closed = True
 
@@ -410,7 +410,7 @@ def joined(sealed: Sequence[memoryview]) -> memoryview:
 
 
 def fill(into: memoryview, views: Sequence[memoryview]) -> None:
-    """Copy bytes to the beginning of `into` without holding Python's lock, which `bytes.join` would hold."""
+    """Copy bytes to the start of `into` without holding Python's lock, which `bytes.join` would hold."""
     start = 0
     for view in filter(len, views):
         end = start + len(view)
@@ -422,14 +422,14 @@ def size_of(name: str, header: Buffer) -> int:
     """Return the size of the object behind a header, without the header.
 
     Raises:
-        ObjectMissingError: it is shorter than a header: half written.
+        ObjectMissingError: it is shorter than a header: partially written.
         DataLossError: it is not a header.
     """
     return _parse(name, header)[0]
 
 
 def check(name: str, header: Buffer, data: memoryview) -> None:
-    """Check the first bytes of an object, which were read after its header.
+    """Check the first bytes of an object, given its header.
 
     Raises:
         ObjectMissingError: the header is incomplete.
@@ -437,7 +437,7 @@ def check(name: str, header: Buffer, data: memoryview) -> None:
     """
     size, checksum = _parse(name, header)
     if len(data) > size:
-        raise DataLossError(f"object {name} has {size} bytes, expected at least {len(data)}; it is another put's")
+        raise DataLossError(f"object {name} has {size} bytes; expected at least {len(data)}. It is from another put")
     if len(data) == size and _checksum([data]) != checksum:
         raise DataLossError(f"object {name}: {size} bytes do not match their checksum; the copy is damaged or was cut")
 
@@ -464,10 +464,10 @@ class EngineUrl:
     It may contain a password, so messages show `redacted` instead of it.
 
     Attributes:
-        scheme: name of the engine.
+        scheme: name of the backend.
         host: the part between `//` and the next `/`, without user and password.
         path: the part after it, without the first `/`.
-        username, password: of the URL, or None.
+        username, password: from the URL, or None.
     """
 
     def __init__(self, url: str) -> None:
@@ -500,26 +500,26 @@ class EngineUrl:
         return f"{self.host}/{self.path}" if self.path else self.host
 
     def text(self, name: str, default: str) -> str:
-        """Return a setting as it stands in the URL."""
+        """Return a setting as text from the URL."""
         self._asked.add(name)
         return self._options.get(name, default)
 
     def choice(self, name: str, default: str, choices: tuple[str, ...]) -> str:
-        """Return a setting that is one of some words."""
+        """Return a setting with one of a few values."""
         value = self.text(name, default)
         if value not in choices:
             raise self._wrong(name, value, f"one of {', '.join(choices)}")
         return value
 
     def count(self, name: str, default: int, *, least: int = 1) -> int:
-        """Return a setting that is a whole number."""
+        """Return a setting that is an integer."""
         value = self.text(name, str(default))
         if not value.isascii() or not value.isdigit() or int(value) < least:
             raise self._wrong(name, value, f"a whole number of at least {least}")
         return int(value)
 
     def seconds(self, name: str, default: float) -> float:
-        """Return a setting that is a time in seconds, more than 0."""
+        """Return a setting that is a time in seconds, greater than 0."""
         value = self.text(name, str(default))
         try:
             seconds = float(value)
@@ -537,7 +537,7 @@ class EngineUrl:
         return value in _TRUE
 
     def secret(self, name: str, variable: str) -> str | None:
-        """Return a secret: of the file that the setting `<name>_file` names, else of an environment variable.
+        """Return a secret: from the file named by the setting `<name>_file`, else from an environment variable.
 
         Raises:
             InvalidArgumentError: the file cannot be read.
@@ -560,10 +560,10 @@ class EngineUrl:
             ) from error
 
     def check_all_used(self) -> None:
-        """Refuse settings that no engine has read.
+        """Refuse unknown settings, which no code has read.
 
         Raises:
-            InvalidArgumentError: it has some.
+            InvalidArgumentError: the URL has unknown settings.
         """
         unknown = sorted(self._options.keys() - self._asked)
         if unknown:
@@ -577,10 +577,10 @@ class EngineUrl:
 
 
 ENTRY_POINT_GROUP: Final = "tq_service.object_stores"
-"""Entry points of packages: the name is the scheme, the value a callable that makes an `ObjectStore` of a URL."""
+"""Entry points of packages: the name is the scheme, the value a callable that makes an `ObjectStore` from a URL."""
 
 _BUILT_IN: Final[dict[str, tuple[str, str, str]]] = {
-    # scheme: module, class, extra that brings the packages which it imports
+    # scheme: module, class, extra that installs the packages it imports
     **dict.fromkeys(("s3", "gs", "az", "memory"), ("tq_service.objects.buckets", "BucketObjects", "obstore")),
     "file": ("tq_service.objects.buckets", "DirectoryObjects", "obstore"),
     **dict.fromkeys(("valkey", "valkeys", "redis", "rediss"), ("tq_service.objects.valkey", "ValkeyObjects", "valkey")),
@@ -589,13 +589,13 @@ _BUILT_IN: Final[dict[str, tuple[str, str, str]]] = {
 
 
 def make_object_store(url: str) -> ObjectStore:
-    """Make the engine that a URL names, without opening it.
+    """Create the object store that a URL names, without opening it.
 
     Args:
         url: such as `file:///mnt/shared/tq`; docs/engines.md describes its settings.
 
     Raises:
-        InvalidArgumentError: no engine has its scheme, the engine's package is not installed, or a setting is wrong.
+        InvalidArgumentError: no store has its scheme, the store's package is not installed, or a setting is wrong.
     """
     parsed = EngineUrl(url)
     store = _factory(parsed)(url)
@@ -608,7 +608,7 @@ def make_object_store(url: str) -> ObjectStore:
 
 
 def object_store_schemes() -> list[str]:
-    """Return the schemes of all engines that could be made, whether what they import is installed or not."""
+    """Return the schemes of all known object stores, whether their packages are installed or not."""
     return sorted({*_BUILT_IN, *(point.name for point in _entry_points())})
 
 
@@ -628,7 +628,7 @@ def _factory(url: EngineUrl) -> Callable[[str], Any]:
         if point.name == url.scheme:
             try:
                 loaded: Callable[[str], Any] = point.load()
-            except Exception as error:  # code of others: it may raise anything
+            except Exception as error:  # third-party code may raise anything
                 raise InvalidArgumentError(
                     f"{url.redacted}: the engine {point.value} cannot be loaded: {type(error).__name__}: {error}"
                 ) from error

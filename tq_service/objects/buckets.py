@@ -1,8 +1,8 @@
 """Objects in buckets of S3, Google Cloud Storage and Azure, in directories and in memory, through `obstore`.
 
-An object is one put that must not find its name (`If-None-Match` and its like), so it is stored complete or not at all;
-copies are the store's own affair. Directories are written here: `obstore` 0.12 links a file to its name without a sync,
-so a loss of power could leave an acknowledged object empty.
+An object is one conditional put, which fails if its name exists (`If-None-Match` or similar), so it is stored complete
+or not at all. Copies are up to the store. Directories are written by this module: `obstore` 0.12 links a file to its
+name without a sync, so a loss of power could leave an acknowledged object empty.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Store: TypeAlias = AzureStore | GCSStore | LocalStore | MemoryStore | S3Store
 
 _TIMEOUT_SECONDS: Final = 30.0
 _FULL: Final = ("507 ", "QuotaExceeded", "StorageFull", "InsufficientStorage", "no writable volumes")
-"""Answers of full stores; S3 itself has none."""
+"""Answers of stores that are full; S3 never answers so."""
 _REFUSED: Final = (FileNotFoundError, exceptions.PermissionDeniedError, exceptions.UnauthenticatedError)
 _REFUSALS: Final = ("<Code>NoSuchBucket<", "<Code>ContainerNotFound<", "403 Forbidden", "401 Unauthorized")
 _CODE: Final = re.compile("<Code>([A-Za-z0-9]+)</Code>")
@@ -52,7 +52,7 @@ class BucketObjects(BlockingObjectStore):
     engine = "obstore"
 
     def __init__(self, url: EngineUrl, *, threads: int = 16) -> None:
-        """Make the engine that a URL describes; `open` opens its store."""
+        """Create the store that a URL describes; `open` opens it."""
         super().__init__(url, threads=threads, timeout_seconds=_TIMEOUT_SECONDS)
         self._open_store = self._opener(url)
         self._store: Store
@@ -64,7 +64,7 @@ class BucketObjects(BlockingObjectStore):
         self._mode: Literal["create", "overwrite"] = "create" if is_conditional else "overwrite"
 
     def _opener(self, url: EngineUrl) -> Callable[[], Store]:
-        """Return what opens the store of a URL."""
+        """Return a function that opens the store of a URL."""
         if not url.host:
             raise InvalidArgumentError(
                 f"got {url.redacted}, expected {url.scheme}://NAME or {url.scheme}://NAME/PREFIX"
@@ -124,7 +124,7 @@ class BucketObjects(BlockingObjectStore):
     def _remove(self, names: Sequence[str]) -> list[str]:
         try:
             obstore.delete(self._store, list(names))
-        except FileNotFoundError:  # of one; others after it may exist
+        except FileNotFoundError:  # for one object; later ones may exist
             for name in names:
                 with suppress(FileNotFoundError):
                     obstore.delete(self._store, name)
@@ -150,14 +150,14 @@ class BucketObjects(BlockingObjectStore):
 class DirectoryObjects(BucketObjects):
     """Objects as files of a directory that nodes share: NFS, Lustre, GPFS, or a local disk.
 
-    An object is written beside its name, synced, and linked to it: a link fails if the name is taken, on network file
-    systems too. The operator says what the file system survives; unless that is `process`, each file is synced.
+    An object is written to a temporary file, synced, and linked to its name. The link fails if the name is taken, on
+    network file systems too. `survives` in the URL describes the file system; unless it is `process`, files are synced.
     """
 
     engine = "file system"
 
     def __init__(self, url: EngineUrl) -> None:
-        """Make the engine that a URL describes; `open` makes the directory."""
+        """Create the store that a URL describes; `open` creates the directory."""
         super().__init__(url, threads=4)
 
     def _opener(self, url: EngineUrl) -> Callable[[], Store]:
@@ -189,7 +189,7 @@ class DirectoryObjects(BucketObjects):
 
     def _open_new(self, part: Path) -> BinaryIO:
         for _ in range(8):
-            # A remover may take the empty directory away before it has a file.
+            # A remover may remove the empty directory before it contains a file.
             with suppress(FileNotFoundError):
                 part.parent.mkdir(parents=True, exist_ok=True)
                 return os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb")
@@ -201,8 +201,8 @@ class DirectoryObjects(BucketObjects):
         return super()._remove(names)
 
     def _part(self, name: str) -> Path:
-        """Return where an object is written; `obstore` does not list names with such an end."""
-        if not _NAME.fullmatch(name):  # nothing else becomes a path
+        """Return the temporary path of an object; `obstore` does not list names with this suffix."""
+        if not _NAME.fullmatch(name):  # only such names become paths
             raise InvalidArgumentError(f"object name is {name!r}, expected letters, digits, '.', '_', ':', '-' and '/'")
         return self._directory / f"{name}#0"
 
@@ -212,7 +212,7 @@ _MEMORY: Final[dict[str, MemoryStore]] = {}
 
 
 def _cloud_store(url: EngineUrl) -> Store:
-    """Make the store of a bucket; nothing is asked of it yet.
+    """Create the store of a bucket, without a call to it.
 
     Raises:
         InvalidArgumentError: a setting is missing or wrong.
@@ -229,7 +229,7 @@ def _cloud_store(url: EngineUrl) -> Store:
     make: Any
     settings: dict[str, Any]
     match url.scheme:
-        case "s3":  # what is missing comes from the environment, or as the AWS SDKs find it
+        case "s3":  # missing settings come from the environment, or as the AWS SDKs find them
             make = S3Store
             settings = {
                 "endpoint": endpoint,
@@ -270,7 +270,7 @@ def _sync(directory: Path) -> None:
 
 
 def _summary(error: Exception) -> str:
-    """Return the store's answer; the rest of a message repeats it with the details of the HTTP client."""
+    """Return the store's answer, without the details of the HTTP client that follow it in the message."""
     text = str(error)
     code = _CODE.search(text)
     return f"{text.partition(chr(10))[0][:200]}{f' ({code[1]})' if code else ''}"

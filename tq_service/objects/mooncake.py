@@ -1,14 +1,14 @@
 """Objects in the memory of other nodes through Mooncake Store (extra `mooncake`), over TCP or RDMA.
 
-`mooncake://MASTER:50051?host=ADDRESS`. Traps of Mooncake, each seen, and the remedies here:
+`mooncake://MASTER:50051?host=ADDRESS`. Pitfalls of Mooncake, all observed, and their remedies here:
 
-- A put answers 0 with fewer copies than asked for, with none at all where a killed writer has left its name, and with
-  the old value where there is one: existence is asked before, and the copies are counted after, by their nodes.
+- A put returns 0 with fewer copies than requested. It also returns 0 with no copy if a killed writer has left its name,
+  and with the old value if the name has one. So existence is checked before, and copies are counted per node after.
 - `replica_num` may be served from the writer's own memory: other nodes' segments are preferred, and a copy on the
   writer's own node does not count.
-- A forced removal lets a reader see bytes of two objects: nothing is forced, and a name that is leased is returned.
-- A beginning that was read has no checksum: the object must exist after the read too, so its memory was not reused.
-- Calls block for seconds without a master: they run in threads, and registered memory is kept from call to call.
+- A forced removal lets a reader see bytes of two objects: nothing is forced, and a leased name is returned.
+- A partial read is not covered by a checksum: the object must still exist after the read, so its memory was not reused.
+- Calls block for seconds without a master: they run in threads, and registered memory is reused across calls.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from tq_service.objects.base import (
     fill,
 )
 
-# Read when the library is loaded. A connection a transfer, its default, costs more than a small transfer.
+# Read when the library is loaded. Its default of one connection per transfer costs more than a small transfer.
 for _variable, _value in {"MC_TCP_ENABLE_CONNECTION_POOL": "1", "GLOG_minloglevel": "2"}.items():
     os.environ.setdefault(_variable, _value)
 
@@ -46,7 +46,7 @@ from mooncake.store import MooncakeDistributedStore, ReplicateConfig  # noqa: E4
 _DEFAULT_PORT: Final = 50051
 _DEFAULT_ADMIN_PORT: Final = 9003
 _LOCAL_BUFFER_BYTES: Final = 16 << 20
-"""What the client takes for itself; bytes of objects do not go through it."""
+"""Memory of the client itself; bytes of objects do not go through it."""
 
 # mooncake-store/include/types.h, ErrorCode
 _NO_MEMORY: Final = -200
@@ -60,7 +60,7 @@ _MEANINGS: Final = {
     -10: "a shard is locked",
     _NO_MEMORY: "no memory is left",
     _NOT_READY: "it is half written",
-    _NOT_FOUND: "it is not there",
+    _NOT_FOUND: "it does not exist",
     -706: "a reader has a lease on it",
     _LEASE_EXPIRED: "it was not read within its lease; raise the master's default_kv_lease_ttl",
     -800: "the transfer failed; a node may be gone",
@@ -72,7 +72,7 @@ _MEANINGS: Final = {
 class MooncakeObjects(BlockingObjectStore):
     """Objects in Mooncake Store.
 
-    Of the URL: the master, or `mooncake://etcd:HOST:2379,HOST:2379` for masters with high availability.
+    The URL names the master, or `mooncake://etcd:HOST:2379,HOST:2379` for masters with high availability.
     """
 
     engine = "Mooncake"
@@ -89,7 +89,7 @@ class MooncakeObjects(BlockingObjectStore):
         self._host = url.text("host", "")
         self._protocol = url.choice("protocol", "tcp", ("tcp", "rdma"))
         self._devices = url.text("devices", "")
-        self._staged: list[_Staging] = []  # registered, and used by no call
+        self._staged: list[_Staging] = []  # registered, and not in use by a call
         self._store: Any = MooncakeDistributedStore()
 
     @property
@@ -121,7 +121,7 @@ class MooncakeObjects(BlockingObjectStore):
         config.replica_num = copies
         config.with_hard_pin = True
         others = [name for name in self._admin.segments() if host_of(name) != self._host]
-        random.shuffle(others)  # the first ones are filled first
+        random.shuffle(others)  # Mooncake fills the first ones first
         config.preferred_segments = others
         size = sum(map(len, sealed))
         with self._staging(size) as buffer:
@@ -144,7 +144,7 @@ class MooncakeObjects(BlockingObjectStore):
             landing.write(buffer.view[: min(size, HEADER_BYTES)], buffer.view[HEADER_BYTES : max(size, HEADER_BYTES)])
 
     def _fetch(self, name: str, buffer: _Staging, size: int) -> int:
-        """Read the first bytes of a stored object; return how many it has of these."""
+        """Read the first bytes of a stored object; return how many of them it has."""
         for _ in range(_READS):
             code = self._store.get_into(name, buffer.address, size)
             if code == _TOO_SMALL:
@@ -156,7 +156,7 @@ class MooncakeObjects(BlockingObjectStore):
         return int(code)
 
     def _fetch_range(self, name: str, buffer: _Staging, size: int) -> int:
-        """Read the beginning of a longer object; return `size`, or a code."""
+        """Read the start of a longer object; return `size`, or a code."""
         codes = self._store.get_into_ranges([buffer.address], [[name]], [[[0]]], [[[0]]], [[[size]]])[0][0]
         if min(codes) < 0:
             return int(min(codes))
@@ -175,8 +175,8 @@ class MooncakeObjects(BlockingObjectStore):
         return [len(nodes[name]) for name in names]
 
     def _nodes(self, names: Sequence[str]) -> dict[str, set[str]]:
-        """Return the nodes on which complete copies are."""
-        # What has no replicas is missing in the answer, and so is everything where the master does not answer.
+        """Return the nodes that hold complete copies of each object."""
+        # The answer omits names without replicas, and is empty if the master does not answer.
         existing = [name for name, exists in zip(names, self._exists(names), strict=True) if exists]
         replicas = self._store.batch_get_replica_desc(existing) if existing else {}
         if existing and not replicas:
@@ -202,7 +202,7 @@ class MooncakeObjects(BlockingObjectStore):
 
     @contextmanager
     def _staging(self, size: int) -> Iterator[_Staging]:
-        """Give registered memory to a call; one that hangs keeps it."""
+        """Provide registered memory to a call; a hanging call keeps it."""
         buffer = self._staged.pop() if self._staged else None
         if buffer is None or len(buffer.view) < size:
             if buffer is not None:
@@ -242,7 +242,7 @@ _WITHOUT_PROXY: Final = build_opener(ProxyHandler({}))
 
 
 class MooncakeAdmin:
-    """Asks the leader of one or several masters; blocking, for any thread."""
+    """Queries the leader of one or several masters; blocking, for any thread."""
 
     def __init__(self, addresses: Sequence[str], *, timeout_seconds: float) -> None:
         self._addresses = tuple(addresses)
@@ -250,7 +250,7 @@ class MooncakeAdmin:
         self._segments: tuple[float, list[str]] = (float("-inf"), [])
 
     def segments(self) -> list[str]:
-        """Return the memory that processes offer, each as `HOST:PORT`, as of some seconds ago.
+        """Return the memory segments that processes offer, each as `HOST:PORT`; up to a few seconds old.
 
         Raises:
             UnavailableError: no master answers.
@@ -282,5 +282,5 @@ class MooncakeAdmin:
 
 
 def host_of(endpoint: str) -> str:
-    """Return the host of `HOST:PORT`, also of an IPv6 address in brackets."""
+    """Return the host of `HOST:PORT`, including the brackets of an IPv6 address."""
     return endpoint.rpartition(":")[0] if ":" in endpoint else endpoint

@@ -1,4 +1,4 @@
-"""Removes objects in the background: asks again, each second, for those that are leased or that the engine kept."""
+"""Removes objects in the background; retries each second those that are leased or that the store did not remove."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _MOST_FAILURES: Final = 8
 
 
 class Remover:
-    """Names to be removed; `run` removes them. Confined to one event loop.
+    """Names of objects to remove; `run` removes them. Confined to one event loop.
 
-    Names that are pending when the process ends stay in the engine.
+    Names that are pending when the process ends stay in the store.
 
     Args:
-        objects: the engine that has them.
-        interval_seconds: after how long a name that was put off is asked again.
-        may_remove: whether objects may be removed now; asked again after the interval.
+        objects: the store that has them.
+        interval_seconds: time after which a name is tried again.
+        may_remove: returns whether objects may be removed now; called again after the interval.
     """
 
     def __init__(
@@ -35,16 +35,16 @@ class Remover:
 
     @property
     def pending_count(self) -> int:
-        """Number of names that are not removed yet."""
+        """Number of names not removed yet."""
         return len(self._names)
 
     def remove(self, names: Iterable[str]) -> None:
-        """Have objects removed; returns at once."""
+        """Queue objects for removal; returns at once."""
         self._names.update(dict.fromkeys(names))
         self._wanted.set()
 
     async def run(self) -> None:
-        """Remove objects until it is cancelled."""
+        """Remove objects until cancelled."""
         while True:
             await self._wanted.wait()
             self._wanted.clear()
@@ -54,9 +54,9 @@ class Remover:
                 self._wanted.set()
 
     async def _remove_all(self) -> bool:
-        """Ask for all pending names once; return whether all of these are removed.
+        """Try to remove all pending names once; return whether all of them are removed.
 
-        A call that fails keeps no other name from being removed, but after some of them the engine is away.
+        A failed call does not keep other names from being removed. After several failures the store counts as down.
         """
         names, failure_count, is_done = list(self._names), 0, True
         for first in range(0, len(names), _NAMES_PER_CALL):
@@ -68,7 +68,7 @@ class Remover:
                 failure_count += 1
             for name in asked:
                 self._names.pop(name, None)
-            self._names.update(dict.fromkeys(again))  # the others have their turn first
+            self._names.update(dict.fromkeys(again))  # at the end: other names go first
             is_done &= not again
             if failure_count >= _MOST_FAILURES:
                 break

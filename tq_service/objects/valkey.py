@@ -1,8 +1,8 @@
 """Objects as values of Valkey or Redis (extra `valkey`), one server with replicas or a cluster.
 
-`valkey://HOST:PORT`, `valkeys://` with TLS; `?cluster=true` for a cluster. An object is one SET that must not find its
-name; WAIT returns how many replicas have it. The server needs `maxmemory` with the policy `noeviction`: any other
-removes acknowledged objects, and `open` refuses it.
+`valkey://HOST:PORT`, `valkeys://` with TLS; `?cluster=true` for a cluster. An object is one SET that fails if its name
+exists; WAIT returns how many replicas have it. The server needs `maxmemory` with the policy `noeviction`: any other
+policy removes acknowledged objects, and `open` refuses it.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from tq_service.objects.base import (
 
 _DEFAULT_PORT: Final = 6379
 _NAMES_PER_CALL: Final = 500
-_PROBE: Final = "!probe-"  # in no name of an object
+_PROBE: Final = "!probe-"  # not in any name of an object
 
 
 class ValkeyObjects(BlockingObjectStore):
     """Objects in Valkey or Redis.
 
-    User and password are those of the URL, else of the file of `password_file`, else of VALKEY_PASSWORD.
+    User and password come from the URL, else from the file `password_file`, else from VALKEY_PASSWORD.
     """
 
     engine = "Valkey"
@@ -93,13 +93,13 @@ class ValkeyObjects(BlockingObjectStore):
     def _put(self, name: str, sealed: Sequence[memoryview], copies: int) -> int:
         server = self._server(name)
         replica_count = min(copies - 1, _replica_count(server))
-        pipeline = server.pipeline(transaction=False)  # WAIT is about the writes of its own connection
+        pipeline = server.pipeline(transaction=False)  # WAIT covers only writes on the same connection
         pipeline.set(self._prefix + name, joined(sealed), nx=True)
         if replica_count > 0:
             pipeline.wait(replica_count, self._wait_ms)
         is_new, *acknowledged = pipeline.execute()
         if not is_new:
-            raise AlreadyExistsError(f"{self.place}: object {name} is there; take another attempt's name")
+            raise AlreadyExistsError(f"{self.place}: object {name} exists; take another attempt's name")
         return 1 + int(sum(acknowledged))
 
     def _read(self, name: str, landing: Landing) -> None:
@@ -119,7 +119,7 @@ class ValkeyObjects(BlockingObjectStore):
             for name in some:
                 pipeline.exists(self._prefix + name)
             if replica_count:
-                # A replica that has acknowledged this write has all those before it.
+                # A replica that has acknowledged this write has all earlier ones.
                 pipeline.set(_probe_beside(self._prefix + some[0]), b"", px=1000)
                 pipeline.wait(replica_count, self._wait_ms)
             answers = pipeline.execute()
@@ -143,7 +143,7 @@ class ValkeyObjects(BlockingObjectStore):
         return super()._error(error)
 
     def _server(self, name: str) -> Any:
-        """Return the client of the server that has a name."""
+        """Return the client of the server that stores a name."""
         if not self._is_cluster:
             return self._client
         node = self._client.get_node_from_key(self._prefix + name)
@@ -160,11 +160,11 @@ class ValkeyObjects(BlockingObjectStore):
 
 
 def _probe_beside(key: str) -> str:
-    """Return a key for a moment, in the slot of another one: in a cluster others may be on another server."""
+    """Return a short-lived key in the slot of `key`: other keys of a cluster may be on other servers."""
     tagged = key if "{" in key else f"{{{key}}}"
     return f"{tagged}{_PROBE}{secrets.token_hex(8)}"
 
 
 def _replica_count(server: Any) -> int:
-    """Return how many replicas follow a server now; to WAIT for more takes all of its time."""
+    """Return the number of connected replicas; WAIT for more than these would take its full timeout."""
     return int(server.info("replication").get("connected_slaves", 0))

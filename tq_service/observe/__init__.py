@@ -1,1 +1,1 @@
-"""What a service and its clients say of themselves: to Prometheus what they count, to people the live page."""
+"""Observability of a service and its clients: Prometheus metrics, and the live page for people."""

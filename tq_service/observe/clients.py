@@ -1,4 +1,4 @@
-"""What the clients and loaders of a process say of themselves to Prometheus: `tq.instrument`."""
+"""The Prometheus metrics of the clients and loaders of a process: `tq.instrument`."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _CLAIM_SECONDS: Final = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 30.
 
 
 def instrument(registry: CollectorRegistry | None = None) -> None:
-    """Measure the clients and loaders of this process: fetches, puts, claims, and how long loaders are waited for.
+    """Measure the clients and loaders of this process: fetches, puts, claims, and the time spent waiting for loaders.
 
-    The names are in docs/operations.md. What the worker processes of a loader fetch counts in the process of the
-    loader. A second call with the same registry does nothing.
+    The names are in docs/operations.md. Fetches of a loader's worker processes count in the process of the loader. A
+    second call with the same registry does nothing.
 
     Args:
-        registry: of prometheus-client, which shows them; None: its default one.
+        registry: registry of prometheus-client for the metrics; None: its default registry.
 
     Raises:
         InvalidArgumentError: prometheus-client is not installed.
@@ -41,7 +41,7 @@ class PrometheusProbe:
     """Counts into a registry of prometheus-client; see `Probe`.
 
     Args:
-        registry: shows what is counted.
+        registry: the registry of the metrics.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
@@ -54,16 +54,19 @@ class PrometheusProbe:
             return Counter(f"tq_service_{name}", text, registry=registry)
 
         self.registry = registry
-        self._fetches = histogram("client_fetch_seconds", "How long get_data took.", _FETCH_SECONDS)
-        self._fetched = counter("client_fetched_bytes", "Bytes that storage services sent.")
-        self._puts = histogram("client_put_seconds", "How long puts of columns took.", _FETCH_SECONDS)
+        self._fetches = histogram("client_fetch_seconds", "Duration of get_data calls.", _FETCH_SECONDS)
+        self._fetched = counter("client_fetched_bytes", "Bytes received from storage services.")
+        self._puts = histogram("client_put_seconds", "Duration of puts of columns.", _FETCH_SECONDS)
         self._put = counter("client_put_bytes", "Bytes of columns that were put.")
         self._claims = histogram(
-            "client_claim_seconds", "How long get_meta took, its wait included.", _CLAIM_SECONDS, ("status",)
+            "client_claim_seconds", "Duration of get_meta calls, including waits.", _CLAIM_SECONDS, ("status",)
         )
-        self._waited = counter("loader_wait_seconds", "For how long loaders were waited for.")
-        self._worked = counter("loader_work_seconds", "How long it took until the next micro-batch was asked for.")
+        self._waited = counter("loader_wait_seconds", "Time spent waiting for loaders.")
+        self._worked = counter("loader_work_seconds", "Time until the next micro-batch was requested.")
         self._loaded = counter("loader_micro_batches", "Micro-batches that loaders delivered.")
+        self._steps = Counter(
+            "tq_service_step_seconds", "Time of trainers' steps, by stage.", ["stage"], registry=registry
+        )
 
     def fetched(self, seconds: float) -> None:
         """See `Probe`."""
@@ -87,3 +90,8 @@ class PrometheusProbe:
         self._waited.inc(wait_seconds)
         self._worked.inc(work_seconds)
         self._loaded.inc()
+
+    def stepped(self, seconds: tuple[tuple[str, float], ...]) -> None:
+        """See `Probe`."""
+        for stage, each in seconds:
+            self._steps.labels(stage).inc(each)

@@ -1,7 +1,7 @@
-"""The port that Prometheus scrapes: HTTP on threads of its own, so that no peer of it holds the event loop.
+"""The port that Prometheus scrapes: HTTP on separate threads, so its peers cannot block the event loop.
 
-It answers GET and HEAD of /metrics, in Prometheus's text format or in OpenMetrics as the Accept header asks. What is
-shown is collected on the event loop; it becomes text on the thread of the request.
+It answers GET and HEAD of /metrics, in Prometheus's text format or in OpenMetrics, depending on the Accept header.
+Metrics are collected on the event loop and rendered as text on the thread of the request.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ Collect = Callable[[], Coroutine[Any, Any, Iterable[Metric]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Access:
-    """What secures the port.
+    """The security settings of the port.
 
     Attributes:
-        context: returns what the next connection is accepted with over TLS; None: it is not encrypted.
-        refusal: returns why a request is refused, by its Authorization header ("" without one) and the address it came
-            from; None: it is not. Called on threads.
+        context: returns the TLS context for the next connection; None: no encryption.
+        refusal: returns why a request is refused, given its Authorization header ("" without one) and the address of
+            the peer, or None if it is allowed. Called on threads.
     """
 
     context: Callable[[], ssl.SSLContext] | None = None
@@ -59,14 +59,14 @@ class Endpoint:
     Args:
         host: address to listen on.
         port: port; 0: the system chooses one.
-        collect: returns what is shown; runs on the loop.
+        collect: returns the metrics; runs on the loop.
         loop: the event loop of the service.
-        access: what secures it.
+        access: the security settings.
         service_port: the port whose connections are counted.
 
     Attributes:
-        port: where it listens.
-        places: as many as connections may be served at a time.
+        port: the port it listens on.
+        places: bounds the number of connections served at a time.
 
     Raises:
         OSError: the address is taken or cannot be listened on.
@@ -101,15 +101,15 @@ class Endpoint:
         self._thread.start()
 
     async def close(self) -> None:
-        """Close the port; requests that are under way end by themselves."""
+        """Close the port. Running requests still complete."""
         await asyncio.to_thread(self._server.shutdown)
         self._server.server_close()
 
     def scrape(self, accept: str) -> tuple[bytes, str]:
-        """Return all metrics as text and what kind of text that is; runs on any thread but the loop's.
+        """Return all metrics as text, and its content type; runs on any thread except the loop's.
 
         Raises:
-            TimeoutError: the event loop did not get to it.
+            TimeoutError: the event loop did not respond in time.
         """
         collecting = asyncio.run_coroutine_threadsafe(self._collect(), self._loop)
         try:
@@ -126,19 +126,19 @@ class Endpoint:
 
 
 class _Collected(CollectorRegistry):
-    """A registry of what was collected already."""
+    """A registry of already collected metrics."""
 
     def __init__(self, metrics: Iterable[Metric]) -> None:
         super().__init__()
         self._metrics = metrics
 
     def collect(self) -> Iterable[Metric]:
-        """Return it."""
+        """Return the metrics."""
         return self._metrics
 
 
 class _Server(ThreadingHTTPServer):
-    """Serves each connection on a thread, as many at a time as there are places."""
+    """Serves each connection on a thread, up to the number of places."""
 
     daemon_threads = True
     block_on_close = False
@@ -150,7 +150,7 @@ class _Server(ThreadingHTTPServer):
         super().__init__((host, port), _Handler)
 
     def server_bind(self) -> None:
-        """Bind, without the look-up of a name that http.server would make."""
+        """Bind without the name look-up of http.server."""
         TCPServer.server_bind(self)
         self.server_name, self.server_port = "", self.server_address[1]
 
@@ -166,7 +166,7 @@ class _Server(ThreadingHTTPServer):
             super().finish_request(request, client_address)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log what went wrong: not by a traceback where the peer did it."""
+        """Log an error, without a traceback if the peer caused it."""
         error = sys.exc_info()[1]
         if isinstance(error, OSError):
             _log.info(LogMessage("a connection to the metrics port failed", peer=client_address[0], error=error))
@@ -184,7 +184,7 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = _IDLE_SECONDS
 
     def do_GET(self) -> None:
-        """Answer a scrape, without the body where only the head is asked for."""
+        """Answer a scrape; leave out the body for HEAD."""
         status, kind, body = self._scrape()
         self.send_response(status)
         if status is HTTPStatus.UNAUTHORIZED:
@@ -212,12 +212,12 @@ class _Handler(BaseHTTPRequestHandler):
         return HTTPStatus.OK, kind, body
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002  (as in the base class)
-        """Log requests at debug level: one comes every few seconds."""
+        """Log requests at debug level, since there is one every few seconds."""
         _log.debug(LogMessage("a request to the metrics port", peer=self.client_address[0], request=format % args))
 
 
 def count_connections(port: int) -> int | None:
-    """Return the number of open TCP connections to a port of this host, None where the system does not say."""
+    """Return the number of open TCP connections to a port of this host, or None if the system does not show it."""
     line = re.compile(rf"^ *\d+: [0-9A-F]+:{port:04X} [0-9A-F]+:[0-9A-F]{{4}} {_ESTABLISHED} ", re.MULTILINE)
     tables = [Path("/proc/net/tcp"), Path("/proc/net/tcp6")]
     try:

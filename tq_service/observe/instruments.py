@@ -1,4 +1,4 @@
-"""Counts and times that cost next to nothing to take. Confined to one thread; a scrape reads them there."""
+"""Counters and timers with negligible cost. Confined to one thread; a scrape reads them there."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ OTHERS: Final = "others"
 
 
 class Histogram:
-    """Counts values by the first bound that is not below them.
+    """Counts values by the lowest bound that is not below them.
 
     Attributes:
-        sum: of all values.
+        sum: sum of all values.
     """
 
     __slots__ = ("_bounds", "_counts", "sum")
@@ -46,7 +46,7 @@ class Histogram:
         return sum(self._counts)
 
     def buckets(self) -> list[tuple[str, float]]:
-        """Return the bounds, as text, each with the number of values that are not above it."""
+        """Return the bounds as text, each with the number of values up to it."""
         total, buckets = 0, []
         for bound, count in zip((*self._bounds, float("inf")), self._counts, strict=True):
             total += count
@@ -55,7 +55,7 @@ class Histogram:
 
 
 class HistogramByName:
-    """Histograms of the first few names that come; all others share one."""
+    """Histograms of the first few names; all other names share one."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = bounds
@@ -71,16 +71,16 @@ class HistogramByName:
 
 
 class MethodCounts:
-    """What is counted of the calls of one method.
+    """The counts of the calls of one method.
 
     Attributes:
         service: its service, such as "tq_service.v1.ControllerService".
-        method: its name there.
+        method: its name in the service.
         shape: "unary", "client_stream", "server_stream" or "bidi_stream".
-        started: number of calls that came.
-        handled: number of calls that are over, by the code of their status, such as "OK".
-        handling: how long they took, without the time for which they waited.
-        waits: for how long they waited; None: its calls do not wait.
+        started: number of calls received.
+        handled: number of completed calls, by status code, such as "OK".
+        handling: duration of calls, without their waits.
+        waits: duration of their waits; None: its calls do not wait.
     """
 
     __slots__ = ("handled", "handling", "method", "service", "shape", "started", "waits")
@@ -96,14 +96,14 @@ class MethodCounts:
 
 
 class Instruments:
-    """What is counted while things happen; all else a scrape reads from where it is.
+    """The counts taken during operation. A scrape reads everything else from the live state.
 
     Attributes:
-        calls: of each method that was called.
-        plan_seconds: how long the plans of each sampler took.
-        imbalance: by how much the heaviest rank of each batch had more tokens than the mean, by sampler.
-        padding: the share of padding of each batch, by sampler.
-        loop_lag: how much later than it was due the event loop got to something.
+        calls: counts of each method that was called.
+        plan_seconds: duration of plans, by sampler.
+        imbalance: tokens of the heaviest rank of each batch relative to the mean, minus 1, by sampler.
+        padding: share of padding in each batch, by sampler.
+        loop_lag: delays between the due time of a task of the event loop and its start.
     """
 
     def __init__(self) -> None:
@@ -115,11 +115,11 @@ class Instruments:
 
 
 class TimedRunner:
-    """Runs samplers as another runner does, and times those that came to a plan.
+    """Wraps a runner of samplers, and times the runs that return a plan.
 
     Args:
-        runner: runs them.
-        seconds: where the times go, by the name of the sampler; off the event loop the wait for a thread is in them.
+        runner: the wrapped runner.
+        seconds: histograms of the times, by name of the sampler. Off the event loop they include the wait for a thread.
     """
 
     def __init__(self, runner: RunsPlans, seconds: HistogramByName) -> None:

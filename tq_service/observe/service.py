@@ -1,13 +1,12 @@
-"""What one process of the service shows to Prometheus, read from where it is at the moment of a scrape.
+"""The metrics that one process of the service exposes to Prometheus, read from the live state at each scrape.
 
-All of it is read on the event loop, in slices; what becomes text does so on the thread of the scrape. The series of
-calls and of the process are few. Those of partitions are by their group, and by task: of so many that a scrape would
-have more lines than `MOST_LINES`, those that came first are shown, for as long as they have partitions, and the rest is
-counted in `tq_service_metrics_dropped_series`.
+Everything is read on the event loop, in slices, and rendered as text on the thread of the scrape. The series of calls
+and of the process are few. Those of partitions are per group and per task. If a scrape would exceed `MOST_LINES`, the
+earliest series are shown as long as they have partitions, and `tq_service_metrics_dropped_series` counts the rest.
 
-A trainer may make a partition for each step (`train@0`, `train@1`, ...): so all of a group, a name up to its first "@",
-are one series, and counts of those that are gone stay in it. They begin with 0 at each start, as counts in Prometheus
-may: what was recovered, or restored from a checkpoint, was counted by the process that did it.
+A trainer may create a partition per step (`train@0`, `train@1`, ...). All partitions of a group (the name up to its
+first "@") therefore share one series, and counts of removed partitions stay in it. Counts start at 0 with each process,
+as usual in Prometheus: recovered or restored data was counted by the process that first stored it.
 """
 
 from __future__ import annotations
@@ -30,6 +29,7 @@ from prometheus_client.metrics_core import (
 
 from tq_service.durable.state_store import LogLag
 from tq_service.observe.instruments import Histogram, Instruments
+from tq_service.results import RecordingStatus
 from tq_service.serving.backlogs import Backlogs
 from tq_service.serving.catalog import Catalog
 from tq_service.serving.sweep import Slices
@@ -40,46 +40,49 @@ from tq_service.state.table import FAILED, HELD, LIVE
 from tq_service.storage.engine import EngineStat
 
 MOST_LINES: Final = 3_000
-_LINES_LEFT: Final = 150  # for what Python's client says of the process, and for lines of help
-_GROUPS_SHARE: Final = 0.6  # of the lines of partitions that are for groups at most
+_LINES_LEFT: Final = 150  # for the process metrics of Python's client, and for lines of help
+_GROUPS_SHARE: Final = 0.6  # maximum share of groups in the lines of partitions
 _LAG_PERIOD_SECONDS: Final = 0.1
 _GROUP: Final = ("partition_group",)
 _TASK: Final = ("partition_group", "task")
 _METHOD: Final = ("grpc_type", "grpc_service", "grpc_method")
 _MOST_POLICIES: Final = 64
-_MOST_FORMER: Final = 1024  # groups of which partitions are gone, and their tasks
+_MOST_FORMER: Final = 1024  # groups without partitions, and their tasks
 
-# The metrics of a group of partitions, and of a task in all of them. The counters count since the start.
+# The metrics of a group of partitions, and of a task in all of them. Counters start at 0 with the process.
 _OF_GROUP: Final = (
     (GaugeMetricFamily, "partitions", "Partitions."),
     (GaugeMetricFamily, "partition_bytes", "Bytes of the values of samples."),
-    (GaugeMetricFamily, "waiting_puts", "Puts that wait for capacity in their partition."),
+    (GaugeMetricFamily, "waiting_puts", "Puts waiting for capacity in their partition."),
     (CounterMetricFamily, "samples_inserted", "Samples inserted."),
-    (CounterMetricFamily, "samples_cleared", "Samples cleared, alone or with their partition."),
+    (CounterMetricFamily, "samples_cleared", "Samples cleared, individually or with their partition."),
+    (CounterMetricFamily, "samples_released", "Samples cleared after tasks had finished with them."),
+    (CounterMetricFamily, "samples_aged_out", "Samples cleared because of their age."),
 )
 _STATES: Final = (("live", LIVE), ("held", HELD), ("failed", FAILED))
 _OF_TASK: Final = (
-    (GaugeMetricFamily, "task_pending_samples", "Samples that are left for a task, ready or not."),
-    (GaugeMetricFamily, "task_leased_samples", "Samples that are leased and not acknowledged."),
-    (GaugeMetricFamily, "task_waiting_claims", "Calls that wait for a claim."),
-    (CounterMetricFamily, "samples_delivered", "Samples delivered to a task, each as often as it was."),
-    (CounterMetricFamily, "samples_redelivered", "Samples delivered again since a lease on them ran out."),
-    (CounterMetricFamily, "leased_samples_expired", "Samples whose leases ran out."),
-    (CounterMetricFamily, "samples_dead_lettered", "Samples delivered too often without being acknowledged."),
+    (GaugeMetricFamily, "task_pending_samples", "Samples left for a task, ready or not."),
+    (GaugeMetricFamily, "task_leased_samples", "Samples leased and not yet acknowledged."),
+    (GaugeMetricFamily, "task_waiting_claims", "Calls waiting for a claim."),
+    (CounterMetricFamily, "samples_delivered", "Samples delivered to a task, counting repeats."),
+    (CounterMetricFamily, "samples_redelivered", "Samples delivered again after a lease on them expired."),
+    (CounterMetricFamily, "leased_samples_expired", "Samples whose leases expired."),
+    (CounterMetricFamily, "samples_dead_lettered", "Samples delivered too often without an acknowledgement."),
     (CounterMetricFamily, "units_evicted_unmatched", "Samples and groups that claims evicted by their where."),
-    (CounterMetricFamily, "units_evicted_too_small", "Groups that claims evicted since too few members were left."),
-    (CounterMetricFamily, "units_evicted_late", "What claims evicted since it would have become too stale."),
+    (CounterMetricFamily, "units_evicted_too_small", "Groups that claims evicted for having too few members left."),
+    (CounterMetricFamily, "units_evicted_late", "Units that claims evicted before they became too stale."),
+    (CounterMetricFamily, "units_evicted_overflow", "Samples and groups cleared to make room for new ones."),
 )
 _OF_BACKLOG: Final = (
     (GaugeMetricFamily, "task_ready_samples", "Samples that claims like the task's last one could get."),
-    (GaugeMetricFamily, "task_oldest_version", "The lowest version of a sample that is left for a task."),
+    (GaugeMetricFamily, "task_oldest_version", "Lowest version of the samples left for a task."),
     (
         GaugeMetricFamily,
         "task_staleness_versions",
-        "How far the newest version of a partition is above the oldest that is left for a task.",
+        "Newest version of a partition minus the oldest version left for a task.",
     ),
 )
-_TOTALS: Final = (  # fields of `TaskTotals`, and the metrics that show them
+_TOTALS: Final = (  # fields of `TaskTotals`, and their metrics
     ("delivered", "samples_delivered"),
     ("redelivered", "samples_redelivered"),
     ("expired", "leased_samples_expired"),
@@ -87,12 +90,13 @@ _TOTALS: Final = (  # fields of `TaskTotals`, and the metrics that show them
     ("unmatched", "units_evicted_unmatched"),
     ("too_small", "units_evicted_too_small"),
     ("late", "units_evicted_late"),
+    ("overflow", "units_evicted_overflow"),
 )
 _LINES_OF_GROUP: Final = len(_OF_GROUP) + len(_STATES)
 _LINES_OF_TASK: Final = len(_OF_TASK) + len(_OF_BACKLOG)
 
 Numbers: TypeAlias = defaultdict[tuple[str, str], float]
-"""What is shown of a group of partitions, by task ("" for the group itself) and metric; samples by state."""
+"""The values of a group of partitions, by task ("" for the group itself) and metric; samples by state."""
 
 
 def group_of(partition_id: str) -> str:
@@ -108,7 +112,14 @@ def tasks_of(numbers: Iterable[tuple[str, str]]) -> list[str]:
 def _counts_of(partition: Partition) -> Counter[tuple[str, str]]:
     """Return the counters of a partition."""
     table = partition.table
-    counts = Counter({("", "samples_inserted"): table.next_index, ("", "samples_cleared"): table.removed_count})
+    counts = Counter(
+        {
+            ("", "samples_inserted"): table.next_index,
+            ("", "samples_cleared"): table.removed_count,
+            ("", "samples_released"): partition.released_count,
+            ("", "samples_aged_out"): partition.expired_count,
+        }
+    )
     for task in partition.tasks.values():
         for name, metric in _TOTALS:
             counts[task.name, metric] = getattr(task.totals, name)
@@ -116,20 +127,20 @@ def _counts_of(partition: Partition) -> Counter[tuple[str, str]]:
 
 
 class PartitionGroups:
-    """Counts by group, from the partitions there are and from those that are gone.
+    """Counts by group, of existing and removed partitions.
 
     Args:
-        catalog: has the partitions.
+        catalog: the partitions.
     """
 
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
-        # What to add to the counters of the partitions there are: of those that are gone what they had, less what was
-        # restored, which was counted before. Those that a partition went from last are last.
+        # Added to the counters of existing partitions: the counts of removed ones, minus the restored counts, which
+        # were counted before. Ordered by the last removal of a partition.
         self._former: OrderedDict[str, Counter[tuple[str, str]]] = OrderedDict()
-        self._changes: list[tuple[str, Counter[tuple[str, str]]]] = []  # of it, which wait for the end of a collection
+        self._changes: list[tuple[str, Counter[tuple[str, str]]]] = []  # to `_former`, delayed until a collection ends
         self._is_collecting = False
-        self._gone_count = 0  # partitions that have gone since the groups were bounded
+        self._gone_count = 0  # partitions removed since the groups were last bounded
         for partition in catalog.partitions():
             self._follow(partition, "restored")
         catalog.on_partition.append(self._follow)
@@ -167,9 +178,9 @@ class PartitionGroups:
             count -= 1 + len(tasks_of(self._former.pop(group)))
 
     async def collect(self, slices: Slices) -> dict[str, Numbers]:
-        """Return the numbers of all groups, but for what is ready and how old it is.
+        """Return the numbers of all groups, except readiness and age of samples.
 
-        Other work has its turns between slices; a partition that goes meanwhile counts as if it were there.
+        Other work runs between slices; a partition removed in between counts as existing.
         """
         self._bound()
         self._is_collecting = True
@@ -187,7 +198,7 @@ class PartitionGroups:
         return groups
 
     async def _add(self, numbers: Numbers, partition: Partition, slices: Slices) -> None:
-        """Add how a partition is now."""
+        """Add the current numbers of a partition."""
         for key, count in _counts_of(partition).items():
             numbers[key] += count
         numbers["", "partitions"] += 1
@@ -210,9 +221,9 @@ class PartitionGroups:
         backlogs: Backlogs,
         slices: Slices,
     ) -> None:
-        """Add what is ready and how old it is, for the tasks that are shown, by group.
+        """Add readiness and age of samples, for the shown tasks by group.
 
-        Where a task was not looked at yet, it is left out how much is ready.
+        The number of ready samples is left out for a task whose backlog is not known yet.
         """
         ready, oldest, staleness = (name for _, name, _ in _OF_BACKLOG)
         wanted: list[tuple[Partition, TaskLedger]] = []
@@ -237,18 +248,18 @@ class PartitionGroups:
 
 
 class ServiceMetrics:
-    """Collects what a process shows. Confined to the event loop of the service.
+    """Collects the metrics of a process. Confined to the event loop of the service.
 
     Args:
-        instruments: what is counted while things happen.
-        facts: of the process, such as its version and role, for `tq_service_build_info`.
-        running_count: returns the number of calls that are handled.
-        waiting_count: returns the number of calls that wait.
+        instruments: the counts taken during operation.
+        facts: facts about the process, such as its version and role, for `tq_service_build_info`.
+        running_count: returns the number of running calls.
+        waiting_count: returns the number of waiting calls.
 
     Attributes:
-        parts: return what else the process has, such as `of_storage` does.
-        leads: returns whether this controller leads its cluster. What several controllers know alike, such as the
-            partitions, is shown by that one alone: sums over all of them would count it more than once.
+        parts: functions that return the metrics of other parts of the process, such as `of_storage`.
+        leads: returns whether this controller leads its cluster. Only the leader shows the state that several
+            controllers share, such as the partitions: sums over all controllers would count it more than once.
     """
 
     def __init__(
@@ -266,12 +277,12 @@ class ServiceMetrics:
         self._partitions: tuple[PartitionGroups, Backlogs] | None = None
         self.parts: list[Callable[[], Iterable[Metric]]] = [self._of_process, self._of_calls, self._of_batches]
         self.leads: Callable[[], bool] = lambda: True
-        # By group, those that were seen first are first: its tasks in the same order.
+        # By group, in order of first appearance; its tasks in the same order.
         self._seen: dict[str, dict[str, None]] = {}
         self._scraping = asyncio.Lock()
 
     def add_partitions(self, catalog: Catalog, backlogs: Backlogs) -> None:
-        """Show the partitions of a controller, those that were recovered, and what its tasks have left."""
+        """Add the metrics of a controller: its partitions (recovered ones included), policies and backlogs of tasks."""
         self._partitions = PartitionGroups(catalog), backlogs
         self.parts.append(lambda: of_policies(catalog.policies) if self.leads() else ())
         imbalance, padding = self._instruments.imbalance, self._instruments.padding
@@ -284,7 +295,7 @@ class ServiceMetrics:
         catalog.on_batch.append(count)
 
     async def measure_loop(self) -> None:
-        """Measure how late the event loop gets to what is due, until cancelled."""
+        """Measure the lag of the event loop until cancelled."""
         observe = self._instruments.loop_lag.observe
         while True:
             began_at = time.perf_counter()
@@ -294,7 +305,7 @@ class ServiceMetrics:
     # A scrape
 
     async def collect(self) -> list[Metric]:
-        """Return all metrics of this moment."""
+        """Return the current metrics."""
         async with self._scraping:
             slices = Slices()
             metrics = []
@@ -308,37 +319,39 @@ class ServiceMetrics:
             return metrics
 
     def _of_process(self) -> Iterator[Metric]:
-        yield InfoMetricFamily("tq_service_build", "Versions, and what the process is.", value=self._info)
-        yield _gauge("running_calls", "Calls that are handled, waits included.", self._running_count())
-        yield _gauge("waiting_calls", "Calls that wait for samples or capacity.", self._waiting_count())
-        text = "How much later than it was due the event loop got to something."
+        yield InfoMetricFamily("tq_service_build", "Versions and role of the process.", value=self._info)
+        yield _gauge("running_calls", "Running calls, including waiting ones.", self._running_count())
+        yield _gauge("waiting_calls", "Calls waiting for samples or capacity.", self._waiting_count())
+        text = "Delay between the due time of a task of the event loop and its start."
         yield _histogram("tq_service_loop_lag_seconds", text, (), {(): self._instruments.loop_lag})
 
     def _of_calls(self) -> Iterator[Metric]:
         calls = {(each.shape, each.service, each.method): each for each in self._instruments.calls.values()}
-        started = CounterMetricFamily("grpc_server_started", "Calls that came.", labels=_METHOD)
-        handled = CounterMetricFamily("grpc_server_handled", "Calls that are over.", labels=(*_METHOD, "grpc_code"))
+        started = CounterMetricFamily("grpc_server_started", "Number of calls received.", labels=_METHOD)
+        handled = CounterMetricFamily(
+            "grpc_server_handled", "Number of completed calls.", labels=(*_METHOD, "grpc_code")
+        )
         for method, counts in calls.items():
             started.add_metric(method, counts.started)
             for code, count in sorted(counts.handled.items()):
                 handled.add_metric((*method, code), count)
         yield from (started, handled)
-        text = "How long calls took, without their waits."
+        text = "Duration of calls, without their waits."
         handling = {method: counts.handling for method, counts in calls.items()}
         yield _histogram("grpc_server_handling_seconds", text, _METHOD, handling)
-        text = "For how long each call of a method that may wait has waited, for samples or for capacity."
+        text = "Time that calls of methods that may wait have waited for samples or capacity."
         waits = {method: counts.waits for method, counts in calls.items() if counts.waits is not None}
         yield _histogram("tq_service_wait_seconds", text, _METHOD, waits)
 
     def _of_batches(self) -> Iterator[Metric]:
         for name, text, histograms in (
-            ("plan_seconds", "How long plans took that came to a batch.", self._instruments.plan_seconds),
+            ("plan_seconds", "Duration of planning calls that returned a batch.", self._instruments.plan_seconds),
             (
                 "batch_imbalance_ratio",
-                "By how much the heaviest rank of a batch has more tokens than the mean.",
+                "Tokens of the heaviest rank of a batch relative to the mean, minus 1.",
                 self._instruments.imbalance,
             ),
-            ("batch_padding_ratio", "The share of padding of a batch.", self._instruments.padding),
+            ("batch_padding_ratio", "Share of padding in a batch.", self._instruments.padding),
         ):
             by_sampler = {(sampler,): histogram for sampler, histogram in histograms.by_name.items()}
             yield _histogram(f"tq_service_{name}", text, ("sampler",), by_sampler)
@@ -349,11 +362,11 @@ class ServiceMetrics:
         groups = await parts.collect(slices)
         shown, dropped_count = await self._choose(groups, most_lines, slices)
         await parts.add_backlogs(groups, shown, backlogs, slices)
-        text = f"Series of partition groups and tasks that are left out, since there are at most {MOST_LINES} lines."
+        text = f"Series of partition groups and tasks left out to keep a scrape to {MOST_LINES} lines."
         states = {(group, state): groups[group]["", state] for group in shown for state, _ in _STATES}
         metrics = [
             _gauge("metrics_dropped_series", text, dropped_count),
-            _gauge("samples", "Samples that are there.", states, (*_GROUP, "state")),
+            _gauge("samples", "Stored samples by state.", states, (*_GROUP, "state")),
         ]
         of_groups = [(group, "") for group in shown]
         of_tasks = [(group, task) for group, tasks in shown.items() for task in tasks]
@@ -374,9 +387,9 @@ class ServiceMetrics:
     async def _choose(
         self, groups: Mapping[str, Numbers], most_lines: int, slices: Slices
     ) -> tuple[dict[str, list[str]], int]:
-        """Return the groups that have series, with the tasks that do, and how many series are left out.
+        """Return the groups and tasks that get series, and the number of series left out.
 
-        Those with partitions come first, of these those that were seen first, so that series last; and so do tasks.
+        Groups with partitions come first, in order of first appearance, so that series last. The same holds for tasks.
         """
         self._seen = {group: self._seen.get(group, {}) for group in (*self._seen, *groups) if group in groups}
         order = sorted(self._seen, key=lambda group: not groups[group]["", "partitions"])
@@ -400,25 +413,25 @@ class ServiceMetrics:
 
 
 def of_policies(policies: Policies) -> Iterator[Metric]:
-    """Yield the metrics of policies, the first ones of them."""
+    """Yield the metrics of the first policies."""
     versions = {(name,): policy.version for name, policy in islice(policies.items(), _MOST_POLICIES)}
-    yield _gauge("policy_version", "The version of a policy that is published.", versions, ("policy",))
+    yield _gauge("policy_version", "Published version of a policy.", versions, ("policy",))
 
 
 def of_storages(counts: Mapping[str, int], lost: int, taken_over: int) -> Iterator[Metric]:
     """Yield the metrics of the storage services of a controller."""
     by_state = {(state,): count for state, count in counts.items()}
-    yield _gauge("storages", "Storage services that the controller knows.", by_state, ("state",))
+    yield _gauge("storages", "Storage services known to the controller.", by_state, ("state",))
     yield _counter("storages_lost", "Storage services with a mirror that were lost.", lost)
-    yield _counter("storages_taken_over", "Of them, those whose puts another one has taken over.", taken_over)
+    yield _counter("storages_taken_over", "Lost storage services whose puts were taken over.", taken_over)
 
 
 def of_cluster(name: str, lags: Mapping[str, int] | None) -> Iterator[Metric]:
     """Yield the metrics of a cluster; lags of standbys only if this controller leads and knows them."""
-    text = "1: this controller leads its cluster."
+    text = "1 if this controller leads its cluster."
     yield _gauge("controller_leads", text, {(name,): lags is not None}, ("cluster",))
     if lags is not None:
-        text = "How many records of the journal a standby has not applied yet, as the leader sees it."
+        text = "Records of the journal that a standby has not applied yet, as seen by the leader."
         behind = {(name, controller): count for controller, count in lags.items()}
         yield _gauge("standby_lag_records", text, behind, ("cluster", "controller"))
 
@@ -426,30 +439,30 @@ def of_cluster(name: str, lags: Mapping[str, int] | None) -> Iterator[Metric]:
 def of_storage(storage_id: str, own: EngineStat, adopted: Sequence[EngineStat]) -> Iterator[Metric]:
     """Yield the metrics of a storage service and its mirror.
 
-    What was taken over counts with the rest, since the service may have the old name itself, and a name has one series.
+    Adopted puts count with the rest: the service may have the old name itself, and a name has one series.
     """
     rows: list[tuple[Callable[..., Metric], str, str, float | None]] = [
         (_gauge, "used_bytes", "Bytes stored and reserved.", own.used_bytes),
-        (_gauge, "quota_bytes", "The most bytes that may be stored; absent where there is no quota.", own.max_bytes),
-        (_gauge, "pooled_bytes", "Bytes of memory held for reuse, besides those used.", own.pooled_bytes),
+        (_gauge, "quota_bytes", "Maximum bytes to store; absent without a quota.", own.max_bytes),
+        (_gauge, "pooled_bytes", "Bytes of unused memory held for reuse.", own.pooled_bytes),
         (_gauge, "puts", "Puts stored.", own.put_count),
-        (_gauge, "uncommitted_puts", "Puts that wait for their commit.", own.uncommitted_put_count),
-        (_gauge, "damaged_puts", "Puts whose bytes are lost, as far as is known.", own.damaged_put_count),
-        (_counter, "written_bytes", "Bytes of puts that were completed.", own.written_bytes),
-        (_counter, "read_bytes", "Bytes of reads that were begun.", own.read_bytes),
+        (_gauge, "uncommitted_puts", "Puts waiting for their commit.", own.uncommitted_put_count),
+        (_gauge, "damaged_puts", "Puts known to have lost bytes.", own.damaged_put_count),
+        (_counter, "written_bytes", "Bytes of completed puts.", own.written_bytes),
+        (_counter, "read_bytes", "Bytes of started reads.", own.read_bytes),
     ]
     mirrors = [stat.mirror for stat in (own, *adopted) if stat.mirror is not None]
     if mirrors:
         answers = [mirror.is_reachable for mirror in mirrors if mirror.is_reachable is not None]
-        text = "1: the mirror answered the last call; absent before the first one."
+        text = "1 if the mirror answered the last call; absent before the first call."
         rows.append((_gauge, "mirror_answers", text, all(answers) if answers else None))
         text = "Puts taken over from other storage services."
         rows.append((_gauge, "mirror_adopted_puts", text, sum(stat.put_count for stat in adopted)))
         for name, attribute, text in (
-            ("unmirrored_bytes", "unmirrored_bytes", "Bytes of puts that do not have the copies required yet."),
-            ("short_puts", "short_put_count", "Puts with the copies required, and fewer than asked for."),
-            ("unfetched_puts", "unfetched_put_count", "Of them, those whose bytes were not fetched yet."),
-            ("spilled_bytes", "spilled_bytes", "Bytes that count as used and are in the mirror alone."),
+            ("unmirrored_bytes", "unmirrored_bytes", "Bytes of puts that lack the required copies."),
+            ("short_puts", "short_put_count", "Puts with the required copies, but fewer than requested."),
+            ("unfetched_puts", "unfetched_put_count", "Adopted puts whose bytes were not fetched yet."),
+            ("spilled_bytes", "spilled_bytes", "Used bytes that are stored only in the mirror."),
         ):
             rows.append((_gauge, f"mirror_{name}", text, sum(getattr(mirror, attribute) for mirror in mirrors)))
     for family, name, text, value in rows:
@@ -459,9 +472,9 @@ def of_storage(storage_id: str, own: EngineStat, adopted: Sequence[EngineStat]) 
 
 def of_bulk(storage_id: str, connection_count: int, moved_bytes: int) -> Iterator[Metric]:
     """Yield the metrics of the bulk port of a storage service."""
-    text = "Connections to the bulk port, of clients that have moved bytes."
+    text = "Connections to the bulk port from clients that have moved bytes."
     yield _gauge("storage_bulk_connections", text, {(storage_id,): connection_count}, ("storage",))
-    text = "Bytes of puts and gets that came or went over bulk connections."
+    text = "Bytes of puts and gets transferred over bulk connections."
     yield _counter("storage_bulk_bytes", text, {(storage_id,): moved_bytes}, ("storage",))
 
 
@@ -469,12 +482,29 @@ def of_log(lag: LogLag) -> Iterator[Metric]:
     """Yield the metrics of a log."""
     for name, text, value in (
         ("unflushed_records", "Records of the log that are not durable yet.", lag.unflushed_count),
-        ("replay_seconds", "For how long a start would apply the log again, as estimated.", lag.replay_seconds),
+        ("replay_seconds", "Estimated time to replay the log at a start.", lag.replay_seconds),
         ("snapshot_age_seconds", "Time since the last snapshot, or since the start.", lag.snapshot_age_seconds),
-        ("failing", "1: nothing could be written when it was last tried.", lag.is_failing),
-        ("disk_low", "1: the disk has hardly any space left, and puts are refused.", lag.is_disk_low),
+        ("failing", "1 if the last write to the log failed.", lag.is_failing),
+        ("disk_low", "1 if the disk is almost full and puts are refused.", lag.is_disk_low),
     ):
         yield _gauge(f"log_{name}", text, value)
+
+
+def of_recording(status: RecordingStatus) -> Iterator[Metric]:
+    """Yield the metrics of a recording."""
+    for family, name, text, value in (
+        (_gauge, "up", "1 while steps are recorded; 0 after an error has stopped it.", float(status.is_recording)),
+        (_gauge, "steps", "Steps in the recording.", status.step_count),
+        (_gauge, "stored_bytes", "Bytes of the stored steps.", status.stored_bytes),
+        (_gauge, "pending_bytes", "Bytes in memory waiting to be recorded.", status.pending_bytes),
+        (_counter, "recorded_steps", "Steps that were recorded.", status.recorded_step_count),
+        (_counter, "skipped_steps", "Steps that could not be recorded.", status.skipped_step_count),
+        (_counter, "removed_steps", "Steps removed to make room for newer ones.", status.removed_step_count),
+        (_counter, "copied_bytes", "Bytes of puts that were copied.", status.copied_bytes),
+        (_counter, "linked_bytes", "Bytes of puts whose files were kept.", status.linked_bytes),
+        (_counter, "processor_seconds", "Processor time of recording.", status.processor_seconds),
+    ):
+        yield family(f"recording_{name}", text, value)
 
 
 _Values = Mapping[Any, float]  # by the values of the labels

@@ -1,1 +1,1 @@
-"""Which rows a claim may get: what is ready, in which groups and order. Pure numpy: reads `state`, changes nothing."""
+"""The selection of rows for claims: ready rows, their groups and order. Pure numpy: reads `state`, changes nothing."""

@@ -1,10 +1,12 @@
-"""What a claim evicts: samples that its `where` excludes, and groups of which too few members are left.
+"""Selection of units to evict: samples excluded by the `where` of a claim, and groups with too few members left.
 
-Whole groups are evicted where the task keeps groups whole. Where it takes the rest of incomplete ones, excluded members
-are evicted one by one, and the group once fewer than `least_members` are left, or none. A group goes only if it is
-complete, and the task has been delivered no member, nobody leases one, and none is held: else work on it goes on.
+If the task keeps groups together, entire groups are evicted. If it takes the rest of incomplete groups, excluded
+members are evicted one by one, and the group when no members, or fewer than `least_members`, are left. A group is
+evicted only if it is complete and none of its members is held, leased, or delivered to the task: otherwise work on it
+continues.
 
-`candidates` looks at rows that may have to go, and may take long; `units` decides in the step that evicts them.
+`small_groups` finds candidates and may take long; `units` decides in the step that evicts them. `lowest_units` finds
+the units that new samples replace (`Admission.overflow`).
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tq_service.planning.grouping import Grouping
-from tq_service.schema import EvictionCode
+from tq_service.schema import Admission, BatchUnit, EvictionCode
 from tq_service.state.evictions import Evicted
 from tq_service.state.ledger import TaskLedger
 from tq_service.state.partition import Partition
@@ -24,21 +26,22 @@ from tq_service.state.plan import Indexes, MustBeAwaited
 from tq_service.state.table import CLEARED, DEAD_LETTERED, FAILED, HELD, UNCLAIMED, is_open
 
 MOST_EVICTED_AT_ONCE: Final = 1 << 12
-"""Candidates, with the groups that they are in, among which units are found in one step."""
+"""Number of candidates per step; their groups are searched with them."""
 _MOST_GROUPS_ON_LOOP: Final = 1 << 17
 
 
 class EvictionSearch:
-    """Looks for what a claim evicts.
+    """Finds the units that a claim evicts.
 
     Args:
         partition: the partition.
         task: the task that claims.
-        excluded: returns which of some rows are left, live and excluded by `where`.
-        grouping: the groups that its sampler asks for; None, or groups that begin anywhere: samples go one by one.
+        excluded: returns a mask of the rows that are left, live and excluded by `where`.
+        grouping: the groups requested by the sampler; for None, or groups that begin anywhere, samples are evicted one
+            by one.
         least_members: see `BatchSpec`.
-        takes_group: whether the rest of an incomplete group is delivered.
-        clears: whether evicted samples are cleared: of a group the failed ones too, so that its name is free again.
+        clears: whether evicted samples are cleared. A group's failed samples are then cleared too, which frees its
+            name.
     """
 
     def __init__(
@@ -61,14 +64,14 @@ class EvictionSearch:
     # Candidates
 
     def small_groups(self, left: Callable[[], Indexes], *, is_on_loop: bool) -> Indexes:
-        """Return the positions of members of groups that may have too few left.
+        """Return the positions of the members of groups that may be too small.
 
         Args:
-            left: returns the positions of the rows that are left for the task.
+            left: returns the positions of the task's remaining rows.
             is_on_loop: whether it is called in a step of the event loop.
 
         Raises:
-            MustBeAwaited: the event loop has no time for so many groups.
+            MustBeAwaited: this number of groups would take too long on the event loop.
         """
         grouping, groups, none = self._grouping, self._partition.groups, np.zeros(0, np.int64)
         if grouping is None or not self._least_members:
@@ -76,19 +79,19 @@ class EvictionSearch:
         if groups.in_use:
             if is_on_loop and groups.slots.count > _MOST_GROUPS_ON_LOOP:
                 raise MustBeAwaited
-            slots = slice(0, groups.slots.count)
-            ids = np.flatnonzero(groups.members[slots] - groups.failed[slots] - groups.cleared[slots])
+            slots = groups.slots_of_unit(grouping.unit)
+            ids = slots[groups.members[slots] > groups.failed[slots] + groups.cleared[slots]]
         else:
             has_lost = self._partition.table.removed_count or self._partition.state_counts[FAILED]
             if grouping.block_size is None or not (has_lost or self._task.dead_lettered_count):
                 return none
             ids = np.unique(grouping.ids(np.concatenate([left(), self._task.dead_lettered()])))
-        return grouping.members_of(ids[grouping.left(ids) < self._least_members])
+        return grouping.members_of(ids[grouping.left_units(ids) < self._least_members])
 
     # Units
 
     def units(self, candidates: Indexes) -> Evicted | None:
-        """Return the first units to be evicted of some candidates, as of now; None if there are none.
+        """Return the first units among the candidates that are to be evicted now, or None.
 
         Args:
             candidates: global indexes, each once.
@@ -103,7 +106,7 @@ class EvictionSearch:
         return None
 
     def _samples(self, positions: Indexes) -> Evicted | None:
-        """Return those of some samples that are excluded, one by one."""
+        """Return the excluded samples as single units, or None."""
         positions = positions[self._excluded(positions)]
         positions = positions[~self._partition.is_leased(positions)]
         count = positions.size
@@ -117,7 +120,7 @@ class EvictionSearch:
         )
 
     def _groups(self, grouping: Grouping, positions: Indexes) -> Evicted | None:
-        """Return the groups that some samples are in, or those of their members, that are to be evicted."""
+        """Return the groups of the given samples, or members of these groups, that are to be evicted; or None."""
         members = grouping.members_of(np.unique(grouping.ids(positions)))
         members = members[self._partition.state[members] != CLEARED]
         state, claims = self._partition.state[members], self._task.claim[members]
@@ -132,20 +135,26 @@ class EvictionSearch:
         is_free = grouping.is_complete(ids, no_more=self._partition.sealed) & (in_use_counts == 0)
         is_free &= count(is_there) > 0
         least = np.where(grouping.is_group(ids), self._least_members, 0)
-        excluded_counts, left_counts = count(excluded), grouping.left(ids)
+        is_left = is_there & (claims != DEAD_LETTERED)
+        counted_as = grouping.counted_as(members)
+
+        def count_units(mask: NDArray[np.bool_]) -> Indexes:
+            return np.bincount(unit_of[mask][np.unique(counted_as[mask], return_index=True)[1]], minlength=ids.size)
+
+        excluded_counts, left_counts = count(excluded), count(is_left)
         has_excluded = excluded_counts > 0
-        if grouping.kept is None:  # the rest is delivered, if it is large enough
+        if grouping.kept is None:  # the rest of a group is delivered if it is large enough
             least_left = np.maximum(least, has_excluded)
-            goes_whole = is_free & (left_counts - excluded_counts < least_left)
+            goes_whole = is_free & (count_units(is_left & ~excluded) < least_left)
             is_unmatched = has_excluded & (excluded_counts == left_counts)
         else:
-            goes_whole = is_free & (has_excluded | (left_counts < least))
+            goes_whole = is_free & (has_excluded | (count_units(is_left & ~grouping.in_lost_rollout(members)) < least))
             is_unmatched = has_excluded
         goes_alone = excluded & (is_free & ~goes_whole)[unit_of]
         goes = goes_alone | (goes_whole[unit_of] & (is_there | self._clears))
         if not goes.any():
             return None
-        chosen, place = self._unit_by_unit(np.where(goes_alone, ids.size + np.arange(members.size), unit_of), goes)
+        chosen, place = self.unit_by_unit(np.where(goes_alone, ids.size + np.arange(members.size), unit_of), goes)
         first = chosen[np.searchsorted(place, np.arange(place[-1] + 1))]
         reasons = np.where(
             goes_alone[first] | is_unmatched[unit_of[first]], EvictionCode.UNMATCHED, EvictionCode.TOO_SMALL
@@ -155,13 +164,14 @@ class EvictionSearch:
             sizes=np.bincount(place),
             reasons=reasons.astype(np.uint8),
             is_group=~goes_alone[first] & grouping.is_group(ids[unit_of[first]]),
+            unit=grouping.unit,
         )
 
     @staticmethod
-    def _unit_by_unit(units: Indexes, is_chosen: NDArray[np.bool_]) -> tuple[Indexes, Indexes]:
-        """Return the places of what is chosen, unit by unit in the order of their first ones, and the unit of each.
+    def unit_by_unit(units: Indexes, is_chosen: NDArray[np.bool_]) -> tuple[Indexes, Indexes]:
+        """Return the indexes of the chosen elements, unit by unit, and the unit number of each.
 
-        Units are numbered from 0 in that order.
+        Units are in the order of their first chosen element, and numbered from 0 in this order.
         """
         chosen = np.flatnonzero(is_chosen)
         _, first, units = np.unique(units[chosen], return_index=True, return_inverse=True)
@@ -169,3 +179,67 @@ class EvictionSearch:
         number[np.argsort(first)] = np.arange(first.size)
         order = np.argsort(number[units], kind="stable")
         return chosen[order], number[units][order]
+
+
+def lowest_units(
+    partition: Partition, task: TaskLedger, admission: Admission, count: int, kept: Indexes | range
+) -> Evicted | None:
+    """Return up to `count` pending units of the lowest priority (see `Admission.overflow`), or None.
+
+    Args:
+        partition: partition of the task.
+        task: the task.
+        admission: admission of the task.
+        count: maximum number of units.
+        kept: global indexes of rows that are not evicted.
+    """
+    table, groups, unit = partition.table, partition.groups, admission.unit
+    positions = np.flatnonzero(task.is_pending(slice(0, table.count)))
+    is_free = ~(partition.in_use(positions) | np.isin(table.index[positions], kept))
+    ids, first, unit_of = -1 - positions, np.arange(positions.size), np.arange(positions.size)
+    if unit != "sample":
+        ids, first, unit_of = np.unique(_unit_ids(partition, positions, unit), return_index=True, return_inverse=True)
+    sizes = np.bincount(unit_of)
+    may_go = np.bincount(unit_of, ~is_free) == 0
+    is_group = ids >= 0
+    named = ids[is_group]
+    left = groups.members[named] - groups.failed[named] - groups.cleared[named]
+    may_go[is_group] &= groups.is_complete(named, None, no_more=partition.sealed) & (sizes[is_group] == left)
+    chosen = np.flatnonzero(may_go)
+    chosen = chosen[np.argsort(first[chosen], kind="stable")]
+    priorities = (np.bincount(unit_of, _priorities(partition, admission.priority_key, positions)) / sizes)[chosen]
+    if chosen.size > count:
+        highest = np.partition(priorities, count - 1)[count - 1]
+        goes = priorities < highest
+        goes[np.flatnonzero(priorities == highest)[: count - np.count_nonzero(goes)]] = True
+        chosen = chosen[goes]
+    if not chosen.size:
+        return None
+    singles, slots = ids[chosen][~is_group[chosen]], ids[chosen][is_group[chosen]]
+    members = np.concatenate([-1 - singles, groups.members_of(slots, table, unit)])
+    members = np.sort(members[partition.state[members] != CLEARED])
+    member_ids = _unit_ids(partition, members, unit) if slots.size else -1 - members
+    order, place = EvictionSearch.unit_by_unit(member_ids, np.ones(members.size, np.bool_))
+    sizes = np.bincount(place)
+    return Evicted(
+        rows=table.index[members[order]],
+        sizes=sizes,
+        reasons=np.full(sizes.size, EvictionCode.OVERFLOW, np.uint8),
+        is_group=member_ids[order[np.cumsum(sizes) - sizes]] >= 0,
+        unit=unit,
+    )
+
+
+def _unit_ids(partition: Partition, positions: Indexes, unit: BatchUnit) -> Indexes:
+    """Return the group, or rollout, of each row; a row without one gets a unique negative number."""
+    slots = partition.groups.of_unit(unit, positions)
+    return np.where(slots < 0, -1 - positions, slots)
+
+
+def _priorities(partition: Partition, column: str, positions: Indexes) -> NDArray[np.float64]:
+    """Return the priority of each row `(n,)`, infinity for a row without a number in its column."""
+    values, present = partition.meta.typed(column, positions)
+    if not column or values.dtype.kind not in "bif":
+        return np.full(positions.size, np.inf)
+    priorities = values.astype(np.float64)
+    return np.where(present & ~np.isnan(priorities), priorities, np.inf)

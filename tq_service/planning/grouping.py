@@ -1,7 +1,7 @@
-"""Groups and orders: which rows make up a group, which groups can be delivered, and the order of `order_by`.
+"""Groups and orders: the rows of a group, the deliverable groups, and the order of `order_by`.
 
-Nothing is kept between claims. The first rows in an order are found by selection, all of them by a sort. Texts are
-compared a few thousand at once, since numpy and Python hold the interpreter lock meanwhile, unlike for numbers.
+Nothing is kept between claims. The first rows in an order are found by selection, all rows by a sort. Texts are
+compared a few thousand at a time, since comparing them, unlike numbers, holds the interpreter lock.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tq_service.errors import InvalidArgumentError
-from tq_service.schema import Blocks
+from tq_service.schema import BatchUnit, Blocks
 from tq_service.state.groups import NO_GROUP
-from tq_service.state.ledger import TaskLedger
+from tq_service.state.ledger import KEPT_ROLLOUTS, TaskLedger
 from tq_service.state.partition import Partition
 from tq_service.state.plan import Indexes, Order
 from tq_service.state.table import DEAD_LETTERED, is_open
@@ -27,7 +27,7 @@ _TEXTS_AT_ONCE: Final = 1 << 12  # sorted in some milliseconds
 
 
 def run_lengths(indexes: Indexes) -> tuple[Indexes, Indexes]:
-    """Return for each of ascending indexes `(n,)` its place in its run, from 0, and how many indexes the run has."""
+    """Return the place of each of the ascending indexes `(n,)` in its run, from 0, and the length of the run."""
     places = np.arange(indexes.size)
     is_first = np.ones(indexes.size, np.bool_)
     is_first[1:] = np.diff(indexes) != 1
@@ -38,10 +38,10 @@ def run_lengths(indexes: Indexes) -> tuple[Indexes, Indexes]:
 
 
 def groups_in_runs(indexes: Indexes, size: int) -> Indexes:
-    """Return for each of ascending indexes `(n,)` the first index of its group, -1 where it is in none.
+    """Return the first index of the group of each of the ascending indexes `(n,)`, -1 if it is not in a group.
 
-    Groups are of `size` indexes that follow each other, each as early as can be: those of 1, 2, 3, 5, 6 with size 2
-    are 1, 2 and 5, 6. What a group is does not change with indexes that come after it.
+    A group has `size` consecutive indexes and starts as early as possible: for 1, 2, 3, 5, 6 and size 2 the groups are
+    1, 2 and 5, 6. Later indexes do not change a group.
     """
     place, length = run_lengths(indexes)
     start = place - place % size
@@ -49,21 +49,30 @@ def groups_in_runs(indexes: Indexes, size: int) -> Indexes:
 
 
 class Grouping:
-    """The groups of a partition, as one sampler asks for them.
+    """The groups of a partition, as requested by one sampler.
 
-    They are the named ones where groups were ever named; a row without a name is a group of its own. Else blocks of
-    `block_size` consecutive indexes stand in for them, or, without a block size, each row is a group.
+    If groups or rollouts were ever named, these are the named groups, and each row without a name is a group. Otherwise
+    the groups are blocks of `block_size` consecutive indexes, or single rows without a block size.
 
-    A group has lost its members that failed, were cleared, or were dead-lettered by the task. The rest of it is
-    delivered if `take_incomplete`, and never otherwise.
+    For the unit "rollout" the groups are the rollouts and the rows without one, never blocks.
+
+    A group has lost the members that failed, were cleared, or were dead-lettered by the task. Its remaining members are
+    delivered only if `take_incomplete`.
     """
 
     blocks: ClassVar[Blocks] = "aligned"
 
     def __init__(
-        self, partition: Partition, task: TaskLedger, block_size: int | None, *, take_incomplete: bool = False
+        self,
+        partition: Partition,
+        task: TaskLedger,
+        block_size: int | None,
+        *,
+        take_incomplete: bool = False,
+        unit: BatchUnit = "group",
     ) -> None:
-        self.block_size = block_size
+        self.unit: BatchUnit = unit
+        self.block_size = None if unit == "rollout" else block_size
         self._partition = partition
         self._groups = partition.groups
         self._task = task
@@ -71,34 +80,48 @@ class Grouping:
 
     @property
     def kept(self) -> int | None:
-        """How groups are kept whole, see `TaskFacts.kept_groups`."""
-        return None if self._take_incomplete else self.block_size or 0
+        """How groups are kept together; see `TaskFacts.kept_groups`."""
+        if self._take_incomplete:
+            return None
+        return self.code
+
+    @property
+    def code(self) -> int:
+        """The kind of the groups: `KEPT_ROLLOUTS`, 0 for named groups, or the length of blocks."""
+        return KEPT_ROLLOUTS if self.unit == "rollout" else self.block_size or 0
+
+    @classmethod
+    def of_code(cls, partition: Partition, task: TaskLedger, code: int) -> Grouping:
+        """Create the grouping for a code."""
+        return cls(partition, task, max(code, 0) or None, unit="rollout" if code == KEPT_ROLLOUTS else "group")
 
     def check(self) -> None:
-        """Refuse blocks that cut through what was put together."""
+        """Refuse blocks that would split samples of one put."""
         size, step = self.block_size, self._partition.insert_size_gcd
         if size is not None and not self._groups.in_use and step % size:
             raise InvalidArgumentError(
-                f"n_samples_per_prompt is {size}, but samples were put in steps of {step}: blocks of consecutive "
-                f"indexes are not groups; put multiples of {size}, name their groups, or have them begin anywhere "
-                f"with blocks 'anywhere'",
+                f"n_samples_per_prompt is {size}, but samples were put in steps of {step}, so blocks of consecutive "
+                f"indexes are not groups. Put multiples of {size}, name the groups, or let them begin anywhere with "
+                f"blocks 'anywhere'",
                 field="sampler_config",
                 metadata={"option": "n_samples_per_prompt"},
             )
 
     def ids(self, positions: Indexes) -> Indexes:
-        """Return the id of the group of each row."""
+        """Return the group id of each row."""
         if self._groups.in_use:
-            slots = self._groups.of_rows[positions]
+            slots = self._groups.of_unit(self.unit, positions)
             return np.where(slots == NO_GROUP, -2 - positions, slots)
         return positions if self.block_size is None else self._partition.table.index[positions] // self.block_size
 
     def members(self, positions: Indexes) -> Indexes:
-        """Return the positions of rows and of all others of their groups."""
+        """Return the positions of the given rows and all other members of their groups."""
         if self._groups.in_use:
-            # A copy, since rows of new groups may be added while another thread looks.
-            slots = self._groups.of_rows[: self._partition.table.count].copy()
-            is_met = np.zeros(int(slots.max(initial=NO_GROUP)) + 2, np.bool_)  # the last is of rows without a group
+            # A copy, since rows of new groups may be added while another thread reads.
+            slots = self._groups.of_unit(self.unit, slice(0, self._partition.table.count)).copy()
+            is_met = np.zeros(
+                int(slots.max(initial=NO_GROUP)) + 2, np.bool_
+            )  # the last element is for rows without a group
             is_met[slots[positions]] = True
             is_met[NO_GROUP] = False
             return np.concatenate([positions[slots[positions] == NO_GROUP], np.flatnonzero(is_met[slots])])
@@ -108,15 +131,15 @@ class Grouping:
         return found[found >= 0]
 
     def is_group(self, ids: Indexes) -> NDArray[np.bool_]:
-        """Return which of some ids are those of groups, as opposed to samples without one."""
+        """Return a mask of the ids that belong to groups, not to samples without a group."""
         if self._groups.in_use:
             return ids >= 0
         return np.full(ids.size, self.block_size is not None)
 
     def members_of(self, ids: Indexes) -> Indexes:
-        """Return the positions of all rows of groups that are given by their ids, in order."""
+        """Return the positions of all rows of the groups with these ids, in order."""
         if self._groups.in_use:
-            named = self._groups.members_of(ids[ids >= 0], self._partition.table)
+            named = self._groups.members_of(ids[ids >= 0], self._partition.table, self.unit)
             return np.sort(np.concatenate([-2 - ids[ids < 0], named]))
         if self.block_size is None:
             return ids
@@ -124,10 +147,10 @@ class Grouping:
         return np.sort(found[found >= 0])
 
     def whole(self, ready: Indexes, *, no_more: bool) -> tuple[Indexes, Indexes]:
-        """Return the rows of groups that can be delivered, and the sizes of these.
+        """Return the rows of the deliverable groups, and the sizes of these groups.
 
         Args:
-            ready: positions of rows in the order of the batch; groups come in the order of their first members.
+            ready: positions of ready rows in the order of the batch; groups are in the order of their first members.
             no_more: see `needed`.
         """
         ids, first, group_of, counts = np.unique(
@@ -140,23 +163,23 @@ class Grouping:
         return ready[rows[order]], counts[by_first[is_whole[by_first]]]
 
     def is_dead(self, positions: Indexes) -> NDArray[np.bool_]:
-        """Return for each row whether its group can never be delivered, given that no new rows come."""
+        """Return a mask of the rows whose group can never be delivered, given that no new rows come."""
         ids, group_of = np.unique(self.ids(positions), return_inverse=True)
         needed = self.needed(ids, no_more=True)
         return ((needed < 0) | (self.left(ids) < needed))[group_of]
 
     def needed(self, ids: Indexes, *, no_more: bool) -> Indexes:
-        """Return how many members of each group must be ready for it to be delivered, -1 where it is not complete.
+        """Return the number of ready members that each group needs for delivery, -1 for an incomplete group.
 
         Args:
-            ids: of groups.
-            no_more: whether no new rows come, which completes groups of unknown size.
+            ids: ids of groups.
+            no_more: whether no new rows will come, which completes groups of unknown size.
         """
         needed = self.left(ids) if self._take_incomplete else self._sizes(ids)
         return np.where(self.is_complete(ids, no_more=no_more), needed, -1) if self._groups.in_use else needed
 
     def is_complete(self, ids: Indexes, *, no_more: bool) -> NDArray[np.bool_]:
-        """Return for each group whether it gets no further members; for `no_more` see `needed`."""
+        """Return a mask of the groups that get no further members; for `no_more` see `needed`."""
         if self._groups.in_use:
             return self._groups.is_complete(np.maximum(ids, 0), self.block_size, no_more=no_more) | (ids < 0)
         if self.block_size is None or no_more:
@@ -164,16 +187,18 @@ class Grouping:
         return (ids + 1) * self.block_size <= self._partition.inserted_count
 
     def _sizes(self, ids: Indexes) -> Indexes:
-        """Return how many members groups ever had."""
+        """Return the number of members that each group ever had."""
         if self._groups.in_use:
             return np.where(ids < 0, 1, self._groups.members[np.maximum(ids, 0)])
         return np.full(ids.size, self.block_size or 1)
 
     def left(self, ids: Indexes) -> Indexes:
-        """Return how many members groups have not lost."""
+        """Return the number of members that each group has not lost."""
         if self._groups.in_use:
             slots = np.maximum(ids, 0)
-            lost = self._groups.failed[slots] + self._groups.cleared[slots] + self._dead_lettered_counts(slots)
+            lost = (
+                self._groups.failed[slots] + self._groups.cleared[slots] + self._dead_lettered_counts(slots, self.unit)
+            )
             return np.where(ids < 0, 1, self._groups.members[slots] - lost)
         if self.block_size is None:
             return np.ones(ids.size, np.int64)
@@ -182,27 +207,65 @@ class Grouping:
         left: Indexes = (is_left & (positions >= 0)).sum(axis=1)
         return left
 
+    def counted_as(self, positions: Indexes) -> Indexes:
+        """Return the id of the unit that each row counts as in its group: its rollout, or itself.
+
+        With the unit "rollout" each row counts as itself.
+        """
+        if self.unit == "rollout" or not self._groups.has_rollouts:
+            return positions
+        rollouts = self._groups.of_unit("rollout", positions)
+        return np.where(rollouts < 0, -2 - positions, rollouts)
+
+    def left_units(self, ids: Indexes) -> Indexes:
+        """Return the number of units (see `counted_as`) that each group has not lost.
+
+        A rollout is lost with the first of its samples, unless its rest is delivered.
+        """
+        left = self.left(ids)
+        if self.unit == "rollout" or not self._groups.has_rollouts:
+            return left
+        rollouts = self._groups.slots_of_unit("rollout")
+        lost = self._lost_of_rollouts(rollouts)
+        more = self._groups.members[rollouts] - lost
+        more -= (more > 0) & (self._take_incomplete | (lost == 0))
+        surplus = np.zeros(self._groups.slots.count, np.int64)
+        np.add.at(surplus, self._groups.parent[rollouts], more)
+        return left - np.where(ids < 0, 0, surplus[np.maximum(ids, 0)])
+
+    def in_lost_rollout(self, positions: Indexes) -> NDArray[np.bool_]:
+        """Return a mask of the rows that `left_units` ignores because their rollout has lost another row."""
+        if self._take_incomplete or self.unit == "rollout" or not self._groups.has_rollouts:
+            return np.zeros(positions.size, np.bool_)
+        rollouts = self._groups.of_unit("rollout", positions)
+        return (rollouts >= 0) & (self._lost_of_rollouts(np.maximum(rollouts, 0)) > 0)
+
+    def _lost_of_rollouts(self, slots: Indexes) -> Indexes:
+        """Return the number of members that each rollout has lost."""
+        lost: Indexes = self._groups.failed[slots] + self._groups.cleared[slots]
+        return lost + self._dead_lettered_counts(slots, "rollout")
+
     def _find_blocks(self, blocks: Indexes, size: int) -> Indexes:
-        """Return the positions `(n, size)` of the rows of blocks, -1 where there is none."""
+        """Return the positions `(n, size)` of the rows of blocks, -1 for missing rows."""
         indexes = blocks[:, None] * size + np.arange(size)
         return self._partition.table.find(indexes.ravel()).reshape(indexes.shape)
 
-    def _dead_lettered_counts(self, slots: Indexes) -> Indexes:
-        """Return how many members of named groups are dead-lettered; those that failed since are counted as failed."""
+    def _dead_lettered_counts(self, slots: Indexes, unit: BatchUnit) -> Indexes:
+        """Return the number of dead-lettered members of each named group, without those that have failed since."""
         positions = self._task.dead_lettered()
         positions = positions[is_open(self._partition.state[positions])]
-        lost = np.sort(self._groups.of_rows[positions])
+        lost = np.sort(self._groups.of_unit(unit, positions))
         return np.searchsorted(lost, slots, "right") - np.searchsorted(lost, slots)
 
 
 class Runs(Grouping):
-    """Groups of `block_size` rows whose indexes follow each other, anywhere among the rows that are ready.
+    """Groups of `block_size` rows with consecutive indexes, anywhere among the ready rows.
 
-    A row has no group of its own: which one it is in depends on the rows beside it that are ready as well.
+    The group of a row is not fixed: it depends on which neighbouring rows are ready too.
     """
 
     blocks: ClassVar[Blocks] = "anywhere"
-    kept: ClassVar[int | None] = None  # which rows are one group is open until they are delivered
+    kept: ClassVar[int | None] = None  # groups are not determined before they are delivered
 
     def __init__(self, partition: Partition, task: TaskLedger, block_size: int) -> None:
         super().__init__(partition, task, block_size)
@@ -212,22 +275,22 @@ class Runs(Grouping):
         """Accept any partition."""
 
     def ids(self, positions: Indexes) -> Indexes:
-        """Return the id of the group that each row has among these rows."""
+        """Return the group id of each row among the given rows."""
         by_index = np.argsort(positions)
         ids = np.empty_like(positions)
         ids[by_index] = groups_in_runs(self._partition.table.index[positions[by_index]], self._size)
         return np.where(ids < 0, -2 - positions, ids)
 
     def members(self, positions: Indexes) -> Indexes:
-        """Return the positions of all rows, any of which may be in one group with another."""
+        """Return the positions of all rows, since any of them may be in the same group as another."""
         return np.arange(self._partition.table.count)
 
     def needed(self, ids: Indexes, *, no_more: bool) -> Indexes:
-        """Return how many members each group has, -1 for a row without one."""
+        """Return the size of each group, -1 for a row without a group."""
         return np.where(ids < 0, -1, self._size)
 
     def is_dead(self, positions: Indexes) -> NDArray[np.bool_]:
-        """Return for each row whether too few rows are left beside it, given that no new rows come."""
+        """Return a mask of the rows with too few remaining neighbours for a group, given that no new rows come."""
         count = self._partition.table.count
         left = self._task.is_left(slice(0, count))
         lengths = np.zeros(count, np.int64)
@@ -236,28 +299,34 @@ class Runs(Grouping):
 
 
 def grouping_of(
-    partition: Partition, task: TaskLedger, block_size: int | None, blocks: Blocks, *, take_incomplete: bool = False
+    partition: Partition,
+    task: TaskLedger,
+    block_size: int | None,
+    blocks: Blocks,
+    *,
+    take_incomplete: bool = False,
+    unit: BatchUnit = "group",
 ) -> Grouping:
-    """Return the groups that a sampler asks for; those that have names are never anything else."""
-    if blocks == "anywhere" and block_size is not None and not partition.groups.in_use:
+    """Return the groups requested by a sampler; named groups always take precedence over blocks."""
+    if blocks == "anywhere" and block_size is not None and not partition.groups.in_use and unit != "rollout":
         return Runs(partition, task, block_size)
-    return Grouping(partition, task, block_size, take_incomplete=take_incomplete)
+    return Grouping(partition, task, block_size, take_incomplete=take_incomplete, unit=unit)
 
 
-# Returns the values of a column at some positions, and which of these have one.
+# Returns the values of a column at positions, and a mask of the positions with a value.
 ValuesOf: TypeAlias = Callable[[str, Indexes], tuple[NDArray[Any], NDArray[np.bool_]]]
 
 
 def first_in_order(values_of: ValuesOf, orders: tuple[Order, ...], positions: Indexes, count: int | None) -> Indexes:
-    """Return the first `count` of some rows in an order, all of them if `count` is None.
+    """Return the first `count` of the given rows in an order, all of them if `count` is None.
 
-    Rows without a value come last, and rows that are equal in all columns in the order of their indexes.
+    Rows without a value come last. Rows that are equal in all columns are in the order of their indexes.
 
     Args:
-        values_of: returns what is compared.
+        values_of: returns the values to compare.
         orders: the columns, the most significant first.
         positions: the rows, in the order of their indexes.
-        count: how many are wanted.
+        count: number of rows to return.
     """
     if count is None:
         return in_order(values_of, orders, positions)
@@ -274,9 +343,9 @@ def first_in_order(values_of: ValuesOf, orders: tuple[Order, ...], positions: In
 
 
 def in_order(values_of: ValuesOf, orders: tuple[Order, ...], positions: Indexes) -> Indexes:
-    """Return some rows in an order."""
+    """Sort rows by the given columns."""
     positions = np.sort(positions)
-    for order in reversed(orders):  # each sort leaves rows that are equal in their order
+    for order in reversed(orders):  # each sort is stable
         values, present = values_of(order.column, positions)
         found = positions[present]
         positions = np.concatenate([found[_order_of(values[present], order.descending)], positions[~present]])
@@ -286,13 +355,16 @@ def in_order(values_of: ValuesOf, orders: tuple[Order, ...], positions: Indexes)
 def _may_precede(
     values_of: ValuesOf, orders: tuple[Order, ...], positions: Indexes, last: Indexes
 ) -> NDArray[np.bool_]:
-    """Return which rows may come before one with a lower index, by the first column alone; of NaN it cannot tell."""
+    """Return a mask of the rows that may precede the row `last`, which has a lower index; True if in doubt.
+
+    Only the first column is compared, and NaN is always in doubt.
+    """
     column, is_descending = orders[0].column, orders[0].descending
     bound, is_bounded = values_of(column, last)
     values, present = values_of(column, positions)
     if not is_bounded.all():
         return np.ones(positions.size, np.bool_)
-    if len(orders) == 1:  # equal ones come after it
+    if len(orders) == 1:  # equal rows come after it
         is_after = operator.le if is_descending else operator.ge
     else:
         is_after = operator.lt if is_descending else operator.gt
@@ -302,18 +374,18 @@ def _may_precede(
 
 
 def _order_of(values: NDArray[Any], descending: bool) -> Indexes:
-    """Return the positions that values have in order, equal ones as they come; NaN is the largest."""
+    """Return the stable sorting order of values, as from argsort; NaN is the largest value."""
     if descending:
         backwards: Indexes = values.size - 1 - _order_of(values[::-1], descending=False)
         return backwards[::-1]
     if values.dtype.kind != "O":
         return np.argsort(values, kind="stable")
     buckets = [np.arange(values.size)]
-    if values.size > _TEXTS_AT_ONCE:  # spread over buckets, those of one before those of the next
+    if values.size > _TEXTS_AT_ONCE:  # split into ordered buckets
         splitters = np.array(sorted(values[:: _TEXTS_AT_ONCE // 8].tolist()), np.object_)
         slices = (values[start : start + _TEXTS_AT_ONCE] for start in range(0, values.size, _TEXTS_AT_ONCE))
         bucket_of = np.concatenate([np.searchsorted(splitters, some) for some in slices])
         by_bucket = np.argsort(bucket_of, kind="stable")
         buckets = np.split(by_bucket, np.flatnonzero(np.diff(bucket_of[by_bucket])) + 1)
-    texts = values.tolist()  # a list is sorted faster than an array, above all a sorted one
+    texts = values.tolist()  # lists sort faster than arrays, especially if they are sorted already
     return np.concatenate([np.array(sorted(each.tolist(), key=texts.__getitem__), np.int64) for each in buckets])

@@ -1,14 +1,14 @@
-"""Bounded staleness: which units a plan may take so that no unit is trained later than its deadline.
+"""Bounded staleness: the units that a plan may take such that no unit is trained after its deadline.
 
-Units are samples or groups, as the admission of the task counts them. The deadline of a unit is its `start_version`
-plus `max_staleness`. A plan is trained at the version `V` at the latest: the published one, plus the number of batches
-that are planned and not reported as trained with a publication. It takes `B` units, and leaves for each `j` at most
-`j * B` outstanding units that are due by `V + j`, whether they are ready or still being generated. That this bounds
-staleness is proved in docs/asynchronous_rl.md, "The bound".
+Units are samples, rollouts or groups, as counted by the task's admission. The deadline of a unit is its `start_version`
+plus `max_staleness`. A plan is trained at version `V` or earlier: `V` is the published version plus the number of
+planned batches that are not reported as trained with a publication. A plan takes `B` units. For each `j`, it leaves at
+most `j * B` outstanding units that are due by `V + j`, whether they are ready or still being generated. The proof that
+this bounds staleness is in docs/asynchronous_rl.md, "The bound".
 
-The sets that a plan may take are the independent sets of a laminar matroid: at most so many units that are due later
-than `V`, later than `V + 1`, and so on. So the greedy choice, in whichever order the task wants, finds a largest one
-(Schrijver, "Combinatorial Optimization", 2003, section 40.1).
+The sets that a plan may take are the independent sets of a laminar matroid: the number of units due later than `V`,
+later than `V + 1`, and so on, is limited. So a greedy choice in any order finds a largest set (Schrijver,
+"Combinatorial Optimization", 2003, section 40.1).
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from tq_service.state.plan import ClaimRequest, Indexes
 
 
 class DueUnits:
-    """The units that a task has yet to plan, by when they are due.
+    """The unplanned units of a task, with their deadlines.
 
-    Where more are due than plans can take in time, as after a trainer has gone back further than the published version,
-    a plan takes as many of those that are due first as it can.
+    If more units are due than plans can take in time, a plan takes as many as possible of those due first. This happens
+    after a trainer went back further than the published version.
 
     Args:
         deadlines: version by which each unit must be trained `(n,)`.
-        version: at which the next plan is trained at the latest.
+        version: latest version at which the next plan is trained.
         max_staleness: see `Admission`.
-        batch_size: units of a plan.
+        batch_size: units per plan.
 
     Attributes:
-        due_in: in how many versions after `version` each unit is due `(n,)`, from 0 to `max_staleness`.
+        due_in: number of versions after `version` until each unit is due `(n,)`, from 0 to `max_staleness`.
     """
 
     def __init__(self, deadlines: Indexes, version: int, max_staleness: int, batch_size: int) -> None:
@@ -50,17 +50,17 @@ class DueUnits:
         self._most_left = np.maximum(planned, self._due - batch_size)
 
     def _due_counts(self, is_counted: NDArray[np.bool_], max_staleness: int) -> Indexes:
-        """Return how many of some units are due by each of the next versions `(max_staleness + 1,)`."""
+        """Return the number of counted units that are due by each of the next versions `(max_staleness + 1,)`."""
         return np.cumsum(np.bincount(self.due_in[is_counted], minlength=max_staleness + 1))
 
     def choose(self, units: Sequence[int] | Indexes) -> Indexes:
-        """Return which units a plan takes, in order: those it may, `batch_size` of them at most.
+        """Return the units that a plan takes, in order: at most `batch_size` of the permitted ones.
 
         Args:
-            units: those that are ready, in the order in which they are wanted.
+            units: the ready units, in the preferred order.
         """
         chosen = np.asarray(units, np.int64)
-        # How many may be due later than each of the next versions but the last, behind which none is.
+        # How many units may be due after each of the next versions; none is due after the last one, which is left out.
         most_later = (self._batch_size - (self._due - self._most_left))[:-1].tolist()
         if min(most_later, default=self._batch_size) >= self._batch_size:
             return chosen[: self._batch_size]
@@ -82,7 +82,7 @@ class DueUnits:
         return bool((self._due_counts(is_left, self._due.size - 1) <= self._most_left).all())
 
     def waits_for(self, ready: Indexes) -> Indexes:
-        """Return the units for which plans wait: not ready, and due before all that a plan could take instead."""
+        """Return the units that plans wait for: unready ones that are due before any unit taken in their place."""
         chosen = self.choose(ready)
         if chosen.size == self._batch_size and self.permits(chosen):
             return chosen[:0]
@@ -95,10 +95,10 @@ class DueUnits:
 
 
 def check_bounded_claim(request: ClaimRequest, admission: Admission) -> None:
-    """Refuse a claim of a task with a `max_staleness` that does not ask for batches as its admission counts them.
+    """Refuse a claim of a task with a `max_staleness` unless it requests batches as counted by the admission.
 
     Raises:
-        InvalidArgumentError: it is of a queue worker, for another number of units, or for samples that come again.
+        InvalidArgumentError: the claim is from a queue worker, for a different number of units, or reuses samples.
     """
     spec, wanted = request.batch_spec, request.plan_request
     unit, size = admission.unit, admission.global_batch
@@ -109,32 +109,33 @@ def check_bounded_claim(request: ClaimRequest, admission: Admission) -> None:
         )
     if spec.max_uses != 1:
         raise InvalidArgumentError(
-            f"{whose} holds for samples that are trained once, got max_uses {spec.max_uses}; leave it out",
+            f"{whose} requires samples to be trained once, got max_uses {spec.max_uses}; omit it",
             field="max_uses",
         )
     if wanted.batch_unit != unit or wanted.total_size != size:
         raise InvalidArgumentError(
             f"{whose} counts batches of {size} {unit}s over all ranks, got {wanted.batch_size} {wanted.batch_unit}s "
-            f"for each of {wanted.rank_count} ranks; ask for batch_unit {unit!r} and a batch_size that gives {size}, "
-            f"or create the partition with another global_batch",
+            f"for each of {wanted.rank_count} ranks; use batch_unit {unit!r} and a batch_size that gives {size}, or "
+            f"create the partition with a different global_batch",
             field="batch_size",
             metadata={"got": str(wanted.total_size), "expected": str(size)},
         )
 
 
 class StalenessBound:
-    """What plans of a task with a `max_staleness` may take of its rows, as they are when that is first asked.
+    """The rows that plans of a task with a `max_staleness` may take, computed once at the first query.
 
-    Another thread may ask as well, while the table is pinned.
+    Another thread may query too while the table is pinned.
 
     Args:
-        partition: that of the task.
+        partition: partition of the task.
         task: the task.
-        admission: that of the task.
-        left: returns the positions of all rows that are left for the task, or more.
-        is_ready: returns which of some rows are ready but for this bound.
-        in_order: returns rows in the order in which they are wanted.
-        no_more: whether no new rows come: groups that declared no size are complete then, and a plan may be short.
+        admission: admission of the task.
+        left: returns the positions of all remaining rows of the task, possibly with others.
+        is_ready: returns a mask of the rows that are ready apart from this bound.
+        in_order: sorts rows into the preferred order.
+        no_more: whether no new rows will come: then groups without a declared size are complete, and a plan may be
+            short.
     """
 
     def __init__(
@@ -159,12 +160,12 @@ class StalenessBound:
 
     @property
     def _version(self) -> int | None:
-        """The version at which the next plan is trained at the latest; None: none is published."""
+        """Latest version at which the next plan is trained; None if no version is published."""
         policy = self._partition.policies.get(self._admission.policy)
         return None if policy is None else policy.version + len(self._task.delivered_units)
 
     def _units(self, version: int) -> tuple[DueUnits, Indexes, Indexes]:
-        """Return the units, the positions of their rows, and the unit of each of these."""
+        """Return the units, the positions of their rows, and the unit of each row."""
         positions = self._left()
         positions = positions[self._task.is_pending(positions)]
         ids, unit_of = np.unique(self._ids(positions), return_inverse=True)
@@ -180,13 +181,13 @@ class StalenessBound:
         return np.where(slots < 0, -2 - positions, slots)
 
     def _slots(self, positions: Indexes) -> Indexes:
-        """Return the group that is the unit of each row, -1 for one that is a unit of its own."""
+        """Return the group or rollout that is the unit of each row, -1 for a row that is itself a unit."""
         if self._admission.unit == "sample" or not self._partition.groups.in_use:
             return np.full(positions.size, -1)
-        return self._partition.groups.of_rows[positions]
+        return self._partition.groups.of_unit(self._admission.unit, positions)
 
     def _ready_units(self, positions: Indexes, unit_of: Indexes) -> Indexes:
-        """Return the units of which all rows are ready, and no more come, in the order in which they are wanted."""
+        """Return the complete units whose rows are all ready, in the preferred order."""
         is_ready, slots = self._is_ready(positions), self._slots(positions)
         if (named := slots[slots >= 0]).size:
             is_ready[slots >= 0] &= self._partition.groups.is_complete(named, None, no_more=self._no_more)
@@ -198,7 +199,7 @@ class StalenessBound:
         return ready[np.argsort(first)]
 
     def allows(self, rows: slice | Indexes) -> NDArray[np.bool_]:
-        """Return which of some rows the next plan may take: those of as many units as it needs, or none."""
+        """Return a mask of the rows that the next plan may take: those of a full batch of units, or none."""
         if self._allowed is None:
             self._allowed = self._choose()
         positions = np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
@@ -213,16 +214,16 @@ class StalenessBound:
         return positions[np.isin(unit_of, chosen)] if is_whole else positions[:0]
 
     def permits(self, plan: RecordedPlan, taken: Indexes, sampler: str, *, is_last: bool) -> bool:
-        """Whether a plan may take its rows now, and leave the others.
+        """Whether a plan may take its rows now and leave the others.
 
         Args:
             plan: the plan.
             taken: positions of `plan.named`.
-            sampler: that made the plan.
-            is_last: whether it may be short.
+            sampler: name of the sampler that made the plan.
+            is_last: whether the plan may be short.
 
         Raises:
-            SamplerError: it is not for the units of a batch.
+            SamplerError: the plan does not have the number of units of a batch, each once.
         """
         unit, expected, count = self._admission.unit, self._admission.global_batch, np.unique(self._ids(taken)).size
         if plan.is_reusing or (count != expected and not (is_last and count < expected)):
@@ -238,20 +239,20 @@ class StalenessBound:
         return due.permits(np.unique(unit_of[np.isin(positions, taken)]))
 
     def staleness_of(self, planned: Indexes) -> int | None:
-        """Return how old the oldest of some rows is at the latest when they are trained, which were planned last.
+        """Return the maximum staleness of the rows planned last at the time when they are trained.
 
-        None where they are gone, or nothing is published any more.
+        None if the rows no longer exist or no version is published.
         """
         starts, present = self._partition.meta.typed(START_VERSION, planned[planned >= 0])
         version = self._version
         return int(version - 1 - starts[present].min()) if version is not None and present.any() else None
 
     def awaited(self) -> Indexes:
-        """Return the positions of rows that are not ready and that plans have to wait for, unit by unit."""
+        """Return the positions of unready rows that plans must wait for, unit by unit."""
         return self._awaited()[0]
 
     def _awaited(self) -> tuple[Indexes, Indexes, int]:
-        """Return the same, the sizes of their units, and how many units are ready."""
+        """Return the positions of `awaited`, the sizes of their units, and the number of ready units."""
         if (version := self._version) is None:
             return np.zeros(0, np.int64), np.zeros(0, np.int64), 0
         due, positions, unit_of = self._units(version)
@@ -261,7 +262,7 @@ class StalenessBound:
         return positions[by_unit], np.unique(unit_of[by_unit], return_counts=True)[1], ready.size
 
     def late(self) -> Evicted | None:
-        """Return the units to be evicted, without which a batch could be planned; None if there are none."""
+        """Return the late units to evict so a batch can be planned, or None."""
         if self._admission.late == "wait":
             return None
         positions, sizes, ready_count = self._awaited()
@@ -273,4 +274,5 @@ class StalenessBound:
             sizes=sizes,
             reasons=np.full(sizes.size, EvictionCode.LATE, np.uint8),
             is_group=self._slots(first) >= 0,
+            unit=self._admission.unit,
         )

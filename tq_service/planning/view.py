@@ -1,7 +1,7 @@
-"""One look for the next plan of a claim: the ready rows, the view of them for its sampler, and the checked result.
+"""One search for the next plan of a claim: the ready rows, the sampler's view of them, and the checked result.
 
-`Readiness` tests which rows are ready, `Scan` finds the first of them, `PartitionView` shows them to the sampler, and
-`Search` checks the plan that the sampler returns, or counts the end.
+`Readiness` tests rows, `Scan` finds the first ready ones, and `PartitionView` shows them to the sampler. `Search`
+checks the plan returned by the sampler, or counts the samples at the end.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from numpy.typing import NDArray
 from tq_service.errors import InvalidArgumentError, MissingLengthError, SamplerError
 from tq_service.planning.eviction import MOST_EVICTED_AT_ONCE, EvictionSearch
 from tq_service.planning.grouping import Grouping, first_in_order, grouping_of, in_order
+from tq_service.planning.ratio import check_batch, insert_ratio
 from tq_service.planning.staleness import StalenessBound, check_bounded_claim
+from tq_service.planning.totals import with_totals
 from tq_service.results import Lack
 from tq_service.schema import BatchUnit, Blocks, EndCounts, Layout
 from tq_service.state.evictions import Evicted
@@ -37,39 +39,39 @@ from tq_service.state.plan import (
 )
 from tq_service.state.table import CLEARED, FAILED, HELD, LAST_RESERVED, LIVE, STATE_NAMES, UNCLAIMED
 
-_MOST_IN_GROUPS_ON_LOOP = 1 << 15  # ready rows among which the event loop looks for whole groups
+_MOST_IN_GROUPS_ON_LOOP = 1 << 15  # ready rows that the event loop searches for complete groups
 _MOST_NAMED = 3  # samples, in an error
 
-# What decides which rows are ready for a kind of claim: data fields, conditions, the length that its sampler needs, and
-# whether they are held ones; or, instead of the length, that the rows are wanted which the conditions exclude.
+# Determines the ready rows for a kind of claim: data fields, conditions, the length needed by its sampler, and whether
+# it claims held rows. "excluded" instead of a length selects the rows excluded by the conditions.
 ScanKey: TypeAlias = tuple[tuple[str, ...], tuple[Condition, ...], LengthSource | Literal["excluded"] | None, bool]
 
 _AT_ONCE = 1 << 14
 _LEAST_CHUNK = 1024
 _MOST_SCANNED_ON_LOOP = 1 << 20  # rows, in 3 ms; with conditions see `Readiness.at_once`
-_MOST_ORDERED_ON_LOOP = 1 << 15  # rows among which the event loop looks for the first ones in an order
-_WIDE_GAP = 1024  # rows that are not ready between two that are
+_MOST_ORDERED_ON_LOOP = 1 << 15  # rows that the event loop searches for the first ones in an order
+_WIDE_GAP = 1024  # unready rows between two ready ones
 _MOST_APART = 1 << 12
 _MOST_SCAN_STARTS = 64
 _MOST_SCAN_START_BYTES = 2**20
-_VALUE_BYTES = 64  # of a value beside its text
-_LEFT: ScanKey = ((), (), None, False)  # of the rows that are left, ready or not; no claim of live rows has no fields
+_VALUE_BYTES = 64  # overhead of a value in addition to its text
+_LEFT: ScanKey = ((), (), None, False)  # remaining rows, ready or not; claims of live rows always have fields
 
-# A global index, and the few rows below it that may be ready, in order.
+# A global index, and the few possibly ready rows below it, in order.
 Start: TypeAlias = tuple[int, Indexes]
 _NONE: Final = np.zeros(0, np.int64)
 _NO_START: Final = (0, _NONE)
 
-Rows: TypeAlias = slice | Indexes  # a stretch of the table, or some positions
+Rows: TypeAlias = slice | Indexes  # a range of the table, or an array of positions
 
 
 class Requirement(NamedTuple):
-    """A condition that live rows, which the task has not consumed, must meet to be ready.
+    """A condition that live rows not consumed by the task must meet to be ready.
 
     Attributes:
-        lack: the reason that is given for rows that do not meet it.
-        name: of the field or column.
-        is_met: returns which of some rows meet it `(n,)`.
+        lack: the reason reported for rows that do not meet it.
+        name: name of the field or column.
+        is_met: tests whether rows meet it, as a mask `(n,)`.
     """
 
     lack: Lack
@@ -78,13 +80,13 @@ class Requirement(NamedTuple):
 
 
 class Readiness:
-    """The requirements of one kind of claim, over the rows of a partition as they are when they are looked at.
+    """The requirements of one kind of claim, tested against the current rows of a partition.
 
-    Another thread may look as well, while the table is pinned.
+    Another thread may test rows too while the table is pinned.
 
     Attributes:
-        requirements: plans take rows that meet all of them, and explanations count the others.
-        bound: what staleness allows plans to take besides; None: all.
+        requirements: plans take rows that meet all of them; explanations count the other rows.
+        bound: the staleness bound that plans must also meet, or None.
     """
 
     def __init__(
@@ -109,15 +111,15 @@ class Readiness:
 
     @property
     def at_once(self) -> int:
-        """How many rows the event loop has time for in one step: conditions on text take 0.1 us a row."""
+        """Number of rows that the event loop can test in one step: a condition on text takes 0.1 us per row."""
         return _AT_ONCE // max(1, len(self.key[1]))
 
     def ready(self, rows: Rows) -> NDArray[np.bool_]:
-        """Return which rows are ready `(n,)`."""
+        """Return a mask of the ready rows `(n,)`."""
         return self.ready_but_for(rows)
 
     def ready_but_for(self, rows: Rows, *lacks: Lack) -> NDArray[np.bool_]:
-        """Return which rows are ready, or would be if they did not lack some things `(n,)`."""
+        """Return a mask of the rows that are ready if the given lacks are ignored `(n,)`."""
         mask: NDArray[np.bool_] = self.partition.state.data[rows] == self._state
         mask &= self.task.claim.data[rows] == UNCLAIMED
         for each in self.requirements:
@@ -128,7 +130,7 @@ class Readiness:
         return mask
 
     def excluded(self, rows: Rows) -> NDArray[np.bool_]:
-        """Return the rows that `where` rules out for good: by a value, or for lack of one when their data is there."""
+        """Return a mask of the rows that `where` excludes for good: by a value, or by a missing one if data exists."""
         mask = np.zeros(self.table.index[rows].size, np.bool_)
         for condition, may_hold_later in zip(self.key[1], self._may_hold_later, strict=True):
             holds, present = self.partition.meta.holds(condition, rows)
@@ -137,15 +139,15 @@ class Readiness:
         return mask
 
     def evictable(self, rows: Rows) -> NDArray[np.bool_]:
-        """Return the live rows that the task has not consumed and `where` rules out for good."""
+        """Return a mask of the live rows that the task has not consumed and `where` excludes for good."""
         mask: NDArray[np.bool_] = self.partition.state.data[rows] == LIVE
         mask &= self.task.claim.data[rows] == UNCLAIMED
         return mask & self.excluded(rows) if self.key[1] else np.zeros(mask.size, np.bool_)
 
     def has_length(self, rows: Rows) -> NDArray[np.bool_]:
-        """Return which rows have a length for the sampler, be it that its value is not a token count.
+        """Return a mask of the rows with a length for the sampler, even an invalid one.
 
-        That is an error of the claims that would deliver the row, see `lengths`, and of no others.
+        An invalid token count fails only the claims that would deliver the row; see `lengths`.
         """
         source = self.key[2] or LengthSource()
         has_length = self.values_of(source.key, rows)[1]
@@ -155,7 +157,7 @@ class Readiness:
         return has_length if texts is None else has_length | (texts != None)  # noqa: E711  (of each)
 
     def lengths(self, rows: Rows) -> Indexes:
-        """Return token counts by the sampler's length source, -1 where unknown.
+        """Return token counts from the sampler's length source, -1 if unknown.
 
         Raises:
             InvalidArgumentError: the value of a row is not a token count.
@@ -174,11 +176,11 @@ class Readiness:
         return lengths
 
     def _refuse_length(self, rows: Rows, position: int, value: object) -> NoReturn:
-        """Refuse the value that one of some rows has for its length."""
+        """Refuse the length value of one row."""
         column = (self.key[2] or LengthSource()).key
         raise InvalidArgumentError(
             f"custom_meta column {column!r} of sample {self.table.index[rows][position]} is {value!r:.80}; "
-            f"expected a token count, a whole number from 0 to 2**63 - 1. Put or set another value, or clear the "
+            f"expected a token count, an integer from 0 to 2**63 - 1. Put or set another value, or clear the "
             f"sample.",
             field="sampler_config",
             metadata={"column": column},
@@ -193,7 +195,7 @@ class Readiness:
         return None
 
     def field_lengths(self, name: str | None, rows: Rows) -> Indexes:
-        """Return the row lengths of a field, see `Field.lengths`; -1 if it has none."""
+        """Return the row lengths of a field (see `Field.lengths`), -1 for rows without one."""
         field = None if name is None else self.partition.cells.fields.get(name)
         return np.full(self.table.index[rows].size, -1) if field is None else field.lengths(rows)
 
@@ -202,7 +204,7 @@ class Readiness:
 
 
 def _is_token_count(values: NDArray[Any]) -> NDArray[np.bool_]:
-    """Return which values of a custom_meta column are token counts; whole numbers do as doubles too."""
+    """Return a mask of the values of a custom_meta column that are token counts; integral doubles are accepted too."""
     if values.dtype.kind not in "if":
         return np.zeros(values.size, np.bool_)
     is_count: NDArray[np.bool_] = values >= 0
@@ -213,11 +215,11 @@ def _is_token_count(values: NDArray[Any]) -> NDArray[np.bool_]:
 
 @dataclass(slots=True, eq=False)
 class ScanWatch:
-    """What becomes of the rows while scans go on off the event loop, or over several of its turns.
+    """Tracks row changes while scans run off the event loop, or over several of its steps.
 
     Attributes:
-        found: where later scans may start by what these have seen.
-        lowest: global index of the first row that was written to or reopened meanwhile; None: none was.
+        found: starts for later scans, as found by these scans.
+        lowest: lowest global index of the rows written to or reopened during the scans, or None.
     """
 
     found: dict[ScanKey, Start] = field(default_factory=dict)
@@ -225,11 +227,12 @@ class ScanWatch:
 
 
 class ScanStarts:
-    """Where scans for the ready rows of a task start, for each kind of claim; all of it follows from the rows.
+    """The start of scans for the ready rows of a task, for each kind of claim; derived from the rows only.
 
-    So a claim costs what its batch costs. Below the start there are a few ready rows at most: those with many other
-    rows behind them, such as members of a group that is never whole, or the few that pass `where`. A write to a row
-    moves the start back to it. Of kinds of claims that nobody makes any more few are kept.
+    With it, the cost of a claim depends on its batch, not on the partition. Below the start are at most a few ready
+    rows, each followed by many unready ones: for example members of a group that never completes, or the few rows that
+    pass `where`. A write to a row moves the start back to it. The number of entries is bounded, so kinds of claims that
+    are no longer used do not accumulate.
     """
 
     def __init__(self, partition: Partition, task_name: str) -> None:
@@ -242,12 +245,12 @@ class ScanStarts:
         partition.on_reset.append(self._on_reset)
 
     def close(self) -> None:
-        """Hear of no changes any more."""
+        """Stop listening to changes."""
         self._partition.on_rows.remove(self._on_rows)
         self._partition.on_reset.remove(self._on_reset)
 
     def _on_reset(self, task_name: str) -> None:
-        """Start at the first row again: rows that were not written to may be ready."""
+        """Start at the first row again, since a reset makes rows ready without a write."""
         if task_name == self._task_name:
             self._clear()
             self._lower(0)
@@ -267,7 +270,7 @@ class ScanStarts:
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[ScanWatch]:
-        """Keep at the end of the `with` what scans have found that went on while rows changed."""
+        """Save the starts found by scans in the `with` block, corrected for rows that changed meanwhile."""
         watch = ScanWatch()
         self._watches.append(watch)
         try:
@@ -278,11 +281,11 @@ class ScanStarts:
                 self.set(key, start if watch.lowest is None else _lowered(start, watch.lowest))
 
     def get(self, key: ScanKey) -> Start:
-        """Return where a scan may start, and the rows before that it looks at as well."""
+        """Return the start of a scan and the earlier rows to test as well."""
         return self._starts.get(key, _NO_START)
 
     def set(self, key: ScanKey, start: Start) -> None:
-        """Have later scans start there."""
+        """Set the start of later scans."""
         if key not in self._starts:
             size = sum(_VALUE_BYTES + len(str(value)) for condition in key[1] for value in condition.values)
             if len(self._starts) >= _MOST_SCAN_STARTS or self._used_bytes + size > _MOST_SCAN_START_BYTES:
@@ -292,23 +295,23 @@ class ScanStarts:
 
 
 def _lowered(start: Start, first: int) -> Start:
-    """Return a start that is not behind a row."""
+    """Return a start that is not after the row `first`."""
     return start if first >= start[0] else (first, start[1][: np.searchsorted(start[1], first)])
 
 
 class Scan:
-    """A look for ready rows, no further than needed, which starts where the one before found the first of them.
+    """A search for ready rows that stops as early as possible and starts at the first row found by the previous scan.
 
-    On the event loop it is of one step, and ends with `MustBeAwaited` when it takes long. Elsewhere it takes rows in
-    parts, since the interpreter lock is held meanwhile.
+    On the event loop it is one step and raises `MustBeAwaited` if it would take long. Elsewhere it works in parts,
+    since each part holds the interpreter lock.
 
     Attributes:
-        rows: which rows are ready.
-        count: of the table, when it was begun.
-        is_on_loop: whether it is of one step of the event loop.
-        at_once: rows of a part; on the event loop these are all.
-        seen_count: ready rows that were seen.
-        exhausted: whether all rows were looked at.
+        rows: the readiness of rows.
+        count: number of rows in the table at the start.
+        is_on_loop: whether it runs in one step of the event loop.
+        at_once: rows per part; on the event loop the limit of the scan.
+        seen_count: ready rows found so far.
+        exhausted: whether all rows were tested.
     """
 
     def __init__(
@@ -321,20 +324,20 @@ class Scan:
         look_past: int = 0,
         of: Literal["ready", "left", "evictable"] = "ready",
     ) -> None:
-        """Begin.
+        """Prepare a scan.
 
         Args:
-            rows: which rows are ready.
-            starts: where scans start.
+            rows: the readiness of rows.
+            starts: starts of scans.
             orders: the columns by which ready rows are ordered, the most significant first.
-            watch: of scans that may go on while rows change; None: it is of one step of the event loop.
-            look_past: so many of the first ready rows are left to others.
-            of: which rows are looked for: those that are ready, all that are left for the task, ready or not, or those
-                that claims may evict since `where` excludes them.
+            watch: tracks rows that change during the scan; None: the scan runs in one step of the event loop.
+            look_past: number of first ready rows to skip, which are left to other claims.
+            of: rows to search for: "ready"; "left": all remaining rows of the task, ready or not; or "evictable": those
+                that claims may evict because `where` excludes them.
         """
         self._key: ScanKey = rows.key
         self._mask: Callable[[Rows], NDArray[np.bool_]] = rows.ready
-        # What a bound allows changes from plan to plan, so the rows that are left say where to start.
+        # The rows allowed by a bound change with every plan, so the scan starts at the first remaining row.
         self._moves_start = of != "ready" or rows.bound is None
         if of == "left" or not self._moves_start:
             self._key = _LEFT
@@ -355,26 +358,26 @@ class Scan:
         self._loop_budget = self.at_once
 
     def has(self, count: int) -> bool:
-        """Whether so many rows are ready, as far as there is time to see."""
+        """Whether at least `count` rows are ready; False if the test would take too long on the event loop."""
         with contextlib.suppress(MustBeAwaited):
             return any(found.size >= count for found, _ in self.first(count))
         return False
 
     def first(self, least: int | None) -> Iterator[tuple[Indexes, bool]]:
-        """Yield the positions of the first ready rows in order, more and more of them, and whether this was the last.
+        """Yield growing arrays of the positions of the first ready rows in order, each with whether it is the last.
 
         Args:
-            least: about how many are wanted at first; None: all.
+            least: approximate size of the first array; None: all rows.
 
         Raises:
-            MustBeAwaited: the event loop has no time for so many rows.
+            MustBeAwaited: testing this number of rows would take too long on the event loop.
         """
         least = None if least is None else least + self._look_past
         for found, is_last in self._first_in_order(least) if self.orders else self._first(least):
             yield found[self._look_past :], is_last
 
     def _first(self, least: int | None) -> Iterator[tuple[Indexes, bool]]:
-        """Look at growing stretches of the table, the last time at all that is left of it."""
+        """Test growing ranges of the table; the last one ends with the table."""
         found, start = self._first_candidates()
         size = self.count if least is None else max(_LEAST_CHUNK, least)
         while True:
@@ -397,7 +400,7 @@ class Scan:
             size *= 2
 
     def _first_in_order(self, least: int | None) -> Iterator[tuple[Indexes, bool]]:
-        """Look at all ready rows, and put more and more of them in order."""
+        """Find all ready rows and sort a growing number of them."""
         if self.is_on_loop and self.count - self._first_candidates()[1] > _MOST_ORDERED_ON_LOOP:
             raise MustBeAwaited
         ((ready, _),) = self._first(None)
@@ -409,7 +412,7 @@ class Scan:
             least *= 4
 
     def _first_candidates(self) -> tuple[Indexes, int]:
-        """Return the positions of the ready rows before the start of a scan, and the position where it starts."""
+        """Return the positions of the ready rows before the start of a scan, and the start position."""
         start, apart = self._starts.get(self._key)
         if apart.size:
             apart = self.rows.table.find(apart)
@@ -418,11 +421,11 @@ class Scan:
         return apart, self.rows.table.position_from(start)
 
     def _move_start(self, found: Indexes, end: int) -> None:
-        """Have later scans start at the first ready row, or behind the last wide gap after one of the first few.
+        """Let later scans start at the first ready row, or after the last wide gap between the first few ready rows.
 
         Args:
             found: positions of all ready rows before `end`, in order.
-            end: position up to which was looked.
+            end: end position of the tested range.
         """
         if not self._moves_start:
             return
@@ -440,7 +443,7 @@ class Scan:
             self._watch.found[self._key] = index, apart
 
     def stretches(self, size: int, at_once: int) -> Iterator[slice]:
-        """Yield stretches of the table, the first of `size` rows, the others up to `at_once`.
+        """Yield consecutive ranges of the table: the first of `size` rows, later ones of up to `at_once`.
 
         Raises:
             MustBeAwaited: see `first`.
@@ -457,15 +460,15 @@ class Scan:
 class PartitionView:
     """The rows of a partition as one task sees them; implements `tq_service.state.plan.View`.
 
-    On the event loop it shows the present, and what would take long ends with `MustBeAwaited`. Elsewhere values may
-    change under it, though positions do not while the table is pinned; which is why a plan is checked again when it is
-    recorded.
+    On the event loop it shows the current state and raises `MustBeAwaited` instead of taking long. Elsewhere values may
+    change while it is used, so a plan is checked again when it is recorded. Positions stay the same while the table is
+    pinned.
 
     Attributes:
-        scan: for the ready rows.
-        no_more: whether no new rows come: groups that declared no size are complete then.
+        scan: scan for the ready rows.
+        no_more: whether no new rows will come, which completes groups without a declared size.
         plan_count: see `View`.
-        grouping: the groups that were asked for last; None: none were.
+        grouping: the groups requested last, or None.
     """
 
     def __init__(self, new_scan: Callable[..., Scan], *, no_more: bool = False) -> None:
@@ -477,7 +480,7 @@ class PartitionView:
         self.plan_count = rows.task.serial - LAST_RESERVED
 
     def ready(self, limit: int | None = None) -> Indexes:
-        """Return up to `limit` ready rows, see `View.ready`."""
+        """Return up to `limit` ready rows; see `View.ready`."""
         for found, _ in self.scan.first(limit):
             if limit is not None and found.size >= limit:
                 break
@@ -486,22 +489,27 @@ class PartitionView:
         return self._rows.table.index[found]
 
     def _check_lengths(self, positions: Indexes) -> None:
-        """Refuse to deliver rows whose length is not a token count."""
+        """Raise InvalidArgumentError if the length of a row is not a token count."""
         if self._rows.key[2] is not None:
             self._rows.lengths(positions)
 
     def ready_groups(self, limit: int | None = None, *, unit: BatchUnit = "sample", block_size: int | None = None,
                      take_incomplete: bool = False, blocks: Blocks = "aligned") -> Groups:  # fmt: skip
-        """Return whole groups, see `View.ready_groups`.
+        """Return complete groups; see `View.ready_groups`.
 
         Raises:
-            MustBeAwaited: the members of groups lie so far apart that they are to be looked for off the event loop.
+            MustBeAwaited: members of groups are far from each other, so the search would block the event loop.
         """
         self.grouping = grouping_of(
-            self._rows.partition, self._rows.task, block_size, blocks, take_incomplete=take_incomplete
+            self._rows.partition,
+            self._rows.task,
+            block_size,
+            blocks,
+            take_incomplete=take_incomplete,
+            unit="rollout" if unit == "rollout" else "group",
         )
         self.grouping.check()
-        # Among which rows a run is found must not depend on the order.
+        # Runs are found among all ready rows: they must not depend on the order.
         is_whole_scan = limit is None or (self.grouping.blocks == "anywhere" and bool(self.scan.orders))
         for found, is_last in self.scan.first(None if is_whole_scan else max(_LEAST_CHUNK, limit or 0)):
             if self.scan.is_on_loop and found.size > _MOST_IN_GROUPS_ON_LOOP:
@@ -521,7 +529,7 @@ class PartitionView:
         return Groups(rows=self._rows.table.index[positions], sizes=sizes)
 
     def left(self, limit: int | None = None) -> Indexes:
-        """Return rows that are left for the task, see `View.left`."""
+        """Return the remaining rows of the task; see `View.left`."""
         for found, _ in self._new_scan(of="left").first(limit):
             left = found[~self._rows.excluded(found)]
             if limit is not None and left.size >= limit:
@@ -529,35 +537,44 @@ class PartitionView:
         return self._rows.table.index[left[:limit]]
 
     def lengths(self, rows: Indexes) -> Indexes:
-        """Return token counts, see `View.lengths`."""
+        """Return token counts; see `View.lengths`."""
         return self._at(rows, self._rows.lengths, -1)
 
     def field_lengths(self, field: str, rows: Indexes) -> Indexes:
-        """Return row lengths of a field, see `View.field_lengths`."""
+        """Return row lengths of a field; see `View.field_lengths`."""
         return self._at(rows, partial(self._rows.field_lengths, field), -1)
 
     def values(self, column: str, rows: Indexes) -> tuple[NDArray[Any], NDArray[np.bool_]]:
-        """Return a custom_meta column, see `View.values`."""
+        """Return a custom_meta column; see `View.values`."""
         positions = self._rows.table.find(np.asarray(rows, np.int64))
         values, present = self._rows.values_of(column, positions)
         return values, present & (positions >= 0)
 
     def group_names(self, rows: Indexes) -> list[str | None]:
-        """Return the explicit group of each row, see `View.group_names`."""
+        """Return the explicit group of each row; see `View.group_names`."""
+        return self._names(rows, self._rows.partition.groups.names_of)
+
+    def rollout_names(self, rows: Indexes) -> list[str | None]:
+        """Return the rollout of each row; see `View.rollout_names`."""
+        return self._names(rows, self._rows.partition.groups.rollout_names_of)
+
+    def _names(self, rows: Indexes, names_of: Callable[[Indexes], list[str | None]]) -> list[str | None]:
         positions = self._rows.table.find(np.asarray(rows, np.int64))
-        names = self._rows.partition.groups.names_of(positions)
-        return [name if position >= 0 else None for name, position in zip(names, positions.tolist(), strict=True)]
+        return [
+            name if position >= 0 else None
+            for name, position in zip(names_of(positions), positions.tolist(), strict=True)
+        ]
 
     def use_counts(self, rows: Indexes) -> Indexes:
-        """Return how often rows were delivered and not consumed, see `View.use_counts`."""
+        """Return how often each row was delivered without being consumed; see `View.use_counts`."""
         return self._at(rows, self._rows.task.uses.data.__getitem__, 0)
 
     def states(self, rows: Indexes) -> list[str]:
-        """Return the state of each row, see `View.states`."""
+        """Return the state of each row; see `View.states`."""
         return [STATE_NAMES[code] for code in self._at(rows, self._rows.partition.state.data.__getitem__, CLEARED)]
 
     def rows(self) -> Indexes:
-        """Return all rows that are not cleared, see `View.rows`."""
+        """Return all rows that are not cleared; see `View.rows`."""
         present = np.flatnonzero(self._rows.partition.state[: self.scan.count] != CLEARED)
         return self._rows.table.index[present]
 
@@ -571,14 +588,15 @@ class PartitionView:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A plan that may be recorded in the step of the event loop in which it is returned.
+    """A plan that can be recorded, but only in the event-loop step that returned it.
 
     Attributes:
-        plan: as it is recorded.
-        positions: of `plan.named`, in the table of this moment.
-        grouping: what its groups are; None where its sampler took no whole ones.
-        readiness: has the requirements that its rows met.
-        evicted: what the claim evicts in the same change; none of its rows. None: nothing.
+        plan: the plan to record.
+        positions: current positions of `plan.named` in the table.
+        grouping: the plan's groups; None if its sampler did not request groups.
+        readiness: the requirements met by its rows.
+        evicted: units that the claim evicts in the same change, without rows of the plan; or None.
+        lengths: token counts of `plan.rows`; None if unknown, or for a queue worker.
     """
 
     plan: RecordedPlan
@@ -586,20 +604,21 @@ class Planned:
     grouping: Grouping | None
     readiness: Readiness
     evicted: Evicted | None = None
+    lengths: Indexes | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Miss:
-    """A plan could not be made, and another look is useless before something has changed.
+    """No plan could be made, and another search is useless until something changes.
 
-    So a partition that fills row by row is not scanned for each of them, nor at its end for each waiting claim.
+    This avoids a scan for every row of a partition that fills row by row, and for every waiting claim at its end.
 
     Attributes:
-        state_version: of the partition when the search was begun.
-        row_version: that the partition must reach.
-        consumed: rows consumed and leased by the task then, where a change of these may bring the end, or is after it;
-            else None.
-        leased: rows leased by all tasks then, where one of them may be evicted once it no longer is; else None.
+        state_version: state version of the partition at the start of the search.
+        row_version: row version that the partition must reach.
+        consumed: rows consumed and leased by the task at the start, if a change of these may bring or undo the end;
+            otherwise None.
+        leased: rows leased by all tasks at the start, if one of them may be evicted after its lease; otherwise None.
     """
 
     state_version: int = -1
@@ -608,7 +627,7 @@ class Miss:
     leased: int | None = None
 
     def is_current(self, partition: Partition, task: TaskLedger) -> bool:
-        """Whether too little has changed for another look to be worth while."""
+        """Whether too little has changed for another search to be worthwhile."""
         return (
             partition.state_version == self.state_version
             and partition.row_version < self.row_version
@@ -618,24 +637,24 @@ class Miss:
 
 
 def leased_by_all(partition: Partition) -> int:
-    """Return how many rows of a partition are leased, one to workers of several tasks counted as often."""
+    """Return the number of leases on rows of a partition; a row leased by several tasks counts once per task."""
     return sum(task.leased_count for task in partition.tasks.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndFound(Miss):
-    """No plan follows, unless something changes."""
+    """The task is at its end: no further plan follows unless something changes."""
 
     end: EndCounts
 
 
 Found: TypeAlias = Planned | Miss
 
-NOT_LOOKED = Miss()  # is never current; or other claims, or changes, were quicker
+NOT_LOOKED = Miss()  # never current: no search was made, or other claims or changes invalidated it
 
 
 class Search:
-    """Looks once for the next plan of a claim, or for the end of its task.
+    """A single search for the next plan of a claim, or for the end of its task.
 
         plan of `view` for `wanted` -> conclude
             |none
@@ -643,15 +662,15 @@ class Search:
             |no
         conclude
 
-    Before it concludes, `look_for_evicted` is called where the claim evicts what it never gets.
+    If the claim evicts units that it can never get, call `look_for_evicted` before `conclude`.
 
-    It reads only, and runs no sampler. In one step of the event loop it is of one moment; over several of them, a plan
-    is of use if its rows are ready still, and an end if nothing has changed.
+    It only reads, and does not run the sampler. Within one step of the event loop its result is consistent. Over
+    several steps, a plan is valid if its rows are still ready, and an end only if nothing has changed.
 
     Attributes:
-        view: what the sampler sees.
-        wanted: what it is asked for.
-        evicted: once it has concluded, what the claim evicts; None: nothing.
+        view: the sampler's view.
+        wanted: the request to the sampler.
+        evicted: units that the claim evicts, set by `conclude`; or None.
     """
 
     def __init__(
@@ -665,7 +684,7 @@ class Search:
         watch: ScanWatch | None = None,
         look_past: int = 0,
     ) -> None:
-        """Begin, with the length that the sampler needs of each sample; for `watch` and `look_past` see `Scan`."""
+        """Start a search; `length` is the length source that the sampler needs. See `Scan` for `watch`, `look_past`."""
         self._partition = partition
         self._task = task
         self._request = request
@@ -679,32 +698,40 @@ class Search:
         self._consumed = task.consumed_count, task.leased_count
         self._end: EndFound | None = None
         self.wanted = request.plan_request
+        self._ratio = None if task.outstanding is None else insert_ratio(partition, task)
+        if self._ratio is not None:
+            check_batch(self._ratio, self.wanted.min_size)
         self._bound_staleness(no_more=False)
         self.view = PartitionView(self._new_scan)
 
     @property
     def _marks(self) -> tuple[int, int, int, int, int]:
-        """Versions of all that plans depend on; they are equal at two moments if nothing has changed between."""
+        """Versions of everything that plans depend on; equal marks mean that nothing has changed."""
         partition, task = self._partition, self._task
         return *partition.version, task.serial, task.leased_count, task.epoch
 
     @property
     def is_current(self) -> bool:
-        """Whether nothing has changed since the search was begun."""
+        """Whether nothing has changed since the start of the search."""
         return self._marks == self._begun_at
 
     @property
+    def exceeds_ratio(self) -> bool:
+        """Whether any plan would deliver more samples per insert than the task's admission allows."""
+        return self._ratio is not None and self._ratio.exceeded_by(self.wanted.min_size)
+
+    @property
     def kept_groups(self) -> int | None:
-        """How groups that the sampler asked for are kept whole, see `TaskFacts`."""
+        """How the groups requested by the sampler are kept together; see `TaskFacts`."""
         return None if self.view.grouping is None else self.view.grouping.kept
 
     # The end
 
     def begins_last(self) -> bool:
-        """Have the last, short batch planned if no more rows can become ready; return whether that is so.
+        """Switch to the last, short batch if no more rows can become ready; return whether that is the case.
 
         Raises:
-            MustBeAwaited: the event loop has no time to see.
+            MustBeAwaited: the test would take too long on the event loop.
         """
         is_closed = self._partition.sealed or (self._spec.finite and self._partition.may_end_finite)
         if not is_closed or not self.is_current:
@@ -720,10 +747,10 @@ class Search:
         return True
 
     def _bound_staleness(self, *, no_more: bool) -> None:
-        """Have plans take what the admission of the task allows, if it bounds staleness.
+        """Limit plans to the rows allowed by the task's admission, if it bounds staleness.
 
         Raises:
-            InvalidArgumentError: the claim is not for batches of its size.
+            InvalidArgumentError: the claim is not for batches of the admission's size.
         """
         outstanding, rows, orders = self._task.outstanding, self._rows, self._spec.order_by
         if outstanding is None or outstanding.admission.max_staleness is None:
@@ -743,18 +770,18 @@ class Search:
 
     @property
     def _is_plain(self) -> bool:
-        """Whether rows become ready one by one: nothing but they themselves keeps any of them from a plan."""
+        """Whether rows become ready independently of each other."""
         return self.view.grouping is None and not self._spec.where and self._rows.bound is None
 
     @property
     def _unready_count(self) -> int:
-        """Rows left for the task that were not ready, once a scan was exhausted."""
+        """Number of remaining rows that were not ready; valid after an exhausted scan."""
         return self._task.backlog + self._task.skipped_count - self.view.scan.seen_count
 
     def _count_end(self) -> EndCounts | None:
-        """Count the end, in which nothing more is planned; None where rows may become ready that are not.
+        """Count the samples at the end of the task; return None if unready rows may still become ready.
 
-        No new rows come, but those that are leased may be released.
+        No new rows come, but leased ones may be released.
         """
         partition, task, rows, grouping = self._partition, self._task, self._rows, self.view.grouping
         consumed, inserted = task.consumed_count, partition.inserted_count
@@ -765,7 +792,7 @@ class Search:
         failed = excluded = left_count = 0
         ready = [np.zeros(0, np.int64)]
         at_once = self.view.scan.at_once if self._is_plain else rows.at_once
-        for some in self.view.scan.stretches(_LEAST_CHUNK, at_once):  # mostly the first unready row tells
+        for some in self.view.scan.stretches(_LEAST_CHUNK, at_once):  # usually the first unready row decides
             left = some.start + np.flatnonzero(rows.task.is_left(some))
             kept = left[~rows.excluded(left)]
             is_ready = rows.ready_but_for(kept, Lack.OLDER)
@@ -795,7 +822,7 @@ class Search:
             kept_count=task.kept_count,
         )
 
-    # What is evicted
+    # Evictions
 
     @property
     def _evictions(self) -> EvictionSearch:
@@ -809,10 +836,10 @@ class Search:
         )
 
     def look_for_evicted(self) -> None:
-        """Look for what the claim may evict, once its sampler has asked for groups, or not.
+        """Find candidates for eviction by the claim, after its sampler has run and may have requested groups.
 
         Raises:
-            MustBeAwaited: the event loop has no time to look, or to evict so much in one step.
+            MustBeAwaited: the search, or evicting this many rows in one step, would block the event loop.
         """
         if not self._spec.evicts:
             return
@@ -829,18 +856,20 @@ class Search:
         ((found, _),) = self._new_plain_scan(of=which).first(None)
         return found
 
-    # What a plan comes to
+    # Results
 
     def conclude(self, plan: Plan | None) -> Found:
-        """Return a plan as it may be recorded in this step of the event loop, the end, or why there is neither.
+        """Return a plan to be recorded in this step of the event loop, the end, or the reason for the lack of both.
 
         Raises:
-            SamplerError: its rows were not ready although nothing has changed.
+            InvalidArgumentError: see `check_batch`.
+            SamplerError: the plan's rows were not ready although nothing has changed.
             MissingLengthError: see `_check_length_field`.
+            InvalidArgumentError: see `with_totals`.
         """
         if (
             self._candidates.size and self._partition.resolved(self._spec.where) == self._rows.key[1]
-        ):  # else a version went back
+        ):  # otherwise a version was rewound
             self.evicted = self._evictions.units(self._candidates)
         if plan is None:
             if self.evicted is None and self._rows.bound is not None:
@@ -848,13 +877,16 @@ class Search:
             if self._end is None:
                 return self._miss()
             return self._end if self.is_current else NOT_LOOKED
-        if self._task.epoch != self._begun_at[-1]:  # what was left in it is not what there is now
+        if self._task.epoch != self._begun_at[-1]:  # the search was for the rows of another epoch
             return NOT_LOOKED
         recorded = RecordedPlan.of(plan, self._spec.micro_batch_size)
+        if self._end is None and self._ratio is not None and self._ratio.exceeded_by(recorded.rows.size):
+            check_batch(self._ratio, recorded.rows.size)
+            return self._miss()
         positions = self._rows.table.find(recorded.named)
         known = Lack.WHERE, Lack.LENGTH, Lack.OLDER
         if bool((positions < 0).any()) or not bool(self._rows.ready_but_for(positions, *known).all()):
-            state_version, _, *others = self._begun_at  # rows that are only written to stay ready
+            state_version, _, *others = self._begun_at  # without the row version: rows stay ready when written to
             if (state_version, *others) != (self._marks[0], *self._marks[2:]):
                 return NOT_LOOKED
             sampler = self._request.sampler.name
@@ -865,25 +897,41 @@ class Search:
             )
         bound, name, is_last = self._rows.bound, self._request.sampler.name, self._end is not None
         if bound is not None and not bound.permits(recorded, positions, name, is_last=is_last):
-            return NOT_LOOKED  # slots were made meanwhile
+            return NOT_LOOKED  # slots were added during the search
         if self.evicted is not None and bool(np.isin(recorded.named, self.evicted.rows).any()):
-            return NOT_LOOKED  # the rest of a group of which too few members are left
+            return NOT_LOOKED  # the plan has the rest of a group that is too small and evicted
         if self._spec.max_uses > 1 or recorded.is_reusing:
             recorded = self._task.using_up(recorded, self._spec.max_uses)
             positions = self._rows.table.find(recorded.named)
-        return Planned(recorded, positions, self.view.grouping, self._rows, self.evicted)
+        recorded, lengths = self._with_totals(recorded, positions)
+        return Planned(recorded, positions, self.view.grouping, self._rows, self.evicted, lengths)
+
+    def _with_totals(self, recorded: RecordedPlan, positions: Indexes) -> tuple[RecordedPlan, Indexes | None]:
+        """Add totals to a batch for ranks; return it with the lengths of its rows, None if not all are known.
+
+        A claim of a queue worker is returned unchanged.
+
+        Raises:
+            InvalidArgumentError: see `with_totals`.
+        """
+        if self._request.rank is None:
+            return recorded, None
+        if recorded.is_reusing or recorded.dropped:
+            positions = self._rows.table.find(recorded.rows)
+        lengths = self._rows.known_lengths(positions)
+        return with_totals(recorded, self._partition, positions, lengths, self._spec.totals), lengths
 
     def _miss(self) -> Miss:
-        """Return how many rows must be written, after the search was begun, before there can be more to find."""
+        """Return a miss with the number of rows that must be written before another search can succeed."""
         self._check_length_field()
         missing, is_closed = 1, self._partition.sealed or self._spec.finite  # or soon closed, by a first sample
-        # Of the class: reading it runs no code of the sampler.
+        # Read from the class, which runs no code of the sampler.
         needs_min_size = type(self._request.sampler).plans_below_min_size is not True
-        if self._spec.evicts or self._rows.bound is not None:  # a single row may have to go, or be awaited
+        if self._spec.evicts or self._rows.bound is not None:  # a single row may be evicted or awaited
             needs_min_size = False
         if needs_min_size and self.view.scan.exhausted and self.wanted.batch_unit == "sample":
             missing = self.wanted.min_size - self.view.scan.seen_count
-            if is_closed:  # the last, short batch takes less
+            if is_closed:  # the last batch may be short
                 missing = min(missing, self._unready_count) if self._is_plain else 1
         state_version, row_version, *_ = self._begun_at
         return Miss(
@@ -894,9 +942,9 @@ class Search:
         )
 
     def _check_length_field(self) -> None:
-        """Refuse to wait for lengths of a field that never has any, where no sample has one in custom_meta either.
+        """Refuse to wait for lengths if the field can never have any and no sample has one in custom_meta.
 
-        Lengths that are missing can come as long as there are samples, by a put or by SetCustomMeta; so claims wait.
+        Otherwise claims wait: missing lengths can still arrive with a put or with SetCustomMeta.
         """
         rows = self._rows
         source = rows.key[2]

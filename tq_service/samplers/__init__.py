@@ -3,6 +3,7 @@
 from tq_service.samplers.by_length import PackedSampler, SeqlenBalancedSampler, TokenBudgetSampler
 from tq_service.samplers.by_order import ChosenSampler, GRPOGroupNSampler, RankAwareSampler, SequentialSampler
 from tq_service.samplers.list_view import ListView
+from tq_service.samplers.replay import ReplaySampler
 from tq_service.samplers.service import PlanRunner, SamplerRegistry
 from tq_service.state.plan import (
     Groups,
@@ -30,6 +31,7 @@ __all__ = [
     "PlanRunner",
     "RankAwareSampler",
     "RankPlan",
+    "ReplaySampler",
     "Sampler",
     "SamplerRegistry",
     "SeqlenBalancedSampler",

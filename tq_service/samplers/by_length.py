@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,33 +17,39 @@ from tq_service.errors import InvalidArgumentError
 from tq_service.samplers.by_order import GroupSampler, rows_of_ranks, take_groups
 from tq_service.state.plan import Groups, Indexes, LengthSource, Pack, Plan, PlanRequest, RankPlan, View
 
-# Planning takes less than a millisecond up to so many groups that are balanced, or assigned within a budget, and up to
-# so many samples that are packed for so many steps of all ranks; larger batches are planned off the event loop.
+# Up to these limits planning takes less than a millisecond: groups to balance, groups to assign within a budget, and
+# samples packed into steps over all ranks. Larger batches are planned off the event loop.
 _QUICK_BALANCED_GROUPS = 128
 _QUICK_BUDGET_GROUPS = 32
 _QUICK_PACKED_SAMPLES = 32
 _QUICK_STEPS = 8
-# Of all ranks: a plan has packs for each step, empty ones included, so that a step too many costs as much as any other.
-_MOST_STEPS = 1 << 16
+# Over all ranks, including empty packs, which cost as much as any other.
+_MOST_PACKS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthSampler(GroupSampler):
-    """A sampler of whole groups that needs the token count of each sample; samples without one are not ready.
+    """A group sampler that needs the token count of each sample; samples without one are not ready.
 
     Attributes:
         length_key: custom_meta column with the token count of a sample.
-        length_field: field whose row length stands in where the column has no value; without it a sample
-            needs the column.
+        length_field: field whose row length is used if the column has no value; null: a sample needs the column.
+        align: each sample counts as its tokens rounded up to a multiple of this, as padded by `PackOptions(align=)`.
+        cost: quantity balanced over the ranks: tokens, or their cost with attention, 24576 L + L**2 for a sample of L
+            tokens.
     """
 
     length_key: str = "total_lengths"
     length_field: str | None = None
+    align: int = 1
+    cost: CostName = "tokens"
 
     def __post_init__(self) -> None:
         GroupSampler.__post_init__(self)
         if not self.length_key:
             raise ValueError("length_key: got an empty name, expected a custom_meta column")
+        check_count("align", self.align)
+        check_cost_name(self.cost)
 
     @property
     def length(self) -> LengthSource:
@@ -54,56 +60,56 @@ class LengthSampler(GroupSampler):
         """Return the token counts `(n,)` of rows.
 
         Raises:
-            InvalidArgumentError: one is negative.
+            InvalidArgumentError: a token count is negative.
         """
         lengths = view.lengths(rows)
         if lengths.min(initial=0) < 0:
             position = int(np.argmin(lengths))
             raise InvalidArgumentError(
                 f"{self.length_key}: got {lengths[position]} for sample {rows[position]}, expected a token count of at "
-                "least 0; correct it with SetCustomMeta",
+                "least 0; fix it with SetCustomMeta",
                 field="sampler_config",
                 metadata={"column": self.length_key},
             )
         return lengths
 
+    def aligned(self, lengths: Indexes) -> Indexes:
+        """Return token counts `(n,)` rounded up to multiples of `align`."""
+        return -(-lengths // self.align) * self.align
+
+    def check_aligned(self, name: str, value: int) -> None:
+        """Raise ValueError if an option is not a multiple of `align`."""
+        if value % self.align:
+            raise ValueError(f"{name}: got {value} with align {self.align}, expected a multiple of it")
+
     def refuse_micro_batch_size(self, request: PlanRequest, option: str) -> None:
-        """Raise InvalidArgumentError where micro-batches are asked for beside those that `option` makes."""
+        """Raise InvalidArgumentError if a micro-batch size is requested in addition to `option`."""
         if request.micro_batch_size is not None:
             raise InvalidArgumentError(
                 f"micro_batch_size: got {request.micro_batch_size} for sampler {self.name!r}, which splits "
-                f"micro-batches by {option}; leave out one of the two",
+                f"micro-batches by {option}; omit one of the two",
                 field="micro_batch_size",
             )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeqlenBalancedSampler(LengthSampler):
-    """Takes whole groups and spreads them over the ranks so that token totals are as equal as can be.
+    """Takes complete groups and distributes them over the ranks with token totals as equal as possible.
 
     One batch for all ranks is taken in the order of the groups' first members, then split by Karmarkar-Karp on the
-    groups' token totals and refined by swaps. Group counts are equal, or differ by at most one where they do not
-    divide; so with groups of one size each rank gets `batch_size` samples. Within a rank, groups keep their order.
-
-    Attributes:
-        cost: what is balanced: tokens, or what they cost with attention, 24576 L + L**2 for a sample of L tokens.
+    groups' token totals and refined by swaps. Ranks get the same number of groups, or numbers that differ by at most
+    one. So with groups of equal size each rank gets `batch_size` samples. Within a rank, groups keep their order.
     """
 
     name: ClassVar[str] = "seqlen_balanced"
 
-    cost: CostName = "tokens"
-
-    def __post_init__(self) -> None:
-        LengthSampler.__post_init__(self)
-        check_cost_name(self.cost)
-
     def runs_inline(self, request: PlanRequest) -> bool:
-        """Whether few groups are to be balanced."""
+        """Whether there are few groups to balance."""
         group_size = self.n_samples_per_prompt if request.batch_unit == "sample" else 1
         return request.total_size <= _QUICK_BALANCED_GROUPS * (group_size or 1)
 
     def plan(self, view: View, request: PlanRequest) -> Plan | None:
-        """Return a balanced share for each rank, or None where too few groups are ready.
+        """Return a balanced share for each rank, or None if too few groups are ready.
 
         Raises:
             InvalidArgumentError: a length is negative.
@@ -112,7 +118,7 @@ class SeqlenBalancedSampler(LengthSampler):
         groups = take_groups(self.ready_groups(view), request)
         if groups is None:
             return None
-        lengths = self.read_lengths(view, groups.rows)
+        lengths = self.aligned(self.read_lengths(view, groups.rows))
         costs = np.add.reduceat(get_costs(lengths, self.cost), groups.starts)
         parts = get_even_partitions(costs, request.rank_count)
         return Plan.of(rows_of_ranks(groups, [np.array(part, dtype=np.int64) for part in parts]))
@@ -120,20 +126,22 @@ class SeqlenBalancedSampler(LengthSampler):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenBudgetSampler(LengthSampler):
-    """Gives each rank as many ready samples, in whole groups, as its token budget holds.
+    """Gives each rank as many ready samples, in complete groups, as its token budget holds.
 
-    Groups are taken in the order of their first members, up to the first that no longer fits beside the others, and
-    spread so that token totals are as equal as can be. `batch_size` is the most samples (or groups) that a rank gets. A
-    batch is made when the next ready group would not fit, or `batch_size` is reached, or nothing more can come; until
-    then the sampler waits for more.
+    Groups are taken in the order of their first members until the next one does not fit, and distributed with token
+    totals, or costs, as equal as possible. Equal costs mean unequal numbers of tokens, so fewer groups fit.
+    `batch_size` is the maximum number of samples (or groups) per rank. A batch is made when the next ready group would
+    not fit, when `batch_size` is reached, or when no more samples can come. Until then the sampler waits.
 
     Attributes:
-        tokens_per_rank: the most tokens that a rank gets.
-        tokens_per_micro_batch: split each rank's part into micro-batches of at most so many tokens, as many for every
-            rank, and spread it evenly over them; without it: by micro_batch_size.
-        overlong: what to do with a sample of more tokens than a rank or a micro-batch may have, and with a group of
-            more than a rank may have: error refuses the batch, drop leaves it out of the batch for good: it is in
-            `RankPlan.dropped` and counts as skipped. What is dropped counts for `batch_size`.
+        tokens_per_rank: maximum number of tokens per rank.
+        tokens_per_micro_batch: splits each rank's part evenly into micro-batches of at most this many tokens, the same
+            number for every rank; null: micro-batches by micro_batch_size.
+        packs_multiple_of: with `tokens_per_micro_batch`: the number of micro-batches of a rank is a multiple of this.
+        overlong: handling of a sample of more tokens than a rank or a micro-batch may have, and of a group of more than
+            a rank may have. error refuses the batch. truncate plans for the first `tokens_per_micro_batch` tokens of a
+            sample and refuses anything that still does not fit. drop leaves the sample or group out of the batch for
+            good: it is in `RankPlan.dropped` and counts as skipped. Dropped samples count for `batch_size`.
     """
 
     name: ClassVar[str] = "token_budget"
@@ -141,31 +149,43 @@ class TokenBudgetSampler(LengthSampler):
 
     tokens_per_rank: int
     tokens_per_micro_batch: int | None = None
-    overlong: Literal["error", "drop"] = "error"
+    packs_multiple_of: int = 1
+    overlong: Overlong = "error"
 
     def __post_init__(self) -> None:
         check_count("tokens_per_rank", self.tokens_per_rank)
         if self.tokens_per_micro_batch is not None:
             check_count("tokens_per_micro_batch", self.tokens_per_micro_batch)
-        if self.overlong not in ("error", "drop"):
-            raise ValueError(f"overlong: got {self.overlong!r}, expected 'error' or 'drop'")
+        check_count("packs_multiple_of", self.packs_multiple_of)
+        check_overlong(self.overlong)
         LengthSampler.__post_init__(self)
+        is_cut = self.overlong == "truncate"
+        needing = "packs_multiple_of" if self.packs_multiple_of > 1 else "overlong" if is_cut else ""
+        if needing and self.tokens_per_micro_batch is None:
+            raise ValueError(
+                f"{needing}: got {getattr(self, needing)!r} without tokens_per_micro_batch, expected both, since "
+                "micro-batches are otherwise split by micro_batch_size"
+            )
+        if is_cut:
+            self.check_aligned("tokens_per_micro_batch", self.tokens_per_micro_batch or 0)
 
     def check(self, request: PlanRequest) -> None:
-        """Raise InvalidArgumentError where micro-batches are limited by samples and by tokens."""
+        """Raise InvalidArgumentError if micro-batches are limited by both samples and tokens, or are too many."""
         if self.tokens_per_micro_batch is not None:
             self.refuse_micro_batch_size(request, "tokens_per_micro_batch")
+        _check_pack_count(request, self.packs_multiple_of)
 
     def runs_inline(self, request: PlanRequest) -> bool:
-        """Whether few groups are to be assigned."""
+        """Whether there are few groups to assign."""
         return self.tokens_per_micro_batch is None and request.total_size <= _QUICK_BUDGET_GROUPS
 
     def plan(self, view: View, request: PlanRequest) -> Plan | None:
-        """Return each rank's samples, or None where the budget is not used up and more may come.
+        """Return each rank's samples, or None if the budget is not used up and more samples may come.
 
         Raises:
-            InvalidArgumentError: a length is negative, the first group alone has more samples than a rank may have, or,
-                with `overlong="error"`, more tokens than a rank or, in one of its samples, a micro-batch may have.
+            InvalidArgumentError: a length is negative, or the first group has more samples than a rank may have. With
+                `overlong="error"` also if the group has more tokens than a rank, or one of its samples more than a
+                micro-batch, may have.
         """
         self.check(request)
         is_full = True
@@ -175,9 +195,12 @@ class TokenBudgetSampler(LengthSampler):
             groups = self.ready_groups(view)(request.total_size, unit=request.batch_unit)
         if not groups.rows.size:
             return None
-        unit_count = len(groups) if request.batch_unit == "group" else groups.rows.size
+        unit_count = groups.rows.size if request.batch_unit == "sample" else len(groups)
         has_enough = is_full or unit_count >= request.min_size
-        lengths = self.read_lengths(view, groups.rows)
+        true_lengths = self.read_lengths(view, groups.rows)
+        if self.overlong == "truncate":
+            true_lengths = np.minimum(true_lengths, self.tokens_per_micro_batch or 0)
+        lengths = self.aligned(true_lengths)
         is_dropped = self._is_overlong(groups, lengths)
         group_of = np.repeat(np.arange(len(groups)), groups.sizes)
         kept_ids, sizes = np.unique(group_of[~is_dropped], return_counts=True)
@@ -188,29 +211,30 @@ class TokenBudgetSampler(LengthSampler):
         if not has_enough:
             return None
         plan = Plan.of(rows_of_ranks(kept, assignment))
-        if self.tokens_per_micro_batch is not None and taken_count:
+        if self.tokens_per_micro_batch is not None:
             # The lengths of a rank's samples, in the order of its rows.
-            lengths_of_ranks = rows_of_ranks(Groups(rows=lengths, sizes=kept.sizes), assignment)
-            plan = _split(plan, lengths_of_ranks, self.tokens_per_micro_batch)
-        # Of groups behind the first that does not fit nothing is dropped yet.
+            lengths_of_ranks = rows_of_ranks(Groups(rows=true_lengths[~is_dropped], sizes=kept.sizes), assignment)
+            plan = self._split(plan, lengths_of_ranks, self.tokens_per_micro_batch)
+        # Samples of groups after the first one that does not fit are not dropped yet.
         goes = is_dropped & (group_of < kept_ids[taken_count:].min(initial=len(groups)))
         dropped = _dropped_by_rank(groups, group_of, np.flatnonzero(goes), [kept_ids[part] for part in assignment])
         return Plan(ranks=tuple(replace(part, dropped=rows) for part, rows in zip(plan.ranks, dropped, strict=True)))
 
     def _assign(self, groups: Groups, lengths: Indexes, request: PlanRequest) -> list[Indexes]:
-        """Return positions of the groups of each rank, ascending; together the first ones, as many as fit.
+        """Return the ascending positions of the groups of each rank: the longest prefix of the groups that fits.
 
-        Token totals are as equal as can be. Assigning one by one to the least loaded rank tells how many surely fit.
-        Between that number and what the budgets of all ranks together would hold, the largest number is searched that
-        still fits when it is balanced.
+        Tokens, or costs, are as equal as possible. Assigning groups one by one to the least loaded rank gives a lower
+        bound for the number of groups; the total budget of all ranks gives an upper bound. In between, a binary search
+        finds the largest number that fits when balanced.
 
         Raises:
-            InvalidArgumentError: the first group fits no rank.
+            InvalidArgumentError: the first group does not fit any rank.
         """
         if not len(groups):
             return [groups.sizes] * request.rank_count
         tokens = np.add.reduceat(lengths, groups.starts)
-        units = np.ones(len(groups), np.int64) if request.batch_unit == "group" else groups.sizes
+        costs = np.add.reduceat(get_costs(lengths, self.cost), groups.starts)
+        units = groups.sizes if request.batch_unit == "sample" else np.ones(len(groups), np.int64)
         too_large = (units > request.batch_size) | (tokens > self.tokens_per_rank)
         if self.tokens_per_micro_batch is not None:
             too_large |= np.maximum.reduceat(lengths, groups.starts) > self.tokens_per_micro_batch
@@ -221,13 +245,13 @@ class TokenBudgetSampler(LengthSampler):
         fits = np.cumsum(tokens) <= self.tokens_per_rank * request.rank_count
         fits &= np.cumsum(units) <= request.total_size
         most = int(fits.sum())
-        best = self._assign_one_by_one(tokens[:most], units[:most], request)
+        best = self._assign_one_by_one(costs[:most], tokens[:most], units[:most], request)
         least = sum(part.size for part in best)
-        best = self._balance(tokens[:least], units[:least], request) or best
+        best = self._balance(costs[:least], tokens, units, request) or best
         low, high = least + 1, most
-        count = most  # nearly always the answer
+        count = most  # almost always the result
         while low <= high:
-            found = self._balance(tokens[:count], units[:count], request)
+            found = self._balance(costs[:count], tokens, units, request)
             if found is None:
                 high = count - 1
             else:
@@ -235,22 +259,26 @@ class TokenBudgetSampler(LengthSampler):
             count = (low + high) // 2
         return best
 
-    def _assign_one_by_one(self, tokens: Indexes, units: Indexes, request: PlanRequest) -> list[Indexes]:
-        """Assign each group to the rank with the fewest tokens, until one does not fit there."""
+    def _assign_one_by_one(
+        self, costs: Indexes, tokens: Indexes, units: Indexes, request: PlanRequest
+    ) -> list[Indexes]:
+        """Assign each group to the rank with the lowest cost, until one does not fit there."""
         ranks: list[list[int]] = [[] for _ in range(request.rank_count)]
-        loads = [(0, 0, rank) for rank in range(request.rank_count)]
-        for position, (size, count) in enumerate(zip(tokens.tolist(), units.tolist(), strict=True)):
-            load, used, rank = loads[0]
-            if load + size > self.tokens_per_rank or used + count > request.batch_size:
+        loads = [(0, 0, 0, rank) for rank in range(request.rank_count)]
+        for position, (cost, size, count) in enumerate(
+            zip(costs.tolist(), tokens.tolist(), units.tolist(), strict=True)
+        ):
+            load, held, used, rank = loads[0]
+            if held + size > self.tokens_per_rank or used + count > request.batch_size:
                 break
             ranks[rank].append(position)
-            heapq.heapreplace(loads, (load + size, used + count, rank))
+            heapq.heapreplace(loads, (load + cost, held + size, used + count, rank))
         return [np.array(part, np.int64) for part in ranks]
 
-    def _balance(self, tokens: Indexes, units: Indexes, request: PlanRequest) -> list[Indexes] | None:
-        """Assign all groups, balanced by tokens; None where a rank would get more than it may."""
+    def _balance(self, costs: Indexes, tokens: Indexes, units: Indexes, request: PlanRequest) -> list[Indexes] | None:
+        """Balance the first `costs.size` groups over the ranks; None if a rank would exceed its limits."""
         for split in (get_free_partitions, get_even_partitions):
-            parts = [np.array(part, np.int64) for part in split(tokens, request.rank_count)]
+            parts = [np.array(part, np.int64) for part in split(costs, request.rank_count)]
             if all(
                 tokens[part].sum() <= self.tokens_per_rank and units[part].sum() <= request.batch_size for part in parts
             ):
@@ -258,8 +286,8 @@ class TokenBudgetSampler(LengthSampler):
         return None
 
     def _is_overlong(self, groups: Groups, lengths: Indexes) -> NDArray[np.bool_]:
-        """Return which members of groups are dropped: those too long by themselves, and all of groups that are."""
-        if self.overlong == "error":
+        """Return a mask of the dropped samples: those that are too long, and all of a group that is too long."""
+        if self.overlong != "drop":
             return np.zeros(lengths.size, np.bool_)
         is_dropped = lengths > min(self.tokens_per_rank, self.tokens_per_micro_batch or self.tokens_per_rank)
         totals = np.add.reduceat(np.where(is_dropped, 0, lengths), groups.starts)
@@ -267,14 +295,14 @@ class TokenBudgetSampler(LengthSampler):
         return dropped
 
     def _oversized(self, groups: Groups, lengths: Indexes, batch_size: int) -> InvalidArgumentError:
-        """Return the error of a first group that no rank can have."""
+        """Return the error for a first group that does not fit any rank."""
         size = int(groups.sizes[0])
         total, longest = int(lengths[:size].sum()), int(lengths[:size].max())
         within_tokens = total <= self.tokens_per_rank and longest <= (self.tokens_per_micro_batch or longest)
         if within_tokens:
             return InvalidArgumentError(
-                f"batch_size: got {batch_size} samples, expected at least {size}: the group of sample {groups.rows[0]} "
-                "has so many and stays whole; raise batch_size or count groups with batch_unit group",
+                f"batch_size: got {batch_size} samples, expected at least {size}, the size of the group of sample "
+                f"{groups.rows[0]}, which is not split; raise batch_size or count groups with batch_unit group",
                 field="batch_size",
             )
         if total > self.tokens_per_rank:
@@ -283,18 +311,34 @@ class TokenBudgetSampler(LengthSampler):
         else:
             what = f"got {longest} tokens for a sample in the group of" if size > 1 else f"got {longest} tokens for"
             limit = f"tokens_per_micro_batch ({self.tokens_per_micro_batch})"
+        rounded = f", each sample rounded up to a multiple of {self.align}" if self.align > 1 else ""
         return InvalidArgumentError(
-            f"{self.length_key}: {what} sample {groups.rows[0]}, expected at most {limit}; raise it, clear the "
-            "sample, or choose overlong 'drop'",
+            f"{self.length_key}: {what} sample {groups.rows[0]}{rounded}, expected at most {limit}; raise it, clear "
+            "the sample, or choose overlong 'drop'",
             field="sampler_config",
             metadata={"column": self.length_key},
         )
+
+    def _split(self, plan: Plan, lengths_of_ranks: list[Indexes], tokens_per_micro_batch: int) -> Plan:
+        """Return the plan with micro-batches, the same number for every rank."""
+        packed = pack_ranks_equally(
+            [self.aligned(lengths) for lengths in lengths_of_ranks],
+            tokens_per_micro_batch,
+            multiple_of=self.packs_multiple_of,
+            spread=True,
+        )
+        ranks = []
+        for part, lengths, bins in zip(plan.ranks, lengths_of_ranks, packed, strict=True):
+            positions = (np.array(sorted(items), np.int64) for items in bins)
+            packs = tuple(Pack(positions=members, lengths=lengths[members]) for members in positions)
+            ranks.append(RankPlan(rows=part.rows, steps=(packs,)))
+        return Plan(ranks=tuple(ranks))
 
 
 def _dropped_by_rank(
     groups: Groups, group_of: Indexes, dropped: Indexes, groups_of_ranks: list[Indexes]
 ) -> Iterator[Indexes]:
-    """Yield the rows of dropped samples that each rank's part names: they go with their group, or in turn."""
+    """Yield the dropped rows named by each rank's part: they go with their group, if a rank has it, or round-robin."""
     rank_of = np.arange(len(groups)) % len(groups_of_ranks)
     for rank, own in enumerate(groups_of_ranks):
         rank_of[own] = rank
@@ -303,34 +347,25 @@ def _dropped_by_rank(
         yield groups.rows[dropped[rank_of_dropped == rank]]
 
 
-def _split(plan: Plan, lengths_of_ranks: list[Indexes], tokens_per_micro_batch: int) -> Plan:
-    packed = pack_ranks_equally(lengths_of_ranks, tokens_per_micro_batch, spread=True)
-    ranks = []
-    for part, lengths, bins in zip(plan.ranks, lengths_of_ranks, packed, strict=True):
-        positions = (np.array(sorted(items), np.int64) for items in bins)
-        packs = tuple(Pack(positions=members, lengths=lengths[members]) for members in positions)
-        ranks.append(RankPlan(rows=part.rows, steps=(packs,)))
-    return Plan(ranks=tuple(ranks))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedSampler(LengthSampler):
-    """Packs whole batches: each rank gets `optimizer_steps` steps of packs of at most `pack_max_length` tokens.
+    """Packs entire batches: each rank gets `optimizer_steps` steps of packs of at most `pack_max_length` tokens.
 
-    A batch is taken in the order of the groups' first members, its groups are spread evenly over the ranks, the samples
-    of a rank over the steps by their tokens, and each rank's step is bin packed. Every rank has the same number of
-    packs in a step, at least one, completed by packs of padding only. Groups stay on one rank, though not in one
-    step. All in `tq_service.balancing.plan_packs`.
+    A batch is taken in the order of the groups' first members. Its groups are distributed evenly over the ranks, and
+    the samples of a rank over the steps by their tokens. Each rank's step is bin packed. Every rank has the same number
+    of packs in a step, at least one, filled up with padding-only packs. A group stays on one rank, but may be split
+    over steps; with `batch_unit` "group" or "rollout" a rollout stays in one step, too. The algorithm is in
+    `tq_service.balancing.plan_packs`.
 
     Attributes:
-        optimizer_steps: optimizer steps of a batch, always exactly so many.
-        pack_max_length: tokens of a pack; its samples have at most so many, `Pack.padding_tokens` fill it up.
-        overlong: what to do with a sample of more tokens than a pack holds: error refuses the batch, truncate plans
-            for its first `pack_max_length` tokens (`Pack.lengths` says so), drop leaves it out of the batch for good:
-            it is in `RankPlan.dropped` and counts as skipped.
-        cost: balanced over the ranks: tokens, or their cost with attention.
-        even_steps: whether the steps of a rank get as equal numbers of tokens as can be; else the fewest packs, whose
-            numbers differ by at most one between steps.
+        optimizer_steps: exact number of optimizer steps per batch.
+        pack_max_length: tokens per pack, a multiple of `align`; `Pack.padding_tokens` fills a pack up to this length.
+        overlong: handling of a sample of more tokens than a pack holds. error refuses the batch. truncate plans for its
+            first `pack_max_length` tokens, given in `Pack.lengths`. drop leaves it out of the batch for good: it is in
+            `RankPlan.dropped` and counts as skipped.
+        even_steps: whether the steps of a rank get token totals as equal as possible; otherwise the number of packs is
+            minimal, and differs between steps by at most one, or `packs_multiple_of`.
+        packs_multiple_of: the number of packs of each step is a multiple of this.
     """
 
     name: ClassVar[str] = "packed"
@@ -338,43 +373,37 @@ class PackedSampler(LengthSampler):
     optimizer_steps: int
     pack_max_length: int
     overlong: Overlong = "error"
-    cost: CostName = "tokens"
     even_steps: bool = True
+    packs_multiple_of: int = 1
 
     def __post_init__(self) -> None:
         check_count("optimizer_steps", self.optimizer_steps)
         check_count("pack_max_length", self.pack_max_length)
+        check_count("packs_multiple_of", self.packs_multiple_of)
         LengthSampler.__post_init__(self)
+        self.check_aligned("pack_max_length", self.pack_max_length)
         check_overlong(self.overlong)
-        check_cost_name(self.cost)
 
     def check(self, request: PlanRequest) -> None:
-        """Refuse a request that the options do not fit.
+        """Refuse a request that does not fit the options.
 
         Raises:
-            InvalidArgumentError: `batch_size` does not hold whole groups, a micro-batch size is given, or the steps of
-                all ranks are more than one plan has.
+            InvalidArgumentError: `batch_size` is not a multiple of the group size, a micro-batch size is given, or the
+                plan would have too many packs over all ranks.
         """
         LengthSampler.check(self, request)
         self.refuse_micro_batch_size(request, "pack_max_length")
-        step_count = self.optimizer_steps * request.rank_count
-        if step_count > _MOST_STEPS:
-            raise InvalidArgumentError(
-                f"optimizer_steps: got {self.optimizer_steps} for {request.rank_count} rank(s), {step_count} steps "
-                f"together, expected at most {_MOST_STEPS}; plan fewer steps with a batch",
-                field="sampler_config",
-                metadata={"option": "optimizer_steps"},
-            )
+        _check_pack_count(request, self.packs_multiple_of, self.optimizer_steps)
 
     def runs_inline(self, request: PlanRequest) -> bool:
-        """Whether few samples are to be packed for few steps."""
-        group_size = self.n_samples_per_prompt if request.batch_unit == "group" else 1
-        if group_size is None or self.optimizer_steps * request.rank_count > _QUICK_STEPS:
+        """Whether there are few samples to pack into few steps."""
+        group_size = 1 if request.batch_unit == "sample" else self.n_samples_per_prompt
+        if group_size is None or self.optimizer_steps * self.packs_multiple_of * request.rank_count > _QUICK_STEPS:
             return False
         return request.total_size * group_size <= _QUICK_PACKED_SAMPLES
 
     def plan(self, view: View, request: PlanRequest) -> Plan | None:
-        """Return steps and packs for each rank, or None where too few groups are ready.
+        """Return steps and packs for each rank, or None if too few groups are ready.
 
         Raises:
             InvalidArgumentError: a length is negative, or, with `overlong="error"`, more than a pack holds.
@@ -386,17 +415,20 @@ class PackedSampler(LengthSampler):
         lengths = self.read_lengths(view, groups.rows)
         self._refuse_overlong(groups.rows, lengths)
         group_of = np.repeat(np.arange(len(groups)), groups.sizes)
+        rollouts = None if request.batch_unit == "sample" else view.rollout_names(groups.rows)
         packs = plan_packs(
-            lengths,
+            self.aligned(lengths),
             dp_size=request.rank_count,
             optimizer_steps=self.optimizer_steps,
             pack_max_length=self.pack_max_length,
             groups=group_of.tolist(),
+            rollouts=rollouts,
             overlong=self.overlong,
             cost=self.cost,
             even_steps=self.even_steps,
+            packs_multiple_of=self.packs_multiple_of,
         )
-        return _as_plan(groups, group_of, packs)
+        return _as_plan(groups, group_of, np.minimum(lengths, self.pack_max_length), packs)
 
     def _refuse_overlong(self, rows: Indexes, lengths: Indexes) -> None:
         if self.overlong != "error" or lengths.max(initial=0) <= self.pack_max_length:
@@ -411,8 +443,8 @@ class PackedSampler(LengthSampler):
         )
 
 
-def _as_plan(groups: Groups, group_of: Indexes, packs: PackPlan) -> Plan:
-    """Return the plan in rows."""
+def _as_plan(groups: Groups, group_of: Indexes, lengths: Indexes, packs: PackPlan) -> Plan:
+    """Convert packs of sample numbers to a plan of rows with their packed token counts."""
     samples_of_ranks = [
         np.array(sorted(sample for step in steps for pack in step for sample in pack), np.int64)
         for steps in packs.packs
@@ -423,18 +455,33 @@ def _as_plan(groups: Groups, group_of: Indexes, packs: PackPlan) -> Plan:
             RankPlan(
                 rows=groups.rows[samples],
                 dropped=rows,
-                steps=tuple(tuple(_as_pack(samples, pack, packs) for pack in step) for step in steps),
+                steps=tuple(
+                    tuple(_as_pack(samples, pack, lengths, packs.pack_max_length) for pack in step) for step in steps
+                ),
             )
             for samples, rows, steps in zip(samples_of_ranks, dropped, packs.packs, strict=True)
         )
     )
 
 
-def _as_pack(samples: Indexes, pack: list[int], packs: PackPlan) -> Pack:
+def _as_pack(samples: Indexes, pack: list[int], lengths: Indexes, pack_max_length: int) -> Pack:
     members = np.array(pack, np.int64)
-    lengths = packs.lengths[members]
     return Pack(
         positions=samples.searchsorted(members),
-        lengths=lengths,
-        padding_tokens=packs.pack_max_length - int(lengths.sum()),
+        lengths=lengths[members],
+        padding_tokens=pack_max_length - int(lengths[members].sum()),
     )
+
+
+def _check_pack_count(request: PlanRequest, packs_multiple_of: int, optimizer_steps: int = 1) -> None:
+    """Raise InvalidArgumentError if the plan has too many packs, including empty ones, over all ranks."""
+    pack_count = optimizer_steps * packs_multiple_of * request.rank_count
+    if pack_count > _MOST_PACKS:
+        option = "packs_multiple_of" if optimizer_steps == 1 else "optimizer_steps"
+        got = packs_multiple_of if optimizer_steps == 1 else optimizer_steps
+        raise InvalidArgumentError(
+            f"{option}: got {got} for {request.rank_count} rank(s), {pack_count} packs in total, expected at most "
+            f"{_MOST_PACKS}; plan fewer per batch",
+            field="sampler_config",
+            metadata={"option": option},
+        )

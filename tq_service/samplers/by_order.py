@@ -1,4 +1,4 @@
-"""Samplers that take ready samples, or whole groups, in order; what all samplers of whole groups share."""
+"""Samplers that take ready samples, or complete groups, in order; the base of all group samplers."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ Assignment = Sequence[NDArray[np.int64]]
 class SequentialSampler(Sampler):
     """Takes ready samples in index order, or in the order of `order_by`.
 
-    Each rank gets a block of neighbours: `batch_size` of them, and of a short last batch as even a share as can be.
-    With `batch_unit="group"` the blocks are of whole groups.
+    Each rank gets a block of `batch_size` neighbours. A short last batch is distributed as evenly as possible. With
+    `batch_unit="group"` blocks have complete groups, with "rollout" complete rollouts.
     """
 
     name: ClassVar[str] = "sequential"
@@ -37,8 +37,8 @@ class SequentialSampler(Sampler):
         return True
 
     def plan(self, view: View, request: PlanRequest) -> Plan | None:
-        """Return blocks of neighbours, or None where fewer than `request.min_size` are ready."""
-        if request.batch_unit == "group":
+        """Return blocks of neighbours, or None if fewer than `request.min_size` are ready."""
+        if request.batch_unit != "sample":
             groups = take_groups(view.ready_groups, request)
             if groups is None:
                 return None
@@ -49,22 +49,21 @@ class SequentialSampler(Sampler):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupSampler(Sampler):
-    """A sampler that takes whole groups, in the order of their first members.
+    """A sampler that takes complete groups, in the order of their first members.
 
     Attributes:
-        n_samples_per_prompt: members of a group that declared no size, and without explicit groups the length of the
-            blocks of consecutive indexes; without it: explicit groups, or else single samples.
-        incomplete_groups: what to do with a group of which members failed or were cleared: skip it, or take the
-            rest.
-        blocks: where blocks of consecutive indexes begin: aligned to multiples of their length, or anywhere: any so
-            many ready samples whose indexes follow each other are a group.
+        n_samples_per_prompt: members of a group without a declared size; without explicit groups, the length of the
+            blocks of consecutive indexes. null: explicit groups, or else single samples.
+        incomplete_groups: handling of a group with failed or cleared members: skip it, or take the rest.
+        blocks: where blocks of consecutive indexes begin: aligned to multiples of their length, or anywhere, so that
+            any run of this many ready samples with consecutive indexes is a group.
     """
 
     n_samples_per_prompt: int | None = None
     incomplete_groups: IncompleteGroups = "skip"
     blocks: Blocks = "aligned"
 
-    # Subclasses that check more call this by its class: `super()` means a class that `slots=True` has replaced.
+    # Subclasses call this through the class, since with `slots=True` a bare `super()` refers to the replaced class.
     def __post_init__(self) -> None:
         if self.n_samples_per_prompt is not None and self.n_samples_per_prompt < 1:
             raise ValueError(f"n_samples_per_prompt: got {self.n_samples_per_prompt}, expected at least 1")
@@ -75,22 +74,34 @@ class GroupSampler(Sampler):
         if self.blocks == "anywhere" and self.incomplete_groups == "take":
             raise ValueError(
                 "incomplete_groups: got 'take' with blocks 'anywhere', expected 'skip', since such groups are found "
-                "among the ready samples; name the groups to take the rest of them"
+                "among ready samples only; name the groups to take the rest of them"
             )
 
     def check(self, request: PlanRequest) -> None:
-        """Raise InvalidArgumentError where `batch_size` counts samples and is not a multiple of the group size."""
+        """Validate the request.
+
+        Raises:
+            InvalidArgumentError: `batch_size` in samples is not a multiple of the group size, or a group size is given
+                with `batch_unit` "rollout".
+        """
         group_size = self.n_samples_per_prompt
+        if request.batch_unit == "rollout" and group_size is not None:
+            raise InvalidArgumentError(
+                f"n_samples_per_prompt: got {group_size} for sampler {self.name!r} with batch_unit 'rollout', expected "
+                f"none, since rollouts of any groups are taken; omit it, or use batch_unit 'group'",
+                field="sampler_config",
+                metadata={"option": "n_samples_per_prompt"},
+            )
         if request.batch_unit == "group" or group_size is None or request.batch_size % group_size == 0:
             return
         raise InvalidArgumentError(
             f"batch_size: got {request.batch_size} samples for sampler {self.name!r}, expected a multiple of "
-            f"n_samples_per_prompt ({group_size}), since groups stay whole; or count groups with batch_unit group",
+            f"n_samples_per_prompt ({group_size}), since groups are not split; or count groups with batch_unit group",
             field="batch_size",
         )
 
     def ready_groups(self, view: View) -> Callable[..., Groups]:
-        """Return `view.ready_groups` of the groups that the options name, to be given a limit and its unit."""
+        """Return `view.ready_groups` bound to the sampler's options; the caller passes a limit and its unit."""
         return partial(
             view.ready_groups,
             block_size=self.n_samples_per_prompt,
@@ -101,15 +112,15 @@ class GroupSampler(Sampler):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GRPOGroupNSampler(GroupSampler):
-    """Takes whole groups of `n_samples_per_prompt` samples, in the order of their first member.
+    """Takes complete groups of `n_samples_per_prompt` samples, in the order of their first member.
 
-    Groups of equal size are assigned in blocks of neighbours, so that each rank gets exactly `batch_size` samples.
-    Where sizes differ (closed groups, `incomplete_groups="take"`), groups stay whole and the ranks' shares are as even
-    as that allows.
+    Groups of equal size are assigned in blocks of neighbours, and each rank gets exactly `batch_size` samples. If sizes
+    differ (closed groups, `incomplete_groups="take"`), groups are still not split, and the ranks' shares are as even as
+    possible.
 
     Attributes:
-        n_samples_per_prompt: members of a group that declared no size, and without explicit groups the length of the
-            blocks of consecutive indexes; it must be given.
+        n_samples_per_prompt: members of a group without a declared size; without explicit groups, the length of the
+            blocks of consecutive indexes. Required.
     """
 
     name: ClassVar[str] = "grpo_group_n"
@@ -121,14 +132,14 @@ class GRPOGroupNSampler(GroupSampler):
         return True
 
     def plan(self, view: View, request: PlanRequest) -> Plan | None:
-        """Return whole groups for each rank, or None where too few are ready."""
+        """Return complete groups for each rank, or None if too few are ready."""
         self.check(request)
         groups = take_groups(self.ready_groups(view), request)
         if groups is None:
             return None
         if (groups.sizes == groups.sizes[:1]).all():
             assignment = assign_blocks(groups, request.rank_count)
-        elif request.batch_unit == "group":
+        elif request.batch_unit != "sample":
             assignment = assign_round_robin(groups, request.rank_count, largest_first=True)
         else:
             assignment = assign_to_least_loaded(groups, request.rank_count)
@@ -137,20 +148,20 @@ class GRPOGroupNSampler(GroupSampler):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankAwareSampler(GroupSampler):
-    """Assigns ready samples, or whole groups, round-robin to the ranks, so that all get the same mixture of ages.
+    """Assigns ready samples, or complete groups, round-robin to the ranks, which all get the same mixture of ages.
 
-    Every replica of a rank gets the same samples for a batch_index, other ranks get others. A short last batch is
-    spread evenly. For trainer ranks only.
+    For a batch_index, every replica of a rank gets the same samples, and different ranks get different ones. A short
+    last batch is distributed evenly. For trainer ranks only.
 
     Attributes:
-        n_samples_per_prompt: keep groups of so many samples whole; without it single samples are assigned,
-            or explicit groups with batch_unit group.
+        n_samples_per_prompt: keeps groups of this many samples together; null: single samples, or explicit groups with
+            batch_unit group.
     """
 
     name: ClassVar[str] = "rank_aware"
 
     def check(self, request: PlanRequest) -> None:
-        """Raise InvalidArgumentError for a queue worker, and where `batch_size` does not hold whole groups."""
+        """Raise InvalidArgumentError for a queue worker, or if `batch_size` is not a multiple of the group size."""
         if not request.ranked:
             raise InvalidArgumentError(
                 f"sampler: got {self.name!r} without dp_rank, expected dp_rank, dp_size and batch_index; queue workers "
@@ -164,7 +175,7 @@ class RankAwareSampler(GroupSampler):
         return True
 
     def plan(self, view: View, request: PlanRequest) -> Plan | None:
-        """Return the share of each rank, or None where too few are ready."""
+        """Return the share of each rank, or None if too few are ready."""
         self.check(request)
         ranks = request.rank_count
         if self.n_samples_per_prompt is None and request.batch_unit == "sample":
@@ -177,9 +188,9 @@ class RankAwareSampler(GroupSampler):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChosenSampler(Sampler):
-    """Takes the samples that its options name, in this order, once all of them are ready.
+    """Takes the samples named in its options, in this order, once all of them are ready.
 
-    For queue workers that choose by themselves, after a look-up: what another has claimed meanwhile makes no batch.
+    For queue workers that choose samples after a look-up. There is no batch if another worker has claimed one of them.
 
     Attributes:
         rows: global indexes, each once; `batch_size` is their number.
@@ -196,59 +207,60 @@ class ChosenSampler(Sampler):
             raise ValueError("rows: one comes twice; name each once")
 
     def check(self, request: PlanRequest) -> None:
-        """Raise InvalidArgumentError for trainer ranks, and where `batch_size` is not the number of rows."""
+        """Raise InvalidArgumentError for trainer ranks, or if `batch_size` is not the number of rows."""
         if request.ranked or request.batch_unit != "sample":
             raise InvalidArgumentError(
                 f"sampler: got {self.name!r} for {'trainer ranks' if request.ranked else 'groups'}, expected a queue "
-                "worker that asks for samples",
+                "worker that requests samples",
                 field="sampler",
             )
         if request.batch_size != len(self.rows):
             raise InvalidArgumentError(
-                f"batch_size: got {request.batch_size} with {len(self.rows)} rows in sampler_config, expected as many",
+                f"batch_size: got {request.batch_size}, expected {len(self.rows)}, the number of rows in "
+                "sampler_config",
                 field="batch_size",
             )
 
     def plan(self, view: View, request: PlanRequest) -> Plan | None:
-        """Return the rows, or None where one of them is not ready."""
+        """Return the rows, or None if one of them is not ready."""
         self.check(request)
         rows = np.array(self.rows, np.int64)
         return Plan.of([rows]) if np.isin(rows, view.ready()).all() else None
 
 
 def take_groups(ready_groups: Callable[..., Groups], request: PlanRequest) -> Groups | None:
-    """Return the next whole groups, as many as the request holds, or None where too few are ready.
+    """Return the next complete groups, as many as the request holds, or None if too few are ready.
 
-    They are enough where they reach `request.min_size`, or where the next ready group would exceed
-    `request.total_size`: waiting would bring nothing more then. To tell that from "no further group is ready yet", the
-    view is asked for one group more than fit.
+    There are enough groups if they reach `request.min_size`, or if the next ready group would exceed
+    `request.total_size`, since waiting does not help then. To tell this from "no further group is ready yet", the
+    function requests one group more than fits.
 
     Args:
-        ready_groups: `View.ready_groups`, to be given a limit and its unit.
-        request: what the plan is asked for.
+        ready_groups: `View.ready_groups`, called with a limit and its unit.
+        request: the request for the plan.
 
     Raises:
-        InvalidArgumentError: the first group alone is larger than the whole batch, so that no plan can ever take it.
+        InvalidArgumentError: the first group is larger than the entire batch, so no plan can ever take it.
     """
     unit, total = request.batch_unit, request.total_size
     groups = ready_groups(total, unit=unit)
-    size = len(groups) if unit == "group" else groups.rows.size
+    size = groups.rows.size if unit == "sample" else len(groups)
     if len(groups) and size >= request.min_size:
         return groups
-    if unit == "group":
-        return None  # groups count one each: a group more always fits
+    if unit != "sample":
+        return None  # a group counts as one, so one more always fits
     more = ready_groups(len(groups) + 1, unit="group")
     ends = np.cumsum(more.sizes)
     count = int(np.searchsorted(ends, total, side="right"))
     fitting = Groups(rows=more.rows[: int(ends[count - 1]) if count else 0], sizes=more.sizes[:count])
     if count == len(more):
-        # Groups may have become ready between the two questions.
+        # Groups may have become ready between the two calls.
         return fitting if count and fitting.rows.size >= request.min_size else None
     if not count:
         raise InvalidArgumentError(
-            f"batch_size: got {request.batch_size} samples for {request.rank_count} rank(s), {total} together, "
-            f"expected at least {int(more.sizes[0])}: the group of sample {int(more.rows[0])} has so many and stays "
-            "whole; raise batch_size or count groups with batch_unit group",
+            f"batch_size: got {request.batch_size} samples for {request.rank_count} rank(s), {total} in total, "
+            f"expected at least {int(more.sizes[0])}, the size of the group of sample {int(more.rows[0])}, which is "
+            "not split; raise batch_size or count groups with batch_unit group",
             field="batch_size",
         )
     return fitting
@@ -262,19 +274,19 @@ def rows_of_ranks(groups: Groups, assignment: Assignment) -> list[Indexes]:
 
 
 def assign_blocks(groups: Groups, rank_count: int) -> Assignment:
-    """Assign neighbouring groups to each rank, counts equal or differing by at most one."""
+    """Assign neighbouring groups to each rank; counts are equal or differ by at most one."""
     return even_blocks(np.arange(len(groups)), rank_count)
 
 
 def even_blocks(values: Indexes, count: int) -> list[Indexes]:
-    """Return blocks of neighbours, the first ones longer by one if need be; `np.array_split` does so slowly."""
+    """Return blocks of neighbours, the first ones longer by one if necessary; faster than `np.array_split`."""
     size, longer = divmod(values.size, count)
     ends = [size * block + min(block, longer) for block in range(count + 1)]
     return [values[start:end] for start, end in pairwise(ends)]
 
 
 def assign_to_least_loaded(groups: Groups, rank_count: int) -> Assignment:
-    """Assign group after group, largest first, to the rank with the fewest samples."""
+    """Assign groups, largest first, to the rank with the fewest samples."""
     loads = [(0, rank) for rank in range(rank_count)]
     rank_of = np.empty(len(groups), np.int64)
     sizes = groups.sizes.tolist()
@@ -286,10 +298,10 @@ def assign_to_least_loaded(groups: Groups, rank_count: int) -> Assignment:
 
 
 def assign_round_robin(groups: Groups, rank_count: int, *, largest_first: bool = False) -> Assignment:
-    """Assign one group to each rank in every round, so that counts are equal or differ by at most one.
+    """Assign one group to each rank in every round; group counts are equal or differ by at most one.
 
-    Groups of one round follow each other in order of arrival (or of size). Within a round the larger groups go to the
-    ranks that have fewer samples; groups of equal size go round-robin.
+    Rounds take groups in order of arrival (or of size). Within a round the larger groups go to the ranks with fewer
+    samples; groups of equal size go round-robin.
     """
     order = np.argsort(-groups.sizes, kind="stable") if largest_first else np.arange(len(groups))
     loads = np.zeros(rank_count, np.int64)

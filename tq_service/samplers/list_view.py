@@ -1,4 +1,4 @@
-"""A view of samples of known lengths, to try samplers without a service."""
+"""A view of samples with given lengths, to test samplers without a service."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SPEC = BatchSpec(
 
 
 class ListView(PartitionView):
-    """Shows samples 0, 1, ... in memory as the service shows a partition: ready once produced, until consumed."""
+    """In-memory samples 0, 1, ..., shown as the service shows a partition: ready once produced, until consumed."""
 
     def __init__(
         self,
@@ -38,17 +38,17 @@ class ListView(PartitionView):
         meta: Mapping[str, Sequence[object]] | None = None,
         unproduced: Sequence[int] | Indexes = (),
     ) -> None:
-        """Make a view.
+        """Create a view.
 
         Args:
             lengths: token count of each sample.
-            group_size: neighbours that form an explicit group, the last of which may be smaller; None: no groups.
-            meta: custom_meta columns, one value a sample.
-            unproduced: samples that lack a field, see `produce`.
+            group_size: number of neighbours per explicit group; the last group may be smaller. None: no groups.
+            meta: custom_meta columns, one value per sample.
+            unproduced: samples that lack a field; see `produce`.
 
         Raises:
-            ValueError: `group_size` is below 1, or a column of `meta` has not one value a sample.
-            IndexError: one of `unproduced` is no sample.
+            ValueError: `group_size` is below 1, or a column of `meta` does not have one value per sample.
+            IndexError: an element of `unproduced` is not a sample.
         """
         if group_size is not None and group_size < 1:
             raise ValueError(f"group_size: got {group_size}, expected at least 1")
@@ -63,9 +63,7 @@ class ListView(PartitionView):
             groups.close(np.arange(groups.slots.count))
         for name, column in (meta or {}).items():
             if len(column) != count:
-                raise ValueError(
-                    f"got meta {name!r} of {len(column)} values, expected one value for each of {count} samples"
-                )
+                raise ValueError(f"got meta {name!r} of {len(column)} values, expected {count}, one value per sample")
             partition.meta.write([column_of(name, count, range(count), column)], rows)
         self._task = partition.open_task("list")
         self._cells = partition.cells.declare(FieldSpec("produced")).cell
@@ -74,23 +72,27 @@ class ListView(PartitionView):
         super().__init__(partial(Scan, ready, ScanStarts(partition, "list"), watch=ScanWatch()))
 
     def consume(self, rows: Indexes) -> None:
-        """Let these rows be left no longer, as if they had been delivered and acknowledged."""
+        """Mark rows as consumed, as if they had been delivered and acknowledged."""
         self._task.claim.write(rows, CONSUMED_EARLIER)
 
     def record(self, plan: Plan, *, max_uses: int = 1) -> None:
-        """Consume and drop rows, and count deliveries, as the service does with `get_meta(max_uses=)`."""
+        """Consume and drop rows and count deliveries, as the service does with `get_meta(max_uses=)`."""
         recorded = self._task.using_up(RecordedPlan.of(plan), max_uses)
         self._task.deliver(recorded, recorded.named, batch_spec=_SPEC)
         self.plan_count += 1
 
     def produce(self, rows: Indexes) -> None:
-        """Let these rows have all their fields."""
+        """Mark rows as having all their fields."""
         self._cells.write(rows, 0)
+
+    def rollout_names(self, rows: Indexes) -> list[str | None]:
+        """Return None for each row, since this view does not have rollouts."""
+        return [None] * len(rows)
 
     def lengths(self, rows: Indexes) -> Indexes:
         """Return token counts `(n,)`."""
         return self._lengths[rows]
 
     def field_lengths(self, field: str, rows: Indexes) -> Indexes:
-        """Return the token counts `(n,)`, whatever the field."""
+        """Return the token counts `(n,)` for any field."""
         return self._lengths[rows]

@@ -1,4 +1,4 @@
-"""Options of a sampler: read from its constructor, checked against what a caller gives."""
+"""Options of a sampler: read from its constructor, and validated against the caller's config."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _REQUIRED: Final = inspect.Parameter.empty
 
 
 def describe_sampler(name: str, kind: type[Sampler]) -> SamplerDescription:
-    """Return name, first docstring sentence and options of a sampler."""
+    """Return the name, first docstring sentence and options of a sampler."""
     first_paragraph = " ".join((inspect.getdoc(kind) or "").split("\n\n")[0].split())
     sentence, stop, _ = first_paragraph.partition(". ")
     parameters, _ = _parameters(kind)
@@ -39,7 +39,7 @@ def describe_sampler(name: str, kind: type[Sampler]) -> SamplerDescription:
 
 
 def _documented(kind: type[Sampler]) -> dict[str, str]:
-    """Return what docstrings say of options, those of a class before those of its bases."""
+    """Return the docstring texts of options; those of a class take precedence over those of its bases."""
     texts: dict[str, str] = {}
     for doc in (inspect.getdoc(part) for base in kind.__mro__[:-1] for part in (base, vars(base).get("__init__"))):
         section = re.search(r"^(?:Attributes|Args):\n((?:\s+.*\n?|\n)+)", doc or "", re.MULTILINE)
@@ -50,10 +50,10 @@ def _documented(kind: type[Sampler]) -> dict[str, str]:
 
 
 def build_sampler(name: str, kind: type[Sampler], config: Mapping[str, object]) -> Sampler:
-    """Return the sampler with these options.
+    """Create a sampler with these options.
 
     Raises:
-        InvalidArgumentError: it has no such option, one is missing, or its type or value is wrong.
+        InvalidArgumentError: an option is unknown or missing, or its type or value is wrong.
     """
     parameters, takes_any = _parameters(kind)
     for option in config:
@@ -97,7 +97,7 @@ def build_sampler(name: str, kind: type[Sampler], config: Mapping[str, object]) 
 
 
 def _parameters(kind: type[Sampler]) -> tuple[dict[str, inspect.Parameter], bool]:
-    """Return the parameters that can be given by keyword, and whether any other can."""
+    """Return the keyword parameters, and whether any other keyword is accepted."""
     parameters = inspect.signature(kind).parameters.values()
     by_keyword = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return (
@@ -107,12 +107,12 @@ def _parameters(kind: type[Sampler]) -> tuple[dict[str, inspect.Parameter], bool
 
 
 def _type_hints(kind: type[Sampler]) -> dict[str, Any]:
-    # A dataclass may inherit options whose types only the module of its base class imports; those of the class are
-    # looked up in the module of each base, those of the generated constructor only in the module of the last.
+    # A dataclass may inherit options whose types are imported only in the module of its base class. The hints of a
+    # class are resolved in the module of each base, those of a generated constructor only in the last module.
     annotated = kind if is_dataclass(kind) else kind.__init__
     try:
         return get_type_hints(annotated)
-    except (NameError, TypeError):  # names that only a type checker imports: the constructor checks for itself
+    except (NameError, TypeError):  # names imported only for type checking: the constructor validates its arguments
         return {}
 
 
@@ -123,7 +123,7 @@ _LISTS: Final = (list, tuple, Sequence)
 
 
 def _words(hint: Any) -> str:
-    """Return what a hint takes as clients in every language say it, "" for one that only its constructor checks."""
+    """Describe a type hint in terms of JSON, for clients in every language; "" if only the constructor checks it."""
     if get_origin(hint) in (Union, types.UnionType):
         return " or ".join(filter(None, map(_words, get_args(hint))))
     if get_origin(hint) is Literal:
@@ -134,18 +134,18 @@ def _words(hint: Any) -> str:
 
 
 def _checked(value: object, hint: Any) -> object:
-    """Return a value as the hint wants it; one that its constructor checks as it is."""
+    """Validate a value against its hint; a value that only the constructor checks is returned unchanged."""
     if not _words(hint):
         return value
     try:
         adapter = TypeAdapter(hint)
-    except PydanticUserError:  # a type of the sampler's own is in it
+    except PydanticUserError:  # the hint contains a type defined by the sampler
         return value
     return adapter.validate_json(json.dumps(value), strict=True)
 
 
 def whole_numbers(value: Any) -> Any:
-    """Return a value of JSON with integers for whole numbers, all of which are doubles on the wire."""
+    """Convert integral doubles in a JSON value to integers, since all numbers are doubles on the wire."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, list):

@@ -1,7 +1,7 @@
-"""What the service does with samplers: finds them by name, and runs them guarded.
+"""Finds samplers by name and runs them safely.
 
-Samplers are built in, registered, of installed packages, or of any module. One that raises, hangs or answers nonsense
-harms its own request only.
+Samplers are built in, registered, or imported from an installed package or any module. A sampler that raises, hangs or
+returns an invalid plan fails only its own request.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from tq_service.results import SamplerDescription
 from tq_service.samplers.by_length import PackedSampler, SeqlenBalancedSampler, TokenBudgetSampler
 from tq_service.samplers.by_order import ChosenSampler, GRPOGroupNSampler, RankAwareSampler, SequentialSampler
 from tq_service.samplers.options import build_sampler, describe_sampler, whole_numbers
+from tq_service.samplers.replay import ReplaySampler
 from tq_service.schema import MOST_SAMPLES
 from tq_service.state.plan import Indexes, LengthSource, MustBeAwaited, Pack, Plan, PlanRequest, RankPlan, Sampler, View
 
@@ -37,26 +38,27 @@ BUILT_IN: Final[tuple[type[Sampler], ...]] = (
     SeqlenBalancedSampler,
     TokenBudgetSampler,
     PackedSampler,
+    ReplaySampler,
     ChosenSampler,
 )
 _LARGEST_INT64: Final = 2**63 - 1
 
 
 class SamplerRegistry:
-    """Samplers by name, with their options checked.
+    """Resolves sampler names and validates options.
 
-    A name is that of a built-in or registered sampler, of an entry point of group `tq_service.samplers`, or, where
-    allowed, `module:Class`. Code of others is imported in a thread, on its first use. Samplers have no state, so one
-    instance serves all requests with the same options. Belongs to one event loop.
+    A name refers to a built-in or registered sampler, to an entry point of group `tq_service.samplers`, or, if allowed,
+    to `module:Class`. Third-party code is imported in a thread on first use. Samplers are stateless, so one instance
+    serves all requests with the same options. Belongs to one event loop.
     """
 
     def __init__(self, *, allow_import: bool = False, max_instances: int = 256) -> None:
-        """Make a registry of the built-in samplers.
+        """Create a registry of the built-in samplers.
 
         Args:
-            allow_import: whether `module:Class` may name any importable class. A client then decides what code the
+            allow_import: whether `module:Class` may name any importable class. Clients then decide which code the
                 server imports.
-            max_instances: how many resolved samplers to keep.
+            max_instances: maximum number of resolved samplers to keep.
         """
         self._allow_import = allow_import
         self._max_instances = max_instances
@@ -68,10 +70,10 @@ class SamplerRegistry:
         """Add a sampler under a name.
 
         Raises:
-            ValueError: the name is empty, has a colon or is taken, or the class has no `plan`.
+            ValueError: the name is empty, contains a colon or is taken, or the class is not a Sampler.
         """
         if not name or ":" in name:
-            raise ValueError(f"name: got {name!r}, expected a name that is not empty and has no colon")
+            raise ValueError(f"name: got {name!r}, expected a non-empty name without a colon")
         if self._classes.get(name, cls) is not cls:
             raise ValueError(f"name: {name!r} is taken by {self._classes[name].__qualname__}; choose another name")
         _check_class(name, cls)
@@ -81,18 +83,18 @@ class SamplerRegistry:
         """Return the sampler of this name with these options.
 
         Raises:
-            InvalidArgumentError: there is no such sampler, it cannot be loaded or has no such option; or an option is
-                missing, or its type or value is wrong.
+            InvalidArgumentError: the sampler does not exist or could not be loaded, or an option is unknown or missing,
+                or has a wrong type or value.
         """
         config = whole_numbers(dict(config or {}))
         try:
             config_json = json.dumps(config, sort_keys=True)
-        except (TypeError, ValueError):  # it cannot be compared with others
+        except (TypeError, ValueError):  # not JSON, so it cannot serve as a key
             return build_sampler(name, await self._class(name), config)
         return await self.resolve_json(name, config_json)
 
     async def resolve_json(self, name: str, config_json: str) -> Sampler:
-        """Return the sampler of this name with options as canonical JSON (keys sorted); see `resolve`."""
+        """Return the sampler of this name with options in canonical JSON (sorted keys); see `resolve`."""
         key = (name, config_json)
         sampler = self._instances.get(key)
         if sampler is None:
@@ -107,7 +109,7 @@ class SamplerRegistry:
         return self._classes.get(name) or self._imported.get(name) or await self._load(name)
 
     def describe(self) -> list[SamplerDescription]:
-        """Return the samplers by name; those of packages not used yet are listed without being loaded."""
+        """Return all samplers, sorted by name; unused ones of installed packages are listed without loading them."""
         infos = {name: describe_sampler(name, kind) for name, kind in (self._imported | self._classes).items()}
         for name, entry_point in self._entry_points.items():
             summary = f"Of an installed package: {entry_point.value}."
@@ -152,7 +154,7 @@ async def _import(name: str, load: Callable[[], Any]) -> type[Sampler]:
             f"sampler: {name!r} cannot be imported by the service: {type(error).__name__}: {error}; is it installed "
             "where the service runs, or on the service's PYTHONPATH?",
         ) from error
-    except BaseException as error:  # code of others: it may raise anything, also SystemExit
+    except BaseException as error:  # third-party code may raise anything, including SystemExit
         raise _not_loaded(
             name, f"sampler: {name!r} cannot be loaded by the service: {type(error).__name__}: {error}"
         ) from error
@@ -177,19 +179,19 @@ def _check_class(name: str, kind: Any) -> type[Sampler]:
 
 
 class PlanRunner:
-    """Runs `plan` of samplers: those that say so inline, others in threads, async ones on the event loop.
+    """Runs `plan` of samplers: inline if they declare it, async ones on the event loop, all others in threads.
 
-    A hung thread cannot be killed, so heavy plans have threads of their own, at most `max_threads`. While some of them
-    hang the others serve; while all hang, heavy plans are refused at once. A thread that ends after all is free again.
-    Threads are daemons and do not keep the process from exiting. Belongs to one event loop.
+    A hung thread cannot be killed, so heavy plans run in separate threads, at most `max_threads`. While some of these
+    hang, the rest keep serving; while all hang, heavy plans are refused at once. A hung thread that finally ends is
+    free again. Threads are daemons, so they do not keep the process from exiting. Belongs to one event loop.
     """
 
     def __init__(self, *, max_threads: int = 4, timeout_seconds: float = 30.0) -> None:
-        """Make a runner.
+        """Create a runner.
 
         Args:
-            max_threads: how many heavy plans may run at the same time, hung ones included.
-            timeout_seconds: how long a plan may take, the wait for a thread included.
+            max_threads: maximum number of heavy plans at the same time, including hung ones.
+            timeout_seconds: maximum duration of a plan, including the wait for a thread.
         """
         if max_threads < 1:
             raise ValueError(f"max_threads: got {max_threads}, expected at least 1")
@@ -198,12 +200,12 @@ class PlanRunner:
         self._timeout_seconds = timeout_seconds
         self._max_threads = max_threads
         self._free_threads = asyncio.Semaphore(max_threads)
-        # Names and deadlines of plans in threads; one has hung once the loop's clock has passed its deadline.
+        # Names and deadlines of plans in threads; a plan counts as hung after its deadline by the loop's clock.
         self._running: list[tuple[str, float]] = []
 
     @property
     def hung_samplers(self) -> list[str]:
-        """Names of the samplers whose threads are past their deadline, one for each thread."""
+        """Names of the samplers whose threads are past their deadline, one per thread."""
         now = asyncio.get_running_loop().time()
         return sorted(name for name, deadline in self._running if deadline <= now)
 
@@ -211,27 +213,27 @@ class PlanRunner:
         """Let the sampler check the request.
 
         Raises:
-            TqError: the sampler's own, where the request does not fit its options.
-            SamplerError: it raised anything else.
+            TqError: raised by the sampler if the request does not fit its options.
+            SamplerError: the sampler raised anything else.
         """
         _guarded(sampler, lambda: sampler.check(request))
 
     def length(self, sampler: Sampler) -> LengthSource | None:
-        """Return the length that a sampler needs.
+        """Return the length source that a sampler needs.
 
         Raises:
-            TqError: the sampler's own.
-            SamplerError: it raised anything else.
+            TqError: raised by the sampler.
+            SamplerError: the sampler raised anything else.
         """
         return _guarded(sampler, lambda: sampler.length)
 
     def run_inline(self, sampler: Sampler, view: View, request: PlanRequest) -> Plan | None:
-        """Return the plan of a sampler that runs inline, well formed, or None where not enough is ready.
+        """Return the validated plan of a sampler that runs inline, or None if too few samples are ready.
 
         Raises:
-            MustBeAwaited: it does not run inline, its plan is a coroutine, or the view says so.
-            TqError: the sampler's own.
-            SamplerError: it raised anything else, or returned what is no plan for this request.
+            MustBeAwaited: the sampler does not run inline, its plan is a coroutine, or the view raised this.
+            TqError: raised by the sampler.
+            SamplerError: the sampler raised anything else, or did not return a valid plan for this request.
         """
         runs_inline = _guarded(sampler, lambda: sampler.runs_inline(request))
         if not runs_inline or inspect.iscoroutinefunction(sampler.plan):
@@ -243,14 +245,14 @@ class PlanRunner:
         return _guarded(sampler, lambda: check_plan(sampler.name, outcome, request))
 
     async def run(self, sampler: Sampler, view: View, request: PlanRequest) -> Plan | None:
-        """Return the sampler's plan, well formed, or None where not enough is ready.
+        """Return the sampler's validated plan, or None if too few samples are ready.
 
-        It runs in a thread, whether or not it may run inline; a coroutine is awaited on the event loop.
+        The sampler runs in a thread, even if it could run inline; a coroutine is awaited on the event loop.
 
         Raises:
-            TqError: the sampler's own.
-            SamplerError: it raised anything else, or returned what is no plan for this request.
-            SamplerTimeoutError: it took too long, or all threads are taken by hung samplers.
+            TqError: raised by the sampler.
+            SamplerError: the sampler raised anything else, or did not return a valid plan for this request.
+            SamplerTimeoutError: the sampler took too long, or all threads are used by hung samplers.
         """
         deadline = asyncio.get_running_loop().time() + self._timeout_seconds
         if inspect.iscoroutinefunction(sampler.plan):
@@ -272,7 +274,7 @@ class PlanRunner:
             self._running.remove(running)
             self._free_threads.release()
 
-        # The thread is free when it ends, which may be long after its caller has gone.
+        # The thread is free when it ends, which may be long after its caller gave up.
         finished = start_daemon_thread(lambda: sampler.plan(view, request), thread_name=f"tq-plan-{sampler.name}")
         finished.add_done_callback(free)
         await self._wait(sampler, finished, deadline)
@@ -283,7 +285,7 @@ class PlanRunner:
         if len(hung) == self._max_threads:
             names = sorted(set(hung))
             raise SamplerTimeoutError(
-                f"sampler {sampler.name!r} cannot run: all {self._max_threads} threads for planning hang in "
+                f"sampler {sampler.name!r} cannot run: all {self._max_threads} planning threads are stuck in "
                 f"{', '.join(map(repr, names))}; fix these samplers and restart the server",
                 metadata={"sampler": sampler.name, "hung": ",".join(names)},
             )
@@ -292,7 +294,7 @@ class PlanRunner:
                 await self._free_threads.acquire()
         except TimeoutError:
             raise SamplerTimeoutError(
-                f"sampler {sampler.name!r} got none of the {self._max_threads} threads for planning within "
+                f"sampler {sampler.name!r} did not get one of the {self._max_threads} planning threads within "
                 f"{self._timeout_seconds} s; allow more threads, or plan smaller batches",
                 metadata={"sampler": sampler.name},
             ) from None
@@ -304,18 +306,18 @@ class PlanRunner:
             await self._wait(sampler, task, deadline)
         finally:
             task.cancel()
-        if task.cancelled():  # by the sampler itself: a task that is done cannot be cancelled
+        if task.cancelled():  # by the sampler itself, since cancelling a finished task has no effect
             raise _failure(sampler, asyncio.CancelledError())
         return task.result()
 
     async def _wait(self, sampler: Sampler, future: asyncio.Future[T], deadline: float) -> None:
-        """Wait until the future is done, without cancelling it: a sampler may ignore a cancellation."""
+        """Wait until the future is done without cancelling it, since a sampler may ignore a cancellation."""
         loop = asyncio.get_running_loop()
         done, _ = await asyncio.wait([future], timeout=max(deadline - loop.time(), 0.0))
         if not done:
             raise SamplerTimeoutError(
                 f"sampler {sampler.name!r} has not returned within {self._timeout_seconds} s; nothing was consumed; "
-                "make it faster, or ask for smaller batches",
+                "make it faster, or request smaller batches",
                 metadata={"sampler": sampler.name},
             )
 
@@ -325,7 +327,7 @@ def _guarded(sampler: Sampler, call: Callable[[], T]) -> T:
         return call()
     except (TqError, KeyboardInterrupt, MustBeAwaited):
         raise
-    except BaseException as error:  # a sampler may raise anything, also SystemExit
+    except BaseException as error:  # a sampler may raise anything, including SystemExit
         raise _failure(sampler, error) from error
 
 
@@ -339,7 +341,7 @@ async def _guarded_await(sampler: Sampler, plan: Awaitable[T]) -> T:
 
 
 def _retrieve(task: asyncio.Future[T]) -> None:
-    """Retrieve the exception of a task that is not awaited, lest asyncio logs it as never retrieved."""
+    """Retrieve the exception of a task that is not awaited, so asyncio does not log it as never retrieved."""
     if not task.cancelled():
         task.exception()
 
@@ -351,19 +353,19 @@ def _failure(sampler: Sampler, error: BaseException) -> SamplerError:
     )
 
 
-# Checks of what a sampler returned, before anything is recorded of it
+# Validation of a returned plan, before anything is recorded
 
 
 def check_plan(sampler: str, plan: object, request: PlanRequest) -> Plan | None:
-    """Return the plan if it is well formed; whether its rows are ready is for the planner to see.
+    """Validate the form of a plan and normalise it; the planner checks whether its rows are ready.
 
-    The plan that is returned can be written down and sent: that must not fail once its rows are consumed. It has plain
-    integers for those of numpy, and objects of `tq_service.state.plan` for those of subclasses.
+    The result can be logged and sent, which must not fail after its rows are consumed. So numpy integers are converted
+    to plain ones, and objects of subclasses to those of `tq_service.state.plan`.
 
     Raises:
-        SamplerError: it is no plan, has not one part for each rank, has no rows, a row twice although it does not say
-            which it consumes, positions outside a rank's rows or twice, numbers of steps or packs that differ between
-            ranks, or anything that is not of the type `tq_service.state.plan` says.
+        SamplerError: it is not a Plan, does not have one part per rank, or is without rows. Or it repeats a row without
+            giving `consumed`, has positions that repeat or are outside the rank's rows, or numbers of steps or packs
+            that differ between ranks. Or a value does not have the type declared in `tq_service.state.plan`.
     """
     try:
         return None if plan is None else _checked(plan, request)
@@ -376,7 +378,7 @@ def check_plan(sampler: str, plan: object, request: PlanRequest) -> Plan | None:
 
 
 class _MalformedPlanError(Exception):
-    """What a sampler returned, and what was expected."""
+    """Carries descriptions of the returned and the expected value."""
 
 
 def _checked(plan: object, request: PlanRequest) -> Plan:
@@ -392,18 +394,18 @@ def _checked(plan: object, request: PlanRequest) -> Plan:
     rows = np.concatenate([part.rows for part in plan.ranks])
     dropped = np.concatenate([part.dropped for part in plan.ranks])
     if not rows.size and not dropped.size:
-        raise _MalformedPlanError("a plan without rows", "at least one row, or None where not enough is ready")
+        raise _MalformedPlanError("a plan without rows", "at least one row, or None if too few are ready")
     if plan.consumed is None:
-        remedy = "every row at most once over all ranks, or `consumed` beside them"
+        remedy = "every row at most once over all ranks, unless `consumed` is given"
         _check_unique("row", rows, remedy)
     else:
         _check_array("consumed", plan.consumed)
         _check_unique("consumed row", plan.consumed.copy(), "every row at most once")
         rows = np.union1d(rows, plan.consumed)
-        if rows.size > MOST_SAMPLES:  # of which each may come as often as a sampler likes
+        if rows.size > MOST_SAMPLES:  # distinct rows; each may be repeated any number of times
             raise _MalformedPlanError(f"{rows.size} rows", f"at most {MOST_SAMPLES} over all ranks")
     if dropped.size:
-        remedy = "every row at most once, and none that is delivered or consumed"
+        remedy = "every row at most once, and only rows that are neither delivered nor consumed"
         _check_unique("dropped row", np.concatenate([np.unique(rows), dropped]), remedy)
     _check_shape_of_steps(plan)
     for rank, part in enumerate(plan.ranks):
@@ -423,7 +425,7 @@ def _plain(part: RankPlan) -> RankPlan:
 
 
 def _check_unique(what: str, rows: Indexes, remedy: str) -> None:
-    """Refuse rows of which one comes twice; sorts them."""
+    """Refuse repeated rows; sorts the array."""
     rows.sort()
     is_repeated = rows[1:] == rows[:-1]
     if is_repeated.any():
@@ -479,7 +481,7 @@ def _check_packs(rank: int, part: RankPlan) -> None:
 
 
 def _check_array(what: str, array: Any) -> None:
-    if type(array) is not np.ndarray:  # one with masked values is of another class, and cannot be sent
+    if type(array) is not np.ndarray:  # a masked array is a subclass, and cannot be sent
         raise _MalformedPlanError(
             f"{what} as {type(array).__name__}", "a numpy array of int64; Plan.of(parts) converts"
         )

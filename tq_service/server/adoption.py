@@ -1,10 +1,10 @@
-"""Storage services that are lost, and which others take their puts over from the mirror that both have.
+"""Lost storage services, and the successors that take over their puts from a shared mirror.
 
-    known -> silent for three heartbeats, or back without its puts -> an heir is asked -> the heir registers under the
-    old name and boot, at its own address
+    known -> silent for three heartbeats, or back without its puts -> a successor is asked -> the successor registers
+    under the old name and instance id, at its own address
 
-Nothing of it is written down: an heir says at each heartbeat what it has taken over, and a controller that has started
-again takes for lost what has cells and does not register.
+This state is not persisted. A successor reports its adopted puts in each heartbeat, and a restarted controller treats
+instances as lost if they have cells but do not register.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ _log = logging.getLogger(__name__)
 _LOOKS_A_HEARTBEAT: Final = 4
 _MOST_LATE_ANSWERS: Final = 20
 Instance: TypeAlias = tuple[str, bytes]
-"""Name and boot of a storage service."""
+"""Name and instance id of a storage service."""
 
 
 @dataclass(slots=True, eq=False)
 class _Lost:
-    """A storage service that is lost.
+    """A lost storage service.
 
     Attributes:
-        url: of its mirror; empty: not known.
-        since: when it was seen to be lost.
-        search_id: 16 random bytes, shown by heirs that have looked into the mirror since then.
-        heir: name of the storage service that was asked last; empty: none was.
-        agreed_at: when that one said that it has the puts, and is about to register; None: it has not.
-        late_count: how often that one was asked and did not answer in time.
-        refused: names of heirs that could not.
-        asking: the call to the heir.
+        url: URL of its mirror; empty: unknown.
+        since: when the loss was detected.
+        search_id: 16 random bytes, sent by successors that have read the mirror since then.
+        heir: name of the successor that was asked last; empty: nobody was asked.
+        agreed_at: when that successor answered that it has the puts and will register; None: it has not.
+        late_count: how often that successor did not answer in time.
+        refused: names of storage services that could not take over.
+        asking: the call to the successor.
     """
 
     url: str
@@ -56,24 +56,24 @@ class _Lost:
 
 
 class Adoptions:
-    """Has the puts of lost storage services taken over. Confined to the event loop.
+    """Finds successors for the puts of lost storage services. Confined to the event loop.
 
-    A storage service that was silent may come back until an heir has registered: that one lets go then, and has
-    removed nothing. One whose silence is that of this controller, which could not take heartbeats, is not lost.
+    A silent storage service may return until a successor has registered; the successor then releases the puts, and has
+    removed nothing. A service does not count as lost while this controller itself could not take heartbeats.
 
     Args:
-        storages: those that are registered, by name.
+        storages: registered storage services by name.
         heartbeat_seconds: how often they register.
-        supervisor: runs the calls to heirs.
+        supervisor: runs the calls to successors.
         takes_heartbeats: whether this controller can take heartbeats now.
-        clock: monotonic seconds.
+        clock: monotonic, in seconds.
 
     Attributes:
-        lost: instances that are lost and not taken over yet.
-        expected: those that have cells, and were not heard of since this controller started.
-        taken: what others have taken over: the heir, as it registers under the old name.
+        lost: lost instances that are not taken over yet.
+        expected: instances with cells that have not registered since this controller started.
+        taken: instances that were taken over, each with its successor as registered under the old name.
         lost_count: how often an instance was lost since this controller started.
-        taken_over_count: how often the puts of one that was lost were taken over.
+        taken_over_count: how often the puts of a lost instance were taken over.
     """
 
     def __init__(
@@ -92,77 +92,77 @@ class Adoptions:
         self._takes_heartbeats = takes_heartbeats
         self._clock = clock
         self._looked_at: float | None = None
-        self._silence_counts_from = -math.inf  # three heartbeats after this controller could take none
+        self._silence_counts_from = -math.inf  # three heartbeats after this controller could not take any
         self.lost: dict[Instance, _Lost] = {}
         self._left_nothing: set[Instance] = set()
-        self._present: set[Instance] = set()  # that registered here themselves, and were not taken over since
+        self._present: set[Instance] = set()  # registered here themselves and not taken over since
         self.expected: set[Instance] = set()
         self._expected_until = 0.0
 
     def expect(self, instances: Iterable[Instance]) -> None:
-        """Take those for lost that have cells, and do not register within three heartbeats from now."""
+        """Expect instances that have cells; those that do not register within three heartbeats are lost."""
         self.expected = set(instances)
         self._expected_until = self._clock() + 3 * self._heartbeat_seconds
 
     def lose_held_at(self, address: str) -> None:
-        """Take note that a storage service has started again: what it had taken over is lost with its memory."""
+        """Record that a storage service has restarted: the instances that it had taken over are lost again."""
         for instance, heir in self.taken.items():
             if heir.endpoint.address == address:
                 self.lose(instance, "" if heir.heard.mirror is None else heir.heard.mirror.url)
 
     def lose(self, instance: Instance, url: str) -> None:
-        """Take note that an instance is lost, with its mirror."""
+        """Record that an instance is lost, with the URL of its mirror."""
         if instance not in self.lost and instance not in self._left_nothing:
-            _log.warning(LogMessage("a storage service is lost", storage=instance[0], boot=instance[1].hex()))
+            _log.warning(LogMessage("a storage service was lost", storage=instance[0], boot=instance[1].hex()))
             self.lost[instance] = _Lost(url, self._clock())
             self.lost_count += 1
 
     def check_not_taken(self, instance: Instance) -> None:
-        """Refuse a storage service whose puts were, or are being, taken over.
+        """Refuse a storage service whose puts were taken over.
 
         Raises:
-            PreconditionError: they are.
+            PreconditionError: they were.
         """
         if instance in self.taken:
             raise PreconditionError(
-                f"storage service {instance[0]!r} was silent for too long under boot {instance[1].hex()}, and another "
-                "one has taken its puts over; start it again, so that it comes back empty"
+                f"storage service {instance[0]!r} was silent for too long under instance id {instance[1].hex()}, and "
+                "another service has taken over its puts; restart it, and it will be empty"
             )
 
     def check_heir(self, instance: Instance, address: str, search_id: bytes) -> None:
-        """Refuse an heir that looked into the mirror before the lost one was here last: it may lack puts.
+        """Refuse a successor that read the mirror before the lost instance was last seen here: it may lack puts.
 
-        Of several that were asked since, the first one to register has the puts.
+        If several were asked since then, the first one to register has the puts.
 
         Args:
-            instance: what it has taken over.
-            address: of the heir.
-            search_id: with which it was asked.
+            instance: the adopted instance.
+            address: address of the successor.
+            search_id: id of the search that the successor answered.
 
         Raises:
-            PreconditionError: it did, or may have.
+            PreconditionError: it read the mirror too early, or may have.
         """
         lost = self.lost.get(instance)
         if lost is not None and lost.heir:
             if search_id != lost.search_id:
                 raise PreconditionError(
-                    f"the puts of storage service {instance[0]!r} under boot {instance[1].hex()} are being taken over "
-                    f"by {lost.heir!r}; let go of them"
+                    f"the puts of storage service {instance[0]!r} under instance id {instance[1].hex()} are being "
+                    f"taken over by {lost.heir!r}; release them"
                 )
         elif instance in self._present:
             raise PreconditionError(
-                f"storage service {instance[0]!r} was here under boot {instance[1].hex()} after its puts were taken "
-                f"over by the one at {address}; let go of them"
+                f"storage service {instance[0]!r} was here under instance id {instance[1].hex()} after its puts were "
+                f"taken over by the service at {address}; release them"
             )
 
     def on_registered(self, instance: Instance) -> None:
-        """Take note that an instance is there itself."""
+        """Record that an instance has registered itself."""
         self._present.add(instance)
         self._found(instance)
 
     def take(self, instance: Instance, heir: RemoteStorage) -> None:
-        """Take note that an instance was taken over, or that its heir is still there."""
-        # An heir that registers again, as with a controller that has started again, has taken nothing over now.
+        """Record that an instance was taken over, or that its successor has registered again."""
+        # Not counted if the successor registers again, for example with a restarted controller.
         self.taken_over_count += instance in self.lost
         self._present.discard(instance)
         self._found(instance)
@@ -173,18 +173,18 @@ class Adoptions:
         self.lost.pop(instance, None)
 
     async def run(self) -> None:
-        """Look for lost storage services until it is cancelled."""
+        """Look for lost storage services until cancelled."""
         while True:
             await asyncio.sleep(self._heartbeat_seconds / _LOOKS_A_HEARTBEAT)
             self.look()
 
     def look(self) -> None:
-        """Find what is lost by now, and ask heirs."""
+        """Find lost instances and ask successors."""
         now = self._clock()
         is_late = self._looked_at is not None and now - self._looked_at > self._heartbeat_seconds
         self._looked_at = now
         takes_heartbeats = self._takes_heartbeats()
-        if is_late or not takes_heartbeats:  # late, as after the process was paused, it may have missed some
+        if is_late or not takes_heartbeats:  # if late, such as after a pause of the process, it may have missed some
             self._silence_counts_from = now + 3 * self._heartbeat_seconds
         if not takes_heartbeats:
             return
@@ -201,11 +201,11 @@ class Adoptions:
                 silent.add(each.endpoint.address)
                 self.lose((each.storage_id, each.boot_id), each.heard.mirror.url)
         for instance, heir in list(self.taken.items()):
-            # What a lost one had taken over is lost with it, though it was heard of up to a heartbeat later.
+            # An adopted instance is lost with its successor, though its last heartbeat may be up to an interval newer.
             if heir.is_silent or heir.endpoint.address in silent:
                 if heir.heard.put_count:
                     self.lose(instance, "" if heir.heard.mirror is None else heir.heard.mirror.url)
-                else:  # nothing of it is left
+                else:  # all its puts are gone
                     del self.taken[instance]
                     self._supervisor.start(f"leaving storage {instance[0]}", heir.close(), may_end=True)
         if self.expected and now > self._expected_until:
@@ -215,7 +215,7 @@ class Adoptions:
             self.expected = set()
 
     def _have_adopted(self, instance: Instance, lost: _Lost, remote: Iterable[RemoteStorage]) -> None:
-        """Ask an heir with the same mirror: the one asked before, unless it refused, or that with most free bytes."""
+        """Ask a successor with the same mirror: the last one unless it refused, else that with the most free bytes."""
         if lost.asking is not None and not lost.asking.done():
             return
         if lost.agreed_at is not None and self._clock() - lost.agreed_at < 2 * self._heartbeat_seconds:
@@ -235,7 +235,7 @@ class Adoptions:
         if heir.storage_id != lost.heir:
             lost.late_count = 0
         lost.heir, lost.agreed_at = heir.storage_id, None
-        what = f"having storage {instance[0]} taken over by {heir.storage_id}"
+        what = f"letting storage {instance[0]} be taken over by {heir.storage_id}"
         lost.asking = self._supervisor.start(what, self._ask(instance, lost, heir), may_end=True)
 
     async def _ask(self, instance: Instance, lost: _Lost, heir: RemoteStorage) -> None:
@@ -247,7 +247,7 @@ class Adoptions:
                 self._left_nothing.add(instance)
                 del self.lost[instance]
         except DeadlineError:
-            # It goes on, and is asked again: others would be as slow, and begin from the beginning.
+            # It continues and is asked again: another service would be as slow, and would start over.
             lost.late_count += 1
             if lost.late_count >= _MOST_LATE_ANSWERS:
                 lost.refused.add(heir.storage_id)
@@ -258,7 +258,9 @@ class Adoptions:
             )
         except TqError as error:
             _log.warning(
-                LogMessage("puts cannot be taken over", storage=instance[0], heir=heir.storage_id, error=error.message)
+                LogMessage(
+                    "puts could not be taken over", storage=instance[0], heir=heir.storage_id, error=error.message
+                )
             )
             lost.refused.add(heir.storage_id)
         else:

@@ -1,4 +1,4 @@
-"""One process of the service, and its storage service: started from settings, run, and drained on SIGTERM."""
+"""One process of the service, with its storage service: starts from settings, runs, and drains on SIGTERM."""
 
 from __future__ import annotations
 
@@ -22,11 +22,17 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tq_service.addresses import hosts_and_ports, redacted, split_addresses
-from tq_service.config import ServeSettings, default_shared_memory_dir, format_size, join_address
+from tq_service.config import ServeSettings, default_shared_memory_dir, format_setting, format_size, join_address
 from tq_service.dataplane.bulk.server import BulkServer
 from tq_service.dataplane.shared_memory.server import SharedMemoryServer, make_private
 from tq_service.durable.state_store import StateStore
-from tq_service.errors import InvalidArgumentError, JournalUnreachableError, ServiceFailedError, TqError
+from tq_service.errors import (
+    InvalidArgumentError,
+    JournalUnreachableError,
+    ServiceFailedError,
+    TqError,
+    UnavailableError,
+)
 from tq_service.internal.v1.storage_control_pb2_grpc import add_StorageControlServiceServicer_to_server
 from tq_service.internal.v1.storage_registry_pb2_grpc import add_StorageRegistryServiceServicer_to_server
 from tq_service.log_message import LogMessage
@@ -71,37 +77,39 @@ _MOST_PENDING_CALLS = 100_000
 _ETCD_RETRY_SECONDS: Final = 1.0
 _ABORT_SECONDS = 2.0
 _LOOK_SECONDS = 1.0
+_PENDING_SHARE: Final = 4
+"""At most 1/4 of the quota may wait to be recorded. These bytes count, and puts must not wait for a slow disk."""
 
 
 class App:
-    """One process of the service: the controller, a storage service, or both. `start` returns one that listens.
+    """One process of the service: the controller, a storage service, or both. `start` returns a listening one.
 
-    What is opened here is closed in the opposite order by `stop`.
+    `stop` closes all resources in the opposite order of their opening.
 
     Attributes:
-        settings: how it runs.
-        supervisor: runs the background tasks, and knows whether the service can go on.
-        port: where it listens.
-        listener: the port, and what secures it.
-        health: says whether it takes calls.
-        calls: counts the calls that are answered.
-        waiting: counts those that wait.
-        cluster: the cluster of controllers that this one is of, None if it is alone.
-        state_store: keeps the state of controller and storage service, None if nothing does.
-        storage: the storage service, None if there is only a controller.
-        controller: the controller, None if there is only a storage service.
-        metrics: the port that Prometheus scrapes, None if there is none.
+        settings: its settings.
+        supervisor: runs background tasks, and ends the service after a fatal failure.
+        port: the port number.
+        listener: the port and its security.
+        health: reports whether it takes calls.
+        calls: counts running calls.
+        waiting: counts waiting calls.
+        cluster: this controller as a member of its cluster, or None.
+        state_store: persists the state of controller and storage service, or None.
+        storage: the storage service, or None.
+        controller: the controller, or None.
+        metrics: the port for Prometheus, or None.
     """
 
     def __init__(self, settings: ServeSettings, supervisor: Supervisor, closing: contextlib.AsyncExitStack) -> None:
         self.supervisor = supervisor
         self.settings = settings
-        self._closing = closing  # the caller closes it if this cannot be made
+        self._closing = closing  # the caller closes it if the constructor raises
         closing.enter_context(tuned_process())
         self.listener = Listener(settings)
         for address in () if settings.controller is None else split_addresses(settings.controller):
             self.listener.credentials.check_target(address)
-        self._server = _make_server(settings)
+        self._server = make_server(settings)
         self._stopping: asyncio.Task[None] | None = None
         self._servicer: StorageServicer | None = None
         closing.push_async_callback(self._stop_server, 0)
@@ -117,7 +125,7 @@ class App:
         self.cluster: ClusterMember | None = None
         self.state_store: StateStore | None = None
         if settings.journal is not None:
-            # A controller alone does without it.
+            # A single controller does not need it.
             from tq_service.server.cluster_member import ClusterMember  # noqa: PLC0415
 
             address = settings.advertised_address(self.port)
@@ -145,8 +153,8 @@ class App:
         closing.callback(self.listener.close)
         closing.push_async_callback(supervisor.stop)
         supervisor.on_fatal(lambda _failure: self._fail())
-        if self.state_store is not None and self.cluster is None:
-            self._recover(self.state_store)
+        if self.cluster is None:
+            self._begin(self.state_store)
         if instruments is not None:
             self.metrics = self._serve_metrics(instruments)
             closing.push_async_callback(self.metrics.close)
@@ -154,22 +162,24 @@ class App:
 
     @classmethod
     async def start(cls, settings: ServeSettings, supervisor: Supervisor) -> App:
-        """Listen, and be healthy once everything answers; leave nothing behind where that fails.
+        """Start listening, and report healthy once everything answers; a failure leaves nothing behind.
 
         Args:
-            settings: how it runs.
-            supervisor: gets all background tasks; where the service fails, it stops answering in the same step.
+            settings: settings of the service.
+            supervisor: runs all background tasks; if the service fails, it stops answering in the same step.
 
         Raises:
-            OSError: the address is taken or cannot be listened on.
+            OSError: the address is in use or cannot be listened on.
             DataDirError: the data directory is in use or cannot be used.
             JournalDamagedError: its state cannot be recovered.
-            DiskFullError: there is no space in it.
-            InvalidArgumentError: the controller cannot be reached with these settings.
+            DiskFullError: its disk is full.
+            InvalidArgumentError: the controller cannot be reached with these settings, or recording is impossible.
         """
         closing = contextlib.AsyncExitStack()
         try:
             app = cls(settings, supervisor, closing)
+            if settings.record is not None:
+                await app._record(settings.record)
             await app._server.start()
             app._start_tasks()
             if app.cluster is None:
@@ -180,7 +190,7 @@ class App:
         return app
 
     def _make_controller(self, instruments: Instruments | None) -> ControllerServicer:
-        """Return the controller, which answers its calls."""
+        """Return the servicer of the controller."""
         settings, storage, store, cluster = self.settings, self.storage, self.state_store, self.cluster
         runner = PlanRunner(max_threads=settings.sampler_threads, timeout_seconds=settings.sampler_timeout_seconds)
         catalog = Catalog(
@@ -196,7 +206,7 @@ class App:
         )
         catalog.machine.fatal = self.supervisor.fatal
         if store is None:
-            # By its beginning others know whose earlier start they see.
+            # The first bytes identify the controller over restarts.
             name = hashlib.sha256(f"{settings.advertise or socket.gethostname()}:{self.port}".encode()).digest()
             controller_id = name[:CONTROLLER_NAME_BYTES] + secrets.token_bytes(16 - CONTROLLER_NAME_BYTES)
         else:
@@ -230,25 +240,57 @@ class App:
         controller.watches.end_connection = partial(self._connections.end, self.port)
         return controller
 
+    async def _record(self, where: str) -> None:
+        """Record batches from now on; if the destination does not answer, the service continues without recording.
+
+        Raises:
+            DataDirError: the directory cannot be used.
+            InvalidArgumentError: the object store cannot be used.
+        """
+        # Imported here: most services do not record.
+        from tq_service.recording.places import place_of  # noqa: PLC0415
+        from tq_service.recording.recorder import MOST_PENDING_BYTES, Recorder  # noqa: PLC0415
+        from tq_service.server.recording import StepRecording  # noqa: PLC0415
+
+        settings, store, controller, storage = self.settings, self.state_store, self.controller, self.storage
+        if controller is None or storage is None:
+            raise InvalidArgumentError("record is for role all", field="record")
+        quota = MOST_PENDING_BYTES if settings.max_bytes is None else settings.max_bytes
+        recorder = Recorder(
+            place_of(where, sync=settings.durability == "disk", segments=storage.segments),
+            most_steps=settings.record_steps,
+            most_bytes=settings.record_bytes,
+            most_pending_bytes=min(MOST_PENDING_BYTES, quota // _PENDING_SHARE),
+        )
+        after_durable = operator.call if store is None else store.after_durable
+        controller.recording = StepRecording(recorder, controller.catalog, storage.engine, after_durable)
+        try:
+            controller.recording.start(await recorder.open())
+        except UnavailableError as error:
+            recorder.fail(error)
+            return
+        self._closing.push_async_callback(recorder.close)
+        self.supervisor.start("recording steps", recorder.run())
+
     def _add_services(self, instruments: Instruments | None) -> None:
-        """Add the services to the server, each behind what guards it."""
+        """Add the services to the server, each behind its middleware."""
         settings = self.settings
         middleware: list[Middleware] = [ObservedCalls(instruments)]
         if settings.traces:
             with _needing_extra("traces", "traces"):
                 from tq_service.server.rpc.traces import CallSpans  # noqa: PLC0415  (needs an extra)
             middleware.append(CallSpans())
-        # The last waits, so that a rejected caller neither waits for a disk nor learns how it is.
+        # The innermost one may wait for the disk: a rejected caller must not wait, nor learn about the disk.
         middleware += [self.calls, self.listener.access, self._answers]
-        server: Any = Services(self._server, middleware)  # what generated code takes for one
+        server: Any = Services(self._server, middleware)  # acts as the server for generated code
         takes_services = self.listener.takes_services
         services = []
         if self.storage is not None:
             self._servicer = self.storage.servicer(settings, self.controller, self.waiting)
             servicer: Any = self._servicer
-            server.add_generic_rpc_handlers((servicer.bulk_handler(),))  # the first that has a method serves it
+            server.add_generic_rpc_handlers((servicer.bulk_handler(),))  # the first handler of a method serves it
             add_StorageServiceServicer_to_server(servicer, server)
-            if takes_services and self.controller is None:  # one in the same process uses its storage without calls
+            if takes_services and self.controller is None:  # a controller in the same process needs no calls
                 add_StorageControlServiceServicer_to_server(servicer, server)
             services.append(STORAGE_SERVICE)
         if self.controller is not None:
@@ -262,7 +304,7 @@ class App:
         self.health.add(("", *services))
         health_pb2_grpc.add_HealthServicer_to_server(self.health, server)
         if settings.reflection:
-            # These take a twentieth of the start and are rarely used.
+            # This import takes 5 % of the start-up time, and the service is rarely used.
             from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc  # noqa: PLC0415
 
             names = (*services, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)
@@ -270,10 +312,10 @@ class App:
             reflection_pb2_grpc.add_ServerReflectionServicer_to_server(reflecting, server)
 
     def _serve_metrics(self, instruments: Instruments) -> Endpoint:
-        """Open the port for Prometheus, once the state was recovered.
+        """Open the port for Prometheus, after the state has been recovered.
 
         Raises:
-            OSError: the address is taken or cannot be listened on.
+            OSError: the address is in use or cannot be listened on.
             InvalidArgumentError: the extra `metrics` is not installed.
         """
         settings = self.settings
@@ -291,6 +333,9 @@ class App:
         if (controller := self.controller) is not None:
             storages = controller.storages
             shown.add_partitions(controller.catalog, controller.backlogs)
+            shown.parts.append(
+                lambda: () if controller.recording is None else service.of_recording(controller.recording.status())
+            )
             shown.parts.append(
                 lambda: service.of_storages(storages.counts(), *storages.adoption_counts()) if shown.leads() else ()
             )
@@ -314,8 +359,14 @@ class App:
         _log.info(LogMessage("metrics are served", address=join_address(settings.metrics_host, opened.port)))
         return opened
 
+    def _begin(self, store: StateStore | None) -> None:
+        """Recover the state of a data directory, and persist every change from now on."""
+        if store is not None:
+            self._recover(store)
+        elif self.controller is not None:
+            self.controller.catalog.start_leases()
+
     def _recover(self, store: StateStore) -> None:
-        """Bring back what the data directory has, and write down every change from now on."""
         catalog = None if self.controller is None else self.controller.catalog
         found = store.recover(catalog=catalog, puts=None if self.storage is None else self.storage.journal)
         _log.info(
@@ -339,7 +390,7 @@ class App:
             self.health.stand_by()
             name = "following the log of the cluster, and leading it"
             start(name, self.cluster.run(self.controller.catalog, self._take_up, self._on_standing), may_end=True)
-        # One bad round of either is logged, and the next one comes: rounds do not depend on each other.
+        # A failed round of these is logged and does not end the task: rounds are independent.
         start("following the files of certificate and tokens", self.listener.watch())
         start("housekeeping", regularly(_HOUSEKEEPING_SECONDS, self._keep_house))
         start("ending slow streams and idle connections", regularly(_LOOK_SECONDS, self._end_idle))
@@ -348,15 +399,17 @@ class App:
             self.storage.join(self.settings.controller, self.listener.credentials, self.supervisor)
         if self.controller is not None:
             start("having lost puts taken over", self.controller.storages.adoptions.run())
+            release_old = partial(self._release_old, self.controller.catalog)
+            start("releasing old samples", regularly(_LOOK_SECONDS, release_old))
 
     def _take_up(self) -> None:
-        """Serve as the leader of the cluster, now that all of its state is here."""
+        """Serve as the leader of the cluster, after its state is complete."""
         if self.controller is not None:
             self.controller.take_up()
         self.health.serve()
 
     def _on_standing(self, may_answer: bool) -> None:
-        """Take calls as the leader of the cluster, or none: another controller may lead."""
+        """Take calls as the leader of the cluster; or refuse them, since another controller may lead."""
         if may_answer:
             self.health.serve()
         else:
@@ -369,6 +422,11 @@ class App:
         if self.controller is not None:
             self.controller.batches.end_stalled()
         await self._connections.sweep(self.port)
+
+    async def _release_old(self, catalog: Catalog) -> None:
+        for partition_id, count in catalog.expire_samples():
+            _log.info(LogMessage("released old samples", partition=partition_id, count=count))
+            await asyncio.sleep(0)
 
     async def _keep_house(self) -> None:
         self.calls.report()
@@ -386,7 +444,7 @@ class App:
             _log.warning(LogMessage("puts expired without a commit; their producers probably died", count=expired))
 
     def _fail(self) -> None:
-        """Say so to health checks, and end all calls: none is answered from what is in memory."""
+        """Report unhealthy and end all calls: none may be answered from memory."""
         self._drain()
         self._stop_server(None)
 
@@ -396,25 +454,25 @@ class App:
             self.controller.drain()
 
     def _stop_server(self, grace_seconds: float | None) -> asyncio.Task[None]:
-        """Return what stops the server; the first call says how long running calls may take to finish.
+        """Return the task that stops the server; the first call sets the time for running calls to finish.
 
-        There is one stop only: gRPC may crash where one is under way while another one ends.
+        The server is stopped only once: gRPC may crash if one stop runs while another ends.
         """
         if self._stopping is None:
             self._stopping = asyncio.get_running_loop().create_task(self._server.stop(grace_seconds))
         return self._stopping
 
     async def abort(self) -> None:
-        """End after a failure, in two seconds at most: nothing is flushed, as if the process had been killed."""
+        """End after a failure, within two seconds; nothing is flushed, as if the process had been killed."""
         await asyncio.wait((self._stop_server(None),), timeout=_ABORT_SECONDS)
         if self.storage is not None:
             self.storage.end_transfers()
         self.listener.close()
 
     async def stop(self, grace_seconds: float) -> None:
-        """Drain: say so to health checks, end the waits, let running calls finish, then stop.
+        """Drain: report unhealthy, end waits, let running calls finish, then stop.
 
-        What is left of the time is for puts that the mirror does not have yet.
+        The remaining time is for puts that the mirror does not have yet.
         """
         ends_at = time.monotonic() + grace_seconds
         self._drain()
@@ -432,13 +490,14 @@ def _needing_extra(extra: str, setting: str) -> Iterator[None]:
         yield
     except ModuleNotFoundError as error:
         raise InvalidArgumentError(
-            f"{setting} is set, and the package {error.name} is missing; install tq-service[{extra}], or leave "
+            f"{setting} is set, but the package {error.name} is missing; install tq-service[{extra}], or leave "
             f"{setting} out",
             field=setting,
         ) from error
 
 
-def _make_server(settings: ServeSettings) -> grpc.aio.Server:
+def make_server(settings: ServeSettings) -> grpc.aio.Server:
+    """Return a server that does not listen yet."""
     return grpc.aio.server(
         options=[
             ("grpc.max_receive_message_length", settings.max_message_bytes),
@@ -450,7 +509,7 @@ def _make_server(settings: ServeSettings) -> grpc.aio.Server:
             ("grpc.max_concurrent_streams", settings.max_streams),
             ("grpc.max_send_message_length", -1),
             ("grpc.so_reuseport", 0),  # a second server on the port is a mistake, not a second worker
-            # Thousands of ranks may ask in one moment; gRPC drops calls beyond 1,000 that wait to be accepted.
+            # Thousands of ranks may call at the same moment; by default gRPC drops calls if 1,000 wait for acceptance.
             ("grpc.server.max_pending_requests", _MOST_PENDING_CALLS),
             ("grpc.server.max_pending_requests_hard_limit", _MOST_PENDING_CALLS),
             *LISTENING_OPTIONS,
@@ -463,12 +522,12 @@ async def serve(settings: ServeSettings, *, announce: Callable[[str], None]) -> 
     """Run the service until SIGTERM or SIGINT and return the exit code.
 
     Args:
-        settings: how it runs.
-        announce: gets lines for the person or program that started it, such as where it listens.
+        settings: settings of the service.
+        announce: gets lines for the person or program that started it, such as the listening address.
 
     Returns:
-        0 after SIGTERM or SIGINT; 1 where it could not start; `FAILED_EXIT_CODE` where it could not go on. The process
-        must end at once then: what threads still do is of no use.
+        0 after SIGTERM or SIGINT, 1 if it could not start, `FAILED_EXIT_CODE` after a fatal failure. In the last case
+        the process must end at once: the work of remaining threads is useless.
     """
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -476,7 +535,7 @@ async def serve(settings: ServeSettings, *, announce: Callable[[str], None]) -> 
     try:
         app = await _started(settings, stopping)
     except (OSError, TqError) as error:
-        _log.error(LogMessage("the service cannot start", error=error))
+        _log.error(LogMessage("the service could not start", error=error))
         return 1
     if app is None:
         return 0
@@ -495,23 +554,23 @@ async def serve(settings: ServeSettings, *, announce: Callable[[str], None]) -> 
 
 
 async def _started(settings: ServeSettings, stopping: asyncio.Event) -> App | None:
-    """Return the process once it listens, None if it is to stop before; waits for etcd, which may start later.
+    """Return the process once it listens, or None if it was stopped before; wait for etcd, which may start later.
 
     Raises:
-        OSError, TqError: it cannot start.
+        OSError, TqError: it could not start.
     """
     while not stopping.is_set():
         try:
             return await App.start(settings, Supervisor())
         except JournalUnreachableError as error:
-            _log.warning(LogMessage("the service waits for etcd, and starts once that answers", error=error))
+            _log.warning(LogMessage("the service is waiting for etcd to answer before it starts", error=error))
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(stopping.wait(), _ETCD_RETRY_SECONDS)
     return None
 
 
 def _what_it_is(app: App) -> str:
-    """Return in a line what was started."""
+    """Return a line that describes the started service."""
     settings, storage, mirror = app.settings, app.storage, "none"
     if settings.mirror is not None:
         copies = f"{settings.mirror_required} of {settings.mirror_copies} copies required"
@@ -526,6 +585,7 @@ def _what_it_is(app: App) -> str:
         "shared memory": "off" if storage is None or storage.shared_memory is None else "on",
         "bulk port": "none" if storage is None or storage.bulk is None else storage.bulk.port,
         "mirror": mirror,
+        "recording": "none" if settings.record is None else format_setting("record", settings.record),
         "pid": os.getpid(),
     }
     return ", ".join(f"{name} {value}" for name, value in facts.items())
@@ -533,10 +593,10 @@ def _what_it_is(app: App) -> str:
 
 @contextlib.asynccontextmanager
 async def running(settings: ServeSettings) -> AsyncIterator[App]:
-    """Run the service inside a program, such as a test, for the time of a `with` block.
+    """Run the service inside a program, such as a test, during a `with` block.
 
     Raises:
-        ServiceFailedError: the service cannot go on; the body is cancelled where it waits, and this comes out of it.
+        ServiceFailedError: the service has failed; the body is cancelled at its next wait.
     """
     supervisor, app = Supervisor(), None
     try:
@@ -546,33 +606,34 @@ async def running(settings: ServeSettings) -> AsyncIterator[App]:
     finally:
         if app is not None:
             await app.stop(0)
-    supervisor.raise_failure()  # of the time while it stopped
+    supervisor.raise_failure()  # if it failed while stopping
 
 
 class StorageProcess:
     """The storage service of a process; it listens for clients of this host that share memory.
 
     Args:
-        settings: how it runs.
-        port: the one that the process listens on.
-        store: keeps its state; None: it is gone with the process.
+        settings: settings of the service.
+        port: port of the process.
+        store: persists its state; None: the state is lost when the process ends.
         supervisor: runs its tasks.
-        tls_context: what connections to the bulk port are accepted with; None: plaintext.
+        tls_context: returns the TLS context for the bulk port; None: plaintext.
 
     Attributes:
         engine: holds the puts.
         endpoint: how clients reach it.
-        shared_memory: where clients of this host share memory with it, None where they cannot.
-        bulk: the bulk port; None: it has none.
-        keys: those of its controllers, for receipts.
-        mirroring: its mirror, and what it has taken over from others with the same; None: it has none.
-        mirror: of its own puts.
-        journal: of its own puts, in the data directory; None: it has none.
-        registration: for how long the controller surely knows it.
+        shared_memory: shares memory with clients of this host, or None.
+        bulk: the bulk port, or None.
+        keys: receipt keys of its controllers.
+        mirroring: its mirror, and the instances taken over from other services with that mirror, or None.
+        mirror: mirror of its puts, or None.
+        journal: journal of its puts in the data directory, or None.
+        segments: files of these puts, or None.
+        registration: how long it is certain to be registered with the controller.
 
     Raises:
-        OSError: shared memory was asked for and cannot be had, or the bulk port is taken.
-        InvalidArgumentError: the engine of the mirror cannot be made.
+        OSError: shared memory is required but not available, or the bulk port is in use.
+        InvalidArgumentError: the object store of the mirror cannot be used.
     """
 
     def __init__(
@@ -587,8 +648,10 @@ class StorageProcess:
         self.registration = Registration()
         self.mirror: Mirror | None = None
         self.journal: PutJournal | None = None
+        self.segments: SegmentBlobs | None = None
         if store is not None:
-            self.journal = PutJournal(SegmentBlobs(store.data_dir.segments_path, sync=settings.durability == "disk"))
+            self.segments = SegmentBlobs(store.data_dir.segments_path, sync=settings.durability == "disk")
+            self.journal = PutJournal(self.segments)
             name = store.data_dir.storage_id(settings.storage_id, name)
             boot_id = store.data_dir.identity.storage_boot_id
         self.mirroring = _open_mirroring(settings, port, supervisor)
@@ -617,12 +680,12 @@ class StorageProcess:
     def servicer(
         self, settings: ServeSettings, controller: ControllerServicer | None, waiting: WaitingCalls
     ) -> StorageServicer:
-        """Return what answers the calls.
+        """Return the servicer for its calls.
 
         Args:
-            settings: how it runs.
-            controller: the one in its process, which commits what is put with its commit.
-            waiting: counts the calls that wait.
+            settings: settings of the service.
+            controller: the controller in this process, which commits puts that carry their commit; or None.
+            waiting: counts waiting calls.
         """
         return StorageServicer(
             self.engine,
@@ -642,22 +705,22 @@ class StorageProcess:
         )
 
     def _adopted(self) -> list[StorageEngine]:
-        """Return the engines that have what was taken over."""
+        """Return the engines of adopted instances."""
         return [] if self.mirroring is None else [each.engine for each in self.mirroring.adopted.values()]
 
     def adopted_stats(self) -> list[EngineStat]:
-        """Return sizes and counts of what was taken over from others; the quota is that of its own engine."""
+        """Return sizes and counts of adopted instances; their quota is that of this service's engine."""
         return [engine.stat() for engine in self._adopted()]
 
     def partition_of(self, put_id: bytes) -> str | None:
-        """Return the partition of a complete put, also of one that was taken over; None for one that is not here."""
+        """Return the partition of a complete put, including adopted ones; None for an unknown put."""
         engines = [self.engine, *self._adopted()]
         found = {partition for engine in engines if (partition := engine.partition_of(put_id)) is not None}
-        # Two puts under one id: such a name is in no token but those for all partitions.
+        # Two puts with one id: only tokens for all partitions cover this name.
         return found.pop() if len(found) == 1 else "\0" if found else None
 
     def join(self, controller: str, credentials: Credentials, supervisor: Supervisor) -> None:
-        """Register with a controller elsewhere from now on, under its own name and those of what it takes over."""
+        """Keep registering with a controller in another process, under its name and those of adopted instances."""
 
         def register(of: StorageProcess | Adopted) -> Coroutine[Any, Any, None]:
             return register_storage(
@@ -675,30 +738,30 @@ class StorageProcess:
             supervisor.start("mirroring puts", self.mirroring.run(self.mirror, register))
 
     def drain(self) -> None:
-        """End the calls that wait."""
+        """End waiting calls."""
         self.engine.drain()
         if self.shared_memory is not None:
             self.shared_memory.drain()
 
     def trim(self) -> None:
-        """Give back memory that is not needed; to be called regularly."""
+        """Release unneeded memory; call this regularly."""
         for engine in (self.engine, *self._adopted()):
             engine.trim()
 
     async def flush(self, seconds: float) -> None:
-        """Let the mirror have what it has not yet, for so long at most: no process has it after this one."""
+        """Write puts that the mirror lacks for at most `seconds`: they are lost when this process ends."""
         if self.mirror is not None and (unmirrored_bytes := await self.mirror.flush_all(seconds)):
-            _log.warning(LogMessage("stops although the mirror has not all puts", unmirrored_bytes=unmirrored_bytes))
+            _log.warning(LogMessage("stopped before all puts were mirrored", unmirrored_bytes=unmirrored_bytes))
 
     def end_transfers(self) -> None:
-        """Share no more memory with clients of this host, and end all bulk connections."""
+        """Stop sharing memory with clients of this host, and end all bulk connections."""
         if self.shared_memory is not None:
             self.shared_memory.close()
         if self.bulk is not None:
             self.bulk.close()
 
     async def close(self) -> None:
-        """Give up all that it has: memory, files, its mirror."""
+        """Release all resources: memory, files, the mirror."""
         self.end_transfers()
         await self.engine.close()
         if self.mirroring is not None:
@@ -706,11 +769,11 @@ class StorageProcess:
 
 
 def _open_mirroring(settings: ServeSettings, port: int, supervisor: Supervisor) -> Mirroring | None:
-    """Make the mirror that the settings name, None where they name none.
+    """Return the configured mirror, or None.
 
     Raises:
-        InvalidArgumentError: its engine is not known or not installed, makes fewer copies than are required, or keeps
-            them too briefly for puts that leave memory.
+        InvalidArgumentError: its object store is unknown or not installed, makes fewer copies than are required, or is
+            not durable enough for puts that leave memory.
     """
     if settings.mirror is None:
         return None
@@ -719,9 +782,9 @@ def _open_mirroring(settings: ServeSettings, port: int, supervisor: Supervisor) 
     objects = make_object_store(settings.mirror)
     if settings.mirror_memory_bytes is not None and objects.abilities.survives != "power":
         raise InvalidArgumentError(
-            f"mirror_memory_bytes goes with an engine whose objects survive the loss of power, and those of "
-            f"{redacted(settings.mirror)} are known to survive that of a {objects.abilities.survives}; where it keeps "
-            "them on disks, add survives=power to its URL; else leave mirror_memory_bytes out",
+            f"mirror_memory_bytes needs an object store whose objects survive a power loss; those of "
+            f"{redacted(settings.mirror)} are only known to survive the loss of a {objects.abilities.survives}. If it "
+            "keeps them on disks, add survives=power to its URL; otherwise leave mirror_memory_bytes out.",
             field="mirror_memory_bytes",
         )
     return Mirroring(
@@ -736,7 +799,7 @@ def _open_mirroring(settings: ServeSettings, port: int, supervisor: Supervisor) 
 
 
 def _node_of(settings: ServeSettings, port: int) -> str:
-    """Return the host at which clients reach this storage service: an engine does not count copies on it."""
+    """Return the host under which clients reach this storage service; copies on this host do not count."""
     pairs = hosts_and_ports(settings.advertised_address(port))
     return pairs[0][0] if pairs else settings.host
 
@@ -760,7 +823,7 @@ def _open_shared_memory(settings: ServeSettings, engine: StorageEngine) -> Share
             ) from error
         _log.warning(
             LogMessage(
-                "no shared memory with clients of this host: all bytes go over the network",
+                "could not share memory with clients of this host; all bytes go over the network",
                 path=settings.shared_memory_dir,
                 error=error,
             )

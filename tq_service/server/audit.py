@@ -1,4 +1,4 @@
-"""The audit log: a line for each call that is refused and for each administrative call, never a secret or a payload."""
+"""The audit log: a line for each refused call and each administrative call, without secrets or payloads."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _MOST_KINDS: Final = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditLine:
-    """One line. What callers chose, such as names, is escaped and cut when it is written.
+    """One line. Text chosen by callers, such as names, is escaped and truncated in the output.
 
     Attributes:
-        decision: what became of the call.
-        method: its full name.
-        peer: the address that it came from.
-        certificate: the common name of the caller's certificate, "" without one.
-        token: the name of its token, "" without one that is known.
-        partition: the partition that decided, or the first that was named; "" where none was.
-        reason: why it was refused.
+        decision: whether the call was refused or allowed.
+        method: full name of the method.
+        peer: address of the caller.
+        certificate: common name of the caller's certificate, "" without one.
+        token: name of the caller's token, "" without a known one.
+        partition: the partition that decided, or the first one named; "" if the call names none.
+        reason: the reason for a refusal.
         repeats: how many more such calls the line stands for.
     """
 
@@ -39,7 +39,7 @@ class AuditLine:
     repeats: int = 0
 
     def shown(self) -> dict[str, str | int]:
-        """Return what is known, by name."""
+        """Return the non-empty fields by name."""
         known = {
             name: value[:_LONGEST_TEXT] if isinstance(value, str) else value for name, value in asdict(self).items()
         }
@@ -55,8 +55,8 @@ class Audit:
     """Writes the audit log.
 
     Args:
-        repeat_seconds: refusals of one kind (token, method, host and reason the same) that come within this time of the
-            first are counted, and logged in one line with the next; 0: each has its line.
+        repeat_seconds: refusals of one kind (same token, method, host and reason) within this time of the first are
+            counted and logged as one line; 0: one line for each.
         clock: monotonic, in seconds.
     """
 
@@ -64,7 +64,7 @@ class Audit:
         self._log = logging.getLogger(LOGGER_NAME)
         self._repeat_seconds = repeat_seconds
         self._clock = clock
-        # Until when refusals of a kind are counted, and the line for those since the first, which was written.
+        # By kind: until when refusals are counted, and the line for those after the first, which was written.
         self._kinds: dict[tuple[str, ...], tuple[float, AuditLine]] = {}
 
     def note(self, line: AuditLine) -> None:
@@ -73,7 +73,7 @@ class Audit:
             self._write(line)
             return
         self.flush()
-        # The partition is left out: callers choose it, and could make each refusal one of its own kind.
+        # Without the partition: callers choose it, and could make each refusal a new kind.
         host = line.peer.rpartition(":")[0] or line.peer
         kind = (line.token, line.method, host, line.reason)
         if kind in self._kinds:
@@ -85,7 +85,7 @@ class Audit:
         self._write(line)
 
     def flush(self, *, everything: bool = False) -> None:
-        """Write what was counted, where its time is over."""
+        """Write the lines of counted refusals whose time is over."""
         now = self._clock()
         # Kinds are in the order of their ends, since all have the same time.
         while self._kinds:

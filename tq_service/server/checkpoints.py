@@ -1,4 +1,4 @@
-"""Checkpoints of a running service: written while all else goes on, listed, restored into an empty one or in place."""
+"""Checkpoints of a running service: writes them during other calls, lists and restores them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ Answer = TypeVar("Answer")
 _MOST_NAMED: Final = 5
 _MOST_METADATA_BYTES: Final = 1 << 20  # of a page
 _BLOCK_SECONDS: Final = 120.0
-# An empty service has nothing to free: what does not fit at once does not fit later.
+# An empty service has nothing to free: a put that does not fit at once never will.
 _CAPACITY_SECONDS: Final = 5.0
 _BYTES_A_SECOND: Final = 10e6
 _WATCH_SECONDS: Final = 0.002
@@ -59,9 +59,9 @@ class Checkpoints:
 
     Args:
         catalog: the partitions.
-        storages: where the bytes are.
-        store: has the state outlive the process; None: it ends with it.
-        checkpoint_dir: the directory that all checkpoints are below; None: the service has none.
+        storages: the storage services with the bytes.
+        store: persists the state; None: the state is lost when the process ends.
+        checkpoint_dir: parent directory of all checkpoints; None: checkpoints are off.
     """
 
     def __init__(
@@ -81,15 +81,16 @@ class Checkpoints:
     # Writing
 
     async def write(self, name: str, metadata: str = "", prefix: str = "") -> pb.CheckpointResponse:
-        """Write a checkpoint of this moment under a name, with a JSON object of its caller.
+        """Write a checkpoint of the current state under a name, with a JSON object of the caller.
 
-        It has the partitions whose names begin with a prefix, under what follows of their names.
+        It contains the partitions whose names begin with a prefix; the prefix is removed from their names.
 
         Raises:
-            InvalidArgumentError: the name is none, or its directory cannot be used; or the metadata is no JSON object.
-            PreconditionError: another one is being written or restored, or there is no directory for checkpoints.
-            DiskFullError: the disk has no space.
-            DataLossError: bytes that are to be copied are lost.
+            InvalidArgumentError: the name is invalid, its directory cannot be used, or the metadata is not a JSON
+                object.
+            PreconditionError: another checkpoint is being written or restored, or checkpoint_dir is not set.
+            DiskFullError: the disk is full.
+            DataLossError: some of the bytes to copy are lost.
             UnavailableError: a storage service cannot be reached.
         """
         await _in_thread(check_json_object, "metadata", metadata)
@@ -103,16 +104,16 @@ class Checkpoints:
         return answer
 
     async def _copy(self, path: Path, metadata: str, prefix: str) -> pb.CheckpointResponse:
-        """Write the bytes of all samples of this moment, and then the state; return what was written."""
+        """Write the bytes of all current samples and then the state; return a summary."""
         with self._storages.puts.holding_frees():
-            # In one step with the line above.
+            # In the same step as the line above.
             partitions, answers = self._catalog.snapshot(), self._catalog.answers.snapshot()
             policies = [
                 replace(policy, name=policy.name.removeprefix(prefix))
                 for policy in self._catalog.policies.values()
                 if policy.name.startswith(prefix)
             ]
-            if prefix:  # answers name partitions in full, and are for retries of calls about them
+            if prefix:  # recorded answers have full partition names, for retries of calls about these
                 partitions, answers = _renamed(partitions, lambda name: name.removeprefix(prefix), prefix), iter(())
             copied: list[PartitionSnapshot] = []
             facts = CheckpointFacts(
@@ -150,11 +151,11 @@ class Checkpoints:
     # Listing
 
     async def page(self, *, prefix: str, size: int, token: str) -> pb.ListCheckpointsResponse:
-        """Return a page of the checkpoints whose names begin with a prefix; size and token are those of `find_names`.
+        """Return a page of the checkpoints whose names begin with a prefix; size and token as for `find_names`.
 
         Raises:
-            PreconditionError: there is no directory for checkpoints.
-            InvalidArgumentError: the size, or the token.
+            PreconditionError: checkpoint_dir is not set.
+            InvalidArgumentError: the size or the token is invalid.
         """
         return await _in_thread(self._read_page, prefix, size, token)
 
@@ -175,7 +176,7 @@ class Checkpoints:
         return answer
 
     def _summary(self, name: str) -> pb.CheckpointSummary | None:
-        """Return what a checkpoint begins with; None where it is gone."""
+        """Return a summary from the beginning of a checkpoint, or None if the checkpoint no longer exists."""
         path, file_bytes = checkpoint_path(self._checkpoint_dir, name), 0
         try:
             file_bytes = path.stat().st_size
@@ -191,20 +192,20 @@ class Checkpoints:
     async def restore(
         self, request_id: bytes, name: str, *, replace: bool = False, prefix: str = ""
     ) -> pb.RestoreResponse:
-        """Bring back what the checkpoint of a name holds, once for each request_id; a prefix comes before its names.
+        """Restore a checkpoint, once per request_id; a prefix is added to the names of its partitions.
 
-        With `replace` it takes the place of all partitions there are whose names begin so: they stay as they are until
-        its bytes have their places, are not changed while what is new is made durable, and go in the step in which that
-        appears. Others stay, and are not changed meanwhile either.
+        With `replace` it replaces all existing partitions whose names begin with the prefix. They stay usable until its
+        bytes are stored, and disappear in the step that shows the new state. While the new state is made durable, they
+        and all other partitions cannot be changed.
 
         Raises:
-            InvalidArgumentError: there is no checkpoint, or the request_id is that of another call.
+            InvalidArgumentError: the checkpoint does not exist, or the request_id belongs to another call.
             SnapshotDamagedError: it is damaged.
             NewerVersionError: it was written by a newer version.
-            PreconditionError: the service has partitions that it is not to replace, or another one is being written or
-                restored, or there is no directory for checkpoints.
-            QuotaExceededError: the storage services have no capacity for its bytes.
-            UnavailableError: one of them cannot be reached.
+            PreconditionError: such partitions exist and `replace` is not set, another checkpoint is being written or
+                restored, or checkpoint_dir is not set.
+            QuotaExceededError: the storage services do not have capacity for its bytes.
+            UnavailableError: a storage service cannot be reached.
         """
         recorded: pb.RestoreResponse | None = self._catalog.recorded(request_id, pb.RestoreResponse)
         if recorded is not None:
@@ -219,13 +220,13 @@ class Checkpoints:
                 value_bytes=sum(block.size_bytes for block in checkpoint.blocks),
                 metadata=checkpoint.facts.metadata,
             )
-            # What a newer version wrote is refused here, before anything is placed.
+            # Refuses the state of a newer version, before any put is placed.
             named = _renamed(checkpoint.state.partitions, lambda name: prefix + name)
             partitions: list[Partition] = await _in_thread(list, map(Partition.restore, named))
             puts: list[Put] = []
             try:
                 for block in checkpoint.blocks:
-                    puts.append(await self._place(checkpoint, block, prefix))  # noqa: PERF401  (some are there when one fails)
+                    puts.append(await self._place(checkpoint, block, prefix))  # noqa: PERF401  (the list is needed if one fails)
                 await _in_thread(relocate, partitions, puts)
 
                 await _to_the_end(self._appear(checkpoint, partitions, puts, request_id, answer, prefix=prefix))
@@ -244,7 +245,7 @@ class Checkpoints:
         *,
         prefix: str,
     ) -> None:
-        """Make what is restored durable, and then visible, all in one step, in place of what has its prefix."""
+        """Make the restored state durable, then visible in one step; it replaces all partitions with its prefix."""
         catalog, answers = self._catalog, checkpoint.state.answers
 
         policies = [replace(policy, name=prefix + policy.name) for policy in checkpoint.state.policies]
@@ -293,7 +294,7 @@ class Checkpoints:
     @contextlib.contextmanager
     def _alone(self, what: str) -> Iterator[None]:
         if self._running is not None:
-            raise PreconditionError(f"a checkpoint is being {self._running}; wait until that is done, and try again")
+            raise PreconditionError(f"a checkpoint is being {self._running}; wait until that is done, then try again")
         self._running = what
         try:
             yield
@@ -303,7 +304,7 @@ class Checkpoints:
 
 @contextlib.asynccontextmanager
 async def _pauses() -> AsyncIterator[list[float]]:
-    """Yield by how much short sleeps take longer than they should: for so long the loop did something else."""
+    """Yield the longest delay of short sleeps, which is how long the loop was busy with other work."""
     late = [0.0]
 
     async def watch() -> None:
@@ -314,7 +315,7 @@ async def _pauses() -> AsyncIterator[list[float]]:
             late[:] = [max(late)]
 
     task = asyncio.get_running_loop().create_task(watch())
-    await asyncio.sleep(0)  # so that it is under way before anything else is done
+    await asyncio.sleep(0)  # it must be running before anything else is done
     try:
         yield late
     finally:
@@ -322,12 +323,12 @@ async def _pauses() -> AsyncIterator[list[float]]:
 
 
 async def _in_thread(work: Callable[..., Answer], *arguments: Any) -> Answer:
-    """Return what some work returns that is done by a thread."""
+    """Run a function in a thread and return its result."""
     return await _to_the_end(asyncio.to_thread(work, *arguments))
 
 
 async def _to_the_end(work: Coroutine[Any, Any, Answer]) -> Answer:
-    """Return what some work returns; a caller that is cancelled meanwhile leaves it only once it is done."""
+    """Run a coroutine to its end and return its result; a cancelled caller waits for the end too."""
     task = asyncio.get_running_loop().create_task(work)
     try:
         return await asyncio.shield(task)
@@ -337,7 +338,7 @@ async def _to_the_end(work: Coroutine[Any, Any, Answer]) -> Answer:
 
 
 def _columns(checkpoint: Checkpoint, block: StoredBlock) -> list[Column]:
-    """Return the columns of a block with their bytes: few MiB, or one row."""
+    """Return the columns of a block with their bytes: a few MiB, or one row."""
     values = memoryview(b"".join(checkpoint.values(block)))
     ends = list(accumulate(column.value_bytes for column in block.columns))
     return [
@@ -355,10 +356,10 @@ def _columns(checkpoint: Checkpoint, block: StoredBlock) -> list[Column]:
 def _renamed(
     partitions: Sequence[PartitionSnapshot], rename: Callable[[str], str], prefix: str = ""
 ) -> list[PartitionSnapshot]:
-    """Return the partitions whose names begin so, under other names, as are what their admissions and leases name.
+    """Return the partitions with a prefix, renamed, together with the names in their admissions and leases.
 
     Raises:
-        InvalidArgumentError: a name is too long.
+        InvalidArgumentError: a new name is too long.
     """
     renamed = []
     for each in partitions:
@@ -375,7 +376,7 @@ def _renamed(
 
 
 def _of_renamed(claim: Claim, rename: Callable[[str], str]) -> Claim:
-    """Return a claim of a partition that is renamed, with the one that it shares its lease with."""
+    """Return a claim of a renamed partition; the partition that shares its lease is renamed too."""
     if claim.lease is None or not claim.lease.shared_with:
         return claim
     return replace(claim, lease=replace(claim.lease, shared_with=rename(claim.lease.shared_with)))
@@ -386,10 +387,12 @@ def _sample_count(partitions: Sequence[PartitionSnapshot]) -> int:
 
 
 def _lost(block: Block, error: Exception) -> DataLossError:
-    names = ", ".join(map(str, block.global_indexes[:_MOST_NAMED].tolist()))
-    more = f" and {block.global_indexes.size - _MOST_NAMED} more" if block.global_indexes.size > _MOST_NAMED else ""
+    indexes = block.global_indexes[block.global_indexes >= 0]
+    names = ", ".join(map(str, indexes[:_MOST_NAMED].tolist()))
+    more = f" and {indexes.size - _MOST_NAMED} more" if indexes.size > _MOST_NAMED else ""
+    what = "the groups of samples" if block.is_shared else "samples"
     return DataLossError(
-        f"samples {names}{more} of partition {block.partition_id!r} cannot be copied: {error}; clear them, or put "
+        f"{what} {names}{more} of partition {block.partition_id!r} cannot be copied: {error}; clear them, or put "
         f"their {', '.join(map(repr, block.runs.field_names))} again",
         metadata={"partition_id": block.partition_id, "storage_id": block.puts[0].storage_id},
     )

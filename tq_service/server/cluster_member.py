@@ -1,9 +1,9 @@
-"""A controller of a cluster: it follows the log, leads once it is elected, and ends when another one does.
+"""A controller of a cluster: it follows the log, leads once elected, and ends when another controller takes over.
 
     open -> run: snapshot -> follow the log ... elected -> the rest of the log -> serve ... superseded: fatal
 
-A controller that was superseded has changes in memory that are not in the log, so it does not become a standby again:
-its process ends, and starts again as one.
+A superseded controller may have changes in memory that are not in the log, so it cannot become a standby again. Its
+process ends, and starts again as a standby.
 """
 
 from __future__ import annotations
@@ -66,27 +66,27 @@ _CATCH_UP_SECONDS: Final = 0.05
 _NEAR_RECORDS: Final = 50
 _PART_BYTES: Final = 1 << 20
 _FETCH_SECONDS: Final = 600.0
-_LOOK_SECONDS: Final = 0.05  # at a lease that may have ended
+_LOOK_SECONDS: Final = 0.05  # interval of checks of a lease that may have ended
 
 
 class ClusterMember:
-    """One controller of a cluster. Confined to one event loop, but for what it asks of etcd in threads.
+    """One controller of a cluster. Confined to one event loop, except for calls to etcd, which run in threads.
 
     Args:
-        settings: how it runs.
-        address: where clients reach it.
-        credentials: what it shows to other controllers.
-        supervisor: learns that it cannot go on.
+        settings: settings of the service.
+        address: address for clients.
+        credentials: its credentials towards other controllers.
+        supervisor: runs background tasks and is notified of fatal failures.
 
     Attributes:
-        store: keeps its state.
-        controller_id: of the cluster.
-        name: of the cluster.
-        member_id: its name among the controllers, which stays as long as its data directory does.
+        store: persists its state.
+        controller_id: id of the cluster.
+        name: name of the cluster.
+        member_id: its name within the cluster; it lasts as long as its data directory.
 
     Raises:
         JournalUnreachableError: etcd does not answer.
-        DataDirError: the data directory is in use, or that of another controller.
+        DataDirError: the data directory is in use, or belongs to another controller.
     """
 
     def __init__(self, settings: ServeSettings, address: str, credentials: Credentials, supervisor: Supervisor) -> None:
@@ -125,57 +125,58 @@ class ClusterMember:
         self.store = StateStore(data_dir, Log(self._backend))
         self.store.is_shared = True
         self._election = Election(self._etcd, self._keys, self.member_id, address)
-        self._standing_by = ThreadPoolExecutor(1, thread_name_prefix="tq-election")  # busy for as long as it stands by
+        self._standing_by = ThreadPoolExecutor(1, thread_name_prefix="tq-election")  # busy while it is a standby
         self._lease: Lease | None = None
         self._leader: Leader | None = None
         self._leadership: Lease | None = None
         self._is_serving = False
-        self._standbys: list[ControllerStatus] = []  # as of a moment ago, while this one leads
+        self._standbys: list[ControllerStatus] = []  # about a second old; kept while this controller leads
 
     def add_services(self, server: Any) -> None:
-        """Add what its members offer each other to a server."""
+        """Add the service for other members to a server."""
         add_ClusterServiceServicer_to_server(SnapshotServicer(self.store), server)
 
     # Standing
 
     @property
     def may_answer(self) -> bool:
-        """Whether it leads, and no other one can at this moment."""
+        """Whether it leads and no other controller can lead at this moment."""
         return self._is_serving and self._leadership is not None and self._leadership.is_held
 
     @property
     def leader_address(self) -> str:
-        """Where the controller is that leads, "" where that is not known."""
+        """Address of the leading controller, "" if it is unknown or this controller."""
         return "" if self._leader is None or self._leader.address == self.address else self._leader.address
 
     @property
     def epoch(self) -> int:
-        """Of the leader; 0: none is known."""
+        """Epoch of the leader; 0: no leader is known."""
         if self._leadership is not None:
             return self._leadership.epoch
         return 0 if self._leader is None else self._leader.epoch
 
     def statuses(self) -> list[ControllerStatus]:
-        """Return what is known of the controllers, while this one leads."""
+        """Return the status of all controllers; valid while this one leads."""
         own = ControllerStatus(name=self.member_id, address=self.address, is_leader=True, epoch=self.epoch, lag_count=0)
         return [own, *self._standbys]
 
     def lags(self) -> dict[str, int]:
-        """Return how many records the others are behind, by their names; while this one leads."""
+        """Return how many records each other controller lags behind, by name; valid while this one leads."""
         return {each.name: each.lag_count for each in self._standbys}
 
-    # Its life
+    # Lifecycle
 
     async def run(self, catalog: Catalog, take_up: Callable[[], None], on_standing: Callable[[bool], None]) -> None:
         """Stand by, and lead once elected, until cancelled.
 
         Args:
-            catalog: the state, which is empty.
-            take_up: called when all is there and calls may be answered.
-            on_standing: called when another controller may lead from now on (False), and when that was not so (True).
+            catalog: the state, initially empty.
+            take_up: called when the state is complete and calls may be answered.
+            on_standing: called with False when another controller may lead from now on, and with True if the lease
+                turns out to be held.
 
         Raises:
-            TqError: it cannot go on.
+            TqError: a fatal failure.
         """
         number = await self._restore(catalog)
         has_lost = await asyncio.to_thread(self._backend.has_lost, number)
@@ -195,8 +196,8 @@ class ClusterMember:
         self._backend.leadership = leadership
         self._leadership = leadership
         record_count = await self.store.take_over()
-        if leadership.is_over:  # since before this controller knew that it leads
-            raise SupersededError("its lease has ended, so that another controller leads")
+        if leadership.is_over:  # it ended before this controller knew that it leads
+            raise SupersededError("its lease has ended, so another controller may lead")
         take_up()
         self._is_serving = True
         self._supervisor.start("watching the lease", self._watch_lease(leadership, on_standing))
@@ -213,7 +214,7 @@ class ClusterMember:
         )
 
     async def _watch_lease(self, lease: Lease, on_standing: Callable[[bool], None]) -> None:
-        """Say when the lease may have ended: etcd, which knows, may be what this controller cannot reach."""
+        """Report when the lease may have ended: this controller may be unable to ask etcd, which knows."""
         was_held = True
         while True:
             await asyncio.sleep(max(_LOOK_SECONDS, lease.held_until - time.monotonic()))
@@ -222,13 +223,13 @@ class ClusterMember:
                 continue
             was_held = is_held
             if is_held:
-                _log.info(LogMessage("etcd has kept the lease; calls are answered again", cluster=self.name))
+                _log.info(LogMessage("etcd kept the lease; calls are answered again", cluster=self.name))
             else:
                 _log.warning(LogMessage("the lease may have ended; calls are refused", cluster=self.name))
             on_standing(is_held)
 
     async def _restore(self, catalog: Catalog) -> int:
-        """Bring back the newest snapshot; that of the leader, if the log has not what comes after the own one."""
+        """Restore the newest snapshot: the leader's if the log no longer contains the records after the local one."""
         number = max(snapshot_numbers(self.store.data_dir.path), default=0)
 
         def has_log_since() -> bool:
@@ -241,14 +242,14 @@ class ClusterMember:
         return number
 
     async def _fetch(self, number: int) -> int:
-        """Fetch the newest snapshot of the leader, which is of a number at least; return its number."""
+        """Fetch the newest snapshot of the leader, with at least this number; return its number."""
         while True:
             leader = await asyncio.to_thread(self._election.leader)
             if leader is None or leader.address == self.address:
                 _log.error(
                     LogMessage(
-                        "this controller needs a snapshot of another one, and no other one leads that could send its "
-                        "own; start the controller that led last, or restore a checkpoint into another cluster",
+                        "this controller needs a snapshot of the leader, but no other controller leads; start the "
+                        "controller that led last, or restore a checkpoint into another cluster",
                         cluster=self.name,
                         snapshot=number,
                     )
@@ -259,12 +260,12 @@ class ClusterMember:
                 return await fetch_snapshot(leader.address, self._credentials, self.store.data_dir.path, number)
             except (grpc.aio.AioRpcError, TqError, OSError) as error:
                 _log.warning(
-                    LogMessage("the leader sends no snapshot that is needed", address=leader.address, error=error)
+                    LogMessage("could not fetch a snapshot from the leader", address=leader.address, error=error)
                 )
             await asyncio.sleep(_PAUSE_SECONDS)
 
     def _soon(self, callback: Callable[..., None]) -> Callable[..., None]:
-        """Return what calls a method on this event loop, from any thread, as long as the loop runs."""
+        """Return a function for any thread that calls a method on this event loop, if the loop is not closed."""
         loop = asyncio.get_running_loop()
 
         def call(*arguments: Any) -> None:
@@ -278,19 +279,20 @@ class ClusterMember:
             try:
                 self._lease = await asyncio.to_thread(Lease, self._etcd, self._lease_seconds, self._soon(self._lose))
             except JournalUnreachableError as error:
-                _log.warning(LogMessage("no lease can be had", error=error))
+                _log.warning(LogMessage("could not get a lease", error=error))
                 await asyncio.sleep(_PAUSE_SECONDS)
             else:
                 return
 
     def _lose(self) -> None:
         if self._leadership is not None:
-            self._supervisor.fatal("its lease has ended, so that another controller leads")
+            self._supervisor.fatal("its lease has ended, so another controller may lead")
 
     async def _catch_up(self, following: asyncio.Future[Any]) -> None:
-        """Return once this controller has nearly all that the log has, unless no other one leads.
+        """Wait until this controller has nearly caught up with the log, or until no other controller leads.
 
-        The log goes on meanwhile. One that is far behind is not to be elected before others, which would lead at once.
+        A controller that is far behind must not be elected before others, which could lead at once. The log keeps
+        growing during the wait.
         """
         while not following.done():
             with contextlib.suppress(JournalUnreachableError):
@@ -304,7 +306,7 @@ class ClusterMember:
             await asyncio.sleep(_CATCH_UP_SECONDS)
 
     async def _elected(self, following: asyncio.Future[Any]) -> Lease:
-        """Return once this controller leads; raise where it cannot follow any more."""
+        """Wait until this controller leads; raise if it can no longer follow the log."""
         while True:
             lease = self._lease
             if lease is None or lease.is_over:
@@ -325,8 +327,8 @@ class ClusterMember:
                     following.result()
                 except SnapshotNeeded as needed:
                     await self._fetch(needed.number)
-                    raise SupersededError("this controller goes on from a snapshot of the leader") from None
-                raise SupersededError("the log cannot be followed any more")
+                    raise SupersededError("this controller must continue from a snapshot of the leader") from None
+                raise SupersededError("the log can no longer be followed")
             try:
                 return campaign.result()
             except SupersededError:
@@ -351,7 +353,7 @@ class ClusterMember:
             await asyncio.sleep(_PUBLISH_SECONDS)
 
     async def close(self) -> None:
-        """Leave the cluster: another controller may lead at once. The state store is closed before."""
+        """Leave the cluster: another controller may lead at once. Close the state store first."""
         self._is_serving = False
         self._election.close()
         self._standing_by.shutdown(wait=False)
@@ -361,7 +363,7 @@ class ClusterMember:
 
 
 def _retrieve(done: asyncio.Future[Any]) -> None:
-    """Take note of an error that is not looked at where the task that waits for it is cancelled."""
+    """Retrieve the exception of a future, in case the task that awaits it is cancelled."""
     if not done.cancelled():
         done.exception()
 
@@ -370,7 +372,7 @@ class SnapshotServicer(ClusterServiceServicer):
     """Sends the newest snapshot of a controller.
 
     Args:
-        store: has it.
+        store: the source of the snapshot.
     """
 
     def __init__(self, store: StateStore) -> None:
@@ -379,9 +381,9 @@ class SnapshotServicer(ClusterServiceServicer):
     async def FetchSnapshot(  # noqa: N802  (the name of the rpc)
         self, request: pb.FetchSnapshotRequest, context: Context
     ) -> AsyncIterator[pb.FetchSnapshotResponse]:
-        """Send it in parts."""
+        """Send the snapshot in parts."""
         number, path = await self._store.newest_snapshot(request.least_number)
-        file = await asyncio.to_thread(path.open, "rb")  # open, it stays readable once a newer one has replaced it
+        file = await asyncio.to_thread(path.open, "rb")  # stays readable while open, even if a newer one replaces it
         with file:
             size = os.fstat(file.fileno()).st_size
             while part := await asyncio.to_thread(file.read, _PART_BYTES):
@@ -389,11 +391,11 @@ class SnapshotServicer(ClusterServiceServicer):
 
 
 async def fetch_snapshot(address: str, credentials: Credentials, directory: Path, least_number: int) -> int:
-    """Write a snapshot of a controller into a data directory, and return its number, which is so much at least.
+    """Write a snapshot of a controller into a data directory; return its number, at least `least_number`.
 
     Raises:
         grpc.aio.AioRpcError: the controller does not send it.
-        UnavailableError: it ended too early.
+        UnavailableError: it ended too early, or has a lower number.
         OSError: it cannot be written.
     """
     peer: Peer[ClusterServiceAsyncStub] = Peer(address, credentials, ClusterServiceStub)
@@ -405,7 +407,7 @@ async def fetch_snapshot(address: str, credentials: Credentials, directory: Path
         )
         part = await anext(parts, None)
         if part is None:
-            raise UnavailableError(f"the snapshot of {address} ended before it began")
+            raise UnavailableError(f"the snapshot of {address} is empty")
         number, size, count = part.number, part.size_bytes, 0
         if number < least_number:
             raise UnavailableError(f"{address} sent snapshot {number}, at least {least_number} is needed")

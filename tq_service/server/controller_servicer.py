@@ -1,8 +1,9 @@
-"""The controller's methods, each of which converts, calls the core, converts; and their answers as they are kept."""
+"""The methods of the controller, which convert, call the core and convert back; packing of recorded answers."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 import weakref
 from collections.abc import Awaitable, Callable, Collection, Sequence
@@ -19,6 +20,7 @@ from tq_service.config import ServeSettings
 from tq_service.durable.state_store import StateStore
 from tq_service.errors import DeadlineError, InvalidArgumentError
 from tq_service.internal.v1 import storage_registry_pb2, storage_registry_pb2_grpc
+from tq_service.log_message import LogMessage
 from tq_service.machine.claims import (
     ClaimAcked,
     ClaimExtended,
@@ -37,6 +39,7 @@ from tq_service.server import converters
 from tq_service.server.checkpoints import Checkpoints
 from tq_service.server.heartbeat import MOST_OVERDUE_PUTS
 from tq_service.server.puts import Commits
+from tq_service.server.recording import StepRecording
 from tq_service.server.rpc.batches import Batches
 from tq_service.server.rpc.inbox import WaitingCalls
 from tq_service.server.rpc.methods import Context, shown_partitions
@@ -57,12 +60,15 @@ from tq_service.state.policies import Policy
 from tq_service.v1 import commit_pb2, controller_service_pb2_grpc
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.version import BUILD
+from tq_service.wait_clock import WaitClock, wait_clock
 from tq_service.wire.messages import read_message, read_seconds, to_duration, to_message
 from tq_service.wire.metadata import check_json, decode_integers, decode_meta_columns
 
-_MOST_STATUS_BYTES: Final = 1 << 20  # of a page, but for its last partition
+_log = logging.getLogger(__name__)
+
+_MOST_STATUS_BYTES: Final = 1 << 20  # of a page, without its last partition
 _MOST_WAITS: Final = 32  # of a partition
-_TASKS_A_TURN: Final = 4  # with their last batches a millisecond's work at most
+_TASKS_A_TURN: Final = 4  # with their last batches at most a millisecond of work
 Request = TypeVar("Request", bound=Any)  # a message with a request_id
 Answer = TypeVar("Answer")
 PackedAnswer: TypeAlias = tuple[str, bytes]
@@ -71,7 +77,7 @@ PackedAnswer: TypeAlias = tuple[str, bytes]
 def _once(
     change: Callable[[ControllerServicer, Request], Answer],
 ) -> Callable[[ControllerServicer, Request, Context], Awaitable[Answer]]:
-    """Return a method that makes the changes of a request once for each `request_id`; repeats get the same answer."""
+    """Return a method that applies a request once per `request_id`; repeats get the same answer."""
     answer: type = get_type_hints(change)["return"]
 
     async def method(self: ControllerServicer, request: Request, context: Context) -> Answer:
@@ -83,23 +89,25 @@ def _once(
 class ControllerServicer(
     controller_service_pb2_grpc.ControllerServiceServicer, storage_registry_pb2_grpc.StorageRegistryServiceServicer
 ):
-    """Implements `ControllerService` and `StorageRegistryService`; their protos say what each method changes.
+    """Implements `ControllerService` and `StorageRegistryService`; the protos document each method.
 
     Args:
-        settings: how the service runs.
+        settings: settings of the service.
         catalog: the partitions.
         runner: runs samplers.
         storages: the storage services.
         waiting: counts the calls that wait.
-        store: has the state outlive the process; None: it ends with it.
+        store: persists the state; None: the state is lost when the process ends.
         shared_memory: whether clients of this host share memory with this process.
-        controllers: returns those of the cluster, none where the controller is alone.
+        controllers: returns the controllers of the cluster; empty without a cluster.
 
     Attributes:
-        batches: streams of calls; whoever adds this to a server sets it, since their calls come back through that.
+        batches: streams of calls; set by the code that adds this to a server, since their calls go through that server.
+        recording: records batches; None: off.
     """
 
     batches: Batches
+    recording: StepRecording | None = None
 
     def __init__(
         self,
@@ -138,12 +146,12 @@ class ControllerServicer(
         self._explainer = Explainer(catalog, runner)
 
     def take_up(self) -> None:
-        """Do what follows once all of the state is there again: leases begin again, puts are known."""
+        """Start leases and reconcile puts, after the state has been recovered."""
         self.catalog.start_leases()
         self.storages.recover()
 
     def drain(self) -> None:
-        """End the calls that wait, those that watch, and the streams of calls."""
+        """End waiting calls, watch calls and streams of calls."""
         self.catalog.drain()
         self.watches.drain()
         self.batches.drain()
@@ -186,7 +194,7 @@ class ControllerServicer(
         return await self._described(partition)
 
     async def _described(self, partition: Partition) -> pb.DescribePartitionResponse:
-        """Return a partition with its fields and tasks; other work of the event loop has its turns meanwhile."""
+        """Return a partition with its fields and tasks, yielding to the event loop in between."""
         description = description_of(self.catalog, self.backlogs, partition)
         await asyncio.sleep(0)
         tasks = []
@@ -232,9 +240,9 @@ class ControllerServicer(
         return answer
 
     def _info(self, instance_id: bytes, *, for_all_partitions: bool) -> pb.ServiceInfo:
-        """Return what this process is, for a caller that may know of all partitions, or of some."""
+        """Return facts about this process; some only for callers that may know all partitions."""
         settings = self._settings
-        return pb.ServiceInfo(
+        info = pb.ServiceInfo(
             version=BUILD,
             instance_id=instance_id,
             role=settings.role,
@@ -246,6 +254,11 @@ class ControllerServicer(
             auth=settings.auth_tokens_file is not None,
             shared_memory=self._shared_memory,
         )
+        if self.recording is not None:
+            status = self.recording.status()
+            hidden = {} if for_all_partitions else {"place": "", "error": ""}
+            info.recording.CopyFrom(to_message(pb.RecordingStatus, status, **hidden))
+        return info
 
     # Samples
 
@@ -271,7 +284,9 @@ class ControllerServicer(
         partition = self.catalog.get(request.partition_id, request.incarnation)
         claim = converters.leased_claim(request)
         if claim is None:
-            raise InvalidArgumentError("claim is unset; send the leased claim whose samples are cut", field="claim")
+            raise InvalidArgumentError(
+                "claim is unset; send the leased claim whose samples are truncated", field="claim"
+            )
         change = SamplesTruncated(
             partition_id=partition.partition_id,
             global_indexes=decode_integers(request.global_indexes),
@@ -285,7 +300,8 @@ class ControllerServicer(
     @_once
     def CloseGroups(self, request: pb.CloseGroupsRequest) -> pb.CloseGroupsResponse:
         partition = self.catalog.get(request.partition_id, request.incarnation)
-        self.catalog.commit(GroupsClosed(partition_id=partition.partition_id, names=list(request.groups)))
+        names, rollouts = list(request.groups), list(request.rollouts)
+        self.catalog.commit(GroupsClosed(partition_id=partition.partition_id, names=names, rollouts=rollouts))
         return pb.CloseGroupsResponse()
 
     async def ClearSamples(self, request: pb.ClearSamplesRequest, context: Context) -> pb.ClearSamplesResponse:
@@ -335,7 +351,7 @@ class ControllerServicer(
                 not_yet = await wait_for_samples(
                     self.catalog, request.partition_id, selection, request.min_count or 1, min(max_wait, cap)
                 )
-            missing_ok |= not_yet and max_wait > cap  # it may still come while the caller waits
+            missing_ok |= not_yet and max_wait > cap  # the partition may still appear while the caller waits
         if request.HasField("task_name"):
             check_name("task_name", request.task_name)
         page = find_page(
@@ -375,8 +391,13 @@ class ControllerServicer(
         claim = converters.claim_request(request, spec, sampler)
         self._runner.check(sampler, spec.plan_request)
         remaining = context.time_remaining()
-        if remaining is not None and remaining <= 0:  # no client would get what is delivered now
+        if remaining is not None and remaining <= 0:  # the client would not get the samples
             raise DeadlineError("the call's deadline had passed when it arrived")
+        steps = converters.read_step_times(request) if request.HasField("step_times") else None
+        clock = wait_clock.get()
+        if clock is None:
+            clock = WaitClock()
+            wait_clock.set(clock)  # for this call alone: gRPC makes a task of each
         serve = self.catalog.claim if spec.admit is None else self._prompts.claim
         claimed = await serve(
             request.partition_id,
@@ -389,6 +410,12 @@ class ControllerServicer(
             request.partition_id, claimed, claim.task_name, spec.data_fields, self.storages.endpoint_of,
             now=asyncio.get_running_loop().time(),
         )  # fmt: skip
+        if clock.seconds and not isinstance(claimed.answer, NotYet):
+            answer.waited.CopyFrom(to_duration(clock.seconds))
+        if steps is not None and claimed.partition is not None and claim.rank is not None:
+            planner = self.catalog.known_planner(claimed.partition, claim.task_name)
+            if planner is not None:
+                planner.step_times[request.dp_rank] = steps
         if claimed.partition is not None and isinstance(claimed.answer, Claim):
             self._retract_if_unsent(context, claimed.partition, claim.task_name, claim.request_id)
             if spec.admit is not None:
@@ -411,11 +438,11 @@ class ControllerServicer(
         return pb.ExplainResponse(reasons=[to_message(pb.WaitReason, reason) for reason in reasons])
 
     def _shown_names(self) -> Collection[str]:
-        """Return the partitions that the caller may know of."""
+        """Return the names of the partitions that the caller may know of."""
         return list(filter(shown_partitions.get(), self.catalog.names()))
 
     def _retract_if_unsent(self, context: Context, partition: Partition, task_name: str, request_id: bytes) -> None:
-        """Undo a queue claim when the call turns out to have ended before its answer was sent."""
+        """Undo a queue claim if its call ends before the answer is sent."""
         asked = weakref.ref(partition)  # gRPC holds the callback in a cycle, which may be collected much later
 
         def when_done(done: Context) -> None:
@@ -429,7 +456,7 @@ class ControllerServicer(
     def ReleaseClaim(self, request: pb.ReleaseClaimRequest) -> pb.ReleaseClaimResponse:
         check_id("claim_request_id", request.claim_request_id)
         check_name("task_name", request.task_name)
-        if request.partition_id not in self.catalog.names():  # the claim went with its partition
+        if request.partition_id not in self.catalog.names():  # the claim was deleted with its partition
             return pb.ReleaseClaimResponse()
         partition = self.catalog.get(request.partition_id)
         self.catalog.task(partition, request.task_name)
@@ -482,7 +509,7 @@ class ControllerServicer(
     def ResetConsumption(self, request: pb.ResetConsumptionRequest) -> pb.ResetConsumptionResponse:
         return pb.ResetConsumptionResponse(epoch=self.catalog.commit(read_message(ConsumptionReset, request)))
 
-    # Policies, and how far their trainers have come
+    # Policies and the progress of their trainers
 
     @_once
     def Advance(self, request: pb.AdvanceRequest) -> pb.AdvanceResponse:
@@ -504,8 +531,25 @@ class ControllerServicer(
         partition = self.catalog.get(request.partition_id, request.incarnation)
         task = partition.known_task(request.task_name)
         trained = request.trained if request.HasField("trained") else task.trained
-        self.catalog.commit(read_message(RanksRestarted, request, trained=trained))
-        return pb.RestartRanksResponse(epoch=task.epoch, batch_index=trained + 1)
+        repeated = self.catalog.commit(read_message(RanksRestarted, request, trained=trained))
+        batch_count, sample_count = repeated or (0, 0)
+        if batch_count:
+            _log.warning(
+                LogMessage(
+                    "ranks returned to a checkpoint; samples will be trained again",
+                    partition=request.partition_id,
+                    task=request.task_name,
+                    first_batch=trained + 1,
+                    batches=batch_count,
+                    samples=sample_count,
+                )
+            )
+        return pb.RestartRanksResponse(
+            epoch=task.epoch,
+            batch_index=trained + 1,
+            repeated_batch_count=batch_count,
+            repeated_sample_count=sample_count,
+        )
 
     @_once
     def PublishVersion(self, request: pb.PublishVersionRequest) -> pb.PublishVersionResponse:
@@ -593,7 +637,7 @@ class ControllerServicer(
         storage = request.storage
         if not storage.storage_id or not storage.address or len(storage.boot_id) != 16:
             raise InvalidArgumentError(
-                "a storage service registers with a storage_id, an address and a boot_id of 16 bytes",
+                "storage is incomplete; a storage service must send a storage_id, an address and a boot_id of 16 bytes",
                 field="storage",
             )
         check_name("storage_id", storage.storage_id)
@@ -610,25 +654,28 @@ class ControllerServicer(
 def _named_indexes(
     request: pb.ReleaseClaimRequest | pb.AckClaimRequest | pb.RequeueDeadLetteredRequest,
 ) -> Indexes | None:
-    """Return the samples that are named, None for all that are meant where none is."""
+    """Return the named samples, or None for all samples if none is named."""
     return decode_integers(request.global_indexes) if request.global_indexes else None
 
 
-# Answers as they are kept
+# Recorded answers
 
 
 def pack_answer(answer: Message) -> PackedAnswer:
-    """Return what is kept of an answer: the name of its message in `tq_service.v1`, and its bytes."""
-    return type(answer).__name__, answer.SerializeToString()  # one name for all, instead of a new one each
+    """Return the recorded form of an answer: the name of its message in `tq_service.v1`, and its bytes.
+
+    A message takes 2 KB in memory, its bytes a few hundred.
+    """
+    return type(answer).__name__, answer.SerializeToString()  # `__name__` is one shared string
 
 
 def answer_bytes(packed: PackedAnswer) -> int:
-    """Return the bytes of what is kept of an answer."""
+    """Return the size of a recorded answer."""
     return len(packed[1])
 
 
 def unpack_answer(packed: PackedAnswer) -> Message:
-    """Return the answer."""
+    """Return an answer from its recorded form."""
     name, data = packed
     kind = GetMessageClass(descriptor_pool.Default().FindMessageTypeByName(f"tq_service.v1.{name}"))
     return kind.FromString(data)

@@ -1,4 +1,4 @@
-"""Messages of the controller as what the core knows, and the other way round."""
+"""Conversion between the messages of the controller and the types of the core."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 
 from tq_service.errors import InvalidArgumentError
+from tq_service.machine.group_cells import GroupsWritten
 from tq_service.machine.samples import SampleWrite, Written
 from tq_service.samplers import Sampler
 from tq_service.samplers.options import whole_numbers
@@ -35,7 +36,9 @@ from tq_service.state.plan import (
     NotBefore,
     Rank,
     RankPlan,
+    TotalsOfStep,
 )
+from tq_service.step_times import StepTimes
 from tq_service.v1 import commit_pb2, metadata_pb2
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.wire.columns import ColumnShape
@@ -53,15 +56,15 @@ from tq_service.wire.metadata import (
 )
 
 _REMEMBERED_REQUEST_BYTES: Final = 1024
-_MOST_CLAIM_BYTES: Final = 256 * 1024  # what is asked for is kept while the call waits, and with its batches
-_MOST_RANGE_BYTES: Final = 1 << 20  # of the batches of one answer, if they are several
+_MOST_CLAIM_BYTES: Final = 256 * 1024  # a claim's spec is kept while the call waits, and with its batches
+_MOST_RANGE_BYTES: Final = 1 << 20  # of an answer with several batches
 _RANK_FIELDS: Final = ("dp_rank", "dp_size", "batch_index")
-# Of GetMetaRequest: what differs between calls of the ranks of one task.
+# Fields of GetMetaRequest that differ between calls of the ranks of one task.
 _FIELDS_OF_ONE_CALL: Final = (
     "request_id", "partition_id", "incarnation", "task_name", "epoch", "dp_rank", "batch_index", "max_wait", "lease",
-    "max_deliveries", "claim_name", "explain", "not_before_version", "policy", "batch_count",
+    "max_deliveries", "claim_name", "explain", "not_before_version", "policy", "batch_count", "step_times",
 )  # fmt: skip
-# Of LookupSamplesRequest: what does not say which samples are meant.
+# Fields of LookupSamplesRequest that do not select samples.
 _FIELDS_OF_A_PAGE: Final = ("page_size", "page_token", "missing_ok", "task_name", "min_count", "max_wait")
 
 Endpoints = Callable[[str, bytes], metadata_pb2.StorageEndpoint | None]
@@ -75,7 +78,7 @@ def sample_write(
     put: Put | None = None,
     columns: Sequence[ColumnShape] = (),
 ) -> SampleWrite:
-    """Return what Insert or Commit writes."""
+    """Return the write of an Insert or Commit."""
     if write.global_indexes and not write.incarnation:
         raise InvalidArgumentError(
             "global_indexes need the incarnation they belong to; send that of their BatchMeta", field="incarnation"
@@ -83,8 +86,8 @@ def sample_write(
     for column in columns:
         if column.row_count != write.row_count:
             raise InvalidArgumentError(
-                f"field {column.spec.name!r} has {column.row_count} rows for {write.row_count} samples; give one row a "
-                f"sample",
+                f"field {column.spec.name!r} has {column.row_count} rows for {write.row_count} samples; give one row "
+                f"per sample",
                 field="row_count",
                 metadata={
                     "field_name": column.spec.name,
@@ -92,7 +95,7 @@ def sample_write(
                     "expected": str(column.row_count),
                 },
             )
-    check_range("row_count", write.row_count, 0, MOST_SAMPLES)  # before memory is reserved for so many
+    check_range("row_count", write.row_count, 0, MOST_SAMPLES)  # before memory is allocated for them
     claim = leased_claim(write)
     if write.ack and claim is None:
         raise InvalidArgumentError(
@@ -110,39 +113,75 @@ def sample_write(
         key_mode=KEY_MODES.decode(write.key_mode) or "upsert",
         groups=list(write.groups) or None,
         group_size=write.group_size,
+        rollouts=list(write.rollouts) or None,
+        ends_rollouts=write.ends_rollouts,
         rows_per_put=0 if write.rows_per_put == write.row_count else write.rows_per_put,
         state=STATES.decode(write.state),
         meta=check_json(decode_meta_columns(write.custom_meta, write.row_count)),
         put=put,
-        columns=[
-            ColumnWrite(
-                spec=column.spec,
-                extents=column.extents if column.spec.layout is Layout.JAGGED else None,
-                value_bytes=column.value_bytes,
-            )
-            for column in columns
-        ],
+        columns=_column_writes(columns),
         claim=None if write.ack else claim,
         acks=claim if write.ack else None,
         append_at=decode_integers(write.append_at) if write.append_at else None,
     )
 
 
+_OF_GROUP_WRITES: Final = {"partition_id", "incarnation", "row_count", "groups", "key_mode", "of_groups"}
+
+
+def group_write(write: commit_pb2.SampleWrite, put: Put, columns: Sequence[ColumnShape]) -> GroupsWritten:
+    """Return the write of a commit to groups.
+
+    Raises:
+        InvalidArgumentError: it has fields for samples, or the numbers of groups and rows differ.
+    """
+    for name in sorted({each.name for each, _ in write.ListFields()} - _OF_GROUP_WRITES):
+        raise InvalidArgumentError(
+            f"write has {name}, which applies to samples, together with of_groups; send it in a separate call",
+            field=name,
+        )
+    if write.key_mode == commit_pb2.KEY_MODE_NEW or len(write.groups) != write.row_count:
+        raise InvalidArgumentError(
+            f"write has {len(write.groups)} groups, row_count {write.row_count} and key_mode "
+            f"{KEY_MODES.decode(write.key_mode)} with of_groups; expected one group per row, and key_mode upsert "
+            f"or existing",
+            field="groups" if len(write.groups) != write.row_count else "key_mode",
+        )
+    return GroupsWritten(
+        partition_id=write.partition_id,
+        names=list(write.groups),
+        put=put,
+        columns=_column_writes(columns),
+        must_exist=write.key_mode == commit_pb2.KEY_MODE_EXISTING,
+    )
+
+
+def _column_writes(columns: Iterable[ColumnShape]) -> list[ColumnWrite]:
+    return [
+        ColumnWrite(
+            spec=column.spec,
+            extents=column.extents if column.spec.layout is Layout.JAGGED else None,
+            value_bytes=column.value_bytes,
+        )
+        for column in columns
+    ]
+
+
 def slots(request: pb.AcquireRequest, start_version: int | None) -> SampleWrite:
     """Return the write that makes slots.
 
     Args:
-        request: says which.
-        start_version: that of the slots; None: they have none.
+        request: the request.
+        start_version: version that the slots start with, or None.
 
     Raises:
         InvalidArgumentError: the request names existing samples, or a state.
     """
     write = request.write
-    for name in ("global_indexes", "key_mode", "state", "claim", "rows_per_put", "append_at"):
+    for name in ("global_indexes", "key_mode", "state", "claim", "rows_per_put", "append_at", "of_groups"):
         if name in {field.name for field, _ in write.ListFields()}:
             raise InvalidArgumentError(
-                f"write has {name}, expected new samples, which are held; leave it out", field=f"write.{name}"
+                f"write has {name}; expected new samples, which are held. Leave it out.", field=f"write.{name}"
             )
     return replace(
         sample_write(write),
@@ -158,27 +197,28 @@ def leased_claim(
     | pb.SetCustomMetaRequest
     | pb.TruncateSamplesRequest
     | pb.ClearSamplesRequest
-    | pb.FailSamplesRequest,
+    | pb.FailSamplesRequest
+    | pb.HeldSamples,
 ) -> LeasedClaim | None:
-    """Return the claim under which samples are changed, None where none is named."""
+    """Return the claim that a request to change samples names, or None."""
     if not request.HasField("claim"):
         return None
     return LeasedClaim(task_name=request.claim.task_name, request_id=request.claim.claim_request_id)
 
 
 def placement(message: commit_pb2.PutPlacement) -> Put:
-    """Return where a commit's put is."""
+    """Return the put that a placement names."""
     storage: metadata_pb2.StorageEndpoint = message.storage
     if len(message.put_id) != 16 or len(storage.boot_id) != 16 or not storage.storage_id:
         raise InvalidArgumentError(
-            "the placement needs a storage_id and 16 bytes each of boot_id and put_id; send what Put answered",
+            "the placement needs a storage_id, and a boot_id and put_id of 16 bytes each; send those that Put answered",
             field="placement",
         )
     return Put(storage.storage_id, storage.boot_id, message.put_id)
 
 
 def claim_spec(request: pb.GetMetaRequest) -> ClaimSpec:
-    """Return what a GetMeta request has in common with those of other ranks and batches; read once for all of them."""
+    """Return the part of a GetMeta request that all ranks and batches share; it is parsed once for all of them."""
     _check_size(request, "name fewer fields")
     alike = pb.GetMetaRequest()
     alike.CopyFrom(request)
@@ -188,21 +228,32 @@ def claim_spec(request: pb.GetMetaRequest) -> ClaimSpec:
     return read(alike.SerializeToString(deterministic=True))
 
 
+def read_step_times(request: pb.GetMetaRequest) -> StepTimes:
+    """Return the step times of a trainer as its rank reports them.
+
+    Raises:
+        InvalidArgumentError: a number is negative.
+    """
+    times = read_message(StepTimes, request.step_times, rank_count=1)
+    for name in StepTimes.__slots__:
+        check_range(f"step_times.{name}", getattr(times, name), 0)
+    return times
+
+
 def _check_size(request: Message, remedy: str) -> None:
-    """Refuse a request that is too large to be kept while its call waits."""
+    """Refuse a request that is too large to keep while its call waits."""
     if request.ByteSize() > _MOST_CLAIM_BYTES:
         largest = max(request.ListFields(), key=lambda field: _size_alone(request, field[0].name))[0].name
         raise InvalidArgumentError(
             f"the request has {request.ByteSize()} bytes, most of them in {largest}, at most {_MOST_CLAIM_BYTES} "
-            f"expected; {remedy}, and tag samples with custom_meta by what they are asked for, instead of listing many "
-            f"values in where",
+            f"expected; {remedy}, and tag samples with custom_meta instead of listing many values in where",
             field=largest,
             metadata={"got": str(request.ByteSize()), "limit": str(_MOST_CLAIM_BYTES)},
         )
 
 
 def _size_alone(request: Message, name: str) -> int:
-    """Return the bytes of one field of a request."""
+    """Return the size of one field of a request."""
     rest = type(request)()
     rest.CopyFrom(request)
     rest.ClearField(name)
@@ -212,7 +263,7 @@ def _size_alone(request: Message, name: str) -> int:
 @lru_cache(maxsize=1024)
 def _read_claim_spec(serialized: bytes) -> ClaimSpec:
     request = pb.GetMetaRequest.FromString(serialized)
-    # Sampler options as canonical JSON, by which those of ranks are compared; whole numbers are integers.
+    # Sampler options as canonical JSON, to compare those of different ranks; integral numbers become integers.
     config = json.dumps(whole_numbers(MessageToDict(request.sampler_config)), sort_keys=True)
     data_fields = tuple(sorted(request.data_fields))
     batch_spec = read_message(BatchSpec, request, sampler_config=config, data_fields=data_fields)
@@ -220,7 +271,7 @@ def _read_claim_spec(serialized: bytes) -> ClaimSpec:
 
 
 def claim_request(request: pb.GetMetaRequest, spec: ClaimSpec, sampler: Sampler) -> ClaimRequest:
-    """Return a GetMeta request as the planner takes it."""
+    """Return the planner's form of a GetMeta request."""
     lease = None
     if request.HasField("lease"):
         lease = LeaseTerms(seconds=read_seconds("lease", request.lease), max_deliveries=request.max_deliveries or None)
@@ -233,7 +284,7 @@ def claim_request(request: pb.GetMetaRequest, spec: ClaimSpec, sampler: Sampler)
         task_name=request.task_name,
         spec=spec,
         sampler=sampler,
-        rank=Rank.of(**{name: getattr(request, name) if request.HasField(name) else None for name in _RANK_FIELDS}),
+        rank=rank_of(request),
         epoch=request.epoch if request.HasField("epoch") else None,
         lease=lease,
         claim_name=request.claim_name,
@@ -244,19 +295,24 @@ def claim_request(request: pb.GetMetaRequest, spec: ClaimSpec, sampler: Sampler)
     )
 
 
+def rank_of(request: pb.GetMetaRequest) -> Rank | None:
+    """Return the rank and batch of a request, or None for a queue worker."""
+    return Rank.of(**{name: getattr(request, name) if request.HasField(name) else None for name in _RANK_FIELDS})
+
+
 def selection(request: pb.LookupSamplesRequest) -> Selection:
-    """Return the samples that a look-up is about; `all_samples` stands for whatever is named besides."""
+    """Return the samples that a look-up selects; `all_samples` overrides named samples."""
     if request.HasField("max_wait"):
         _check_size(request, "name fewer samples or groups")
     where = tuple(read_message(Condition, each) for each in request.where)
     if request.all_samples:
         return Selection(is_all=True, where=where)
     indexes = decode_integers(request.global_indexes)
-    return Selection(indexes=indexes, keys=request.keys, groups=request.groups, where=where)
+    return Selection(indexes=indexes, keys=request.keys, groups=request.groups, rollouts=request.rollouts, where=where)
 
 
 def _question(request: pb.LookupSamplesRequest) -> str:
-    """Return what differs, but for chance, between requests that mean other samples."""
+    """Return a checksum of the sample selection of a request."""
     samples = pb.LookupSamplesRequest()
     samples.CopyFrom(request)
     for name in _FIELDS_OF_A_PAGE:
@@ -265,10 +321,10 @@ def _question(request: pb.LookupSamplesRequest) -> str:
 
 
 def page_token(request: pb.LookupSamplesRequest) -> str:
-    """Return the token of a page of the samples that a request means.
+    """Return the page token of a request.
 
     Raises:
-        InvalidArgumentError: it is that of other samples.
+        InvalidArgumentError: the token belongs to a request for other samples.
     """
     if not request.page_token:
         return ""
@@ -279,7 +335,7 @@ def page_token(request: pb.LookupSamplesRequest) -> str:
 
 
 def changed_selection(request: pb.ClearSamplesRequest | pb.FailSamplesRequest, skipped_by: str = "") -> Selection:
-    """Return the samples to be cleared or to fail; if none is named, all that the conditions and tasks mean, if given.
+    """Return the samples to clear or fail. If none is named, return all that match the given conditions and tasks.
 
     Args:
         request: the request.
@@ -287,17 +343,19 @@ def changed_selection(request: pb.ClearSamplesRequest | pb.FailSamplesRequest, s
     """
     where = tuple(read_message(Condition, each) for each in request.where)
     indexes = decode_integers(request.global_indexes)
-    if request.HasField("claim") and (request.keys or request.groups or not indexes.size):
+    others = bool(request.keys or request.groups or request.rollouts)
+    if request.HasField("claim") and (others or not indexes.size):
         raise InvalidArgumentError(
-            "claim is given without global_indexes, or with keys or groups; name the samples of the claim by their "
-            "indexes alone",
+            "claim is given without global_indexes, or with keys, groups or rollouts; name the samples of the claim by "
+            "their indexes alone",
             field="claim",
         )
-    is_all = bool(where or skipped_by or request.task_name) and not (indexes.size or request.keys or request.groups)
+    is_all = bool(where or skipped_by or request.task_name) and not (indexes.size or others)
     return Selection(
         indexes=indexes,
         keys=request.keys,
         groups=request.groups,
+        rollouts=request.rollouts,
         is_all=is_all,
         skipped_by=skipped_by,
         left_for=request.task_name,
@@ -309,10 +367,15 @@ def changed_selection(request: pb.ClearSamplesRequest | pb.FailSamplesRequest, s
 
 
 def written_meta(written: Written) -> metadata_pb2.BatchMeta:
-    """Return what a write answers: only what the client does not know already."""
-    meta = _meta_of(written.partition, fields=[encode_spec(spec) for spec in written.specs])
+    """Return the answer of a write, without facts that the client knows already."""
+    meta = groups_meta(written)
     set_indexes(meta, written.global_indexes)
     return meta
+
+
+def groups_meta(written: Written) -> metadata_pb2.BatchMeta:
+    """Return the answer of a write to groups, which does not name samples."""
+    return _meta_of(written.partition, fields=[encode_spec(spec) for spec in written.specs])
 
 
 def claim_answer(
@@ -324,7 +387,7 @@ def claim_answer(
     *,
     now: float,
 ) -> pb.GetMetaResponse:
-    """Return what a claim answers; `now` by the clock of the event loop."""
+    """Return the answer of a claim; `now` is by the clock of the event loop."""
     partition = claimed.partition
     if partition is None:
         meta = metadata_pb2.BatchMeta(status=metadata_pb2.BATCH_STATUS_NOT_YET, partition_id=partition_id)
@@ -345,9 +408,9 @@ def claim_answer(
 def slots_answer(
     partition: Partition, answer: Answer, task_name: str, endpoints: Endpoints, *, now: float
 ) -> pb.AcquireResponse:
-    """Return what a call for slots answers; `now` by the clock of the event loop."""
+    """Return the answer of a call for slots; `now` is by the clock of the event loop."""
     meta = _claim_meta(partition, answer, task_name, (), endpoints, now=now)
-    if isinstance(answer, Claim) and answer.lease is not None:  # which begins with the end of this step
+    if isinstance(answer, Claim) and answer.lease is not None:  # the lease begins at the end of this step
         meta.lease.CopyFrom(to_duration(answer.lease.seconds))
     return pb.AcquireResponse(meta=meta)
 
@@ -366,8 +429,7 @@ def _claim_meta(
         part = answer if isinstance(answer, RankPlan) else answer.plan.part()
         meta = samples_meta(partition, part.rows, data_fields, endpoints)
         meta.epoch = epoch
-        _add_steps(meta, part)
-        meta.dropped_indexes.extend(part.dropped.tolist())
+        add_plan(meta, part)
         if isinstance(answer, Claim) and (answer.name or answer.delivery_counts is not None):
             meta.claim_request_id = answer.request_id
         if isinstance(answer, Claim) and answer.delivery_counts is not None:
@@ -397,11 +459,12 @@ def samples_meta(
     data_fields: Sequence[str],
     endpoints: Endpoints | None,
 ) -> metadata_pb2.BatchMeta:
-    """Return what is known of samples that are there, and where those of their fields are that all of them have."""
+    """Return the metadata of existing samples, and the locations of the `data_fields` that all of them have."""
     positions = partition.table.find(rows)
     meta = located_meta(partition, positions, data_fields, endpoints)
     if partition.groups.in_use:
         meta.groups.extend(names_of(partition.groups.names_of(positions)))
+        meta.rollouts.extend(names_of(partition.groups.rollout_names_of(positions)))
     meta.custom_meta.extend(encode_meta_columns(partition.meta.read_all(positions)))
     return meta
 
@@ -409,10 +472,10 @@ def samples_meta(
 def found_page(
     page: Page, request: pb.LookupSamplesRequest, endpoints: Endpoints, *, not_yet: bool
 ) -> pb.LookupSamplesResponse:
-    """Return what a look-up answers.
+    """Return the answer of a look-up.
 
     Raises:
-        TaskNotFoundError: there is no such task, unless it may be missing.
+        TaskNotFoundError: the task does not exist, unless `missing_ok` is set.
     """
     partition = page.partition
     consumption: Any = ()
@@ -425,6 +488,7 @@ def found_page(
         missing_keys=page.missing_keys,
         missing_global_indexes=page.missing_indexes.tolist(),
         missing_groups=page.missing_groups,
+        missing_rollouts=page.missing_rollouts,
         consumption=consumption,
         next_page_token=f"{_question(request)}-{page.next_token}" if page.next_token else "",
         not_yet=not_yet,
@@ -432,7 +496,7 @@ def found_page(
 
 
 def nothing_found(request: pb.LookupSamplesRequest, *, not_yet: bool) -> pb.LookupSamplesResponse:
-    """Return what a look-up answers if there is no such partition."""
+    """Return the answer of a look-up in a partition that does not exist."""
     named = pb.LookupSamplesRequest() if request.all_samples else request
     return pb.LookupSamplesResponse(
         meta=metadata_pb2.BatchMeta(status=metadata_pb2.BATCH_STATUS_BATCH, partition_id=request.partition_id),
@@ -440,16 +504,17 @@ def nothing_found(request: pb.LookupSamplesRequest, *, not_yet: bool) -> pb.Look
         missing_keys=named.keys,
         missing_global_indexes=named.global_indexes,
         missing_groups=named.groups,
+        missing_rollouts=named.rollouts,
     )
 
 
 def all_meta(partition: Partition, rows: Indexes, endpoints: Endpoints | None) -> metadata_pb2.BatchMeta:
-    """Return all that is known of samples that are there, with the fields that at least one of them has.
+    """Return all metadata of existing samples, with the fields that at least one of them has.
 
     Args:
-        partition: where they are.
+        partition: their partition.
         rows: their global indexes.
-        endpoints: where storage services are; None: the answer does not say where cells are.
+        endpoints: returns the endpoints of storage services; None: leave out the locations of cells.
     """
     produced = partition.cells.produced_by(partition.table.find(rows))
     meta = samples_meta(partition, rows, list(produced), endpoints)
@@ -463,9 +528,9 @@ def located_meta(
     data_fields: Sequence[str],
     endpoints: Endpoints | None,
 ) -> metadata_pb2.BatchMeta:
-    """Return samples at positions, their keys, and where those of their fields are that all of them have.
+    """Return samples at positions with their keys, and the locations of the `data_fields` that all of them have.
 
-    Without `endpoints` it is left out where these are.
+    Without `endpoints` the locations are left out.
     """
     cells = partition.cells
     known = [name for name in data_fields if name in cells.fields]
@@ -484,7 +549,7 @@ def located_meta(
 
 
 def names_of(names: Sequence[str | None]) -> list[str]:
-    """Return names of samples as they are sent: "" for none, and nothing where there is none."""
+    """Return names of samples for a message: "" for a missing name, and an empty list if all are missing."""
     return [name or "" for name in names] if any(names) else []
 
 
@@ -514,7 +579,16 @@ def _add_locations(message: metadata_pb2.Locations, runs: Iterable[CellRuns], en
             row_counts=run.row_counts,
             extent_counts=run.extent_counts,
             extent_lengths=run.extent_lengths,
+            sample_counts=run.sample_counts,
         )
+
+
+def add_plan(meta: metadata_pb2.BatchMeta, part: RankPlan) -> None:
+    """Add the plan of a claim to its metadata: steps, packs, dropped samples, totals."""
+    _add_steps(meta, part)
+    meta.dropped_indexes.extend(part.dropped.tolist())
+    if part.totals:
+        meta.MergeFromString(_totals_of(part.totals, part.summed))
 
 
 def _add_steps(meta: metadata_pb2.BatchMeta, part: RankPlan) -> None:
@@ -528,4 +602,16 @@ def _add_steps(meta: metadata_pb2.BatchMeta, part: RankPlan) -> None:
             )
 
 
-# What is kept of an answer: a message of protobuf takes 2 KB in memory, its bytes a few hundred.
+@lru_cache(maxsize=256)
+def _totals_of(totals: tuple[TotalsOfStep, ...], summed: tuple[str, ...]) -> bytes:
+    """Return a serialized BatchMeta with only the totals of a batch, which are equal for all ranks."""
+    meta = metadata_pb2.BatchMeta()
+    for samples, rollouts, groups, tokens, sums in totals:
+        meta.totals.add(
+            sample_count=samples,
+            rollout_count=rollouts,
+            group_count=groups,
+            token_count=tokens,
+            sums=dict(zip(summed, sums, strict=True)),
+        )
+    return meta.SerializeToString()

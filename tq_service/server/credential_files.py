@@ -1,14 +1,13 @@
-"""The files that say who is who, read again when they are replaced: tokens, the certificate, the internal secret.
+"""Credential files, read again when they are replaced: tokens, the certificate, the internal secret.
 
-A token is 256 random bits, so SHA-256 keeps it: they are too many to try for a slow hash to matter, while a slow hash
-would let any client keep the service busy with wrong tokens. Tokens are found by their digest, whose place in a table
-reveals nothing about those that are stored: a caller cannot steer the digest of its token, so there is nothing to learn
-from the time that a look-up takes.
+A token has 256 random bits and is stored as its SHA-256 digest. It cannot be guessed, so a slow hash would add no
+security, and any client could keep the service busy with wrong tokens. Tokens are looked up by digest. A caller cannot
+choose the digest of its token, so the duration of a look-up reveals nothing about stored tokens.
 
-The services of one deployment share a secret, by which they know each other's calls from those of clients. Calls
-between services carry a proof, a value derived from the secret, never the secret itself, so that other uses can derive
-other values from it and none reveals anything of the others. Where everything is on one machine and reached by its
-loopback address alone, its file is made and found by itself: in a directory of this user, which others may not enter.
+The services of one deployment share a secret, which distinguishes their calls from those of clients. Calls between
+services carry a proof derived from the secret, never the secret itself. Other uses derive other values, and no value
+reveals anything about another. If all services run on one machine and use only its loopback address, the file
+needs no configuration. It is created in a directory of this user that no other user may enter.
 """
 
 from __future__ import annotations
@@ -44,28 +43,28 @@ from tq_service.wire.connection import ROLES, Credentials, Metadata, Role, Signa
 _log = logging.getLogger(__name__)
 ALL_PARTITIONS: Final = ""
 
-_MARK: Final = "tq_"  # so that programs that look for leaked secrets can find one
+_MARK: Final = "tq_"  # lets secret scanners find a leaked token
 _RANDOM_BYTES: Final = 32
 INTERNAL_KEY: Final = "tq-internal"
 """Metadata key of the proof."""
 SHORTEST_SECRET: Final = 32
 _LONGEST_SECRET: Final = 4096
 _CALLS: Final = "tq_service internal calls 1"
-# Services notice a new file within some two seconds of each other: all accept both while some still send the old one.
+# Services notice a new file within about two seconds of each other. All accept both while some still send the old one.
 _SEND_OLD_SECONDS: Final = 5.0
 _ACCEPT_OLD_SECONDS: Final = 60.0
 
 
 class ReloadingFiles(ABC):
-    """Files that belong together, which are read once, and again when they have changed.
+    """Files that belong together; they are read once, and again after a change.
 
-    They are read when they have changed and then stayed the same from one look to the next: a file that is written in
-    its place is empty for a moment, and an empty file of tokens is a valid one. What cannot be used is logged once and
-    tried again at each look, since what was wrong may not show in the files: their mode, or too many open files.
+    Changed files are read once they are unchanged between two checks. A file that is written in place is empty for a
+    moment, and an empty tokens file is valid. An error is logged once and the read is repeated at each check. Its cause
+    may not show in the content: the mode of a file, or too many open files.
 
     Args:
-        *paths: where they are; None for one that is not in use.
-        what_stays: what is said of the time until they can be used.
+        *paths: paths of the files; None for an unused one.
+        what_stays: end of the log line of an error: the credentials in use until the files are valid.
 
     Raises:
         InvalidArgumentError: they cannot be used.
@@ -83,10 +82,10 @@ class ReloadingFiles(ABC):
 
     @abstractmethod
     def _read(self) -> None:
-        """Read the files, and use them from now on; raises InvalidArgumentError where that cannot be."""
+        """Read the files and use them from now on; raises InvalidArgumentError if that fails."""
 
     def reload(self) -> None:
-        """Read the files again if they have changed since, and no longer change."""
+        """Read the files again if they have changed and are stable."""
         signature = self._signature()
         has_settled, self._seen = signature == self._seen, signature
         if not has_settled or signature == self._taken:
@@ -95,7 +94,7 @@ class ReloadingFiles(ABC):
             self._read()
         except InvalidArgumentError as error:
             if str(error) != self._refused:
-                _log.error(LogMessage(f"a changed file cannot be used; {self._what_stays}", error=error))
+                _log.error(LogMessage(f"could not use a changed file; {self._what_stays}", error=error))
             self._refused = str(error)
         else:
             self._taken, self._refused = signature, ""
@@ -105,8 +104,8 @@ def check_private(path: Path) -> None:
     """Refuse a file with secrets that others may read or change; its group may read it.
 
     Raises:
-        OSError: it is not there.
-        InvalidArgumentError: it is open to others.
+        OSError: the file does not exist.
+        InvalidArgumentError: others may access it.
     """
     mode = path.stat().st_mode
     if mode & (stat.S_IRWXO | stat.S_IWGRP):
@@ -116,20 +115,20 @@ def check_private(path: Path) -> None:
 
 
 class ServerCertificate(ReloadingFiles):
-    """Credentials of a port that follow their files.
+    """TLS credentials of a port that follow their files.
 
-    gRPC asks for changes at each handshake, in a thread of its own, and gets what was read last and found good;
-    connections that are open stay. Files that cannot be used, such as a certificate whose key has not been replaced
-    yet, are logged, and the pair before stays.
+    At each handshake gRPC requests changes, on its own thread, and gets the last valid pair; open connections stay.
+    Invalid files, such as a certificate whose key has not been replaced yet, are logged, and the previous pair stays in
+    use.
 
     Args:
-        cert: file of the certificate with its chain, like the others in PEM.
-        key: file of its private key, without a passphrase, readable by no others.
-        client_ca: file of the authorities one of which must have signed the certificate of every client (mTLS); None:
-            clients need none.
+        cert: file of the certificate with its chain. All files are PEM.
+        key: file of its private key, without a passphrase; others must not be able to read it.
+        client_ca: file of certificate authorities; one of them must have signed the certificate of every client (mTLS).
+            None: clients need no certificate.
 
     Attributes:
-        context: what a connection over TLS that is not gRPC's is accepted with; another one once the files changed.
+        context: TLS context for connections other than gRPC's; replaced when the files change.
 
     Raises:
         InvalidArgumentError: the files cannot be used.
@@ -137,11 +136,11 @@ class ServerCertificate(ReloadingFiles):
 
     def __init__(self, cert: Path, key: Path, client_ca: Path | None = None) -> None:
         self._cert, self._key, self._client_ca = cert, key, client_ca
-        super().__init__(cert, key, client_ca, what_stays="the certificate before stays in use")
+        super().__init__(cert, key, client_ca, what_stays="the previous certificate stays in use")
         self._delivered = self._current
 
     def credentials(self) -> grpc.ServerCredentials:
-        """Return what the port is opened with."""
+        """Return the credentials to open the port with."""
         return grpc.dynamic_ssl_server_credentials(
             self._current,
             self._changed,  # type: ignore[arg-type]  # grpc's own documentation has None for no change
@@ -152,7 +151,7 @@ class ServerCertificate(ReloadingFiles):
         try:
             check_private(self._key)
             contents = self._contents()
-            # Python's ssl reads the pair: gRPC says only in its own log, and at the first handshake, what is wrong.
+            # Python's ssl checks the pair: gRPC reports a problem only in its log, at the first handshake.
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             context.load_cert_chain(self._cert, self._key, password=_no_passphrase)
             if self._client_ca is not None:
@@ -166,13 +165,13 @@ class ServerCertificate(ReloadingFiles):
         key, cert, *client_ca = contents
         self._current = grpc.ssl_server_certificate_configuration([(key, cert)], *client_ca)
         self.context = context
-        _log.info(LogMessage("new connections get the certificate", path=self._cert))
+        _log.info(LogMessage("loaded the certificate for new connections", path=self._cert))
 
     def _contents(self) -> list[bytes]:
         return [path.read_bytes() for path in (self._key, self._cert, self._client_ca) if path is not None]
 
     def _changed(self) -> grpc.ServerCertificateConfiguration | None:
-        # gRPC's threads alone write `_delivered`, and the loop `_current`: neither can overwrite what the other wrote.
+        # Only gRPC's threads write `_delivered` and only the loop writes `_current`, so no write is lost.
         current = self._current
         if current is self._delivered:
             return None
@@ -181,10 +180,10 @@ class ServerCertificate(ReloadingFiles):
 
 
 def check_authorities(setting: str, path: Path) -> None:
-    """Refuse a file of authorities that no certificate could be checked against.
+    """Refuse a file of certificate authorities that cannot verify certificates.
 
     Raises:
-        InvalidArgumentError: it cannot be read, or holds no certificates.
+        InvalidArgumentError: it cannot be read, or contains no certificates.
     """
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=path.read_bytes().decode("ascii"))
@@ -196,7 +195,7 @@ def check_authorities(setting: str, path: Path) -> None:
 
 
 def _no_passphrase() -> str:
-    raise InvalidArgumentError("the key has a passphrase; give one without, that only this user may read")
+    raise InvalidArgumentError("the key has a passphrase; use one without, which only this user may read")
 
 
 def _why(error: OSError | ValueError) -> str:
@@ -206,14 +205,14 @@ def _why(error: OSError | ValueError) -> str:
 
 
 class Token(BaseModel):
-    """What is known of a token, all but the token itself: its entry in the file; `make_token` makes one.
+    """The entry of a token in the file, which does not contain the token itself; created by `make_token`.
 
     Attributes:
-        name: whose it is, for logs.
+        name: name of its holder, for logs.
         sha256: its digest.
-        roles: what its holder may do.
-        prefixes: beginnings of the names of the partitions that he may do it with; "" is all.
-        expires: until when it is valid; None: for ever.
+        roles: permissions of the holder.
+        prefixes: prefixes of the names of the partitions that it is valid for; "" means all.
+        expires: end of its validity; None: it does not expire.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -221,8 +220,8 @@ class Token(BaseModel):
     name: str = Field(pattern=r"^[A-Za-z0-9._-]{1,64}$", description="1 to 64 letters, digits, '.', '_', '-'")
     sha256: str = Field(
         pattern="^[0-9a-f]{64}$",
-        description="64 hexadecimal digits, as `tq-service token new` makes them",
-        repr=False,  # where the two were confused, the token itself is there
+        description="64 hexadecimal digits, as made by `tq-service token new`",
+        repr=False,  # a user who confused the two has put the token itself here
     )
     roles: frozenset[Role] = Field(min_length=1, description=f"a list of at least one of {', '.join(ROLES)}")
     prefixes: tuple[str, ...] = Field(min_length=1, description="a list of at least one text ('' is all partitions)")
@@ -232,25 +231,25 @@ class Token(BaseModel):
 
     @property
     def sorted_roles(self) -> list[Role]:
-        """Its roles in their usual order."""
+        """Its roles in the order of `ROLES`."""
         return sorted(self.roles, key=ROLES.index)
 
     def is_expired(self) -> bool:
-        """Whether its time is over, on the clock of this machine."""
+        """Whether it has expired, by the clock of this machine."""
         return self.expires is not None and self.expires <= datetime.now(UTC)
 
     def covers(self, partition_id: str) -> bool:
-        """Whether a partition is among those that it is for."""
+        """Whether it is valid for a partition."""
         return partition_id.startswith(self.prefixes)
 
 
 def new_secret() -> str:
-    """Return a new token, as its holder sends it."""
+    """Return a new token in the form that its holder sends."""
     return _MARK + secrets.token_urlsafe(_RANDOM_BYTES)
 
 
 def digest_of(secret: str) -> str:
-    """Return what is kept of a token."""
+    """Return the digest that is stored for a token."""
     return hashlib.sha256(secret.encode("utf-8", "replace")).hexdigest()
 
 
@@ -272,7 +271,7 @@ def make_token(**entry: object) -> Token:
 
 
 def format_entry(token: Token) -> str:
-    """Return a token's entry for the file, in TOML."""
+    """Return the TOML entry of a token for the file."""
     lines = [
         "[[token]]",
         f"name = {_quote(token.name)}",
@@ -289,7 +288,7 @@ def parse_tokens(text: str) -> dict[str, Token]:
     """Return the tokens of a file by their digests.
 
     Raises:
-        InvalidArgumentError: it is not TOML, or an entry is wrong, or two are of one name or token.
+        InvalidArgumentError: it is not TOML, an entry is wrong, or two entries have the same name or token.
     """
     try:
         document = tomllib.loads(text)
@@ -305,7 +304,7 @@ def parse_tokens(text: str) -> dict[str, Token]:
         except InvalidArgumentError as error:
             raise InvalidArgumentError(f"entry {number} ({entry.get('name')!r:.80}): {error}") from None
         if token.sha256 in tokens or token.name in {each.name for each in tokens.values()}:
-            raise InvalidArgumentError(f"entry {number}: the name {token.name!r} or its token is there twice")
+            raise InvalidArgumentError(f"entry {number}: the name {token.name!r} or its token occurs twice")
         tokens[token.sha256] = token
     return tokens
 
@@ -314,24 +313,24 @@ def read_tokens(path: Path) -> dict[str, Token]:
     """Return the tokens of a file by their digests.
 
     Raises:
-        InvalidArgumentError: it cannot be read, is open to others, or is wrong.
+        InvalidArgumentError: it cannot be read, others may access it, or its content is wrong.
     """
     try:
         check_private(path)
         return parse_tokens(path.read_text())
     except OSError as error:
         raise InvalidArgumentError(f"the tokens file {path} cannot be read: {error.strerror}") from None
-    except ValueError as error:  # InvalidArgumentError, or bytes that are no text
+    except ValueError as error:  # InvalidArgumentError, or bytes that are not text
         raise InvalidArgumentError(f"the tokens file {path}: {error}") from None
 
 
 def append_token(path: Path, token: Token) -> None:
-    """Add a token to a file, which is made where it is not there; readers see the old file or the new one, whole.
+    """Add a token to a file, creating the file if needed. Readers see the old or the new content, never a part.
 
-    Another call that adds one at the same time, in this process or another, waits.
+    Concurrent calls, in this process or another, wait for each other.
 
     Raises:
-        InvalidArgumentError: the file is wrong, or has a token of that name.
+        InvalidArgumentError: the file is wrong, or already has a token of that name.
         OSError: it cannot be written.
     """
     with _locked(path):
@@ -343,7 +342,7 @@ def append_token(path: Path, token: Token) -> None:
 
 
 def remove_token(path: Path, name: str) -> None:
-    """Remove a token from a file; the other entries and their comments stay as they are.
+    """Remove a token from a file; other entries and their comments are unchanged.
 
     Raises:
         InvalidArgumentError: the file is wrong, cannot be read, or has no token of that name.
@@ -361,12 +360,12 @@ def remove_token(path: Path, name: str) -> None:
                 _replace(path, f"{text[:start]}{text[end:]}".rstrip() + "\n")
                 return
         raise InvalidArgumentError(
-            f"the tokens file {path}: the entry of {name!r} is not of its own; remove it by hand"
+            f"the tokens file {path}: the entry of {name!r} is not a separate [[token]] table; remove it by hand"
         )
 
 
 def _replace(path: Path, text: str) -> None:
-    """Write a file of tokens in place of the one that is there."""
+    """Replace a tokens file."""
     parse_tokens(text)
     unready = path.with_name(f".{path.name}.{os.getpid()}")
     descriptor = os.open(unready, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -388,7 +387,7 @@ def _replace(path: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold the lock of a file that is replaced, and so cannot carry it: that of its directory."""
+    """Hold a lock on the directory of a file: the file itself is replaced, so a lock on it would be lost."""
     descriptor = os.open(path.parent, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -398,22 +397,22 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 class TokenFile(ReloadingFiles):
-    """The tokens of a file as it is now. A broken new file is logged, and the tokens read before stay.
+    """The current tokens of a file. An invalid new file is logged, and the previous tokens stay valid.
 
     Args:
         path: the file.
 
     Attributes:
-        tokens: by their digests; another mapping each time the file was read.
+        tokens: tokens by digest; a new mapping each time the file is read.
 
     Raises:
-        InvalidArgumentError: it cannot be read, is open to others, or is wrong.
+        InvalidArgumentError: it cannot be read, others may access it, or its content is wrong.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self.tokens: Mapping[str, Token] = {}
-        super().__init__(path, what_stays="the tokens read before stay valid")
+        super().__init__(path, what_stays="the previous tokens stay valid")
 
     def _read(self) -> None:
         self.tokens = read_tokens(self._path)
@@ -421,21 +420,21 @@ class TokenFile(ReloadingFiles):
 
 
 def _quote(text: str) -> str:
-    """Return a text as TOML and JSON both write it."""
+    """Return a text quoted in a way that is valid in TOML and JSON."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 class InternalSecret(ReloadingFiles):
-    """The secret in a file as it is now. A broken new file is logged, and the secret read before stays.
+    """The current secret of a file. An invalid new file is logged, and the previous secret stays in use.
 
     Confined to one event loop.
 
     Args:
         path: the file.
-        is_made: whether it is made where it is missing, and again where it disappears; of services that are started at
-            the same moment one makes it and all read that one.
-        is_own: whether it and its directory must be of this user alone, as it is in a place where all users may make
-            files; else others must not be able to read it.
+        is_made: whether the file is created if it is missing, and again if it disappears. If several services start at
+            the same moment, one creates it and all read that file.
+        is_own: whether only this user may have access to the file and its directory, because all users may create files
+            next to it. If false, others must not be able to read it.
         clock: monotonic, in seconds.
 
     Raises:
@@ -454,39 +453,40 @@ class InternalSecret(ReloadingFiles):
         self._renewed_at = 0.0
         if is_made and file_signature(path) is None:
             self._publish(secrets.token_hex(_RANDOM_BYTES).encode() + b"\n")
-        super().__init__(path, what_stays="the internal secret read before stays in use")
+        super().__init__(path, what_stays="the previous internal secret stays in use")
 
     @property
     def proof(self) -> str:
-        """What calls to other services carry."""
+        """The proof that calls to other services carry."""
         is_new = bool(self._old_proof) and self._clock() - self._renewed_at < _SEND_OLD_SECONDS
         return self._old_proof if is_new else self._proof
 
     def accepts(self, proof: str) -> bool:
-        """Whether a call comes from a service with the same secret, or the one before it for a minute."""
+        """Whether a call comes from a service with the same secret, or, for a minute, with the previous one."""
         given = proof.encode("utf-8", "replace")
         is_present = hmac.compare_digest(given, self._proof.encode())
         is_old = bool(self._old_proof) and self._clock() - self._renewed_at < _ACCEPT_OLD_SECONDS
         return is_present | (is_old & hmac.compare_digest(given, self._old_proof.encode()))
 
     def derive(self, purpose: str) -> bytes:
-        """Return 32 bytes for one purpose, from which neither the secret nor those for others can be found."""
+        """Return 32 bytes for one purpose; they reveal neither the secret nor the bytes for other purposes."""
         return hmac.new(self._secret, purpose.encode(), hashlib.sha256).digest()
 
     def reload(self) -> None:
-        """Read the file again if it has changed since, and no longer changes."""
-        if self._is_made and file_signature(self._path) is None:  # a cleaner of temporary files; other services need it
+        """Read the file again if it has changed and is stable."""
+        # A cleaner of temporary files may have removed it, and other services need it.
+        if self._is_made and file_signature(self._path) is None:
             try:
                 self._publish(self._secret + b"\n")
             except InvalidArgumentError as error:
-                _log.debug(LogMessage("the internal secret cannot be written again", path=self._path, error=error))
+                _log.debug(LogMessage("could not write the internal secret again", path=self._path, error=error))
         super().reload()
 
     def _read(self) -> None:
         try:
             secret = self._checked()
         except OSError as error:
-            advice = "" if self._is_made else "; copy that of the controller there"
+            advice = "" if self._is_made else "; copy the controller's secret to this path"
             raise InvalidArgumentError(
                 f"the internal secret {self._path} cannot be read: {error.strerror}{advice}",
                 field="internal_secret_file",
@@ -504,18 +504,20 @@ class InternalSecret(ReloadingFiles):
 
         Raises:
             OSError: the file cannot be read.
-            InvalidArgumentError: it is open to others, or holds no secret.
+            InvalidArgumentError: others may access it, or it contains no valid secret.
         """
         if self._is_own:
             self._check_directory()
         else:
             check_private(self._path)
-        # Not to wait where somebody has put a pipe there.
+        # O_NONBLOCK: do not wait if somebody has put a pipe there.
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (os.O_NOFOLLOW if self._is_own else 0)
         with open(os.open(self._path, flags), "rb") as file:  # noqa: PTH123  (a descriptor)
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
-                raise InvalidArgumentError(f"the internal secret {self._path} is no file", field="internal_secret_file")
+                raise InvalidArgumentError(
+                    f"the internal secret {self._path} is not a regular file", field="internal_secret_file"
+                )
             if self._is_own:
                 _check_own(self._path, status, stat.S_ISREG)
             secret = file.read(_LONGEST_SECRET + 1).strip()
@@ -532,7 +534,7 @@ class InternalSecret(ReloadingFiles):
         _check_own(directory, directory.stat(follow_symlinks=False), stat.S_ISDIR)
 
     def _publish(self, content: bytes) -> None:
-        """Put the file into its place, whole and readable by this user alone, unless there is one by now."""
+        """Create the file atomically, readable only by this user, unless it exists by now."""
         try:
             if self._is_own:
                 self._path.parent.mkdir(mode=0o700, exist_ok=True)
@@ -543,10 +545,10 @@ class InternalSecret(ReloadingFiles):
                 os.fsync(file.fileno())
                 os.link(file.name, self._path)
         except FileExistsError:
-            return  # another service was first, and has made what all read
+            return  # another service created it first; all read that file
         except OSError as error:
             raise InvalidArgumentError(
-                f"the internal secret {self._path} is not there and cannot be made ({error.strerror}); set "
+                f"the internal secret {self._path} does not exist and could not be created ({error.strerror}); set "
                 "internal_secret_file to a file that the services of this deployment share",
                 field="internal_secret_file",
             ) from None
@@ -554,67 +556,67 @@ class InternalSecret(ReloadingFiles):
 
 
 class ServiceCredentials(Credentials):
-    """What a service shows to other services: its token, its certificate, and the proof of the internal secret.
+    """Credentials of a service towards other services: its token, its certificate, and the proof of the secret.
 
     Attributes:
-        secret: the internal secret, None without one.
+        secret: the internal secret, or None.
     """
 
     secret: InternalSecret | None = None
 
     @property
     def sent_secret(self) -> str:
-        """What others could read on the way, "" for nothing."""
+        """Name of the secret that a plaintext connection would reveal; "" for none."""
         return super().sent_secret or ("the proof of the internal secret" if self.secret is not None else "")
 
     def metadata(self) -> Metadata | None:
-        """Return the metadata that carries token and proof.
+        """Return the metadata with token and proof.
 
         Raises:
-            UnauthenticatedError: the token's file cannot be used.
+            UnauthenticatedError: the token file cannot be used.
         """
         metadata = super().metadata()
         return metadata if self.secret is None else (*(metadata or ()), (INTERNAL_KEY, self.secret.proof))
 
 
 def find_secret(settings: ServeSettings, *, has_tokens: bool) -> InternalSecret | None:
-    """Return the internal secret of a service, None for one that needs none.
+    """Return the internal secret of a service, or None if it does not need one.
 
     Args:
-        settings: how it runs.
-        has_tokens: whether it asks for tokens and has one of its own, by which services know each other as well.
+        settings: settings of the service.
+        has_tokens: whether it requires tokens and has one itself; tokens also identify services to each other.
 
     Raises:
-        InvalidArgumentError: it needs one and there is none, or the one that there is cannot be used.
+        InvalidArgumentError: it needs a secret that is missing or cannot be used.
     """
     if settings.internal_secret_file is not None:
         return InternalSecret(settings.internal_secret_file, is_made=settings.role != "storage")
     if has_tokens:
         return None
     targets = (settings.advertise, settings.controller)
-    # It listens on, advertises and dials this machine's loopback address alone.
+    # It listens on, advertises and dials only this machine's loopback address.
     if is_loopback(settings.host) and all(target is None or is_loopback_target(target) for target in targets):
         try:
             return InternalSecret(own_secret_path(), is_made=True, is_own=True)
         except InvalidArgumentError as error:
             if settings.role != "all":
                 raise
-            _log.warning(LogMessage("no further storage service can join this one", error=error))
+            _log.warning(LogMessage("other storage services cannot join this service", error=error))
             return None
     if settings.role == "all":
         return None
     raise InvalidArgumentError(
-        f"a service of role {settings.role} and the others of its deployment must know each other from clients: give "
-        "all of them the same internal_secret_file (--internal-secret-file, TQ_INTERNAL_SECRET_FILE; `openssl rand "
-        "-hex 32` makes what it holds), or each an auth_tokens_file and a peer_token_file with a token of role service "
+        f"a service of role {settings.role} must tell calls of the other services from those of clients: give all "
+        "services the same internal_secret_file (--internal-secret-file, TQ_INTERNAL_SECRET_FILE; create it with "
+        "`openssl rand -hex 32`), or give each an auth_tokens_file and a peer_token_file with a token of role service "
         "(docs/security.md)",
         field="internal_secret_file",
     )
 
 
 def own_secret_path() -> Path:
-    """Return where the services of this user on this machine find their secret."""
-    directory = os.environ.get("TMPDIR") or "/tmp"  # noqa: S108  (what is there is checked to be this user's alone)
+    """Return the default path of the secret of this user's services on this machine."""
+    directory = os.environ.get("TMPDIR") or "/tmp"  # noqa: S108  (owner and mode are checked)
     return Path(directory) / f"tq_service-internal-{os.geteuid()}" / "secret"
 
 
@@ -622,7 +624,7 @@ def _check_own(path: Path, status: os.stat_result, is_kind: Callable[[int], bool
     if is_kind(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
         return
     raise InvalidArgumentError(
-        f"{path} is not of this user alone (owner {status.st_uid}, mode {stat.S_IMODE(status.st_mode):04o}), so "
+        f"{path} is not private to this user (owner {status.st_uid}, mode {stat.S_IMODE(status.st_mode):04o}), so "
         "others could pass for a service; remove it, or set internal_secret_file to a file that the services share",
         field="internal_secret_file",
     )

@@ -1,4 +1,4 @@
-"""The standard health service; its watches end when the server drains, so that none of them holds up the end."""
+"""The standard health service. Its watches end when the server drains, so they do not delay shutdown."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _NOT_SERVING: Any = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # comes without types
-    """Says of each service of this process whether it takes calls; "" is the process as a whole.
+    """Reports for each service of this process whether it takes calls; "" stands for the process.
 
-    Each is NOT_SERVING from `add` to `serve`, and from `drain` to the end; the process of a standby is SERVING before.
+    Each is NOT_SERVING from `add` to `serve`, and from `drain` on. The process of a standby is SERVING before `serve`.
 
-    The servicer of `grpc_health` holds a lock of all watchers while it writes to one of them, so one that does not read
-    would hold up the drain, which must be one step of the loop; and its watches end with the server only.
+    The servicer of `grpc_health` is not used: it locks all watchers while it writes to one. A client that does not read
+    would delay the drain, which must be one step of the loop. Its watches also end only with the server.
 
     Args:
-        most_watches: how many watches there may be: they need no token, so nothing else bounds them.
+        most_watches: maximum number of watches; they need no token, so nothing else limits them.
     """
 
     def __init__(self, most_watches: int = 1024) -> None:
@@ -35,19 +35,19 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # comes wit
         self._is_draining = False
 
     def add(self, services: Iterable[str]) -> None:
-        """Know services that do not take calls yet."""
+        """Add services that do not take calls yet."""
         self._statuses |= dict.fromkeys(services, _NOT_SERVING)
 
     def serve(self) -> None:
-        """Say that all services take calls, unless they are about to end."""
+        """Report that all services take calls, unless the server is draining."""
         self._set(process=_SERVING, services=_SERVING)
 
     def stand_by(self) -> None:
-        """Say that the process lives, and that none of its services takes calls: those of the leader do."""
+        """Report that the process is alive but its services take no calls, because another controller leads."""
         self._set(process=_SERVING, services=_NOT_SERVING)
 
     def drain(self) -> None:
-        """Say for good that no service takes calls, and end the watches once they have said so."""
+        """Report for good that no service takes calls; watches end after they have sent this."""
         self._set(process=_NOT_SERVING, services=_NOT_SERVING)
         self._is_draining = True
 
@@ -61,12 +61,12 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # comes wit
     async def Check(  # noqa: N802  (the name of the rpc)
         self, request: health_pb2.HealthCheckRequest, context: Context
     ) -> health_pb2.HealthCheckResponse:
-        """Answer the status of a service."""
+        """Return the status of a service."""
         status = self._statuses.get(request.service)
         if status is None:
             names = [name for name in self._statuses if name]
             raise NotFoundError(
-                f"there is no service {request.service[:64]!r} here; {nearest(request.service, names)}",
+                f"service {request.service[:64]!r} does not exist here; {nearest(request.service, names)}",
                 metadata={"service": request.service[:64]},
             )
         return health_pb2.HealthCheckResponse(status=status)
@@ -74,7 +74,7 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # comes wit
     async def Watch(  # noqa: N802  (the name of the rpc)
         self, request: health_pb2.HealthCheckRequest, context: Context
     ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
-        """Answer the status of a service now, and whenever it changes."""
+        """Send the current status of a service, and each new one."""
         sent = None
         with self._watches.one(context):
             while True:
@@ -85,5 +85,5 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # comes wit
                     yield health_pb2.HealthCheckResponse(status=status)
                     continue  # it may have changed while it was sent
                 if self._is_draining:
-                    return  # with OK: gRPC drops what a client has not read yet when a call ends with an error
+                    return  # with OK: if a call ends with an error, gRPC drops answers that its client has not read
                 await changed.wait()

@@ -1,4 +1,4 @@
-"""How a storage service that runs alone stays registered with its controller."""
+"""Registration of a storage service with a controller in another process."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
     )
 
 MOST_OVERDUE_PUTS: Final = 4096
-"""Most puts that a storage service asks about in one call: some milliseconds' work."""
+"""Maximum number of puts that a storage service asks about in one call: a few milliseconds of work."""
 _log = logging.getLogger(__name__)
 _CALL_SECONDS = 5.0
 _CLUSTER_CALL_SECONDS = 1.5
 _RETRY_SECONDS = 0.25
-_CLUSTER_RETRY_SECONDS = 0.1  # the next controller is asked; one that has begun to lead does not know where bytes are
-_REFUSED_SECONDS = 1.0  # less than a heartbeat: one that was silent for three is taken for lost
+_CLUSTER_RETRY_SECONDS = 0.1  # short: a controller that has just become the leader needs the registrations
+_REFUSED_SECONDS = 1.0  # less than a heartbeat: a service that is silent for three counts as lost
 _REFUSALS = {
     grpc.StatusCode.UNAUTHENTICATED,
     grpc.StatusCode.PERMISSION_DENIED,
@@ -45,8 +45,8 @@ _REFUSALS = {
     grpc.StatusCode.UNIMPLEMENTED,
 }
 _TAKES_NONE = (
-    "it takes no further storage services; start it with the internal_secret_file of this one, or with tokens of role "
-    "service"
+    "it does not accept further storage services; start it with the internal_secret_file of this one, or with tokens "
+    "of role service"
 )
 
 
@@ -60,30 +60,31 @@ async def register_storage(
     registration: Registration | None = None,
     is_adopted: bool = False,
 ) -> None:
-    """Register a storage service with a controller again and again, and learn what becomes of its puts.
+    """Send heartbeats of a storage service to a controller, and drop the puts that the controller does not know.
 
-    Of several controllers it is the one that leads, which is looked for whenever the last one does not answer.
+    In a cluster it registers with the leader, and looks for the leader whenever the last controller does not answer.
 
-    Overdue puts are dropped only where their controller does not know them, or has been another one for long.
+    An overdue put is dropped only if its controller does not know it, or if this service has long been registered with
+    a different controller.
 
     Args:
         engine: holds the puts.
         keys: gets the key for their receipts.
         endpoint: how clients reach the storage service.
-        controller: where the controller is; several addresses, with commas between them, are of a cluster.
-        credentials: what this service shows it.
-        registration: renewed with each heartbeat that is accepted.
-        is_adopted: whether these are puts of a lost storage service that this one has taken over.
+        controller: address of the controller; for a cluster, several addresses separated by commas.
+        credentials: credentials of this service.
+        registration: renewed with each accepted heartbeat.
+        is_adopted: whether the puts were taken over from a lost storage service.
 
     Raises:
-        PreconditionError: another storage service has taken the puts over; this process must not answer for them.
+        PreconditionError: another storage service has taken over the puts; this process must not serve them.
     """
     registration = registration or Registration()
     controller_id, controllers = b"", Controllers(controller)
     outage = PeerOutage(_log, "controller", address=controller)
 
     async def beat(address: str, peer: Peer[StorageRegistryServiceAsyncStub]) -> float:
-        """Register once, and return how long to wait with the next time."""
+        """Register once; return the seconds to wait before the next time."""
         nonlocal controller_id
         stat, overdue = engine.stat(), engine.puts.overdue(controller_id, MOST_OVERDUE_PUTS)
         request = storage_registry_pb2.RegisterStorageRequest(
@@ -113,7 +114,7 @@ async def register_storage(
         interval_seconds = read_seconds("heartbeat_interval", answer.heartbeat_interval)
         registration.renew(sent_at, interval_seconds)
         dropped_count = 0
-        if answer.controller_id == controller_id:  # else it was asked about the puts of another one
+        if answer.controller_id == controller_id:  # else the request named puts of another controller
             dropped_count = engine.on_answer(overdue, answer.unknown_put_ids)
         else:
             controller_id = answer.controller_id
@@ -140,9 +141,9 @@ async def register_storage(
 
 
 def _note(error: grpc.aio.AioRpcError, controllers: Controllers, address: str) -> None:
-    """Choose the controller that is asked next; raise if another storage service has taken the puts over."""
+    """Choose the controller to ask next; raise if another storage service has taken over the puts."""
     meant = from_rpc_error(error.code(), error.details(), status_from_trailers(error.trailing_metadata()))
-    if isinstance(meant, DeadlineError):  # one that is paused takes calls, and does not answer
+    if isinstance(meant, DeadlineError):  # a paused controller accepts calls but does not answer
         meant = UnavailableError(f"timed out: {meant.message}")
     controllers.note(address, meant)
     if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
@@ -150,9 +151,9 @@ def _note(error: grpc.aio.AioRpcError, controllers: Controllers, address: str) -
 
 
 def _pause_after(error: grpc.aio.AioRpcError | TqError, outage: PeerOutage, *, has_several: bool) -> float:
-    """Log why the controller did not take a registration, and return how long to wait with the next.
+    """Log why the controller did not accept a registration; return the seconds to wait before the next.
 
-    The storage service stays healthy meanwhile: it answers reads, and a probe that restarts it would lose samples.
+    The storage service stays healthy: it still answers reads, and a probe that restarts it would lose samples.
     """
     code = error.code() if isinstance(error, grpc.aio.AioRpcError) else None
     if code is not None and code not in _REFUSALS:

@@ -1,8 +1,8 @@
-"""The port, what the settings say of its security, and the connections that come in at it.
+"""The port, its security as configured, and its incoming connections.
 
-gRPC bounds the number of connections and does not know which are worth keeping. A call that passes the access control
-marks its connection. A sweep over the sockets of this process closes unmarked ones after `first_call_seconds`, and the
-oldest of them at once if one address has too many, so that callers without a token cannot take all of them.
+gRPC limits the number of connections but does not know which are worth keeping. A call that passes access control marks
+its connection. A sweep over the sockets of this process closes unmarked connections after `first_call_seconds`. If one
+address has too many of them, it closes the oldest at once: callers without a token cannot use up all connections.
 """
 
 from __future__ import annotations
@@ -48,24 +48,24 @@ _LOOK_SECONDS: Final = 1.0
 _SCARCE_SECONDS: Final = 0.1
 _SETTLED_SECONDS: Final = 1.0
 _SHARE: Final = 8
-"""One address may have this part of all connections unauthenticated at once, and as many connections at the least."""
+"""One address may have 1/8 of all connections unauthenticated at once, and at least 8 connections."""
 _FILES: Final = Path("/proc/self/fd")
 
 
 class Listener:
-    """The port, and what secures it.
+    """The port and its security.
 
     Args:
-        settings: how the service runs.
+        settings: settings of the service.
 
     Attributes:
-        credentials: what this service shows to others.
-        access: lets calls in.
+        credentials: credentials of this service towards other services.
+        access: access control of calls.
         takes_services: whether other services can be distinguished from clients.
 
     Raises:
-        InvalidArgumentError: a file that the settings name cannot be used, or they lack what services need to know each
-            other from clients.
+        InvalidArgumentError: a configured file cannot be used, or the settings lack the secret or tokens that
+            distinguish services from clients.
     """
 
     def __init__(self, settings: ServeSettings) -> None:
@@ -90,7 +90,7 @@ class Listener:
 
     @property
     def tls_context(self) -> Callable[[], ssl.SSLContext] | None:
-        """What returns how a connection that is not gRPC's is accepted over TLS; None: the service has no TLS."""
+        """Returns the current TLS context for connections other than gRPC's; None: TLS is off."""
         certificate = self._certificate
         return None if certificate is None else lambda: certificate.context
 
@@ -113,11 +113,11 @@ class Listener:
         if port == 0:
             raise OSError(f"cannot listen on {address}")
         if not settings.is_secured and not is_loopback(settings.host):
-            # Critical, so that no log level hides it.
+            # Critical: visible at every log level.
             risk = (
                 "every machine that reaches this address may read, change and clear everything"
                 if self._tokens is None
-                else "every machine on the way to this address may read what is sent, tokens included"
+                else "every machine on the way to this address may read all data, tokens included"
             )
             _log.critical(
                 LogMessage(
@@ -128,13 +128,13 @@ class Listener:
         return port
 
     def scrape_access(self, loop: asyncio.AbstractEventLoop) -> Access:
-        """Return what secures the port for metrics, which show the names of all partitions and tasks."""
+        """Return the access control of the metrics port: metrics reveal the names of all partitions and tasks."""
         from tq_service.observe.endpoint import Access  # noqa: PLC0415  (needs the extra `metrics`)
 
         return Access(context=self.tls_context, refusal=partial(self.access.refused_scrape, loop))
 
     async def watch(self) -> None:
-        """Follow the files that the settings name, and write what the audit log counted, until cancelled."""
+        """Reload configured files that have changed and write counted audit lines, until cancelled."""
         await regularly(_LOOK_SECONDS, self._look)
 
     async def _look(self) -> None:
@@ -150,10 +150,10 @@ class Listener:
 
 
 def _check_free(host: str, port: int) -> None:
-    """Refuse an address that cannot be listened on, and say why, which gRPC writes to stderr instead.
+    """Refuse an address that cannot be listened on, with the reason, which gRPC only writes to stderr.
 
     Raises:
-        OSError: it is taken, or not of this machine.
+        OSError: it is in use, or not an address of this machine.
     """
     if not port:
         return
@@ -164,7 +164,11 @@ def _check_free(host: str, port: int) -> None:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind(place)
     except OSError as error:
-        in_use = "; another process listens there, or give another --port" if error.errno == errno.EADDRINUSE else ""
+        in_use = (
+            "; another process listens there: stop it, or give another --port"
+            if error.errno == errno.EADDRINUSE
+            else ""
+        )
         raise OSError(f"cannot listen on {join_address(host, port)}: {error.strerror}{in_use}") from None
 
 
@@ -172,9 +176,9 @@ class _Connection(NamedTuple):
     """A socket of the server.
 
     Attributes:
-        inode: tells it from a later one with the same descriptor.
-        peer: as gRPC names it, such as "ipv4:10.0.0.1:4711".
-        address: of the peer, without its port.
+        inode: distinguishes it from a later socket with the same descriptor.
+        peer: gRPC's name of the peer, such as "ipv4:10.0.0.1:4711".
+        address: address of the peer without the port.
         since: when it was first seen, by `time.monotonic`.
     """
 
@@ -185,14 +189,14 @@ class _Connection(NamedTuple):
 
 
 class Connections:
-    """Closes connections of which no call was admitted, and those named. Without /proc it does nothing.
+    """Closes connections without an admitted call, and named ones. Without /proc it does nothing.
 
-    The event loop owns `_admitted_at`, the one sweep that is under way `_connections`.
+    The event loop owns `_admitted_at`; the running sweep owns `_connections`.
 
     Args:
-        admitted_at: when a call of each connection was first admitted, by peer; those that are closed are removed.
-        most: connections that the server takes.
-        first_call_seconds: how long a connection may be without such a call.
+        admitted_at: when a call of each connection was first admitted, by peer; closed connections are removed.
+        most: maximum number of connections of the server.
+        first_call_seconds: how long a connection may exist without an admitted call.
     """
 
     def __init__(self, admitted_at: dict[str, float], most: int, first_call_seconds: float) -> None:
@@ -204,9 +208,9 @@ class Connections:
         self._closed_count = 0
 
     async def sweep(self, port: int) -> None:
-        """Close the connections to a port without an admitted call that are too old or too many.
+        """Close connections to a port without an admitted call if they are too old or too many.
 
-        To be called every second or so; it sweeps again and again while connections are scarce.
+        Call this about every second; it repeats the sweep while connections are scarce.
         """
         while True:
             if await self._sweep(port) <= self._most * 3 // 4:
@@ -214,18 +218,18 @@ class Connections:
             await asyncio.sleep(_SCARCE_SECONDS)
 
     async def _sweep(self, port: int) -> int:
-        """Return how many connections there are."""
+        """Sweep once; return the number of connections."""
         now, admitted = time.monotonic(), set(self._admitted_at)
         self._closed_count += await run_in_daemon_thread(
             lambda: self._close_idle(port, admitted, now), thread_name="tq-connections"
         )
         for peer in admitted.difference(each.peer for each in self._connections.values()):
-            if self._admitted_at.get(peer, now) < now - _SETTLED_SECONDS:  # else it came during this sweep
+            if self._admitted_at.get(peer, now) < now - _SETTLED_SECONDS:  # else it opened during this sweep
                 del self._admitted_at[peer]
         return len(self._connections)
 
     async def end(self, port: int, peer: str) -> None:
-        """Close a connection to a port, with all its calls, even those whose answers its client does not read."""
+        """Close a connection to a port and end all its calls, even if its client does not read their answers."""
 
         def close() -> None:
             for descriptor, each in _look(port, {}, time.monotonic()):
@@ -235,13 +239,13 @@ class Connections:
         await run_in_daemon_thread(close, thread_name="tq-connections")
 
     def report(self) -> None:
-        """Log how many were closed since the last report."""
+        """Log the number of connections closed since the last report."""
         if self._closed_count:
             _log.warning(LogMessage("closed connections without an authenticated call", count=self._closed_count))
             self._closed_count = 0
 
     def _close_idle(self, port: int, admitted: set[str], now: float) -> int:
-        """Look at what is connected, and return how many connections were closed. Runs in a thread."""
+        """Close idle connections and return their number. Runs in a thread."""
         self._connections = dict(_look(port, self._connections, now))
         strangers: dict[str, list[tuple[float, int]]] = defaultdict(list)
         for descriptor, each in self._connections.items():
@@ -266,7 +270,7 @@ def _look(port: int, known: dict[int, _Connection], now: float) -> Iterator[tupl
         descriptor = int(name)
         try:
             status = os.fstat(descriptor)
-        except OSError:  # closed since
+        except OSError:  # it has been closed
             continue
         if not stat.S_ISSOCK(status.st_mode):
             continue
@@ -278,13 +282,13 @@ def _look(port: int, known: dict[int, _Connection], now: float) -> Iterator[tupl
 
 
 def _peer_of(descriptor: int, port: int) -> tuple[str, str] | None:
-    """Return the peer of a connection that came in at a port, as gRPC names it, and its address; else None."""
+    """Return gRPC's name of the peer of a connection to a port, and its address; None for other sockets."""
     try:
         with socket.socket(fileno=os.dup(descriptor)) as connection:
             if connection.family not in {socket.AF_INET, socket.AF_INET6} or connection.getsockname()[1] != port:
                 return None
             host, peer_port = connection.getpeername()[:2]
-    except OSError:  # closed since, or it listens
+    except OSError:  # it has been closed, or it is a listening socket
         return None
     address = ipaddress.ip_address(host.partition("%")[0])
     address = getattr(address, "ipv4_mapped", None) or address
@@ -294,7 +298,7 @@ def _peer_of(descriptor: int, port: int) -> tuple[str, str] | None:
 
 
 def _close(descriptor: int, inode: int) -> bool:
-    """Shut a connection down, of which gRPC then closes the descriptor; return whether it was still that one."""
+    """Shut down a connection, after which gRPC closes its descriptor; return False if it is another socket by now."""
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
         if os.fstat(connection.fileno()).st_ino == inode:
             connection.shutdown(socket.SHUT_RDWR)

@@ -1,4 +1,4 @@
-"""The mirror of a storage service's process, and the puts of lost storage services that it has taken over."""
+"""The mirror of a storage service, and the puts that it has taken over from lost storage services."""
 
 from __future__ import annotations
 
@@ -29,32 +29,32 @@ _LOOK_SECONDS: Final = 5.0
 
 
 class Registration:
-    """For how long this process is surely the one that the controller knows. Before that it removes no objects.
+    """How long this process is certain to be registered with the controller; otherwise it removes no objects.
 
-    A storage service that is silent for three heartbeats may have been taken for lost, and its puts taken over.
+    A storage service that is silent for three heartbeats may count as lost, and its puts may be taken over.
     """
 
     def __init__(self) -> None:
         self._until = 0.0
 
     def renew(self, sent_at: float, heartbeat_seconds: float) -> None:
-        """Take note that a heartbeat was accepted, which was sent at that time of the monotonic clock."""
+        """Record that a heartbeat was accepted; `sent_at` is by the monotonic clock."""
         self._until = sent_at + 3 * heartbeat_seconds - _MARGIN_SECONDS
 
     def holds(self) -> bool:
-        """Whether the puts are surely not taken over yet."""
+        """Whether the puts cannot have been taken over yet."""
         return time.monotonic() < self._until
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Adopted:
-    """The puts of a storage service that is lost.
+    """The adopted puts of a lost storage service.
 
     Attributes:
-        engine: has them.
-        keys: for its receipts, of which it gives none.
-        registration: of it under the old name.
-        tasks: what it does in the background.
+        engine: holds the puts.
+        keys: keys of its registrations; it gives no receipts.
+        registration: its registration under the old name.
+        tasks: its background tasks.
     """
 
     engine: StorageEngine
@@ -64,22 +64,22 @@ class Adopted:
 
 
 class Mirroring:
-    """What a process mirrors, and has taken over. Confined to one event loop.
+    """The mirror of a process, and the instances it has taken over. Confined to one event loop.
 
     Args:
-        objects: the engine; closed by this.
-        url: of it, as it may be shown.
+        objects: the object store; closed by `close`.
+        url: its URL without secrets.
         node: name of the node of this process.
-        copies: copies that each put is to have.
-        required: copies that it must have.
-        offered_bytes: memory of this node for copies of others.
-        supervisor: runs what goes on in the background.
+        copies: intended number of copies of each put.
+        required: minimum number of copies.
+        offered_bytes: memory of this node for copies of other nodes.
+        supervisor: runs background tasks.
 
     Attributes:
-        adopted: what was taken over, by boot.
+        adopted: instances that were taken over, by instance id.
 
     Raises:
-        InvalidArgumentError: more copies are required than the engine makes.
+        InvalidArgumentError: more copies are required than the object store makes.
     """
 
     def __init__(
@@ -96,8 +96,8 @@ class Mirroring:
         fixed = objects.abilities.fixed_copies
         if fixed is not None and required > fixed:
             raise InvalidArgumentError(
-                f"mirror_required is {required}, and {url} makes {fixed} copies of each object; lower it, or use an "
-                "engine that makes more",
+                f"mirror_required is {required}, but {url} makes {fixed} copies of each object; lower it, or use an "
+                "object store that makes more",
                 field="mirror_required",
             )
         self._objects = objects
@@ -115,7 +115,7 @@ class Mirroring:
     def mirror_of(
         self, storage_id: str, boot_id: bytes, registration: Registration, generation: int = 0
     ) -> tuple[Mirror, ObjectWriter]:
-        """Return the mirror of the puts of an instance of a storage service, and what writes its objects."""
+        """Return the mirror of the puts of an instance of a storage service, and the writer of its objects."""
         writer = ObjectWriter(
             self._objects,
             Names(storage_id=storage_id, boot_id=boot_id),
@@ -127,12 +127,12 @@ class Mirroring:
         return Mirror(writer, required=self._required, url=self._url), writer
 
     async def run(self, mirror: Mirror, register: Callable[[Adopted], Coroutine[Any, Any, None]]) -> None:
-        """Open the engine, again until it is there, and do what the mirror of this service does in the background.
+        """Open the object store, retrying until it answers, then run the mirror of this service.
 
         Args:
-            mirror: of this service's own puts.
-            register: registers what was taken over with the controller, until it is cancelled; raises PreconditionError
-                where another storage service has it.
+            mirror: mirror of this service's puts.
+            register: keeps adopted puts registered with the controller until cancelled; raises PreconditionError if
+                another storage service has them.
         """
         self._register = register
         while True:
@@ -146,19 +146,19 @@ class Mirroring:
         await mirror.run()
 
     async def take_over(self, storage_id: str, boot_id: bytes, own: StorageEngine, search_id: bytes) -> Adopted:
-        """Take over the puts of a storage service that is lost, under the quota of this service's own engine.
+        """Take over the puts of a lost storage service, under the quota of this service's engine.
 
         Args:
             storage_id: its name.
-            boot_id: its boot.
+            boot_id: its instance id.
             own: the engine of this service.
-            search_id: with which the controller asks. What was taken over for an earlier one is looked up again: the
-                lost one may have been back since, and have taken puts.
+            search_id: id of the controller's search. For a new search, the mirror is read again: the lost service may
+                have returned since the earlier search, and stored puts.
 
         Raises:
             NotFoundError: the mirror has nothing of it.
             UnavailableError: the mirror does not answer.
-            DataLossError: what leads to the puts is damaged.
+            DataLossError: the index of its puts is damaged.
         """
         asked_id, task = self._adopting.get(boot_id, (search_id, None))
         if task is None or asked_id != search_id:
@@ -170,13 +170,13 @@ class Mirroring:
         except asyncio.CancelledError:
             if not task.cancelled():  # else the caller has left
                 raise
-            raise UnavailableError("the storage service was back, and was lost again since; ask again") from None
+            raise UnavailableError("the storage service returned and was lost again; ask again") from None
 
     def _end_adopting(self, boot_id: bytes, done: asyncio.Task[Adopted]) -> None:
         if boot_id in self._adopting and self._adopting[boot_id][1] is done:
             del self._adopting[boot_id]
         if not done.cancelled():
-            done.exception()  # its callers may have gone
+            done.exception()  # retrieve the exception: its callers may have gone
 
     async def _adopt(
         self,
@@ -186,7 +186,7 @@ class Mirroring:
         own: StorageEngine,
         search_id: bytes,
     ) -> Adopted:
-        """Take over, once an earlier search has ended; what that one has found is let go of."""
+        """Take over the puts after an earlier search has ended; release the puts that it found."""
         if earlier is not None:
             earlier.cancel()
             await asyncio.wait((earlier,))
@@ -196,7 +196,7 @@ class Mirroring:
                 return known
             await self.leave(known)
         if not self._opened.is_set():
-            raise UnavailableError(f"the mirror {self._url} was not reached yet; try again")
+            raise UnavailableError(f"the mirror {self._url} has not been reached yet; try again")
         names = Names(storage_id=storage_id, boot_id=boot_id)
         left = await find_left(self._objects, names, copies=self._copies)
         registration = Registration()
@@ -211,7 +211,7 @@ class Mirroring:
             quota_of=own,
             clock=time.monotonic,
         )
-        engine.run_id = search_id  # by which the controller knows an heir of this search
+        engine.run_id = search_id  # identifies successors of this search to the controller
         count = mirror.take_over(left.objects)
         adopted = Adopted(engine=engine, keys=ReceiptKeys(), registration=registration, tasks=[])
         self.adopted[boot_id] = adopted
@@ -225,23 +225,25 @@ class Mirroring:
         return adopted
 
     def _start(self, adopted: Adopted, what: str, work: Coroutine[Any, Any, None]) -> None:
-        name = f"{what} the puts of storage {adopted.engine.storage_id} under boot {adopted.engine.boot_id.hex()}"
+        name = f"{what} the puts of storage {adopted.engine.storage_id}, instance {adopted.engine.boot_id.hex()}"
         adopted.tasks.append(self._supervisor.start(name, work, may_end=True))
 
     async def _stay_registered(self, adopted: Adopted) -> None:
-        """Register what was taken over until another storage service has it."""
+        """Keep adopted puts registered until another storage service has them."""
         if self._register is None:
             return
         try:
             await self._register(adopted)
         except PreconditionError as error:
             _log.warning(
-                LogMessage("lets go of puts that it took over", storage=adopted.engine.storage_id, error=error.message)
+                LogMessage(
+                    "released puts that it had taken over", storage=adopted.engine.storage_id, error=error.message
+                )
             )
             await self.leave(adopted)
 
     async def _watch(self, adopted: Adopted) -> None:
-        """Let go of what was taken over once nothing of it is left."""
+        """Release an adopted instance once all its puts are freed."""
         idle_seconds = 0.0
         while idle_seconds < _IDLE_SECONDS:
             await asyncio.sleep(_LOOK_SECONDS)
@@ -249,7 +251,7 @@ class Mirroring:
         await self.leave(adopted)
 
     async def leave(self, adopted: Adopted) -> None:
-        """Answer for an instance no more: its puts are gone, or another storage service has taken them over."""
+        """Stop serving an adopted instance: its puts are gone, or another storage service has taken them over."""
         self.adopted.pop(adopted.engine.boot_id, None)
         current = asyncio.current_task()
         for task in adopted.tasks:
@@ -259,7 +261,7 @@ class Mirroring:
         adopted.engine.release_all()
 
     async def close(self) -> None:
-        """Leave the engine; objects stay for the storage service that takes over."""
+        """Close the object store; objects stay for the storage service that takes over."""
         for adopted in list(self.adopted.values()):
             await adopted.engine.close()
         await self._objects.aclose()

@@ -1,4 +1,4 @@
-"""Another service of the same deployment: how it is reached, and what is logged of times when it does not answer."""
+"""Connections to other services of the same deployment, and log lines about their outages."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class Peer(Generic[Stub]):
     """A channel to another service, and the calls on it. Confined to one event loop.
 
     Args:
-        address: where it is.
-        credentials: what this service shows.
-        make_stub: returns the calls on a channel: the generated class, whose type is that for threads.
-        options: of the channel.
+        address: address of the other service.
+        credentials: credentials of this service.
+        make_stub: returns the stub of a channel: the generated class, which is typed for sync channels.
+        options: options of the channel.
 
     Attributes:
-        stub: the calls; each takes the metadata of `metadata()`.
+        stub: the calls; pass `metadata()` to each.
 
     Raises:
         InvalidArgumentError: the credentials cannot be used for this address.
@@ -53,23 +53,25 @@ class Peer(Generic[Stub]):
         self.stub: Stub = make_stub(self._channel)
 
     def metadata(self) -> Metadata | None:
-        """Return what carries the token, None without one.
+        """Return the metadata with the credentials, or None.
 
         Raises:
-            UnauthenticatedError: the token's file cannot be used.
+            UnauthenticatedError: the token file cannot be used.
         """
         return self._credentials.metadata()
 
     def follow_files(self) -> None:
-        """Open a new channel if the certificates have been replaced; to be called when a call has failed."""
+        """Open a new channel if the certificates have been replaced. Call this when a call has failed."""
         signature = self._credentials.signature()
         if signature == self._opened_with:
             return
         try:
             channel = open_channel(grpc.aio, self._address, self._credentials, self._options)
-        except InvalidArgumentError as error:  # they are being replaced; the next failure finds them
+        except InvalidArgumentError as error:  # they are being replaced; the next failure tries again
             _log.warning(
-                LogMessage("the connection keeps the certificates read before", address=self._address, error=error)
+                LogMessage(
+                    "could not use new certificates; the old ones stay in use", address=self._address, error=error
+                )
             )
             return
         # Not supervised: nothing depends on how the old channel ends.
@@ -79,17 +81,17 @@ class Peer(Generic[Stub]):
         self._opened_with, self._channel, self.stub = signature, channel, self._make_stub(channel)
 
     async def aclose(self) -> None:
-        """Close the channel; calls that are under way are cancelled."""
+        """Close the channel; running calls are cancelled."""
         await asyncio.gather(self._channel.close(), *self._closing)
 
 
 class PeerOutage:
-    """What the log says of calls to another service that fail and are tried again.
+    """Logs outages of another service: the first failed call, each new problem, and the end.
 
     Args:
-        log: where the lines go.
-        peer: the other service, as the log names it.
-        fields: of each line, such as the address.
+        log: logger for the lines.
+        peer: name of the other service in the log.
+        fields: fields of each line, such as the address.
     """
 
     def __init__(self, log: logging.Logger, peer: str, **fields: str) -> None:
@@ -100,12 +102,12 @@ class PeerOutage:
         self._problem = ""
 
     def lasts(self, problem: str, error: Exception, level: int = logging.WARNING) -> None:
-        """Note that a call failed; logged where it is the first, or the problem is another than before.
+        """Record that a call failed; log it if it is the first failure or the problem has changed.
 
         Args:
-            problem: what the service does not do, such as "does not answer".
-            error: why; its text may differ from try to try.
-            level: of the log line.
+            problem: the problem as a verb phrase, such as "does not answer".
+            error: the cause; its text may differ between attempts.
+            level: level of the log line.
         """
         if self._began is None:
             self._began = time.monotonic()
@@ -118,7 +120,7 @@ class PeerOutage:
             self._log.log(level, LogMessage(f"{self._peer} {problem}", **self._fields, error=reason))
 
     def is_over(self) -> None:
-        """Note that a call succeeded."""
+        """Record that a call succeeded."""
         if self._began is not None:
             seconds = round(time.monotonic() - self._began, 1)
             self._log.info(LogMessage(f"{self._peer} answers again", **self._fields, after_seconds=seconds))

@@ -1,4 +1,4 @@
-"""How a process that serves is tuned: its memory, its files, its threads, its garbage, its event loop."""
+"""Tuning of a serving process: memory, file limit, threads, garbage collection, event loop."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from functools import cache
 
 from tq_service.errors import InvalidArgumentError
 
-# Parameters of glibc's mallopt(3). Streams use buffers of a few MiB in bursts; with its own settings glibc gives them
-# back to the system after every burst, and mapping them again costs more than filling them. The inbox bounds what is in
-# flight, so a few buffers are enough to keep; `give_back_freed_memory` returns the rest.
+# Parameters of glibc's mallopt(3). Streams use buffers of a few MiB in bursts. By default glibc returns them to the
+# system after every burst, and mapping them again costs more than filling them. The inbox limits the bytes in flight,
+# so it is enough to keep a few buffers; `give_back_freed_memory` returns the rest.
 _MALLOPT = {
     -3: 8 * 2**20,  # M_MMAP_THRESHOLD: larger buffers are not on the heap
-    -1: 16 * 2**20,  # M_TRIM_THRESHOLD: what is kept
+    -1: 16 * 2**20,  # M_TRIM_THRESHOLD: freed memory to keep
     -2: 8 * 2**20,  # M_TOP_PAD
-    -8: 2,  # M_ARENA_MAX: each arena has free memory of its own
+    -8: 2,  # M_ARENA_MAX: each arena keeps free memory separately
 }
 
-# A thread that plans in pure Python holds the event loop up for this long at a time; Python's default is ten times it.
+# A thread that plans in pure Python blocks the event loop for this long at a time; Python's default is ten times this.
 _SWITCH_INTERVAL_SECONDS = 0.0005
 
 # Allocations before a young collection, young before a middle one, middle before a full one; Python's are 700, 10, 10.
-# Python looks at them when there are as many allocations; `collect_garbage` does not wait for that.
+# Python checks them when allocations reach the first threshold; `collect_garbage` does not wait for that.
 _COLLECTION_THRESHOLDS = (50_000, 1_000, 50)
 _YOUNG_COLLECTION_SECONDS = 0.1
 _YOUNG_COLLECTIONS_BEFORE_A_MIDDLE_ONE = 20
@@ -37,7 +37,7 @@ _FULL_COLLECTION_SECONDS = 30.0
 _MOST_OF_THE_TIME = 0.001
 
 
-# Programs that a process starts inherit its limit of open files, and some of them try to close as many.
+# Child processes inherit the limit of open files, and some programs try to close that many descriptors.
 _MOST_FILES = 1 << 20
 
 _lock = threading.Lock()
@@ -47,15 +47,15 @@ _restore = contextlib.ExitStack()
 
 @contextlib.contextmanager
 def tuned_process() -> Iterator[None]:
-    """Tune this process for the time of a `with` block; where several overlap, until the last one ends.
+    """Tune this process during a `with` block; if several blocks overlap, until the last one ends.
 
-    What was imported before is left out of garbage collections, and these start later: the service makes few cycles,
-    while a full collection goes over all recorded plans and holds the event loop up. `collect_garbage` makes up for it.
+    Objects that exist before are excluded from garbage collections, and collections start later. The service makes few
+    cycles, while a full collection scans all recorded plans and blocks the event loop. `collect_garbage` compensates.
 
-    Threads give way to the event loop sooner. Beyond the block too, malloc keeps freed buffers, and the soft limit of
-    open files is the hard one.
+    Threads yield to the event loop sooner. Two settings stay after the block: malloc keeps freed buffers, and the soft
+    limit of open files is the hard limit.
     """
-    global _tuned_count  # noqa: PLW0603  (it is of the process, as what it counts)
+    global _tuned_count  # noqa: PLW0603  (the settings are per process)
     with _lock:
         _tuned_count += 1
         if _tuned_count == 1:
@@ -76,7 +76,7 @@ def _tune() -> None:
     gc.set_threshold(*_COLLECTION_THRESHOLDS)
     _restore.callback(sys.setswitchinterval, sys.getswitchinterval())
     sys.setswitchinterval(_SWITCH_INTERVAL_SECONDS)
-    if not gc.get_freeze_count():  # else the program around the server has done that
+    if not gc.get_freeze_count():  # else the program that embeds the server has frozen objects
         _collect_what_imports_left()
         gc.freeze()
         _restore.callback(gc.unfreeze)
@@ -86,8 +86,8 @@ def _tune() -> None:
 def keep_freed_memory() -> bool:
     """Let malloc keep freed buffers for reuse; return whether the C library accepted it.
 
-    Settings in the environment (`MALLOC_TRIM_THRESHOLD_` and so on) do the same but must be there before the process
-    starts; this needs no second start. Without glibc it does nothing.
+    Environment variables (`MALLOC_TRIM_THRESHOLD_` and so on) do the same but must be set before the process starts.
+    Without glibc this does nothing.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
@@ -98,9 +98,9 @@ def keep_freed_memory() -> bool:
 
 
 def raise_file_limit() -> None:
-    """Raise the soft limit of open files to the hard one, or to a million if that is higher.
+    """Raise the soft limit of open files to the hard limit, or to a million if the hard limit is higher.
 
-    Shared memory and connections take a file descriptor each, and the usual soft limit of 1,024 is for programs that
+    Shared memory and connections take a file descriptor each, while the usual soft limit of 1,024 is for programs that
     use select(2).
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -110,7 +110,7 @@ def raise_file_limit() -> None:
 
 
 def give_back_freed_memory() -> None:
-    """Return to the system what malloc keeps; without glibc it does nothing. Call it in a thread: it takes a while."""
+    """Return malloc's free memory to the system; without glibc, do nothing. Call it in a thread: it takes a while."""
     with contextlib.suppress(AttributeError, OSError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -121,14 +121,15 @@ def _collect_what_imports_left() -> None:
 
 
 async def collect_garbage() -> None:
-    """Collect what is young every tenth of a second, what is older now and then, until cancelled.
+    """Collect the young generation every tenth of a second, and older generations less often, until cancelled.
 
-    Python counts allocations less deallocations: to it, thousands of calls that come and go are nothing new. The young
-    generation grew to 400,000 objects, and the one collection that went over them held the event loop up for 0.3 s. So
-    it takes 25 ms at most with 8,192 clients, and nothing to speak of while the server is idle.
+    Python counts allocations minus deallocations, so thousands of calls that begin and end do not trigger a collection.
+    The young generation grew to 400,000 objects, and collecting it blocked the event loop for 0.3 s. With this task a
+    collection takes at most 25 ms with 8,192 clients, and almost no time on an idle server.
 
-    gRPC leaves each call in a cycle. Those that lasted over a young collection, such as long polls, are not young any
-    more when they end. So the older generations have their turns too: the full one the more rarely, the longer it is.
+    gRPC leaves each call in a cycle. Calls that survive a young collection, such as long polls, have left the young
+    generation when they end. So older generations are collected too; the longer a full collection takes, the rarer it
+    gets.
     """
     full_at, count = time.monotonic() + _FULL_COLLECTION_SECONDS, 0
     while True:
@@ -143,10 +144,10 @@ async def collect_garbage() -> None:
 
 
 def loop_factory(mode: str) -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """Return what makes the event loop: uvloop's for "on", or for "auto" where it is installed; None is asyncio's.
+    """Return the factory of the event loop: uvloop's for "on", and for "auto" if installed; None means asyncio's.
 
     Raises:
-        InvalidArgumentError: uvloop is asked for and not installed.
+        InvalidArgumentError: mode is "on" but uvloop is not installed.
     """
     if mode == "off":
         return None

@@ -1,36 +1,37 @@
-"""The controller's puts, the only truth about which live: each is absent, being committed, or committed.
+"""The controller's record of all puts, the only authoritative one: a put is absent, being committed, or committed.
 
     controller, here                                   storage service (`storage/index/put_table.py`)
 
     absent                                             waiting: complete, with a receipt
-      | Commit, its receipt is valid                     | overdue: asked for in the heartbeat; the receipt
+      | Commit with a valid receipt                      | overdue: listed in the heartbeat; the receipt
     being committed -- refused by all calls -> freed     | is void from then on; dropped if absent here
       | the step that makes its samples                  |
     committed ----------- durable: confirmed ----------> committed
       | its last cell is freed                           |
-    leaving: committed still -- durable: freed --------> dropped
+    leaving: still committed -- durable: freed --------> dropped
       |
     absent; its receipt is revoked (`receipts.py`)
 
-Why no put is lost, and none is left:
+Why no put is lost or leaked:
 
-- *A commit under way* makes a put known: the storage service is not told to drop the put, and asks again.
-- *A commit after the answer "unknown"* has a void receipt: the heartbeat that asked said from when on receipts are
-  valid, and those of all overdue puts were given before.
-- *A commit again after the put was freed* is refused for as long as a receipt that it had may be valid. What a client
-  puts again has another id: so cells may be freed late, or twice.
-- *A controller that has started again*, or a standby that took over, has other receipt keys, and all committed puts
-  from its journal. It lists them to the storage service, which drops committed puts that are not listed, and asks
-  about the others when they are overdue.
-- *A put that is committed just when its storage service asks* is either known by then, or its receipt is void: taking
-  note of the bound and answering are one step, and so are looking at the receipt and entering the put here.
+- *In-flight commit*: the put is known, so the storage service is not told to drop it and asks again later.
+- *Commit after the answer "unknown"*: its receipt is void. The heartbeat that asked stated from when on receipts are
+  valid, and the receipts of all overdue puts are older.
+- *Second commit after the put was freed*: refused for as long as any of its receipts may be valid. A client that puts
+  the data again uses another id, so cells may be freed late, or twice.
+- *Restarted controller, or a standby that took over*: it has new receipt keys, and all committed puts from its journal.
+  It lists them to the storage service, which drops committed puts that are not listed. The storage service asks about
+  the other puts when they are overdue.
+- *Commit that races with the question of its storage service*: the put is known by then, or its receipt is void.
+  Recording the bound and answering are one step; so are checking the receipt and recording the put.
 
-A storage service is told what its controller knows in pieces, while puts come and go. What is freed after the moment of
-the list is listed all the same, and freed by a call of its own. What is committed after it was confirmed after the
-storage service had begun to listen, and so stays there; or its commit was under way at that moment, and it is listed.
+The list of known puts goes to a storage service in several messages, while puts come and go. A put that is freed after
+the list was taken is still listed; a later call frees it. A put that is committed after the list was taken stays too.
+Either its commit was in flight at that moment, and it is listed; or it is confirmed after the storage service began to
+listen.
 
-Insert and Commit end here, and so do puts to a storage service in the process of the controller, which bring their
-commit with them:
+Insert and Commit end in this module, as do puts to a storage service in the controller's process, which carry their
+commit:
 
     (stored elsewhere: its receipt is checked) -> admitted -> capacity for many rows is reserved in steps
         -> written and answered in one step -> confirmed there, later
@@ -60,6 +61,7 @@ from tq_service.errors import (
 )
 from tq_service.internal.v1 import storage_control_pb2
 from tq_service.internal.v1.put_receipt_pb2 import PutReceipt
+from tq_service.machine.group_cells import GroupsWritten
 from tq_service.machine.samples import SampleWrite
 from tq_service.schema import check_named_rows
 from tq_service.server import converters
@@ -76,10 +78,10 @@ from tq_service.wire.metadata import read_indexes, runs_of
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Answer = TypeVar("Answer", pb.InsertResponse, commit_pb2.CommitResponse)
-MANY_ROWS: Final = 1 << 15  # threads read what is said of so many, and capacity for them is reserved in steps
-_FREED_PER_TURN: Final = 128  # puts, or parts of some, freed before others have their turns: a millisecond
-_MOST_PUTS: Final = 1024  # in a piece of what is known: some milliseconds' work for the storage service
-_MOST_RUNS: Final = 4096  # of rows in one message
+MANY_ROWS: Final = 1 << 15  # from here on, threads read the columns and capacity is reserved in steps
+_FREED_PER_TURN: Final = 128  # puts, or parts of puts, freed before yielding to the loop: about a millisecond
+_MOST_PUTS: Final = 1024  # per message of known puts: a few milliseconds of work for the storage service
+_MOST_RUNS: Final = 4096  # runs of rows per message
 _NO_ROWS: Final = np.zeros(0, np.int64)
 
 
@@ -90,41 +92,41 @@ class Holder(Protocol):
     boot_id: bytes
 
     def confirm(self, put_id: bytes) -> object:
-        """Make a put stay, soon."""
+        """Mark a put as committed, soon."""
         ...
 
     def open_receipt(self, put_id: bytes, partition_id: str, receipt: bytes) -> PutReceipt:
-        """Return what the receipt of an uncommitted put of a partition says."""
+        """Return the content of the receipt of an uncommitted put of a partition."""
         ...
 
     def free(self, cells: Sequence[PutCells]) -> None:
-        """Free cells, in order, as soon as it can be reached."""
+        """Free cells, in order, as soon as the storage service can be reached."""
         ...
 
 
 @dataclass(slots=True, eq=False)
 class _Calls:
-    """The calls that are about to commit one put: how many, and whether one of them has come to an answer."""
+    """The in-flight calls that commit one put: their number, and whether one of them has its answer."""
 
     call_count: int = 0
     is_answered: bool = False
 
 
 class Puts:
-    """The puts that samples have or are about to get, and the cells that are to be freed. Confined to the event loop.
+    """Committed puts, puts that are being committed, and cells to free. Confined to the event loop.
 
     Args:
-        embedded_id: name of the storage service of this process; None: it has none.
-        find: returns what holds the puts of an instance of a storage service; None: nothing that is known.
-        require: returns what holds a put that is to be committed, or raises.
-        snapshot_cells: returns the cells that samples have now, by partition.
-        after_durable: calls something once all that has changed here so far cannot be lost any more.
+        embedded_id: name of the storage service in this process, or None.
+        find: returns the holder of the puts of an instance of a storage service, or None if it is not known.
+        require: returns the holder of a put to commit, or raises.
+        snapshot_cells: returns the current cells of the samples, by partition.
+        after_durable: calls its argument once all changes made so far are durable.
         supervisor: runs the background task.
 
     Attributes:
         require: as above.
-        has_some_elsewhere: whether storage services of other processes hold puts. The one of this process writes to
-            the journal of the controller, after the controller: with it alone nothing waits for durability.
+        has_some_elsewhere: whether storage services in other processes hold puts. The embedded one writes to the
+            controller's journal, after the controller; if it is the only one, nothing waits for durability.
     """
 
     def __init__(
@@ -146,28 +148,28 @@ class Puts:
         self._supervisor = supervisor
         self._uncommitted: dict[Put, _Calls] = {}
         self._committed: set[Put] = set()
-        self._leaving: deque[Freed] = deque()  # cells that no sample has any more, in order
-        self._due_count = 0  # of these, those that may be freed now
-        self._held_count = 0  # and those that came since `_hold_count` was 0
+        self._leaving: deque[Freed] = deque()  # cells that samples no longer use, in order
+        self._due_count = 0  # entries of `_leaving` that may be freed now
+        self._held_count = 0  # entries of `_leaving` that were added since `_hold_count` was 0
         self._hold_count = 0
         self._freeing: asyncio.Task[None] | None = None
         self._is_closed = False
 
     def recover(self) -> None:
-        """Learn which puts are committed, once the samples have been recovered."""
+        """Collect the committed puts, after the samples have been recovered."""
         self._committed = {cells.put for each in self._snapshot_cells() for cells in live_cells(each)}
 
     def instances(self) -> set[tuple[str, bytes]]:
-        """Return name and boot of all storage services that hold committed puts."""
+        """Return name and instance id of all storage services that hold committed puts."""
         return {put[:2] for put in self._committed}
 
     def unknown(self, storage_id: str, boot_id: bytes, put_ids: Iterable[bytes]) -> list[bytes]:
-        """Return those of some puts of a storage service that are neither committed nor being committed."""
+        """Return the puts among `put_ids` of a storage service that are neither committed nor being committed."""
         puts = (Put(storage_id, boot_id, put_id) for put_id in put_ids)
         return [put.put_id for put in puts if put not in self._committed and put not in self._uncommitted]
 
     def known(self, storage_id: str, boot_id: bytes) -> KnownPuts:
-        """Return the puts of a storage service as of now."""
+        """Return the current puts of a storage service."""
         return KnownPuts(
             storage_id=storage_id,
             boot_id=boot_id,
@@ -179,27 +181,27 @@ class Puts:
     # Committing
 
     def is_committed(self, put: Put) -> bool:
-        """Whether some samples have their cells in this put."""
+        """Whether samples have cells in this put."""
         return put in self._committed
 
     def check_uncommitted(self, put: Put) -> None:
-        """Refuse a second commit of a put: its cells would be freed with the samples of either."""
+        """Refuse a second commit of a put: clearing the samples of either commit would free its cells."""
         if put in self._committed:
             raise AlreadyExistsError(
-                f"put {put.put_id.hex()} is committed already under another request_id; put data once for each commit",
+                f"put {put.put_id.hex()} is already committed under another request_id; put data once per commit",
                 metadata={"resource_type": "put", "resource_name": put.put_id.hex()},
             )
 
     @contextlib.contextmanager
     def committing(self, put: Put) -> Iterator[Callable[[], None]]:
-        """Have a put known within the `with`, which is to commit it; yield what raises if it was freed meanwhile.
+        """Keep a put known during the `with`, which commits it; yield a check that raises if the put has been freed.
 
-        Several calls may commit one put at once, such as a retry beside the call that was given up. A put that none of
-        them has committed is freed by the last one, if one of them was refused. If all were cancelled, or a service was
+        Several calls may commit one put at once, such as a call that was given up and its retry. If none of them
+        commits the put and at least one was refused, the last one frees it. If all were cancelled, or a service was
         unavailable, a retry may still commit it.
 
         Raises:
-            AlreadyExistsError: it is committed.
+            AlreadyExistsError: the put is committed.
         """
         self.check_uncommitted(put)
         commits = self._uncommitted.setdefault(put, _Calls())
@@ -229,10 +231,10 @@ class Puts:
 
     @contextlib.contextmanager
     def commit(self, put: Put) -> Iterator[None]:
-        """Have a put committed by the step in the `with`, unless that raises.
+        """Commit a put with the step in the `with`, unless the step raises.
 
         Raises:
-            AlreadyExistsError: it is committed.
+            AlreadyExistsError: the put is committed.
         """
         self.check_uncommitted(put)
         commits = self._uncommitted.pop(put, None)
@@ -244,7 +246,7 @@ class Puts:
             if commits is not None:
                 self._uncommitted[put] = commits
             raise
-        # The engine of this process confirms at once: its put comes back from the journal together with the samples.
+        # The engine of this process confirms at once: the journal restores its put together with the samples.
         if put.storage_id == self._embedded_id:
             self._confirm(put)
         else:
@@ -252,7 +254,7 @@ class Puts:
 
     @contextlib.contextmanager
     def placing(self, put: Put) -> Iterator[None]:
-        """Have a put that is made here known until `mark_committed` or `free_now`; the latter if the `with` raises."""
+        """Keep a put of the controller known until `mark_committed` or `free_now`; free it if the `with` raises."""
         self._uncommitted[put] = _Calls(call_count=1)
         try:
             yield
@@ -261,7 +263,7 @@ class Puts:
             raise
 
     def mark_committed(self, puts: Sequence[Put]) -> None:
-        """Take note that puts made here are committed by now."""
+        """Record that puts made by the controller are committed."""
         for put in puts:
             with self.commit(put):
                 pass
@@ -280,7 +282,7 @@ class Puts:
 
     @contextlib.contextmanager
     def holding_frees(self) -> Iterator[None]:
-        """Free no more cells until the end of the `with`, so that those of its beginning can be read."""
+        """Free no cells until the `with` ends: the cells that exist at its start stay readable."""
         self._hold_count += 1
         try:
             yield
@@ -291,10 +293,10 @@ class Puts:
                 self._when_durable(partial(self._free_more, count))
 
     def free(self, freed: Sequence[Freed]) -> None:
-        """Free cells that samples had, in order, once a crash of this controller cannot bring the samples back.
+        """Free cells that samples no longer use, in order, once a crash of this controller cannot restore the samples.
 
-        A few are freed at once; the rest of many, such as all of a partition, in small steps with turns for others.
-        What is left when this process ends is unknown to the process that starts after it, and goes as such.
+        A few are freed at once. Many, such as all cells of a partition, are freed in small steps that yield to the
+        loop. Cells left when this process ends are unknown to its successor, and are dropped as unknown.
         """
         self._leaving += freed
         if self._hold_count:
@@ -323,11 +325,11 @@ class Puts:
         self._free(freed_cells(self._leaving.popleft()) for _ in range(count))
 
     def free_now(self, puts: Iterable[Put]) -> None:
-        """Free puts that were not committed, at once."""
+        """Free uncommitted puts at once."""
         self._free(CellSet(put=put) for put in puts)
 
     def _free(self, freed: Iterable[CellSet]) -> None:
-        """Free cells, each where it is held; a boot that is over has nothing to free."""
+        """Free cells at their holders; an instance that no longer exists has nothing to free."""
         cells_of: dict[tuple[str, bytes], list[PutCells]] = {}
         for each in freed:
             if each.rows is None:
@@ -339,7 +341,7 @@ class Puts:
                 holder.free(cells)
 
     async def close(self) -> None:
-        """Free what may be, and end the background task."""
+        """Free the cells that are due, and end the background task."""
         self._is_closed = True
         if self._freeing is not None:
             self._freeing.cancel()
@@ -348,14 +350,14 @@ class Puts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownPuts:
-    """The puts of a storage service that are known.
+    """The known puts of a storage service.
 
     Attributes:
         storage_id: the storage service.
-        boot_id: its boot.
-        cells: those that samples have, by partition, of all storage services.
-        leaving: those that samples had, and that are not freed yet, of all storage services.
-        uncommitted: puts whose commit is under way, of all storage services.
+        boot_id: its instance id.
+        cells: cells of samples, by partition, of all storage services.
+        leaving: cells that samples no longer use and that are not yet freed, of all storage services.
+        uncommitted: puts with a commit in flight, of all storage services.
     """
 
     storage_id: str
@@ -365,19 +367,19 @@ class KnownPuts:
     uncommitted: Sequence[Put] = ()
 
     def staying(self) -> set[bytes]:
-        """Return its puts that stay as they are: their commit is under way, or cells of them are about to be freed."""
+        """Return its puts to leave as they are: a commit is in flight, or some of their cells are about to be freed."""
         leaving = (freed_cells(each).put for each in self.leaving)
         return {put.put_id for put in chain(self.uncommitted, leaving) if self._is_own(put)}
 
     def parts(self) -> Iterator[PutCells]:
-        """Yield the cells that samples have of all others, those of one put one after the other; any thread may."""
+        """Yield the samples' cells in all other puts; cells of one put are adjacent. Any thread may call this."""
         staying = self.staying()
         for cells in chain.from_iterable(map(live_cells, self.cells)):
             if self._is_own(cells.put) and cells.put.put_id not in staying:
                 yield put_cells(cells)
 
     def pieces(self) -> Iterator[storage_control_pb2.ReconcilePutsRequest]:
-        """Yield the messages that follow the first one, each of about a thousand puts; any thread may."""
+        """Yield the messages after the first, each with about a thousand puts. Any thread may call this."""
         staying = iter(self.staying())
         while some := list(islice(staying, _MOST_PUTS)):
             yield storage_control_pb2.ReconcilePutsRequest(staying_put_ids=some)
@@ -390,14 +392,14 @@ class KnownPuts:
 
 
 def put_cells(cells: CellSet) -> PutCells:
-    """Return cells as their storage service names them."""
+    """Return cells as their storage service addresses them."""
     if cells.rows is None:
         return PutCells(put_id=cells.put.put_id)
     return PutCells(put_id=cells.put.put_id, field_names=cells.field_names, rows=np.sort(cells.rows))
 
 
 def encode_cells(cells: PutCells) -> Iterator[storage_control_pb2.PutCells]:
-    """Yield cells in parts that each fit into one message."""
+    """Yield cells in parts, each small enough for one message."""
     if cells.rows is None:
         yield storage_control_pb2.PutCells(put_id=cells.put_id, field_names=cells.field_names)
         return
@@ -414,7 +416,7 @@ def encode_cells(cells: PutCells) -> Iterator[storage_control_pb2.PutCells]:
 def in_messages(
     cells: Iterable[storage_control_pb2.PutCells], most: int
 ) -> Iterator[list[storage_control_pb2.PutCells]]:
-    """Yield cells, some for one message at a time: of `most` puts, with some thousand runs."""
+    """Yield batches of cells, one per message: of at most `most` puts, with a few thousand runs."""
     message: list[storage_control_pb2.PutCells] = []
     message_runs = 0
     for each in cells:
@@ -432,7 +434,7 @@ def in_messages(
 
 
 async def columns_of(headers: Sequence[metadata_pb2.ColumnHeader], row_count: int) -> list[ColumnShape]:
-    """Return the columns of a put, see `decode_headers`; a thread looks at the extents of many rows."""
+    """Return the columns of a put, see `decode_headers`; a thread reads the extents of many rows."""
     if row_count < MANY_ROWS:
         return decode_headers(headers, row_count)
     return await asyncio.to_thread(decode_headers, headers, row_count)
@@ -442,8 +444,8 @@ class Commits:
     """Writes samples to the catalog.
 
     Args:
-        catalog: what is written to.
-        puts: what is committed.
+        catalog: gets the samples.
+        puts: gets the commits.
         endpoint_of: returns how clients reach an instance of a storage service.
         waiting: counts the calls that wait for capacity.
     """
@@ -466,7 +468,7 @@ class Commits:
         return await self._write_without_put(request, context, pb.InsertResponse)
 
     async def commit(self, request: commit_pb2.CommitRequest, context: Context) -> commit_pb2.CommitResponse:
-        """Make a put that came before visible; a put that is refused is freed."""
+        """Make a stored put visible; a refused put is freed."""
         self.check(request)
         answer = await self._commit(request, context)
         await self.add_all_meta(request, answer)
@@ -475,12 +477,14 @@ class Commits:
     async def _commit(self, request: commit_pb2.CommitRequest, context: Context) -> commit_pb2.CommitResponse:
         if not request.HasField("placement"):
             if request.columns:
-                raise InvalidArgumentError("columns came without a placement; say where the put is", field="placement")
+                raise InvalidArgumentError(
+                    "columns came without a placement; send the placement of the put", field="placement"
+                )
             return await self._write_without_put(request, context, commit_pb2.CommitResponse)
         put = converters.placement(request.placement)
         columns = await columns_of(request.columns, request.write.row_count)
         if (answer := self.recorded(request.request_id)) is not None:
-            # Unless it is committed, it is a second put for the same commit, to be freed, or gone.
+            # If it is not committed, it is a second put for the same commit: free it unless it is gone.
             with contextlib.suppress(TqError):
                 self._open_receipt(request, put, columns)
                 with self._puts.committing(put):
@@ -500,23 +504,23 @@ class Commits:
                 )
 
     def _open_receipt(self, request: commit_pb2.CommitRequest, put: Put, columns: Sequence[ColumnShape]) -> PutReceipt:
-        """Return what the receipt of a put says, which must have these columns.
+        """Return the content of a put's receipt, after checking that the put has these columns.
 
         Raises:
-            InvalidArgumentError: it has others.
+            InvalidArgumentError: it has other columns.
         """
         opened = self._puts.require(put).open_receipt(put.put_id, request.write.partition_id, request.placement.receipt)
         if opened.columns_digest != columns_digest(columns):
             got = ", ".join(f"{column.spec.name} ({column.spec.describe()})" for column in columns)
             raise InvalidArgumentError(
-                f"the commit has other columns than put {put.put_id.hex()}, got {got or 'none'}; send those of its "
-                "header as they are",
+                f"the columns of the commit differ from those of put {put.put_id.hex()}, got {got or 'none'}; send the "
+                "columns of its header unchanged",
                 field="columns",
             )
         return opened
 
     def check(self, request: commit_pb2.CommitRequest) -> None:
-        """Refuse a commit that asks for more than one answer is about."""
+        """Refuse a commit that requests the metadata of more samples than one answer holds."""
         count = request.write.row_count
         if request.return_all_meta and count > MOST_NAMED:
             raise InvalidArgumentError(
@@ -527,15 +531,15 @@ class Commits:
             )
 
     async def add_all_meta(self, request: commit_pb2.CommitRequest, answer: commit_pb2.CommitResponse) -> None:
-        """Add to the answer of a commit what is known of its samples now, where that is asked for.
+        """Add the current metadata of its samples to the answer of a commit, if requested.
 
-        Of many samples it is read part by part, while others have their turns. It is not recorded with the answer: what
-        is recorded is kept for hours, and on disk.
+        For many samples it is read in parts, yielding to the loop in between. It is not recorded with the answer,
+        because recorded answers are kept for hours, and on disk.
         """
         rows = read_indexes(answer.meta) if request.return_all_meta else _NO_ROWS
         while rows.size:
             known = first_known(self._catalog, request.write.partition_id, answer.meta.incarnation, rows)
-            if known is None:  # some of them were cleared since
+            if known is None:  # some of them have been cleared
                 answer.ClearField("all_meta")
                 break
             partition, some = known
@@ -547,9 +551,15 @@ class Commits:
     async def _write_without_put(
         self, request: pb.InsertRequest | commit_pb2.CommitRequest, context: Context, kind: type[Answer]
     ) -> Answer:
-        """Write samples without cells, or metadata and state alone."""
+        """Write samples without cells, or only metadata and state."""
+        if request.write.of_groups:
+            raise InvalidArgumentError(
+                "of_groups came without a placement; send the placement of the put", field="placement"
+            )
         if request.write.append_at:
-            raise InvalidArgumentError("append_at came without a placement; say where the put is", field="append_at")
+            raise InvalidArgumentError(
+                "append_at came without a placement; send the placement of the put", field="append_at"
+            )
         async with self.admitted(request, 0, context):
             return await self._write_once(request, kind, converters.sample_write(request.write))
 
@@ -557,19 +567,20 @@ class Commits:
     async def admitted(
         self, request: pb.InsertRequest | commit_pb2.CommitRequest, size_bytes: int, context: Context
     ) -> AsyncIterator[None]:
-        """Wait until a partition has capacity for new samples, and keep it for the `async with` that writes them.
+        """Wait until a partition has capacity for new samples, and hold it for the `async with` that writes them.
 
-        Puts that were gathered do not wait.
+        Gathered puts and puts of groups do not wait: the bytes that they store delay later samples instead.
 
         Raises:
-            InvalidArgumentError: too many samples have keys or groups.
-            QuotaExceededError, AdmissionLimitError: there was none until the call was about to end, or never is.
-            LimitExceededError: too many calls wait.
+            InvalidArgumentError: too many samples have keys, groups or rollouts.
+            QuotaExceededError, AdmissionLimitError: no capacity became free before the deadline, or it never will.
+            LimitExceededError: too many calls are waiting.
         """
         message = request.write
         check_named_rows("keys", len(message.keys))
         check_named_rows("groups", len(message.groups))
-        queue = self._catalog.admission_queue(message.partition_id)
+        check_named_rows("rollouts", len(message.rollouts))
+        queue = None if message.of_groups else self._catalog.admission_queue(message.partition_id)
         if queue is None or self._catalog.recorded(request.request_id) is not None:
             yield
             return
@@ -590,14 +601,14 @@ class Commits:
         for_existing_rows: bool,
         check: Callable[[], object],
     ) -> commit_pb2.CommitResponse:
-        """Make the columns of a stored put visible in one step, once for each request_id.
+        """Make the columns of a stored put visible in one step, once per request_id.
 
         Args:
-            request: what is written to which samples.
-            put: what has their cells.
+            request: the write: values and samples.
+            put: the put that holds the cells.
             columns: of the put.
-            for_existing_rows: whether it may have taken the reserve, so that no samples are made of it.
-            check: raises where the put is not there any more.
+            for_existing_rows: whether the put may use the reserve; if so, the commit must not make new samples.
+            check: raises if the put no longer exists.
         """
 
         def committing() -> contextlib.AbstractContextManager[None]:
@@ -605,13 +616,30 @@ class Commits:
             if for_existing_rows and self.makes_samples(request.write):
                 raise QuotaExceededError(
                     f"put {put.put_id.hex()} was put as columns for existing samples, which may use a reserve that new "
-                    "ones may not, and its commit makes samples; put it again without for_existing_rows",
+                    "samples may not, but its commit makes new samples; put it again without for_existing_rows",
                     metadata={"limit_name": "reserve", "put_id": put.put_id.hex()},
                 )
             return self._puts.commit(put)
 
+        if request.write.of_groups:
+            return self._write_groups_once(request, converters.group_write(request.write, put, columns), committing)
         write = converters.sample_write(request.write, put, columns)
         return await self._write_once(request, commit_pb2.CommitResponse, write, committing)
+
+    def _write_groups_once(
+        self,
+        request: commit_pb2.CommitRequest,
+        change: GroupsWritten,
+        committing: Callable[[], contextlib.AbstractContextManager[None]],
+    ) -> commit_pb2.CommitResponse:
+        """Write groups in one step within `committing`, once per request_id."""
+
+        def answer() -> commit_pb2.CommitResponse:
+            with committing():
+                written = self._catalog.write_groups(request.write.incarnation, change)
+                return commit_pb2.CommitResponse(meta=converters.groups_meta(written))
+
+        return self._catalog.run_once(request.request_id, answer, commit_pb2.CommitResponse)
 
     async def _write_once(
         self,
@@ -620,7 +648,7 @@ class Commits:
         write: SampleWrite,
         committing: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> Answer:
-        """Write samples in one step within `committing`, once for each request_id, with capacity reserved for many."""
+        """Write samples in one step within `committing`, once per request_id. Capacity for many is reserved before."""
         message = request.write
         where = message.partition_id, message.incarnation
         recorded: Answer | None = self._catalog.recorded(request.request_id, kind)
@@ -636,7 +664,12 @@ class Commits:
             return self._catalog.run_once(request.request_id, change, kind)
 
     def makes_samples(self, write: commit_pb2.SampleWrite) -> bool:
-        """Whether a write makes samples, as of now; one that is refused anyhow may or may not."""
+        """Whether a write makes samples in the current state; undefined for a write that is refused anyway.
+
+        A put of groups counts unless it may only name existing groups.
+        """
+        if write.of_groups:
+            return write.key_mode != commit_pb2.KEY_MODE_EXISTING
         if write.global_indexes:
             return False
         if write.key_mode == commit_pb2.KEY_MODE_EXISTING or not write.keys:
@@ -644,9 +677,9 @@ class Commits:
         return not self._catalog.knows_keys(write.partition_id, write.incarnation, write.keys)
 
     def recorded(self, request_id: bytes) -> commit_pb2.CommitResponse | None:
-        """Return the answer of a commit that was made under this request_id.
+        """Return the recorded answer of the commit with this request_id.
 
         Raises:
-            InvalidArgumentError: it is that of another call.
+            InvalidArgumentError: the request_id belongs to another call.
         """
         return self._catalog.recorded(request_id, commit_pb2.CommitResponse)

@@ -1,12 +1,12 @@
-"""Receipts of puts: what a storage service gives a client, and its controller takes for the put itself.
+"""Receipts of puts: a storage service gives one to the client, and the controller accepts it as proof of the put.
 
-    storage service: put is complete -> sealed receipt -> client -> Commit -> controller: opened, no call to anybody
+    storage service: put is complete -> sealed receipt -> client -> Commit -> controller: opened without another call
 
-The controller makes a random key for each registration of a storage service and tells it in the answer. So a key
-belongs to one process of each of the two: what was sealed for another controller, by another storage service, or before
-either restarted opens nowhere. A receipt says when it was given, by the clock of its storage service, which tells now
-and then since when receipts are valid. A put that is freed has its receipts revoked for as long as one that it had may
-be valid: its id is not used for another one.
+The controller creates a random key for each registration of a storage service and sends it in the answer. A key thus
+belongs to one process of each. A receipt that was sealed for another controller, by another storage service, or before
+either restarted is invalid. A receipt contains its time of issue by the clock of its storage service, which regularly
+reports the earliest valid time of issue. The receipts of a freed put stay revoked for as long as one of them may be
+valid; its id is not reused.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _SEAL_BYTES: Final = 32
 
 
 class ReceiptKeys:
-    """The keys with which a storage service seals receipts, one for each controller that it is registered with."""
+    """The keys that a storage service seals receipts with, one per controller that it is registered with."""
 
     def __init__(self) -> None:
         self._keys: dict[bytes, bytes] = {}
-        self._current: dict[bytes, bytes] = {}  # by controller: what names the key of its last registration
-        self._superseded: set[bytes] = set()  # and those of earlier ones: one for each that was replaced
-        self._epochs: dict[bytes, int] = {}  # by controller: the highest that was seen
+        self._current: dict[bytes, bytes] = {}  # `key_id` of the last registration, by controller
+        self._superseded: set[bytes] = set()  # `key_id`s of replaced registrations
+        self._epochs: dict[bytes, int] = {}  # highest epoch seen, by controller
 
     @property
     def is_registered(self) -> bool:
@@ -44,28 +44,28 @@ class ReceiptKeys:
         return bool(self._keys)
 
     def check_epoch(self, controller_id: bytes, epoch: int) -> None:
-        """Refuse a controller of a cluster that another one has superseded; a higher epoch is remembered.
+        """Refuse a superseded controller of a cluster; record a higher epoch.
 
         Raises:
-            PreconditionError: a higher one was seen.
+            PreconditionError: a higher epoch was seen.
         """
         highest = self._epochs.get(controller_id, 0)
         if epoch < highest:
             raise PreconditionError(
-                f"a controller of epoch {epoch} called, and one of epoch {highest} leads its cluster by now; it has to "
-                "start again as a standby"
+                f"a controller of epoch {epoch} called, but one of epoch {highest} leads its cluster by now; restart "
+                "the caller as a standby"
             )
         if epoch:
             self._epochs[controller_id] = epoch
 
     def renew(self, controller_id: bytes, key: bytes) -> None:
-        """Take the key of a controller, which has just answered with it."""
+        """Record the key that a controller has just sent."""
         self._keys[controller_id] = key
         self._superseded.discard(key_id(key))
         self.expect(controller_id, key_id(key))
 
     def expect(self, controller_id: bytes, key: bytes) -> None:
-        """Learn the `key_id` of a registration, maybe before its key: `check_key` takes no other one from now on.
+        """Record the `key_id` of a registration, maybe before its key; `check_key` accepts only this from now on.
 
         Raises:
             UnavailableError: a later registration is known.
@@ -77,10 +77,10 @@ class ReceiptKeys:
         self._current[controller_id] = key
 
     def check_key(self, controller_id: bytes, key: bytes) -> None:
-        """Refuse a controller that is not registered with a key of this `key_id`, as one that has started again since.
+        """Refuse a controller that is not registered with a key of this `key_id`, such as one that has restarted.
 
         Raises:
-            UnavailableError: this service does not know the key, any more or yet.
+            UnavailableError: this service does not know the key yet, or no longer.
         """
         if not key or self._current.get(controller_id) != key:
             raise _unknown_key(controller_id)
@@ -90,14 +90,14 @@ class ReceiptKeys:
 
         Raises:
             UnavailableError: this service is not registered with its controller.
-            InvalidArgumentError: it names none.
+            InvalidArgumentError: the put does not name a controller.
         """
         if controller_id not in self._keys:
             check_passed_on("controller_id", controller_id)
             raise not_registered(controller_id)
 
     def seal(self, controller_id: bytes, receipt: PutReceipt) -> bytes:
-        """Return the receipt of a put."""
+        """Return the sealed receipt of a put."""
         self.check_registered(controller_id)
         key = self._keys[controller_id]
         receipt.key_id = key_id(key)
@@ -106,51 +106,51 @@ class ReceiptKeys:
 
 
 class ReceiptBook:
-    """Opens the receipts of one process of a storage service, and knows which of them are of no use any more.
+    """Opens the receipts of one process of a storage service, and tracks which of them are no longer valid.
 
     Attributes:
-        key: what they are sealed with.
+        key: key that seals them.
     """
 
     def __init__(self) -> None:
         self.key = secrets.token_bytes(KEY_BYTES)
         self._valid_from = 0.0
-        self._revoked: dict[bytes, float] = {}  # puts that are to be freed, or were: when, if it is known
+        self._revoked: dict[bytes, float] = {}  # when puts were freed; infinity while they are being freed
 
     def void_before(self, valid_from: float) -> None:
-        """Take no receipts any more that were given before."""
+        """Invalidate receipts that were given earlier."""
         self._valid_from = max(self._valid_from, valid_from)
         for put_id in list(takewhile(lambda put_id: self._revoked[put_id] < self._valid_from, self._revoked)):
             del self._revoked[put_id]
 
     def revoke(self, put_id: bytes) -> None:
-        """Take no receipt of a put any more that is to be freed."""
+        """Invalidate the receipts of a put that will be freed."""
         self._revoked[put_id] = math.inf
 
     def on_freed(self, put_ids: Iterable[bytes], freed_at: float) -> None:
-        """Take note that puts were freed, so that their receipts were given until then."""
+        """Record when puts were freed: all their receipts are older."""
         for put_id in put_ids:
             self._revoked.pop(put_id, None)
             self._revoked[put_id] = freed_at
 
     def open(self, receipt: bytes, put_id: bytes, partition_id: str) -> PutReceipt:
-        """Return what a receipt says.
+        """Return the content of a receipt.
 
         Args:
-            receipt: what the storage service has answered, or anything else.
-            put_id: the put that it must be of.
-            partition_id: what the put must be for.
+            receipt: bytes from the client; possibly not a receipt.
+            put_id: the put that it must belong to.
+            partition_id: the partition that the put must be for.
 
         Raises:
             InvalidArgumentError: its seal is wrong, or it is for another put or partition.
-            PutNotFoundError: it was given before this controller or the storage service started, is expired or revoked;
-                or there is none, as where the put was committed before.
+            PutNotFoundError: it was given before this controller or the storage service started, is expired or revoked,
+                or is empty, as for a put that was already committed.
         """
         seal, content = receipt[:_SEAL_BYTES], receipt[_SEAL_BYTES:]
         if not receipt:
             raise PutNotFoundError(
-                f"put {put_id.hex()} has no receipt: either it was committed before, or placement.receipt is not what "
-                "Put answered; put the data again under another put_id",
+                f"put {put_id.hex()} came without a receipt: it was committed before, or placement.receipt differs "
+                "from the answer of Put; put the data again under another put_id",
                 metadata={"put_id": put_id.hex()},
             )
         try:
@@ -160,13 +160,13 @@ class ReceiptBook:
         if said.key_id and said.key_id != key_id(self.key):
             raise PutNotFoundError(
                 f"the receipt of put {put_id.hex()} is not of this run of its storage service and this controller; put "
-                "it again",
+                "the data again",
                 metadata={"put_id": put_id.hex()},
             )
         if not hmac.compare_digest(seal, _seal(self.key, content)) or said.put_id != put_id:
             raise InvalidArgumentError(
-                f"the receipt of put {put_id.hex()} is not the one that its storage service gave; send what Put "
-                "answered, as it is",
+                f"the receipt of put {put_id.hex()} was not given by its storage service; send the receipt unchanged, "
+                "as Put answered it",
                 field="receipt",
             )
         if said.partition_id != partition_id:
@@ -185,7 +185,7 @@ class ReceiptBook:
 
 
 def not_registered(controller_id: bytes) -> UnavailableError:
-    """Return the error for a put that belongs to a controller of which this storage service does not know."""
+    """Return the error for a put whose controller this storage service is not registered with."""
     return UnavailableError(
         f"this storage service is not registered with controller {controller_id.hex()}, to which the put belongs; ask "
         "the controller where to put (PlacePut), and try again"
@@ -194,13 +194,13 @@ def not_registered(controller_id: bytes) -> UnavailableError:
 
 def _unknown_key(controller_id: bytes) -> UnavailableError:
     return UnavailableError(
-        f"this storage service is not registered with controller {controller_id.hex() or '(none given)'} under such a "
+        f"this storage service is not registered with controller {controller_id.hex() or '(none given)'} under this "
         "key; try again after its next heartbeat"
     )
 
 
 def key_id(key: bytes) -> bytes:
-    """Return what names a key without telling it."""
+    """Return an id of a key that does not reveal the key."""
     return hashlib.sha256(key).digest()[:8]
 
 

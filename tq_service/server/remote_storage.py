@@ -1,6 +1,6 @@
-"""A storage service that runs in another process, as its controller uses it.
+"""The controller's view of a storage service in another process.
 
-It is told what becomes of single puts in batches, in order, each again until it is answered.
+Updates of puts (committed, freed) go to it in batches, in order; each batch is repeated until it is answered.
 """
 
 from __future__ import annotations
@@ -47,33 +47,33 @@ _RECONCILE_SECONDS = 3600.0
 _FIRST_RETRY_SECONDS = 0.2
 _LAST_RETRY_SECONDS = 10.0
 _MOST_CONFIRMED_PER_CALL = 4096
-_MOST_FREED_PER_CALL = 1024  # some milliseconds' work for the storage service
+_MOST_FREED_PER_CALL = 1024  # a few milliseconds of work for the storage service
 _CONFIRM_SECONDS = 0.05  # how long a confirmation waits for others
 _MOST_NAMED = 5
 _MOST_EARLIER_RUNS = 16
-_ARRIVAL_SECONDS = 1.0  # a put that was placed before is counted by the heartbeat, or is not coming
+_ARRIVAL_SECONDS = 1.0  # a heartbeat counts puts placed longer ago than this, or they are not coming
 UNBOUNDED_BYTES: Final = 1 << 62
 
 
 class RemoteStorage:
-    """A storage service reached over gRPC, for as long as the same process of it sends heartbeats.
+    """One process of a storage service, reached over gRPC.
 
-    First of all the known puts are listed to it, in pieces, while puts are confirmed and freed.
+    It first gets the list of known puts, in several messages, while other puts are confirmed and freed.
 
     Args:
         request: its first heartbeat.
-        known: returns which of its puts are known at the moment of the call.
-        silence_seconds: after how long without a heartbeat it gets no more puts.
-        credentials: what this controller shows.
-        controller_id: of this controller, the owner of the puts.
-        epoch: of this controller, where it leads a cluster.
-        supervisor: runs the background tasks; None: one of its own.
-        replaces: the process of this service that was registered before.
+        known: returns the currently known puts of the service.
+        silence_seconds: after this time without a heartbeat it gets no more puts.
+        credentials: credentials of this controller.
+        controller_id: id of this controller, which owns the puts.
+        epoch: epoch of this controller, if it leads a cluster.
+        supervisor: runs the background tasks; None: a private one.
+        replaces: the previously registered process of this service.
 
     Attributes:
-        run_id: of the process.
-        earlier_run_ids: of those that were registered before under this name.
-        heard: what its last heartbeat said.
+        run_id: id of the process.
+        earlier_run_ids: ids of processes that were registered earlier under this name.
+        heard: status from its last heartbeat.
         turns: when it last got a put, by size; see `StorageRegistry.place`.
     """
 
@@ -106,9 +106,9 @@ class RemoteStorage:
             self.endpoint.address, credentials, StorageControlServiceStub
         )
         self._outage = PeerOutage(_log, "storage service", storage=self.storage_id, address=self.endpoint.address)
-        self._bulk: Peer[AsyncGrpcDriver] | None = None  # apart, lest confirmations wait behind bytes
+        self._bulk: Peer[AsyncGrpcDriver] | None = None  # a separate channel: confirmations must not wait behind bytes
         self.turns: dict[int, tuple[float, int]] = {}
-        self._placed: dict[bytes, tuple[int, float]] = {}  # size and time by put_id, in order: in no heartbeat yet
+        self._placed: dict[bytes, tuple[int, float]] = {}  # size and time by put_id, in order; not in a heartbeat yet
         self._placed_bytes = 0
         self._to_confirm: dict[bytes, None] = {}
         self._to_free: list[storage_control_pb2.PutCells] = []
@@ -121,11 +121,11 @@ class RemoteStorage:
 
     @property
     def receipt_key(self) -> bytes:
-        """What its receipts are sealed with."""
+        """The key that seals its receipts."""
         return self._receipts.key
 
     def on_heartbeat(self, request: storage_registry_pb2.RegisterStorageRequest) -> None:
-        """Take note of a heartbeat."""
+        """Record a heartbeat."""
         self.heard = StorageStatus(
             storage_id=self.storage_id,
             address=self.endpoint.address,
@@ -146,7 +146,7 @@ class RemoteStorage:
 
     @property
     def is_silent(self) -> bool:
-        """Whether its last heartbeat was too long ago for it to get puts."""
+        """Whether its last heartbeat is too old for it to get puts."""
         return time.monotonic() - self._heard_at > self._silence_seconds
 
     @property
@@ -155,45 +155,45 @@ class RemoteStorage:
         return self.heard.max_bytes
 
     def free_bytes(self) -> int:
-        """Return how many bytes are free there and not on their way."""
+        """Return its free bytes, minus the bytes of placed puts that have not arrived yet."""
         limit = UNBOUNDED_BYTES if self.heard.max_bytes is None else self.heard.max_bytes
         return limit - self.heard.used_bytes - self._placed_bytes
 
     def expect(self, put_id: bytes, size_bytes: int) -> None:
-        """Count the bytes of a put that was placed here until a heartbeat counts them."""
+        """Count the bytes of a put placed here until a heartbeat counts them."""
         self._placed[put_id] = size_bytes, time.monotonic()
         self._placed_bytes += size_bytes
 
     def withdraw(self, put_id: bytes) -> bool:
-        """No longer count the bytes of a placed put; return whether they counted."""
+        """Stop counting the bytes of a placed put; return whether they were counted."""
         size_bytes, _ = self._placed.pop(put_id, (None, 0.0))
         self._placed_bytes -= size_bytes or 0
         return size_bytes is not None
 
     def status(self) -> StorageStatus:
-        """Return what its last heartbeat said, and when it came."""
+        """Return the status from its last heartbeat, with the age of the heartbeat."""
         return replace(self.heard, heard_ago_seconds=time.monotonic() - self._heard_at, is_silent=self.is_silent)
 
     def open_receipt(self, put_id: bytes, partition_id: str, receipt: bytes) -> put_receipt_pb2.PutReceipt:
-        """Return what a receipt says of an uncommitted put of a partition."""
+        """Return the content of the receipt of an uncommitted put of a partition."""
         return self._receipts.open(receipt, put_id, partition_id)
 
     def confirm(self, put_id: bytes) -> None:
-        """Say that a put is committed, soon and with others."""
+        """Report to the service that a put is committed, soon and in a batch."""
         if not self._is_closed:
             self._to_confirm[put_id] = None
             self._deliver()
 
     async def take_over(self, instance: tuple[str, bytes], search_id: bytes) -> int:
-        """Have it take over the puts of a lost instance; return how many there are.
+        """Let it take over the puts of a lost instance; return their number.
 
         Args:
-            instance: name and boot.
-            search_id: of this search for an heir.
+            instance: name and instance id.
+            search_id: id of this search for a successor.
 
         Raises:
-            NotFoundError: its mirror has nothing of that.
-            TqError: it cannot, now or at all.
+            NotFoundError: its mirror has nothing of that instance.
+            TqError: it cannot take them over, now or at all.
         """
         storage_id, boot_id = instance
         request = storage_control_pb2.AdoptRequest(
@@ -209,7 +209,7 @@ class RemoteStorage:
 
     @property
     def driver(self) -> AsyncDriver:
-        """What puts and gets there."""
+        """The driver that puts and gets bytes at the service."""
         if self._bulk is None:
             self._bulk = Peer(self.endpoint.address, self._credentials, self._bulk_calls)
         self._bulk.follow_files()
@@ -224,8 +224,8 @@ class RemoteStorage:
         )
 
     def free(self, cells: Sequence[PutCells]) -> None:
-        """Give cells back as soon as the service can be reached."""
-        if self._is_closed:  # the list of known puts has it, once this controller has restarted
+        """Free cells as soon as the service can be reached."""
+        if self._is_closed:  # after a restart, the list of known puts covers these
             return
         for each in cells:
             self._to_free += encode_cells(each)
@@ -240,20 +240,20 @@ class RemoteStorage:
             self._delivering = self._supervisor.start(name, self._deliver_all(), may_end=True)
 
     async def _reconcile_always(self) -> None:
-        """Say which puts are known, until that has come to its end, and then again now and then."""
+        """Send the list of known puts, repeat until it succeeds, and send it again about every hour."""
         while True:
             try:
                 answer = await self._repeat("cannot be sent the known puts", self._reconcile)
             except DataLossError:
-                return  # where it has another boot by now, it will announce that
+                return  # a new instance of the service registers itself
             report_reconciled(self.storage_id, answer.missing_put_ids, answer.missing_count, answer.dropped_count)
             await asyncio.sleep(_RECONCILE_SECONDS)
 
     async def _repeat(self, outage: str, call: Callable[[], Awaitable[T]]) -> T:
-        """Return what a call returns, made again until it succeeds: the same process may answer again.
+        """Make a call, repeat it until it succeeds, and return its result: the same process may answer again.
 
         Raises:
-            DataLossError: another boot of the service answers.
+            DataLossError: another instance of the service answers.
         """
         delay = _FIRST_RETRY_SECONDS
         while True:
@@ -262,7 +262,7 @@ class RemoteStorage:
                     answer = await call()
             except (grpc.aio.AioRpcError, TqError) as error:
                 if isinstance(error, grpc.aio.AioRpcError) and error.code() is grpc.StatusCode.DATA_LOSS:
-                    raise DataLossError(f"storage service {self.storage_id!r} has another boot") from error
+                    raise DataLossError(f"storage service {self.storage_id!r} has another instance id") from error
                 self._outage.lasts(outage, error)
                 self._peer.follow_files()
                 await asyncio.sleep(delay)
@@ -274,7 +274,7 @@ class RemoteStorage:
     async def _reconcile(self) -> storage_control_pb2.ReconcilePutsResponse:
         call = self._peer.stub.ReconcilePuts(timeout=_RECONCILIATION_SECONDS, metadata=self._peer.metadata())
         try:
-            with contextlib.suppress(asyncio.InvalidStateError):  # it has ended the call, by an error
+            with contextlib.suppress(asyncio.InvalidStateError):  # the service has ended the call with an error
                 await call.write(
                     storage_control_pb2.ReconcilePutsRequest(
                         boot_id=self.boot_id,
@@ -283,7 +283,7 @@ class RemoteStorage:
                         key_id=key_id(self.receipt_key),
                     )
                 )
-                await call.initial_metadata()  # what is confirmed from now on stays there, so look at what is known
+                await call.initial_metadata()  # puts confirmed from now on stay there, so take the list now
                 pieces = self._known().pieces()
                 while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
                     await call.write(piece)
@@ -299,7 +299,7 @@ class RemoteStorage:
             put_ids = list(islice(self._to_confirm, _MOST_CONFIRMED_PER_CALL))
             for put_id in put_ids:
                 del self._to_confirm[put_id]
-            cells = next(in_messages(self._to_free, _MOST_FREED_PER_CALL), [])  # both sides do them in one step
+            cells = next(in_messages(self._to_free, _MOST_FREED_PER_CALL), [])  # both sides handle them in one step
             del self._to_free[: len(cells)]
             request = storage_control_pb2.UpdatePutsRequest(
                 boot_id=self.boot_id,
@@ -318,7 +318,7 @@ class RemoteStorage:
         return await self._peer.stub.UpdatePuts(request, timeout=_CALL_SECONDS, metadata=self._peer.metadata())
 
     async def close(self) -> None:
-        """Stop what runs in the background and close the channel."""
+        """Stop the background tasks and close the channels."""
         self._is_closed = True
         self._reconciling.cancel()
         if self._delivering is not None:
@@ -330,10 +330,10 @@ class RemoteStorage:
 
 @contextlib.contextmanager
 def _closing_is_an_error() -> Iterator[None]:
-    """Raise UnavailableError where a call ends because its channel is closed.
+    """Raise UnavailableError if a call ends because its channel is closed.
 
-    gRPC raises CancelledError then too, which would end a task that was not cancelled, such as the loop that frees
-    cells.
+    gRPC raises CancelledError in this case too, which would end a task that was not cancelled, such as the loop that
+    frees cells.
     """
     try:
         yield
@@ -346,7 +346,7 @@ def _closing_is_an_error() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _typed_errors() -> Iterator[None]:
-    """Raise as TqError what a call ends with; that a service does not accept its controller is no fault of a client."""
+    """Convert errors of a call to TqErrors; if the service rejects its controller, clients get UnavailableError."""
     try:
         with _closing_is_an_error():
             yield
@@ -360,7 +360,7 @@ def _typed_errors() -> Iterator[None]:
 def report_reconciled(
     storage_id: str, missing_put_ids: Sequence[bytes], missing_count: int, dropped_count: int
 ) -> None:
-    """Log what came of telling a storage service which puts are known."""
+    """Log the result of reconciling the puts of a storage service."""
     if missing_count:
         put_ids = ",".join(put_id.hex() for put_id in missing_put_ids[:_MOST_NAMED])
         _log.error(

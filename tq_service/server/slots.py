@@ -1,4 +1,4 @@
-"""Slots: samples that rollout workers are leased before they generate them, as far as their partition has capacity."""
+"""Slots: samples leased to rollout workers before generation, within the capacity of their partition."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import asyncio
 import time
 from dataclasses import replace
 
-from tq_service.errors import AdmissionLimitError, PartitionSealedError, QuotaExceededError
+import numpy as np
+
+from tq_service.errors import AdmissionLimitError, InvalidArgumentError, PartitionSealedError, QuotaExceededError
+from tq_service.machine.claims import ClaimAcked, check_claim
 from tq_service.machine.samples import SampleWrite
 from tq_service.schema import EndCounts, check_name, check_range
 from tq_service.server import converters
@@ -26,7 +29,7 @@ class Slots:
     """Makes slots.
 
     Args:
-        catalog: has the partitions.
+        catalog: the partitions.
         endpoint_of: returns how clients reach an instance of a storage service.
         waiting: counts the calls that wait for capacity.
         max_wait_cap_seconds: the longest that one call waits.
@@ -46,7 +49,7 @@ class Slots:
         self._max_wait_cap_seconds = max_wait_cap_seconds
 
     async def acquire(self, request: pb.AcquireRequest, context: Context) -> pb.AcquireResponse:
-        """Make slots once there is capacity, in order of arrival with puts of new samples; see `Acquire`."""
+        """Make slots when capacity is available, in order of arrival with puts of new samples; see `Acquire`."""
         message = request.write
         recorded: pb.AcquireResponse | None = self._catalog.recorded(request.request_id, pb.AcquireResponse)
         if recorded is not None:
@@ -76,15 +79,18 @@ class Slots:
             return self._without_slots(partition, request.task_name, is_end=False)
 
     def _make(self, request: pb.AcquireRequest, write: SampleWrite, lease: LeaseTerms) -> pb.AcquireResponse:
-        """Add the slots and lease them, in one step, once for each request_id."""
+        """Add the slots and lease them, in one step, once per request_id."""
         partition_id, task_name = request.write.partition_id, request.task_name
 
         def make() -> pb.AcquireResponse:
+            done = _check_holding(self._catalog, request)
             partition = self._catalog.get(partition_id, request.write.incarnation)
             now = replace(write, start_version=start_version(self._catalog, partition, request.policy))
             claim = make_slots(
                 self._catalog, partition, now, task_name=task_name, request_id=request.request_id, lease=lease
             )
+            if done is not None:
+                self._catalog.commit(done)
             return converters.slots_answer(
                 partition, claim, task_name, self._endpoint_of, now=asyncio.get_running_loop().time()
             )
@@ -92,9 +98,47 @@ class Slots:
         return self._catalog.run_once(request.request_id, make, pb.AcquireResponse)
 
     def _without_slots(self, partition: Partition, task_name: str, *, is_end: bool) -> pb.AcquireResponse:
-        """Answer a call that gets no slots: not yet, or, at the end, never."""
+        """Return the answer of a call that gets no slots: "not yet", or "end" if there will never be any."""
         task = self._catalog.task(partition, task_name)
         answer = EndCounts(consumed_count=task.consumed_count, kept_count=task.kept_count) if is_end else NotYet()
         return converters.slots_answer(
             partition, answer, task_name, self._endpoint_of, now=asyncio.get_running_loop().time()
         )
+
+
+def _check_holding(catalog: Catalog, request: pb.AcquireRequest) -> ClaimAcked | None:
+    """Refuse a worker that has lost the samples that it claims to hold; return the change that acknowledges them.
+
+    Returns:
+        The change, which is checked and cannot fail in this step; None if the request does not acknowledge them.
+
+    Raises:
+        LeaseExpiredError: their claim no longer holds them.
+        SampleNotFoundError: they were cleared, so their claim is unknown.
+        InvalidArgumentError: none is named, they are not of the claim, or they are part of a group that must stay
+            together.
+    """
+    holding = request.holding
+    indexes, claim = np.array(holding.global_indexes, np.int64), converters.leased_claim(holding)
+    if not request.HasField("holding") and not request.ack:
+        return None
+    if claim is None or not indexes.size:
+        missing = "claim" if claim is None else "global_indexes"
+        raise InvalidArgumentError(
+            f"holding lacks {missing}, expected samples of a leased claim of the worker; name some, or leave out "
+            f"holding and ack",
+            field=f"holding.{missing}",
+        )
+    partition = catalog.get(holding.partition_id, holding.incarnation)
+    check_claim(partition, claim, indexes)
+    partition.positions_of(indexes)
+    if not request.ack:
+        return None
+    done = ClaimAcked(
+        partition_id=holding.partition_id,
+        task_name=claim.task_name,
+        request_id=claim.request_id,
+        global_indexes=indexes,
+    )
+    done.check(partition, partition.known_task(claim.task_name))
+    return done

@@ -1,4 +1,4 @@
-"""The storage service's methods: bulk streams in and out of the engine."""
+"""The methods of the storage service: streams of bytes into and out of the engine."""
 
 from __future__ import annotations
 
@@ -77,12 +77,12 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Part: TypeAlias = pb.PutHeader | memoryview
 Receive = Callable[[PendingPut], Awaitable[None]]
 SERVICE = "tq_service.v1.StorageService"
-_SENT_BYTES: Final = 12 << 20  # of the frames of all gets at once
+_SENT_BYTES: Final = 12 << 20  # of the frames of all concurrent gets
 _LEAST_FRAME_BYTES: Final = 16 << 10
 
 
 def endpoint_of(engine: StorageEngine, address: str) -> metadata_pb2.StorageEndpoint:
-    """Return how clients reach an engine; an empty address is that of the controller, whose process it is in."""
+    """Return how clients reach an engine; an empty address means the controller's, in whose process the engine is."""
     return metadata_pb2.StorageEndpoint(storage_id=engine.storage_id, boot_id=engine.boot_id, address=address)
 
 
@@ -92,7 +92,7 @@ class EngineDriver:
     def __init__(
         self, engine: StorageEngine, mirroring: Mirroring | None = None, keys: ReceiptKeys | None = None
     ) -> None:
-        """Take the engine, what was taken over from others, and what controllers elsewhere have registered it."""
+        """Take the engine, the engines taken over from others, and the keys of controllers in other processes."""
         self._engine = engine
         self._mirroring = mirroring
         self._keys = keys
@@ -108,18 +108,18 @@ class EngineDriver:
         store: BlobStore | None = None,
         waiting: contextlib.AbstractContextManager[None] | None = None,
     ) -> AsyncIterator[PendingPut | None]:
-        """Reserve capacity for a put, whose bytes are written within the `with`; after an error nothing of it is left.
+        """Reserve capacity for a put and store the bytes written within the `with`; an error leaves nothing behind.
 
         Yields:
-            What takes the bytes; None where the put is complete already.
+            The pending put that takes the bytes, or None if the put is already complete.
 
         Args:
-            header: of the put.
-            columns: as it describes them.
+            header: header of the put.
+            columns: columns that the header describes.
             until: when to stop waiting, by the engine's clock; None: never.
             for_existing_rows: whether it may use the reserve.
-            store: where its bytes go, see `StorageEngine.reserve`.
-            waiting: held while there is no capacity.
+            store: store for its bytes, see `StorageEngine.reserve`.
+            waiting: held while the put waits for capacity.
         """
         with waiting or contextlib.nullcontext():
             pending = await self._engine.reserve(
@@ -140,11 +140,11 @@ class EngineDriver:
             await self._engine.flush(pending, until)
             pending.finish()
         except BaseException:
-            pending.abort()  # and no more: a retry may have completed the put meanwhile
+            pending.abort()  # only this attempt: a retry may have completed the put
             raise
 
     async def put(self, header: pb.PutHeader, columns: Sequence[Column], deadline: Deadline) -> pb.PutResponse:
-        """Store a put, see `AsyncDriver`."""
+        """Store a put; see `AsyncDriver`."""
         async with self.storing(header, columns, until=time.monotonic() + deadline.remaining()) as pending:
             if pending is not None:
                 for chunk in chain.from_iterable(column.chunks for column in columns):
@@ -154,7 +154,7 @@ class EngineDriver:
     async def get(
         self, request: pb.GetRequest, row_count: int, deadline: Deadline, size_bytes: int | None = None
     ) -> list[Received]:
-        """Return columns with their bytes, see `AsyncDriver`; a thread copies them."""
+        """Return columns with their bytes, copied by a thread; see `AsyncDriver`."""
         with await self.open(request) as reading:
             receiver = ColumnReceiver(reading.headers)
             async for part in reading.parts():
@@ -162,18 +162,19 @@ class EngineDriver:
             return list(zip(reading.headers, receiver.finish(), strict=True))
 
     async def open(self, request: pb.GetRequest) -> Reading:
-        """Find cells and keep them as they are until the result is closed; use it in a `with`."""
+        """Find cells and keep them unchanged until the result is closed; use it in a `with`."""
         engine = self.engine_of(request.boot_id)
         await engine.check(request.put_ids)
-        return await engine.open_long_read(list(map(CellRuns.from_proto, request.runs)), list(request.put_ids))
+        runs = [CellRuns.from_proto(each, with_extents=request.joins_extents) for each in request.runs]
+        return await engine.open_long_read(runs, list(request.put_ids), request.slices)
 
     def engine_of(self, boot_id: bytes) -> StorageEngine:
-        """Return the engine that cells were put into, or what has taken its puts over.
+        """Return the engine that cells were put into, or the engine that took over its puts.
 
         Raises:
-            DataLossError: they were not.
-            UnavailableError: they were not, and no controller knows yet that this process has started again.
-            InvalidArgumentError: it is the id of no engine.
+            DataLossError: the instance is unknown here.
+            UnavailableError: the instance is unknown here, and no controller knows yet that this process has restarted.
+            InvalidArgumentError: the id does not have the form of an instance id.
         """
         if boot_id == self._engine.boot_id:
             return self._engine
@@ -182,8 +183,8 @@ class EngineDriver:
             check_passed_on("boot_id", boot_id)
             if self._keys is not None and not self._keys.is_registered:
                 raise UnavailableError(
-                    f"storage service {self._engine.storage_id!r} has started again, and no controller knows that yet, "
-                    "which may have these cells taken over; try again"
+                    f"storage service {self._engine.storage_id!r} has restarted and is not registered with a "
+                    "controller yet, which may have these cells taken over; try again"
                 )
             raise DataLossError(
                 f"storage service {self._engine.storage_id!r} has restarted since these cells were put, and came back "
@@ -194,23 +195,23 @@ class EngineDriver:
 
 
 class StorageServicer:
-    """Implements `StorageService` and `StorageControlService`; their protos say what each method changes and answers.
+    """Implements `StorageService` and `StorageControlService`; the protos document each method.
 
     Args:
         engine: holds the bytes.
         endpoint: how clients reach it.
-        commits: writes samples, where the controller is in this process.
-        keys: those of other controllers, with which receipts are sealed; not needed where it is in this process.
-        controller_id: of the one in this process.
-        shared_memory: takes and gives memory shared with clients of this host, where it can.
-        bulk: takes and gives the bytes of large puts and gets.
-        bulk_address: where clients reach that, as `StatResponse.bulk_address` says.
+        commits: writes samples; None if the controller is in another process.
+        keys: receipt keys of controllers in other processes; not needed if the controller is in this process.
+        controller_id: id of the controller in this process.
+        shared_memory: shares memory with clients of this host; None: off.
+        bulk: transfers the bytes of large puts and gets; None: off.
+        bulk_address: address of the bulk port for clients, sent as `StatResponse.bulk_address`.
         stall_seconds: how long the client of a stream may neither send nor take anything.
-        min_stream_rate_bytes: bytes per second that all streams must move together while puts wait for capacity.
+        min_stream_rate_bytes: bytes per second that all streams together must move while puts wait for capacity.
         waiting: counts the calls that wait for capacity.
-        max_puts: puts there may be.
-        max_uncommitted_puts: of them, puts that wait for a commit that does not come with them.
-        mirroring: what takes over the puts of lost storage services; None: nothing does.
+        max_puts: maximum number of puts.
+        max_uncommitted_puts: maximum number of puts that wait for a separate Commit.
+        mirroring: takes over the puts of lost storage services; None: off.
     """
 
     def __init__(
@@ -249,12 +250,12 @@ class StorageServicer:
         self._get_count = 0
 
     def end_slow_streams(self) -> None:
-        """End the streams that hold bytes, and move them too slowly, while puts wait for capacity."""
+        """End streams that move the bytes they hold too slowly, if puts wait for capacity."""
         if self._engine.has_waiting_puts:
             self._least_rate.enforce()
 
     def bulk_handler(self) -> grpc.GenericRpcHandler:
-        """Return the handlers of the bulk methods, whose frames are coded by hand: instead of the generated ones."""
+        """Return the handlers of Put and Get; they replace the generated ones, since their frames are coded by hand."""
         put = grpc.stream_unary_rpc_method_handler(self.Put, decode_put_request, pb.PutResponse.SerializeToString)
         get = grpc.unary_stream_rpc_method_handler(self.Get, pb.GetRequest.FromString, encode_part)
         return grpc.method_handlers_generic_handler(SERVICE, {"Put": put, "Get": get})
@@ -265,7 +266,7 @@ class StorageServicer:
             with self._least_rate.watching(progress):
                 async for part in parts:
                     await pending.write(_frame(part))
-                    del part  # else it would stay in memory until the next one is there
+                    del part  # else it would stay in memory until the next part arrives
 
         async def receive_bulk(pending: PendingPut, server: BulkServer) -> None:
             stored = pending.require_open()
@@ -327,7 +328,7 @@ class StorageServicer:
         return pb.PutInlineResponse(put=await self._take(request.header, receive, context))
 
     async def _allocate(self, request: pb.PutInlineRequest, context: Context) -> pb.PutInlineResponse:
-        """Store a put whose client fills its region later, and offer it that."""
+        """Store a put whose client fills its region later, and offer the region to the client."""
         blobs: list[Blob] = []
 
         async def receive(pending: PendingPut) -> None:
@@ -337,20 +338,20 @@ class StorageServicer:
         session = self._session_for_put(request.header)
         if session is None or not session.can_allocate:
             raise PreconditionError(
-                "there is no region that this put could fill after its answer; put the data when it is complete"
+                "no region is available that this put could fill after its answer; put the data when it is complete"
             )
         _check_allocates(request)
         answer = pb.PutInlineResponse(
             put=await self._take(request.header, receive, context, store=self._engine.regions)
         )
-        for blob in blobs:  # none where the put was here already
+        for blob in blobs:  # empty if the put was already stored
             blob.pin()
             offer = session.offer_for_a_while([blob.backing], blob.unpin)
             answer.region.offer_id, answer.region.region = offer.offer_id, blob.backing.number
         return answer
 
     def _session_for_put(self, header: pb.PutHeader) -> Session | None:
-        """Return the session in which the memory of a put is to be shared; None: its bytes come in another way."""
+        """Return the session that shares the memory of a put, or None if its bytes come in another way."""
         if self._shared_memory is None or header.size_bytes <= INLINE_BYTES:
             return None
         session = self._session(header.shared_memory_session)
@@ -362,9 +363,9 @@ class StorageServicer:
     async def _take(
         self, header: pb.PutHeader, receive: Receive, context: Context, *, store: BlobStore | None = None
     ) -> pb.PutResponse:
-        """Reserve capacity for a put in a store, let `receive` write its bytes, commit it.
+        """Reserve capacity for a put in a store, let `receive` write its bytes, and commit it.
 
-        After an error nothing is left of it. The store is that of the engine's backing where none is given.
+        An error leaves nothing behind. The default store is that of the engine's backing.
         """
         check_id("put_id", header.put_id)
         _check_commit(header)
@@ -373,8 +374,8 @@ class StorageServicer:
         if header.HasField("commit"):
             if commits is None:
                 raise InvalidArgumentError(
-                    "this storage service has no controller in its process; send Commit to the controller after the "
-                    "put",
+                    "the controller is not in the process of this storage service; send Commit to the controller after "
+                    "the put",
                     field="commit",
                 )
             commits.check(header.commit)
@@ -386,7 +387,7 @@ class StorageServicer:
         if header.size_bytes != sum(column.value_bytes for column in columns):
             raise InvalidArgumentError(
                 f"size_bytes is {header.size_bytes}, but the columns have "
-                f"{sum(column.value_bytes for column in columns)} bytes; declare what is sent",
+                f"{sum(column.value_bytes for column in columns)} bytes; declare the size of the sent bytes",
                 field="size_bytes",
             )
         self._check_controller(header)
@@ -398,7 +399,7 @@ class StorageServicer:
                 header,
                 columns,
                 until=wait_until(context),
-                # What the client says is not believed: Commit refuses to make samples of a put that takes the reserve.
+                # Not trusted: Commit refuses to make new samples from a put that uses the reserve.
                 for_existing_rows=header.for_existing_rows
                 and not (commits and commits.makes_samples(header.commit.write)),
                 store=store,
@@ -411,7 +412,7 @@ class StorageServicer:
             try:
                 stored = self._engine.complete_put(header.put_id, header.partition_id)
                 if commits is not None:
-                    put_id = header.put_id if pending is None else pending.put_id  # one object for all that keep it
+                    put_id = header.put_id if pending is None else pending.put_id  # one shared bytes object
                     answer.commit.CopyFrom(
                         await commits.commit_stored(
                             header.commit,
@@ -424,7 +425,7 @@ class StorageServicer:
                 elif self._commits is None:
                     answer.receipt = self._receipt(header)
             except BaseException:
-                if pending is not None:  # else it is that of a call before, and waits for its own commit
+                if pending is not None:  # else an earlier call stored it, and it waits for the commit of that call
                     self._engine.delete_waiting(header.put_id)
                 raise
         if commits is not None:
@@ -432,7 +433,7 @@ class StorageServicer:
         return answer
 
     def _receipt(self, header: pb.PutHeader) -> bytes:
-        """Return the receipt of a complete put, empty for one that is committed."""
+        """Return the receipt of a complete put; empty for a committed one."""
         given_at = self._engine.receipt_time(header.put_id)
         if given_at is None:
             return b""
@@ -447,7 +448,7 @@ class StorageServicer:
         return self._keys.seal(header.controller_id, receipt)
 
     def _check_controller(self, header: pb.PutHeader) -> None:
-        """Refuse a put for another controller than those of this storage service; in its process there is only one."""
+        """Refuse a put for a controller that this storage service does not belong to; an embedded one has only one."""
         if self._commits is None:
             self._keys.check_registered(header.controller_id)
             return
@@ -457,7 +458,7 @@ class StorageServicer:
         header.controller_id = self._controller_id
 
     def _check_put_counts(self, header: pb.PutHeader) -> None:
-        """Refuse one put too many, other than one that is here already."""
+        """Refuse a put beyond a limit, unless it is already stored."""
         stat = self._engine.stat()
         counts = [("max_puts", stat.put_count, self._max_puts)]
         if not header.HasField("commit"):
@@ -466,7 +467,7 @@ class StorageServicer:
             if count >= limit and self._engine.partition_of(header.put_id) is None:
                 raise LimitExceededError(
                     f"this storage service holds {count} such puts, at most {limit} expected ({limit_name}); put more "
-                    "samples at once, or clear what is consumed",
+                    "samples at once, or clear consumed samples",
                     retry_after_seconds=RETRY_AFTER_SECONDS,
                     metadata={"limit_name": limit_name, "got": str(count + 1), "limit": str(limit)},
                 )
@@ -515,7 +516,7 @@ class StorageServicer:
         progress: Progress,
         stack: contextlib.ExitStack,
     ) -> Transfer:
-        """Open the transfer of a get, which ends with the stack of the call; what that holds lasts as long as it."""
+        """Open the transfer of a get. It ends with the stack of the call, whose resources it holds until then."""
         slices = await reading.gather_list(without)
 
         def send(connection: BulkConnection, start: int, end: int, moved: Moved) -> None:
@@ -530,7 +531,7 @@ class StorageServicer:
         return transfer
 
     def _frame_bytes(self) -> int:
-        """Return the size of the next frame of a get: each of them has one in memory until its client takes it."""
+        """Return the size of the next frame of a get: each get has one frame in memory until its client takes it."""
         return max(_LEAST_FRAME_BYTES, min(DEFAULT_FRAME_BYTES, _SENT_BYTES // self._get_count))
 
     async def GetInline(self, request: pb.GetInlineRequest, context: Context) -> pb.GetInlineResponse:
@@ -550,7 +551,7 @@ class StorageServicer:
     def _shared_part(
         self, request: pb.GetRequest, reading: Reading
     ) -> tuple[Session | None, Sequence[SharedMemory], pb.SharedColumns]:
-        """Return the session in which a part of a read is to be offered, its memory and columns; None: no part is."""
+        """Return session, memory and columns of the shared part of a read; the session may be None."""
         memories, columns = reading.shared_part(with_regions=True) if request.shared_memory_session else ([], [])
         session = self._session(request.shared_memory_session) if columns else None
         if session is not None and not session.is_own_user:
@@ -577,24 +578,24 @@ class StorageServicer:
     ) -> storage_control_pb2.UpdatePutsResponse:
         self._keys.check_epoch(request.controller_id, request.epoch)
         cells = [_put_cells(cells) for cells in request.freed]
-        with contextlib.suppress(DataLossError):  # of another boot there is nothing to change
+        with contextlib.suppress(DataLossError):  # of another instance: there is nothing to change
             engine = self._driver.engine_of(request.boot_id)
             self._keys_of(request.boot_id).check_key(request.controller_id, request.key_id)
 
             def may_change(put_id: bytes) -> bool:
                 return put_id not in engine.puts or engine.puts.owner_of(put_id) == request.controller_id
 
-            gone = {each.put_id for each in cells}  # a call that is repeated may have freed them
+            gone = {each.put_id for each in cells}  # the first attempt of a repeated call may have freed them
             for put_id in filter(may_change, request.committed_put_ids):
                 if not engine.confirm(put_id) and put_id not in gone:
-                    _log.error(LogMessage("a put that samples need is not here", put_id=put_id))
+                    _log.error(LogMessage("a put that samples need is missing", put_id=put_id))
             freed_at = engine.puts.clock()
             engine.free([each for each in cells if may_change(each.put_id)])
             return storage_control_pb2.UpdatePutsResponse(freed_at=freed_at, receipts_valid_from=engine.puts.valid_from)
         return storage_control_pb2.UpdatePutsResponse()
 
     def _keys_of(self, boot_id: bytes) -> ReceiptKeys:
-        """Return the keys of this storage service, or of one whose puts it has taken over."""
+        """Return the keys of this storage service, or of an instance whose puts it took over."""
         adopted = None if self._mirroring is None else self._mirroring.adopted.get(boot_id)
         return self._keys if adopted is None else adopted.keys
 
@@ -619,18 +620,18 @@ class StorageServicer:
                     staying=part.staying_put_ids,
                 )
                 if part.is_last:
-                    self._keys.check_epoch(controller_id, epoch)  # another one may have come meanwhile
+                    self._keys.check_epoch(controller_id, epoch)  # a newer leader may have called since
                     for _ in engine.finish_reconciliation(state):
                         await asyncio.sleep(0)
                     if state.dropped_count:
                         _log.warning(LogMessage("dropped puts unknown to the controller", count=state.dropped_count))
                     return to_message(storage_control_pb2.ReconcilePutsResponse, state)
-                await asyncio.sleep(0)  # what has come already is read without a turn for others
+                await asyncio.sleep(0)  # reading parts that have arrived does not yield to the loop
         finally:
             if state is not None:
                 engine.end_reconciliation(state)
         raise InvalidArgumentError(
-            "the stream ended before its last message; nothing is dropped, send all of it again", field="is_last"
+            "the stream ended before its last message, so no puts were dropped; send the list again", field="is_last"
         )
 
     async def Adopt(
@@ -640,43 +641,45 @@ class StorageServicer:
         self._keys.check_epoch(request.controller_id, request.epoch)
         if self._mirroring is None:
             raise PreconditionError(
-                f"storage service {self._engine.storage_id!r} has no mirror to take puts over from; start it with the "
-                "setting mirror"
+                f"storage service {self._engine.storage_id!r} does not have a mirror to take puts over from; start it "
+                "with the setting mirror"
             )
         adopted = await self._mirroring.take_over(request.storage_id, request.boot_id, self._engine, request.search_id)
         return storage_control_pb2.AdoptResponse(put_count=adopted.engine.stat().put_count)
 
 
 def _check_commit(header: pb.PutHeader) -> None:
-    """Refuse a put whose commit is for another partition, or says what only a Commit of its own can."""
+    """Refuse a put whose commit is for another partition, or has fields that only a separate Commit may have."""
     check_name("partition_id", header.partition_id)
     if not header.HasField("commit"):
         return
     for name, is_sent in (("placement", header.commit.HasField("placement")), ("columns", header.commit.columns)):
         if is_sent:
             raise InvalidArgumentError(
-                f"the commit of a put has {name}, which the put itself says; leave it out of PutHeader.commit",
+                f"the commit of a put has {name}, which the put itself defines; leave it out of PutHeader.commit",
                 field=name,
             )
     if not header.commit.HasField("write"):
-        raise InvalidArgumentError("the commit of a put has no write; say which samples its rows are", field="write")
+        raise InvalidArgumentError(
+            "the commit of a put needs a write; specify which samples its rows are", field="write"
+        )
     if header.commit.write.partition_id != header.partition_id:
         raise InvalidArgumentError(
             f"the put is for partition {header.partition_id!r}, its commit for "
-            f"{header.commit.write.partition_id!r}; name the same in both",
+            f"{header.commit.write.partition_id!r}; use the same partition in both",
             field="partition_id",
         )
 
 
 def _check_allocates(request: pb.PutInlineRequest) -> None:
-    """Refuse a put that is to be filled after its answer, if it has bytes or its bytes are needed before."""
+    """Refuse a put that is filled after its answer if it has bytes already, or if its bytes are needed earlier."""
     header = request.header
     has_objects = any(column.spec.layout == metadata_pb2.LAYOUT_OBJECT for column in header.columns)
     for name, is_wrong in (("values", request.values), ("commit", header.HasField("commit")), ("columns", has_objects)):
         if is_wrong:
             raise InvalidArgumentError(
                 "a put that is filled after its answer has values, a commit, or columns of objects; expected none of "
-                "these: send columns of numbers alone, and Commit later",
+                "these: send only columns of numbers, and Commit later",
                 field=name,
             )
 
@@ -697,7 +700,7 @@ async def _read_end(parts: AsyncIterator[Part], way: str) -> None:
 
 
 async def _receive_region(pending: PendingPut, session: Session, parts: AsyncIterator[Part], context: Context) -> None:
-    """Have the client of a session fill the region of a put."""
+    """Let the client of a session fill the region of a put."""
     region = pending.require_open().values.backing
     with contextlib.closing(session.offer([region])) as offer:
         needs_no_turn.set(True)
@@ -705,12 +708,12 @@ async def _receive_region(pending: PendingPut, session: Session, parts: AsyncIte
         await context.send_initial_metadata(((SEND_AS_KEY, SEND_AS_REGION), (REGION_KEY, named)))
         await _read_end(parts, "shared memory")
     if not offer.is_filled:
-        raise UnavailableError("the region of the put was not filled; it is tried again over gRPC")
+        raise UnavailableError("the region of the put was not filled; the client retries over gRPC")
     await pending.end_filling()
 
 
 async def _receive_fd(pending: PendingPut, session: Session, parts: AsyncIterator[Part], context: Context) -> None:
-    """Have the client of a session send sealed memory."""
+    """Let the client of a session send sealed memory."""
     with session.awaiting(pending.put_id) as take_fd:
         needs_no_turn.set(True)
         await context.send_initial_metadata(((SEND_AS_KEY, SEND_AS_FD),))
@@ -728,7 +731,7 @@ def _progress_bytes(part: Part) -> int:
 def _frame(part: Part) -> memoryview:
     if isinstance(part, memoryview):
         return part
-    raise InvalidArgumentError(f"after the header of a put come frames, got {_name(part)}", field="frame")
+    raise InvalidArgumentError(f"the header of a put must be followed by frames, got {_name(part)}", field="frame")
 
 
 def _name(part: Part) -> str:
@@ -736,7 +739,7 @@ def _name(part: Part) -> str:
 
 
 def _get_header(reading: Reading, shared: pb.SharedColumns, ticket: pb.BulkTicket | None = None) -> pb.GetHeader:
-    """Say what a reading has."""
+    """Return the header of a get: the columns of a reading, and how their bytes travel."""
     return pb.GetHeader(
         row_count=reading.row_count,
         columns=map(encode_header, reading.headers),
@@ -746,27 +749,27 @@ def _get_header(reading: Reading, shared: pb.SharedColumns, ticket: pb.BulkTicke
 
 
 async def _encoded(reading: Reading, shared: pb.SharedColumns, ticket: pb.BulkTicket | None) -> bytes:
-    """Return the message that says what a reading has; a thread copies the extents of many rows."""
+    """Return the encoded header of a get; a thread copies the extents of many rows."""
     if reading.row_count < MANY_ROWS:
         return encode_part(_get_header(reading, shared, ticket))
     return await asyncio.to_thread(lambda: encode_part(_get_header(reading, shared, ticket)))
 
 
 def _indexes(shared: pb.SharedColumns) -> Collection[int]:
-    """Return which columns of an answer are in shared memory."""
+    """Return the indexes of the columns of an answer that are in shared memory."""
     return frozenset(column.column_index for column in shared.columns)
 
 
 def _put_cells(cells: storage_control_pb2.PutCells) -> PutCells:
-    """Return cells of a put.
+    """Return the cells of a put.
 
     Raises:
-        InvalidArgumentError: first rows and counts do not belong together, or are more rows than a put may have.
+        InvalidArgumentError: first rows and counts do not match, or are more rows than a put may have.
     """
     if len(cells.first_rows) != len(cells.row_counts):
         raise InvalidArgumentError(
             f"the cells of a put have {len(cells.first_rows)} first rows and {len(cells.row_counts)} counts; give "
-            f"one of each for each run, or neither for all rows",
+            f"one of each per run, or neither for all rows",
             field="cells",
         )
     rows = None

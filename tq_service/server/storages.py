@@ -1,4 +1,4 @@
-"""The storage services that a controller knows: their registration, where puts go, and which one holds a put."""
+"""The storage services of a controller: registration, placement of puts, and the holder of each put."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ _log = logging.getLogger(__name__)
 _MOST_STORAGES = 1024
 _GRANT_SECONDS: Final = 5.0
 _MOST_GRANTED: Final = 16  # storage services
-_GRANTED_SHARE: Final = 64  # of what is free, so that services fill evenly
-_RESERVED_SHARE: Final = 10  # of the quota, which new rows leave free
+_GRANTED_SHARE: Final = 64  # a grant is 1/64 of the free bytes, which fills services evenly
+_RESERVED_SHARE: Final = 10  # new rows leave 1/10 of the quota free
 _GRANTED_PUT_BYTES: Final = 1 << 20
 _EXPIRED_PER_TURN: Final = 512
 
@@ -54,7 +54,7 @@ class EmbeddedStorage:
     Args:
         engine: the engine; its owner closes it.
         endpoint: how clients reach it.
-        driver: what puts and gets its bytes.
+        driver: puts and gets its bytes.
 
     Attributes:
         turns: when it last got a put, by size; see `StorageRegistry.place`.
@@ -77,14 +77,14 @@ class EmbeddedStorage:
         return (UNBOUNDED_BYTES if self.max_bytes is None else self.max_bytes) - self.engine.stat().used_bytes
 
     def expect(self, put_id: bytes, size_bytes: int) -> None:
-        """Do nothing: its free bytes are always those of the moment."""
+        """Do nothing: `free_bytes` is always current."""
 
     def withdraw(self, put_id: bytes) -> bool:
-        """Return whether a placed put counted, which none does."""
+        """Return False: placed puts are not counted."""
         return False
 
     def status(self) -> StorageStatus:
-        """Return what is known of it."""
+        """Return its status."""
         stat = self.engine.stat()
         return StorageStatus(
             storage_id=self.storage_id,
@@ -98,16 +98,16 @@ class EmbeddedStorage:
         )
 
     def open_receipt(self, put_id: bytes, partition_id: str, receipt: bytes) -> PutReceipt:
-        """Return what a receipt would say: the put itself is here to be looked at.
+        """Return the content that a receipt would have, read from the put itself.
 
         Raises:
-            InvalidArgumentError: there is one, which this storage service did not give.
-            PutNotFoundError: the put is not here.
+            InvalidArgumentError: the receipt is not empty; this storage service gives none.
+            PutNotFoundError: the put does not exist.
         """
         if receipt:
             raise InvalidArgumentError(
-                f"the receipt of put {put_id.hex()} is not of this storage service, which gives none; send what Put "
-                "answered, as it is",
+                f"the receipt of put {put_id.hex()} is not of this storage service, which gives none; send the receipt "
+                "unchanged, as Put answered it",
                 field="receipt",
             )
         put = self.engine.complete_put(put_id, partition_id)
@@ -118,25 +118,25 @@ class EmbeddedStorage:
 
 
 Storage: TypeAlias = EmbeddedStorage | RemoteStorage
-"""A storage service as the controller uses it: both have the same methods."""
+"""A storage service from the controller's point of view; both classes have the same methods."""
 
 
 class StorageRegistry:
     """All storage services of a controller by name.
 
     Args:
-        embedded: the one in this process.
+        embedded: the storage service in this process, or None.
         heartbeat_seconds: how often the others register.
-        credentials: what this controller shows them.
-        snapshot_cells: returns the cells that samples have now, by partition.
-        controller_id: of this controller, the owner of its puts, the same over restarts; None: a new one.
-        epoch: returns which controller of a cluster this one is, 0 where it is alone.
-        after_durable: calls something once all that has changed here so far cannot be lost any more.
-        takes_heartbeats: whether heartbeats are taken now, and not refused before they come here.
-        supervisor: runs the background tasks; None: one of its own.
+        credentials: credentials of this controller.
+        snapshot_cells: returns the current cells of the samples, by partition.
+        controller_id: id of this controller, which owns its puts; kept over restarts. None: a new id.
+        epoch: returns the epoch of this controller in its cluster, 0 without a cluster.
+        after_durable: calls its argument once all changes made so far are durable.
+        takes_heartbeats: whether heartbeats are accepted now, not refused before they get here.
+        supervisor: runs the background tasks; None: a private one.
 
     Attributes:
-        puts: those that the storage services hold.
+        puts: puts of the storage services.
     """
 
     def __init__(
@@ -173,18 +173,18 @@ class StorageRegistry:
 
     @property
     def count(self) -> int:
-        """Number of storage services that have registered, silent ones included."""
+        """Number of registered storage services, including silent ones."""
         return len(self._storages)
 
     def statuses(self) -> list[StorageStatus]:
-        """Return what is known of each, in the order of their names."""
+        """Return the status of each storage service, ordered by name."""
         storages = [*self._storages.values(), *self.adoptions.taken.values()]
         return [storage.status() for storage in sorted(storages, key=lambda each: each.storage_id)]
 
     def counts(self) -> dict[str, int]:
-        """Return how many storage services can be used, have registered and are silent, or are lost and not taken over.
+        """Return the numbers of available, silent (registered but not heard of), and lost (not taken over) services.
 
-        One that is lost may still count as silent.
+        A lost service may still count as silent.
         """
         there = sum(not storage.is_silent for storage in self._storages.values())
         return {"available": there, "silent": len(self._storages) - there, "lost": len(self.adoptions.lost)}
@@ -194,9 +194,9 @@ class StorageRegistry:
         return self.adoptions.lost_count, self.adoptions.taken_over_count
 
     def endpoint_of(self, storage_id: str, boot_id: bytes) -> StorageEndpoint | None:
-        """Return how clients reach an instance of a storage service, None where that is not known at present.
+        """Return how clients reach an instance of a storage service, or None if that is currently unknown.
 
-        Of an instance that is lost for good it is the endpoint now registered under its name, which answers DATA_LOSS.
+        For an instance that is lost for good, return the endpoint registered under its name, which answers DATA_LOSS.
         """
         if self._is_awaited(storage_id, boot_id):
             return None
@@ -204,19 +204,19 @@ class StorageRegistry:
         return None if storage is None else storage.endpoint
 
     def _is_awaited(self, storage_id: str, boot_id: bytes) -> bool:
-        """Whether it is open yet where an instance is: it is lost, or expected since this controller started."""
+        """Whether the location of an instance is undecided: it is lost, or has not registered since the start."""
         instance = storage_id, boot_id
         return instance in self.adoptions.lost or instance in self.adoptions.expected
 
     def _find(self, storage_id: str, boot_id: bytes) -> Storage | None:
-        """Return an instance of a storage service, or what has taken it over."""
+        """Return an instance of a storage service, or its successor."""
         storage = self._storages.get(storage_id)
         if storage is None or storage.boot_id != boot_id:
             return self.adoptions.taken.get((storage_id, boot_id))
         return storage
 
     def recover(self) -> None:
-        """Learn which puts are committed, and tell the embedded storage, once the samples are there again."""
+        """Collect the committed puts and reconcile the embedded storage, after the samples have been recovered."""
         self.puts.recover()
         embedded = self.embedded
         elsewhere = {each for each in self.puts.instances() if embedded is None or each[0] != embedded.storage_id}
@@ -234,14 +234,14 @@ class StorageRegistry:
             report_reconciled(engine.storage_id, state.missing_put_ids, state.missing_count, state.dropped_count)
 
     def on_heartbeat(self, request: RegisterStorageRequest) -> RegisterStorageResponse:
-        """Register a storage service, and say which of its overdue puts are unknown.
+        """Register a storage service; the answer lists its overdue puts that are unknown.
 
-        A new run takes the place of the old one. A put reported as unknown is revoked for good: its receipt is void.
-        What it says of the puts of another controller is not looked at.
+        A new run replaces the old one. A put reported as unknown is revoked for good: its receipt is void. Puts of
+        another controller in the request are ignored.
 
         Raises:
-            AlreadyExistsError: the embedded storage has its name, or one that has registered since and is alive.
-            LimitExceededError: there are too many that send heartbeats, or hold samples.
+            AlreadyExistsError: its name belongs to the embedded storage, or to a live service that registered later.
+            LimitExceededError: too many storage services send heartbeats or hold samples.
             PreconditionError: its puts were taken over.
         """
         if request.controller_id != self.controller_id:
@@ -274,13 +274,13 @@ class StorageRegistry:
         )
 
     def _register_heir(self, request: RegisterStorageRequest) -> RemoteStorage:
-        """Register a storage service for the puts that it has taken over."""
+        """Register a storage service for puts that it has taken over."""
         instance = request.storage.storage_id, request.storage.boot_id
         replaced = self._find(*instance)
         if replaced is not None and not replaced.is_silent and instance not in self.adoptions.lost:
             raise PreconditionError(
-                f"the puts of storage service {instance[0]!r} under boot {instance[1].hex()} are at "
-                f"{replaced.endpoint.address}, and that is alive; let go of them"
+                f"the puts of storage service {instance[0]!r} under instance id {instance[1].hex()} are at "
+                f"{replaced.endpoint.address}, and that is alive; release them"
             )
         if replaced is not None:
             self._close(replaced)
@@ -306,7 +306,7 @@ class StorageRegistry:
         if known is not None and known is self.embedded:
             raise AlreadyExistsError(
                 f"the storage service in the controller's process has the name {endpoint.storage_id!r}; give each "
-                "another storage_id",
+                "service a different storage_id",
                 metadata={"resource_type": "storage", "resource_name": endpoint.storage_id},
             )
         replaced = known if isinstance(known, RemoteStorage) else None
@@ -318,7 +318,7 @@ class StorageRegistry:
         ):
             raise AlreadyExistsError(
                 f"another storage service has the name {endpoint.storage_id!r}, at {replaced.endpoint.address}, and "
-                f"has registered since this one at {endpoint.address} did; give each another storage_id",
+                f"registered after this one at {endpoint.address}; give each service a different storage_id",
                 metadata={"resource_type": "storage", "resource_name": endpoint.storage_id},
             )
         if known is None and len(self._storages) >= _MOST_STORAGES:
@@ -331,19 +331,19 @@ class StorageRegistry:
             if replaced.boot_id != storage.boot_id and replaced.heard.mirror is not None:
                 self.adoptions.lose((replaced.storage_id, replaced.boot_id), replaced.heard.mirror.url)
         if storage.heard.mirror is None:
-            # What is expected of the name is gone for good: it is back, empty and without a mirror.
+            # Expected instances of this name are gone for good: the service is back, empty and without a mirror.
             self.adoptions.expected -= {each for each in self.adoptions.expected if each[0] == storage.storage_id}
         _log.info(LogMessage("storage registered", storage=endpoint.storage_id, address=endpoint.address))
         self._storages[endpoint.storage_id] = storage
         return storage
 
     def _forget_lost(self) -> None:
-        """Forget storage services that are silent and hold no samples, such as those of pods that are no more."""
+        """Forget silent storage services without samples, such as those of deleted pods."""
         holders = {storage_id for storage_id, _ in self.puts.instances()}
         lost = [each for each in self._storages.values() if each.is_silent and each.storage_id not in holders]
         if not lost:
             raise LimitExceededError(
-                f"there would be {len(self._storages) + 1} storage services, at most {_MOST_STORAGES} expected",
+                f"there would be {len(self._storages) + 1} storage services; expected at most {_MOST_STORAGES}",
                 metadata={
                     "limit_name": "storage services",
                     "got": str(len(self._storages) + 1),
@@ -354,15 +354,15 @@ class StorageRegistry:
             del self._storages[storage.storage_id]
             self._close(storage)
 
-    def _close(self, storage: Storage) -> None:  # not supervised: nothing depends on what it does
+    def _close(self, storage: Storage) -> None:  # not supervised: nothing depends on its result
         closing = asyncio.get_running_loop().create_task(storage.close())
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
 
     def expire(self) -> Iterator[int]:
-        """Drop the puts of this process that wait for too long and are not being committed.
+        """Drop overdue puts of the embedded storage that are not being committed, in slices; yield each slice's size.
 
-        They go in slices, of each of which the size is yielded; storage services of other processes ask about theirs.
+        Storage services in other processes ask about their overdue puts.
         """
         if self.embedded is None:
             return
@@ -372,20 +372,20 @@ class StorageRegistry:
             yield engine.on_answer(asked, unknown)
 
     def place(self, size_bytes: int, put_id: bytes = b"") -> PlacePutResponse:
-        """Return where a put is to go, and where others may go for a while.
+        """Return the storage service for a put, and the services for further puts for a while.
 
-        Puts of about one size take turns: each storage service gets a share of them by its free bytes, whenever it was
-        heard last. This is start-time fair queueing (Goyal, Vin and Cheng 1996), with a queue for each power of two of
-        the size, so that small puts do not wait until they weigh as much as a large one. If none has capacity now, the
-        put waits where the most bytes are free.
+        Puts of similar size take turns: each storage service gets a share in proportion to its free bytes, however old
+        its last heartbeat is. This is start-time fair queueing (Goyal, Vin and Cheng 1996) with one queue per power of
+        two of the size. Thus small puts do not wait until they weigh as much as a large one. If no service has capacity
+        now, the put waits at the service with the most free bytes.
 
         Args:
-            size_bytes: of the put.
-            put_id: of the put; one that was placed before goes elsewhere, since it failed there. Empty: a new one.
+            size_bytes: size of the put.
+            put_id: id of the put. A put that was placed before failed there and goes elsewhere. Empty: a new put.
 
         Raises:
-            UnavailableError: there is no storage service.
-            QuotaExceededError: all are too small.
+            UnavailableError: no storage service is available.
+            QuotaExceededError: all storage services are too small.
         """
         known = [each for each in self._storages.values() if not each.is_silent]
         if not known:
@@ -425,10 +425,10 @@ class StorageRegistry:
         )
 
     def _next_in_turn(self, spare: Mapping[Storage, int], size_bytes: int) -> Storage:
-        """Return the storage service whose turn it is, and take note of that.
+        """Return the storage service whose turn it is, and record its turn.
 
-        The turn of one comes when its last put of this size would end if it received in proportion to its spare bytes,
-        but not before that of the last put: one that was full or silent does not catch up.
+        The turn of a service is the virtual end of its last put of this size class, if it receives in proportion to its
+        spare bytes. It is not before the turn of the last put: a service that was full or silent does not catch up.
         """
         size_class = size_bytes.bit_length()
         now = self._turns.get(size_class, 0.0)
@@ -443,9 +443,9 @@ class StorageRegistry:
         return first
 
     def _granted(self, first: Storage, spare: Mapping[Storage, int]) -> list[Storage]:
-        """Return where small puts go in turn, in shares by spare bytes, from the first one on.
+        """Return the services for small puts, in order of their turns and in shares by spare bytes, `first` first.
 
-        The embedded one is alone, since it is reached in another way.
+        The embedded storage is returned alone, since clients reach it in another way.
         """
         if first is self.embedded or first not in spare:
             return [first]
@@ -462,9 +462,8 @@ class StorageRegistry:
     def require(self, put: Put) -> Storage:
         """Return the storage service that holds an uncommitted put.
 
-        One that is lost to this controller may live and take puts, which another one may not have found in the mirror.
-        A put that was committed before its storage service was seen to be lost is found there, where it had to have a
-        copy.
+        Puts of a lost service are refused. The service may still be alive and take puts, which its successor may not
+        have found in the mirror. A put committed before the loss was detected has a copy in the mirror.
 
         Raises:
             UnavailableError: the storage service has not registered.
@@ -480,17 +479,18 @@ class StorageRegistry:
             )
         if put[:2] in self.adoptions.lost or put[:2] in self.adoptions.taken:
             raise DataLossError(
-                f"storage service {put.storage_id!r} was lost since the put, and another one takes its puts over; put "
-                "the data again",
+                f"storage service {put.storage_id!r} was lost after this put; another service is taking over its puts. "
+                "Put the data again.",
                 metadata={"storage_id": put.storage_id},
             )
         return storage
 
     def driver(self, storage_id: str, boot_id: bytes) -> AsyncDriver:
-        """Return what puts and gets bytes at a storage service; a put stays if `Puts.mark_committed` follows.
+        """Return the driver that puts and gets bytes at a storage service; `Puts.mark_committed` must follow a put.
 
         Raises:
-            DataLossError: it is not there under this boot.
+            UnavailableError: the puts of this instance are being taken over.
+            DataLossError: this instance no longer exists.
         """
         if self._is_awaited(storage_id, boot_id):
             raise UnavailableError(f"the puts of storage service {storage_id!r} are being taken over; try again")
@@ -500,7 +500,7 @@ class StorageRegistry:
         return storage.driver
 
     async def close(self) -> None:
-        """Free what may be, and end what runs in the background."""
+        """Free the cells that are due, and end the background tasks."""
         await self.puts.close()
         storages = [*self._storages.values(), *self.adoptions.taken.values()]
         await asyncio.gather(*(storage.close() for storage in storages), *self._closing)

@@ -1,4 +1,4 @@
-"""What a service does beside its calls, and the end of a service that cannot go on."""
+"""Background tasks of a service, and the shutdown of a service that has failed."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from tq_service.errors import ServiceFailedError, TqError
 from tq_service.log_message import LogMessage
 
 _log = logging.getLogger(__name__)
-# Of a service that ended by a failure; sysexits.h has it for internal errors of software.
+# Exit code of a failed service: EX_SOFTWARE of sysexits.h.
 FAILED_EXIT_CODE: Final = 70
 
 
 class Supervisor:
-    """Runs background tasks; the first fault that the service cannot go on from ends it. Confined to one event loop.
+    """Runs background tasks; the first fatal fault ends the service. Confined to one event loop.
 
-    start ... fatal -> what was registered with `on_fatal`, in order -> the owner of the service stops it
+    start ... fatal -> callbacks registered with `on_fatal`, in order -> the owner of the service stops it
 
     Attributes:
-        failure: why the service cannot go on; None: it can.
+        failure: why the service has failed; None: it has not.
     """
 
     def __init__(self) -> None:
@@ -32,16 +32,16 @@ class Supervisor:
         self._is_stopping = False
 
     def on_fatal(self, callback: Callable[[ServiceFailedError], object]) -> None:
-        """Call something in the step of the loop in which the service fails: it must neither wait nor take long."""
+        """Register a callback to run in the same step of the loop as a failure; it must not wait or take long."""
         self._on_fatal.append(callback)
 
     def start(self, name: str, work: Coroutine[Any, Any, None], *, may_end: bool = False) -> asyncio.Task[None]:
-        """Run a background task until `stop`; it is fatal where it ends by an exception.
+        """Run a background task until `stop`; an exception in it is fatal.
 
         Args:
-            name: what it does, for the log.
+            name: description of the task for the log.
             work: the task.
-            may_end: whether it may end by itself; else that is fatal too.
+            may_end: whether it may return before `stop`; otherwise that is fatal too.
         """
         task = asyncio.get_running_loop().create_task(work, name=name)
         self._tasks.add(task)
@@ -50,7 +50,7 @@ class Supervisor:
 
     def _ended(self, task: asyncio.Task[None], *, may_end: bool) -> None:
         self._tasks.discard(task)
-        if task.cancelled():  # by its owner, which needs it no more
+        if task.cancelled():  # by its owner, which no longer needs it
             return
         error = task.exception()
         if error is not None:
@@ -59,11 +59,11 @@ class Supervisor:
             self.fatal(f"{task.get_name()} has ended")
 
     def fatal(self, reason: str, cause: BaseException | None = None) -> None:
-        """End the service: it cannot go on. The first call counts, and is logged; later ones do nothing.
+        """Fail the service. The first call is logged and takes effect; later calls do nothing.
 
         Args:
-            reason: why, for the log and the owner.
-            cause: the error behind it.
+            reason: the reason, for the log and the owner.
+            cause: the error that caused it.
         """
         if self.failure is not None:
             return
@@ -71,7 +71,7 @@ class Supervisor:
             f"the service has failed and ends: {reason}; start it again", metadata={"cause": reason}
         )
         self.failure.__cause__ = cause
-        # An error of ours says all of it in its text; where anything else was raised, the place matters.
+        # The text of our own errors is complete; for any other exception the traceback matters.
         trace = None if isinstance(cause, TqError) else cause
         _log.critical(LogMessage("the service has failed and stops", reason=reason), exc_info=trace)
         for callback in self._on_fatal:
@@ -82,7 +82,7 @@ class Supervisor:
                 _log.exception(LogMessage("a callback failed while the service stops", callback=name))
 
     def raise_failure(self) -> None:
-        """Do nothing while the service can go on.
+        """Raise the failure of the service, if it has failed.
 
         Raises:
             ServiceFailedError: it has failed.
@@ -101,12 +101,12 @@ class Supervisor:
 
 @contextlib.asynccontextmanager
 async def failing_with(supervisor: Supervisor) -> AsyncIterator[None]:
-    """Cancel the task in an `async with` when a service fails, and raise the failure there instead.
+    """Cancel the body of an `async with` when a service fails, and raise the failure there instead.
 
-    A cancellation that comes from outside stays one.
+    A cancellation from outside stays a cancellation.
 
     Raises:
-        ServiceFailedError: the service failed meanwhile.
+        ServiceFailedError: the service has failed.
     """
     scope = asyncio.timeout(None)
 
@@ -125,11 +125,11 @@ async def failing_with(supervisor: Supervisor) -> AsyncIterator[None]:
 
 
 async def regularly(seconds: float, work: Callable[[], Awaitable[None]]) -> None:
-    """Do some work every so many seconds until cancelled; a failure is logged, and the next time comes all the same."""
+    """Do some work at an interval until cancelled; failures are logged and do not end it."""
     while True:
         await asyncio.sleep(seconds)
         try:
             await work()
         except Exception:
             name = getattr(work, "__qualname__", work)
-            _log.exception(LogMessage("periodic work failed and is tried again", work=name, retry_seconds=seconds))
+            _log.exception(LogMessage("periodic work failed; retrying", work=name, retry_seconds=seconds))

@@ -1,12 +1,12 @@
-"""Calls that watch: each is sent what has changed, as often as all of them together may be.
+"""Watch calls: each gets the changes, at a rate that is limited for all calls together.
 
-What costs is the sending, so it is that which is bounded: a change goes out at once where nothing was sent for a while,
-and else with the next round of answers. Rounds are the further apart the more calls there are. An answer of one message
-is made once for all calls that watch the same from the same revision; so a round of a hundred of them costs hardly more
-than writing a hundred messages, and what changes in between costs nothing.
+Sending is the expensive part, so it is limited. A change is sent at once if nothing was sent for a while, otherwise
+with the next round of answers. The interval between rounds grows with the number of calls. An answer of one message is
+built once for all calls with the same selection and revision. A round of a hundred calls thus costs little more than
+writing a hundred messages, and changes between rounds cost nothing.
 
-A call holds a number, and the message that is being written. One whose client does not read is ended (`stall_seconds`),
-and holds nothing up meanwhile.
+A call holds a revision number and the message being written. A call whose client does not read is ended after
+`stall_seconds`; until then it delays no other call.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ _LEAST_INTERVAL_SECONDS: Final = 0.1
 _ANSWERS_A_SECOND: Final = 100
 _PROGRESS_SECONDS: Final = 10.0
 _LEAST_PROGRESS_SECONDS: Final = 0.1
-_LONGEST_SECONDS: Final = 600.0  # then the client calls again, with the token that it has by then
-_LAST_ANSWER_SECONDS: Final = 1.0  # of a server that drains
+_LONGEST_SECONDS: Final = 600.0  # then the client calls again, with its current token
+_LAST_ANSWER_SECONDS: Final = 1.0  # while the server drains
 _SHARED_SECONDS: Final = 1.0
-_PARTITION_ROWS: Final = 128  # what a partition takes of an answer besides its samples, in samples
+_PARTITION_ROWS: Final = 128  # size of a partition's part of an answer without its samples, in samples
 _TASK_ROWS: Final = 32
 _List: TypeAlias = Literal["cleared_samples", "samples"]
 
 
 @dataclass(slots=True, eq=False)
 class _Watcher:
-    """A call; its client has all changes up to a revision, or is being sent them."""
+    """A watch call; its client has, or is being sent, all changes up to a revision."""
 
     selection: Watched
     revision: int
@@ -60,13 +60,13 @@ class Watches:
 
     Args:
         catalog: the partitions.
-        most: calls there may be.
+        most: maximum number of calls.
         stall_seconds: how long a client may take to read.
 
     Attributes:
-        calls: counts them.
-        end_connection: called with the peer of a client that does not read when the server drains. gRPC sends how a
-            call ended only after the answers before it, so such a call would last until the end of the grace.
+        calls: counts the calls.
+        end_connection: called with the peer of a client that does not read while the server drains. gRPC sends the
+            status of a call only after its answers, so such a call would last until the end of the grace period.
     """
 
     def __init__(self, catalog: Catalog, *, most: int, stall_seconds: float) -> None:
@@ -79,17 +79,17 @@ class Watches:
         self._round: asyncio.Task[None] | None = None
         self._round_at = 0.0
         self._ends: set[asyncio.Timeout] = set()  # of the calls
-        self._shared: dict[tuple[Watched, int], pb.WatchResponse] = {}  # whole answers of the last second
+        self._shared: dict[tuple[Watched, int], pb.WatchResponse] = {}  # complete answers of the last second
         self._is_draining = False
         self.end_connection: Callable[[str], Awaitable[None]] | None = None
 
     async def serve(self, request: pb.WatchRequest, context: Context) -> None:
-        """Answer a call, until it has lasted long enough, its client leaves, or the server drains.
+        """Serve a call until it has lasted `_LONGEST_SECONDS`, its client leaves, or the server drains.
 
         Raises:
-            CompactedError: what has changed since the revision of the client is not known any more.
-            InvalidArgumentError: the revision or the interval.
-            LimitExceededError: it is one call too many.
+            CompactedError: the changes since the revision of the client are no longer known.
+            InvalidArgumentError: the revision or the interval is invalid.
+            LimitExceededError: too many calls are open.
             DeadlineError: the client does not read.
             UnavailableError: the server is draining.
         """
@@ -126,7 +126,7 @@ class Watches:
                 self._ends.discard(end)
 
     def drain(self) -> None:
-        """End all calls; soon after also those whose clients do not read, so that none holds up the end."""
+        """End all calls; those whose clients do not read end a second later, so they do not delay shutdown."""
         self._is_draining = True
         if self._round is not None:
             self._round.cancel()
@@ -148,7 +148,7 @@ class Watches:
             is_due = not await self._until_round(watcher, min(progress_seconds, left_seconds))
 
     async def _send_changes(self, watcher: _Watcher, *, is_due: bool) -> None:
-        """Send what has changed since the revision of a watcher; that nothing has only where an answer is due."""
+        """Send the changes since the revision of a watcher; an empty answer only if one is due."""
         key = watcher.selection, watcher.revision
         shared = self._shared.get(key)
         if shared is not None and shared.revision.number >= self._history.forgotten_at:
@@ -178,7 +178,7 @@ class Watches:
             self._round = asyncio.get_running_loop().create_task(self._make_round())
 
     async def _make_round(self) -> None:
-        """Have all calls that wait look for changes."""
+        """Wake all waiting calls to look for changes."""
         loop, pace = asyncio.get_running_loop(), LoopYielder()
         try:
             interval = max(_LEAST_INTERVAL_SECONDS, self.calls.count / _ANSWERS_A_SECOND)
@@ -194,7 +194,7 @@ class Watches:
             self._on_change()
 
     async def _until_round(self, watcher: _Watcher, seconds: float) -> bool:
-        """Wait for the next round, which comes once something has changed; return whether it came in time."""
+        """Wait for the next round, which follows a change; return False on timeout."""
         waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.add(waiting)
         if self._history.number > watcher.revision:
@@ -208,7 +208,7 @@ class Watches:
     # Answers
 
     def _messages(self, changes: Sequence[PartitionChanges], number: int) -> Iterator[pb.WatchResponse]:
-        """Yield the messages of an answer, each made in a step of the loop; the last one has the revision."""
+        """Yield the messages of an answer, each built in one step of the loop; the last has the revision."""
         message, rows = pb.WatchResponse(), 0
         for changed in changes:
             for part, size in self._parts(changed):
@@ -221,7 +221,7 @@ class Watches:
         yield message
 
     def _parts(self, changed: PartitionChanges) -> Iterator[tuple[pb.PartitionChange, int]]:
-        """Yield what has changed in a partition, as long as that is there, each part with the rows that it is worth."""
+        """Yield the changes of a partition in parts, each with its size in rows, until the partition is cleared."""
         partition = changed.partition
         part, size = _part_of(changed), _PARTITION_ROWS
         if partition is None:
@@ -231,7 +231,7 @@ class Watches:
         if not self._history.is_there(partition):
             return
         part.summary.CopyFrom(to_message(pb.PartitionSummary, summary_of(partition)))
-        for task in filter(None, map(partition.tasks.get, changed.task_names)):  # others were forgotten since
+        for task in filter(None, map(partition.tasks.get, changed.task_names)):  # the others have been forgotten
             part.tasks.append(to_message(pb.TaskStatus, status_of(self._catalog, partition, task)))
             size += _TASK_ROWS
         for list_name, samples, count in chain(_removed(changed), self._written(changed, partition)):
@@ -243,7 +243,7 @@ class Watches:
         yield part, size
 
     def _written(self, changed: PartitionChanges, partition: Partition) -> Iterator[tuple[_List, BatchMeta, int]]:
-        """Yield what is known of rows that were written, as far as they are there; many of them where it is much."""
+        """Yield the metadata of written rows that still exist, in parts of limited size."""
         for left in changed.written():
             rows = left
             while rows.size and self._history.is_there(partition):
@@ -259,7 +259,7 @@ def _part_of(changed: PartitionChanges) -> pb.PartitionChange:
 
 
 def _removed(changed: PartitionChanges) -> Iterator[tuple[_List, pb.ClearedSamples, int]]:
-    """Yield rows that were removed, with their number."""
+    """Yield removed rows in parts, each with its number of rows."""
     for indexes, keys in changed.removed:
         for start in range(0, len(indexes), ROWS_OF_A_PART):
             some = slice(start, start + ROWS_OF_A_PART)

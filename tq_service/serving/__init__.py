@@ -1,1 +1,1 @@
-"""Serves the calls that wait: claims, writes, look-ups; leases and status. On the event loop; dies with the process."""
+"""Serves waiting calls (claims, writes, look-ups), leases and status. Runs on the event loop; ends with the process."""

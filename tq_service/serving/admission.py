@@ -1,7 +1,7 @@
 """Writes of new samples that wait for capacity in a partition, and the bounds that make them wait.
 
-A partition bounds the bytes of its cells, and how much work may be outstanding for its tasks. All that is counted is
-part of the state, so that it is the same after a restart.
+A partition bounds the bytes of its cells, and how much work may be outstanding for its tasks. All counts are part of
+the state, so they are the same after a restart.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import asyncio
 import contextlib
 import itertools
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final, Protocol
+from typing import Final, Protocol, get_args
 
 import numpy as np
 
@@ -27,92 +27,94 @@ from tq_service.errors import (
     TqError,
 )
 from tq_service.machine.samples import SampleWrite, check_write
+from tq_service.planning.ratio import InsertRatio, insert_ratio
 from tq_service.planning.view import Readiness
-from tq_service.schema import Admission, GivenBack, SampleState
+from tq_service.schema import Admission, BatchUnit, GivenBack, SampleState
 from tq_service.serving.planner import Planner
-from tq_service.state.groups import NO_GROUP
 from tq_service.state.partition import Partition
-from tq_service.state.plan import ClaimRequest
+from tq_service.state.plan import ClaimRequest, shown
 from tq_service.wait_clock import Waiting
 
-_MOST_LOOKED_AT: Final = 256  # of the writes that wait, after each change
-_MOST_EXPLAINED: Final = 1 << 16  # rows that a refused put has time to look at
+_MOST_LOOKED_AT: Final = 256  # waiting writes, after each change
+_UNITS: Final[tuple[BatchUnit, ...]] = get_args(BatchUnit)
+_MOST_EXPLAINED: Final = 1 << 16  # rows that a refused put searches for the cause
 
 RETRY_AFTER_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """What the new samples of a write take.
+    """The capacity that the new samples of a write need.
 
     Attributes:
-        sample_count: how many they are.
-        group_count: how many groups they begin; samples without a group are one each.
+        counts: number of units, by unit; see `CheckedGroups.count_units`.
         value_bytes: bytes of their cells.
-        held_sample_count: how many of the samples are held.
-        held_group_count: how many of the groups they begin are.
-        groups: names of groups of the samples; of groups that have begun its members take nothing.
+        held_counts: number of held units, by unit.
+        groups: names of the groups that they start; samples of existing groups need no capacity.
+        rollouts: names of the rollouts that they start, likewise.
     """
 
-    sample_count: int = 0
-    group_count: int = 0
+    counts: Counter[BatchUnit] = field(default_factory=Counter)
     value_bytes: int = 0
-    held_sample_count: int = 0
-    held_group_count: int = 0
+    held_counts: Counter[BatchUnit] = field(default_factory=Counter)
     groups: tuple[str, ...] = ()
+    rollouts: tuple[str, ...] = ()
+
+    @property
+    def sample_count(self) -> int:
+        """Number of samples."""
+        return self.counts["sample"]
 
 
 def sum_of(demands: Iterable[Demand | None]) -> Demand:
-    """Return what several writes take together, None for nothing."""
+    """Return the total demand of several writes; None counts as nothing."""
     total = Demand()
     for demand in filter(None, demands):
         total = Demand(
-            sample_count=total.sample_count + demand.sample_count,
-            group_count=total.group_count + demand.group_count,
+            counts=total.counts + demand.counts,
             value_bytes=total.value_bytes + demand.value_bytes,
-            held_sample_count=total.held_sample_count + demand.held_sample_count,
-            held_group_count=total.held_group_count + demand.held_group_count,
+            held_counts=total.held_counts + demand.held_counts,
         )
     return total
 
 
 _REMEDIES: Final[Mapping[GivenBack, str]] = {
-    "delivered": "the task has to consume some first",
-    "trained": "the task has to consume and train some first, and say so (Advance, or AckClaim)",
-    "published": "the task has to consume and train some first, and publish the version (PublishVersion)",
+    "delivered": "the task must consume some first",
+    "trained": "the task must consume and train some first, and report it (Advance or AckClaim)",
+    "published": "the task must consume and train some first, and publish the version (PublishVersion)",
 }
 
 
 class Bound(Protocol):
-    """The most there may be of something in a partition.
+    """An upper bound on something in a partition.
 
     Attributes:
         limit: see the class.
-        task_name: of the task that has to consume first; empty: none has.
+        task_name: the task that must consume first; empty: none.
     """
 
     limit: int
     task_name: str
 
     def share(self, demand: Demand) -> int:
-        """Return how much there would be of a write in an empty partition."""
+        """Return how much a write would add to an empty partition."""
         ...
 
     def used(self) -> int:
-        """Return how much there is."""
+        """Return how much is in use."""
         ...
 
     def waits_for(self, got: int) -> str:
-        """Return why a write waits with which there would be so much."""
+        """Return why a write waits that would bring the total to `got`."""
         ...
 
     def error(self, got: int, *, may_fit_later: bool, note: str = "") -> ResourceExhaustedError:
-        """Return the error of a write with which there would be so much, at once or after it has waited."""
+        """Return the error of a write that would bring the total to `got`, raised at once or after a wait."""
         ...
 
 
 class ByteBound:
-    """The most bytes of cells in a partition; see `Bound`."""
+    """Bound on the bytes of cells in a partition; see `Bound`."""
 
     task_name = ""
 
@@ -125,12 +127,14 @@ class ByteBound:
         return demand.value_bytes
 
     def used(self) -> int:
-        """Return the bytes of the cells there are."""
+        """Return the bytes of the stored cells."""
         return self._partition.cells.used_bytes
 
     def waits_for(self, got: int) -> str:
         """Return why a write waits."""
-        return f"partition {self._partition.partition_id!r} would have {got} bytes, its max_bytes is {self.limit}"
+        text = f"partition {self._partition.partition_id!r} would have {got} bytes; its max_bytes is {self.limit}"
+        release = self._partition.settings.release
+        return text if release is None else f"{text}, and samples are released once {shown(release)}"
 
     def error(self, got: int, *, may_fit_later: bool, note: str = "") -> ResourceExhaustedError:
         """Return the error of a write."""
@@ -143,7 +147,7 @@ class ByteBound:
 
 
 class AdmissionBound:
-    """The most that may be outstanding for a task; see `Bound`."""
+    """Bound on the outstanding units of a task; see `Bound`."""
 
     def __init__(self, partition: Partition, admission: Admission) -> None:
         self._partition = partition
@@ -153,40 +157,67 @@ class AdmissionBound:
 
     def share(self, demand: Demand) -> int:
         """Return the units of a write."""
-        return demand.group_count if self._admission.unit == "group" else demand.sample_count
+        return demand.counts[self._admission.unit]
 
     def used(self) -> int:
-        """Return the units that are outstanding."""
-        return self._partition.tasks[self.task_name].outstanding_count or 0
+        """Return the outstanding units; if the overflow is dropped, only those in use."""
+        task = self._partition.tasks[self.task_name]
+        outstanding = task.outstanding_count or 0
+        if self._admission.overflow == "wait":
+            return outstanding
+        return min(outstanding, self._partition.in_use_count(task, self._admission.unit))
 
     def waits_for(self, got: int) -> str:
         """Return why a write waits."""
         admission, task = self._admission, self._partition.tasks[self.task_name]
         delivered = sum(task.delivered_units) + task.done_units
         parts = f", {delivered} of them delivered and not {admission.given_back} yet" if delivered else ""
+        what = "outstanding"
+        if admission.overflow == "drop_lowest":
+            what = "new, held, leased, incomplete or in batches that are not trained, which are not dropped"
         return (
-            f"partition {self._partition.partition_id!r} would have {got} {admission.unit}s outstanding for task "
-            f"{self.task_name!r}{parts}, its admission has most {self.limit}"
+            f"partition {self._partition.partition_id!r} would have {got} {admission.unit}s {what} for task "
+            f"{self.task_name!r}{parts}; its admission has most {self.limit}"
         )
 
     def error(self, got: int, *, may_fit_later: bool, note: str = "") -> ResourceExhaustedError:
         """Return the error of a write."""
-        remedy = _outcome(_REMEDIES[self._admission.given_back], note) if may_fit_later else _SPLIT
-        return AdmissionLimitError(
-            f"{self.waits_for(got)}{remedy}",
-            retry_after_seconds=RETRY_AFTER_SECONDS if may_fit_later else None,
-            metadata={
-                "limit_name": "most",
-                "got": str(got),
-                "limit": str(self.limit),
-                "task_name": self.task_name,
-                "unit": self._admission.unit,
-            },
+        remedy = _REMEDIES[self._admission.given_back]
+        return _limit_error(
+            self, got, "most", self._admission.unit, remedy=remedy, may_fit_later=may_fit_later, note=note
+        )
+
+
+class RatioBound:
+    """Bound on the samples inserted before more are delivered to a task; see `Bound`."""
+
+    def __init__(self, ratio: InsertRatio) -> None:
+        self._ratio = ratio
+        self.limit = ratio.most_at_once
+        self.task_name = ratio.task.name
+
+    def share(self, demand: Demand) -> int:
+        """Return the samples of a write."""
+        return demand.sample_count
+
+    def used(self) -> int:
+        """Return the limit minus the number of samples that may be inserted now."""
+        return self.limit - self._ratio.inserts_left()
+
+    def waits_for(self, got: int) -> str:
+        """Return why a write waits."""
+        return self._ratio.waits_for
+
+    def error(self, got: int, *, may_fit_later: bool, note: str = "") -> ResourceExhaustedError:
+        """Return the error of a write."""
+        remedy = "the task must be delivered more samples first"
+        return _limit_error(
+            self, got, "samples_per_insert", "sample", remedy=remedy, may_fit_later=may_fit_later, note=note
         )
 
 
 class RunningBound:
-    """The most units that may be held, which are being generated; see `Bound`."""
+    """Bound on the held units, which are being generated; see `Bound`."""
 
     task_name = ""
 
@@ -196,33 +227,25 @@ class RunningBound:
         self.limit = admission.most_running
 
     def share(self, demand: Demand) -> int:
-        """Return the units of a write that are held."""
-        return demand.held_group_count if self._unit == "group" else demand.held_sample_count
+        """Return the held units of a write."""
+        return demand.held_counts[self._unit]
 
     def used(self) -> int:
-        """Return the units that are held."""
+        """Return the held units."""
         return self._partition.held_count(self._unit)
 
     def waits_for(self, got: int) -> str:
         """Return why a write waits."""
         return (
             f"partition {self._partition.partition_id!r} would have {got} {self._unit}s held, which are being "
-            f"generated, its admission has most_running {self.limit}"
+            f"generated; its admission has most_running {self.limit}"
         )
 
     def error(self, got: int, *, may_fit_later: bool, note: str = "") -> ResourceExhaustedError:
         """Return the error of a write."""
-        remedy = _outcome("rollout workers have to finish some first", note) if may_fit_later else _SPLIT
-        return AdmissionLimitError(
-            f"{self.waits_for(got)}{remedy}",
-            retry_after_seconds=RETRY_AFTER_SECONDS if may_fit_later else None,
-            metadata={
-                "limit_name": "most_running",
-                "got": str(got),
-                "limit": str(self.limit),
-                "task_name": "",
-                "unit": self._unit,
-            },
+        remedy = "rollout workers must finish some first"
+        return _limit_error(
+            self, got, "most_running", self._unit, remedy=remedy, may_fit_later=may_fit_later, note=note
         )
 
 
@@ -230,70 +253,87 @@ _SPLIT: Final = "; split the put"
 
 
 def _outcome(remedy: str, note: str) -> str:
-    return f" and it stayed so until the deadline; {remedy}{note}"
+    return f", and there was no capacity until the deadline; {remedy}{note}"
+
+
+def _limit_error(
+    bound: Bound, got: int, limit_name: str, unit: BatchUnit, *, remedy: str, may_fit_later: bool, note: str
+) -> AdmissionLimitError:
+    return AdmissionLimitError(
+        f"{bound.waits_for(got)}{_outcome(remedy, note) if may_fit_later else _SPLIT}",
+        retry_after_seconds=RETRY_AFTER_SECONDS if may_fit_later else None,
+        metadata={
+            "limit_name": limit_name,
+            "got": str(got),
+            "limit": str(bound.limit),
+            "task_name": bound.task_name,
+            "unit": unit,
+        },
+    )
 
 
 def bounds_of(partition: Partition) -> list[Bound]:
-    """Return the bounds that the settings of a partition have."""
+    """Return the bounds in the settings of a partition."""
     settings = partition.settings
     bounds: list[Bound] = [] if settings.max_bytes is None else [ByteBound(partition, settings.max_bytes)]
     bounds += [AdmissionBound(partition, admission) for admission in settings.admissions]
+    ratios = (insert_ratio(partition, task) for task in partition.tasks.values())
+    bounds += [RatioBound(ratio) for ratio in ratios if ratio is not None]
     return [*bounds, *(RunningBound(partition, each) for each in settings.admissions if each.most_running)]
 
 
 def demand_of(partition: Partition, write: SampleWrite, value_bytes: int) -> Demand | None:
-    """Return what the new samples of a write take, None if it has none that last or all are in groups that have begun.
+    """Return the demand of the new samples of a write, or None if none of them lasts or starts a unit.
 
     Raises:
-        TqError: the partition would refuse the write whatever capacity there is.
+        TqError: the partition would refuse the write regardless of capacity.
     """
     checked = check_write(partition, write)
     if checked.new_count == 0 or write.state is SampleState.FAILED:
         return None
-    count = group_count = checked.new_count
-    groups: tuple[str, ...] = ()
-    if checked.groups is not None:
-        has_begun = checked.groups.slots >= 0
-        groups = tuple(itertools.compress(checked.groups.names, ~has_begun))
-        is_counted = ~np.append(has_begun, False)[checked.groups.codes]  # the last: without a group
-        count = int(np.count_nonzero(is_counted))
-        if count == 0:
+    groups, rollouts = list[str](), list[str]()
+    if checked.groups is None:
+        counts = Counter(dict.fromkeys(_UNITS, checked.new_count))
+    else:
+        beginning = np.flatnonzero(checked.groups.begins)
+        if not beginning.size:
             return None
-        group_count = len(groups) + int(np.count_nonzero(checked.groups.codes == NO_GROUP))
-    is_held = write.state is SampleState.HELD
+        groups = checked.groups.groups.names_without_members
+        rollouts = [] if checked.groups.rollouts is None else checked.groups.rollouts.new_names
+        counts = Counter({unit: checked.groups.count_units(unit, beginning) for unit in _UNITS})
     return Demand(
-        sample_count=count,
-        group_count=group_count,
-        value_bytes=value_bytes * count // write.row_count,
-        held_sample_count=count if is_held else 0,
-        held_group_count=group_count if is_held else 0,
-        groups=groups,
+        counts=counts,
+        value_bytes=value_bytes * counts["sample"] // write.row_count,
+        held_counts=counts if write.state is SampleState.HELD else Counter(),
+        groups=tuple(groups),
+        rollouts=tuple(rollouts),
     )
 
 
 def demand_of_slots(partition: Partition, prompt_count: int, slot_count: int) -> Demand:
-    """Return what the slots of new prompts take, whichever these are.
+    """Return the demand of the slots of any new prompts.
 
     Raises:
-        PartitionSealedError: the partition takes no new samples.
+        PartitionSealedError: the partition accepts no new samples.
     """
     count = prompt_count * slot_count
     write = SampleWrite(row_count=count, state=SampleState.HELD, is_of_slots=True)
     check_write(partition, write)
-    return Demand(sample_count=count, group_count=prompt_count, held_sample_count=count, held_group_count=prompt_count)
+    counts: Counter[BatchUnit] = Counter({"sample": count, "rollout": count, "group": prompt_count})
+    return Demand(counts=counts, held_counts=counts)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class WaitingWrite(contextlib.AbstractContextManager["WaitingWrite"]):
-    """A write that waits for capacity, and once it is admitted has it: until the end of the `with` in which it is made.
+    """A write that waits for capacity and, once admitted, holds it until the end of its `with` block.
 
     Attributes:
-        look: returns what the write takes now, None where that is nothing; raises if the partition would refuse it.
-        names_keys: whether its samples may become known while it waits.
-        demand: what the write takes, None where that is nothing.
-        seen: the marks of the queue as of which it takes that: keys and groups may become known while it waits.
-        since: when it came, or its last turn was over, see `AdmissionTurn`.
-        admitted: done once there is capacity, or none will be.
+        look: returns the current demand of the write, or None; raises if the partition would refuse the write.
+        names_keys: whether its samples may become known during the wait.
+        demand: the last known demand of the write, or None.
+        seen: the marks of the queue at which `demand` was determined: keys and groups may become known later.
+        since: when it arrived or its last turn ended, see `AdmissionTurn`.
+        admitted: done when there is capacity, or never will be.
     """
 
     queue: AdmissionQueue
@@ -310,19 +350,19 @@ class WaitingWrite(contextlib.AbstractContextManager["WaitingWrite"]):
 
     @property
     def has_capacity(self) -> bool:
-        """Whether the capacity is its own still; a retry of the call may have taken it over."""
+        """Whether it still holds the capacity; a retry of the call may have taken it over."""
         return self.queue.has_admitted(self)
 
 
 class AdmissionQueue:
-    """Lets writes with new samples into one partition as its bounds allow, in order of arrival.
+    """Admits writes with new samples into one partition as its bounds allow, in order of arrival.
 
-    A write that fits passes those that do not, for it may be what lets them in: the sample that completes the batch for
-    which a trainer waits, say. That a large put is not put off for ever see `AdmissionTurn`. Members of groups of which
-    the partition has some already take no capacity: their groups have passed the bounds.
+    A write that fits overtakes those that do not, because it may make room for them, for example by completing the
+    batch that a trainer waits for. `AdmissionTurn` keeps large puts from being delayed forever. New members of existing
+    groups need no capacity: their groups have passed the bounds.
 
-    The first writes of those that wait are looked at, and only when something has changed. A retry takes the place of
-    the call that it repeats, in the queue or after it. Confined to the event loop of its partition.
+    Only the first waiting writes are examined, and only after a change. A retry replaces the call that it repeats, in
+    the queue or after admission. Confined to the event loop of its partition.
     """
 
     def __init__(
@@ -331,13 +371,13 @@ class AdmissionQueue:
         deadlock: Callable[[str, ClaimRequest | None], str] = lambda task_name, asking: "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Make a queue in which nothing waits.
+        """Create an empty queue.
 
         Args:
-            partition: what is written to.
-            deadlock: returns, for the task that has to consume first, or "" for whichever, why it cannot; "" if it can.
-                It gets a claim that is known to wait, if there is one.
-            clock: of deadlines and turns.
+            partition: the partition that is written to.
+            deadlock: returns why the task that must consume first ("": any task) cannot consume, or "" if it can. Its
+                second argument is a claim known to wait, or None.
+            clock: the clock of deadlines and turns.
         """
         self._partition = partition
         self._deadlock = deadlock
@@ -353,36 +393,36 @@ class AdmissionQueue:
 
     @property
     def waiting_count(self) -> int:
-        """Number of writes that wait."""
+        """Number of waiting writes."""
         return len(self._waiting)
 
     def first_waits_for(self, asking: ClaimRequest | None = None) -> str:
-        """Return why the first write that waits has no capacity, beside a claim that waits; empty if none waits."""
+        """Return why the first waiting write has no capacity, given a waiting claim; "" if none waits."""
         first = next(iter(self._waiting.values()), None)
         return "" if first is None or first.demand is None else self.waits_for(first.demand, asking)
 
     def waits_for(self, demand: Demand, asking: ClaimRequest | None = None) -> str:
-        """Return why there is no capacity for what a write would take, beside a claim that waits; empty: there is."""
+        """Return why there is no capacity for a demand, given a waiting claim; "" if there is capacity."""
         refusing = self._refusing(demand)
         return "" if refusing is None else refusing[0].waits_for(refusing[1]) + self._note(refusing[0], asking)
 
     async def enter(
         self, request_id: bytes, write: SampleWrite, value_bytes: int, deadline: float | None
     ) -> WaitingWrite:
-        """Return capacity for a write, as soon as all that came before have theirs; at once where it takes none.
+        """Return capacity for a write once all earlier ones have theirs; immediately if the write needs none.
 
         Args:
             request_id: the same over retries.
-            write: what is to be written.
+            write: the write.
             value_bytes: bytes of its columns.
-            deadline: until when to wait, by `time.monotonic`; None: until the caller is cancelled.
+            deadline: end of the wait, by `time.monotonic`; None: wait until the caller is cancelled.
 
         Raises:
             QuotaExceededError, AdmissionLimitError: larger than a bound (at once), or no capacity until the deadline
                 (with `retry_after_seconds`).
-            PartitionClearedError, UnavailableError: the partition or the service went away meanwhile.
-            CallCancelledError: a retry took the place of this call.
-            TqError: the partition would refuse the write whatever capacity there is.
+            PartitionClearedError, UnavailableError: the partition or the service went away during the wait.
+            CallCancelledError: a retry replaced this call.
+            TqError: the partition would refuse the write regardless of capacity.
         """
         look = partial(demand_of, self._partition, write, value_bytes)
         return await self.enter_with(request_id, look, deadline, names_keys=write.keys is not None)
@@ -395,7 +435,7 @@ class AdmissionQueue:
         *,
         names_keys: bool = False,
     ) -> WaitingWrite:
-        """Return capacity for what `look` returns; see `enter` and `WaitingWrite`."""
+        """Return capacity for the demand that `look` returns; see `enter` and `WaitingWrite`."""
         entering = self._join(request_id, look, names_keys=names_keys)
         try:
             timeout = None if deadline is None else deadline - self._clock()
@@ -406,14 +446,14 @@ class AdmissionQueue:
                 raise self._too_late(entering)
             entering.admitted.result()
             return entering
-        except BaseException:  # a cancellation may come in the turn in which capacity did
+        except BaseException:  # a cancellation may come in the same turn as the capacity
             self.leave(entering)
             raise
         finally:
-            del entering  # through which an error would hold this frame, and with it the partition
+            del entering  # else an error would keep this frame alive through it, and with it the partition
 
     def enter_now(self, request_id: bytes, look: Callable[[], Demand | None]) -> WaitingWrite:
-        """Return capacity if there is some in this step, after all that wait; raises as `enter` does at a deadline."""
+        """Return capacity if available in this step after all waiting writes; else raise as `enter` at a deadline."""
         entering = self._join(request_id, look, names_keys=False)
         if not entering.admitted.done():
             error = self._too_late(entering)
@@ -423,7 +463,7 @@ class AdmissionQueue:
         return entering
 
     def _join(self, request_id: bytes, look: Callable[[], Demand | None], *, names_keys: bool) -> WaitingWrite:
-        """Have a write wait, unless there is capacity for it, or it takes none."""
+        """Queue a write, unless it has capacity or needs none."""
         entering = WaitingWrite(
             queue=self, request_id=request_id, look=look, names_keys=names_keys, since=self._clock()
         )
@@ -450,11 +490,11 @@ class AdmissionQueue:
         return entering
 
     def has_admitted(self, admission: WaitingWrite) -> bool:
-        """Whether a write has capacity that it has not left."""
+        """Whether a write still holds its capacity."""
         return self._admitted.get(admission.request_id) is admission
 
     def leave(self, admission: WaitingWrite) -> None:
-        """Give up the place of a write, or its capacity; a retry that has taken it over keeps it."""
+        """Give up the place of a write, or its capacity, unless a retry has taken it over."""
         for places in (self._waiting, self._admitted):
             if places.get(admission.request_id) is admission:
                 del places[admission.request_id]
@@ -462,7 +502,7 @@ class AdmissionQueue:
                 self.wake()
 
     def wake(self, last: WaitingWrite | None = None) -> None:
-        """Let those in for whom there is capacity now; `last`, if it waits, is looked at however many are before it."""
+        """Admit the writes that have capacity now; `last`, if it waits, is examined whatever its place in the queue."""
         admitted, short = sum_of(each.demand for each in self._admitted.values()), list[WaitingWrite]()
         looked_at = dict(itertools.islice(self._waiting.items(), _MOST_LOOKED_AT))
         if last is not None and last.request_id in self._waiting:
@@ -486,9 +526,9 @@ class AdmissionQueue:
         self._set_timer()
 
     def end(self, error: Callable[[], TqError]) -> None:
-        """End all waits, and those to come, with an error."""
+        """End all current and future waits with an error."""
         self._end_error = error
-        self._deadlock = lambda task_name, asking: ""  # lest the queue and its owner reference each other
+        self._deadlock = lambda task_name, asking: ""  # breaks the reference cycle of the queue and its owner
         for admission in self._waiting.values():
             admission.admitted.set_exception(error())
             self._turn.leave(admission)
@@ -496,7 +536,7 @@ class AdmissionQueue:
         self._set_timer()
 
     def _set_timer(self) -> None:
-        """Have the others looked at when a turn is over."""
+        """Set a timer that examines the other writes when a turn ends."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -505,10 +545,10 @@ class AdmissionQueue:
             self._timer = asyncio.get_running_loop().call_later(seconds, self.wake)
 
     def _fits(self, waiting: WaitingWrite, admitted: Demand, *, may_pass: bool) -> bool:
-        """Whether a write takes nothing, or there is capacity for it beside what is admitted and it may pass others.
+        """Whether a write needs nothing, or has capacity next to the admitted writes and may pass others.
 
-        What it takes is found out again only where it may be less than before, or once it fits: a large put that waits
-        must not cost each small clear a look at all of its keys.
+        Its demand is determined again only if it may have decreased, or once it fits. Otherwise each small clear would
+        look up all keys of a large waiting put.
         """
         if self._may_take_less(waiting):
             self._update_demand(waiting)
@@ -516,20 +556,21 @@ class AdmissionQueue:
             return True
         if not may_pass or self._refusing(waiting.demand, admitted) is not None:
             return False
-        self._update_demand(waiting)  # rows were removed since, so their keys may be new again
+        self._update_demand(waiting)  # removed rows may have made their keys new again
         return waiting.demand is None or self._refusing(waiting.demand, admitted) is None
 
     def _may_take_less(self, waiting: WaitingWrite) -> bool:
-        """Whether samples of a write may be known by now, their groups begun, or the write be refused."""
+        """Whether samples of a write may be known by now, their groups started, or the write be refused."""
         if waiting.demand is None or waiting.seen is None or waiting.seen[0] != self._partition.sealed:
             return True
         added = self._partition.table.next_index - waiting.seen[1]
-        if added and waiting.demand.groups:
-            return bool((self._partition.groups.slot_of.find(waiting.demand.groups) >= 0).any())
+        if added and (waiting.demand.groups or waiting.demand.rollouts):
+            slots = self._partition.groups.find(waiting.demand.groups, waiting.demand.rollouts)
+            return bool((slots >= 0).any())
         return added > 0 and waiting.names_keys
 
     def _update_demand(self, admission: WaitingWrite) -> None:
-        """Find out what a write takes, where it may be more or less than before."""
+        """Determine the demand of a write again if it may have changed."""
         table = self._partition.table
         marks = self._partition.sealed, table.next_index, table.removed_count
         if admission.seen != marks:
@@ -537,45 +578,45 @@ class AdmissionQueue:
             admission.seen = marks
 
     def _refusing(self, demand: Demand, admitted: Demand | None = None) -> tuple[Bound, int] | None:
-        """Return the bound that a write would exceed now, and by what total; None where it has capacity."""
+        """Return the bound that a write would exceed now, and the total, or None if it has capacity."""
         if admitted is None:
             admitted = sum_of(each.demand for each in self._admitted.values())
         for bound in self._bounds:
-            share = bound.share(demand)  # a write that adds nothing never waits
+            share = bound.share(demand)  # 0: a write that adds nothing never waits
             if share and (total := bound.used() + share + bound.share(admitted)) > bound.limit:
                 return bound, total
         return None
 
     def _too_late(self, late: WaitingWrite) -> TqError:
-        """Return the error of a write for which there was no capacity in time, or which might not pass another."""
+        """Return the error of a write that got no capacity in time, or that could not pass another write."""
         if late.demand is not None and (refusing := self._refusing(late.demand)) is not None:
             return refusing[0].error(refusing[1], may_fit_later=True, note=self._note(refusing[0]))
         holder = self._turn.holder
         front = holder.demand if isinstance(holder, WaitingWrite) and holder is not late else None
         if front is not None and (refusing := self._refusing(front)) is not None:
-            note = f"; that is with a put of {front.sample_count} samples in front, which has waited longest"
+            note = f"; this counts an earlier put of {front.sample_count} samples, which has waited longest"
             return refusing[0].error(refusing[1], may_fit_later=True, note=note)
         return ResourceExhaustedError(
             "there was no capacity until the deadline", retry_after_seconds=RETRY_AFTER_SECONDS
         )
 
     def _note(self, bound: Bound, asking: ClaimRequest | None = None) -> str:
-        """Return what else keeps a write waiting that a bound refuses: puts in front of it, or a deadlock."""
+        """Return the cause that keeps a write waiting for a bound: earlier puts, or a deadlock; "" if unknown."""
         if self._admitted:
-            return f"; {len(self._admitted)} puts in front were let in and are not stored yet"
+            return f"; {len(self._admitted)} earlier puts were admitted and are not stored yet"
         deadlock = self._deadlock(bound.task_name, asking)
         return f"; {deadlock}" if deadlock else ""
 
 
 def starvation(partition: Partition, planner: Planner, asking: ClaimRequest | None = None) -> str:
-    """Return, in words, why a task consumes nothing of what it has left; "" if that is unknown or it may.
+    """Return a sentence on why a task does not consume the samples it has left; "" if unknown or it may consume them.
 
-    Either a claim waits which only new samples can serve, or conditions rule out samples, which stay pending.
+    Either a claim waits that only new samples can serve, or conditions exclude samples, which stay pending.
 
     Args:
-        partition: that of the task.
+        partition: the partition of the task.
         planner: serves its claims.
-        asking: a claim that is known to wait, if it is of this task.
+        asking: a claim known to wait; ignored if it is for a different task.
     """
     task, waiting = planner.task, [request for request, _ in planner.waiting_claims()]
     if asking is not None and asking.task_name == task.name:
@@ -596,9 +637,10 @@ def starvation(partition: Partition, planner: Planner, asking: ClaimRequest | No
     )
     if not waiting:
         return f"for task {task.name!r} {cause}" if ruled_out else ""
-    if (pending & ~ready & ~excluded).any():  # held, or a field of them is still to come
+    if (pending & ~ready & ~excluded).any():  # held, or a field is still missing
         return ""
     return (
-        f"this is a deadlock unless samples that fit still come: task {task.name!r} waits for more samples itself, "
-        f"{int(np.count_nonzero(pending & ready))} are ready, too few for it{', and ' + cause if ruled_out else ''}"
+        f"this is a deadlock unless samples that fit still come: task {task.name!r} itself waits for more samples, and "
+        f"the {int(np.count_nonzero(pending & ready))} ready ones are too few for it"
+        f"{', and ' + cause if ruled_out else ''}"
     )

@@ -1,4 +1,4 @@
-"""What tasks have left: how much of it is ready, and how old it is. A look is a sweep over the rows of a partition."""
+"""The backlogs of tasks: ready samples and their age. They are computed by sweeps over the rows of a partition."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ Marks: TypeAlias = tuple[object, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backlog:
-    """What a task had left when that was last looked at.
+    """The backlog of a task at the last sweep.
 
     Attributes:
         ready_count: samples that claims like the last one could get; None: no claim was seen.
-        oldest_version: the lowest version of a sample that is left; None: none has one.
-        newest_version: the highest version of a sample that is there; None: none has one.
+        oldest_version: the lowest version of the samples left for the task; None: none of them has a version.
+        newest_version: the highest version of all stored samples; None: none of them has a version.
     """
 
     ready_count: int | None
@@ -49,7 +49,7 @@ class Backlog:
 
     @property
     def staleness_versions(self) -> float | None:
-        """How far the newest version is above the oldest that is left; None: none that is left has one."""
+        """How far the newest version is above the oldest one left; None if no sample left has a version."""
         if self.oldest_version is None:
             return None
         return 0.0 if self.newest_version is None else max(0.0, self.newest_version - self.oldest_version)
@@ -60,7 +60,7 @@ NO_BACKLOG: Final = Backlog(ready_count=None, oldest_version=None, newest_versio
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Known:
-    """What is known of a task, as of which marks, and from when on it may be looked at again."""
+    """The last backlog of a task, with the marks of that time, and the earliest time of the next sweep."""
 
     backlog: Backlog
     marks: Marks
@@ -68,32 +68,32 @@ class _Known:
 
 
 class Backlogs:
-    """Keeps what was last seen of the backlogs of tasks, and looks again where something has changed.
+    """Caches the backlogs of tasks, and computes them again after changes.
 
-    Metrics and the status share the looks, and the tasks of a partition a sweep. That of a large one takes long, so a
-    refresh waits for 30 ms at most, for 250 ms where a backlog was not seen yet, and looks go on after it. Each backlog
-    is looked at again once fifty times as long has passed as the sweep took.
+    Metrics and the status share the results, and the tasks of a partition share a sweep. A sweep of a large partition
+    takes long. A refresh therefore waits for at most 30 ms, or 250 ms if a backlog is not known yet, and the sweep
+    continues after that. A backlog is computed again only after fifty times the duration of its sweep.
 
     Args:
-        catalog: has the partitions.
-        runner: knows what a sampler needs of each sample.
+        catalog: the partitions.
+        runner: gives the length that a sampler needs.
     """
 
     def __init__(self, catalog: Catalog, runner: RunsPlans) -> None:
         self._catalog = catalog
         self._runner = runner
-        self._known: WeakKeyDictionary[TaskLedger, _Known] = WeakKeyDictionary()  # partitions go when they are cleared
+        self._known: WeakKeyDictionary[TaskLedger, _Known] = WeakKeyDictionary()  # cleared partitions must not stay
         self._looks: set[asyncio.Task[None]] = set()
-        self._turn = asyncio.Lock()  # of the look that goes on
+        self._turn = asyncio.Lock()  # held by the running sweep
         self._is_closed = False
 
     def of(self, task: TaskLedger) -> Backlog | None:
-        """Return what was last seen of a task, None where it was not looked at yet."""
+        """Return the last known backlog of a task, or None."""
         known = self._known.get(task)
         return None if known is None else known.backlog
 
     async def refresh(self, wanted: Iterable[tuple[Partition, TaskLedger]]) -> None:
-        """Look again at backlogs; it may go on after this returns."""
+        """Compute due backlogs again; the sweep may continue after this returns."""
         slices, loop, wait_seconds = Slices(), asyncio.get_running_loop(), _WAIT_SECONDS
         due = defaultdict[Partition, list[TaskLedger]](list)
         for partition, task in wanted:
@@ -101,7 +101,7 @@ class Backlogs:
                 due[partition].append(task)
                 known = self._known.get(task)
                 if known is None or known.next_at < loop.time() - _MOST_AGE_SECONDS:
-                    self._known.pop(task, None)  # too old to show
+                    self._known.pop(task, None)  # too old to be shown
                     wait_seconds = _FIRST_WAIT_SECONDS
             await slices.turn()
         if due and not self._is_closed:
@@ -111,7 +111,7 @@ class Backlogs:
             await asyncio.wait((look,), timeout=wait_seconds)
 
     async def close(self) -> None:
-        """Look no more."""
+        """Cancel all sweeps, and start no more."""
         self._is_closed = True
         for look in self._looks:
             look.cancel()
@@ -131,12 +131,12 @@ class Backlogs:
                 await slices.turn()
 
     def _is_due(self, partition: Partition, task: TaskLedger) -> bool:
-        """Whether a task is to be looked at: something has changed, and the last look was long enough ago."""
+        """Whether a backlog is due: something has changed, and the last sweep was long enough ago."""
         known, now = self._known.get(task), asyncio.get_running_loop().time()
         return known is None or (known.next_at <= now and known.marks != self._marks(partition, task))
 
     def _marks(self, partition: Partition, task: TaskLedger) -> Marks:
-        """Return what is equal at two moments where the backlog is the same."""
+        """Return a value that changes whenever the backlog may have changed."""
         request = self._last_request(partition, task)
         kind = None if request is None else (request.spec, partition.resolved(request.batch_spec.where))
         removed_count = partition.table.removed_count
@@ -157,24 +157,24 @@ class Backlogs:
 
 
 def tasks_with_versions(partition: Partition) -> list[tuple[Partition, TaskLedger]]:
-    """Return the tasks of a partition that have samples left whose versions may be known."""
+    """Return the tasks of a partition that have samples left and whose versions may be known."""
     return [(partition, task) for task in partition.tasks.values() if task.backlog and _versions(partition) is not None]
 
 
 def _versions(partition: Partition) -> tuple[NDArray[Any], NDArray[np.bool_]] | None:
-    """Return the versions of rows, and which rows have one; None where these are no numbers."""
+    """Return the versions of rows and which rows have one, or None if the versions are not numbers."""
     arrays = partition.meta.arrays(_VERSION_COLUMN)
     return None if arrays is None or arrays[0].dtype.kind not in "if" else arrays
 
 
 def _version_range(versions: NDArray[Any]) -> tuple[float, float]:
-    """Return the lowest and the highest version of some samples."""
-    versions = versions[~np.isnan(versions)]  # not a number: no version
+    """Return the lowest and the highest version."""
+    versions = versions[~np.isnan(versions)]  # NaN stands for no version
     return (versions.min().item(), versions.max().item()) if versions.size else _NO_VERSIONS
 
 
 class _Look:
-    """The backlog of one task, as it is seen slice by slice."""
+    """The backlog of one task, computed slice by slice."""
 
     def __init__(self, partition: Partition, task: TaskLedger, readiness: Readiness | None) -> None:
         self.cost = 1 if readiness is None else max(1, len(readiness.key[1]))
@@ -185,12 +185,12 @@ class _Look:
         self._oldest, self._newest = math.inf, -math.inf
 
     def look(self, rows: slice) -> None:
-        """Look at the rows of a slice."""
+        """Count the rows of a slice."""
         if self._readiness is not None:
             try:
                 ready = self._readiness.ready(rows)
                 self._ready_count += int(np.count_nonzero(ready & ~self._task.skipped.data[rows]))
-            except TqError:  # a condition does not fit its column, say: claims of this kind get the error
+            except TqError:  # a condition may not fit its column: such claims get the error
                 self._readiness = None
         if (versions := _versions(self._partition)) is None:
             return
@@ -201,7 +201,7 @@ class _Look:
         self._oldest = min(self._oldest, _version_range(values[is_left])[0])
 
     def backlog(self) -> Backlog:
-        """Return what was seen."""
+        """Return the result."""
         return Backlog(
             ready_count=None if self._readiness is None else self._ready_count,
             oldest_version=float(self._oldest) if math.isfinite(self._oldest) else None,

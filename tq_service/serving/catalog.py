@@ -1,7 +1,7 @@
-"""All partitions by name, with what serves each, their limits, and the calls that wait for a partition to appear.
+"""All partitions by name, the objects that serve each, their limits, and the calls that wait for a partition to appear.
 
-`Limits` are compared when a request comes, never when a change is made again: what was let in under higher limits
-stays. `LeaseTimer` has the deadlines of one partition's leases.
+`Limits` are checked when a request arrives, not when a change is replayed: data accepted under higher limits stays.
+`LeaseTimer` holds the deadlines of the leases of one partition.
 """
 
 from __future__ import annotations
@@ -41,18 +41,22 @@ from tq_service.errors import (
     UnavailableError,
 )
 from tq_service.machine.claims import LeaseExpired, TaskAdvanced, TaskForgotten, TaskSeen
+from tq_service.machine.evictions import UnitsEvicted
+from tq_service.machine.group_cells import GroupsWritten
 from tq_service.machine.policies import VersionPublished, check_pace
 from tq_service.machine.samples import (
     CheckedWrite,
     PartitionCleared,
     PartitionCreated,
+    SamplesExpired,
     SamplesWritten,
     SampleWrite,
     Written,
     check_write,
 )
 from tq_service.machine.state_machine import Change, IdempotencyCache, RequestAnswered, State, StateMachine, Step
-from tq_service.schema import EndCounts, check_name, check_passed_on
+from tq_service.planning.eviction import lowest_units
+from tq_service.schema import Admission, EndCounts, check_name, check_passed_on, check_unique
 from tq_service.serving.admission import AdmissionQueue, starvation
 from tq_service.serving.history import ChangeHistory
 from tq_service.serving.planner import Answer, LoopYielder, NotYet, Planner, RunsPlans
@@ -69,10 +73,10 @@ _MOST_EXPIRED_A_TURN = 64
 _FREED_AT_ONCE: Final = 1 << 16  # samples
 
 _NUMBER_BYTES = 8
-_MOST_TRAINED: Final = 64  # tasks that one call names
-# What is named in a partition, by argument: the limit of its number, what it is called, and what to do instead.
+_MOST_TRAINED: Final = 64  # tasks named by one call
+# Names within a partition, by argument: the limit of their number, the plural noun, and the remedy.
 _NAMED = {
-    "fields": ("max_fields", "fields", "put what differs from sample to sample as an object field"),
+    "fields": ("max_fields", "fields", "put data that differs from sample to sample as an object field"),
     "custom_meta": ("max_meta_columns", "custom_meta columns", "use one column for values of one kind"),
     "task_name": ("max_tasks", "tasks", "name tasks by what they do, not by process or step"),
     "tasks": ("max_tasks", "tasks", "name tasks by what they do, not by process or step"),
@@ -81,17 +85,17 @@ _NAMED = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """The limits of one controller; each has the name of its setting.
+    """The limits of one controller; each is named like its setting.
 
     Attributes:
-        max_partitions: partitions there may be.
-        max_policies: policies there may be.
-        max_samples: samples there may be in all of them.
-        max_fields: fields of one partition.
-        max_tasks: tasks of one partition.
-        max_meta_columns: custom_meta columns of one partition.
-        max_sample_meta_bytes: custom_meta that is written for one sample at once, its texts and JSON in UTF-8.
-        max_name_length: characters of a key, or of the name of a group, field, task or custom_meta column.
+        max_partitions: number of partitions.
+        max_policies: number of policies.
+        max_samples: number of samples in all partitions.
+        max_fields: fields per partition.
+        max_tasks: tasks per partition.
+        max_meta_columns: custom_meta columns per partition.
+        max_sample_meta_bytes: custom_meta written for one sample at once, with texts and JSON in UTF-8.
+        max_name_length: characters of a key, or of the name of a group, rollout, field, task or custom_meta column.
     """
 
     max_partitions: int = 10_000
@@ -104,22 +108,27 @@ class Limits:
     max_name_length: int = 512
 
     def check_create(self, partition_id: str, settings: PartitionSettings, partition_count: int) -> None:
-        """Refuse a new partition that is one too many, or declares too much."""
+        """Refuse a new partition that exceeds the limit or declares too many fields or tasks."""
         self.check_count("max_partitions", "partitions", partition_count + 1, "clear some that are done")
         self._check_new("fields", partition_id, (), [spec.name for spec in settings.fields])
         self._check_new("tasks", partition_id, (), settings.tasks)
 
     def check_write(self, partition: Partition, write: SampleWrite) -> None:
-        """Refuse a write that names too much; its partition may be one that it makes."""
+        """Refuse a write that names too much; the partition may be one that the write creates."""
         self._check_longest("keys", write.keys or ())
         self._check_longest("groups", write.groups or ())
+        self._check_longest("rollouts", write.rollouts or ())
         fields = [column.spec.name for column in write.columns]
         self._check_new("fields", partition.partition_id, partition.cells.fields, fields)
         if write.meta:
             self.check_meta(partition, write.meta)
 
+    def check_groups(self, names: Iterable[str]) -> None:
+        """Refuse a write to groups whose names are too long."""
+        self._check_longest("groups", names)
+
     def check_meta(self, partition: Partition, columns: Sequence[MetaColumn]) -> None:
-        """Refuse custom_meta of too many columns, or too large for one sample."""
+        """Refuse custom_meta with too many columns, or too large for one sample."""
         names = [column.name for column in columns]
         self._check_new("custom_meta", partition.partition_id, partition.meta.names(), names)
         numbers = [column for column in columns if column.values.dtype.kind != "O"]
@@ -132,18 +141,18 @@ class Limits:
         largest = int(sizes.max(initial=0))
         if largest > self.max_sample_meta_bytes:
             raise InvalidArgumentError(
-                f"custom_meta of sample {int(sizes.argmax())} of the write has {largest} bytes, at most "
-                f"{self.max_sample_meta_bytes} expected (max_sample_meta_bytes); put large values as an object field",
+                f"custom_meta of sample {int(sizes.argmax())} of the write has {largest} bytes; expected at most "
+                f"{self.max_sample_meta_bytes} (max_sample_meta_bytes). Put large values as an object field",
                 field="custom_meta",
                 metadata=self._metadata("max_sample_meta_bytes", largest),
             )
 
     def check_task(self, partition: Partition, task_name: str) -> None:
-        """Refuse a task that is not there yet and one too many."""
+        """Refuse a new task that exceeds the limit."""
         self._check_new("task_name", partition.partition_id, partition.tasks, (task_name,))
 
     def _check_new(self, what: str, partition_id: str, known: Collection[str], names: Iterable[str]) -> None:
-        """Refuse names that are new to a partition where they are too long, or too many beside those it knows."""
+        """Refuse names new to a partition if they are too long, or too many together with the known ones."""
         if new := [name for name in names if name not in known]:
             self._check_longest("name" if what == "fields" else what, new)
             limit_name, plural, remedy = _NAMED[what]
@@ -160,7 +169,7 @@ class Limits:
             )
 
     def check_count(self, limit_name: str, what: str, got: int, remedy: str) -> None:
-        """Refuse so many of something that has a limit."""
+        """Refuse a number that exceeds its limit."""
         limit = getattr(self, limit_name)
         if got > limit:
             raise LimitExceededError(
@@ -178,28 +187,28 @@ def _utf8_size(text: str) -> int:
 
 
 class LeaseTimer:
-    """Keeps the deadlines of the leases of one partition, on the running loop.
+    """Holds the deadlines of the leases of one partition, on the running loop.
 
-    Deadlines are of this instance of the service alone: they are not written down, and a lease that was recovered or
-    restored starts again. Leases that end early, or get more time, leave their old entry in the heap: it is dropped
-    when its turn comes, or when such entries outnumber the leases.
+    Deadlines belong to this instance of the service and are not persisted: a recovered or restored lease starts again.
+    A lease that ends early or is extended leaves its old entry in the heap. The entry is dropped when it is due, or
+    when such entries outnumber the leases.
     """
 
     def __init__(self, tasks: Mapping[str, TaskLedger], expire: Callable[[str, bytes], object]) -> None:
-        """Make a timer without leases.
+        """Create a timer without leases.
 
         Args:
             tasks: the ledgers of the partition, by name.
-            expire: called with the name of a task and the request_id of a claim whose time is over.
+            expire: called with the name of a task and the request_id of a claim whose lease has expired.
         """
         self._tasks = tasks
         self._expire = expire
-        self._deadlines: list[tuple[float, str, bytes]] = []  # a heap, with the task and the request_id of the claim
+        self._deadlines: list[tuple[float, str, bytes]] = []  # a heap of deadline, task name and request_id
         self._most_deadlines = _LEAST_STALE_DEADLINES
         self._timer: asyncio.Handle | None = None
 
     def start(self, task_name: str, claim: Claim) -> None:
-        """Have what a claim has leased expire after its full time from now on."""
+        """Start the lease of a claim: it expires after its full time from now."""
         if claim.lease is None:
             return
         now = asyncio.get_running_loop().time()
@@ -210,16 +219,16 @@ class LeaseTimer:
             heapq.heapify(self._deadlines)
             self._most_deadlines = 2 * len(self._deadlines) + _LEAST_STALE_DEADLINES
         heapq.heappush(self._deadlines, (claim.deadline, task_name, claim.request_id))
-        if self._deadlines[0][0] == claim.deadline:  # else the timer rings before, and sets itself again
+        if self._deadlines[0][0] == claim.deadline:  # else the timer fires earlier and is set again then
             self._set_timer()
 
     def stop(self) -> None:
-        """Have no lease expire any more."""
+        """Stop the timer: leases no longer expire."""
         self._deadlines.clear()
         self._set_timer()
 
     def _is_leased(self, deadline: float, task_name: str, request_id: bytes) -> bool:
-        """Whether the claim of an entry has leased rows, and no other deadline."""
+        """Whether the claim of an entry still has leased rows and the same deadline."""
         claim = self._tasks[task_name].claims.get(request_id)
         return claim is not None and claim.leased_count > 0 and claim.deadline == deadline
 
@@ -231,7 +240,7 @@ class LeaseTimer:
             self._timer = asyncio.get_running_loop().call_at(self._deadlines[0][0], self._ring)
 
     def _ring(self) -> None:
-        """End what is due, a few at a time: thousands may be, and the loop has others to serve."""
+        """End a few of the leases that are due. There may be thousands, and the loop has other work."""
         now = asyncio.get_running_loop().time()
         try:
             for _ in range(_MOST_EXPIRED_A_TURN):
@@ -249,7 +258,7 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True, slots=True)
 class Claimed:
-    """The answer to a claim, and those behind it of a range; no partition where it does not exist yet."""
+    """The answer to a claim, and the following answers of its range. The partition is None if it does not exist yet."""
 
     partition: Partition | None
     answer: Answer
@@ -257,17 +266,17 @@ class Claimed:
 
 
 class _Serving:
-    """What serves the calls of one partition, made on first use; unlike its state it does not outlive the process."""
+    """The objects that serve one partition, created on first use. Unlike the state they end with the process."""
 
     def __init__(self, partition: Partition, expire: Callable[[str, bytes], object]) -> None:
         self._partition = partition
         self.planners: dict[str, Planner] = {}
         self.admission_queue = AdmissionQueue(partition, self._deadlock) if partition.settings.is_bounded else None
         self.lease_timer = LeaseTimer(partition.tasks, expire)
-        self.enders: Enders = set()  # of look-ups, and claims, that wait for something else than a plan
+        self.enders: Enders = set()  # of look-ups, and of claims that wait for a version
 
     def _deadlock(self, task_name: str, asking: ClaimRequest | None) -> str:
-        """Return why a task cannot consume before more samples come; of no task in particular, any such; "" if none."""
+        """Return why a task (empty: any task) cannot consume before more samples come, or "" if it can."""
         planners = [self.planners[task_name]] if task_name in self.planners else []
         if not task_name:
             count = self._partition.table.present_count
@@ -275,7 +284,7 @@ class _Serving:
         return next(filter(None, (starvation(self._partition, planner, asking) for planner in planners)), "")
 
     def end(self, error: Callable[[], TqError]) -> None:
-        """End all waiting calls, and those to come, with an error; no lease expires any more."""
+        """End all waiting and future calls with an error; leases no longer expire."""
         for planner in self.planners.values():
             planner.end(error)
         for end in self.enders:
@@ -286,19 +295,21 @@ class _Serving:
 
 
 class Catalog:
-    """The partitions of a controller, and the claims that wait for their samples. All methods run on its event loop.
+    """The partitions of a controller, and the claims that wait for them. All methods run on its event loop.
 
     Attributes:
-        machine: what makes all changes.
-        answers: of mutating requests, for retries.
-        policies: the published versions, by the name of their policy.
-        versions: the calls that wait for one.
-        history: what has changed since when.
-        capacity_waits: the claims that wait for capacity in another partition, with the name of their own one, by
-            request id.
-        on_freed: called with cells that no sample has any more, once that was appended to the log.
-        on_batch: called with the name of the sampler and each batch that was recorded for ranks.
-        on_partition: called with a partition and whether it was "created", "restored", or "removed".
+        machine: makes all changes.
+        answers: answers to mutating requests, for retries.
+        policies: the published versions, by policy name.
+        versions: the calls that wait for a version.
+        history: when each part of the state last changed.
+        capacity_waits: by request_id, the claims that wait for capacity in another partition, each with the name of the
+            partition it claims from.
+        on_freed: called with cells that no sample has any more, after this was appended to the log.
+        on_batch: called with the name of the sampler and each batch recorded for ranks.
+        on_planned: called with the partition, the name of the task and the claim of each planned batch. It is called in
+            the step of the event loop that made the plan, with the rows still as planned.
+        on_partition: called with a partition and "created", "restored" or "removed".
     """
 
     def __init__(
@@ -309,6 +320,7 @@ class Catalog:
         self.machine.listener = self._follow
         self.on_freed: Callable[[Sequence[Freed]], None] = lambda freed: None
         self.on_batch = Listeners()
+        self.on_planned = Listeners()
         self.on_partition = Listeners()
         self._state = self.machine.state
         self._partitions = self._state.partitions
@@ -317,13 +329,14 @@ class Catalog:
         self.history = ChangeHistory(self._state)
         self.answers = self._state.answers
         self._runner = runner
-        self._serving: dict[Partition, _Serving] = {}  # that are there
-        self._most_samples = math.inf  # there are no more than that
-        # What waits for partitions that are not there, in order of the calls: claims, and look-ups as None.
+        self._serving: dict[Partition, _Serving] = {}  # of existing partitions
+        self._most_samples = math.inf  # upper bound on the number of samples
+        # Calls that wait for partitions that do not exist, in order of arrival: claims, and None for look-ups.
         self._arrivals: dict[str, dict[asyncio.Future[bool], ClaimRequest | None]] = {}
         self.capacity_waits: dict[bytes, tuple[str, ClaimRequest]] = {}
         self._under_way: set[asyncio.Task[None]] = set()
-        self._retracted: list[tuple[Partition, str, bytes]] = []  # claims, while no change is made
+        self._retracted: list[tuple[Partition, str, bytes]] = []  # claims to retract once changes are accepted again
+        self._serving_since = math.inf  # infinite during recovery, when no sample may expire
         self._is_draining = False
         self._closed_prefix: str | None = None
 
@@ -334,11 +347,11 @@ class Catalog:
         return self.machine.commit(change)
 
     def run_once(self, request_id: bytes, make: Callable[[], Made], kind: type[object] = object) -> Made:
-        """Return the recorded answer of a request, or make its changes and record the answer, all in one group.
+        """Return the recorded answer of a request, or make its changes and record the answer, in one group.
 
         Raises:
-            InvalidArgumentError: the id has not 16 bytes, or the recorded answer is not of this kind: it is that of
-                another method, to which the caller gave the same id.
+            InvalidArgumentError: the id does not have 16 bytes, or the recorded answer is of a different kind: the
+                caller gave the same id to another method.
         """
         recorded: Made | None = self.recorded(request_id, kind)
         if recorded is not None:
@@ -349,23 +362,26 @@ class Catalog:
         return answer
 
     def recorded(self, request_id: bytes, kind: type[object] = object) -> Any | None:
-        """Return the recorded answer of a request, None where there is none; see `run_once`."""
+        """Return the recorded answer of a request, or None; see `run_once`."""
         return self.answers.recorded(request_id, kind, self.machine.now_seconds())
 
     def _follow(self, step: Step) -> None:
-        """Do what follows from changes that were made."""
+        """Notify listeners of the changes of a step."""
         for partition in step.created:
             self._appear(partition)
             self.on_partition(partition, "created")
         for partition in step.cleared:
             self._disappear(partition)
+        if self.on_planned:
+            for planned in step.batches:
+                self.on_planned(*planned)
         for partition, task_name, claim in step.leases:
             self._start_lease(partition, task_name, claim)
         for policy in step.policies:
             self.versions.wake(policy)
             for partition, serving in self._serving.items():
                 if any(planner.compares_with(policy) for planner in serving.planners.values()):
-                    step.note_change(partition)  # conditions may hold for other samples than before
+                    step.note_change(partition)  # conditions may now hold for other samples
         for partition in step.changed:
             partition.on_change()
         for partition in step.consumed:
@@ -407,7 +423,7 @@ class Catalog:
         return self._partitions.keys()
 
     def partitions(self) -> list[Partition]:
-        """Return all partitions of this moment."""
+        """Return a list of all partitions."""
         return list(self._partitions.values())
 
     def sample_count(self) -> int:
@@ -415,15 +431,15 @@ class Catalog:
         return sum(partition.table.present_count for partition in self._partitions.values())
 
     def snapshot_cells(self) -> list[CellsSnapshot]:
-        """Return which cells samples of all partitions have now, for `live_cells`, which another thread may read."""
+        """Return a snapshot of the cells of all samples, for `live_cells` in another thread."""
         return [partition.cells.snapshot() for partition in self._partitions.values()]
 
     def get(self, partition_id: str, incarnation: bytes = b"") -> Partition:
-        """Return a partition that must be there, in the incarnation the caller means; empty means whichever."""
+        """Return an existing partition, in the given incarnation (empty: any)."""
         return self._state.partition(partition_id, incarnation)
 
     def find(self, partition_id: str, incarnation: bytes = b"", *, missing_ok: bool) -> Partition | None:
-        """Return a partition as `get` does; with `missing_ok` None where it is not there in that incarnation."""
+        """Return a partition like `get`, but with `missing_ok` None if it does not exist in that incarnation."""
         partition = self._partitions.get(partition_id)
         if missing_ok and (partition is None or (incarnation and incarnation != partition.incarnation)):
             check_name("partition_id", partition_id)
@@ -431,7 +447,7 @@ class Catalog:
         return self.get(partition_id, incarnation)
 
     def create(self, partition_id: str, settings: PartitionSettings) -> Partition:
-        """Return the partition with these settings, made if it is not there."""
+        """Return the partition with these settings; create it if it does not exist."""
         partition = self._partitions.get(partition_id)
         if partition is None:
             created: Partition = self.machine.commit(*self._creation(partition_id, settings))
@@ -439,7 +455,7 @@ class Catalog:
         if partition.settings != settings:
             difference = partition.settings.describe_difference(settings)
             raise AlreadyExistsError(
-                f"partition {partition_id!r} is there with other settings: {difference}; "
+                f"partition {partition_id!r} exists with other settings: {difference}; "
                 f"create a partition before its first samples, and with the same settings everywhere",
                 metadata={"resource_type": "partition", "resource_name": partition_id},
             )
@@ -450,7 +466,7 @@ class Catalog:
     ) -> tuple[Change, Partition]:
         check_name("partition_id", partition_id)
         if self._closed_prefix is not None and partition_id.startswith(self._closed_prefix):
-            raise UnavailableError("a checkpoint is being restored; new partitions can be made once it is")
+            raise UnavailableError("a checkpoint is being restored; create new partitions once that is done")
         self.limits.check_create(partition_id, settings, len(self._partitions))
         incarnation = os.urandom(16) if made is None else made.incarnation
         creation = PartitionCreated(partition_id=partition_id, incarnation=incarnation, settings=settings)
@@ -460,10 +476,10 @@ class Catalog:
     async def capacity_for(
         self, partition_id: str, incarnation: bytes, write: SampleWrite
     ) -> AsyncIterator[CheckedWrite | None]:
-        """Reserve capacity for the new rows of a write in steps, which let others run; the `with` block writes it.
+        """Reserve capacity for the new rows of a write, in steps between which others run; the `with` block writes it.
 
-        The write is checked first, so that one which is refused takes no memory. Nothing else changes: unused capacity
-        is returned. Yields the checked write, which `write` takes.
+        The write is checked first, so a refused write does not take memory. Nothing else changes, and unused capacity
+        is returned. Yields the checked write for `write`.
         """
         checked: CheckedWrite | None = None
         while True:
@@ -473,7 +489,7 @@ class Catalog:
                 columns = partition.cells.new_columns(checked.specs)
                 for _ in partition.table.reserve_capacity(checked.new_count, columns):
                     await asyncio.sleep(0)
-                    if self._partitions.get(partition_id) is not there:  # cleared, or made by another
+                    if self._partitions.get(partition_id) is not there:  # cleared, or created by another call
                         break
                 else:
                     yield checked
@@ -485,21 +501,46 @@ class Catalog:
     def write(
         self, partition_id: str, incarnation: bytes, write: SampleWrite, checked: CheckedWrite | None = None
     ) -> Written:
-        """Write samples; the first ones make their partition, and a refused write leaves none behind.
+        """Write samples. The first write creates the partition; a refused write leaves none behind.
+
+        If an admission drops samples that exceed it, that is a second change, in the caller's group as well.
 
         Args:
-            partition_id: where they are.
-            incarnation: that is meant; empty: whichever.
-            write: what is written.
-            checked: what was found out of it before; see `capacity_for`.
+            partition_id: the partition.
+            incarnation: its incarnation; empty: any.
+            write: the write.
+            checked: the result of an earlier check; see `capacity_for`.
         """
         written: Written = self.machine.commit_all(self._check_write(partition_id, incarnation, write, checked))
+        for admission in written.partition.settings.admissions:
+            if admission.overflow == "drop_lowest":
+                self._drop_overflow(written, admission)
         return written
+
+    def write_groups(self, incarnation: bytes, change: GroupsWritten) -> Written:
+        """Write the values that the samples of groups share."""
+        self.get(change.partition_id, incarnation)
+        self.limits.check_groups(change.names)
+        written: Written = self.machine.commit(change)
+        return written
+
+    def _drop_overflow(self, written: Written, admission: Admission) -> None:
+        """Clear the units of lowest priority that exceed an admission; runs within the group of the write."""
+        partition, task = written.partition, written.partition.tasks[admission.task_name]
+        excess = (task.outstanding_count or 0) - admission.most
+        if excess > 0:
+            evicted = lowest_units(partition, task, admission, excess, written.global_indexes)
+            if evicted is not None:
+                self.commit(
+                    UnitsEvicted(
+                        partition_id=partition.partition_id, task_name=task.name, evicted=evicted, action="clear"
+                    )
+                )
 
     def _check_write(
         self, partition_id: str, incarnation: bytes, write: SampleWrite, checked: CheckedWrite | None
     ) -> list[tuple[Change, Any]]:
-        """Check a write, once as long as nothing changes; return its change, behind one that makes its partition."""
+        """Check a write unless `checked` is current; return its change, preceded by the creation of its partition."""
         changes: list[tuple[Change, Any]] = []
         if partition_id in self._partitions or incarnation or not write.may_add_samples:
             partition = self.get(partition_id, incarnation)
@@ -514,9 +555,9 @@ class Catalog:
         return [*changes, (SamplesWritten(partition_id=partition_id, write=write), checked)]
 
     def _check_samples(self, new_count: int) -> None:
-        """Refuse new samples that would be too many.
+        """Refuse new samples that exceed the limit.
 
-        All are counted only where those that were added since could be too many: there may be thousands of partitions.
+        Samples are recounted only if those added since the last count could exceed it: partitions may be thousands.
         """
         if new_count and self._most_samples + new_count > self.limits.max_samples:
             self._most_samples = self.sample_count()
@@ -525,44 +566,46 @@ class Catalog:
         self._most_samples += new_count
 
     def knows_keys(self, partition_id: str, incarnation: bytes, keys: Sequence[str]) -> bool:
-        """Whether samples of a partition have these keys, or had them; not where it is not there."""
+        """Whether samples of a partition have or had all these keys; False if the partition does not exist."""
         partition = self.find(partition_id, incarnation, missing_ok=True)
         return partition is not None and bool((partition.key_index.find(keys) >= 0).all())
 
     def remove(self, partition_id: str, incarnation: bytes, *, missing_ok: bool = False) -> int:
-        """Remove a partition; return how many samples it held."""
+        """Remove a partition; return how many samples it had."""
         if self.find(partition_id, incarnation, missing_ok=missing_ok) is None:
             return 0
         count: int = self.commit(PartitionCleared(partition_id=partition_id))
         return count
 
     def admission_queue(self, partition_id: str) -> AdmissionQueue | None:
-        """Return where writes of new samples wait for capacity, None where nothing bounds them."""
+        """Return the queue of writes of new samples, or None if the partition does not exist or is unbounded."""
         partition = self._partitions.get(partition_id)
         return None if partition is None else self._serving_of(partition).admission_queue
 
     def waiting_put_count(self, partition_id: str) -> int:
-        """Return the number of writes of new samples that wait for capacity."""
+        """Return the number of writes of new samples waiting for capacity."""
         queue = self.admission_queue(partition_id)
         return 0 if queue is None else queue.waiting_count
 
     # Policies
 
     def policy(self, name: str) -> Policy:
-        """Return a policy of which a version must be published."""
+        """Return a policy, which must have a published version."""
         return self._state.policy(name)
 
     def publish(self, published: VersionPublished, trained: Sequence[tuple[str, str, int]]) -> None:
-        """Publish a version, and record how far its trainers have come: partition, task and last batch of each.
+        """Publish a version, and record the progress of its trainers: partition, task and last batch of each.
 
         Raises:
-            TqError: one of them is refused; then nothing is changed.
+            TqError: one of these changes is refused; then none is made.
         """
         if len(trained) > _MOST_TRAINED:
             raise InvalidArgumentError(
-                f"trained names {len(trained)} tasks, expected at most {_MOST_TRAINED}; call advance for the others",
+                f"trained names {len(trained)} tasks; expected at most {_MOST_TRAINED}. Call advance for the others",
                 field="trained",
             )
+        # Each change is prepared against the state before all of them. Making a change again has no effect.
+        check_unique("trained", [f"{task_name} of {partition_id}" for partition_id, task_name, _ in trained])
         if published.policy not in self.policies:
             self.limits.check_count("max_policies", "policies", len(self.policies) + 1, "remove those that are done")
         advances = [
@@ -577,22 +620,22 @@ class Catalog:
     # Snapshots
 
     def snapshot(self) -> list[PartitionSnapshot]:
-        """Return all partitions as they are now, for another thread to read."""
+        """Return a snapshot of all partitions, for another thread to read."""
         return [partition.snapshot() for partition in self._partitions.values()]
 
     @contextlib.contextmanager
     def closed(self, prefix: str) -> Iterator[None]:
-        """Refuse new partitions whose names begin so until the end of the `with`, but those that are adopted.
+        """Refuse new partitions with this name prefix within the `with` block, other than adopted ones.
 
         Raises:
-            PreconditionError: there are such partitions.
+            PreconditionError: such partitions exist.
         """
         count = sum(name.startswith(prefix) for name in self._partitions)
         if count or self._closed_prefix is not None:
             which = f" whose names begin with {prefix!r}" if prefix else ""
             raise PreconditionError(
-                f"the service has {count} partitions{which}; a checkpoint is restored where there are none: "
-                f"clear them, start another service, or have it take their place (replace)"
+                f"the service has {count} partitions{which}; expected 0 before a restore. "
+                f"Clear them, start another service, or replace them (replace)"
             )
         self._closed_prefix = prefix
         try:
@@ -601,7 +644,7 @@ class Catalog:
             self._closed_prefix = None
 
     def adopt(self, restored: Sequence[Partition], policies: Iterable[Policy] = ()) -> None:
-        """Take over partitions and policies, all in one step; no listener is called."""
+        """Add partitions and policies in one step; no listener of changes is called."""
         self._most_samples = math.inf
         for policy in policies:
             self._state.policies[policy.name] = policy
@@ -612,10 +655,10 @@ class Catalog:
             self.on_partition(partition, "restored")
 
     def prepare_replacement(self, restored: Sequence[Partition]) -> None:
-        """Refuse changes until `end_replacement`: partitions are about to take the place of others that are there.
+        """Refuse changes until `end_replacement`, because partitions are about to replace existing ones.
 
-        One whose incarnation is there gets another: samples put since then had global indexes that will be those of
-        others, and a partition of another name may be of the same checkpoint.
+        A restored partition whose incarnation exists gets a new one. Samples put since the checkpoint had global
+        indexes that other samples will get, and a partition with another name may come from the same checkpoint.
         """
         self.machine.refusal = _replacement_error
         known = {partition.incarnation for partition in self._partitions.values()}
@@ -624,18 +667,18 @@ class Catalog:
                 partition.incarnation = os.urandom(16)
 
     def end_replacement(self) -> None:
-        """Make changes again, those first that could not be made meanwhile; nothing where there was no replacement."""
+        """Accept changes again, and first make those postponed in between. Without a replacement, do nothing."""
         self.machine.refusal = None
         retracted, self._retracted = self._retracted, []
         for each in retracted:
             self.retract(*each)
 
     def replace(self, restored: Sequence[Partition], prefix: str, policies: Iterable[Policy] = ()) -> None:
-        """Take over partitions in place of those whose names begin so, in one step; what waits on these gets an error.
+        """Replace the partitions with this name prefix in one step; calls waiting on the old ones get an error.
 
-        Policies likewise, but for the errors: what waits for a version goes on waiting.
+        Policies with the prefix are replaced too, but calls that wait for a version continue to wait.
 
-        It is not written down: the snapshot that has the new partitions is where the log goes on.
+        The step is not logged: the log continues from the snapshot with the new partitions.
         """
         freed: list[Freed] = []
         replaced = [each for name, each in self._partitions.items() if name.startswith(prefix)]
@@ -653,7 +696,7 @@ class Catalog:
     # Claims
 
     def planner(self, partition: Partition, task_name: str) -> Planner:
-        """Return the planner of a task, made on its first use."""
+        """Return the planner of a task, created on first use."""
         planners = self._serving_of(partition).planners
         if task_name not in planners:
             task = self.task(partition, task_name)
@@ -664,7 +707,7 @@ class Catalog:
         return planners[task_name]
 
     def task(self, partition: Partition, task_name: str) -> TaskLedger:
-        """Return the ledger of a task, opened on its first use."""
+        """Return the ledger of a task, created on first use."""
         task = partition.tasks.get(task_name)
         if task is None:
             self.limits.check_task(partition, task_name)
@@ -672,7 +715,7 @@ class Catalog:
         return task
 
     def _forget_unused(self, partition: Partition, task_name: str) -> None:
-        """Forget a task after a call of it was refused, if nothing is on record of it and no other call waits."""
+        """Forget a task after one of its calls was refused, if nothing is recorded for it and no other call waits."""
         planner = self.known_planner(partition, task_name)
         is_over = planner is None or self._is_draining or self.machine.refusal is not None
         if is_over or planner is None or not planner.is_idle or not partition.tasks[task_name].is_unused:
@@ -683,7 +726,7 @@ class Catalog:
             del self._serving_of(partition).planners[task_name]
 
     def _commit_in(self, partition: Partition, change: Change, prepared: Any = None) -> Any:
-        """Make a change of a partition, unless it was cleared: another may have its name by now."""
+        """Commit a change to a partition, unless it was cleared: a new partition may have its name by now."""
         if self._partitions.get(partition.partition_id) is not partition:
             return None
         return self.machine.commit(change, prepared)
@@ -696,14 +739,15 @@ class Catalog:
             planner.retract(request_id)
 
     def known_planner(self, partition: Partition, task_name: str) -> Planner | None:
-        """Return the planner of a task, None where this process has seen no call of it."""
+        """Return the planner of a task, or None if this process has had no call for it."""
         serving = self._serving.get(partition)
         return None if serving is None else serving.planners.get(task_name)
 
     # Leases
 
     def start_leases(self) -> None:
-        """Have the leases expire that were recovered or restored, each after its full time."""
+        """Start to expire recovered or restored leases and samples, each after its full time."""
+        self._serving_since = self.machine.now_seconds()
         for partition in self._partitions.values():
             for task in partition.tasks.values():
                 for claim in task.leases.values():
@@ -715,15 +759,31 @@ class Catalog:
         self._serving_of(partition).lease_timer.start(task_name, claim)
 
     def _expire(self, partition: Partition, task_name: str, request_id: bytes) -> None:
-        if self.machine.refusal is not None:  # it begins again, as after a restart
+        if self.machine.refusal is not None:  # the lease starts again, as after a restart
             self._start_lease(partition, task_name, partition.tasks[task_name].claims[request_id])
             return
         self.commit(LeaseExpired(partition_id=partition.partition_id, task_name=task_name, request_id=request_id))
 
+    def expire_samples(self) -> Iterator[tuple[str, int]]:
+        """Release the samples that have reached the maximum age set by their partition, one partition at a time.
+
+        Call it periodically. Yields the name of each partition and the number of released samples.
+        """
+        for partition in self.partitions():
+            release, now = partition.settings.release, self.machine.now_seconds()
+            if release is None or release.ttl_seconds is None or self.machine.refusal is not None:
+                continue
+            before = now - release.ttl_seconds
+            if before < self._serving_since:
+                continue
+            count = self._commit_in(partition, SamplesExpired(partition_id=partition.partition_id, before=before))
+            if count:
+                yield partition.partition_id, count
+
     # Waiting
 
     def waiting_claims(self, partition: Partition, task_name: str) -> list[tuple[ClaimRequest, int]]:
-        """Return one of the waiting claims that ask alike, and their number; empty `task_name`: of all tasks."""
+        """Return one waiting claim per set of equal claims, and the set's size; empty `task_name`: all tasks."""
         planners = self._serving_of(partition).planners
         names = [task_name] if task_name else list(planners)
         waiting = [each for name in names if name in planners for each in planners[name].waiting_claims()]
@@ -734,22 +794,22 @@ class Catalog:
         return [*waiting, *((requests[0], len(requests)) for requests in alike.values())]
 
     def awaited_names(self) -> KeysView[str]:
-        """Return the names of partitions that are not there and are waited for."""
+        """Return the names of missing partitions that calls wait for."""
         return self._arrivals.keys()
 
     def awaiting(self, partition_id: str) -> list[ClaimRequest | None]:
-        """Return the calls that wait for a partition which is not there, in order: claims, and look-ups as None."""
+        """Return the calls that wait for a missing partition, in order of arrival: claims, and None for look-ups."""
         return list(self._arrivals.get(partition_id, {}).values())
 
     def waiting_count(self, partition: Partition, task_name: str) -> int:
-        """Return the number of calls that wait for a task."""
+        """Return the number of calls waiting for a task."""
         planner = self.known_planner(partition, task_name)
         count = 0 if planner is None else planner.waiting_count
         others = (*self.versions.claims(partition), *self._awaiting_capacity(partition))
         return count + sum(request.task_name == task_name for request in others)
 
     def _awaiting_capacity(self, partition: Partition) -> list[ClaimRequest]:
-        """Return the claims of a partition that wait for capacity in another one."""
+        """Return the claims of a partition that wait for capacity in another partition."""
         return [request for name, request in self.capacity_waits.values() if name == partition.partition_id]
 
     async def claim(
@@ -760,14 +820,14 @@ class Catalog:
         max_wait_seconds: float,
         while_waiting: WhileWaiting = nullcontext,
     ) -> Claimed:
-        """Return a claim, waiting for the partition and for its samples up to `max_wait_seconds` together.
+        """Return a claim; wait for the partition and its samples, up to `max_wait_seconds` in total.
 
         Args:
             partition_id: the partition.
-            incarnation: that of the partition; empty: any.
+            incarnation: its incarnation; empty: any.
             request: the claim.
-            max_wait_seconds: after them it is answered with `NotYet`.
-            while_waiting: held while the call waits. If it cannot be entered, the call fails and nothing has changed.
+            max_wait_seconds: time after which the answer is `NotYet`.
+            while_waiting: context held while the call waits. If entering it fails, the call fails without any change.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + max_wait_seconds
@@ -783,6 +843,13 @@ class Catalog:
             return Claimed(None, NotYet())
         partition.check_incarnation(incarnation)
         name, not_before = request.task_name, request.not_before
+        if name in partition.settings.releasing_tasks and request.rank is None and request.lease is None:
+            raise PreconditionError(
+                f"task {name!r} of partition {partition_id!r} claims samples without a lease; expected a lease, since "
+                f"the partition releases samples once this task has acknowledged them. Claim with a lease, and "
+                f"acknowledge finished samples",
+                metadata={"task_name": name},
+            )
         if name not in partition.tasks:
             check_epoch(name, 0, request.epoch)
         if not_before is not None and not self.planner(partition, name).has_planned(request):
@@ -803,7 +870,7 @@ class Catalog:
         except TqError:
             self._forget_unused(partition, name)
             raise
-        # Where the epoch has ended since, its batch is not followed by those of the next one.
+        # If the epoch has ended since, the batch is not followed by batches of the next epoch.
         is_followed = request.batch_count > 1 and isinstance(answer, RankPlan) and planner.task.epoch == epoch
         if not is_followed:
             return Claimed(partition, answer)
@@ -817,14 +884,14 @@ class Catalog:
         claim: ClaimRequest | None = None,
         while_waiting: WhileWaiting = nullcontext,
     ) -> Partition | None:
-        """Return a partition once it exists, None if it does not by a time of the event loop.
+        """Return a partition once it exists, or None if it does not by a deadline of the loop's clock.
 
         Raises:
             UnavailableError: the server is shutting down.
         """
         loop = asyncio.get_running_loop()
         while (partition := self._partitions.get(partition_id)) is None:
-            check_name("partition_id", partition_id)  # lest one that can never appear is waited for
+            check_name("partition_id", partition_id)  # do not wait for a name that is never valid
             self.check_not_draining()
             with while_waiting():
                 arrival: asyncio.Future[bool] = loop.create_future()
@@ -843,11 +910,11 @@ class Catalog:
         return partition
 
     def enders(self, partition: Partition) -> Enders:
-        """Return what is called with an error once a partition is cleared, or the server shuts down."""
+        """Return the functions to call with an error when the partition is cleared or the server shuts down."""
         return self._serving_of(partition).enders
 
     def drain(self) -> None:
-        """End all waiting calls, and those to come, so that their clients turn to the next server."""
+        """End all waiting and future calls, so their clients turn to the next server."""
         self._is_draining = True
         for serving in self._serving.values():
             serving.end(_draining_error)
@@ -858,13 +925,13 @@ class Catalog:
                     arrival.set_exception(_draining_error())
 
     def check_not_draining(self) -> None:
-        """Refuse a call that would wait, while the server ends."""
+        """Refuse a call that would wait while the server is shutting down."""
         if self._is_draining:
             raise _draining_error()
 
 
 async def _free(partition: Partition) -> None:
-    """Free what a cleared partition has, some at a time: to free millions of objects takes the loop a second."""
+    """Free the memory of a cleared partition in steps: millions of objects would block the loop for a second."""
     for _ in partition.free():
         await asyncio.sleep(0)
 

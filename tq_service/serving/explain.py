@@ -1,7 +1,7 @@
-"""Why claims wait: the ready samples of a partition, and the lacks of the others.
+"""Explains why claims wait: the ready samples, and the requirements the others miss.
 
-It takes a sweep over all rows, and is made only where somebody asks. Plans and explanations go
-by one list of requirements (`Readiness.requirements`), and `Lack` has the sentences.
+An explanation takes a sweep over all rows, so it is made only on request. Plans and explanations use the same list of
+requirements (`Readiness.requirements`), and `Lack` has the sentences.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ import numpy as np
 
 from tq_service.errors import nearest
 from tq_service.planning.grouping import Grouping, grouping_of
+from tq_service.planning.ratio import insert_ratio
 from tq_service.planning.staleness import StalenessBound
 from tq_service.planning.view import Readiness
 from tq_service.results import Lack, NotReady, WaitCode, WaitReason
-from tq_service.schema import START_VERSION, Blocks
+from tq_service.schema import START_VERSION, BatchUnit, Blocks
 from tq_service.serving.admission import AdmissionQueue, demand_of_slots
 from tq_service.serving.catalog import Catalog
 from tq_service.serving.planner import RunsPlans
@@ -30,17 +31,17 @@ from tq_service.state.partition import Partition
 from tq_service.state.plan import ClaimRequest, Indexes, LengthSource, NotBefore
 from tq_service.state.table import HELD, LIVE
 
-_SHARED_ROWS: Final = 65_536  # of a partition of more than these explanations are shared
+_SHARED_ROWS: Final = 65_536  # explanations of larger partitions are shared
 _FRESH_SECONDS: Final = 1.0
 _MOST_NAMED_GROUPS: Final = 3
 
 
 class Explainer:
-    """Explains waits. Calls that ask alike within a second share one sweep over the rows, where these are many.
+    """Explains waits. Within a second, calls with the same spec share one sweep if there are many rows.
 
     Args:
-        catalog: has the partitions and the claims that wait.
-        runner: knows the length that a sampler needs.
+        catalog: the partitions and the waiting claims.
+        runner: gives the length that a sampler needs.
     """
 
     def __init__(self, catalog: Catalog, runner: RunsPlans) -> None:
@@ -49,10 +50,10 @@ class Explainer:
         self._recent: dict[object, asyncio.Task[WaitReason]] = {}
 
     async def explain(self, partition_id: str, request: ClaimRequest, names: Collection[str]) -> WaitReason:
-        """Return why a claim has nothing yet.
+        """Return why a claim is not answered yet.
 
         Args:
-            partition_id: the partition, which need not be there.
+            partition_id: the partition, which need not exist.
             request: the claim.
             names: partitions that the caller may know of.
         """
@@ -65,13 +66,13 @@ class Explainer:
     async def waiting(
         self, partition_id: str, task_name: str = "", *, names: Collection[str] | None, most: int | None = None
     ) -> list[WaitReason]:
-        """Return why the claims of a partition wait, those that ask alike together.
+        """Return why the claims of a partition wait, one reason per set of equal claims.
 
         Args:
-            partition_id: the partition, which need not be there.
-            task_name: claims of this task; empty: of all.
+            partition_id: the partition, which need not exist.
+            task_name: only claims of this task; empty: of all tasks.
             names: partitions that the caller may know of; None: it learns only the fields and tasks of the claims.
-            most: reasons that are returned, those of the claims that came first; None: all.
+            most: maximum number of reasons, those of the earliest claims; None: all.
         """
         partition = self._catalog.find(partition_id, missing_ok=True)
         if partition is None:
@@ -86,7 +87,7 @@ class Explainer:
         return [replace(await self._reason(partition, request), waiting_count=count) for request, count in waiting]
 
     async def _arrivals(self, partition_id: str, task_name: str) -> list[WaitReason]:
-        """Return what calls ask for that wait for a partition which is not there, those that ask alike together."""
+        """Return the calls that wait for a missing partition, one reason per set of equal calls."""
         alike, slices = Counter[tuple[str, tuple[str, ...]]](), Slices()
         for claim in self._catalog.awaiting(partition_id):
             alike[("", ()) if claim is None else (claim.task_name, claim.spec.data_fields)] += 1
@@ -117,10 +118,10 @@ class Explainer:
         return replace(reason, code=WaitCode.NO_CAPACITY, text=text)
 
     async def _look_once(self, partition: Partition, request: ClaimRequest) -> WaitReason:
-        """Return what is ready for a claim and what is not, as it was just seen where many rows are to be looked at."""
+        """Return the reason of a wait; with many rows, a recent one may be shared."""
         if partition.table.count <= _SHARED_ROWS:
             return await self._look(partition, request)
-        # Not by the partition itself, which would stay in memory after it was cleared.
+        # The key does not contain the partition, which would keep it in memory after a clear.
         key = partition.incarnation, request.task_name, request.spec, request.rank and request.rank.batch_index
         if key not in self._recent:
             self._recent[key] = asyncio.ensure_future(self._look(partition, request))
@@ -128,7 +129,7 @@ class Explainer:
         return await asyncio.shield(self._recent[key])
 
     def _lacking_version(self, wanted: NotBefore | None) -> str | None:
-        """Return what is published instead of the version that a claim waits for; None if it waits for none."""
+        """Return a sentence on the version that a claim waits for, or None if it waits for none."""
         if wanted is None or self._catalog.versions.is_published(wanted.policy, wanted.version):
             return None
         policy = self._catalog.policies.get(wanted.policy)
@@ -136,8 +137,8 @@ class Explainer:
             known = nearest(wanted.policy, self._catalog.policies)
             return f"it waits for version {wanted.version} of policy {wanted.policy!r}, which has no version; {known}"
         return (
-            f"it waits for version {wanted.version} of policy {wanted.policy!r}, of which {policy.version} is "
-            f"published; its trainer has to publish the next ones"
+            f"it waits for version {wanted.version} of policy {wanted.policy!r}, but version {policy.version} is "
+            f"published; its trainer must publish the next ones"
         )
 
     async def _look(self, partition: Partition, request: ClaimRequest) -> WaitReason:
@@ -148,13 +149,13 @@ class Explainer:
 
 
 class Explanation:
-    """The counts of one kind of claim, which grow slice by slice.
+    """The counts for one kind of claim, collected slice by slice.
 
     Args:
         partition: the partition.
-        task: the task that claims.
+        task: the claiming task.
         request: one of the claims.
-        length: what its sampler needs of each sample.
+        length: the length that its sampler needs.
     """
 
     def __init__(
@@ -165,11 +166,12 @@ class Explanation:
         self._task = task
         self._request = request
         self._readiness = Readiness(partition, task, request.batch_spec, length)
-        self._counts_groups = request.batch_spec.batch_unit == "group"
+        self._unit: BatchUnit = request.batch_spec.batch_unit
         self._left_count = 0
         self._lacking: Counter[tuple[Lack, str]] = Counter()  # by kind and name, as in `NotReady`
+        self._ungrouped: Counter[str] = Counter()  # by field that groups share: samples without a group that lack it
         self._state = HELD if request.batch_spec.held else LIVE
-        self._ready: list[Indexes] = []  # global indexes, since positions may change between the slices
+        self._ready: list[Indexes] = []  # global indexes, since positions may change between slices
 
     def look(self, rows: slice) -> None:
         """Count the rows of a slice."""
@@ -183,22 +185,25 @@ class Explanation:
             met = is_met(rows)
             ready &= met
             lacking.append((lack, name, live & ~met))
+            if lack is Lack.FIELD and name in partition.cells.shared:
+                is_ungrouped = live & ~met & (partition.groups.of_rows[rows] < 0)
+                self._ungrouped[name] += int(np.count_nonzero(is_ungrouped))
         for lack, name, mask in lacking:
             self._lacking[lack, name] += int(np.count_nonzero(mask))
         self._left_count += int(np.count_nonzero(left))
         self._ready.append(partition.table.index.data[rows][ready])
 
     async def reason(self, slices: Slices, queue: AdmissionQueue | None) -> WaitReason:
-        """Return why the claim waits, as far as the partition and the queue of its puts know."""
+        """Return why the claim waits, as far as the partition and its queue of puts show."""
         task, request = self._task, self._request
         lacks = [
-            NotReady(kind=lack.kind, name=name, sample_count=count)
+            NotReady(kind=lack.kind, name=name, sample_count=count, example=self._of_groups(lack, name))
             for (lack, name), count in self._lacking.items()
             if count
         ]
         if task.leased_count:
             first = math.inf
-            for claim in list(task.leases.values()):  # they come and go between the turns
+            for claim in list(task.leases.values()):  # leases may change between turns
                 first = min(first, claim.deadline)
                 await slices.turn()
             seconds = 0.0 if first == math.inf else max(0.0, first - asyncio.get_running_loop().time())
@@ -206,7 +211,7 @@ class Explanation:
         ready_count, split = await self._groups()
         if split is not None:
             lacks.append(split)
-        # All batches up to the requested one.
+        # All batches up to the claimed one.
         batches = 1 if request.rank is None else max(1, request.rank.batch_index - task.next_batch_index + 1)
         needed_count = batches * request.plan_request.min_size
         if (awaited := self._awaited()) is not None:
@@ -224,7 +229,7 @@ class Explanation:
             data_fields=request.spec.data_fields,
             ready_count=ready_count,
             needed_count=needed_count,
-            counts_groups=self._counts_groups,
+            counts_groups=self._unit != "sample",
             not_ready=tuple(lacks),
             left_count=self._left_count,
             sealed=self._partition.sealed,
@@ -232,8 +237,16 @@ class Explanation:
             put_waits_for=put_waits_for,
         )
 
+    def _of_groups(self, lack: Lack, name: str) -> str:
+        """Return why samples lack a field that groups share; "" for other fields."""
+        if lack is not Lack.FIELD or name not in self._partition.cells.shared:
+            return ""
+        count = self._ungrouped[name]
+        never = f", {count} of them have no group and never get a value" if count else ""
+        return f"their groups have no value yet: a put of groups gives them one{never}"
+
     def _cause(self, ready_count: int, needed_count: int, lacks: Sequence[NotReady]) -> tuple[WaitCode, str]:
-        """Return the reason in a word, and in a sentence."""
+        """Return the code and the sentence of the reason."""
         partition_id, fields = self._partition.partition_id, self._partition.cells.fields
         task_of = f"task {self._task.name!r} of partition {partition_id!r}"
         if not self._partition.inserted_count:
@@ -246,12 +259,16 @@ class Explanation:
             if missing[1:]:
                 text += f" (nor {', '.join(map(repr, missing[1:]))})"
             return WaitCode.FIELD_NEVER_PUT, text
-        text = f"{ready_count} {'groups' if self._counts_groups else 'samples'} are ready for {task_of}"
+        if (ratio := insert_ratio(self._partition, self._task)) and ratio.exceeded_by(
+            self._request.plan_request.min_size
+        ):
+            return WaitCode.RATIO_BOUNDED, ratio.waits_for
+        text = f"{ready_count} {self._unit}s are ready for {task_of}"
         if ready_count >= needed_count:
             if any(lack.kind == Lack.OLDER.kind for lack in lacks):
                 return WaitCode.STALENESS_BOUNDED, "; ".join([text, *map(_sentence, lacks)])
             code = WaitCode.SAMPLER_WAITS
-            text += f", and sampler {self._request.batch_spec.sampler!r} makes no batch of them yet"
+            text += f", but sampler {self._request.batch_spec.sampler!r} does not make a batch of them yet"
         else:
             has_split_groups = any(lack.kind == Lack.GROUP.kind for lack in lacks)
             code = WaitCode.GROUPS_INCOMPLETE if has_split_groups else WaitCode.TOO_FEW_READY
@@ -259,7 +276,7 @@ class Explanation:
         return code, "; ".join([text, *map(_sentence, lacks)])
 
     def _awaited(self) -> NotReady | None:
-        """Return the samples that would become too stale if a plan did not wait for them; None: it waits for none."""
+        """Return the samples that a plan must wait for because they would become too stale, or None."""
         partition, outstanding = self._partition, self._task.outstanding
         if outstanding is None or outstanding.admission.max_staleness is None:
             return None
@@ -296,38 +313,39 @@ class Explanation:
             f"{self._partition.partition_id!r}{leased}"
         )
         if self._partition.sealed:
-            return f"{text}; they come back when it runs out, or the end comes once they are acknowledged"
-        return f"{text}, and the partition is open; put more, or seal it when there are no more"
+            return f"{text}; expired leases return samples, and the end comes once all are acknowledged"
+        return f"{text}, and the partition is open; put more, or seal it if no more will come"
 
     # Groups
 
     def _grouping(self) -> Grouping | None:
-        """Return the groups that are delivered whole, None where samples come one by one."""
+        """Return the groups that are delivered intact, or None if samples are delivered individually."""
         sampler = self._request.sampler
         size = getattr(sampler, "n_samples_per_prompt", None)
         keeps_named = hasattr(sampler, "n_samples_per_prompt") and self._partition.groups.in_use
-        if size is None and not self._counts_groups and not keeps_named:
+        if size is None and self._unit == "sample" and not keeps_named:
             return None
         is_taking = getattr(sampler, "incomplete_groups", "skip") == "take"
         blocks: Blocks = getattr(sampler, "blocks", "aligned")
-        return grouping_of(self._partition, self._task, size, blocks, take_incomplete=is_taking)
+        unit: BatchUnit = "rollout" if self._unit == "rollout" else "group"
+        return grouping_of(self._partition, self._task, size, blocks, take_incomplete=is_taking, unit=unit)
 
     async def _groups(self) -> tuple[int, NotReady | None]:
-        """Return how many samples, or groups, are ready, and which samples are in groups that are so in part."""
+        """Return the number of ready samples or groups, and the samples in groups that are only partly ready."""
         ready = np.concatenate([np.zeros(0, np.int64), *self._ready])
         grouping, had_named = self._grouping(), self._partition.groups.in_use
         if grouping is None:
             return ready.size, None
         positions = self._partition.table.find(ready)
         ready, positions = ready[positions >= 0], positions[positions >= 0]
-        # In a thread, since it sorts all that is ready; nothing of the partition is read there.
+        # In a thread, since it sorts all ready samples; the thread reads nothing of the partition.
         ids, first, counts = await asyncio.to_thread(
             np.unique, grouping.ids(positions), return_index=True, return_counts=True
         )
-        if self._partition.groups.in_use != had_named:  # meanwhile: the ids are not those of groups any more
+        if self._partition.groups.in_use != had_named:  # changed since: the ids are not those of groups any more
             return await self._groups()
         is_whole = counts == grouping.needed(ids, no_more=self._partition.sealed)
-        ready_count = int(np.count_nonzero(is_whole) if self._counts_groups else counts[is_whole].sum())
+        ready_count = int(np.count_nonzero(is_whole) if self._unit != "sample" else counts[is_whole].sum())
         split = np.flatnonzero(~is_whole)
         if not split.size:
             return ready_count, None
@@ -337,46 +355,70 @@ class Explanation:
         return ready_count, NotReady(kind=Lack.GROUP.kind, sample_count=int(counts[split].sum()), example=example)
 
     def _example(self, ids: Indexes, index: int, ready_count: int, block_size: int | None) -> str:
-        """Return what is ready of the first of some groups, or which of them wait for a size where that does.
+        """Describe the first of some groups that are not ready, or name those that wait for a size.
 
         Args:
-            ids: of the groups.
-            index: of a sample of the first.
-            ready_count: of its samples.
-            block_size: how many a group has that declared no size.
+            ids: ids of the groups.
+            index: global index of a sample of the first group.
+            ready_count: number of its ready samples.
+            block_size: number of members of a group that declared no size.
         """
         groups = self._partition.groups
         slot = int(ids[0])
         if not groups.in_use or slot < 0:
-            return f"of the group of index {index} {ready_count} are ready"
-        size = int(groups.declared[slot]) or block_size
+            return f"{ready_count} samples of the group of index {index} are ready"
+        kind, name = "group", groups.slots.occupants[slot]
+        if groups.parent[slot] >= 0:
+            kind = "rollout"
+        size = int(groups.declared[slot]) or (block_size if kind == "group" else None)
+        if open_count := int(groups.open_rollouts[slot]):
+            inside = groups.slots_of_unit("rollout")
+            inside = inside[(groups.parent[inside] == slot) & ~groups.closed[inside]]
+            return (
+                f"group {name!r} has {open_count} rollouts that are not closed, such as "
+                f"{groups.slots.occupants[int(inside[0])]!r}: close or fail them"
+            )
+        if kind == "rollout" and not groups.closed[slot] and not self._partition.sealed:
+            return (
+                f"rollout {name!r} is not closed, {ready_count} of its {int(groups.members[slot])} samples are ready: "
+                f"close or fail it"
+            )
         if not size and not self._partition.sealed and not groups.closed[slot]:
             named = ids[ids >= 0]
-            unsized = named[(groups.declared[named] == 0) & ~groups.closed[named]]
+            unsized = named[(groups.declared[named] == 0) & ~groups.closed[named] & (groups.parent[named] < 0)]
             names = ", ".join(repr(groups.slots.occupants[each]) for each in unsized[:_MOST_NAMED_GROUPS].tolist())
             others = f" and {unsized.size - _MOST_NAMED_GROUPS} others" if unsized.size > _MOST_NAMED_GROUPS else ""
             return (
                 f"groups {names}{others} declared no size, so more members may come: put them with a group_size, "
                 f"close the groups, or seal the partition"
             )
-        expected = f"{size} expected" if size else "and its size is not known before the partition is sealed"
-        name, members = groups.slots.occupants[slot], int(groups.members[slot])
-        return f"group {name!r} has {members} members, {ready_count} of them ready, {expected}"
+        expected = f"{size} expected" if size else "and its size is unknown until the partition is sealed"
+        members = int(groups.members[slot])
+        if kind == "rollout":
+            return f"rollout {name!r} has {members} samples, {ready_count} of them ready"
+        unit = (
+            "members"
+            if not groups.continuing[slot]
+            else f"samples in {members - int(groups.continuing[slot])} rollouts"
+        )
+        return f"group {name!r} has {members} {unit}, {ready_count} of them ready, {expected}"
 
 
 def _evicted(task: TaskLedger) -> str:
-    """Return what claims of a task have evicted, as the end of a sentence; "" if nothing."""
+    """Return the evictions of a task as the end of a sentence, or "" without any."""
     counts = [
         (task.unmatched_count, "that their where excludes"),
         (task.too_small_count, "with too few members left"),
         (task.late_count, "that would have become too stale"),
+        (task.overflow_count, "of the lowest priority, for new ones"),
     ]
     parts = [f"{count} {reason}" for count, reason in counts if count]
-    return f"; claims of it have evicted {task.evicted_count} samples or groups: {', '.join(parts)}" if parts else ""
+    return f"; {task.evicted_count} samples or groups were evicted: {', '.join(parts)}" if parts else ""
 
 
 def _sentence(lack: NotReady) -> str:
-    return Lack[lack.kind.upper()].value.format(lack)
+    sentence = Lack[lack.kind.upper()].value.format(lack)
+    return f"{sentence} ({lack.example})" if lack.kind == Lack.FIELD.kind and lack.example else sentence
 
 
 def _unexplained(task_name: str, data_fields: tuple[str, ...], waiting_count: int) -> WaitReason:

@@ -1,18 +1,18 @@
-"""What has changed since a revision: partitions, their samples and tasks, for calls that watch them.
+"""The changes since a revision, in partitions, their samples and tasks, for calls that watch them.
 
-A revision counts the states of this instance of the service that a client was told of. A change belongs to the next
-one. Each row has the revision of its last write in a column of its partition, and each task has a number:
+A revision numbers the states of this instance of the service that a client has seen. A change belongs to the next
+revision. Each row has the revision of its last write in a column of its partition, and each task has a number:
 
     7 is given out .. rows 3, 4 of "a" are written, a task of "b" claims: 8 .. 8 is given out .. row 4 is written: 9
-    a watcher at 7 asks: rows 3, 4 of "a" as they are now, and the task of "b"; it is at 9 then
+    a watcher at 7 asks: it gets rows 3, 4 of "a" as they are now, and the task of "b"; then it is at 9
 
-So a watcher is one number, and one that comes late gets the latest state of what has changed, once: what is later than
-its number. Only blocks of a partition with changed rows are searched.
+A watcher is therefore one number. A late one gets the latest state of everything changed since its number, once. Only
+blocks of a partition with changed rows are searched.
 
-Rows that are removed and partitions that are gone cannot be read any more, so their names are kept in a bounded log. A
-watcher for which rows were forgotten gets their partition anew; one for which a partition was has to start over
-(CompactedError). Nothing is written down: after a restart there is another history. Before the first revision is given
-out nothing is kept at all.
+Removed rows and partitions can no longer be read, so their names are kept in a bounded log. A watcher that missed rows
+dropped from the log gets their partition again from the start. If a removed partition was dropped from the log, earlier
+watchers must start over (CompactedError). Nothing is persisted: a restart begins a new history. Nothing is recorded
+before the first revision is given out.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from tq_service.state.partition import Partition
 from tq_service.state.plan import Indexes
 from tq_service.state.table import CLEARED, RowTable, distinct
 
-MOST_GONE_ROWS: Final = 1 << 20  # that are kept
+MOST_GONE_ROWS: Final = 1 << 20  # in the log
 ROWS_OF_A_PART: Final = 1 << 12
-_GONE_ROWS: Final = 8  # what an entry of the log takes besides its rows, in rows
+_GONE_ROWS: Final = 8  # size of a log entry without its rows, in rows
 _BLOCK_SHIFT: Final = 13  # a block has 8,192 rows
 _FIRST: Final = 1
 _COLUMN: Final = "revision"
 
 Removed: TypeAlias = tuple[Indexes, NDArray[Any] | None]
-"""Global indexes of rows that were removed, and their keys; None: none had one."""
+"""Global indexes of removed rows, and their keys; None: none had a key."""
 
 
 @dataclass(slots=True, eq=False)
@@ -49,12 +49,12 @@ class _Past:
     """The revisions of a partition.
 
     Attributes:
-        made_at: it is new to watchers that were here before.
-        rows_at: of its rows, and of what its summary says.
-        block_at: of the rows of each block that were written, by number: index >> 13.
-        tasks_at: of the last change of a task.
-        task_at: of each task; under None of something that the status of all of them depends on.
-        forgotten_at: of rows that were removed, of which nothing is known any more.
+        made_at: revision of its creation: the partition is new to earlier watchers.
+        rows_at: revision of the last change of its rows or its summary.
+        block_at: revision of the last write to each block of rows, by block number: index >> 13.
+        tasks_at: revision of the last change of any task.
+        task_at: the same per task; the key None stands for a change that affects the status of all tasks.
+        forgotten_at: revision of the latest removed rows that were forgotten.
     """
 
     partition_id: str
@@ -69,7 +69,7 @@ class _Past:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Gone:
-    """Rows that were removed, or a whole partition."""
+    """Removed rows, or a removed partition."""
 
     revision: int
     past: _Past
@@ -82,13 +82,13 @@ class _Gone:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Watched:
-    """What is watched.
+    """The scope of a watch.
 
     Attributes:
-        prefix: how the names of its partitions begin.
+        prefix: prefix of the names of its partitions.
         is_shown: whether the caller may know of a partition.
-        has_samples: whether samples are.
-        has_tasks: whether tasks are.
+        has_samples: whether samples are watched.
+        has_tasks: whether tasks are watched.
     """
 
     prefix: str
@@ -103,14 +103,14 @@ class Watched:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionChanges:
-    """What has changed in a partition.
+    """The changes in a partition.
 
     Attributes:
-        partition: None: this incarnation is gone.
-        removed: rows that were removed.
-        since: rows that were written later have changed; 0: all.
-        blocks: where these are; None: anywhere.
-        task_names: tasks that have changed.
+        partition: the partition; None: this incarnation is gone.
+        removed: removed rows.
+        since: rows written after this revision have changed; 0: all rows.
+        blocks: the blocks of these rows; None: any block.
+        task_names: changed tasks.
     """
 
     partition_id: str
@@ -122,7 +122,7 @@ class PartitionChanges:
     task_names: Collection[str] = ()
 
     def written(self) -> Iterator[Indexes]:
-        """Yield the global indexes of rows that were written, some thousands at a time."""
+        """Yield the global indexes of written rows, a few thousand at a time."""
         if self.partition is None:
             return
         table, found = self.partition.table, np.zeros(0, np.int64)
@@ -142,13 +142,13 @@ class ChangeHistory:
     """The revisions of one instance of the service. Confined to its event loop.
 
     Args:
-        state: the partitions that are there.
+        state: the state with all partitions.
 
     Attributes:
         instance_id: names the history, 16 random bytes.
         number: the revision of the last change.
-        given_out: the last revision that was; 0: none, so that no change need be noted.
-        forgotten_at: the revision of the last partition that is gone and forgotten.
+        given_out: the last revision given out; 0: none, so no changes need to be recorded.
+        forgotten_at: the revision of the latest removed partition that was forgotten.
         on_change: called after each change.
     """
 
@@ -166,7 +166,7 @@ class ChangeHistory:
     # Changes
 
     def note(self, step: Step) -> None:
-        """Take note of a group of changes that were made."""
+        """Record a group of changes."""
         number = self.number = self.given_out + 1
         for partition in step.created:
             self._past(partition, made_at=number).rows_at = number
@@ -182,7 +182,7 @@ class ChangeHistory:
             elif task_name in partition.tasks:
                 past.task_at[task_name] = number
             else:
-                past.task_at.pop(task_name, None)  # it was forgotten
+                past.task_at.pop(task_name, None)  # the task was forgotten
         for partition, rows, keys in step.removed:
             past = self._past(partition)
             past.rows_at = past.tasks_at = past.task_at[None] = number
@@ -196,7 +196,7 @@ class ChangeHistory:
         self.on_change()
 
     def _past(self, partition: Partition, made_at: int = _FIRST) -> _Past:
-        """Return the past of a partition, which changes now."""
+        """Return the past of a partition, and mark it as the latest to change."""
         past = self._pasts.pop(partition, None) or _Past(partition.partition_id, partition.incarnation, made_at)
         self._pasts[partition] = past
         return past
@@ -215,41 +215,41 @@ class ChangeHistory:
     # Revisions
 
     def mark(self) -> int:
-        """Return the number of the revision of now, to be given out."""
+        """Give out the current revision; return its number."""
         self.given_out = self.number
         return self.number
 
     def revision(self) -> Revision:
-        """Return the revision of now."""
+        """Give out and return the current revision."""
         return Revision(instance_id=self.instance_id, number=self.mark())
 
     def number_of(self, revision: Revision) -> int:
-        """Return the number of a revision that a client has.
+        """Return the number of a client's revision.
 
         Raises:
-            CompactedError: it is of another instance of the service.
-            InvalidArgumentError: it is none.
+            CompactedError: it is from another instance of the service.
+            InvalidArgumentError: it is not a valid revision.
         """
         if revision.instance_id != self.instance_id and len(revision.instance_id) == len(self.instance_id):
             raise CompactedError(
-                "the revision is of another instance of the service, which has been started since; list again, or "
-                "watch without a revision, which begins with the whole state",
+                "the revision is from another instance of the service, which has restarted since; list again, or "
+                "watch without a revision to start with the full state",
                 metadata={"got": str(revision.number), "oldest": str(self.number)},
             )
         if revision.instance_id != self.instance_id or not 1 <= revision.number <= self.given_out:
             raise InvalidArgumentError(
-                f"revision has an instance_id of {len(revision.instance_id)} bytes and the number {revision.number}, "
-                f"expected {len(self.instance_id)} bytes and 1 to {self.given_out}; send one as it was answered, or "
-                f"none to begin with the whole state",
+                f"revision has an instance_id of {len(revision.instance_id)} bytes and the number {revision.number}; "
+                f"expected {len(self.instance_id)} bytes and 1 to {self.given_out}. Send a revision as returned, "
+                f"or none to start with the full state",
                 field="revision",
             )
         return revision.number
 
     def since(self, since: int, selection: Watched) -> list[PartitionChanges]:
-        """Return what has changed since a revision, partitions that are gone first; of 0: all that is there.
+        """Return the changes since a revision, removed partitions first; since 0: the full state.
 
         Raises:
-            CompactedError: some of it is not known any more.
+            CompactedError: some of the changes were forgotten.
         """
         if not since:
             there = [(name, each) for name, each in self._state.partitions.items() if selection.covers(name)]
@@ -257,8 +257,8 @@ class ChangeHistory:
             return [_changes_of(each, past, 0, selection) for (_, each), past in zip(there, pasts, strict=True)]
         if self.forgotten_at > since:
             raise CompactedError(
-                f"the revision {since} is too old: what has changed up to {self.forgotten_at} is not known any more; "
-                f"list again, or watch without a revision, which begins with the whole state",
+                f"the revision {since} is too old: changes up to {self.forgotten_at} were forgotten; "
+                f"list again, or watch without a revision to start with the full state",
                 metadata={"got": str(since), "oldest": str(self.forgotten_at)},
             )
         gone: list[_Past] = []
@@ -283,14 +283,14 @@ class ChangeHistory:
         return [*cleared, *reversed(changed)]
 
     def is_there(self, partition: Partition) -> bool:
-        """Whether a partition is there still; else that it is gone is another change."""
+        """Whether a partition still exists; if not, a later change reports it as gone."""
         return self._state.partitions.get(partition.partition_id) is partition
 
 
 def _changes_of(
     partition: Partition, past: _Past, since: int, selection: Watched, removed: Sequence[Removed] = ()
 ) -> PartitionChanges:
-    """Return what has changed in a partition; all that is there where the watcher does not know it."""
+    """Return the changes in a partition, or its full state if it is new to the watcher."""
     blocks: list[int] | None = []
     if selection.has_samples and past.rows_at > since:
         blocks = sorted(block for block, at in past.block_at.items() if at > since)
@@ -310,7 +310,7 @@ def _changes_of(
 
 
 def _write_revision(table: RowTable, rows: Indexes | range, number: int) -> Iterable[int]:
-    """Have rows be of a revision, those that are still there; return their blocks."""
+    """Set the revision of the rows that still exist; return their blocks."""
     revisions = table.columns.get(_COLUMN) or table.unsaved_column(_COLUMN, np.int64, 0)
     if isinstance(rows, range):
         revisions.write(slice(table.position_from(rows.start), table.position_from(rows.stop)), number)
@@ -322,6 +322,6 @@ def _write_revision(table: RowTable, rows: Indexes | range, number: int) -> Iter
 
 
 def _slices_of(table: RowTable, blocks: Iterable[int]) -> Iterator[slice]:
-    """Yield the positions of the rows of blocks, each of the moment at which it is asked for."""
+    """Yield the positions of the rows of blocks, each computed when it is requested."""
     for block in blocks:
         yield slice(table.position_from(block << _BLOCK_SHIFT), table.position_from((block + 1) << _BLOCK_SHIFT))

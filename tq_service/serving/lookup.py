@@ -1,17 +1,18 @@
 """Selections of samples: read in pages, waited for, cleared in parts; and pages of names.
 
-Pages of samples are bounded by count and by what is known of the samples, so that each is made quickly. Their token
-says where the next one begins and in which incarnation of the partition. It is no secret: a caller that has it could
-ask for any page.
+A page of samples is bounded in count and in the size of its metadata, to be quick to make. Its token encodes the start
+of the next page and the incarnation of the partition. The token is not a secret: its holder could request any page
+anyway.
 
-`LookupWait` waits until enough samples are found. `Clearing` clears the samples of a selection in parts, between which
-other calls have their turn.
+`LookupWait` waits until enough samples are found. `Clearing` clears the samples of a selection in parts, with a turn
+for other calls between the parts.
 """
 
 from __future__ import annotations
 
 import asyncio
 import heapq
+import itertools
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -30,8 +31,9 @@ from tq_service.errors import (
     nearest,
 )
 from tq_service.machine.claims import check_claim
+from tq_service.machine.group_cells import GroupsRemoved
 from tq_service.machine.samples import SamplesCleared, SamplesWritten, SampleWrite
-from tq_service.schema import SampleState, check_range
+from tq_service.schema import BatchUnit, SampleState, check_range
 from tq_service.serving.catalog import Catalog
 from tq_service.state.partition import Partition
 from tq_service.state.plan import Condition, Indexes, LeasedClaim
@@ -39,27 +41,27 @@ from tq_service.state.table import FAILED, as_slice, distinct
 from tq_service.wait_clock import Waiting
 
 _MOST_OF_A_PAGE: Final = 16_384  # samples
-_MOST_NAMES_OF_A_PAGE: Final = 1_000  # which may be 512 characters long, of up to 4 bytes
-MOST_NAMED: Final = 65_536  # by one request
-_MOST_CHARACTERS: Final = 1 << 19  # of keys, groups, text and JSON of custom_meta; 2 MiB at most
-_MOST_NUMBERS: Final = 1 << 17  # of custom_meta; 1.3 MB at most
+_MOST_NAMES_OF_A_PAGE: Final = 1_000  # names have up to 512 characters, each of up to 4 bytes
+MOST_NAMED: Final = 65_536  # samples or groups per request
+_MOST_CHARACTERS: Final = 1 << 19  # of keys, groups, text and JSON of custom_meta; at most 2 MiB
+_MOST_NUMBERS: Final = 1 << 17  # of custom_meta; at most 1.3 MB
 _LOOKED_AT_ONCE: Final = 16_384  # rows
-_MOST_UNSEEN: Final = 65_536  # rows, one written several times counted as often: memory is bounded by what is stored
+_MOST_UNSEEN: Final = 65_536  # rows, repeated writes included: bounds memory by the number of stored rows
 _CLEARED_AT_ONCE: Final = 1 << 15  # samples
-_PUTS_CLEARED_AT_ONCE: Final = 128  # that have cells of these: a few milliseconds, where each sample has its own
+_PUTS_CLEARED_AT_ONCE: Final = 128  # with cells of these samples: a few milliseconds if each sample has its own put
 
-_MOST_SCANNED: Final = 131_072  # rows, for those in groups or under conditions
+_MOST_SCANNED: Final = 131_072  # rows, when scanning for members of groups or for conditions
 _NONE: Final = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """Samples that come one after the other in a selection.
+    """Consecutive samples of a selection.
 
     Attributes:
-        positions: where they are in the table `(n,)`.
-        places: for each of them the place at which a part begins that begins with it `(n,)`.
-        next_place: where the part after this one begins; None: nowhere.
+        positions: their positions in the table `(n,)`.
+        places: per sample, the place of a part that starts with it `(n,)`.
+        next_place: the place of the next part; None: this is the last part.
     """
 
     positions: Indexes
@@ -67,7 +69,7 @@ class Part:
     next_place: int | None
 
     def first(self, count: int) -> Part:
-        """Return the part of the first `count` samples at most."""
+        """Return the part reduced to its first `count` samples."""
         if count >= self.positions.size:
             return self
         return Part(positions=self.positions[:count], places=self.places[:count], next_place=int(self.places[count]))
@@ -75,29 +77,31 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """Samples that a request means.
+    """The samples that a request selects.
 
-    Those that are named come in the order of `indexes`, then of `keys`; where none is named, the members of `groups`,
-    or all samples, in the order of insertion. It is read in parts, since there may be millions: a place is a number of
-    names, or a global index.
+    Named samples come in the order of `indexes`, then of `keys`. Without names, the selection is the members of
+    `groups` and `rollouts`, or all samples, in order of insertion. It is read in parts, as it may have millions of
+    samples. A place is a number of names, or a global index.
 
     Attributes:
         indexes: global indexes `(n,)`.
         keys: keys.
-        groups: names of groups, whose members are meant.
-        is_all: whether all samples are.
-        skipped_by: name of a task that never gets the samples; empty: any samples. For `is_all`.
-        left_for: name of a task that the samples are left for, none of which a worker of any task has leased; empty:
+        groups: names of groups, whose members are selected.
+        rollouts: names of rollouts, whose samples are selected.
+        is_all: whether all samples are selected.
+        skipped_by: name of a task that never gets the samples; empty: any samples. Only with `is_all`.
+        left_for: name of a task that may still get the samples, which no worker of any task has leased; empty:
             any samples.
-        where: what the samples must satisfy besides.
+        where: further conditions that the samples must satisfy.
 
     Raises:
-        InvalidArgumentError: samples are named both by themselves and by their group, or by what skipped them.
+        InvalidArgumentError: samples are named individually and by group or rollout, or together with `skipped_by`.
     """
 
     indexes: Indexes = field(default_factory=_NONE.copy)
     keys: Sequence[str] = ()
     groups: Sequence[str] = ()
+    rollouts: Sequence[str] = ()
     is_all: bool = False
     skipped_by: str = ""
     left_for: str = ""
@@ -106,35 +110,41 @@ class Selection:
     def __post_init__(self) -> None:
         if self.skipped_by and not self.is_all:
             raise InvalidArgumentError(
-                f"skipped_by is {self.skipped_by!r}, and samples or groups are named too; give one of them",
+                f"skipped_by is {self.skipped_by!r}, but samples or groups are named too; give one of them",
                 field="skipped_by",
             )
-        if self.groups and (self.named_count or self.is_all):
-            raise InvalidArgumentError(
-                "groups are named, and samples too; name samples by index or key, or the groups they are in",
-                field="groups",
-            )
+        for name in ("groups", "rollouts"):
+            if getattr(self, name) and (self.named_count or self.is_all):
+                raise InvalidArgumentError(
+                    f"{name} and samples are both named; name either samples (by index or key) or their {name}",
+                    field=name,
+                )
 
     @property
     def named_count(self) -> int:
-        """Number of samples that are named, those included that are not there."""
+        """Number of named samples, missing ones included."""
         return self.indexes.size + len(self.keys)
 
     @property
     def has_conditions(self) -> bool:
-        """Whether a sample that is named need not be meant, or may not be any more."""
+        """Whether a named sample may fail to be selected, now or later."""
         return bool(self.where or self.skipped_by or self.left_for)
 
     @property
     def is_named(self) -> bool:
-        """Whether samples are named one by one; it may be none of them."""
-        return not self.groups and not self.is_all
+        """Whether samples are named individually; the list may be empty."""
+        return not self.is_of_groups and not self.is_all
+
+    @property
+    def is_of_groups(self) -> bool:
+        """Whether the members of groups and rollouts are selected."""
+        return bool(self.groups or self.rollouts)
 
     def part(self, partition: Partition, place: int, size: int) -> Part:
-        """Return the samples from a place on, of so many names, or so many rows where no condition is looked at."""
+        """Return the part at a place: `size` names, or `size` rows if no conditions are checked."""
         if self.is_named:
             return self._named(partition, place, place + size)
-        is_filtered = bool(self.groups) or self.has_conditions
+        is_filtered = self.is_of_groups or self.has_conditions
         return self._scanned(partition, place, _MOST_SCANNED if is_filtered else size)
 
     def _named(self, partition: Partition, start: int, stop: int) -> Part:
@@ -156,19 +166,25 @@ class Selection:
         return Part(positions=positions, places=table.index[positions], next_place=next_place)
 
     def among(self, partition: Partition, positions: Indexes) -> Indexes:
-        """Return those of some samples that are meant."""
+        """Return the selected ones of some samples."""
         if self.is_named:
             named = np.concatenate([partition.table.find(self.indexes), partition.key_index.positions_of(self.keys)])
             positions = positions[np.isin(positions, named)]
-        if self.groups:
-            slots = partition.groups.slot_of.find(self.groups)
-            wanted = np.zeros(partition.groups.slots.count + 1, np.bool_)  # the last one is of samples without a group
-            wanted[slots[slots >= 0]] = True
-            positions = positions[wanted[partition.groups.of_rows[as_slice(positions)]]]
+        if self.is_of_groups:
+            groups, rows, is_member = partition.groups, as_slice(positions), np.zeros(positions.size, np.bool_)
+            units: tuple[tuple[BatchUnit, Indexes], ...] = (
+                ("group", groups.slot_of.find(self.groups)),
+                ("rollout", groups.rollout_slot_of.find(self.rollouts)),
+            )
+            for unit, slots in units:
+                wanted = np.zeros(groups.slots.count + 1, np.bool_)  # the last slot stands for samples without a group
+                wanted[slots[slots >= 0]] = True
+                is_member |= wanted[groups.of_unit(unit, rows)]
+            positions = positions[is_member]
         return self.satisfying(partition, positions)
 
     def satisfying(self, partition: Partition, positions: Indexes) -> Indexes:
-        """Return those of some samples that satisfy all conditions, and are what tasks are named for."""
+        """Return the samples that satisfy all conditions, `skipped_by` and `left_for`."""
         if self.skipped_by:
             positions = positions[partition.known_task(self.skipped_by).is_lost(positions)]
         if self.left_for:
@@ -184,7 +200,7 @@ class Selection:
         return mask
 
     def missing(self, partition: Partition, start: int, stop: int | None) -> tuple[list[str], Indexes]:
-        """Return the keys, and the indexes, from a place to another that no sample has."""
+        """Return the keys and indexes in a range of places that no sample has."""
         count, indexes = self.indexes.size, self.indexes[start:stop]
         keys = self.keys[max(0, start - count) : None if stop is None else max(0, stop - count)]
         unknown = np.flatnonzero(partition.key_index.positions_of(keys) < 0).tolist()
@@ -197,11 +213,12 @@ class Page:
 
     Attributes:
         partition: the partition.
-        positions: where they are in the table `(n,)`.
+        positions: their positions in the table `(n,)`.
         missing_keys: keys of the page that no sample has.
         missing_indexes: indexes of the page that no sample has.
-        missing_groups: groups without members here, on the first page.
-        next_place: where the next page begins in the selection; None: nowhere.
+        missing_groups: groups without members in the partition; only on the first page.
+        missing_rollouts: rollouts without samples, likewise.
+        next_place: the place of the next page in the selection; None: this is the last page.
     """
 
     partition: Partition
@@ -209,11 +226,12 @@ class Page:
     missing_keys: Sequence[str]
     missing_indexes: Indexes
     missing_groups: Sequence[str]
+    missing_rollouts: Sequence[str]
     next_place: int | None
 
     @property
     def next_token(self) -> str:
-        """The token that asks for the page after this one, "" where there is none."""
+        """The token of the next page, or "" on the last page."""
         return "" if self.next_place is None else f"{self.partition.incarnation.hex()}-{self.next_place}"
 
 
@@ -223,20 +241,25 @@ def find_page(
     """Return a page of samples.
 
     Args:
-        catalog: where the partition is.
+        catalog: the catalog of the partition.
         partition_id: the partition.
-        selection: the samples, in all pages the same.
-        size: the most samples of the page; 0: as many as a page has at most.
-        token: that of the page, "" for the first one.
-        missing_ok: whether a partition that is not there has no first page, which is None then.
+        selection: the samples, the same for all pages.
+        size: maximum number of samples on the page; 0: the maximum of any page.
+        token: the token of the page, or "" for the first page.
+        missing_ok: whether to return None for the first page of a partition that does not exist.
 
     Raises:
-        PartitionNotFoundError: the partition is not there.
-        StaleIncarnationError: the partition has been cleared since the page before.
-        InvalidArgumentError: the size, the token or a condition.
+        PartitionNotFoundError: the partition does not exist.
+        StaleIncarnationError: the partition has been cleared since the previous page.
+        InvalidArgumentError: the size, the token or a condition is invalid.
     """
     size = _page_size(size, _MOST_OF_A_PAGE)
-    for name, named in (("keys", selection.keys), ("global_indexes", selection.indexes), ("groups", selection.groups)):
+    for name, named in (
+        ("keys", selection.keys),
+        ("global_indexes", selection.indexes),
+        ("groups", selection.groups),
+        ("rollouts", selection.rollouts),
+    ):
         _check_named(name, len(named))
     incarnation, place = _read_token(token)
     if incarnation and partition_id not in catalog.names():
@@ -251,23 +274,28 @@ def find_page(
     part = selection.part(partition, place, size).first(size)
     part = part.first(fitting_count(partition, part.positions))
     missing_keys, missing_indexes = selection.missing(partition, place, part.next_place)
-    unknown = [] if token else np.flatnonzero(partition.groups.slot_of.find(selection.groups) < 0).tolist()
+    groups = partition.groups
     return Page(
         partition=partition,
         positions=part.positions,
         missing_keys=missing_keys,
         missing_indexes=missing_indexes,
-        missing_groups=[selection.groups[each] for each in unknown],
+        missing_groups=[] if token else _unknown(selection.groups, groups.find(selection.groups)),
+        missing_rollouts=[] if token else _unknown(selection.rollouts, groups.find((), selection.rollouts)),
         next_place=part.next_place,
     )
+
+
+def _unknown(names: Sequence[str], slots: Indexes) -> list[str]:
+    return list(itertools.compress(names, slots < 0))
 
 
 def first_known(
     catalog: Catalog, partition_id: str, incarnation: bytes, rows: Indexes
 ) -> tuple[Partition, Indexes] | None:
-    """Return the partition of some samples, and the first of them: as many as fit on a page.
+    """Return the partition of some samples, and the first of the samples: as many as fit on a page.
 
-    None where the partition, or one of these samples, is not there any more.
+    Return None if the partition, or one of these samples, no longer exists.
     """
     partition = catalog.find(partition_id, incarnation, missing_ok=True)
     if partition is None:
@@ -277,16 +305,17 @@ def first_known(
 
 
 def find_names(names: Iterable[str], *, of: str, size: int, token: str) -> tuple[list[str], str]:
-    """Return a page of names in their order, and the token of the page after it, "" where there is none.
+    """Return a page of names in sorted order, and the token of the next page, or "" on the last page.
 
     Args:
-        names: all of them, in any order.
-        of: which list it is: a token of another one is refused.
-        size: the most names of the page; 0: as many as a page has at most.
-        token: that of the page, "" for the first one: the name that it begins with, or would, behind a checksum.
+        names: all names, in any order.
+        of: name of the list. A token of a different list is refused.
+        size: maximum number of names on the page; 0: the maximum of any page.
+        token: the token of the page, or "" for the first page. It is a checksum and the first name of the page, which
+            need not exist any more.
 
     Raises:
-        InvalidArgumentError: the size, or the token.
+        InvalidArgumentError: the size or the token is invalid.
     """
     size = _page_size(size, _MOST_NAMES_OF_A_PAGE)
     first = token.partition("-")[2]
@@ -297,7 +326,7 @@ def find_names(names: Iterable[str], *, of: str, size: int, token: str) -> tuple
 
 
 def name_token(of: str, name: str) -> str:
-    """Return the token of the page of a list that begins with a name."""
+    """Return the token of the page of a list that starts with a name."""
     return f"{zlib.crc32(f'{of}/{name}'.encode()):08x}-{name}"
 
 
@@ -307,17 +336,17 @@ def _page_size(size: int, most: int) -> int:
 
 
 def _check_named(name: str, count: int) -> None:
-    """Refuse a request that names more than one answer is about."""
+    """Refuse a request that names more samples or groups than one answer may cover."""
     if count > MOST_NAMED:
         raise InvalidArgumentError(
-            f"{name} has {count} of them, at most {MOST_NAMED} expected; ask for them in several calls",
+            f"{name} has {count} entries; expected at most {MOST_NAMED}. Split them over several calls",
             field=name,
             metadata={"got": str(count), "limit": str(MOST_NAMED)},
         )
 
 
 def _read_token(token: str) -> tuple[bytes, int]:
-    """Return the incarnation that a list is of, and where a page of it begins."""
+    """Return the incarnation and the first place of the page, from its token."""
     if not token:
         return b"", 0
     incarnation, _, place = token.partition("-")
@@ -330,16 +359,16 @@ def _read_token(token: str) -> tuple[bytes, int]:
 
 
 def no_page_token(token: str) -> InvalidArgumentError:
-    """Return the error of a token that is none of a list."""
+    """Return the error for a token that does not belong to the list."""
     return InvalidArgumentError(
-        f"page_token is {token[:64]!r}, which is none of this list; send the next_page_token of the page before with "
-        "the other fields as they were, or none for the first page",
+        f"page_token is {token[:64]!r}, which does not belong to this list; send the next_page_token of the previous "
+        "page with the other fields unchanged, or none for the first page",
         field="page_token",
     )
 
 
 def fitting_count(partition: Partition, positions: Indexes) -> int:
-    """Return how many of the first of some samples fit into one answer with what is known of them, at least one."""
+    """Return how many of the first samples fit into one answer with their metadata: at least one."""
     columns = [column for name in partition.meta.names() if (column := partition.meta.read(name, positions))]
     number_count = sum(column.values.dtype.kind != "O" for column in columns)
     count = min(positions.size, _MOST_NUMBERS // max(1, number_count))
@@ -350,6 +379,7 @@ def fitting_count(partition: Partition, positions: Indexes) -> int:
         characters += _lengths(partition.key[positions].tolist())
     if partition.groups.in_use:
         characters += _lengths(partition.groups.names_of(positions))
+        characters += _lengths(partition.groups.rollout_names_of(positions))
     within = int(np.searchsorted(np.cumsum(characters), _MOST_CHARACTERS, side="right"))
     return max(min(count, within), min(1, positions.size))
 
@@ -383,21 +413,21 @@ def locate(
     skip_missing: bool,
     skip_missing_fields: bool,
 ) -> tuple[Indexes, Sequence[str]]:
-    """Return the positions of those samples that have all cells of some fields, and these fields.
+    """Return the positions of the samples that have all cells of some fields, and these fields.
 
     Args:
-        partition: where they are.
+        partition: the partition of the samples.
         names: the fields.
-        indexes: the samples, where they are not named by their keys.
-        keys: theirs.
-        skip_missing: whether samples may be missing, or cells of theirs.
-        skip_missing_fields: whether fields may be missing, and are left out where not all samples have them.
+        indexes: global indexes of the samples, unless they are named by key.
+        keys: keys of the samples.
+        skip_missing: whether to leave out missing samples and samples with missing cells.
+        skip_missing_fields: whether to leave out fields that do not exist or that some samples lack.
 
     Raises:
-        FieldNotFoundError: there is no such field. A field is forgotten with its last cell: samples that have failed or
-            were cleared are named instead.
-        KeyNotFoundError, SampleNotFoundError, CellNotFoundError: something is missing that may not be.
-        InvalidArgumentError: too many are named, or by index and by key.
+        FieldNotFoundError: a field does not exist. A field is forgotten with its last cell, so if samples have failed
+            or were cleared, the error is about these samples instead.
+        KeyNotFoundError, SampleNotFoundError, CellNotFoundError: a required sample or cell is missing.
+        InvalidArgumentError: too many samples are named, or samples are named by index and by key.
     """
     if not skip_missing_fields and (
         unknown := [name for name in names if partition.cells.spec_for_empty_batch(name) is None]
@@ -406,7 +436,7 @@ def locate(
     _check_named("keys", len(keys))
     _check_named("global_indexes", indexes.size)
     if keys and indexes.size:
-        raise InvalidArgumentError("samples are named by index or by key, not by both", field="keys")
+        raise InvalidArgumentError("samples are named both by index and by key; use one of them", field="keys")
     rows = indexes
     if keys:
         known = partition.key_index.positions_of(list(keys))
@@ -435,14 +465,14 @@ def locate(
 
 
 def _missing_cell(partition: Partition, names: Sequence[str], rows: Indexes) -> CellNotFoundError:
-    """Return the error of samples that lack a field; one that has failed, and so never gets it, is named first."""
+    """Return the error for samples that lack a field; a failed sample, which never gets it, is named first."""
     failed = rows[partition.state[partition.table.find(rows)] == FAILED]
     row = (failed if failed.size else rows)[:1]
     position = partition.table.find(row)
     lacking = [name for name in names if not partition.cells.produced([name], position)[0]]
     key = partition.key[position[0]]
     if failed.size:
-        why = ", and gets none: it has failed, so that what is put for it is dropped"
+        why = ", and never will: the sample has failed, so data put for it is dropped"
     else:
         why = f" yet ({rows.size} samples lack a field); a claim waits for it"
     return CellNotFoundError(
@@ -458,21 +488,21 @@ def _missing_cell(partition: Partition, names: Sequence[str], rows: Indexes) -> 
 
 
 class LookupWait:
-    """Waits for one look-up, in a `with`.
+    """Waits for one look-up; a context manager.
 
-    Nothing is polled: it takes note of rows as they are written, and looks at those once they are so many that, if all
-    of them were found, the number would be reached. So a partition that is filled row by row has a few looks at some
-    rows, not one look at all of them for each row. That rows were cleared is found out where the number seems reached.
+    It does not poll. It collects rows as they are written, and checks them once there are enough to reach the number if
+    all of them matched. A partition that is filled row by row therefore gets a few checks of some rows, not one check
+    of all rows per written row. Cleared rows are discounted when the number seems to be reached.
 
     Args:
-        partition: where the samples are.
-        selection: which they are.
-        min_count: how many are waited for.
+        partition: the partition of the samples.
+        selection: the samples to wait for.
+        min_count: the number of samples to wait for.
     """
 
     def __init__(self, partition: Partition, selection: Selection, min_count: int) -> None:
         self._partition = partition
-        # It compares with the versions that are published now, since rows are looked at once.
+        # Conditions use the versions published now, since rows are checked immediately.
         self._selection = selection = replace(selection, where=partition.resolved(selection.where))
         self._min_count = min_count
         self._found: set[int] = set()  # global indexes; some may have been cleared since
@@ -501,10 +531,9 @@ class LookupWait:
         self._is_due.set()
 
     async def until_enough(self, deadline: float) -> bool:
-        """Return True once there are enough samples, or there never will be; False at a time of the event loop.
+        """Wait until there are enough samples or never will be (True), or until a deadline of the loop's clock (False).
 
-        The samples that are stored when it is called are looked at however long that takes, those that are written
-        later until the deadline.
+        Samples stored at the time of the call are checked however long that takes; later ones until the deadline.
 
         Raises:
             TqError: the wait was ended.
@@ -541,14 +570,14 @@ class LookupWait:
 
     @property
     def _is_in_vain(self) -> bool:
-        """Whether there are fewer samples than are waited for, and no others come."""
+        """Whether there are too few samples and no more will come."""
         count = self._partition.table.present_count
         if self._selection.is_named:
             count = min(count, self._selection.named_count)
         return self._partition.sealed and count < self._min_count
 
     def _look(self) -> int:
-        """Look at some rows that were written, the first ones first; return how many."""
+        """Check some written rows, oldest first; return how many."""
         taken: list[Indexes | range] = []
         left = _LOOKED_AT_ONCE
         while self._unseen and left:
@@ -569,7 +598,7 @@ class LookupWait:
         return indexes.size
 
     def _has_enough(self) -> bool:
-        """Whether there are enough samples, whatever is found out of those that were written to since."""
+        """Whether there are enough samples, whatever the result for rows written again since."""
         least = self._min_count + sum(len(rows) for rows in self._unseen if not isinstance(rows, range))
         if len(self._found) >= least:
             self._forget_cleared()
@@ -583,12 +612,12 @@ class LookupWait:
 async def wait_for_samples(
     catalog: Catalog, partition_id: str, selection: Selection, min_count: int, max_wait_seconds: float
 ) -> bool:
-    """Wait for a partition, and until it has so many of some samples; return whether the time was over before.
+    """Wait for a partition, and until it has `min_count` of the selected samples; return whether the wait timed out.
 
-    It also ends where there never will be so many.
+    The wait also ends when the number can no longer be reached.
 
     Raises:
-        PartitionClearedError: the partition was cleared meanwhile.
+        PartitionClearedError: the partition was cleared during the wait.
         UnavailableError: the server is shutting down.
         InvalidArgumentError: a condition does not fit its column.
     """
@@ -607,18 +636,18 @@ async def wait_for_samples(
 
 @dataclass(slots=True)
 class Clearing:
-    """Clears samples in parts; those that are not there are ignored.
+    """Clears samples in parts; missing samples are ignored.
 
-    Whether a sample satisfies the conditions of the selection is decided in the step that clears it.
+    The conditions of the selection are checked for a sample in the step that clears it.
 
     Args:
-        catalog: where their partition is.
+        catalog: the catalog of the partition.
         partition_id: the partition.
-        incarnation: that is meant; empty: whichever there is at the first part.
+        incarnation: its incarnation; empty: the current one at the first part.
         selection: the samples.
-        claim: the leased claim that they are of, all of which it must hold before any is cleared, and those of each
-            part in the step that clears it; None: no claim is asked about.
-        missing_ok: whether there is nothing to clear where the partition is not there, or not any more.
+        claim: the leased claim that the samples belong to. It must hold all of them before any is cleared, and those of
+            each part in the step that clears it. None: no claim is checked.
+        missing_ok: whether a partition that does not exist, or no longer exists, counts as having nothing to clear.
     """
 
     catalog: Catalog
@@ -627,8 +656,8 @@ class Clearing:
     selection: Selection
     claim: LeasedClaim | None = None
     missing_ok: bool = False
-    _place: int | None = 0  # where the next part begins
-    _part: Indexes = field(default_factory=_NONE.copy)  # of it what is still to be cleared
+    _place: int | None = 0  # of the next part
+    _part: Indexes = field(default_factory=_NONE.copy)  # the rest of the current part
     _last: Indexes = field(default_factory=_NONE.copy)
     _done_count: int = 0
 
@@ -648,38 +677,45 @@ class Clearing:
             self._last = self._next_part()
 
     def finish(self) -> int:
-        """Clear the last part; return how many samples were cleared in all."""
+        """Clear the last part and groups without samples; return the total number of cleared samples."""
         self._change()
+        if self.selection.groups and not self.selection.has_conditions:
+            self._remove_groups()
         return self._done_count
+
+    def _remove_groups(self) -> None:
+        """Remove the groups of the selection that never had samples."""
+        if self.catalog.find(self.partition_id, self.incarnation, missing_ok=self.missing_ok) is not None:
+            self.catalog.commit(GroupsRemoved(partition_id=self.partition_id, names=list(self.selection.groups)))
 
     def _change(self) -> None:
         if self._last.size:
             self._done_count += self._commit(self._last)
 
     def _commit(self, rows: Indexes) -> int:
-        """Clear the samples of a part; return how many were there."""
+        """Clear the samples of a part; return how many existed."""
         change = SamplesCleared(partition_id=self.partition_id, global_indexes=rows, claim=self.claim)
         return self.catalog.commit(change) or 0
 
     def _next_part(self) -> Indexes:
-        """Return the next samples, no more than a step may clear."""
+        """Return the next samples, at most as many as one step may clear."""
         partition = self.catalog.find(self.partition_id, self.incarnation, missing_ok=self.missing_ok)
         if partition is None:
             self._place, self._part = None, self._part[:0]
             return self._part
-        self.incarnation = partition.incarnation  # what comes under the name meanwhile is another
+        self.incarnation = partition.incarnation  # a partition created under the name later is a different one
         table = partition.table
         if not self._part.size and self._place is not None:
             part = self.selection.part(partition, self._place, _CLEARED_AT_ONCE).first(_CLEARED_AT_ONCE)
             self._place = part.next_place
-            self._part = np.sort(table.index[part.positions])  # so that those of one put are neighbours
+            self._part = np.sort(table.index[part.positions])  # keeps samples of one put adjacent
         positions = table.find(self._part)
         count = partition.cells.count_of_runs(positions, _PUTS_CLEARED_AT_ONCE)
         taken, positions, self._part = self._part[:count], positions[:count], self._part[count:]
         return self._meant(partition, taken, positions)
 
     def _meant(self, partition: Partition, rows: Indexes, positions: Indexes) -> Indexes:
-        """Return those of some samples, of which -1 is the position of one that is not there, that are meant now."""
+        """Return the rows that are selected now, given their positions (-1 if missing)."""
         if not self.selection.has_conditions:
             return rows
         meant: Indexes = partition.table.index[self.selection.satisfying(partition, positions[positions >= 0])]
@@ -687,16 +723,19 @@ class Clearing:
 
 
 class Failing(Clearing):
-    """Has samples fail in parts; those that are not there, or have failed, are ignored. See `Clearing`."""
+    """Fails samples in parts; missing and failed samples are ignored. See `Clearing`."""
+
+    def _remove_groups(self) -> None:
+        """Keep groups without samples: they have nothing to fail."""
 
     def _commit(self, rows: Indexes) -> int:
-        """Have the samples of a part fail."""
+        """Fail the samples of a part."""
         write = SampleWrite(row_count=rows.size, global_indexes=rows, state=SampleState.FAILED, claim=self.claim)
         self.catalog.commit(SamplesWritten(partition_id=self.partition_id, write=write))
         return rows.size
 
     def _meant(self, partition: Partition, rows: Indexes, positions: Indexes) -> Indexes:
-        """Return those of some samples that are meant now and have not failed."""
+        """Return the rows that are selected now and have not failed."""
         there = self.selection.satisfying(partition, distinct(positions[positions >= 0], partition.table.count))
         meant: Indexes = partition.table.index[there[partition.state[there] != FAILED]]
         return meant

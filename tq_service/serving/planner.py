@@ -1,19 +1,20 @@
-"""Plans the batches of one (partition, task), one at a time, and answers the claims that wait for them.
+"""Plans the batches of one (partition, task), one at a time, and answers the waiting claims.
 
     claim -> recorded before, or planned at once: answered
-          -> waits in the line of the calls that ask alike -> its turn -> planned on the event loop: answered, or a miss
-                                                                       -> planned off the loop, one at a time
+          -> joins the line of claims with the same spec -> its turn -> planned on the event loop: answered, or a miss
+                                                                     -> planned off the loop, one at a time
 
-Lines have their turns in order of arrival, whatever they ask for; one that cannot be served is passed over, and has
-another turn once something has changed. A plan that a sampler cannot make on the event loop in no time is made off the
-loop, for one line at a time; a plan that takes long yields, so that the next one can begin. Commits, status, replays
-and claims that are planned at once never wait for such a plan.
+Lines take turns in order of arrival, whatever they claim. A line that cannot be served is skipped and gets another turn
+after a change. If a sampler cannot plan on the event loop immediately, its plan is made off the loop, for one line at a
+time. A plan that takes long yields, and the next one can start. Commits, status, replays and claims that are planned at
+once never wait for an off-loop plan.
 
-A plan is recorded on the loop in the step in which all its rows are seen to be ready still; one that has lost rows is
-made again. So that a slow sampler is not passed by for ever, the next plan of its line looks past as many ready rows
-as others are likely to take meanwhile, and lines that came later wait for it if its last plan did not take long.
+A plan is recorded on the loop, in the same step that checks that all its rows are still ready. A plan that has lost
+rows is made again. To keep others from overtaking a slow sampler forever, the next plan of its line skips as many
+ready rows as others are likely to take while it runs. Later lines wait for that plan if the line's last plan did not
+take long.
 
-`WaitQueue` has the lines and says which has the next turn; `Planner` looks for their plans and records them.
+`WaitQueue` holds the lines and picks the next one; `Planner` makes their plans and records them.
 """
 
 from __future__ import annotations
@@ -68,37 +69,38 @@ from tq_service.state.plan import (
     Sampler,
     View,
 )
+from tq_service.step_times import StepTimes
 from tq_service.wait_clock import Waiting, WhileWaiting
 
 _STEPS_A_TURN = 16
 _TURN_SECONDS = 0.002
 _ANSWERS_WITHOUT_REST = 128
-_LINES_A_TURN: Final = 16  # of those that are looked through after a change
-_MOST_RANKS: Final = 128  # of which the tokens are kept
+_LINES_A_TURN: Final = 16  # that are examined after a change
+_MOST_RANKS: Final = 128  # whose token counts are kept
 _MOST_BATCHES_A_TURN = 64
-_MOST_PLAN_SECONDS = 0.25  # of a plan off the loop, before others have their turns and the next one may begin
-_CLOSED_AT_ONCE = 1 << 12  # rows that changed, as many as gaps are closed for in a step
-_MOST_BATCHES_AHEAD = 256  # loaders ask for prefetch_factor * num_workers; the batches before it are planned as well
-_RANGE_SECONDS: Final = 0.004  # of the processor, after which a step plans no further batch of a range
+_MOST_PLAN_SECONDS = 0.25  # of a plan off the loop, before other lines get their turns and the next plan may start
+_CLOSED_AT_ONCE = 1 << 12  # changed rows whose gaps one step closes
+_MOST_BATCHES_AHEAD = 256  # loaders claim prefetch_factor * num_workers ahead; all batches before it are planned too
+_RANGE_SECONDS: Final = 0.004  # of CPU time, after which a step plans no further batch of a range
 _RATE_SECONDS: Final = 10.0
-_PINNED_SECONDS: Final = 0.01  # between two looks whether the last reader has unpinned the table
-_FEW_ROWS = 1 << 13  # whose end the event loop looks for by itself
+_PINNED_SECONDS: Final = 0.01  # between checks whether the last reader has unpinned the table
+_FEW_ROWS = 1 << 13  # up to which the event loop itself looks for the end
 
 
 @dataclass(frozen=True, slots=True)
 class NotYet:
-    """Nothing to deliver within the wait; never recorded."""
+    """Nothing to deliver within the wait. Never recorded."""
 
 
 Answer = RankPlan | Claim | EndCounts | NotYet
 
 
 class LoopYielder:
-    """Shares the event loop between thousands of waiting calls, whether they are served or not, and everything else.
+    """Shares the event loop among thousands of waiting calls (served or not) and all other work.
 
-    The loop turns after every few steps, or one that took long. Once many calls were answered it also rests for as long
-    as that took: what costs is sending the answers, and a server that only sends takes up one new call a turn, so that
-    calls pile up.
+    It yields to the loop after every few steps, or after a step that took long. After many answered calls it also
+    pauses for as long as they took. Sending the answers is what costs, and a server that only sends accepts one new
+    call per turn of the loop, so new calls would pile up.
     """
 
     __slots__ = ("_answer_count", "_last", "_step_count")
@@ -108,7 +110,7 @@ class LoopYielder:
         self._last = time.perf_counter()
 
     async def step(self, *, has_answered: bool = True) -> None:
-        """Count a call that was answered, or had its turn without a plan."""
+        """Count a call that was answered, or that had its turn without a plan."""
         self._step_count += 1
         self._answer_count += has_answered
         if self._step_count % _STEPS_A_TURN and time.perf_counter() - self._last < _TURN_SECONDS:
@@ -121,10 +123,10 @@ class LoopYielder:
 
 @dataclass(slots=True, eq=False)
 class Waiter:
-    """One call. Its answer is set once, by whatever comes first: a claim, an error, or the end of its wait.
+    """One call. Its answer is set once, by the first of: a claim, an error, the end of its wait.
 
     Attributes:
-        is_poll: whether the call waits no longer than until it was its turn once.
+        is_poll: whether the call ends after its first turn.
         arrival: its number in the queue.
     """
 
@@ -135,7 +137,7 @@ class Waiter:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether the call has no answer yet and has not been cancelled."""
+        """Whether the call is still unanswered and not cancelled."""
         return not self.answer.done()
 
     @property
@@ -147,7 +149,7 @@ class Waiter:
 
     @property
     def batch_index(self) -> int:
-        """The batch that a rank waits for; -1: it is a queue worker."""
+        """The batch that a rank waits for, or -1 for a queue worker."""
         return self.request.batch_index
 
     def end(self, outcome: Answer | TqError) -> None:
@@ -161,7 +163,7 @@ class Waiter:
 
 
 class LineState(Enum):
-    """What a line waits for.
+    """The event that a line waits for.
 
     PARKED --something has changed--> QUEUED --its turn--> PARKED, or served and QUEUED again
                                                 |must be awaited
@@ -170,23 +172,22 @@ class LineState(Enum):
 
     PARKED = "a change"
     QUEUED = "its turn"
-    HEAVY = "the plan that is made off the event loop to be over, or to have taken long"
+    HEAVY = "the current plan off the event loop to end or to yield"
     PLANNING = "its own plan, which is made off the event loop"
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class Line:
-    """The calls that ask with one spec, in order of arrival: a plan for one is a plan for any of them.
+    """The calls with one spec, in order of arrival. A plan for one of them is a plan for any of them.
 
-    It lasts as long as a call waits in it or a plan is made for it. So what is kept of searches in vain needs no limit
-    of its own: the calls that wait hold their requests anyway, and are counted.
+    A line exists while a call waits in it or a plan is made for it. The record of unsuccessful searches therefore needs
+    no limit: the waiting calls hold their requests anyway, and they are counted.
 
     Attributes:
-        last_miss: why there was no plan when one was last looked for.
-        polls: those of its calls that are polls.
-        is_waited_for: whether lines which came later wait for its next plan off the event loop, since its last one took
-            little time.
-        look_past: ready rows that such a plan leaves to others, who were quicker before.
+        last_miss: why the last search found no plan.
+        polls: its calls that are polls.
+        is_waited_for: whether later lines wait for its next plan off the event loop, because its last one was quick.
+        look_past: number of ready rows that such a plan leaves to others, which were quicker before.
     """
 
     spec: ClaimSpec
@@ -201,27 +202,27 @@ class Line:
         return len(self._waiters)
 
     def __iter__(self) -> Iterator[Waiter]:
-        """Return the calls of this moment."""
+        """Iterate over a snapshot of the calls."""
         return iter(list(self._waiters))
 
     @property
     def is_ranked(self) -> bool:
-        """Whether ranks wait in it, as opposed to queue workers."""
+        """Whether ranks wait in it, rather than queue workers."""
         return self.spec.dp_size is not None
 
     @property
     def order(self) -> float:
-        """Place among the lines: the arrival of its first call."""
+        """Position among the lines: the arrival of its first call."""
         first = self.first()
         return math.inf if first is None else first.arrival
 
     @property
     def batch_index(self) -> int:
-        """The lowest that its ranks wait for."""
+        """The lowest batch index that its ranks wait for."""
         return min((waiter.batch_index for waiter in self._waiters), default=-1)
 
     def first(self) -> Waiter | None:
-        """Return the first that still waits."""
+        """Return the first call that still waits, or None."""
         while self._waiters:
             waiter = next(iter(self._waiters))
             if waiter.is_waiting:
@@ -236,7 +237,7 @@ class Line:
             self.polls[waiter] = None
 
     def remove(self, waiter: Waiter) -> None:
-        """Remove a waiter, if it is there."""
+        """Remove a waiter if it is present."""
         self._waiters.pop(waiter, None)
         self.polls.pop(waiter, None)
 
@@ -248,16 +249,16 @@ class Line:
 
 
 class WaitQueue:
-    """The lines of waiting claims, and which of them has the next turn: in order of arrival of their first calls.
+    """The lines of waiting claims, served in order of arrival of their first calls.
 
-    After a change, which is `is_stale`, lines that it may be of use to are queued again, also those that were passed
-    over before. Where changes come all the time, all lines are looked through once for as many turns as were due at
-    least, so that many lines cost each turn little.
+    After a change (`is_stale`), the lines that it may serve are queued again, including lines skipped before. If
+    changes never stop, one scan of all lines is followed by at least as many turns as were due. The cost per turn
+    therefore stays low with many lines.
 
     Attributes:
-        by_spec: the lines; a call that is answered at once joins none.
-        planning: the line for which a plan is made off the event loop, and not for long yet.
-        is_stale: whether something has changed since all lines were looked through.
+        by_spec: the lines. A call that is answered at once joins none.
+        planning: the line whose plan is being made off the event loop and has not yielded yet.
+        is_stale: whether something has changed since the last scan of all lines.
     """
 
     def __init__(self) -> None:
@@ -273,7 +274,7 @@ class WaitQueue:
         return sum(map(len, self.by_spec.values()))
 
     def __iter__(self) -> Iterator[Waiter]:
-        """Return all waiters of the moment of the call."""
+        """Iterate over a snapshot of all waiters."""
         return iter([waiter for line in self.by_spec.values() for waiter in line])
 
     @property
@@ -282,7 +283,7 @@ class WaitQueue:
         return [line for line in self.by_spec.values() if line.is_ranked]
 
     def join(self, waiter: Waiter, miss: Miss) -> Line:
-        """Add a waiter, for which there was no plan, and return its line."""
+        """Add a waiter without a plan, and return its line."""
         spec = waiter.request.spec
         line = self.by_spec.get(spec)
         if line is None:
@@ -296,26 +297,26 @@ class WaitQueue:
         waiter.arrival = self._last_arrival
 
     def forget_if_unused(self, line: Line) -> None:
-        """Forget a line in which no claim waits and for which no plan is made."""
+        """Remove a line without waiting claims and without a plan in progress."""
         if not line and line.state is not LineState.PLANNING and self.by_spec.get(line.spec) is line:
             del self.by_spec[line.spec]
 
     # Turns
 
     def put(self, line: Line) -> None:
-        """Let a parked line have a turn, unless no claim waits in it."""
+        """Queue a parked line for a turn, unless no claim waits in it."""
         if line.state is LineState.PARKED and line.first() is not None:
             line.state = LineState.QUEUED
             heapq.heappush(self._turns, (line.order, line))
 
     def put_heavy(self, line: Line) -> None:
-        """Let a line have a plan made off the event loop."""
+        """Queue a line for a plan off the event loop."""
         line.state = LineState.HEAVY
         self._heavy[line] = None
 
     @property
     def holder(self) -> Line | None:
-        """The line whose plan those that came later wait for."""
+        """The line whose plan later lines wait for."""
         return self.planning if self.planning is not None and self.planning.is_waited_for else None
 
     @property
@@ -324,7 +325,7 @@ class WaitQueue:
         return bool(self._turns) and (self.holder is None or self._turns[0][0] < self.holder.order)
 
     def next(self, may_be_served: Callable[[Line], bool]) -> Line | None:
-        """Return the line whose turn it is, which is parked then; None if no line has one, and nothing is stale."""
+        """Park and return the line whose turn it is, or None if no line has a turn and nothing is stale."""
         while self.is_stale or self.has_turn:
             if self.is_stale and (self._turns_left <= 0 or not self.has_turn):
                 self.is_stale = False
@@ -339,11 +340,11 @@ class WaitQueue:
                 if line.order <= order:
                     self._turns_left -= 1
                     return line
-                self.put(line)  # those before it have left; claims in other lines may have come first
+                self.put(line)  # its first calls have left, so claims in other lines may have come earlier
         return None
 
     def next_heavy(self) -> Line | None:
-        """Begin to plan for a line off the event loop and return it, None if there is none or one is planned for."""
+        """Return the next line to plan for off the event loop, or None if there is none or a plan is in progress."""
         if self.planning is not None or not self._heavy:
             return None
         line = min(self._heavy, key=lambda each: each.order)
@@ -354,19 +355,19 @@ class WaitQueue:
         return self.planning
 
     def defer(self, line: Line) -> None:
-        """Let all claims that wait now have their turn before a line."""
+        """Move a line behind all claims that wait now."""
         first = line.first()
         if first is not None:
             self._give_number(first)
 
 
 def describe_batch(batch_index: int, plan: RecordedPlan, lengths: Indexes | None) -> RecentBatch:
-    """Return a batch in numbers.
+    """Return the statistics of a batch.
 
     Args:
         batch_index: its number.
-        plan: what was recorded of it.
-        lengths: token counts of `plan.rows` `(n,)`; None: they are not known.
+        plan: its recorded plan.
+        lengths: token counts of `plan.rows` `(n,)`, or None if unknown.
     """
     if lengths is None or not lengths.size:
         return RecentBatch(batch_index=batch_index)
@@ -374,7 +375,7 @@ def describe_batch(batch_index: int, plan: RecordedPlan, lengths: Indexes | None
     tokens, total = np.diff(sums[ends], prepend=0).tolist(), int(sums[-1])
     if plan.steps:
         padding = sum(pack.padding_tokens for steps in plan.steps for packs in steps for pack in packs)
-    else:  # all samples of a micro-batch to the longest of them
+    else:  # the samples of a micro-batch are padded to the longest of them
         largest, ranks = plan.micro_batch_size or max(plan.sizes), zip(plan.sizes, ends, strict=True)
         starts = np.concatenate([np.arange(end - size, end, largest) for size, end in ranks])
         padding = int(np.maximum.reduceat(lengths, starts) @ np.diff(starts, append=lengths.size)) - total
@@ -387,9 +388,9 @@ def describe_batch(batch_index: int, plan: RecordedPlan, lengths: Indexes | None
 
 
 class DeliveryRate:
-    """A sum of deliveries to a task, each of which counts for less as it gets older, by a factor e every 10 seconds.
+    """Delivery rate of a task: a sum whose terms decay by a factor of e every 10 seconds.
 
-    It takes the same memory and time however many there were. Times are in seconds on one clock, and never go back.
+    Memory and time do not depend on the number of deliveries. Times are in seconds of one monotonic clock.
     """
 
     __slots__ = ("_at_seconds", "_count")
@@ -398,12 +399,12 @@ class DeliveryRate:
         self._count = self._at_seconds = 0.0
 
     def add(self, count: int, at_seconds: float) -> None:
-        """Count samples that were delivered."""
+        """Count delivered samples."""
         self._count = self._left(at_seconds) + count
         self._at_seconds = at_seconds
 
     def per_second(self, at_seconds: float) -> float:
-        """Return how many are delivered a second, lately."""
+        """Return the recent number of samples per second."""
         return self._left(at_seconds) / _RATE_SECONDS
 
     def _left(self, at_seconds: float) -> float:
@@ -414,23 +415,23 @@ _log = logging.getLogger(__name__)
 
 
 class RunsPlans(Protocol):
-    """Runs samplers so that one that fails, or hangs, harms its own request only."""
+    """Runs samplers and isolates them: a failing or hanging sampler affects its own request only."""
 
     def length(self, sampler: Sampler) -> LengthSource | None:
-        """Return the length that a sampler needs; raises TqError only."""
+        """Return the length that a sampler needs; raises only TqError."""
         ...
 
     def run_inline(self, sampler: Sampler, view: View, request: PlanRequest) -> Plan | None:
-        """Return a well-formed plan or None, at once.
+        """Return a well-formed plan or None, without waiting.
 
         Raises:
             MustBeAwaited: the sampler does not run on the event loop.
-            TqError: the sampler's fault, or its own.
+            TqError: the sampler failed or raised it itself.
         """
         ...
 
     async def run(self, sampler: Sampler, view: View, request: PlanRequest) -> Plan | None:
-        """Return a well-formed plan or None, off the event loop and within a time limit; raises TqError only."""
+        """Return a well-formed plan or None, off the event loop and within a time limit; raises only TqError."""
         ...
 
 
@@ -439,8 +440,9 @@ class Planner:
 
     Attributes:
         task: its ledger.
-        last_request: the claim that was made last, None where this process has seen none.
+        last_request: the latest claim, or None if this process has seen none.
         deliveries: the rate of samples that this process has delivered.
+        step_times: by rank, how the trainer spent the time of its last steps.
     """
 
     def __init__(
@@ -453,16 +455,16 @@ class Planner:
         group: Callable[[], AbstractContextManager[None]],
         on_batch: Callable[[str, RecentBatch], None],
     ) -> None:
-        """Serve a task from now on.
+        """Start to serve a task.
 
         Args:
-            partition: that of the task.
+            partition: the task's partition.
             task: its ledger.
             runner: runs samplers.
-            commit: makes a change of the partition, given what its `prepare` would return, or None; without effect
-                once the partition was cleared.
-            group: has the changes of a `with` block in one group; see `StateMachine.group`.
-            on_batch: called with the name of the sampler and each batch that was recorded for ranks.
+            commit: applies a change to the partition, given the result of its `prepare`, or None. It has no effect
+                after the partition was cleared.
+            group: puts the changes of a `with` block into one group; see `StateMachine.group`.
+            on_batch: called with the name of the sampler and each batch recorded for ranks.
         """
         self._partition = partition
         self.task = task
@@ -472,36 +474,37 @@ class Planner:
         self._on_batch = on_batch
         self.last_request: ClaimRequest | None = None
         self.deliveries = DeliveryRate()
+        self.step_times: dict[int, StepTimes] = {}
         self._names: dict[str, Any] = {"partition_id": partition.partition_id, "task_name": task.name}
         self._starts = ScanStarts(partition, task.name)
-        self._epoch = task.epoch  # of which calls wait
+        self._epoch = task.epoch  # that the waiting calls are about
         self._queue = WaitQueue()
-        self._to_answer: deque[tuple[Waiter, TqError | None]] = deque()  # calls that may be over, and why
+        self._to_answer: deque[tuple[Waiter, TqError | None]] = deque()  # calls that may be answered, with an error
         self._dispatching: asyncio.Task[None] | None = None
-        self._plans: set[asyncio.Task[Any] | None] = set()  # all that are made off the loop
+        self._plans: set[asyncio.Task[Any] | None] = set()  # all in progress off the loop
         self._gone: Callable[[], TqError] | None = None
 
     @property
     def waiting_count(self) -> int:
-        """Number of calls that wait."""
+        """Number of waiting calls."""
         return len(self._queue)
 
     @property
     def is_idle(self) -> bool:
-        """Whether no call waits, and no plan is made."""
+        """Whether no call waits and no plan is in progress."""
         return not self._queue.by_spec
 
     def close(self) -> None:
-        """Serve no calls any more, while it is idle."""
+        """Stop serving calls. The planner must be idle."""
         self._starts.close()
 
     def waiting_claims(self) -> list[tuple[ClaimRequest, int]]:
-        """Return the first of the claims of each line, and how many wait in it, in order of arrival of the first."""
+        """Return the first claim of each line and the number of claims in the line, in order of arrival."""
         lines = sorted(self._queue.by_spec.values(), key=lambda line: line.order)
         return [(first.request, len(line)) for line in lines if (first := line.first()) is not None]
 
     def compares_with(self, policy: str) -> bool:
-        """Whether a claim waits, or is planned, whose batch depends on the published version of a policy."""
+        """Whether the batch of a waiting or planned claim depends on the published version of a policy."""
         specs, outstanding = self._queue.by_spec, self.task.outstanding
         if specs and outstanding is not None and outstanding.bounds_staleness_by(policy):
             return True
@@ -509,15 +512,15 @@ class Planner:
         return any(published is not None and published.policy == policy for published in conditions)
 
     def wake(self) -> None:
-        """Look at all waiting claims again: something has changed, of which a planner hears while claims wait."""
-        if self._epoch != self.task.epoch:  # calls may mean the epoch before
+        """Examine all waiting claims again after a change. A planner is notified of changes only while claims wait."""
+        if self._epoch != self.task.epoch:  # calls may be for the previous epoch
             self._epoch = self.task.epoch
             self._enqueue_answers(self._queue)
         self._queue.is_stale = True
         self._advance()
 
     def end(self, error: Callable[[], TqError]) -> None:
-        """End all waiting calls, and those to come, with an error."""
+        """End all waiting and future calls with an error."""
         self._gone = error
         for plan in filter(None, self._plans):
             plan.cancel()
@@ -529,7 +532,7 @@ class Planner:
     async def claim(
         self, request: ClaimRequest, max_wait_seconds: float, while_waiting: WhileWaiting = nullcontext
     ) -> Answer:
-        """Return the recorded answer, or wait for one inside `while_waiting()`; `NotYet` when the time is over."""
+        """Return the recorded answer, or wait for one inside `while_waiting()`; `NotYet` on timeout."""
         self.last_request = request
         recorded = self._recorded(request)
         if recorded is not None:
@@ -552,17 +555,16 @@ class Planner:
             return await self._wait(request, found, max_wait_seconds)
 
     def following(self, request: ClaimRequest, *, may_plan: bool) -> list[RankPlan | EndCounts]:
-        """Return the answers of a range behind its first, up to one that is not ready or is refused.
+        """Return the answers of a range after its first, up to the first that is not ready or is refused.
 
-        Where it may be planned, those that can be had in this step of the event loop are planned in it, in one group of
-        changes.
+        If `may_plan`, batches that can be planned in this step of the event loop are planned, in one group of changes.
         """
         if may_plan and self._gone is None and not self._has_turns(request.spec):
             with self._group():
                 self._plan_following(request)
             self._advance()
         answers: list[RankPlan | EndCounts] = []
-        with suppress(TqError):  # of a call for that batch
+        with suppress(TqError):  # a call for that batch gets it
             for each in request.following():
                 answer = self._recorded(each)
                 if isinstance(answer, RankPlan | EndCounts):
@@ -572,31 +574,31 @@ class Planner:
         return answers
 
     def _plan_following(self, request: ClaimRequest) -> None:
-        """Plan the batches of a range behind its first, as far as nothing is to be waited for; within a group."""
+        """Plan the batches of a range after its first, until one would have to be waited for; runs within a group."""
         task, last = self.task, request.batch_index + request.batch_count - 1
-        began_at = time.thread_time()  # a process that has to wait for a processor keeps nobody waiting by planning
+        began_at = time.thread_time()  # CPU time: a process that waits for a CPU delays nobody by planning
         while request.batch_index < (batch_index := task.next_batch_index) <= last and task.end is None:
             try:
                 found = self._find_at_once(request)
                 if not isinstance(found, Planned | EndFound):
                     return
                 self._record(request, found)
-            except TqError:  # of a call for that batch
+            except TqError:  # a call for that batch gets it
                 return
             is_late = time.thread_time() - began_at > _RANGE_SECONDS
             if is_late or task.next_batch_index == batch_index:  # the end, or the partition was cleared
                 return
 
     def _has_turns(self, spec: ClaimSpec) -> bool:
-        """Whether a call must have its turn in a line: others have theirs now, or wait and ask alike.
+        """Whether a call must take its turn in a line, because others have theirs now or wait with the same spec.
 
-        Otherwise all waiting claims wait for a change, so that no turn is taken away.
+        Otherwise all waiting claims wait for a change, so this call cannot take a turn from them.
         """
         is_serving = self._dispatching is not None or self._queue.holder is not None
         return is_serving or spec in self._queue.by_spec
 
     async def _wait(self, request: ClaimRequest, miss: Miss | None, max_wait_seconds: float) -> Answer:
-        """Wait for an answer, given why there is none yet; None: it must be planned off the loop."""
+        """Wait for an answer. `miss` is why there is none yet; None: it must be planned off the loop."""
         loop = asyncio.get_running_loop()
         removed_count = self._partition.table.removed_count
         if self.is_idle:
@@ -619,7 +621,7 @@ class Planner:
                 self.task.check_present(answer.rows)
             if (
                 isinstance(answer, Claim) and answer.lease and self.task.claims.get(answer.request_id) is not answer
-            ):  # it ended after its record was made, in a turn of the loop before this one
+            ):  # the claim ended after it was recorded, in an earlier turn of the loop
                 self.task.recorded(request)  # raises if it was released or has expired
                 raise LeaseExpiredError(
                     f"the lease of this claim of task {self.task.name!r} ended before its answer was sent; ask again "
@@ -636,23 +638,23 @@ class Planner:
                 timer.cancel()
             line.remove(waiter)
             self._forget_if_unused(line)
-            del waiter  # through which an error would hold this frame, and with it the partition
+            del waiter  # else an error would keep this frame alive through it, and with it the partition
 
     def _forget_if_unused(self, line: Line) -> None:
-        """Forget a line that is of no use any more, and hear of no changes without any line."""
+        """Remove a line that is not needed, and stop listening to changes after the last one."""
         self._queue.forget_if_unused(line)
         if self.is_idle:
             self._partition.on_change.discard(self.wake)
 
     def has_planned(self, request: ClaimRequest) -> bool:
-        """Whether the batch that a rank asks for was planned, or none will be any more."""
+        """Whether the batch that a rank claims was planned, or no more batches will be."""
         is_planned = request.rank is not None and request.rank.batch_index < self.task.next_batch_index
         return is_planned or self.task.end is not None
 
     def retract(self, request_id: bytes) -> None:
-        """Release a queue claim whose answer did not reach its client, unless a retry was given the same.
+        """Release a queue claim whose answer did not reach its client, unless a retry got the same answer.
 
-        The client may ask again under the same request_id. A claim with a name stays: others ask for it too.
+        The client may retry under the same request_id. A named claim stays, because others share it.
         """
         claim = self.task.claims.get(request_id)
         if claim is None or claim.name:
@@ -662,16 +664,16 @@ class Planner:
             self._commit(ClaimReleased(**self._names, request_id=request_id, is_final=False), None)
 
     def _recorded(self, request: ClaimRequest) -> RankPlan | Claim | EndCounts | None:
-        """Return the recorded answer of a call, or None; a queue claim counts the calls it answers.
+        """Return the recorded answer of a call, or None. For a queue claim, count the call as answered.
 
         Raises:
-            TqError: the call can have no answer.
+            TqError: the call cannot be answered.
         """
         self.task.check_epoch(request.epoch)
         recorded = self.task.recorded(request)
         most = self.task.next_batch_index + _MOST_BATCHES_AHEAD
         if recorded is None and request.rank is not None and request.rank.batch_index > most:
-            # No rank reaches it by counting, and all batches before it would be planned, and consumed.
+            # No rank gets there by counting, and all batches before it would be planned and consumed.
             raise InvalidArgumentError(
                 f"batch_index is {request.rank.batch_index}; expected at most {most}, which is {_MOST_BATCHES_AHEAD} "
                 f"more than the next batch of task {self.task.name!r} in partition {self._partition.partition_id!r}, "
@@ -686,7 +688,7 @@ class Planner:
     # Turns of lines
 
     def _advance(self) -> None:
-        """Have plans made, on the loop for lines that have a turn, and off the loop for the next that needs it."""
+        """Start plans: on the loop for lines that have a turn, and off the loop for the next line that needs it."""
         queue = self._queue
         if (heavy := queue.next_heavy()) is not None:
             asyncio.get_running_loop().create_task(self._plan_off_loop(heavy))
@@ -714,15 +716,15 @@ class Planner:
             self._dispatching = None
 
     def _may_be_served(self, line: Line) -> bool:
-        """Whether it is worth while to look for a plan."""
+        """Whether a search could find a plan that the last one did not."""
         return not line.last_miss.is_current(self._partition, self.task)
 
     def _enqueue_answers(self, waiters: Iterable[Waiter], error: TqError | None = None) -> None:
-        """Have calls answered, a few at a time: with an error, what is recorded, or why they can have nothing."""
+        """Queue calls for an answer: an error, the recorded answer, or their refusal. A few are answered at a time."""
         self._to_answer.extend((waiter, error) for waiter in waiters)
 
     def _answer(self, waiter: Waiter, error: TqError | None = None) -> bool:
-        """End a call with an error, or what is recorded for it, or its refusal; return whether it is over."""
+        """End a call with an error, its recorded answer, or its refusal; return whether it is over."""
         if self._gone is not None:
             error = self._gone()
         if waiter.is_waiting:
@@ -736,12 +738,12 @@ class Planner:
         return not waiter.is_waiting
 
     def _look(self, line: Line, first: Waiter) -> None:
-        """Give a line its turn: plan for its first call, or have it planned for off the loop."""
+        """Give a line its turn: plan for its first call, on the loop or off it."""
         if self._answer(first):
             self._queue.put(line)
             return
         earlier = line
-        if first.batch_index > self.task.next_batch_index:  # the batches before it are for others to bind, or planned
+        if first.batch_index > self.task.next_batch_index:  # other lines may bind the batches before it
             others = [each for each in self._queue.ranked_lines if each.state is not LineState.PARKED and each.first()]
             earlier = min([line, *others], key=lambda each: each.batch_index)
         if earlier is not line:
@@ -764,22 +766,22 @@ class Planner:
             self._advance()
 
     def _conclude(self, line: Line, first: Waiter, found: Found, polls: Iterable[Waiter]) -> None:
-        """Serve a line with what was found for it, in the step in which it was found, or pass it over.
+        """Serve a line with the result of its search, in the same step of the loop, or skip it.
 
-        A rank may wait for a batch far ahead. So after many batches its line lets others have their turns, and those
-        end that wait no longer than for theirs.
+        A rank may wait for a batch far ahead. After many batches its line therefore lets others take their turns, and
+        its polls end.
 
         Args:
             line: the line.
             first: its first call.
-            found: for it.
-            polls: those of its calls that had come when it was begun to look.
+            found: the result of the search.
+            polls: its polls that had arrived when the search started.
         """
         if isinstance(found, Planned | EndFound):
             try:
                 with self._group():
                     answer = self._record(first.request, found)
-            except TqError as error:  # no slots can be made
+            except TqError as error:  # slots could not be created
                 self._fail(line, error)
                 return
             next_index = self.task.next_batch_index
@@ -792,13 +794,13 @@ class Planner:
             return
         line.last_miss = found
         line.expire(polls)
-        if line.polls:  # which came while the plan was made
+        if line.polls:  # that arrived while the plan was made
             self._queue.put(line)
-        # What has changed while the plan was made is for the next round: the others have their turns before.
+        # Changes during the plan are for the next round: the other lines have their turns first.
         self._queue.is_stale |= self._may_be_served(line)
 
     def _fail(self, line: Line, error: TqError) -> None:
-        """End the first queue worker of a line; of ranks all that wait for the same batch, which would fail alike."""
+        """Fail the first queue worker of a line, or all ranks that wait for the same batch: all would fail alike."""
         first, batch_index = line.first(), line.batch_index
         if line.is_ranked:
             self._enqueue_answers((each for each in line if each.batch_index == batch_index), error)
@@ -811,15 +813,15 @@ class Planner:
         for waiter in waiters:
             waiter.end(InternalError("planning failed; the server's log has the details"))
 
-    # What is recorded
+    # Recording
 
     def _record(self, request: ClaimRequest, found: Planned | EndFound) -> Answer:
-        """Record what was found, with what it evicts, and return what it is for the call that caused it.
+        """Record the result of a search and its evictions; return the answer to the call that caused it.
 
-        It is called in a group. A batch, or the end, is of all ranks: the claims that wait for it are answered, and
-        those that disagree refused.
+        It runs within a group. A batch or an end applies to all ranks: waiting claims for it are answered, and claims
+        that disagree are refused.
         """
-        self._queue.is_stale = True  # the end of others may have come
+        self._queue.is_stale = True  # other lines may be at their end now
         if request.rank is None:
             return self._record_for_worker(request, found)
         task, spec, batch_index, is_end = self.task, request.spec, self.task.next_batch_index, False
@@ -832,12 +834,11 @@ class Planner:
             batch = SamplesClaimed(**self._names, batch_spec=spec.batch_spec, plan=found.plan)
             self._commit(batch, (self._partition, task, found.positions))
             answer = found.plan.part(request.rank.dp_rank)
-            if task.next_batch_index != batch_index:  # else the partition was cleared before
+            if task.next_batch_index != batch_index:  # else the partition was cleared
                 self.deliveries.add(found.plan.rows.size, time.monotonic())
-                is_plain = not (found.plan.is_reusing or found.plan.dropped)
-                positions = found.positions if is_plain else self._partition.table.find(found.plan.rows)
-                described = describe_batch(batch_index, found.plan, found.readiness.known_lengths(positions))
+                described = describe_batch(batch_index, found.plan, found.lengths)
                 if found.readiness.bound is not None:
+                    positions = self._partition.table.find(found.plan.rows)
                     described = replace(described, staleness=found.readiness.bound.staleness_of(positions))
                 task.recent_batches.append(described)
                 self._on_batch(spec.batch_spec.sampler, described)
@@ -848,10 +849,10 @@ class Planner:
         return answer
 
     def _record_for_worker(self, request: ClaimRequest, found: Planned | EndFound) -> Claim | EndCounts:
-        """Record what a queue worker gets; an end is of this one only, or of all that ask under its name.
+        """Record the answer of a queue worker. An end applies to this worker only, or to all with its claim name.
 
         Raises:
-            TqError: slots of prompts cannot be made, so these are not claimed.
+            TqError: slots of prompts could not be created, so the prompts are not claimed.
         """
         name = request.claim_name
         if name:
@@ -872,7 +873,7 @@ class Planner:
                 )
             request.make_slots(found.plan.rows)
         if terms is not None and grouping is not None:
-            terms = replace(terms, group_block_size=grouping.block_size or 0, blocks=grouping.blocks)
+            terms = replace(terms, group_block_size=grouping.code, blocks=grouping.blocks)
         change = SamplesClaimed(
             **self._names,
             request_id=request.request_id,
@@ -888,7 +889,7 @@ class Planner:
         return claim
 
     def _evict(self, request: ClaimRequest, evicted: Evicted | None) -> bool:
-        """Fail or clear what a claim evicts; return whether it did, which it does not once the partition is gone."""
+        """Fail or clear the samples that a claim evicts; return False if there were none or the partition is gone."""
         if evicted is None:
             return False
         spec, bounded = request.batch_spec, self._partition.settings.bounded_admission
@@ -909,33 +910,33 @@ class Planner:
         return self._runner.length(request.sampler)
 
     def _find_at_once(self, request: ClaimRequest) -> Found | None:
-        """Look for a plan, or the end, in this step of the event loop; None: it must be looked for off the loop."""
+        """Look for a plan or the end in this step of the event loop; return None if that must happen off the loop."""
         sampler = request.sampler
         while True:
             search = Search(self._partition, self.task, self._starts, request, self.length(request))
             try:
-                plan = self._runner.run_inline(sampler, search.view, search.wanted)
+                plan = None if search.exceeds_ratio else self._runner.run_inline(sampler, search.view, search.wanted)
                 if plan is None and search.begins_last():
                     plan = self._runner.run_inline(sampler, search.view, search.wanted)
                 search.look_for_evicted()
             except MustBeAwaited:
                 return None
             found = self._keep_groups(search, search.conclude(plan))
-            # Once what it evicts is gone there may be a plan, or the end.
+            # After the evictions there may be a plan, or the end.
             if isinstance(found, Planned) or not self._evict(request, search.evicted):
                 return found
 
     async def _find_off_loop(self, request: ClaimRequest, look_past: int) -> Found:
-        """Look for a plan, or the end, while positions of rows stay as they are.
+        """Look for a plan or the end, while the positions of rows stay fixed.
 
-        There is no await between the check of a plan's rows and the return, so that the caller can record it.
+        There is no await between the check of the plan's rows and the return, so the caller can record the plan.
         """
         sampler = request.sampler
         new_search = partial(Search, self._partition, self.task, self._starts, request, self.length(request))
         look_past *= look_past and new_search().view.scan.has(look_past + request.plan_request.total_size)
         with self._starts.watched() as watch, self._partition.table.pinned():
             search = new_search(watch=watch, look_past=look_past)
-            plan = await self._runner.run(sampler, search.view, search.wanted)
+            plan = None if search.exceeds_ratio else await self._runner.run(sampler, search.view, search.wanted)
             is_small = self._partition.table.count <= _FEW_ROWS
             if plan is None and not look_past:
                 is_last = search.begins_last() if is_small else await asyncio.to_thread(search.begins_last)
@@ -953,16 +954,16 @@ class Planner:
         return NOT_LOOKED
 
     def _keep_groups(self, search: Search, found: Found) -> Found:
-        """Record how the task keeps groups whole, if it did so in another way before; return what was found."""
+        """Record a change in how the task keeps groups complete; return `found`."""
         task, kept = self.task, search.kept_groups
         is_of_use = isinstance(found, Planned | EndFound)
-        # Once it is known, a miss does not change it: two that wait and differ would wake each other for ever.
+        # A miss does not change a recorded way: two waiting claims that differ would wake each other forever.
         if (is_of_use or (task.kept_groups is None and found != NOT_LOOKED)) and kept != task.kept_groups:
             self._commit(GroupsKept(**self._names, kept_groups=kept), (self._partition, task, True))
         return found
 
     async def _plan_off_loop(self, line: Line) -> None:
-        """Plan for a line and record the plan, in one step of the event loop, for the claim that is its first then."""
+        """Plan for a line, and record the plan for its first claim of that moment, in one step of the event loop."""
         loop, task, plan = asyncio.get_running_loop(), self.task, asyncio.current_task()
         self._plans.add(plan)
         timer = loop.call_later(_MOST_PLAN_SECONDS, self._yield_turn, line)
@@ -974,7 +975,7 @@ class Planner:
                 started_at, consumed_count = loop.time(), task.consumed_count
                 if (first := line.first()) is not None and not self._answer(first):
                     found = await self._find_off_loop(first.request, line.look_past)
-                # Twice what others took, so that the next one is not late though it takes longer.
+                # Twice the number others took, to be in time even if the next plan takes longer.
                 line.look_past = 2 * max(0, task.consumed_count - consumed_count)
                 line.is_waited_for = loop.time() - started_at < _MOST_PLAN_SECONDS
             finally:
@@ -991,23 +992,23 @@ class Planner:
         finally:
             self._plans.discard(plan)
             timer.cancel()
-            self._queue.is_stale |= line.is_ranked  # other ranks may have awaited it
+            self._queue.is_stale |= line.is_ranked  # other ranks may have waited for it
             self._forget_if_unused(line)
             self._yield_turn(line)
             self._advance()
 
     def _yield_turn(self, line: Line) -> None:
-        """Have other lines wait no longer for the plan of this one, which may not be over."""
+        """Release other lines from waiting for the plan of this one, which may still be in progress."""
         if self._queue.planning is line:
             self._queue.planning = None
             self._advance()
 
     async def _close_gaps(self) -> None:
-        """Close gaps of the table if these are many, in short steps, once all plans of the partition are over.
+        """Close gaps of the table if there are many, in short steps, after all plans of the partition have ended.
 
-        Else plans that overlap all the time would have the table grow without end. Plans have a time limit.
+        Otherwise plans that always overlap would let the table grow without bound. Plans have a time limit.
         """
         table = self._partition.table
         while table.has_many_gaps:
-            table.close_gaps(_CLOSED_AT_ONCE)  # nothing while it is pinned
+            table.close_gaps(_CLOSED_AT_ONCE)  # has no effect while the table is pinned
             await asyncio.sleep(_PINNED_SECONDS if table.pin_count else 0)

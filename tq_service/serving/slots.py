@@ -1,8 +1,8 @@
-"""Slots: samples that rollout workers are leased before they generate them, alone or with the prompts that they claim.
+"""Slots: samples leased to rollout workers before they are generated, alone or with claimed prompts.
 
-Slots of prompts are made in the step in which these are claimed. A call that waits holds nothing: it waits for prompts
-first, and where there is no capacity for their slots, in the queue of the other partition. Once it has capacity it
-looks for prompts again, and gives the capacity up if others were quicker.
+Slots of prompts are created in the step that claims the prompts. A waiting call holds nothing. It first waits for
+prompts, and if there is no capacity for their slots, in the queue of the other partition. Once it has capacity it looks
+for prompts again, and gives the capacity up if other calls took them.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ from tq_service.wait_clock import WhileWaiting
 
 
 def start_version(catalog: Catalog, partition: Partition, policy: str) -> int | None:
-    """Return the version that slots are stamped with, None where they have none.
+    """Return the version that slots are stamped with, or None if they are not stamped.
 
     Raises:
         PolicyNotFoundError: no version of the policy is published.
-        InvalidArgumentError: the staleness of the partition is counted in versions of another policy.
+        InvalidArgumentError: the staleness limit of the partition counts versions of a different policy.
     """
     bounded = partition.settings.bounded_admission
     if bounded is not None and policy not in {"", bounded.policy}:
         raise InvalidArgumentError(
-            f"policy is {policy!r}, expected {bounded.policy!r}, whose versions the max_staleness of task "
-            f"{bounded.task_name!r} of partition {partition.partition_id!r} counts; leave it out",
+            f"policy is {policy!r}; expected {bounded.policy!r}, whose versions the max_staleness of task "
+            f"{bounded.task_name!r} of partition {partition.partition_id!r} counts. Leave it out",
             field="policy",
         )
     named = policy if bounded is None else bounded.policy
@@ -60,7 +60,7 @@ def make_slots(
     """Add slots and lease them to a worker, within a group of changes.
 
     Raises:
-        TqError: the partition does not take them; it has not changed then, but for a task that it knows now.
+        TqError: the partition refuses them. It is unchanged, except that the task may be new.
     """
     catalog.task(partition, task_name)
     written = catalog.write(partition.partition_id, partition.incarnation, write)
@@ -77,10 +77,10 @@ def make_slots(
 
 
 class PromptClaims:
-    """Serves claims of prompts with their slots, see `Admit`.
+    """Serves claims of prompts together with their slots, see `Admit`.
 
     Args:
-        catalog: has the partitions.
+        catalog: the partitions.
     """
 
     def __init__(self, catalog: Catalog) -> None:
@@ -94,12 +94,12 @@ class PromptClaims:
         max_wait_seconds: float,
         while_waiting: WhileWaiting = nullcontext,
     ) -> Claimed:
-        """Return a claim, of prompts once there is capacity for the slots that it asks for; see `Catalog.claim`.
+        """Return a claim of prompts once there is capacity for the slots it asks for; see `Catalog.claim`.
 
         Raises:
-            PartitionNotFoundError, PolicyNotFoundError: of the slots.
-            AdmissionLimitError, QuotaExceededError: more slots than there may ever be.
-            AlreadyExistsError: there are samples, or a group, of the name of a prompt.
+            PartitionNotFoundError, PolicyNotFoundError: the partition or the policy of the slots does not exist.
+            AdmissionLimitError, QuotaExceededError: more slots than the bounds ever allow.
+            AlreadyExistsError: samples or a group with the name of a prompt exist.
             InvalidArgumentError: a prompt has no key, or both partitions are the same.
         """
         admit, lease = request.spec.admit, request.lease
@@ -107,7 +107,7 @@ class PromptClaims:
             return await self._catalog.claim(partition_id, incarnation, request, max_wait_seconds, while_waiting)
         if admit.partition_id == partition_id:
             raise InvalidArgumentError(
-                f"admit has partition_id {partition_id!r}, expected another partition than that of the prompts",
+                f"admit has partition_id {partition_id!r}, the partition of the prompts; expected a different one",
                 field="admit.partition_id",
             )
         prompts = _Prompts(self._catalog, partition_id, request, admit, lease)
@@ -143,14 +143,14 @@ class PromptClaims:
                 return claimed
 
     def _end(self, partition_id: str, task_name: str) -> Claimed:
-        """Answer a call whose prompts get no slots any more."""
+        """Return the end, for a call whose prompts can no longer get slots."""
         partition = self._catalog.get(partition_id)
         task = self._catalog.task(partition, task_name)
         return Claimed(partition, EndCounts(consumed_count=task.consumed_count, kept_count=task.kept_count))
 
     @contextlib.contextmanager
     def _waiting(self, partition_id: str, request: ClaimRequest) -> Iterator[None]:
-        """Have explanations know of a claim that waits for capacity."""
+        """Make a claim that waits for capacity visible to explanations."""
         waits = self._catalog.capacity_waits
         waits[request.request_id] = partition_id, request
         try:
@@ -161,14 +161,14 @@ class PromptClaims:
 
 
 class _Prompts:
-    """Makes the slots of the prompts of one call.
+    """Creates the slots of the prompts of one call.
 
     Args:
-        catalog: has the partitions.
-        partition_id: that of the prompts.
+        catalog: the partitions.
+        partition_id: the partition of the prompts.
         request: the call.
         admit: the slots that it asks for.
-        lease: that of the prompts.
+        lease: the lease of the prompts.
     """
 
     def __init__(
@@ -191,15 +191,15 @@ class _Prompts:
 
     @property
     def queue(self) -> AdmissionQueue | None:
-        """Where calls wait for capacity for slots, None where nothing bounds them."""
+        """The queue for capacity for slots, or None if the partition is unbounded."""
         return self._catalog.admission_queue(self._slots.partition_id)
 
     def demand(self, prompt_count: int) -> Callable[[], Demand]:
-        """Return what returns the demand of the slots of so many prompts."""
+        """Return a function that computes the demand of the slots of `prompt_count` prompts."""
         return partial(demand_of_slots, self._slots, prompt_count, self._admit.slot_count)
 
     def make(self, rows: Indexes, capacity: WaitingWrite | None = None) -> None:
-        """Make the slots of some prompts; `capacity`: that is held for them."""
+        """Create the slots of some prompts; `capacity`: the capacity held for them, or None."""
         slots, queue = self._slots, self.queue
         write = self._write(slots, rows)
         if queue is not None and (capacity is None or not capacity.has_capacity):
@@ -215,21 +215,21 @@ class _Prompts:
             )
 
     def _write(self, slots: Partition, rows: Indexes) -> SampleWrite:
-        """Return the write that makes the slots of some prompts."""
+        """Return the write that creates the slots of some prompts."""
         prompts, count = self._catalog.get(self._partition_id), self._admit.slot_count
         keys = prompts.key[prompts.positions_of(rows)].tolist()
         if None in keys:
             raise InvalidArgumentError(
-                f"sample {int(rows[keys.index(None)])} of partition {self._partition_id!r} has no key, by which its "
-                f"slots are named; put prompts with keys",
+                f"sample {int(rows[keys.index(None)])} of partition {self._partition_id!r} has no key, after which "
+                f"its slots are named; put prompts with keys",
                 field="admit",
             )
-        known = slots.groups.slot_of.find(keys) if count > 1 else np.zeros(0, np.int64)
+        known = slots.groups.find(keys) if count > 1 else np.zeros(0, np.int64)
         if (known >= 0).any():
             name = keys[int(np.argmax(known >= 0))]
             raise AlreadyExistsError(
-                f"partition {slots.partition_id!r} has a group {name!r}, expected none of the name of a prompt that "
-                f"gets slots; clear its samples first",
+                f"partition {slots.partition_id!r} already has a group {name!r}, the name of a prompt that gets slots; "
+                f"clear the samples of the group first",
                 metadata={"resource_type": "group", "resource_name": name, "partition_id": slots.partition_id},
             )
         return SampleWrite(
@@ -245,10 +245,10 @@ class _Prompts:
 
 
 def admitted_slots(catalog: Catalog, partition: Partition, task_name: str, claim: Claim) -> tuple[Partition, Claim]:
-    """Return the slots that were made with a claim of prompts, and their partition.
+    """Return the slots created with a claim of prompts, and their partition.
 
     Raises:
-        SamplesClearedError: some of them are gone.
+        SamplesClearedError: some of the slots were cleared.
     """
     name = "" if claim.lease is None else claim.lease.shared_with
     slots = catalog.find(name, missing_ok=True)
@@ -256,8 +256,8 @@ def admitted_slots(catalog: Catalog, partition: Partition, task_name: str, claim
     made = None if task is None else task.claims.get(claim.request_id)
     if slots is None or task is None or made is None:
         raise SamplesClearedError(
-            f"the slots of this claim of task {task_name!r} have been cleared since; release its prompts, and ask "
-            f"again under a new request_id",
+            f"the slots of this claim of task {task_name!r} have been cleared; release its prompts, and claim again "
+            f"under a new request_id",
             metadata={
                 "task_name": task_name,
                 "next_batch_index": str(partition.tasks[task_name].next_batch_index),

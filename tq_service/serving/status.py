@@ -1,11 +1,11 @@
-"""The status of partitions and their tasks, as clients see it."""
+"""The status of partitions and their tasks, as shown to clients."""
 
 from __future__ import annotations
 
 import asyncio
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, islice
 from typing import Final
@@ -31,13 +31,14 @@ from tq_service.serving.lookup import check_fields
 from tq_service.state.ledger import TaskLedger
 from tq_service.state.partition import Partition
 from tq_service.state.plan import Indexes
-from tq_service.state.table import DEAD_LETTERED, DROPPED, FAILED, HELD, LIVE, UNCLAIMED
+from tq_service.state.table import DEAD_LETTERED, DROPPED, FAILED, HELD, LIVE, UNCLAIMED, is_open
+from tq_service.step_times import StepTimes
 
 _MOST_DEAD_LETTERED: Final = 100  # named in a status
-_MOST_LEASES: Final = 20  # as above
-_MOST_UNITS: Final = 1_024  # of an answer
-_MOST_CHARACTERS: Final = 1 << 19  # of their names; 2 MiB at most
-_CLAIM_ID_BYTES: Final = 4  # of a request_id: enough to find a claim in the log of calls, not to acknowledge it
+_MOST_LEASES: Final = 20  # listed in a status
+_MOST_UNITS: Final = 1_024  # per answer
+_MOST_CHARACTERS: Final = 1 << 19  # of their names; at most 2 MiB
+_CLAIM_ID_BYTES: Final = 4  # of a request_id: enough to find a claim in the call log, too few to acknowledge it
 
 
 _NOTHING_CONSUMED: Final = ConsumptionStatus(
@@ -46,10 +47,10 @@ _NOTHING_CONSUMED: Final = ConsumptionStatus(
 
 
 def consumption_of(partition: Partition | None, task_name: str, *, missing_ok: bool = False) -> ConsumptionStatus:
-    """Return what a task has consumed, of no partition nothing.
+    """Return how much a task has consumed; without a partition nothing.
 
     Raises:
-        TaskNotFoundError: it is not one of the tasks that were declared; or has not asked yet, unless `missing_ok`.
+        TaskNotFoundError: the task is not declared, or it has not claimed yet and `missing_ok` is false.
     """
     if partition is None:
         return _NOTHING_CONSUMED
@@ -79,7 +80,7 @@ def consumption_of(partition: Partition | None, task_name: str, *, missing_ok: b
 def consumption_states(
     partition: Partition, task_name: str, positions: Indexes, *, missing_ok: bool = False
 ) -> NDArray[np.uint8]:
-    """Return what a task has done with samples `(n,)`, as numbers of `SampleConsumption`.
+    """Return the state of samples for a task `(n,)`, as numbers of `SampleConsumption`.
 
     Raises:
         TaskNotFoundError: see `consumption_of`.
@@ -97,14 +98,14 @@ def consumption_states(
 
 
 def _skipped_count(partition: Partition, task: TaskLedger) -> int:
-    """Return how many samples a task will never get, as far as is known."""
+    """Return how many samples a task will never get, as far as known."""
     if task.end is not None:
         return task.end.skipped_count
     return partition.inserted_count - task.consumed_count - task.backlog
 
 
 def _is_complete(partition: Partition, task: TaskLedger) -> bool:
-    """Return whether nothing is left for a task: where there are rounds, of those that have begun."""
+    """Return whether nothing is left for a task; with rounds, nothing of the rounds that have begun."""
     if task.end is None:
         return partition.is_whole and task.backlog == 0 and task.leased_count == 0
     known_count = task.end.consumed_count + task.end.skipped_count
@@ -112,11 +113,11 @@ def _is_complete(partition: Partition, task: TaskLedger) -> bool:
 
 
 def production_of(partition: Partition | None, names: Sequence[str], *, missing_ok: bool = False) -> ProductionStatus:
-    """Return how many samples have all of some fields, of no partition none.
+    """Return how many samples have all of the named fields; without a partition 0.
 
     Raises:
         InvalidArgumentError: no field is named.
-        FieldNotFoundError: the partition has not all of them, unless `missing_ok`.
+        FieldNotFoundError: the partition lacks one of the fields and `missing_ok` is false.
     """
     if not names:
         raise InvalidArgumentError("data_fields is empty; name at least one field", field="data_fields")
@@ -127,17 +128,19 @@ def production_of(partition: Partition | None, names: Sequence[str], *, missing_
     fields = [partition.cells.fields[name] for name in names if name in partition.cells.fields]
     if len(fields) < len(names):
         produced = 0
-    elif len(fields) == 1:  # counted as they are written
-        produced = fields[0].produced_count
+    elif len(fields) == 1:  # counted on write
+        produced = fields[0].row_count
     else:
-        produced = int(np.count_nonzero(partition.cells.produced(names, partition.table.present_positions())))
+        positions = partition.table.present_positions()
+        is_produced = partition.cells.produced(names, positions) & is_open(partition.state[positions])
+        produced = int(np.count_nonzero(is_produced))
     total = partition.open_count
     is_complete = partition.is_whole and produced == total
     return ProductionStatus(produced_count=produced, total_count=total, complete=is_complete)
 
 
 def summary_of(partition: Partition) -> PartitionSummary:
-    """Return a partition in short."""
+    """Return the summary of a partition."""
     return PartitionSummary(
         partition_id=partition.partition_id,
         incarnation=partition.incarnation,
@@ -148,9 +151,9 @@ def summary_of(partition: Partition) -> PartitionSummary:
 
 
 def description_of(catalog: Catalog, backlogs: Backlogs, partition: Partition) -> PartitionDescription:
-    """Return a partition with its fields and tasks, all of one moment.
+    """Return a partition with its fields and tasks, consistent at one moment.
 
-    But for the versions, which are those that were last seen (`Backlogs.refresh`).
+    Versions are the exception: they are those last seen by `Backlogs.refresh`.
     """
     with_versions = {task for _, task in tasks_with_versions(partition)}
     return PartitionDescription(
@@ -160,9 +163,9 @@ def description_of(catalog: Catalog, backlogs: Backlogs, partition: Partition) -
         held_count=partition.state_counts[HELD],
         failed_count=partition.state_counts[FAILED],
         group_count=len(partition.groups),
+        rollout_count=partition.groups.rollout_count,
         fields=tuple(
-            FieldStatus(spec=field.spec, produced_count=field.produced_count)
-            for field in partition.cells.fields.values()
+            FieldStatus(spec=field.spec, produced_count=field.row_count) for field in partition.cells.fields.values()
         ),
         tasks=tuple(
             status_of(
@@ -181,6 +184,9 @@ def description_of(catalog: Catalog, backlogs: Backlogs, partition: Partition) -
         waiting_put_count=catalog.waiting_put_count(partition.partition_id),
         declared_tasks=partition.settings.tasks,
         samples_per_round=partition.settings.samples_per_round,
+        release=partition.settings.release,
+        released_count=partition.released_count,
+        expired_count=partition.expired_count,
         revision=catalog.history.revision(),
     )
 
@@ -193,13 +199,13 @@ def status_of(
     backlog: Backlog = NO_BACKLOG,
     leases: tuple[ClaimLease, ...] = (),
 ) -> TaskStatus:
-    """Return a task of a partition.
+    """Return the status of a task.
 
     Args:
-        catalog: has the partition.
-        partition: has the task.
+        catalog: the catalog of the partition.
+        partition: the partition of the task.
         task: its ledger.
-        backlog: what was last seen of the versions of its samples.
+        backlog: the versions of its samples, as last seen.
         leases: the first of its claims that lease samples.
     """
     dead_lettered = partition.table.index[task.dead_lettered()[:_MOST_DEAD_LETTERED]]
@@ -231,14 +237,22 @@ def status_of(
         unmatched_count=task.unmatched_count,
         too_small_count=task.too_small_count,
         late_count=task.late_count,
+        overflow_count=task.overflow_count,
+        delivered_count=task.delivered_count,
         refilled_count=task.refilled_count,
         waiting_count=catalog.waiting_count(partition, task.name),
         delivered_per_second=rate,
+        step_times=None if planner is None else _step_times(planner.step_times, task.dp_size or 0),
     )
 
 
+def _step_times(by_rank: Mapping[int, StepTimes], dp_size: int) -> StepTimes | None:
+    """Return the sum of the times of the current ranks; earlier, there may have been more ranks."""
+    return StepTimes.sum(times for rank, times in by_rank.items() if rank < dp_size)
+
+
 def evicted_by(task: TaskLedger, after: int, limit: int) -> EvictedUnits:
-    """Return the first units that claims of a task have evicted behind a serial, as many as fit into an answer.
+    """Return the first units after a serial that claims of a task have evicted, as many as fit into an answer.
 
     Raises:
         InvalidArgumentError: a number is out of its range.
@@ -253,11 +267,11 @@ def evicted_by(task: TaskLedger, after: int, limit: int) -> EvictedUnits:
 
 
 def _leases_of(task: TaskLedger) -> tuple[ClaimLease, ...]:
-    """Return the claims of a task that lease samples, those first that have for longest."""
+    """Return the claims of a task that lease samples, oldest first."""
     now, leases = asyncio.get_running_loop().time(), list[ClaimLease]()
     for claim in islice(task.leases.values(), _MOST_LEASES):
         ago, left = now - claim.delivered_at, claim.deadline - now
-        if not math.isfinite(claim.deadline):  # the service is ending, and leases begin again with the next one
+        if not math.isfinite(claim.deadline):  # the service is shutting down; its successor restarts the leases
             ago, left = 0.0, 0.0 if claim.lease is None else claim.lease.seconds
         leases.append(
             ClaimLease(

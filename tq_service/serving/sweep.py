@@ -1,8 +1,7 @@
-"""Passes over the rows of a partition for those who ask about all of them, in slices, with turns for others between.
+"""Sweeps over the rows of a partition for questions about all rows, in slices, between which other work runs.
 
-What is asked together is asked of the same slices. Nothing is pinned: rows may be added, removed and moved between two
-slices, so what is counted is of the moments at which the slices were looked at. No row that stays is missed, or met
-twice.
+Questions asked together share the slices. Nothing is pinned: rows may be added, removed and moved between two slices,
+so counts are as of the time of each slice. A row that stays is neither missed nor counted twice.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ from typing import Final, Protocol
 from tq_service.state.table import RowTable
 
 _SLICE_SECONDS: Final = 0.001
-_SLICE_ROWS: Final = 1 << 14  # that one question is asked of at once
+_SLICE_ROWS: Final = 1 << 14  # for one question of cost 1
 _LEAST_ROWS: Final = 1 << 10
 
 
 class Slices:
-    """Gives everything else on the event loop its turn about once a millisecond."""
+    """Yields to the event loop about once a millisecond."""
 
     __slots__ = ("_began_at",)
 
@@ -28,28 +27,28 @@ class Slices:
         self._began_at = time.perf_counter()
 
     async def turn(self) -> None:
-        """End the slice where it has lasted long enough; called after each small piece of work."""
+        """End the slice if it has lasted long enough; call this after each small piece of work."""
         if time.perf_counter() - self._began_at >= _SLICE_SECONDS:
             await asyncio.sleep(0)
             self._began_at = time.perf_counter()
 
 
 class Question(Protocol):
-    """Something that is asked of rows.
+    """A question about rows.
 
     Attributes:
-        cost: how long it takes, as a multiple of what most take: conditions on text take 0.1 us a row.
+        cost: duration relative to most questions: conditions on text take 0.1 us per row.
     """
 
     cost: int
 
     def look(self, rows: slice) -> None:
-        """Look at the rows of a slice, as they are now."""
+        """Examine the rows of a slice, as they are now."""
         ...
 
 
 async def sweep(table: RowTable, questions: Sequence[Question], slices: Slices) -> float:
-    """Ask questions of all rows; return for how many seconds the event loop was used."""
+    """Ask questions about all rows; return the seconds of event loop time used."""
     used_seconds = 0.0
     size = max(_LEAST_ROWS, _SLICE_ROWS // max(1, sum(question.cost for question in questions)))
     for rows in table.slices(size) if questions else ():

@@ -19,7 +19,7 @@ Enders: TypeAlias = set[Callable[[Callable[[], TqError]], None]]
 
 @dataclass(slots=True, eq=False)
 class VersionWait:
-    """One call.
+    """One waiting call.
 
     Attributes:
         at_least: the version that it waits for.
@@ -29,7 +29,7 @@ class VersionWait:
     reached: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
     def end(self, error: Callable[[], TqError]) -> None:
-        """End it with an error, unless it is over."""
+        """End it with an error, unless it has ended."""
         if not self.reached.done():
             self.reached.set_exception(error())
 
@@ -38,30 +38,30 @@ class VersionWaits:
     """The calls that wait for versions. Confined to one event loop.
 
     Args:
-        policies: the published versions; `wake` is called when one of them has changed.
+        policies: the published versions. `wake` must be called after each change of one.
     """
 
     def __init__(self, policies: Policies) -> None:
         self._policies = policies
         self._waiting: dict[str, dict[VersionWait, None]] = {}  # by policy
-        self._claims: dict[Partition, dict[VersionWait, ClaimRequest]] = {}  # those of them that claim
+        self._claims: dict[Partition, dict[VersionWait, ClaimRequest]] = {}  # the claims among the calls
         self._end_error: Callable[[], TqError] | None = None
 
     def wake(self, policy: str) -> None:
-        """End the waits for the version that a policy has now, and for lower ones."""
+        """End the waits for versions up to the published one."""
         for wait in self._waiting.get(policy, ()):
             if self.is_published(policy, wait.at_least) and not wait.reached.done():
                 wait.reached.set_result(None)
 
     def end(self, error: Callable[[], TqError]) -> None:
-        """End all waits, and those to come, with an error."""
+        """End all current and future waits with an error."""
         self._end_error = error
         for waits in self._waiting.values():
             for wait in waits:
                 wait.end(error)
 
     def is_published(self, policy: str, at_least: int) -> bool:
-        """Whether a version of a policy, or a later one, is published."""
+        """Whether a policy has published this or a later version."""
         known = self._policies.get(policy)
         return known is not None and known.version >= at_least
 
@@ -79,15 +79,15 @@ class VersionWaits:
         claim: tuple[Partition, ClaimRequest] | None = None,
         enders: Enders | None = None,
     ) -> Policy | None:
-        """Return a policy once a version of it is published, or as it is at a deadline; None if it has no version.
+        """Return a policy once this version or a later one is published, or its state at the deadline (None: unknown).
 
         Args:
             policy: its name.
             at_least: the version.
-            deadline: by the clock of the event loop.
-            while_waiting: held while the call waits.
-            claim: what the call claims then, and of which partition; None: it only asks for the version.
-            enders: what ends the wait with an error while it lasts.
+            deadline: time on the clock of the event loop.
+            while_waiting: context held while the call waits.
+            claim: the waiting claim and its partition; None: the call is not a claim.
+            enders: set to which the function that ends this wait with an error is added while it lasts.
 
         Raises:
             TqError: the wait was ended.
@@ -119,7 +119,7 @@ class VersionWaits:
 
 
 def _remove(waits_by: dict[Any, dict[VersionWait, Any]], key: object, wait: VersionWait) -> None:
-    """Remove a wait, and what is kept for its policy or partition with the last one."""
+    """Remove a wait, and the entry of its policy or partition after the last one."""
     del waits_by[key][wait]
     if not waits_by[key]:
         del waits_by[key]

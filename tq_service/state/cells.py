@@ -1,13 +1,17 @@
-"""The columns of a partition: its fields, the puts that hold their cells and which row holds each, and custom_meta.
+"""The columns of a partition: its fields, the put and row that hold each cell, and custom_meta.
 
-The values of fields are in storage services, located by cells; those of custom_meta columns are here. A cell is a row
-of a put, or, once it has grown, several: see `extents.py`.
+Values of fields are in storage services, located by cells; values of custom_meta columns are here. A cell is one row of
+a put, or several rows once it has grown: see `extents.py`.
+
+The cells of a field are in the table of their owners: rows or, if the samples of a group share the field, group slots.
+A row finds its cell of a shared field by its group, so a row that joins a group has the cell at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
@@ -16,14 +20,24 @@ from numpy.typing import NDArray
 from tq_service.custom_meta import DTYPES, KIND_NAMES, MetaColumn, fitted
 from tq_service.errors import FieldMismatchError, InvalidArgumentError
 from tq_service.results import MetaColumnStatus
-from tq_service.schema import LARGEST_EXACT, Encoding, FieldSpec, Layout
+from tq_service.schema import LARGEST_EXACT, Encoding, FieldScope, FieldSpec, Layout
 from tq_service.state.extents import Extents, ExtentTable, plain
+from tq_service.state.groups import GroupTable
 from tq_service.state.plan import Condition, Indexes
-from tq_service.state.table import Column, ColumnSnapshot, NewColumn, RowTable, SlotTable, TableSnapshot, as_slice
+from tq_service.state.table import (
+    Column,
+    ColumnSnapshot,
+    NewColumn,
+    RowTable,
+    SlotTable,
+    Table,
+    TableSnapshot,
+    as_slice,
+)
 
 NOT_PRODUCED = -1
 CELL_COLUMN = "cell/"  # prefix of the names of columns with the cells of a field
-_SLOT_SHIFT = 32  # a cell is (slot of its put << 32 | row in the put), so that neighbours in a put differ by 1
+_SLOT_SHIFT = 32  # a cell is (slot of its put << 32 | row in the put), so neighbours in a put differ by 1
 _ROW_MASK = (1 << _SLOT_SHIFT) - 1
 _ROW_BYTES = 8
 _MOST_FORMER_SPECS = 1024
@@ -33,7 +47,7 @@ _FILLS: dict[str, Any] = {"i": 0, "f": 0.0, "b": False, "O": None}
 
 
 class Put(NamedTuple):
-    """A put, named with the instance of the storage service that took it."""
+    """A put, identified together with the instance of the storage service that took it."""
 
     storage_id: str
     boot_id: bytes
@@ -46,7 +60,7 @@ class ColumnWrite:
 
     Attributes:
         spec: dtype, layout and row shape of the column.
-        extents: size of each row in each ragged dimension of `spec` `(n, ragged dims)`; None where it is not jagged.
+        extents: size of each row in each ragged dimension of `spec` `(n, ragged dims)`; None if it is not jagged.
         value_bytes: bytes of its values, all rows together.
     """
 
@@ -56,7 +70,7 @@ class ColumnWrite:
 
     @property
     def fitting_shape(self) -> tuple[int, ...]:
-        """The row shape with -1 only where rows of this put differ: rows of one size fit a field of that size."""
+        """The row shape with -1 only in dimensions that vary within this put: rows of one size fit that size."""
         shape = list(self.spec.row_shape or ())
         if self.extents is not None and self.extents.size:
             for column, dim in enumerate(self.spec.ragged_dims):
@@ -66,14 +80,14 @@ class ColumnWrite:
         return tuple(shape)
 
     def sizes(self, dim: int) -> Indexes | int:
-        """Return the size of the rows in one dimension: of each `(n,)`, or of all."""
+        """Return the size of the rows in one dimension: one per row `(n,)`, or one for all."""
         if self.extents is not None and dim in self.spec.ragged_dims:
             return self.extents[:, self.spec.ragged_dims.index(dim)]
         return (self.spec.row_shape or ())[dim]
 
 
 def cells_of(slot: int, row_count: int) -> Indexes:
-    """Return the cells that the rows of a put are."""
+    """Return the cells for the rows of a put."""
     first = slot << _SLOT_SHIFT
     return np.arange(first, first + row_count)
 
@@ -88,8 +102,9 @@ class CellRuns:
     """Cells of fields that were put together, as runs of neighbouring rows in the order of the samples.
 
     Attributes:
-        extent_counts: where cells have grown, of how many rows each cell is.
-        extent_lengths: how much of each of these rows belongs to its cell, `WHOLE_EXTENT`: all of it.
+        extent_counts: if cells have grown, the number of rows of each cell.
+        extent_lengths: length of the part of each of these rows that belongs to its cell, or `WHOLE_EXTENT`.
+        sample_counts: for fields shared by groups, the number of consecutive samples that have each row as their cell.
     """
 
     field_names: tuple[str, ...]
@@ -99,11 +114,12 @@ class CellRuns:
     row_counts: Sequence[int]
     extent_counts: Sequence[int] = ()
     extent_lengths: Sequence[int] = ()
+    sample_counts: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CellSet:
-    """Cells of one put; its rows in ascending order, or None: all that it was made with."""
+    """Cells of one put; its rows in ascending order, or None for all original cells of the put."""
 
     put: Put
     field_names: tuple[str, ...] = ()
@@ -111,7 +127,7 @@ class CellSet:
 
 
 Freed: TypeAlias = CellSet | Put
-"""Cells that no sample has any more; a put is all of its cells, since those of a large partition are named at once."""
+"""Cells that no sample has any more. A `Put` means all of its cells: those of a large partition are freed at once."""
 
 
 def freed_cells(freed: Freed) -> CellSet:
@@ -121,35 +137,37 @@ def freed_cells(freed: Freed) -> CellSet:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CellsSnapshot:
-    """Which cells samples had at one moment: the puts, by field the cells of all rows, and extents of grown ones."""
+    """The cells at one moment: the puts, all cells by field, and the extents of grown ones."""
 
     puts: TableSnapshot
     cells: Mapping[str, ColumnSnapshot]
     extents: TableSnapshot
 
-    @classmethod
-    def of(cls, rows: TableSnapshot, puts: TableSnapshot, extents: TableSnapshot) -> CellsSnapshot:
-        """Return the cells of a partition by the snapshots of its rows, puts and extents."""
-        cells = {
-            name.removeprefix(CELL_COLUMN): column
-            for name, column in rows.columns.items()
-            if name.startswith(CELL_COLUMN)
-        }
-        return cls(puts=puts, cells=cells, extents=extents)
+
+def cell_columns(table: TableSnapshot) -> dict[str, ColumnSnapshot]:
+    """Return the cell columns of a table, of rows or groups, by field."""
+    columns = table.columns.items()
+    return {name.removeprefix(CELL_COLUMN): column for name, column in columns if name.startswith(CELL_COLUMN)}
 
 
 class Field:
-    """A column of the partition: which put and which row of it holds each cell, as one number of both.
+    """A column of the partition; the number of a cell combines its put and its row in the put.
+
+    Args:
+        spec: initial spec.
+        table: the table with its cells: the rows, addressed by position.
 
     Attributes:
-        spec: what holds of all cells, and of a field without any what is declared.
-        length: size of each cell in the first dimension in which cells differ; None while they do not.
+        is_shared: whether the cells belong to groups.
+        spec: spec that all cells satisfy; the declared one if no cell exists.
+        length: size of each cell in the first dimension that varies between cells; None while none varies.
         produced_count: number of its cells.
     """
 
     __slots__ = ("_table", "cell", "length", "produced_count", "spec")
+    is_shared = False
 
-    def __init__(self, spec: FieldSpec, table: RowTable) -> None:
+    def __init__(self, spec: FieldSpec, table: Table) -> None:
         self._table = table
         self.cell: Column = table.column(*_cell_column(spec.name))
         self.length: Column | None = None
@@ -159,32 +177,78 @@ class Field:
 
     @property
     def has_lengths(self) -> bool:
-        """Whether there are cells with a length: of tensors other than scalars."""
+        """Whether it has cells with a length, which are tensors other than scalars."""
         return self.produced_count > 0 and bool(self.spec.row_shape)
 
-    def lengths(self, rows: slice | Indexes) -> Indexes:
-        """Return the sizes of cells in the first dimension in which they differ, or in the first where none does.
+    @property
+    def row_count(self) -> int:
+        """Number of rows with a cell."""
+        return self.produced_count
 
-        -1 where there is no cell, or cells are scalars or objects. Another thread may ask.
+    def cells_of(self, rows: slice | Indexes) -> Indexes:
+        """Return the cells of rows `(n,)`, `NOT_PRODUCED` for rows without one. Can be called on any thread."""
+        cells: Indexes = self.cell.data[rows]
+        return cells
+
+    def snapshot(self) -> ColumnSnapshot:
+        """Return all cells as they are now."""
+        return self.cell.snapshot(self._table.count)
+
+    def lengths(self, rows: slice | Indexes) -> Indexes:
+        """Return the sizes of cells in the first dimension that varies between cells, or in dimension 0 if none does.
+
+        The size is -1 for missing cells, scalars and objects. Can be called on any thread.
         """
-        spec, length = self.spec, self.length  # in this order: `widen` writes them in the other one
+        spec, length = self.spec, self.length  # in this order: `widen` writes them in reverse order
         is_there = self.cell[rows] >= 0
         if spec.ragged_dims:
             return np.where(is_there, -1 if length is None else length[rows], -1)
         return np.where(is_there, (spec.row_shape or (-1,))[0], -1)
 
     def widen(self, spec: FieldSpec) -> None:
-        """Have another spec of the same name, which fits the present cells, too."""
+        """Set another spec of the same name that also fits the present cells."""
         known, first = self.spec, spec.ragged_dims[:1]
         if first and self.length is None:
             self.length = self._table.column(*_length_column(spec.name))
         if self.length is not None and self.produced_count and first != known.ragged_dims[:1]:
-            # No cell differs in this dimension so far, or it would have been the first one.
+            # All cells have the same size in this dimension so far, or it would have been the first ragged one.
             self.length.write(slice(0, self._table.count), (known.row_shape or ())[first[0]])
         self.spec = spec
         if not first and self.length is not None:
             self.length = None
             self._table.remove_column(_length_column(spec.name)[0])
+
+
+class SharedField(Field):
+    """A column with one cell per group, shared by its samples; writes address group slots instead of rows.
+
+    Args:
+        spec: initial spec.
+        groups: groups of the partition.
+    """
+
+    __slots__ = ("_groups",)
+    is_shared = True
+
+    def __init__(self, spec: FieldSpec, groups: GroupTable) -> None:
+        super().__init__(spec, groups.slots)
+        self._groups = groups
+
+    @property
+    def row_count(self) -> int:
+        """Number of rows whose group has a cell, without failed rows."""
+        groups, slots = self._groups, np.flatnonzero(self.cell[: self._groups.slots.count] >= 0)
+        return int((groups.members[slots] - groups.cleared[slots] - groups.failed[slots]).sum())
+
+    def cells_of(self, rows: slice | Indexes) -> Indexes:
+        """Return the cells of the rows' groups `(n,)`, `NOT_PRODUCED` if missing. Can be called on any thread."""
+        slots = self._groups.of_rows[rows]
+        return np.where(slots < 0, NOT_PRODUCED, self.cell.data[slots])
+
+    def lengths(self, rows: slice | Indexes) -> Indexes:
+        """Return the sizes of the cells of the groups of rows, see `Field.lengths`."""
+        slots = self._groups.of_rows[rows]
+        return np.where(slots < 0, -1, super().lengths(slots))
 
 
 def _cell_column(name: str) -> NewColumn:
@@ -196,30 +260,42 @@ def _length_column(name: str) -> NewColumn:
 
 
 class CellTable:
-    """The fields of a partition and where their cells are.
+    """The fields of a partition and the locations of their cells.
 
-    A field is there while it has cells, or is declared. With its last cell it forgets all that puts have made of it.
+    A field exists while it has cells or is declared. With its last cell it loses everything that it took from puts.
 
     Args:
         table: the rows.
-        declared: fields that are there from the start.
-        default_layout: of fields that are not declared, or without a layout.
+        declared: fields that exist from the start.
+        default_layout: layout of fields that are not declared, or declared without one.
+        groups: groups of the rows; they have the cells of fields declared with the scope "group".
 
     Attributes:
-        fields: by name.
-        extents: of cells that have grown.
-        write_once: names of those whose cells take one value only.
-        former_specs: what fields were that forgot it, the last ones of them. An empty batch of a claim is described by
-            them, which a rank may ask for once the samples of the others are cleared.
+        fields: fields by name.
+        extents: extents of grown cells.
+        write_once: names of fields whose cells can be written only once.
+        shared: names of fields whose cells belong to groups; all are declared.
+        former_specs: last specs of fields that lost all cells; the oldest are dropped. They describe the empty batch
+            that a rank may request after the samples of the other ranks were cleared.
     """
 
-    __slots__ = ("_declared", "_default_layout", "_table", "extents", "fields", "former_specs", "puts", "write_once")
+    __slots__ = (
+        "_declared", "_default_layout", "_groups", "_table", "extents", "fields", "former_specs", "puts", "shared",
+        "write_once",
+    )  # fmt: skip
 
     def __init__(
-        self, table: RowTable, declared: Iterable[FieldSpec] = (), default_layout: Layout = Layout.AUTO
+        self,
+        table: RowTable,
+        declared: Iterable[FieldSpec] = (),
+        default_layout: Layout = Layout.AUTO,
+        *,
+        groups: GroupTable,
     ) -> None:
         self._table = table
+        self._groups = groups
         self._declared = {spec.name: spec for spec in declared}
+        self.shared = frozenset(spec.name for spec in self._declared.values() if spec.scope is FieldScope.GROUP)
         self.write_once = frozenset(spec.name for spec in self._declared.values() if spec.write_once)
         self._default_layout = default_layout
         self.puts = PutTable()
@@ -231,40 +307,41 @@ class CellTable:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of the values of all cells; where a part of a put is freed, its share by number of cells."""
+        """Bytes of the values of all cells; freeing part of a put subtracts a share by number of cells."""
         return self.puts.used_bytes
 
     def snapshot(self) -> CellsSnapshot:
-        """Return which cells samples have now, for `live_cells`."""
-        count = self._table.count
-        cells = {name: field.cell.snapshot(count) for name, field in self.fields.items()}
+        """Return the current cells of samples, for `live_cells`."""
+        cells = {name: field.snapshot() for name, field in self.fields.items()}
         return CellsSnapshot(puts=self.puts.snapshot(), cells=cells, extents=self.extents.snapshot())
 
     def rebuild(self) -> None:
-        """Find out what follows from restored columns."""
+        """Derive the other state from restored columns."""
         self.puts.rebuild()
         self.extents.rebuild()
         for field in self.fields.values():
             field.produced_count = int(np.count_nonzero(field.cell.data >= 0))
 
     def declare(self, spec: FieldSpec) -> Field:
-        """Return the field of a spec, which is new or takes it."""
+        """Return the field for a spec: a new one, or the existing one widened to it."""
         field = self.fields.get(spec.name)
         if field is None:
-            field = self.fields[spec.name] = Field(spec, self._table)
+            is_shared = spec.scope is FieldScope.GROUP
+            field = SharedField(spec, self._groups) if is_shared else Field(spec, self._table)
+            self.fields[spec.name] = field
         elif field.spec != spec:
             field.widen(spec)
         return field
 
     def spec_for_empty_batch(self, name: str) -> FieldSpec | None:
-        """Return the spec of a field in an empty batch, its present or last one; None if it is unknown."""
+        """Return the spec of a field in an empty batch, its last or present one; None if unknown."""
         field = self.fields.get(name)
         return self.former_specs.get(name) or (None if field is None else field.spec)
 
     def produced(self, names: Sequence[str], rows: slice | Indexes) -> NDArray[np.bool_]:
-        """Return which rows of a stretch, or at some positions, have cells of all these fields, known or not `(n,)`."""
+        """Return which rows have cells of all these fields `(n,)`; an unknown field has no cells."""
         fields = [self.fields.get(name) for name in names]
-        masks = [field.cell.data[rows] >= 0 for field in fields if field is not None]
+        masks = [field.cells_of(rows) >= 0 for field in fields if field is not None]
         if len(masks) < len(fields) or not masks:
             return np.full(self._table.index[rows].size, not fields)
         for mask in masks[1:]:
@@ -272,28 +349,28 @@ class CellTable:
         return masks[0]
 
     def produced_by(self, positions: Indexes) -> dict[str, NDArray[np.bool_]]:
-        """Return for each field that at least one of some rows has a cell of, which of them have one `(n,)`."""
+        """Return a mask `(n,)` of the rows with a cell, for each field that has a cell in at least one of the rows."""
         all_of_them = np.ones(positions.size, np.bool_)
         found: dict[str, NDArray[np.bool_]] = {}
         for name, field in self.fields.items():
-            is_complete = field.produced_count == self._table.present_count
-            mask = all_of_them if is_complete else field.cell[positions] >= 0
+            is_complete = field.produced_count == self._table.present_count and not field.is_shared
+            mask = all_of_them if is_complete else field.cells_of(positions) >= 0
             if mask.any():
                 found[name] = mask
         return found
 
     def merged_specs(self, columns: Sequence[ColumnWrite], positions: Indexes | None) -> list[FieldSpec]:
-        """Return the specs that the fields have once `columns` are written, or refuse them.
+        """Return the specs of the fields after `columns` are written, or refuse the columns.
 
         Args:
-            columns: what is to be written.
-            positions: the rows that it is written to, -1 for new ones; None: all are new.
+            columns: columns to write.
+            positions: rows, or group slots, to write to, -1 for new ones; None: all are new.
         """
         merged = []
         for column in columns:
             new = column.spec
             field = self.fields.get(new.name)
-            if field is not None and field.spec == new:  # as most puts have it
+            if field is not None and field.spec == new:  # the common case
                 merged.append(field.spec)
                 continue
             known = declared = self._declared.get(new.name) or FieldSpec(new.name)
@@ -307,7 +384,7 @@ class CellTable:
         return merged
 
     def appended_specs(self, columns: Sequence[ColumnWrite]) -> list[FieldSpec]:
-        """Return the specs that the fields have once cells have grown by `columns`, or refuse them."""
+        """Return the specs of the fields after `columns` are appended to cells, or refuse the columns."""
         specs = []
         for column, merged in zip(columns, self.merged_specs(columns, None), strict=True):
             spec = replace(merged, layout=Layout.JAGGED, row_shape=(-1, *(merged.row_shape or ())[1:]))
@@ -316,18 +393,18 @@ class CellTable:
                 raise _mismatch(
                     FieldSpec(spec.name) if field is None else field.spec,
                     column.spec,
-                    "append to fields whose rows differ in their first dimension alone, and put others whole",
+                    "append to fields whose rows differ in their first dimension alone; put the others again in full",
                 )
             specs.append(spec)
         return specs
 
     def lengths(self, name: str, positions: Indexes) -> Indexes:
-        """Return the sizes of cells of a field in their first dimension, 0 of those that do not exist."""
+        """Return the sizes of cells of a field in their first dimension, 0 for missing cells."""
         field = self.fields.get(name)
         return np.zeros(positions.size, np.int64) if field is None else np.maximum(field.lengths(positions), 0)
 
     def extent_counts(self, name: str, positions: Indexes) -> Indexes:
-        """Return of how many extents cells of a field are, 0 of those that do not exist."""
+        """Return the number of extents of each cell of a field, 0 for missing cells."""
         field = self.fields.get(name)
         if field is None:
             return np.zeros(positions.size, np.int64)
@@ -335,7 +412,7 @@ class CellTable:
         return np.where(cells < 0, 0, self.extents.chains.counts(cells))
 
     def new_columns(self, specs: Iterable[FieldSpec]) -> list[NewColumn]:
-        """Return the columns that are still to be declared for fields of these specs."""
+        """Return the columns to be declared for fields with these specs."""
         columns = []
         for spec in specs:
             field = self.fields.get(spec.name)
@@ -347,9 +424,10 @@ class CellTable:
 
     def write(self, put: Put, columns: Sequence[ColumnWrite], specs: Sequence[FieldSpec], positions: slice | Indexes,
               row_count: int) -> list[Freed]:  # fmt: skip
-        """Point the cells at `positions`, a slice where they are of new rows, to the rows of the put in order.
+        """Point the cells at `positions` (a slice for new rows) to the rows of the put, in order.
 
-        Return the cells that this replaced.
+        For fields that groups share, positions are group slots; the columns of one write are all shared, or none is.
+        Return the replaced cells.
         """
         slot = self.puts.add(put, len(columns) * row_count, sum(column.value_bytes for column in columns))
         freed: list[Freed] = []
@@ -370,9 +448,9 @@ class CellTable:
     def append(
         self, put: Put, columns: Sequence[ColumnWrite], specs: Sequence[FieldSpec], positions: Indexes, lengths: Indexes
     ) -> list[Freed]:
-        """Add the rows of the put, in order, to the ends of the cells at `positions`, all of which have these lengths.
+        """Append the rows of the put, in order, to the cells at `positions`, whose lengths are given.
 
-        Return those rows that are in no cell: they add nothing to one.
+        Return the rows that are not part of a cell: they are empty and add nothing.
         """
         slot = self.puts.add(put, len(columns) * positions.size, sum(column.value_bytes for column in columns))
         rows = cells_of(slot, positions.size)
@@ -395,9 +473,9 @@ class CellTable:
         return self._count_off(unused)
 
     def truncate(self, names: Iterable[str], positions: Indexes, lengths: Indexes) -> list[Freed]:
-        """Cut the cells of fields at `positions` to lengths `(n,)` that they have at least; return what is freed.
+        """Cut the cells of fields at `positions` to `lengths` `(n,)`, not above their own; return the freed cells.
 
-        Those of length 0 are not produced any more.
+        A cell cut to length 0 is no longer produced.
         """
         fields = [field for name in dict.fromkeys(names) if (field := self.fields.get(name)) is not None]
         freed: list[Freed] = []
@@ -412,11 +490,21 @@ class CellTable:
                 freed += self._count_off([(field.spec.name, dropped)])
         return freed + self.free(positions[lengths == 0], fields)
 
+    def free_rows(self, positions: Indexes) -> list[Freed]:
+        """Mark all cells of rows, except shared ones, as not produced; return those that were, see `free`."""
+        return self.free(positions, (field for field in self.fields.values() if not field.is_shared))
+
+    def free_groups(self, slots: Indexes) -> list[Freed]:
+        """Mark all cells of groups as not produced; return those that were, see `free`."""
+        if not self.shared or not slots.size:
+            return []
+        return self.free(slots, (field for field in self.fields.values() if field.is_shared))
+
     def free(self, positions: Indexes, fields: Iterable[Field]) -> list[Freed]:
-        """Mark the cells of rows as not produced and return those that were; fields without cells are forgotten."""
+        """Mark the cells of rows as not produced; return those that were. Fields without cells are reset or removed."""
         looked_at = list(fields)
         freed = self._free_cells(positions, looked_at)
-        for field in looked_at:  # one that lost its last cell is as declared, or not there
+        for field in looked_at:  # without cells it is as declared, or does not exist
             name = field.spec.name
             declared = self._declared.get(name)
             if field.produced_count or field.spec == declared:
@@ -444,7 +532,7 @@ class CellTable:
         return self._count_off(forgotten)
 
     def _count_off(self, forgotten: Iterable[tuple[str, Indexes]]) -> list[Freed]:
-        """Count off cells of puts, by field, that are in no sample any more; return them."""
+        """Subtract cells, given by field, that no sample has any more from their puts; return them."""
         freed: list[Freed] = []
         for slot, alike in _by_put(forgotten).items():
             put, count = self.puts.get(slot), sum(len(rows) // _ROW_BYTES * len(names) for rows, names in alike.items())
@@ -452,10 +540,10 @@ class CellTable:
         return freed
 
     def count_of_runs(self, positions: Indexes, most: int) -> int:
-        """Return how many rows from the first on have cells in at most so many runs, each of one put; -1 is no row."""
+        """Return how many leading rows have their cells in at most `most` runs, each in one put; -1 means no row."""
         breaks = np.zeros(max(0, positions.size - 1), np.int64)
         for field in self.fields.values():
-            cells = np.where(positions < 0, NOT_PRODUCED, field.cell[positions])
+            cells = np.where(positions < 0, NOT_PRODUCED, field.cells_of(positions))
             slots = cells >> _SLOT_SHIFT
             counts = self.extents.chains.counts(cells)[1:] if self.extents.has(cells) else 1
             np.maximum(breaks, np.where(slots[1:] != slots[:-1], counts, counts - 1), out=breaks)
@@ -463,10 +551,10 @@ class CellTable:
         return min(positions.size, int(np.searchsorted(heads, most)) + 1)
 
     def locate(self, names: Sequence[str], positions: Indexes) -> list[CellRuns]:
-        """Return where cells are, of those fields that all rows have; fields that lie alike share their runs."""
+        """Locate the cells of those fields that all rows have; fields with equal locations share their runs."""
         alike: dict[bytes, tuple[Indexes, Extents | None, list[str]]] = {}
         for name in names:
-            cells, extents = self.fields[name].cell[positions], None
+            cells, extents = self.fields[name].cells_of(positions), None
             key = cells.tobytes()
             if not self.extents.is_empty and self.extents.has(cells):  # cells that have grown differ by field
                 extents = self.extents.chains.resolve(cells)
@@ -475,10 +563,19 @@ class CellTable:
                 )
             alike.setdefault(key, (cells, extents, []))[2].append(name)
         return [
-            self._runs(tuple(fields), cells) if extents is None else self._grown_runs(tuple(fields), extents)
+            self._located(tuple(fields), cells, extents)
             for cells, extents, fields in alike.values()
             if cells.size and int(cells.min()) != NOT_PRODUCED
         ]
+
+    def _located(self, names: tuple[str, ...], cells: Indexes, extents: Extents | None) -> CellRuns:
+        if extents is not None:
+            return self._grown_runs(names, extents)
+        if names[0] not in self.shared:  # a shared field never shares locations with others
+            return self._runs(names, cells)
+        heads = [0, *((cells[1:] != cells[:-1]).nonzero()[0] + 1).tolist()]
+        counts = [end - start for start, end in pairwise((*heads, cells.size))]
+        return self._runs(names, cells[heads], sample_counts=counts)
 
     def _grown_runs(self, names: tuple[str, ...], extents: Extents) -> CellRuns:
         return replace(
@@ -487,9 +584,9 @@ class CellTable:
             extent_lengths=self.extents.lengths(extents).tolist(),
         )
 
-    def _runs(self, names: tuple[str, ...], cells: Indexes) -> CellRuns:
+    def _runs(self, names: tuple[str, ...], cells: Indexes, sample_counts: Sequence[int] = ()) -> CellRuns:
         breaks = (cells[1:] - cells[:-1] != 1).nonzero()[0]
-        if not breaks.size:  # as in most claims, of samples that were put together
+        if not breaks.size:  # the common case: samples of one put
             first = int(cells[0])
             return CellRuns(
                 field_names=names,
@@ -497,6 +594,7 @@ class CellTable:
                 put_indexes=(0,),
                 first_rows=(first & _ROW_MASK,),
                 row_counts=(cells.size,),
+                sample_counts=sample_counts,
             )
         starts = np.concatenate(([0], breaks + 1))
         used: dict[int, int] = {}
@@ -507,13 +605,14 @@ class CellTable:
             put_indexes=put_indexes,
             first_rows=(cells[starts] & _ROW_MASK).tolist(),
             row_counts=np.diff(starts, append=cells.size).tolist(),
+            sample_counts=sample_counts,
         )
 
 
 def live_cells(snapshot: CellsSnapshot) -> Iterator[CellSet]:
-    """Yield the cells that samples had at the moment of a snapshot, those of one put one after the other.
+    """Yield the cells that samples had at the moment of a snapshot, grouped by put.
 
-    It may take long, on any thread, in steps of a few thousand slots or cells.
+    It may take long and run on any thread; it works in steps of a few thousand slots or cells.
     """
     partial: dict[int, Put] = {}
     masks: list[NDArray[np.bool_]] = []
@@ -543,17 +642,17 @@ def live_cells(snapshot: CellsSnapshot) -> Iterator[CellSet]:
 
 
 def _of_puts(cells: Indexes, is_meant: NDArray[np.bool_]) -> Indexes:
-    """Return those of some cells, extents among them, that are in some puts, by slot."""
+    """Return the cells, including extents, whose puts are marked in a mask over slots."""
     cells = cells[plain(cells)]
     meant: Indexes = cells[is_meant[cells >> _SLOT_SHIFT]]
     return meant
 
 
 def _by_put(cells_of_fields: Iterable[tuple[str, Indexes]]) -> dict[int, dict[bytes, list[str]]]:
-    """Return for each put, by its slot, of which fields cells are: those that are of the same rows together."""
+    """Group cells by put slot, and within a put by rows: the fields that have cells in the same rows."""
     found: dict[int, dict[bytes, list[str]]] = {}
     for name, cells in cells_of_fields:
-        slots, rows = slots_and_rows(np.sort(cells, kind="stable"))  # quick where they are in order, as most are
+        slots, rows = slots_and_rows(np.sort(cells, kind="stable"))  # quick if sorted already, which is common
         starts = np.flatnonzero(np.diff(slots, prepend=-1))
         for slot, in_put in zip(slots[starts].tolist(), np.split(rows, starts[1:]), strict=False):
             found.setdefault(slot, {}).setdefault(in_put.tobytes(), []).append(name)
@@ -566,11 +665,11 @@ def _cell_sets(put: Put, alike: Mapping[bytes, Sequence[str]]) -> Iterator[CellS
 
 
 class PutTable(SlotTable):
-    """The puts that hold cells of a partition, each counted by its cells and bytes; slots are used again.
+    """The puts that hold cells of a partition, with their counts of cells and bytes; slots are reused.
 
     Attributes:
-        used_bytes: bytes of all cells. Those of a put go with its cells: all with the last, of parts an equal share for
-            each cell, since sizes of single cells are known to the storage service only.
+        used_bytes: bytes of all cells. Each freed cell takes an equal share of its put's remaining bytes, the last one
+            all of them: only the storage service knows the sizes of single cells.
     """
 
     __slots__ = ("_bytes", "_cells", "_made", "used_bytes")
@@ -583,7 +682,7 @@ class PutTable(SlotTable):
         self.used_bytes = 0
 
     def add(self, put: Put, cells: int, value_bytes: int) -> int:
-        """Enter a put with so many cells of so many bytes together, and return its slot."""
+        """Add a put with its number of cells and their total bytes; return its slot."""
         self.used_bytes += value_bytes
         (slot,) = self.allocate(1)
         self.occupants.write(slot, put)
@@ -600,7 +699,7 @@ class PutTable(SlotTable):
         return put
 
     def count_off(self, slot: int, cells: int) -> bool:
-        """Count cells off; return whether the put has none left, and forget it then."""
+        """Subtract cells; remove the put after its last cell. Return whether it was removed."""
         cells_left, bytes_left = int(self._cells[slot]), int(self._bytes[slot])
         gone_bytes = bytes_left * cells // cells_left
         self.used_bytes -= gone_bytes
@@ -616,7 +715,7 @@ class PutTable(SlotTable):
         return [put for put in self.occupants[: self.count] if put is not None]
 
     def rebuild(self) -> None:
-        """Find out what follows from restored columns."""
+        """Derive the other state from restored columns."""
         super().rebuild()
         self.used_bytes = int(self._bytes.data.sum())
 
@@ -628,17 +727,17 @@ def _replaces_all(field: Field, positions: Indexes) -> bool:
 
 
 def merge_specs(known: FieldSpec, column: ColumnWrite, layout: Layout) -> FieldSpec:
-    """Return the spec of a field that holds the rows of a column too, or raise FieldMismatchError with both.
+    """Return the spec of a field that also holds the rows of a column, or raise FieldMismatchError with both.
 
     Args:
-        known: what holds of the rows that it has, or what is declared of one without.
-        column: the rows to come.
-        layout: that of the field as it is declared. Fields that are declared jagged take rows of equal shape; ones of
-            "auto" are jagged from the first row on that differs, or that comes jagged.
+        known: spec of the field's rows, or the declared one if it has none.
+        column: the new rows.
+        layout: declared layout of the field. A field declared jagged takes rows of equal shape; an "auto" field becomes
+            jagged with the first row that differs or comes jagged.
     """
     new = column.spec
     if new.row_shape is None:
-        raise _mismatch(known, new, "say the row shape of every column")
+        raise _mismatch(known, new, "specify the row shape of every column")
     is_of_tensors = bool(known.dtype) or not _TENSORS.isdisjoint((layout, known.layout))
     if is_of_tensors and new.layout is Layout.OBJECT:
         hint = "it holds tensors: put tensors, arrays or lists of numbers, or declare the field as object beforehand"
@@ -650,13 +749,13 @@ def merge_specs(known: FieldSpec, column: ColumnWrite, layout: Layout) -> FieldS
         if known.encoding in {Encoding.TEXT, Encoding.BYTES} and new.encoding is not known.encoding:
             hint = f"put {known.encoding} in every row, or declare the field without an encoding"
             raise _mismatch(known, new, hint)
-        return replace(new, encoding=known.encoding, write_once=known.write_once)
+        return replace(new, encoding=known.encoding, write_once=known.write_once, scope=known.scope)
     if known.dtype and known.dtype != new.dtype:
-        raise _mismatch(known, new, "convert the rows to the dtype of the field, or put them into another one")
+        raise _mismatch(known, new, "convert the rows to the dtype of the field, or put them into another field")
     given = column.fitting_shape
     shape = given if known.row_shape is None else known.row_shape
     if len(shape) != len(given):
-        hint = "put rows of as many dimensions in every put: scalars (n,) beside scalars, rows (n, 1) beside rows"
+        hint = "put rows with the same number of dimensions in every put: only scalars (n,), or only rows (n, 1)"
         raise _mismatch(known, new, hint)
     if layout is Layout.JAGGED and not shape:
         raise _mismatch(known, new, "put rows of one or more dimensions, or declare the field dense for scalars")
@@ -665,11 +764,11 @@ def merge_specs(known: FieldSpec, column: ColumnWrite, layout: Layout) -> FieldS
         raise _mismatch(known, new, "put rows of one shape, or declare the field as auto or jagged")
     is_jagged = -1 in widened or Layout.JAGGED in (layout, known.layout, new.layout)
     if -1 not in widened and new.layout is Layout.JAGGED:  # nothing differs yet
-        # torch takes the first dimension of equal rows for the ragged one, so that it says nothing if there are others.
+        # torch marks the first dimension of equal rows as ragged; this means nothing if there are more dimensions.
         first = 0 if len(widened) == 1 else 1
         widened = (*widened[:first], *new.row_shape[first:])
     taken = Layout.JAGGED if is_jagged else Layout.DENSE
-    return replace(new, layout=taken, row_shape=widened, write_once=known.write_once)
+    return replace(new, layout=taken, row_shape=widened, write_once=known.write_once, scope=known.scope)
 
 
 def _mismatch(known: FieldSpec, new: FieldSpec, hint: str) -> FieldMismatchError:
@@ -685,7 +784,7 @@ def _mismatch(known: FieldSpec, new: FieldSpec, hint: str) -> FieldMismatchError
 
 @dataclass(slots=True)
 class _MetaStore:
-    """A custom_meta column: its typed values, once it has one, and its JSON values, once it has one."""
+    """A custom_meta column: its typed values and its JSON values, each None until the first one."""
 
     values: Column | None = None
     present: Column | None = None
@@ -708,22 +807,22 @@ class CustomMeta:
 
     @property
     def kinds(self) -> dict[str, str]:
-        """For each column the kind of its typed values (`i`, `f`, `b` or `O`), if any, and `J` where some are JSON.
+        """The kind of each column's typed values (`i`, `f`, `b` or `O`), if any, with `J` appended if some are JSON.
 
-        In order of their first use.
+        In order of first use.
         """
         return {name: stored.kind + _JSON * (stored.json is not None) for name, stored in self._columns.items()}
 
     @property
     def statuses(self) -> tuple[MetaColumnStatus, ...]:
-        """What is shown of the columns."""
+        """The status of each column."""
         return tuple(
             MetaColumnStatus(name=name, kind=KIND_NAMES.get(stored.kind, ""), has_json=stored.json is not None)
             for name, stored in self._columns.items()
         )
 
     def declare(self, kinds: Mapping[str, str]) -> None:
-        """Declare columns by their kinds, before they are restored."""
+        """Declare columns of these kinds, before they are restored."""
         for name, kind in kinds.items():
             stored = self._columns[name] = _MetaStore()
             if typed := kind.removesuffix(_JSON):
@@ -739,7 +838,7 @@ class CustomMeta:
         stored.json = self._table.column(f"meta_json/{name}", np.object_, None)
 
     def names(self) -> list[str]:
-        """Return the names of the columns in order of their first use."""
+        """Return the names of the columns in order of first use."""
         return list(self._columns)
 
     def has(self, name: str) -> bool:
@@ -755,13 +854,13 @@ class CustomMeta:
             if column.values.size != count:
                 raise InvalidArgumentError(
                     f"custom_meta column {column.name!r} has {column.values.size} values for {count} samples; give one "
-                    f"entry a sample",
+                    f"entry per sample",
                     field="custom_meta",
                 )
             _fitted(column, self._columns.get(column.name))
 
     def write(self, columns: Sequence[MetaColumn], rows: slice | Indexes) -> None:
-        """Write values of samples, or remove them; samples of which a column says nothing keep theirs."""
+        """Write values of samples, or remove them; samples without an entry in a column keep their value."""
         for given in columns:
             stored = self._columns.get(given.name)
             column, kind = _fitted(given, stored)
@@ -786,7 +885,7 @@ class CustomMeta:
                 stored.json.write(where, None if column.json is None else column.json[is_written])
 
     def read(self, name: str, positions: Indexes) -> MetaColumn | None:
-        """Return one column at `positions`, None where no sample ever had a value."""
+        """Return one column at `positions`; None if no sample ever had a value."""
         stored = self._columns.get(name)
         if stored is None:
             return None
@@ -805,7 +904,7 @@ class CustomMeta:
         return [column for column in columns if column is not None and column.has_value.any()]
 
     def holds(self, condition: Condition, rows: slice | Indexes) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-        """Return of rows where a condition holds, and where there is a value to compare."""
+        """Return two masks of rows: the condition holds; there is a value to compare."""
         values, present = self.typed(condition.column, rows)
         holds = np.zeros(present.size, np.bool_)
         if present.any():
@@ -821,7 +920,7 @@ class CustomMeta:
         return arrays[0][rows], arrays[1][rows]
 
     def json_values(self, name: str, rows: slice | Indexes) -> NDArray[np.object_] | None:
-        """Return the JSON of a column at some rows, None for each without any or with null; None if it has no JSON."""
+        """Return a column's JSON at some rows, None for rows without JSON or with null; None if the column has none."""
         stored = self._columns.get(name)
         if stored is None or stored.json is None:
             return None
@@ -830,7 +929,7 @@ class CustomMeta:
         return texts
 
     def arrays(self, name: str) -> tuple[NDArray[Any], NDArray[np.bool_]] | None:
-        """Return typed values and presence as they lie in the table, None for a column without any."""
+        """Return the table's arrays of typed values and presence; None for a column without typed values."""
         stored = self._columns.get(name)
         if stored is None or stored.values is None or stored.present is None:
             return None
@@ -838,12 +937,12 @@ class CustomMeta:
 
 
 def _chosen(rows: slice | Indexes, mask: NDArray[np.bool_]) -> slice | Indexes:
-    """Return those of some rows that a mask over them has."""
+    """Return the rows selected by a mask over them."""
     return as_slice(np.flatnonzero(mask) + rows.start if isinstance(rows, slice) else rows[mask])
 
 
 def _fitted(column: MetaColumn, stored: _MetaStore | None) -> tuple[MetaColumn, str]:
-    """Return a column with the values typed that are of the kind of the stored ones from then on, and this kind."""
+    """Return a column with its typed values converted to the kind to be stored, and this kind."""
     new: str = column.values.dtype.kind
     if stored is None or stored.values is None:
         column = column if column.json is None else fitted(column, new if column.present.any() else None)

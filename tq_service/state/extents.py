@@ -1,9 +1,9 @@
-"""Cells that have grown: each is several extents, which a put and appends have stored one after the other.
+"""Cells that have grown: each consists of several extents, stored by one put and later appends.
 
     cell of a row: GROWN | slot --> last extent -- previous --> the one before -- previous --> ... first extent
 
-A cell that was written once is not in here, and costs nothing. An append adds an extent behind the last one and changes
-none; a truncation takes extents from the end, and cuts the one that is the last then.
+A cell that was written once is not stored here and costs nothing. An append adds an extent at the end and changes no
+other; a truncation removes extents from the end and cuts the new last one.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from tq_service.state.plan import Indexes
 from tq_service.state.table import SlotTable
 
 GROWN: Final = 1 << 62
-"""Marks a cell that is the slot of its last extent. Cells of puts are less: their slots do not reach 2^30."""
+"""Marks a cell whose number is the slot of its last extent. Cells of puts are smaller: their slots stay below 2^30."""
 
 MOST_EXTENTS: Final = 1024
-"""Of one cell: a read names each of them."""
+"""Maximum number of extents of one cell: a read names each of them."""
 
 _NONE: Final = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extents:
-    """The extents of some cells, those of each in order.
+    """The extents of some cells, in order for each cell.
 
     Attributes:
-        owners: which of the cells each is of, ascending `(extents,)`.
-        slots: where each is in the table, -1 for a cell that has not grown `(extents,)`.
-        cells: the row of a put that each is, as cells that have not grown `(extents,)`.
+        owners: position of each extent's cell among the given cells, ascending `(extents,)`.
+        slots: slot of each extent in the table, -1 for a cell that has not grown `(extents,)`.
+        cells: each extent's row in a put, as the number of a cell that has not grown `(extents,)`.
     """
 
     owners: Indexes
@@ -49,14 +49,14 @@ class Extents:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chains:
-    """How extents follow each other, by slot: as it is now, or in a snapshot."""
+    """The links between extents, by slot: current ones, or those of a snapshot."""
 
     cell: Indexes
     previous: Indexes
     depth: Indexes
 
     def counts(self, cells: Indexes) -> Indexes:
-        """Return of how many extents cells are."""
+        """Return the number of extents of each cell."""
         counts = np.ones(cells.size, np.int64)
         has_grown = cells >= GROWN
         counts[has_grown] = self.depth[cells[has_grown] - GROWN]
@@ -79,7 +79,7 @@ class Chains:
 
 
 class ExtentTable(SlotTable):
-    """The extents of all cells of a partition that have grown, each a slot that its field occupies."""
+    """The extents of all grown cells of a partition; each is a slot occupied by the field's name."""
 
     __slots__ = ("_cell", "_depth", "_end", "_previous")
 
@@ -92,29 +92,29 @@ class ExtentTable(SlotTable):
 
     @property
     def chains(self) -> Chains:
-        """How extents follow each other now."""
+        """The current links between extents."""
         return Chains(cell=self._cell.data, previous=self._previous.data, depth=self._depth.data)
 
     def has(self, cells: Indexes) -> bool:
-        """Whether any of some cells has grown."""
+        """Whether any of the cells has grown."""
         return not self.is_empty and bool((cells >= GROWN).any())
 
     def lengths(self, extents: Extents) -> Indexes:
-        """Return how much belongs to the cell of each extent, `WHOLE_EXTENT` for cells that have not grown."""
+        """Return the length of each extent within its cell, `WHOLE_EXTENT` for cells that have not grown."""
         slots = extents.slots
         previous = self._previous[slots]
         starts = np.where(previous == _NONE, 0, self._end[previous])
         return np.where(slots == _NONE, WHOLE_EXTENT, self._end[slots] - starts)
 
     def append(self, name: str, cells: Indexes, lengths: Indexes, added: Indexes, ends: Indexes) -> Indexes:
-        """Add an extent to each of some cells of a field; return the cells that they are then.
+        """Add an extent to each of some cells of a field; return the new numbers of the cells.
 
         Args:
             name: the field.
-            cells: as they are `(n,)`.
-            lengths: of these `(n,)`.
+            cells: current cells `(n,)`.
+            lengths: their current lengths `(n,)`.
             added: the extents, as cells of a put `(n,)`.
-            ends: lengths of the cells with these `(n,)`.
+            ends: lengths of the cells with these extents `(n,)`.
         """
         previous = cells - GROWN
         is_first = previous < 0
@@ -134,9 +134,9 @@ class ExtentTable(SlotTable):
         return slots
 
     def truncate(self, name: str, cells: Indexes, lengths: Indexes) -> tuple[Indexes, Indexes]:
-        """Cut cells of a field to lengths `(n,)`, 1 or more and less than they have.
+        """Cut cells of a field to lengths `(n,)`, which are at least 1 and below the current ones.
 
-        Return the cells that they are then, and the extents that are in none any more, as cells of puts.
+        Return the new numbers of the cells, and the extents that no cell has any more, as cells of puts.
         """
         last = cells - GROWN
         is_first = last < 0
@@ -155,7 +155,7 @@ class ExtentTable(SlotTable):
         return GROWN + last, freed
 
     def release(self, cells: Indexes) -> Indexes:
-        """Forget the extents of cells; return all of them, and cells that have not grown as they are."""
+        """Drop the extents of cells; return them as cells of puts, and cells that have not grown unchanged."""
         if not self.has(cells):
             return cells
         extents = self.chains.resolve(cells)
@@ -170,5 +170,5 @@ class ExtentTable(SlotTable):
 
 
 def plain(cells: Indexes) -> NDArray[np.bool_]:
-    """Return which cells there are, and have not grown."""
+    """Return which cells exist and have not grown."""
     return (cells >= 0) & (cells < GROWN)

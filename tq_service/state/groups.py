@@ -1,6 +1,6 @@
-"""Groups of samples, such as the responses to one prompt, and the index that finds rows and groups by name.
+"""Groups of samples (the responses to one prompt), rollouts (the turns of an agent), and rows and groups by name.
 
-`NameIndex` finds numbers by names as a dict does, however many names there are, in steps that are never long.
+`NameIndex` maps names to numbers as a dict does, but no step takes long, however many names it has.
 """
 
 from __future__ import annotations
@@ -16,19 +16,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tq_service.errors import InvalidArgumentError, NotFoundError, PreconditionError, nearest
+from tq_service.schema import BatchUnit
 from tq_service.state.plan import Indexes
 from tq_service.state.table import Column, RowTable, SlotTable, as_slice, distinct
 
 NO_GROUP = -1
 
-_MOST_IN_ONE_DICT: Final = 1 << 15  # names; moving them to other dicts takes some 10 ms
+_MOST_IN_ONE_DICT: Final = 1 << 15  # names; moving them to other dicts takes about 10 ms
 _PART_COUNT: Final = 256
 _HASH_MASK: Final = (1 << 16) - 1
-# Parts by the last bits of a hash: the last part has twice as many names as the first, and those between grow evenly.
+# Parts by the last bits of a hash: sizes grow evenly from the first part to the last, which has twice as many names.
 _PART_OF: Final = (_PART_COUNT * np.log2(1 + np.arange(_HASH_MASK + 1) / (_HASH_MASK + 1))).astype(np.uint8)
 _FEW: Final = 1 << 10  # names up to which arrays cost more than they save
 _GAPS_FROM_BYTES: Final = 1 << 12
-_MOST_BYTES_PER_NAME: Final = 1 << 8  # of a dict; one that has just grown has up to 90
+_MOST_BYTES_PER_NAME: Final = 1 << 8  # of a dict; one that has just grown uses up to 90
 
 Part: TypeAlias = tuple[dict[str, int], Collection[str], Any]
 
@@ -36,13 +37,13 @@ Part: TypeAlias = tuple[dict[str, int], Collection[str], Any]
 class NameIndex(Collection[str]):
     """Numbers by name.
 
-    A full dict moves all its names at once. So many names are in many dicts, each for some hashes, and of unequal
-    sizes, so that each is full at another time.
+    A full dict moves all its names at once. Many names are therefore split by hash over many dicts of unequal sizes,
+    which do not become full at the same time.
     """
 
     def __init__(self) -> None:
         self._dicts: list[dict[str, int]] = [{}]
-        self._looked_at = 0  # the one that was last looked at for gaps
+        self._looked_at = 0  # the dict that was last checked for gaps
 
     def __len__(self) -> int:
         return sum(map(len, self._dicts))
@@ -57,12 +58,12 @@ class NameIndex(Collection[str]):
         """Return the number of each name `(n,)`, -1 for an unknown one."""
         numbers = np.full(len(names), -1, np.int64)
         for known, some, positions in self._parts(names):
-            if not known.keys().isdisjoint(some):  # as new names are, in half the time
+            if not known.keys().isdisjoint(some):  # for new names this takes half the time
                 numbers[positions] = list(map(known.get, some, itertools.repeat(-1)))
         return numbers
 
     def add(self, names: Sequence[str], numbers: Indexes) -> None:
-        """Enter unknown names and their numbers `(n,)`."""
+        """Add unknown names and their numbers `(n,)`."""
         if len(self._dicts) == 1 and len(self._dicts[0]) + len(names) > _MOST_IN_ONE_DICT:
             (known,) = self._dicts
             self._dicts = [{} for _ in range(_PART_COUNT)]
@@ -71,7 +72,7 @@ class NameIndex(Collection[str]):
             known.update(zip(some, numbers[positions].tolist(), strict=True))
 
     def remove(self, names: Sequence[str]) -> None:
-        """Forget names, and give back some memory of earlier ones; unknown names are ignored."""
+        """Remove names, and free some memory of names removed earlier; unknown names are ignored."""
         for known, some, _ in self._parts(names):
             deque(map(known.pop, some, itertools.repeat(None)), maxlen=0)
         if not self:
@@ -79,16 +80,16 @@ class NameIndex(Collection[str]):
         self._looked_at = number = (self._looked_at + 1) % len(self._dicts)
         known = self._dicts[number]
         if sys.getsizeof(known) > _GAPS_FROM_BYTES + _MOST_BYTES_PER_NAME * len(known):
-            self._dicts[number] = dict(known)  # a dict keeps the gaps of removed names, its copy has none
+            self._dicts[number] = dict(known)  # a dict keeps the gaps of removed names, its copy does not
 
     def free(self) -> Iterator[None]:
-        """Forget all names in steps."""
+        """Remove all names in steps."""
         for known in self._dicts:
             known.clear()
             yield
 
     def _parts(self, names: Sequence[str]) -> Iterator[Part]:
-        """Yield each dict that names belong to, with these names and their positions."""
+        """Yield each dict that some names belong to, with these names and their positions."""
         if len(self._dicts) == 1:
             yield self._dicts[0], names, slice(None)
         elif len(names) <= _FEW:
@@ -104,10 +105,10 @@ class NameIndex(Collection[str]):
 
 
 class KeyIndex(NameIndex):
-    """The global indexes of rows by their keys, which are in the column `key` of the table.
+    """The global indexes of rows by key; the keys are in the column `key` of the table.
 
     Attributes:
-        column: the key of each row, None for one without.
+        column: the key of each row, None for a row without a key.
     """
 
     def __init__(self, table: RowTable) -> None:
@@ -116,7 +117,7 @@ class KeyIndex(NameIndex):
         self._table = table
 
     def positions_of(self, keys: Sequence[str]) -> Indexes:
-        """Return the positions of the rows that have keys `(n,)`, -1 for an unknown key."""
+        """Return the positions of the rows with these keys `(n,)`, -1 for an unknown key."""
         positions = self.find(keys)
         is_known = positions >= 0
         if is_known.any():
@@ -124,13 +125,13 @@ class KeyIndex(NameIndex):
         return positions
 
     def on_rows_cleared(self, positions: Indexes) -> None:
-        """Forget the keys of rows that are still in the table."""
+        """Remove the keys of rows that are still in the table."""
         if self:
             keys = self.column[positions]
             self.remove(keys[keys != None].tolist())  # noqa: E711  (of each)
 
     def rebuild(self) -> None:
-        """Enter the keys of restored rows."""
+        """Add the keys of restored rows."""
         keys, indexes = self.column[: self._table.count], self._table.index[: self._table.count]
         is_there = keys != None  # noqa: E711  (of each)
         if not is_there.all():
@@ -139,49 +140,122 @@ class KeyIndex(NameIndex):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CheckedGroups:
-    """Groups that take new members, as the table is now.
+class CheckedNames:
+    """Names of groups or of rollouts that new samples share, checked against the present table.
 
     Attributes:
-        names: each group once.
-        codes: for each new member `(n,)` the position of its group in `names`, NO_GROUP for none.
-        counts: how many members each group gets `(groups,)`.
-        slots: of the groups `(groups,)`, negative where there is none of the name yet.
+        names: the distinct names.
+        codes: for each new sample `(n,)` the position of its name in `names`, NO_GROUP for none.
+        slots: slots of the names `(names,)`, negative for a name that does not exist yet.
+        has_members: whether each name already has samples `(names,)`.
     """
 
     names: Sequence[str]
     codes: Indexes
-    counts: Indexes
     slots: Indexes
+    has_members: NDArray[np.bool_]
+
+    @classmethod
+    def of(cls, given: Sequence[str], known: NameIndex, members: Column) -> CheckedNames:
+        """Look up the name of each new sample, "" for none; `members` is the member count of each slot."""
+        names = list(filter(None, dict.fromkeys(given)))
+        code_of = dict(zip(names, itertools.count()))
+        codes = np.fromiter(map(code_of.get, given, itertools.repeat(NO_GROUP)), np.int64, len(given))
+        slots = known.find(names)
+        return cls(names=names, codes=codes, slots=slots, has_members=(slots >= 0) & (members[slots] > 0))
+
+    @property
+    def new_names(self) -> list[str]:
+        """The names that do not exist yet."""
+        return list(itertools.compress(self.names, self.slots < 0))
+
+    @property
+    def names_without_members(self) -> list[str]:
+        """The names without samples so far."""
+        return list(itertools.compress(self.names, ~self.has_members))
+
+    def have_begun(self, codes: Indexes) -> NDArray[np.bool_]:
+        """Return which codes belong to names that already have samples; False for NO_GROUP."""
+        return np.append(self.has_members, False)[codes]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckedGroups:
+    """Groups and rollouts that take new samples, checked against the present table.
+
+    Attributes:
+        groups: the named groups.
+        rollouts: the named rollouts, if any.
+        group_codes: for each new sample `(n,)` the position of its group in the names of the groups; NO_GROUP if it has
+            no group, or is in a rollout that has begun.
+    """
+
+    groups: CheckedNames
+    rollouts: CheckedNames | None
+    group_codes: Indexes
+
+    @property
+    def begins(self) -> NDArray[np.bool_]:
+        """Which new samples are not in a group or rollout that has begun `(n,)`."""
+        has_begun = self.groups.have_begun(self.group_codes)
+        if self.rollouts is not None:
+            has_begun |= self.rollouts.have_begun(self.rollouts.codes)
+        return ~has_begun
+
+    def count_units(self, unit: BatchUnit, samples: Indexes) -> int:
+        """Return the number of units of some new samples, given by their positions among all new samples."""
+        if unit == "sample":
+            return samples.size
+        ids, rollout_count = -2 - samples, 0
+        if self.rollouts is not None:
+            rollouts, rollout_count = self.rollouts.codes[samples], len(self.rollouts.names)
+            ids = np.where(rollouts >= 0, rollouts, ids)
+        if unit == "group":
+            groups = self.group_codes[samples]
+            ids = np.where(groups >= 0, rollout_count + groups, ids)
+        return np.unique(ids).size
 
 
 class GroupTable:
-    """Counts the members of each group by what became of them.
+    """Counts the members of groups and rollouts by status.
 
-    A group is a slot in parallel columns; slots of groups whose last member was cleared are used again.
+    A group is a slot in parallel columns; the slot is reused after the last member was cleared. A group may exist
+    before it has members, if its cells were put first: see `CellTable.shared`. A rollout is also such a slot. Its
+    samples are members of the containing group too; a rollout outside any group is a group itself.
 
-    - complete: the declared size is reached, or the group is closed;
+    - complete: a group has reached its declared size or is closed, and its rollouts are closed; a rollout is closed;
     - broken: a member failed or was cleared;
-    - dead: it can no longer be whole.
+    - dead: it can no longer be delivered with all its members.
     """
 
     __slots__ = (
-        "_index", "_members", "_names",
-        "cleared", "closed", "declared", "failed", "first", "in_use", "last", "members", "slot_of", "slots",
+        "_index", "_members", "_names", "_rollouts",
+        "cleared", "closed", "continuing", "declared", "failed", "first", "in_use", "last", "members", "open_rollouts",
+        "parent", "rollout_slot_of", "slot_of", "slots",
     )  # fmt: skip
 
     def __init__(self, table: RowTable) -> None:
         self.slots = SlotTable("name")
         self.slot_of = NameIndex()
-        self.in_use = False  # from the first named group on, also when all have been cleared
+        self.rollout_slot_of = NameIndex()
+        self.in_use = False  # from the first named group or rollout on, even after all have been cleared
         self._members: Column = table.column("group", np.int64, NO_GROUP)
+        # The slot plus 1: the fill is 0, so without rollouts the memory is not touched.
+        self._rollouts: Column = table.column("rollout", np.int64, 0)
         self._names = self.slots.occupants
         self.declared = self.slots.column("declared", np.int64, 0)
         self.members = self.slots.column("members", np.int64, 0)
+        self.continuing = self.slots.column(
+            "continuing", np.int64, 0
+        )  # of a group: members after the first of each rollout
         self.failed = self.slots.column("failed", np.int64, 0)
         self.cleared = self.slots.column("cleared", np.int64, 0)
         self.closed = self.slots.column("closed", np.bool_, False)
-        self.first = self.slots.column("first", np.int64, -1)  # global indexes between which all members are
+        self.open_rollouts = self.slots.column(
+            "open_rollouts", np.int64, 0
+        )  # of a group: its rollouts that are not closed
+        self.parent = self.slots.column("parent", np.int64, NO_GROUP)  # of a rollout: its group, or itself without one
+        self.first = self.slots.column("first", np.int64, -1)  # first and last global index of its members
         self.last = self.slots.column("last", np.int64, -1)
         self._index = table.index
 
@@ -189,145 +263,329 @@ class GroupTable:
         return len(self.slot_of)
 
     @property
+    def rollout_count(self) -> int:
+        """Number of rollouts with members."""
+        return len(self.rollout_slot_of)
+
+    @property
+    def has_rollouts(self) -> bool:
+        """Whether a rollout was ever named."""
+        return not self.parent.is_blank
+
+    @property
     def of_rows(self) -> NDArray[np.int64]:
-        """The group slot of each row of the table, NO_GROUP for one without."""
+        """The group slot of each row of the table, NO_GROUP for a row without a group."""
         return self._members.data
+
+    def of_unit(self, unit: BatchUnit, rows: slice | Indexes) -> Indexes:
+        """Return the group slot or rollout slot of each row, NO_GROUP for a row without one."""
+        slots: Indexes = self._rollouts[rows] - 1 if unit == "rollout" else self._members[rows]
+        return slots
+
+    def outermost(self, slots: Indexes) -> Indexes:
+        """Return the slots with those of rollouts replaced by the groups that contain them."""
+        parents = self.parent[slots]
+        return np.where(parents < 0, slots, parents)
+
+    def slots_of_unit(self, unit: BatchUnit) -> Indexes:
+        """Return the slots in use of all groups, or of all rollouts."""
+        slots = np.flatnonzero(self.members[: self.slots.count])
+        if not self.has_rollouts:
+            return slots if unit == "group" else slots[:0]
+        parent = self.parent[slots]
+        return slots[parent >= 0] if unit == "rollout" else slots[(parent < 0) | (parent == slots)]
 
     def names_of(self, positions: Indexes) -> list[str | None]:
         """Return the names of the groups of rows."""
         slots = self._members[positions]
+        return self._named(slots, slots < 0 if not self.has_rollouts else (slots < 0) | (self.parent[slots] >= 0))
+
+    def rollout_names_of(self, positions: Indexes) -> list[str | None]:
+        """Return the names of the rollouts of rows."""
+        slots = self.of_unit("rollout", positions)
+        return self._named(slots, slots < 0)
+
+    def _named(self, slots: Indexes, is_unnamed: NDArray[np.bool_]) -> list[str | None]:
         names = self._names[slots]
-        names[slots < 0] = None
+        names[is_unnamed] = None
         listed: list[str | None] = names.tolist()
         return listed
 
-    def check(self, groups: Sequence[str], group_size: int) -> CheckedGroups:
-        """Return what new members of groups, "" for none, mean; raises if they do not fit, and writes nothing."""
+    def count_units(self, positions: Indexes, unit: BatchUnit) -> int:
+        """Return the number of units of some rows; a row outside any unit counts as one."""
+        if unit == "sample" or not self.in_use or (unit == "rollout" and not self.has_rollouts):
+            return int(positions.size)
+        slots = self.of_unit(unit, positions)
+        return int(np.unique(slots[slots >= 0]).size + np.count_nonzero(slots < 0))
+
+    def check(self, groups: Sequence[str], group_size: int, rollouts: Sequence[str] = ()) -> CheckedGroups:
+        """Check the groups and rollouts of new samples without writing; raises if they do not fit.
+
+        Args:
+            groups: the group of each sample; "" for none, or for that of its rollout.
+            group_size: see `SampleWrite`.
+            rollouts: the rollout of each sample, "" for none; () if there are no rollouts.
+        """
         if group_size < 0:
             raise InvalidArgumentError(f"group_size is {group_size}; give a positive number", field="group_size")
-        names = list(filter(None, dict.fromkeys(groups)))
-        code_of = dict(zip(names, itertools.count()))
-        codes = np.fromiter(map(code_of.get, groups, itertools.repeat(NO_GROUP)), np.int64, len(groups))
-        counts = np.bincount(codes + 1, minlength=len(names) + 1)[1:]
-        slots = self.slot_of.find(names)
+        named, named_rollouts = CheckedNames.of(groups, self.slot_of, self.members), None
+        codes = begun = named.codes
+        if any(rollouts):
+            named_rollouts = CheckedNames.of(rollouts, self.rollout_slot_of, self.members)
+            codes, begun = self._check_rollouts(groups, named, named_rollouts)
+        counts = np.bincount(begun + 1, minlength=len(named.names) + 1)[1:]
+        self._check_sizes(named, counts, group_size)
+        return CheckedGroups(groups=named, rollouts=named_rollouts, group_codes=codes)
+
+    def _check_sizes(self, named: CheckedNames, counts: Indexes, group_size: int) -> None:
+        """Refuse groups that cannot take `counts` more samples and rollouts."""
+        names, slots = named.names, named.slots
         if group_size:
             too_many = np.flatnonzero((slots < 0) & (counts > group_size))
             if too_many.size:
                 raise _too_many(names[too_many[0]], 0, group_size, int(counts[too_many[0]]))
         for code in np.flatnonzero(slots >= 0).tolist():
-            name, size, have = names[code], int(self.declared[slots[code]]), int(self.members[slots[code]])
+            name, slot = names[code], slots[code]
+            size, have = int(self.declared[slot]), int(self.members[slot] - self.continuing[slot])
             if size and group_size and size != group_size:
                 raise InvalidArgumentError(
                     f"group {name!r} was declared with group_size {size}, got {group_size}; give the same size with "
                     f"every put of the group",
                     field="group_size",
                 )
-            if self.closed[slots[code]]:
+            if self.closed[slot] and counts[code]:
                 raise PreconditionError(
                     f"group {name!r} is closed; put further samples into another group", metadata={"group": name}
                 )
             limit = size or group_size
             if limit and have + counts[code] > limit:
                 raise _too_many(name, have, limit, int(counts[code]))
-        return CheckedGroups(names=names, codes=codes, counts=counts, slots=slots)
+
+    def _check_rollouts(
+        self, groups: Sequence[str], named: CheckedNames, rollouts: CheckedNames
+    ) -> tuple[Indexes, Indexes]:
+        """Return `CheckedGroups.group_codes`, and the group codes of the samples and rollouts that groups gain.
+
+        Raises:
+            PreconditionError: a rollout is closed.
+            InvalidArgumentError: a rollout is in another group.
+        """
+        has_begun = rollouts.slots >= 0
+        if (is_closed := self.closed[rollouts.slots] & has_begun).any():
+            name = rollouts.names[int(np.argmax(is_closed))]
+            raise PreconditionError(
+                f"rollout {name!r} is closed; put further samples into another rollout", metadata={"group": name}
+            )
+        inside = np.flatnonzero(rollouts.codes >= 0)
+        codes_inside = rollouts.codes[inside]
+        first = inside[np.unique(codes_inside, return_index=True)[1]]  # the first sample of each rollout
+        parents = self.parent[rollouts.slots]
+        known = self._named(parents, parents == rollouts.slots)
+        expected = [
+            name if is_known else groups[sample]
+            for name, is_known, sample in zip(known, has_begun.tolist(), first.tolist(), strict=True)
+        ]
+        for sample, code in zip(inside.tolist(), codes_inside.tolist(), strict=True):
+            if groups[sample] and groups[sample] != expected[code]:
+                where = f"group {expected[code]!r}" if expected[code] else "no group"
+                raise InvalidArgumentError(
+                    f"rollout {rollouts.names[code]!r} is in {where}, got group {groups[sample]!r}; the first sample "
+                    f"of a rollout sets its group. Give the other samples the same group, or none",
+                    field="groups",
+                )
+        group_of = np.where(has_begun, NO_GROUP, named.codes[first])
+        codes = named.codes.copy()
+        codes[inside] = group_of[codes_inside]
+        return codes, np.concatenate([named.codes[rollouts.codes < 0], group_of[~has_begun]])
 
     def add(self, checked: CheckedGroups, group_size: int, rows: slice) -> None:
-        """Enter new rows as members of groups that were checked."""
-        slots, is_new = checked.slots, checked.slots < 0
-        if is_new.any():
-            names = list(itertools.compress(checked.names, is_new))
-            taken = slots[is_new] = np.array(self.slots.allocate(len(names)))
-            self._names.write(as_slice(taken), names)
-            self.slot_of.add(names, taken)
-            self.in_use = True
-        of_rows = np.append(slots, NO_GROUP)[checked.codes]  # NO_GROUP is the last position, too
+        """Add new rows as members of groups and rollouts that were checked."""
+        slots, codes = self._slots_for(checked.groups, self.slot_of), checked.group_codes
+        of_rows = np.append(slots, NO_GROUP)[codes]  # as an index, NO_GROUP is the last position
+        indexes, rollouts = self._index[rows], checked.rollouts
+        if rollouts is not None:
+            is_new, own = rollouts.slots < 0, self._slots_for(rollouts, self.rollout_slot_of)
+            inside = np.flatnonzero(rollouts.codes >= 0)
+            first = inside[np.unique(rollouts.codes[inside], return_index=True)[1]]
+            groups = np.where(is_new & (of_rows[first] >= 0), of_rows[first], own)
+            self.parent.write(own[is_new], groups[is_new])
+            parents, in_group = self.parent[own], self.parent[own] != own
+            self.open_rollouts.add(parents[is_new & in_group], 1)
+            of_rollouts = np.append(own, NO_GROUP)[rollouts.codes]
+            self._rollouts.write(rows, of_rollouts + 1)
+            of_rows[inside] = parents[rollouts.codes[inside]]
+            is_inner = np.append(in_group, False)[rollouts.codes]
+            self.continuing.add(of_rows[is_inner], 1)
+            self.continuing.add(parents[is_new & in_group], -1)
+            self._add_members(of_rollouts[is_inner], indexes[is_inner])
         self._members.write(rows, of_rows)
-        slots_of_rows, indexes = of_rows[of_rows >= 0], self._index[rows][of_rows >= 0]
-        fresh = self.first[slots_of_rows] < 0
-        self.first.write(slots_of_rows[fresh][::-1], indexes[fresh][::-1])  # of several rows the first is written last
-        self.last.write(slots_of_rows, indexes)
-        self.members.write(slots, self.members[slots] + checked.counts)
+        is_member = of_rows >= 0
+        self._add_members(of_rows[is_member], indexes[is_member])
         if group_size:
             self.declared.write(slots, group_size)
 
+    def named(self, names: Sequence[str]) -> CheckedNames:
+        """Look up groups by name, whether or not they exist."""
+        return CheckedNames.of(names, self.slot_of, self.members)
+
+    def open(self, named: CheckedNames) -> Indexes:
+        """Return the slots of groups `(names,)`; missing groups are made, without members."""
+        return self._slots_for(named, self.slot_of)
+
+    def without_members(self) -> Indexes:
+        """Return the slots of all groups that never had members."""
+        slots = self.slots
+        return np.flatnonzero((self._names[: slots.count] != None) & (self.members[: slots.count] == 0))  # noqa: E711  (of each)
+
+    def find(self, names: Sequence[str], rollouts: Sequence[str] = ()) -> Indexes:
+        """Return the slots of groups and of rollouts, -1 for those that do not exist or have no members."""
+        slots = np.append(self.slot_of.find(names), self.rollout_slot_of.find(rollouts))
+        return np.where(self.members[slots] > 0, slots, -1)
+
+    def _slots_for(self, named: CheckedNames, index: NameIndex) -> Indexes:
+        """Return the slots of names; new names get new slots."""
+        slots = named.slots.copy()
+        if names := named.new_names:
+            taken = slots[slots < 0] = np.array(self.slots.allocate(len(names)))
+            self._names.write(as_slice(taken), names)
+            index.add(names, taken)
+            self.in_use = True
+        return slots
+
+    def _add_members(self, slots: Indexes, indexes: Indexes) -> None:
+        """Count rows as members of groups or rollouts; `slots` has one entry per row."""
+        fresh = self.first[slots] < 0
+        self.first.write(
+            slots[fresh][::-1], indexes[fresh][::-1]
+        )  # reversed: the first of several rows is written last
+        self.last.write(slots, indexes)
+        self.members.add(slots, 1)
+
     def is_complete(self, slots: NDArray[np.int64], default_size: int | None, *, no_more: bool) -> NDArray[np.bool_]:
-        """Return for each group whether it has all its members.
+        """Return for each group or rollout whether it has all its members.
 
         Args:
-            slots: the groups.
-            default_size: number of members of groups that declared none.
-            no_more: whether no new rows come, which completes groups of unknown size.
+            slots: slots of the groups or rollouts.
+            default_size: size of groups without a declared size.
+            no_more: whether no new rows will come, which completes rollouts and groups of unknown size.
         """
-        size = np.where(self.declared[slots] > 0, self.declared[slots], default_size or 0)
-        full = (size > 0) & (self.members[slots] >= size)
+        size = self.declared[slots]
+        if default_size is not None:
+            size = np.where((size == 0) & (self.parent[slots] < 0), default_size, size)
+        full = (size > 0) & (self.members[slots] - self.continuing[slots] >= size)
         unsized = (self.declared[slots] == 0) & no_more
-        complete: NDArray[np.bool_] = full | unsized | self.closed[slots]
+        complete: NDArray[np.bool_] = (full | unsized | self.closed[slots]) & (
+            no_more | (self.open_rollouts[slots] == 0)
+        )
         return complete
 
-    def members_of(self, slots: Indexes, table: RowTable) -> Indexes:
-        """Return the positions of the members of groups; it looks at the rows between their first and their last."""
+    def members_of(self, slots: Indexes, table: RowTable, unit: BatchUnit = "group") -> Indexes:
+        """Return the positions of the members of groups or rollouts.
+
+        It scans the rows between their first and last member.
+        """
         if not slots.size:
             return np.zeros(0, np.int64)
         start = table.position_from(int(self.first[slots].min()))
         end = table.position_from(int(self.last[slots].max()) + 1)
-        is_wanted = np.zeros(self.slots.count + 1, np.bool_)  # the last is of rows without a group
+        is_wanted = np.zeros(self.slots.count + 1, np.bool_)  # the last entry is for rows without a group
         is_wanted[slots] = True
-        return start + np.flatnonzero(is_wanted[self.of_rows[start:end]])
+        return start + np.flatnonzero(is_wanted[self.of_unit(unit, slice(start, end))])
 
-    def slots_of(self, names: Sequence[str]) -> Indexes:
-        """Return the slots of groups that must be there."""
-        slots = self.slot_of.find(names)
-        if slots.size and slots.min() < 0:
-            missing = names[int(np.argmin(slots))]
-            raise NotFoundError(
-                f"no group {missing!r} here; {nearest(missing, self.slot_of)}",
-                reason="GROUP_NOT_FOUND",
-                metadata={"group": missing},
-            )
-        return slots
+    def slots_of(self, names: Sequence[str], rollouts: Sequence[str] = ()) -> Indexes:
+        """Return the slots of groups and of rollouts, all of which must exist."""
+        found = []
+        for what, given, index in (("group", names, self.slot_of), ("rollout", rollouts, self.rollout_slot_of)):
+            slots = index.find(given)
+            if slots.size and slots.min() < 0:
+                missing = given[int(np.argmin(slots))]
+                raise NotFoundError(
+                    f"{what} {missing!r} does not exist; {nearest(missing, index)}",
+                    reason="GROUP_NOT_FOUND",
+                    metadata={"group": missing},
+                )
+            found.append(slots)
+        return np.concatenate(found)
 
     def close(self, slots: Indexes) -> None:
-        """Take no further members."""
+        """Close groups to further samples and rollouts, and rollouts to further samples."""
+        slots = distinct(slots, self.slots.count)
+        self._count_not_open(slots)
         self.closed.write(slots, True)
 
-    def count_cleared(self, positions: Indexes) -> None:
-        """Count rows as cleared, and free the slots of groups whose members all are."""
-        if not self.in_use:
-            return
-        slots = self._members[positions]
-        self.cleared.add(slots[slots >= 0], 1)
-        slots = distinct(slots[slots >= 0], self.slots.count)
-        empty = slots[(self.cleared[slots] >= self.members[slots]) & (self._names[slots] != None)]  # noqa: E711  (of each)
-        self.slot_of.remove(self._names[empty].tolist())
+    def close_rollouts_of(self, rows: slice | Indexes) -> None:
+        """Close the rollouts that contain rows."""
+        slots = self.of_unit("rollout", rows)
+        self.close(slots[slots >= 0])
+
+    def _count_not_open(self, slots: Indexes) -> None:
+        """Subtract the open rollouts among the slots from the counts of open rollouts of their groups."""
+        if self.has_rollouts:
+            parents = self.parent[slots]
+            self.open_rollouts.add(parents[(parents >= 0) & (parents != slots) & ~self.closed[slots]], -1)
+
+    def count_failed(self, rows: slice | Indexes, by: int) -> None:
+        """Count rows as failed and close their rollouts; -1 as `by` only takes them off the count."""
+        self.failed.add(self._slots_of(rows), by)
+        if by > 0 and self.has_rollouts:
+            self.close_rollouts_of(rows)
+
+    def count_cleared(self, positions: Indexes) -> Indexes:
+        """Count rows as cleared; return the slots of groups and rollouts without other members, for `remove`."""
+        slots = self._slots_of(positions)
+        self.cleared.add(slots, 1)
+        slots = distinct(slots, self.slots.count)
+        empty: Indexes = slots[(self.cleared[slots] >= self.members[slots]) & (self._names[slots] != None)]  # noqa: E711  (of each)
+        return empty
+
+    def remove(self, empty: Indexes) -> None:
+        """Free the slots of groups and rollouts without members, each given once."""
+        is_rollout = self.parent[empty] >= 0
+        self._count_not_open(empty)
+        self.slot_of.remove(self._names[empty[~is_rollout]].tolist())
+        self.rollout_slot_of.remove(self._names[empty[is_rollout]].tolist())
         self.slots.free_slots(empty)
 
+    def _slots_of(self, rows: slice | Indexes) -> Indexes:
+        """Return the group and rollout slots of rows, one entry per membership."""
+        slots = self._members[rows]
+        of_groups: Indexes = slots[slots >= 0]
+        if not self.has_rollouts:
+            return of_groups
+        rollouts = self.of_unit("rollout", rows)
+        return np.concatenate([of_groups, rollouts[(rollouts >= 0) & (rollouts != slots)]])
+
     def rebuild(self, *, in_use: bool) -> None:
-        """Find out what follows from restored columns."""
+        """Derive the other state from restored columns."""
         self.in_use = in_use
         self.slots.rebuild()
         names = self._names[: self.slots.count]
         slots = np.flatnonzero(names != None)  # noqa: E711  (of each)
-        self.slot_of.add(names[slots].tolist(), slots)
+        is_rollout = self.parent[slots] >= 0
+        for index, found in ((self.slot_of, slots[~is_rollout]), (self.rollout_slot_of, slots[is_rollout])):
+            index.add(names[found].tolist(), found)
 
 
-class GroupCount:
-    """Counts the groups that have at least one of some rows, and besides the rows that are in no group.
+class UnitCount:
+    """Counts groups (or rollouts) with at least one of a set of rows, and the rows of the set that are in none.
 
     Args:
-        groups: those of the partition.
+        groups: groups of the partition.
+        unit: "group" or "rollout".
 
     Attributes:
-        count: how many both are.
+        count: the sum of both.
     """
 
-    def __init__(self, groups: GroupTable) -> None:
+    def __init__(self, groups: GroupTable, unit: BatchUnit) -> None:
         self._groups = groups
-        self._row_counts = np.zeros(0, np.int64)  # by slot of the group
+        self._unit: BatchUnit = unit
+        self._row_counts = np.zeros(0, np.int64)  # by slot
         self.count = 0
 
     def add(self, positions: Indexes, by: int) -> None:
-        """Have rows counted from now on, or not any more where `by` is -1."""
-        slots = self._groups.of_rows[positions]
+        """Add rows to the set, or remove them if `by` is -1."""
+        slots = self._groups.of_unit(self._unit, positions)
         self.count += by * int(np.count_nonzero(slots < 0))
         slots, counts = np.unique(slots[slots >= 0], return_counts=True)
         if not slots.size:
@@ -339,7 +597,7 @@ class GroupCount:
         self.count += int(np.count_nonzero(after)) - int(np.count_nonzero(before))
 
     def clear(self) -> None:
-        """Have no rows counted."""
+        """Empty the set."""
         self._row_counts[:] = 0
         self.count = 0
 

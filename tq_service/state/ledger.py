@@ -1,31 +1,31 @@
 """The ledger of one task: which samples of a partition its claims have consumed, hold under a lease, or lost.
 
-One column, `claim`, says of each row what became of it, and only the ledger writes it:
+The column `claim` holds the status of each row; only the ledger writes it:
 
-- 0: it can be claimed;
+- 0: claimable;
 - 1: consumed in an earlier epoch;
-- n from 3 on: consumed for good by the claim with serial n: delivered without a lease, or acknowledged;
-- -n: leased to the claim with serial n, which has yet to acknowledge it;
+- n (3 or more): consumed for good by the claim with serial n: delivered without a lease, or acknowledged;
+- -n: leased to the claim with serial n and not yet acknowledged;
 - -1: dead-lettered: delivered too often without being acknowledged;
-- -2: dropped: a plan left it out of its batch, for good.
+- -2: dropped: a plan left it out of its batch for good.
 
-Another column, `skipped`, marks rows at 0 that are in a group which lost a member for good, while the task keeps groups
-whole: they are not pending. Samplers see them as before, so a task that takes the rest of such groups can have them.
+The column `skipped` marks rows at 0 whose group lost a member for good, while the task takes only complete groups.
+These rows are not pending. Samplers still see them, so a task that takes the rest of such groups can claim them.
 
     0 --deliver----------------------------------------------> n    (nack of a claim without a lease: back to 0)
     0 --deliver with a lease--------> -n --ack, row is gone--> n
                                       -n --nack, expire------> 0    (expire of one delivered too often: -1)
     -1 --requeue--> 0
-    0 --deliver, of what the plan drops----------------------> -2   (under a lease: -n, and -2 with its ack)
-    any --reset--> 0, or 1 what was consumed and is kept so
+    0 --deliver, dropped by the plan-------------------------> -2   (under a lease: -n, and -2 with its ack)
+    any --reset--> 0, or 1 for a consumed row that stays consumed
 
-A plan may consume other samples than it delivers (`RecordedPlan.consumed`). What it only delivers stays at 0, or under
-a lease returns to 0 with its acknowledgement, and counts in another column, `uses`. No row says then which records it
-is in, so these are not dropped with their rows: the last of them are kept.
+A plan may consume other samples than it delivers (`RecordedPlan.consumed`). A sample that it only delivers stays at 0,
+or returns to 0 when a lease on it is acknowledged; the column `uses` counts these deliveries. Such a row does not show
+which records contain it, so these records are not dropped with their rows. Only the last of them are kept.
 
-What changes the ledger checks nothing and reads no clock: it is given what was looked up and checked before, and does
-the same whether a claim is made now or is made again from the log. When a lease expires is decided by the timer of the
-instance that serves the partition, and comes back to the ledger as a change.
+Methods that change the ledger check nothing and read no clock. Their arguments were looked up and checked before, so a
+claim has the same effect live and in a replay of the log. The timer of the instance that serves the partition decides
+when a lease expires; the expiry reaches the ledger as a change.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
-from itertools import chain, islice
+from itertools import chain, islice, takewhile
 from typing import Final, Literal, TypeAlias
 
 import numpy as np
@@ -58,7 +58,17 @@ from tq_service.errors import (
 from tq_service.results import EvictedUnit, RecentBatch
 from tq_service.schema import EndCounts, RefillOutcome
 from tq_service.state.outstanding import Outstanding
-from tq_service.state.plan import BatchSpec, ClaimRequest, Indexes, LeaseTerms, Pack, Plan, RankPlan, shown
+from tq_service.state.plan import (
+    BatchSpec,
+    ClaimRequest,
+    Indexes,
+    LeaseTerms,
+    Pack,
+    Plan,
+    RankPlan,
+    TotalsOfStep,
+    shown,
+)
 from tq_service.state.table import (
     CONSUMED_EARLIER,
     DEAD_LETTERED,
@@ -69,57 +79,60 @@ from tq_service.state.table import (
     Column,
     RowTable,
     count_values,
+    distinct,
     is_open,
 )
 
 _ENDED_SECONDS = 900.0
 _MOST_ENDED = 131_072
-_DERIVED = {"is_encoded": False}  # rebuilt from the columns, or of this instance of the service alone
-_MOST_REMEMBERED_ROWS, _MOST_REMEMBERED_PACKS = 1 << 13, 512  # of a rank; 256 steps of so many take some 40 MB
+_DERIVED = {"is_encoded": False}  # rebuilt from the columns, or local to this instance of the service
+_MOST_REMEMBERED_ROWS, _MOST_REMEMBERED_PACKS = 1 << 13, 512  # per rank; 256 steps of this size take about 40 MB
 _MOST_RECENT: Final = 16
-_MOST_BATCHES_WITHOUT_ROWS = 16  # short batches come at the end of an epoch, so there is rarely more than one
-_MOST_REUSING, _MOST_REUSING_ROWS = 1 << 10, 1 << 22  # records of plans that deliver what they do not consume
+_MOST_BATCHES_WITHOUT_ROWS = 16  # short batches come at the end of an epoch: rarely more than one
+_MOST_REUSING, _MOST_REUSING_ROWS = 1 << 10, 1 << 22  # records of plans that deliver without consuming
 _NO_ROWS: Final = np.zeros(0, np.int64)
 _NOT_FOLLOWED: Final = nullcontext()
 _OTHER_DP_SIZE: Final = ". To continue with another number of ranks, restart the ranks (docs/asynchronous_rl.md)"
 
+KEPT_ROLLOUTS: Final = -1
+"""Means that a task or claim keeps rollouts together, not groups."""
 MOST_EVICTED: Final = 65_536
-"""Most units that claims of a task have evicted and that are remembered; the oldest ones are forgotten."""
+"""Maximum number of evicted units on record per task; the oldest are forgotten."""
 MOST_PAST_NAMES: Final = 65_536
-"""Most names of a task that stand for no claim any more and are remembered; the oldest ones are forgotten."""
+"""Maximum number of names on record per task that no longer refer to a claim; the oldest are forgotten."""
 
 Loss: TypeAlias = Literal["cleared", "released", "expired", "forgotten"]
 _LOSSES: Final[Mapping[Loss, tuple[type[TqError], str]]] = {
     "released": (
         ClaimReleasedError,
-        "this claim of task {task!r} was released; ask again under a new request_id, or another claim_name",
+        "this claim of task {task!r} was released. Claim again with a new request_id or claim_name",
     ),
     "expired": (
         LeaseExpiredError,
-        "the lease of this claim of task {task!r} ran out, and others may have its samples; ask again under a new "
-        "request_id, or another claim_name",
+        "the lease of this claim of task {task!r} ran out, and other workers may have its samples. Claim again with a "
+        "new request_id or claim_name",
     ),
     "cleared": (
         SamplesClearedError,
-        "what task {task!r} was to get here was planned, but samples of it have been cleared since; go on with a later "
-        "batch_index (the next to be planned is {next}), a queue worker under a new request_id, or another claim_name",
+        "samples of this planned batch or claim of task {task!r} have been cleared. Continue with a later batch_index "
+        "(the next to be planned is {next}) or, as a queue worker, with a new request_id or claim_name",
     ),
     "forgotten": (
         BatchForgottenError,
-        "what task {task!r} was to get here was planned, and is not on record any more: of plans that deliver samples "
-        "without consuming them the last {most} are kept; go on with a later batch_index (the next to be "
-        "planned is {next}), a queue worker under another claim_name",
+        "this batch or claim of task {task!r} was planned but is no longer on record: only the last {most} plans that "
+        "deliver samples without consuming them are kept. Continue with a later batch_index (the next to be planned "
+        "is {next}) or, as a queue worker, with another claim_name",
     ),
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PastName:
-    """What a name stands for that stands for no claim: the end, or one that is no more what it was.
+    """The record of a name that does not refer to a claim: its call got the end, or its claim was lost.
 
     Attributes:
-        end: None: it stood for a claim.
-        loss: what became of samples of the claim.
+        end: the end that its call got; None if it referred to a claim.
+        loss: how samples of the claim were lost.
     """
 
     end: EndCounts | None = None
@@ -131,15 +144,17 @@ Steps: TypeAlias = tuple[tuple[Pack, ...], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedPlan:
-    """A plan as it is recorded, by the hundred thousand: in few objects, and without what follows from the rest.
+    """A plan as recorded. Hundreds of thousands are kept, so it has few objects and omits derived values.
 
     Attributes:
         rows: global indexes of all ranks `(sum(sizes),)`, those of rank 0 first.
         sizes: number of rows of each rank.
-        steps: of each rank, see `RankPlan`; empty where the sampler made none.
-        micro_batch_size: samples a micro-batch, or None; for a plan without steps.
-        consumed: global indexes of what is consumed, see `Plan`; None: of all rows, none of which comes twice.
-        dropped: global indexes of what each rank's part leaves out, see `RankPlan`; empty where nothing is left out.
+        steps: steps of each rank, see `RankPlan`; empty if the sampler made none.
+        micro_batch_size: samples per micro-batch, or None; for a plan without steps.
+        consumed: global indexes of the consumed samples, see `Plan`; None: all rows, each of them once.
+        dropped: global indexes of the samples that each rank's part drops, see `RankPlan`; empty if none is dropped.
+        totals: totals of each step over all ranks; empty for a queue worker.
+        summed: the columns whose sums the totals contain.
     """
 
     rows: Indexes
@@ -148,10 +163,12 @@ class RecordedPlan:
     micro_batch_size: int | None = None
     consumed: Indexes | None = None
     dropped: tuple[Indexes, ...] = ()
+    totals: tuple[TotalsOfStep, ...] = ()
+    summed: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, plan: Plan, micro_batch_size: int | None = None) -> RecordedPlan:
-        """Return what is recorded of a plan."""
+        """Make the record of a plan."""
         steps = tuple(part.steps for part in plan.ranks)
         dropped = tuple(part.dropped for part in plan.ranks)
         return cls(
@@ -165,7 +182,7 @@ class RecordedPlan:
 
     @property
     def is_reusing(self) -> bool:
-        """Whether it may deliver what it does not consume."""
+        """Whether it may deliver samples without consuming them."""
         return self.consumed is not None
 
     @property
@@ -175,12 +192,12 @@ class RecordedPlan:
 
     @property
     def named(self) -> Indexes:
-        """The samples that it delivers or consumes, and then those that it drops, each once."""
+        """The samples that it delivers or consumes, followed by those that it drops, each once."""
         return np.concatenate([self.used, *self.dropped]) if self.dropped else self.used
 
     @property
     def dropped_count(self) -> int:
-        """How many samples it drops."""
+        """The number of samples that it drops."""
         return sum(map(len, self.dropped))
 
     def drops(self, rows: Indexes) -> NDArray[np.bool_]:
@@ -192,7 +209,10 @@ class RecordedPlan:
         return np.ones(rows.size, np.bool_) if self.consumed is None else np.isin(rows, self.consumed)
 
     def part(self, dp_rank: int = 0) -> RankPlan:
-        """Return the part of a rank; without steps it has micro-batches, as many on every rank, empty ones included."""
+        """Return the part of a rank.
+
+        Without steps it has micro-batches, the same number on every rank; some may be empty.
+        """
         start, size = sum(self.sizes[:dp_rank]), self.sizes[dp_rank]
         if self.steps:
             steps = self.steps[dp_rank]
@@ -201,11 +221,12 @@ class RecordedPlan:
             is_large = largest > _MOST_REMEMBERED_ROWS or largest > _MOST_REMEMBERED_PACKS * (count or largest)
             steps = (_one_step if is_large else _remembered_step)(size, largest, count)
         dropped = self.dropped[dp_rank] if self.dropped else _NO_ROWS
-        return RankPlan(rows=self.rows[start : start + size], steps=steps, dropped=dropped)
+        rows = self.rows[start : start + size]
+        return RankPlan(rows=rows, steps=steps, dropped=dropped, totals=self.totals, summed=self.summed)
 
 
 def _one_step(count: int, largest: int, micro_batch_size: int | None) -> Steps:
-    """Return the micro-batches of a rank with `count` rows, where some rank has `largest`."""
+    """Return the micro-batches of a rank with `count` rows, given the row count of the largest rank."""
     positions = np.arange(count)
     positions.flags.writeable = False
     size = micro_batch_size or max(1, largest)
@@ -217,26 +238,27 @@ _remembered_step = lru_cache(maxsize=256)(_one_step)
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Claim:
-    """What a plan delivered: to all ranks as a batch, or to a queue worker.
+    """The delivery of one plan: to all ranks as a batch, or to a queue worker.
 
     Attributes:
         serial: its number in the task.
-        plan: the samples, and how they are used.
-        request_id: of the call of a queue worker; empty: it is a batch.
-        batch_index: of a batch; -1: it is of a queue worker.
-        name: what the caller of a queue worker calls it; empty: it has no name.
-        batch_spec: what all ranks, or all calls under its name, have to ask for alike; None: it is of a queue worker
-            and has no name.
-        lease: the terms, also once nothing is leased any more; None: its samples were done when they were delivered.
-        delivery_counts: for each sample of a claim with a lease how often it was delivered, this time included.
-        returned: samples of a claim with a lease that it acknowledged and did not consume; None: there are none.
-        remaining: its samples that are neither cleared nor released; of a plan that may deliver what it does not
-            consume those that it consumed, if it leased none.
-        leased_count: its samples that are leased: neither acknowledged, failed, cleared nor released.
-        deadline: when these expire, by the clock of the event loop; set by the lease timer, which no replay has.
-        delivered_at: when its lease first began in this instance of the service, by the same clock; set likewise.
-        answer_count: calls that were answered with it by this instance of the service: a call that disconnects before
-            its answer was sent releases the claim only if no retry was given the same.
+        plan: the samples and their use.
+        request_id: id of the queue worker's call; empty for a batch.
+        batch_index: index of the batch; -1 for a queue worker.
+        name: claim name given by the queue worker's caller; empty if unnamed.
+        batch_spec: arguments on which all ranks, or all calls under its name, must agree; None for an unnamed claim of
+            a queue worker.
+        lease: the lease terms, kept after the last lease ends; None: its samples were done on delivery.
+        delivery_counts: for each sample of a claim with a lease, how often it was delivered, including this time.
+        returned: samples of a claim with a lease that were acknowledged but not consumed, or None.
+        remaining: number of its samples that are neither cleared nor released. For a plan that may deliver without
+            consuming, and without a lease: number of its consumed samples.
+        leased_count: its samples under a lease: neither acknowledged, failed, cleared nor released.
+        deadline: when these leases expire, on the event loop's clock; set by the lease timer, which does not run in a
+            replay.
+        delivered_at: when its lease first began in this instance of the service; same clock, also set by the timer.
+        answer_count: calls that this instance of the service answered with it. A call that disconnects before its
+            answer is sent releases the claim only if no retry got the same answer.
     """
 
     serial: int
@@ -261,32 +283,32 @@ class Claim:
 
     @property
     def goes_with_rows(self) -> bool:
-        """Whether its rows say that they are its own, so that it goes with the last of them."""
+        """Whether its rows are marked with its serial; it is then dropped with the last of them."""
         return self.lease is not None or not self.plan.is_reusing
 
     @property
     def may_change(self) -> bool:
-        """Whether more of it may change than what is derived: its terms, and what of it was returned or is reused."""
+        """Whether it may change in more than derived values: in its lease terms, or its returned or reused samples."""
         return self.lease is not None or self.plan.is_reusing
 
     @property
     def mark(self) -> int:
-        """What stands in the `claim` column for the samples it has been given and holds."""
+        """The value in the `claim` column of the samples that it holds."""
         return self.serial if self.lease is None else -self.serial
 
     def leased_seconds(self, now: float) -> float:
-        """Return how long what is leased stays with the worker; 0 where nothing is."""
+        """Return how long the worker keeps its leased samples; 0 if it has none."""
         return max(0.0, self.deadline - now) if self.leased_count else 0.0
 
 
 class EndedClaims(OrderedDict[bytes, tuple[float, bool]]):
-    """Request ids of claims that were released or have expired, the oldest first: for a late GetMeta to be refused.
+    """Request ids of released and expired claims, the oldest first, to refuse a late GetMeta.
 
-    Of each it is known since when, and whether it has expired, be it that it was released as well.
+    Maps each to the time it ended and to whether it has expired, even if it was also released.
     """
 
     def add(self, request_id: bytes, at_seconds: float, *, is_expired: bool) -> None:
-        """Remember one from a time that is not before that of any other; forget those that are too old to matter."""
+        """Add an id; times must not decrease. Forget ids that are too old to matter."""
         self[request_id] = (at_seconds, is_expired or self.has_expired(request_id))
         self.move_to_end(request_id)
         while len(self) > _MOST_ENDED or next(iter(self.values()))[0] < at_seconds - _ENDED_SECONDS:
@@ -299,18 +321,19 @@ class EndedClaims(OrderedDict[bytes, tuple[float, bool]]):
 
 @dataclass(slots=True, kw_only=True)
 class TaskTotals:
-    """What has become of the samples of a task, over all epochs, as far as this process has applied it.
+    """Counters of a task's samples over all epochs, as far as this process has applied the changes.
 
-    None of it ever falls, and none of it is in a snapshot.
+    They never fall and are not part of snapshots.
 
     Attributes:
-        delivered: samples delivered, each as often as it was.
-        redelivered: those of them that were delivered under a lease before, which ran out.
+        delivered: samples delivered; each delivery counts.
+        redelivered: deliveries of samples whose earlier lease ran out.
         expired: samples whose leases ran out.
-        dead_lettered: those of them that are not delivered again.
-        unmatched: units that its claims evicted since their `where` excludes them.
-        too_small: groups that its claims evicted since too few members were left.
-        late: samples and groups that its claims evicted since they would have become too stale.
+        dead_lettered: expired samples that are not delivered again.
+        unmatched: units that its claims evicted because their `where` excludes them.
+        too_small: groups that its claims evicted because too few members were left.
+        late: samples and groups that its claims evicted because they would have become too stale.
+        overflow: samples and groups that were cleared to admit new ones.
     """
 
     delivered: int = 0
@@ -320,35 +343,39 @@ class TaskTotals:
     unmatched: int = 0
     too_small: int = 0
     late: int = 0
+    overflow: int = 0
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class TaskFacts:
-    """What is known of a task besides its columns and records, in plain values: part of a snapshot as it stands here.
+    """The plain values of a task, without its columns and records; stored in snapshots as they are.
 
     Attributes:
-        end: None: it is not at its end.
-        consumed_count: rows consumed in this epoch, leased and cleared ones included.
-        kept_count: those of them that were consumed in earlier epochs, and that the last reset left so.
+        end: its end; None: not reached.
+        consumed_count: rows consumed in this epoch, including leased and cleared ones.
+        kept_count: rows among these that were consumed in earlier epochs and stayed consumed at the last reset.
         backlog: rows that are live or held, and neither consumed, dead-lettered, dropped nor skipped.
-        skipped_count: rows that are live or held and skipped; those cleared since are not counted.
-        kept_groups: how the last request kept groups whole: 0 for named groups, else the length of the blocks that
-            stand in for them where no group is named; None: it took samples one by one, or the rest of incomplete
-            groups, or has not asked in this epoch.
-        dead_lettered_count: rows dead-lettered in this epoch, cleared ones included.
-        dropped_count: rows that plans of this epoch left out, cleared ones included.
-        last_forgotten: the last batch_index whose record was dropped although its rows are there; -1: none was.
-        serial: the last one given to a claim.
-        trained: the last batch_index up to which batches were trained; -1: none was.
-        saved: the last batch_index up to which a checkpoint of the trainer covers batches; -1: none does.
-        delivered_units: of a task with an admission that gives places back later: the units of each of the last
-            batches, those that have not given their places back.
-        done_units: units that were acknowledged, or delivered to queue workers without a lease, and give their places
-            back with the next publication.
-        unmatched_count: units that its claims evicted since their `where` excludes them, in all epochs.
-        too_small_count: groups that its claims evicted since too few members were left, in all epochs.
-        late_count: samples and groups that they evicted since they would have become too stale.
-        refilled_count: rows that were made claimable again for it by evictions, in all epochs.
+        skipped_count: rows that are live or held and skipped; rows cleared since are not counted.
+        kept_groups: how the last request kept groups together: `KEPT_ROLLOUTS`, 0 for named groups, or the length of
+            the blocks that replace groups if none is named. None: it took single samples or the rest of incomplete
+            groups, or there was no request in this epoch.
+        dead_lettered_count: rows dead-lettered in this epoch, including cleared ones.
+        dropped_count: rows that plans of this epoch dropped, including cleared ones.
+        last_forgotten: the last batch_index whose record was dropped before its rows; -1: none.
+        serial: the serial of the latest claim.
+        trained: the last batch_index up to which batches were trained; -1: none.
+        saved: the last batch_index up to which a checkpoint of the trainer covers batches; -1: none.
+        delivered_units: for a task whose admission gives places back after delivery: the units of each of the last
+            batches that still hold their places.
+        done_units: units acknowledged, or delivered to queue workers without a lease, that give their places back at
+            the next publication.
+        unmatched_count: units that its claims evicted because their `where` excludes them, in all epochs.
+        too_small_count: groups that its claims evicted because too few members were left, in all epochs.
+        late_count: samples and groups that its claims evicted because they would have become too stale.
+        overflow_count: samples and groups that were cleared to admit new ones, in all epochs.
+        delivered_count: samples delivered in all epochs, without those released; each delivery counts.
+        refilled_count: rows that evictions made claimable again for this task, in all epochs.
+        released: the last batch_index of this epoch with samples that may have been released; -1: none.
     """
 
     name: str
@@ -372,17 +399,20 @@ class TaskFacts:
     unmatched_count: int = 0
     too_small_count: int = 0
     late_count: int = 0
+    overflow_count: int = 0
+    delivered_count: int = 0
     refilled_count: int = 0
+    released: int = -1
 
     @property
     def evicted_count(self) -> int:
-        """Units that claims of the task evicted, in all epochs."""
-        return self.unmatched_count + self.too_small_count + self.late_count
+        """Units that were evicted, in all epochs."""
+        return self.unmatched_count + self.too_small_count + self.late_count + self.overflow_count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskSnapshot:
-    """A task at one moment, but for its columns, from which follows how many rows are left of each record."""
+    """A task at one moment, without its columns; these give the number of rows left of each record."""
 
     facts: TaskFacts
     batches: list[Claim] = field(default_factory=list)
@@ -395,32 +425,32 @@ class TaskSnapshot:
 
 
 class TaskLedger(TaskFacts):
-    """What one named consumer has consumed of a partition: its claims, leases, epoch and end.
+    """The progress of one named consumer in a partition: its claims, leases, epoch and end.
 
-    Records of claims are dropped with the last of their rows, so what a task keeps is bounded by what is stored. A
-    short batch in which some ranks have no rows outlives those of the others, since these ranks may come late. Of
-    records whose rows others may get too, the last are kept, whether or not the rows are there.
+    The record of a claim is dropped with the last of its rows, so memory is bounded by the stored samples. Two kinds of
+    records may outlive their rows. A short batch in which a rank got nothing is kept, since that rank may come late. Of
+    the records whose rows other claims may also get, the last are kept.
 
-    Attributes, and those of `TaskFacts`, are read by everybody and changed here only:
-        claim: what became of each row, see the module.
-        deliveries: how often each row was delivered under a lease in this epoch, and not acknowledged.
-        uses: how often each row was delivered, under a lease also acknowledged, and not consumed.
+    Attributes, like those of `TaskFacts`, may be read anywhere and are changed only here:
+        claim: status of each row, see the module.
+        deliveries: how often each row was delivered under a lease in this epoch without being acknowledged.
+        uses: how often each row was delivered (and acknowledged, if leased) without being consumed.
         skipped: which rows are skipped, see the module.
-        refills: how often each row was made claimable again by an eviction in this epoch; as a negative number, which
-            is to be claimable once the worker that has it acknowledges it.
+        refills: how often an eviction made each row claimable again in this epoch. Negative: the row becomes claimable
+            once the worker that has it acknowledges it.
         leased_count: rows that are leased.
         redelivered_count: rows that were delivered more than once in this epoch, see `deliveries`.
-        batches: recorded batches by batch_index, in the order of these; also the few kept without rows.
-        claims: claims of queue workers by their request_id.
-        leases: those of them that lease samples, in the order of their delivery.
-        names: the request_id of the queue claim that each name stands for which callers gave.
-        past_names: names that stand for no claim any more, the oldest first.
+        batches: recorded batches by batch_index, in ascending order, including the few kept without rows.
+        claims: claims of queue workers by request_id.
+        leases: the claims among these that lease samples, in order of delivery.
+        names: request_id of the queue claim that each caller-given name refers to.
+        past_names: names that no longer refer to a claim, the oldest first.
         ended: ids of claims that were released or have expired.
         evicted: the last units that its claims have evicted, in all epochs, in order.
-        totals: counts that are not of the epoch, but of this process.
-        recent_batches: the last batches of this epoch in numbers, as far as this process has planned them.
-        state: of each row; the partition writes it.
-        outstanding: counts what is outstanding for it; None: it has no admission.
+        totals: counters of this process, over all epochs.
+        recent_batches: figures of the last batches of this epoch that this process has planned.
+        state: state of each row; the partition writes it.
+        outstanding: counter of its outstanding units; None if it has no admission.
     """
 
     def __init__(
@@ -445,14 +475,14 @@ class TaskLedger(TaskFacts):
             outstanding.recount(self, table.count)
 
     def _forget_records(self) -> None:
-        """Have no records, as at the beginning of an epoch."""
+        """Drop all records, as at the start of an epoch."""
         self.batches: dict[int, Claim] = {}
         self.claims: dict[bytes, Claim] = {}
         self.leases: dict[bytes, Claim] = {}
         self.names: dict[str, bytes] = {}
         self.past_names: OrderedDict[str, PastName] = OrderedDict()
-        self._without_rows: list[int] = []  # batch indexes, the lowest first
-        self._reusing: dict[int, Claim] = {}  # those that lease nothing, by serial
+        self._without_rows: list[int] = []  # batch indexes, ascending
+        self._reusing: dict[int, Claim] = {}  # claims that lease nothing, by serial
         self._reusing_row_count = 0
         self._by_serial: dict[int, Claim] = {}
         self.recent_batches: deque[RecentBatch] = deque(maxlen=_MOST_RECENT)
@@ -467,13 +497,13 @@ class TaskLedger(TaskFacts):
 
     @property
     def facts(self) -> TaskFacts:
-        """What is known of the task besides its columns and records."""
+        """The task's plain values, without its columns and records."""
         return TaskFacts(**{each.name: getattr(self, each.name) for each in fields(TaskFacts)})
 
     def snapshot(self) -> TaskSnapshot:
-        """Return all that the task has on record, as it is now: pointers to its records, copies of those that change.
+        """Return the records of the task as they are now: references, and copies of those that may change.
 
-        Its columns are in the snapshot of the table.
+        The table's snapshot contains its columns.
         """
         return TaskSnapshot(
             facts=self.facts,
@@ -487,7 +517,7 @@ class TaskLedger(TaskFacts):
         )
 
     def restore(self, snapshot: TaskSnapshot) -> None:
-        """Have the facts and records of a snapshot for its own; for a new task whose columns are restored."""
+        """Take over the facts and records of a snapshot. The task must be new, with its columns restored."""
         for each in fields(TaskFacts):
             setattr(self, each.name, getattr(snapshot.facts, each.name))
         self.ended.update(snapshot.ended)
@@ -501,7 +531,7 @@ class TaskLedger(TaskFacts):
         for claim in chain(snapshot.batches, snapshot.claims):
             claim.batch_spec = specs.setdefault(claim.batch_spec, claim.batch_spec)
             self._add(claim)
-            claim.leased_count = 0  # a snapshot that was not written down has what another ledger counted
+            claim.leased_count = 0  # in a snapshot that was never written to disk it is the count of another ledger
             self._count_leased(claim, rows_of.get(-claim.serial, 0))
             claim.remaining = rows_of.get(claim.serial, 0) + claim.leased_count
             if claim.plan.consumed is not None and claim.lease is None:
@@ -517,11 +547,11 @@ class TaskLedger(TaskFacts):
     # Recorded answers
 
     def check_epoch(self, epoch: int | None) -> None:
-        """Refuse a caller that means another epoch."""
+        """Refuse a caller that expects another epoch."""
         check_epoch(self.name, self.epoch, epoch)
 
     def recorded(self, request: ClaimRequest) -> RankPlan | Claim | EndCounts | None:
-        """Return the recorded answer to a request, None where there is none yet."""
+        """Return the recorded answer to a request, or None if there is none yet."""
         if request.rank is None:
             return self._recorded_claim(request)
         rank = request.rank
@@ -533,6 +563,7 @@ class TaskLedger(TaskFacts):
             return self.end
         batch = self.batches.get(rank.batch_index)
         if batch is None:
+            self.check_not_released(rank.batch_index)
             raise self._loss_error("forgotten" if rank.batch_index <= self.last_forgotten else "cleared")
         if rank.dp_size != len(batch.plan.sizes):
             what = f"batch_index {rank.batch_index}, which was planned before the ranks of task {self.name!r} restarted"
@@ -540,6 +571,8 @@ class TaskLedger(TaskFacts):
         self._check_alike(request, batch, f"batch_index {rank.batch_index}")
         part = batch.plan.part(rank.dp_rank)
         if batch.plan.is_reusing or batch.remaining < batch.rows.size:  # some of its samples may have been cleared
+            if (self._table.find(part.rows) < 0).any():
+                self.check_not_released(rank.batch_index)
             self.check_present(part.rows)
         return part
 
@@ -559,23 +592,39 @@ class TaskLedger(TaskFacts):
             self._check_alike(request, claim, f"claim_name {name!r}")
         elif name:
             raise InvalidArgumentError(
-                f"request_id {request_id.hex()} is that of another claim of task {self.name!r} than {name!r}; make one "
-                f"for each claim_name",
+                f"request_id {request_id.hex()} belongs to another claim of task {self.name!r}, not to claim_name "
+                f"{name!r}. Use a new request_id for each claim_name",
                 field="request_id",
             )
         self.check_present(claim.rows)
         return claim
 
     def _check_alike(self, request: ClaimRequest, claim: Claim, what: str) -> None:
-        """Refuse a call that asks for something else than the one for which its answer was recorded."""
+        """Refuse a call whose arguments differ from those of the recorded answer."""
         differs = None if claim.batch_spec is None else request.batch_spec.disagreement(claim.batch_spec)
         if differs is not None:
             raise _disagreement(*differs, f"{what} of task {self.name!r}")
 
     def check_present(self, rows: Indexes) -> None:
-        """Refuse an answer of which samples have been cleared since it was planned."""
+        """Refuse an answer if any of its samples has been cleared since it was planned."""
         if bool((self._table.find(rows) < 0).any()):
             raise self._loss_error("cleared")
+
+    def check_not_released(self, batch_index: int) -> None:
+        """Refuse to go back to a batch whose samples may have been released, or to an earlier one."""
+        if batch_index <= self.released:
+            raise SamplesClearedError(
+                f"batch_index is {batch_index}; expected {self.released + 1} or more, since the partition's release "
+                f"has released samples of earlier batches of task {self.name!r}. Resume from a checkpoint that covers "
+                f"batch {self.released}; to keep samples for older checkpoints, report a batch as trained or saved "
+                f"later (docs/resuming.md)",
+                metadata={
+                    "task_name": self.name,
+                    "next_batch_index": str(self.next_batch_index),
+                    "got": str(batch_index),
+                    "expected": str(self.released + 1),
+                },
+            )
 
     def _loss_error(self, loss: Loss) -> TqError:
         kind, text = _LOSSES[loss]
@@ -587,9 +636,9 @@ class TaskLedger(TaskFacts):
     # Claims
 
     def using_up(self, plan: RecordedPlan, max_uses: int) -> RecordedPlan:
-        """Return a plan that consumes what it delivers for the last time, and beside it what its sampler said.
+        """Return the plan, made to consume samples at their last use in addition to those that its sampler consumes.
 
-        Without `max_uses`, only rows that the sampler names are consumed, or all.
+        If `max_uses` is 1, it consumes the rows that the sampler names, or all rows if it names none.
         """
         if max_uses == 1:
             spent = plan.rows if plan.consumed is None else plan.consumed
@@ -610,15 +659,15 @@ class TaskLedger(TaskFacts):
         lease: LeaseTerms | None = None,
         name: str = "",
     ) -> Claim:
-        """Record what a plan delivers, as the next batch of the ranks or to a queue worker, and what it consumes.
+        """Record the delivery of a plan, as the ranks' next batch or to a queue worker, and consume its samples.
 
         Args:
             plan: the plan.
-            positions: those of `plan.named`.
-            request_id: of the call of a queue worker; empty: it is a batch.
-            batch_spec: of a batch, or a claim with a name: what was asked for.
-            lease: how its samples are leased; None: they are done.
-            name: that of the claim; empty: it has none.
+            positions: positions of `plan.named`.
+            request_id: id of the queue worker's call; empty for a batch.
+            batch_spec: requested arguments of a batch or a named claim.
+            lease: lease terms of its samples; None: they are done.
+            name: claim name; empty if unnamed.
         """
         self.serial += 1
         claim = Claim(
@@ -632,6 +681,7 @@ class TaskLedger(TaskFacts):
             self.names[name] = request_id
         self._add(claim)
         self.totals.delivered += plan.rows.size
+        self.delivered_count += plan.rows.size
         used_count = positions.size - plan.dropped_count
         used, dropped = positions[:used_count], positions[used_count:]
         if lease is not None:
@@ -664,30 +714,30 @@ class TaskLedger(TaskFacts):
 
     @property
     def outstanding_count(self) -> int | None:
-        """Units that are outstanding, as the admission counts them; None: it has none."""
+        """Outstanding units as the admission counts them; None without an admission."""
         return None if self.outstanding is None else self.outstanding.count(self)
 
     def _followed(self, positions: Indexes) -> AbstractContextManager[None]:
-        """Have what becomes of rows in the `with` counted by the admission, if there is one."""
+        """Have the admission, if any, count the changes of rows in the `with` block."""
         return _NOT_FOLLOWED if self.outstanding is None else self.outstanding.following(self, positions)
 
     def _count_delivered(self, outstanding: Outstanding, positions: Indexes, *, is_batch: bool) -> None:
-        """Count rows that were delivered for good, until they give their places back."""
+        """Count rows delivered for good until they give their places back."""
         admission, given_back = outstanding.admission, outstanding.admission.given_back
         if given_back != "delivered" and is_batch:
-            # Where staleness is bounded a batch takes as many places as it stands for versions, whatever it lacks.
+            # With bounded staleness a batch takes the places of a full global batch, even if it is short.
             count = outstanding.units_of(positions) if admission.max_staleness is None else admission.global_batch
             self.delivered_units = (*self.delivered_units, count)
         elif given_back == "published":
             self.done_units += outstanding.units_of(positions)
 
     def reach_end(self, dp_size: int, end: EndCounts) -> None:
-        """Record that no batch follows, for all ranks and batch indexes from the next on."""
+        """Record the end for all ranks, from the next batch index on."""
         self.dp_size = dp_size
         self.end = end
 
     def _lease(self, claim: Claim, positions: Indexes, dropped: Indexes) -> None:
-        """Lease what a claim delivers and what it drops; what it consumes without delivering it is done."""
+        """Lease the samples that a claim delivers or drops; those that it only consumes are done at once."""
         delivered = positions
         if claim.plan.is_reusing:
             is_delivered = np.isin(claim.plan.used, claim.rows)
@@ -696,7 +746,7 @@ class TaskLedger(TaskFacts):
         claim.delivery_counts = self.deliveries[delivered] + np.int32(1)
         self.totals.redelivered += int(np.count_nonzero(claim.delivery_counts > 1))
         self._write_deliveries(delivered, claim.delivery_counts)
-        if claim.plan.is_reusing:  # in which a sample may come twice
+        if claim.plan.is_reusing:  # a sample may occur in it twice
             claim.delivery_counts = self.deliveries[self._table.find(claim.rows)]
         if dropped.size:
             self._write_deliveries(dropped, self.deliveries[dropped] + np.int32(1))
@@ -705,34 +755,34 @@ class TaskLedger(TaskFacts):
         self._consume(delivered, claim.mark)
 
     def _write_deliveries(self, positions: Indexes, counts: NDArray[np.int32]) -> None:
-        """Write how often rows were delivered, and count those that were more than once."""
+        """Write the delivery counts of rows, and update the count of redelivered rows."""
         before = self.deliveries[positions]
         self.redelivered_count += int(np.count_nonzero(counts > 1)) - int(np.count_nonzero(before > 1))
         self.deliveries.write(positions, counts)
 
     def _count_uses(self, rows: Indexes, by: int) -> None:
-        """Count deliveries of rows, as often as they are given and as far as they are there."""
+        """Add `by` to the uses of each row, once per occurrence; rows that no longer exist are left out."""
         positions = self._table.find(rows)
         self.uses.add(positions[positions >= 0], by)
 
     def reach_named_end(self, name: str, end: EndCounts) -> None:
-        """Record that the call under a name was answered with the end."""
+        """Record that the call with this name got the end."""
         self._remember(name, PastName(end=end))
 
     def _lose_name(self, claim: Claim, loss: Loss) -> None:
-        """Detach the name of a claim from it, if it stands for it."""
+        """Detach the name of a claim, if it still refers to the claim."""
         if self.names.get(claim.name) == claim.request_id:
             del self.names[claim.name]
             self._remember(claim.name, PastName(loss=loss))
 
     def _remember(self, name: str, past: PastName) -> None:
-        """Have a name stand for no claim any more."""
+        """Record a name that no longer refers to a claim."""
         self.past_names[name] = past
         if len(self.past_names) > MOST_PAST_NAMES:
             self.past_names.popitem(last=False)
 
     def _consume(self, positions: Indexes, mark: int) -> None:
-        """Have rows consumed, or pending no more without being consumed where the mark says that they are dropped."""
+        """Mark rows as consumed; with the mark `DROPPED`, as no longer pending but not consumed."""
         if not positions.size:
             return
         self.claim.write(positions, mark)
@@ -743,7 +793,7 @@ class TaskLedger(TaskFacts):
             self.consumed_count += positions.size
 
     def _keep_reusing(self, claim: Claim) -> None:
-        """Keep a claim whose rows others may get too, and drop the oldest of those where they are many."""
+        """Keep a claim whose rows others may also get; drop the oldest such claims over the limits."""
         self._reusing[claim.serial] = claim
         self._reusing_row_count += claim.rows.size
         while len(self._reusing) > 1 and (
@@ -755,28 +805,32 @@ class TaskLedger(TaskFacts):
             self._forget(oldest, "forgotten")
 
     def advance(self, trained: int, saved: int) -> None:
-        """Record how far the trainer has come; marks that are not higher than before stay."""
-        self.trained, self.saved = max(self.trained, trained), max(self.saved, saved)
+        """Record the trainer's progress; marks never go down. Saved batches count as trained."""
+        self.trained, self.saved = max(self.trained, trained, saved), max(self.saved, saved)
         if self.outstanding is not None and self.outstanding.admission.given_back == "trained":
             self._give_back_trained()
 
     def give_back_published(self) -> None:
-        """Have all that was trained or acknowledged give its place back: the version that it made is published."""
+        """Give back the places of all trained or acknowledged units: the version trained on them is published."""
         self._give_back_trained()
         self.done_units = 0
 
     def unpublished_count(self, trained: int = -1) -> int:
-        """Return how many batches were trained that take their places still, up to `trained` at least."""
+        """Return how many batches are trained but still hold their places; those up to `trained` count as trained."""
         first_index = self.next_batch_index - len(self.delivered_units)
         return min(max(0, max(self.trained, trained) + 1 - first_index), len(self.delivered_units))
+
+    def untrained(self) -> list[Claim]:
+        """Return the batches of ranks that are not reported as trained, the last first."""
+        return list(takewhile(lambda batch: batch.batch_index > self.trained, reversed(self.batches.values())))
 
     def _give_back_trained(self) -> None:
         self.delivered_units = self.delivered_units[self.unpublished_count() :]
 
-    # What becomes of a claim
+    # Acknowledgement, release and expiry
 
     def left(self, claim: Claim) -> Indexes:
-        """Return the positions of the samples that a claim holds: leased ones, without a lease those not cleared."""
+        """Return the positions of the samples that a claim holds: those leased or, without a lease, not cleared."""
         rows = claim.plan.named
         positions = self._table.find(rows)
         is_held = (positions >= 0) & (self.claim[positions] == claim.mark)
@@ -786,7 +840,7 @@ class TaskLedger(TaskFacts):
         return held
 
     def ack(self, claim: Claim, positions: Indexes) -> Indexes:
-        """Have leased rows consumed or dropped for good, or used once more; return those that can be claimed again."""
+        """Mark leased rows as consumed, dropped or used once more; return those that can be claimed again."""
         with self._followed(positions):
             consumed, returned = self._ack(claim, positions)
         if self.outstanding is not None:
@@ -794,7 +848,7 @@ class TaskLedger(TaskFacts):
         return returned
 
     def _ack(self, claim: Claim, positions: Indexes) -> tuple[Indexes, Indexes]:
-        """Return what `ack` has consumed, and what can be claimed again."""
+        """Acknowledge rows; return the consumed ones and those that can be claimed again."""
         plan, dropped = claim.plan, positions[:0]
         if plan.dropped:
             is_dropped = plan.drops(self._table.index[positions])
@@ -821,22 +875,24 @@ class TaskLedger(TaskFacts):
         return consumed, returned
 
     def nack(self, claim: Claim, positions: Indexes) -> None:
-        """Release rows of a claim as if they had not been delivered; all that are left where it has no lease."""
+        """Release rows of a claim as if they had not been delivered; without a lease, all that are left."""
         count = positions.size
         self._lose_name(claim, "released")
-        if claim.lease is None:  # those cleared meanwhile are counted as cleared before the task took them
+        if claim.lease is None:  # rows cleared since then count as cleared before delivery
             count = claim.remaining = claim.rows.size if claim.plan.consumed is None else claim.plan.consumed.size
             self.dropped_count -= claim.plan.dropped_count
+            self.delivered_count -= claim.rows.size
             if claim.plan.is_reusing:
                 self._count_uses(claim.rows, -1)
         else:
+            self.delivered_count -= int(positions.size)
             self._write_deliveries(positions, self.deliveries[positions] - np.int32(1))
         with self._followed(positions):
             self._reopen(positions)
         self._lose(claim, count)
 
     def expire(self, claim: Claim, positions: Indexes, at_seconds: float) -> Indexes:
-        """Take all that is leased; return the positions that can be claimed again, not the dead-lettered."""
+        """Expire leased rows; return the positions that can be claimed again, without dead-lettered ones."""
         most = None if claim.lease is None else claim.lease.max_deliveries
         is_spent = self.deliveries[positions] >= (np.iinfo(np.int32).max if most is None else most)
         reopened, spent = positions[~is_spent], positions[is_spent]
@@ -859,7 +915,7 @@ class TaskLedger(TaskFacts):
         self.backlog += int(np.count_nonzero(is_open(states)))
 
     def _count_leased(self, claim: Claim, count: int) -> None:
-        """Count rows that are leased from now on; fewer than 0: not any more."""
+        """Add to the count of leased rows; a negative count subtracts."""
         self.leased_count += count
         claim.leased_count += count
         if not claim.leased_count:
@@ -868,7 +924,7 @@ class TaskLedger(TaskFacts):
             self.leases[claim.request_id] = claim
 
     def _lose(self, claim: Claim, count: int) -> None:
-        """Count off rows that are no longer consumed by a claim, nor leased to it."""
+        """Subtract rows that are no longer consumed by a claim or leased to it."""
         if claim.lease is not None:
             self._count_leased(claim, -count)
         self.consumed_count -= count
@@ -876,9 +932,9 @@ class TaskLedger(TaskFacts):
         self._on_fewer_rows(claim)
 
     def _on_fewer_rows(self, claim: Claim) -> None:
-        """Drop a claim that has no rows left; one that returned some is kept with those whose rows others may get.
+        """Drop a claim without remaining rows, unless it returned some: others may get these, so it is kept.
 
-        Of the batches in which a rank had no rows the last few are kept: it still gets its answer.
+        The last few batches in which some rank got nothing are also kept: that rank still gets its answer.
         """
         if claim.remaining == 0 and claim.returned is None:
             if not claim.request_id and 0 in claim.plan.sizes:
@@ -911,7 +967,7 @@ class TaskLedger(TaskFacts):
         return np.flatnonzero(self.claim[: self._table.count] == DEAD_LETTERED)
 
     def requeue(self, positions: Indexes) -> None:
-        """Have dead-lettered rows claimable, as if they had never been delivered."""
+        """Make dead-lettered rows claimable, as if they had never been delivered."""
         self._write_deliveries(positions, np.zeros(positions.size, np.int32))
         self.dead_lettered_count -= positions.size
         with self._followed(positions):
@@ -920,7 +976,7 @@ class TaskLedger(TaskFacts):
     # Evicted rows
 
     def note_evicted(self, units: Sequence[EvictedUnit]) -> None:
-        """Record what a claim of the task has evicted; the oldest units on record are forgotten where they are many."""
+        """Record the units that a claim of the task evicted; the oldest on record may be forgotten."""
         for unit in units:
             count = f"{unit.reason}_count"
             setattr(self, count, getattr(self, count) + 1)
@@ -928,17 +984,17 @@ class TaskLedger(TaskFacts):
         self.evicted.extend(units)
 
     def evicted_after(self, serial: int, most: int) -> list[EvictedUnit]:
-        """Return the first units on record whose serials are above one."""
+        """Return up to `most` recorded units with serials above `serial`, the oldest first."""
         forgotten_count = self.evicted_count - len(self.evicted)
         start = max(0, serial - forgotten_count)
         return list(islice(self.evicted, start, start + most))
 
     def refill(self, positions: Indexes, most: int) -> tuple[list[RefillOutcome], Indexes]:
-        """Have rows claimable again that make evicted units once more; return what came of each, and which are now.
+        """Make rows claimable again to replace evicted units; return each outcome and the rows claimable now.
 
         Args:
-            positions: of the rows, -1 for one that is not there.
-            most: how often a row is refilled in an epoch.
+            positions: positions of the rows, -1 for a row that does not exist.
+            most: maximum number of refills per row and epoch.
         """
         outcomes: list[RefillOutcome] = []
         done: dict[int, None] = {}
@@ -970,7 +1026,7 @@ class TaskLedger(TaskFacts):
         return outcomes, reopened
 
     def _refill(self, position: int, most: int) -> RefillOutcome:
-        """Count a refill of a row, if it can have one; return what comes of it."""
+        """Count a refill of a row if it may have one; return the outcome."""
         mark, count = int(self.claim[position]), int(self.refills[position])
         is_skipped = mark == UNCLAIMED and bool(self.skipped[position])
         is_lost = not is_open(self.state[position]) or mark in {DEAD_LETTERED, DROPPED} or is_skipped
@@ -986,7 +1042,7 @@ class TaskLedger(TaskFacts):
     # Skipped rows
 
     def skip(self, positions: Indexes) -> int:
-        """Skip those of some rows that are pending; return how many they are."""
+        """Skip the pending rows among some; return their number."""
         skipped = positions[self.is_pending(positions)]
         with self._followed(skipped):
             self.skipped.write(skipped, True)
@@ -995,7 +1051,7 @@ class TaskLedger(TaskFacts):
         return int(skipped.size)
 
     def unskip(self) -> Indexes:
-        """Have no row skipped any more; return the positions of those that were."""
+        """Unskip all rows; return the positions of those that were skipped."""
         if not self.skipped_count:
             return np.zeros(0, np.int64)
         positions = np.flatnonzero(self.skipped[: self._table.count])
@@ -1004,7 +1060,7 @@ class TaskLedger(TaskFacts):
         return positions
 
     def _unmark(self, positions: Indexes) -> int:
-        """Count off those of some rows that are skipped, without counting them as pending; return how many."""
+        """Unskip rows without counting them as pending; return how many were skipped."""
         if not self.skipped_count:
             return 0
         marked = positions[self.skipped[positions]]
@@ -1026,18 +1082,63 @@ class TaskLedger(TaskFacts):
         return pending
 
     def is_lost(self, positions: Indexes) -> NDArray[np.bool_]:
-        """Return which of some rows it never gets: failed before it took them, dead-lettered, dropped, or skipped."""
+        """Return which rows the task never gets: failed before it took them, dead-lettered, dropped, or skipped."""
         claims = self.claim[positions]
         is_failed = (self.state[positions] == FAILED) & (claims == UNCLAIMED)
         is_given_up = (claims == DEAD_LETTERED) | (claims == DROPPED)
         lost: NDArray[np.bool_] = is_failed | is_given_up | self.skipped[positions]
         return lost
 
+    # Released rows
+
+    def _batches_after(self, index: int) -> list[Claim]:
+        """Return the recorded batches after an index, the last first."""
+        found = []
+        for batch_index, batch in reversed(self.batches.items()):
+            if batch_index <= index:
+                break
+            found.append(batch)
+        return found
+
+    def rows_of_batches(self, index: int, last: int) -> Indexes:
+        """Return the positions of the stored samples of the batches after `index`, up to and including `last`.
+
+        A sample of several batches occurs once. Samples that the batches dropped are included.
+        """
+        batches = [batch for batch in self._batches_after(index) if batch.batch_index <= last]
+        positions = self._table.find(np.concatenate([_NO_ROWS, *(batch.plan.named for batch in batches)]))
+        return distinct(positions[positions >= 0], self._table.count)
+
+    def is_under_way(self, positions: Indexes, *, until_saved: bool) -> NDArray[np.bool_]:
+        """Return which rows are in a batch that is yet to be trained or, if `until_saved`, yet to be saved."""
+        claims = self.claim[positions]
+        batches = self._batches_after(self.saved if until_saved else self.trained)
+        is_under_way = np.isin(claims, [batch.serial for batch in batches])
+        for batch in batches:
+            if batch.plan.is_reusing or batch.plan.dropped:  # the marks of its rows do not identify it
+                is_under_way |= np.isin(self._table.index[positions], batch.plan.named)
+        return is_under_way
+
+    def is_done(self, positions: Indexes) -> NDArray[np.bool_]:
+        """Return which rows the task has consumed or dropped, or never gets, except dead-lettered ones."""
+        claims = self.claim[positions]
+        is_done: NDArray[np.bool_] = (claims > UNCLAIMED) | (claims == DROPPED)
+        is_done |= (self.state[positions] == FAILED) | self.skipped[positions]
+        return is_done
+
+    def note_released(self, positions: Indexes) -> None:
+        """Record the last batch whose samples are being released; ranks cannot go back to it or before it."""
+        last = int(self.claim[positions].max(initial=UNCLAIMED))
+        for batch in reversed(self.batches.values()) if last > LAST_RESERVED else ():
+            if batch.serial <= last:
+                self.released = max(self.released, batch.batch_index)
+                break
+
     def reset(self, *, keep_consumed: bool, open_count: int) -> Indexes:
         """Start the next epoch; return the positions of rows that were leased, dead-lettered, dropped or skipped.
 
-        They were not done, and are claimable in any case. All others are unless `keep_consumed`: the backlog is then
-        `open_count`, the rows that are live or held.
+        These were not done and become claimable in any case. Without `keep_consumed` all other rows do too, and the
+        backlog becomes `open_count`, the number of rows that are live or held.
         """
         self.epoch += 1
         self.dp_size = None
@@ -1055,7 +1156,7 @@ class TaskLedger(TaskFacts):
             if not keep_consumed and not each.is_blank:
                 each.write(slice(0, self._table.count), 0)
         self.leased_count = self.redelivered_count = self.dead_lettered_count = self.dropped_count = 0
-        self.last_forgotten = self.trained = self.saved = -1
+        self.last_forgotten = self.trained = self.saved = self.released = -1
         self.delivered_units, self.done_units = (), 0
         self._forget_records()
         if keep_consumed:
@@ -1070,18 +1171,18 @@ class TaskLedger(TaskFacts):
         return reopened
 
     def restart_ranks(self, dp_size: int, trained: int) -> Indexes:
-        """Start the next epoch for other ranks, in which what was trained stays; return the positions of reopened rows.
+        """Start the next epoch for other ranks, keeping trained batches; return the positions of reopened rows.
 
         Args:
-            dp_size: their number.
-            trained: the last batch_index that was trained; those behind it are planned anew, from the next index on.
+            dp_size: number of the new ranks.
+            trained: the last batch_index that was trained; later batches are planned again, from the next index on.
         """
         reopened, dropped_count = [np.zeros(0, np.int64)], self.next_batch_index - trained - 1
         for index in range(trained + 1, self.next_batch_index):
             if (batch := self.batches.get(index)) is not None:
                 reopened.append(self.left(batch))
                 self.nack(batch, reopened[-1])
-                if index in self.batches:  # a record that is kept though its rows are gone
+                if index in self.batches:  # its record has outlived its rows
                     self._forget(batch, "cleared")
         self._without_rows = [index for index in self._without_rows if index <= trained]
         recent = [batch for batch in self.recent_batches if batch.batch_index <= trained]
@@ -1089,11 +1190,11 @@ class TaskLedger(TaskFacts):
         self.epoch += 1
         self.dp_size, self.next_batch_index, self.end = dp_size, trained + 1, None
         self.trained, self.saved = trained, min(self.saved, trained)
-        self.delivered_units = self.delivered_units[: len(self.delivered_units) - dropped_count]
+        self.delivered_units = self.delivered_units[: max(0, len(self.delivered_units) - dropped_count)]
         self.last_forgotten = min(self.last_forgotten, trained)
         return np.concatenate(reopened)
 
-    # Rows that come and go
+    # Added and removed rows
 
     def on_rows_added(self, added: slice) -> None:
         """Count new rows that are live or held."""
@@ -1102,9 +1203,9 @@ class TaskLedger(TaskFacts):
             self.outstanding.add(np.arange(added.start, added.stop), 1)
 
     def on_rows_closed(self, positions: Indexes) -> None:
-        """Count off rows that were live or held and are being cleared, or have failed.
+        """Subtract rows that were live or held and have failed or are being cleared.
 
-        Those that are leased are consumed for good: no other worker will process them.
+        Leased rows among them are consumed for good: no other worker will process them.
         """
         claims = self.claim[positions]
         if self.outstanding is not None:
@@ -1137,17 +1238,17 @@ def task_columns(name: str) -> tuple[str, str, str, str, str]:
 
 
 def check_epoch(name: str, epoch: int, got: int | None) -> None:
-    """Refuse a caller that means another epoch than that of a task; None: whichever it is."""
+    """Refuse a caller that expects another epoch than the task's; None accepts any."""
     if got is not None and got != epoch:
         raise StaleEpochError(
-            f"task {name!r} is at epoch {epoch}, got epoch {got}; its consumption was reset since: take the epoch of "
-            f"CheckConsumption",
+            f"task {name!r} is at epoch {epoch}, got epoch {got}: its consumption was reset. Use the epoch that "
+            f"CheckConsumption returns",
             metadata={"task_name": name, "got": str(got), "expected": str(epoch)},
         )
 
 
 def _disagreement(name: str, got: object, expected: object, what: str, remedy: str = "") -> PreconditionError:
     return RankDisagreementError(
-        f"{name} of {what} is {shown(expected)}, got {shown(got)}; all must ask with the same arguments{remedy}",
+        f"{name} of {what} is {shown(expected)}, got {shown(got)}; all calls must pass the same arguments{remedy}",
         metadata={"field": name, "got": shown(got)[:512], "expected": shown(expected)[:512]},
     )

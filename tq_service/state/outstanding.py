@@ -1,8 +1,8 @@
-"""Counts the units that are outstanding for a task with an admission: samples, or groups.
+"""Counts the outstanding units of a task with an admission: samples, rollouts, or groups.
 
-A unit is outstanding while the task holds it, and from its delivery until it gives its place back. What a task holds is
-what it has pending and, unless places are given back with the delivery, what is leased. `TaskLedger` says what happens
-to rows; here it is counted.
+A unit is outstanding while the task holds it, and from its delivery until it gives its place back. A task holds its
+pending units and, unless places are given back on delivery, its leased ones. `TaskLedger` changes the status of rows;
+this module counts the units.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tq_service.schema import Admission
-from tq_service.state.groups import GroupCount, GroupTable
+from tq_service.state.groups import GroupTable, UnitCount
 from tq_service.state.plan import Indexes
 from tq_service.state.table import DROPPED, Column, is_open
 
 
 class Held(Protocol):
-    """What a task knows of its rows; see `TaskLedger`."""
+    """The state of a task's rows; see `TaskLedger`."""
 
     backlog: int
     leased_count: int
@@ -36,25 +36,27 @@ class Held(Protocol):
 
 
 class Outstanding:
-    """What is outstanding for one task.
+    """The counter of one task's outstanding units.
 
     Args:
-        admission: that of the task.
-        groups: those of its partition.
+        admission: admission of the task.
+        groups: groups of its partition.
     """
 
     def __init__(self, admission: Admission, groups: GroupTable) -> None:
         self.admission = admission
         self._groups = groups
         self._holds_leased = admission.given_back != "delivered"
-        self._held = GroupCount(groups) if admission.unit == "group" else None  # what the task holds
+        self._held = (
+            None if admission.unit == "sample" else UnitCount(groups, admission.unit)
+        )  # units that the task holds
 
     def bounds_staleness_by(self, policy: str) -> bool:
-        """Whether staleness is bounded, in versions of this policy."""
+        """Whether staleness is bounded in versions of this policy."""
         return self.admission.max_staleness is not None and self.admission.policy == policy
 
     def count(self, task: Held) -> int:
-        """Return the units that are outstanding for the task."""
+        """Return the number of outstanding units of the task."""
         if self._held is not None:
             held = self._held.count
         else:
@@ -62,14 +64,11 @@ class Outstanding:
         return held + sum(task.delivered_units) + task.done_units
 
     def units_of(self, positions: Indexes) -> int:
-        """Return how many units some rows are of."""
-        if self._held is None:
-            return int(positions.size)
-        slots = self._groups.of_rows[positions]
-        return int(np.unique(slots[slots >= 0]).size + np.count_nonzero(slots < 0))
+        """Return the number of units of some rows."""
+        return self._groups.count_units(positions, self.admission.unit)
 
     def is_held(self, task: Held, rows: slice | Indexes) -> NDArray[np.bool_]:
-        """Return which of some rows the task holds."""
+        """Return which rows the task holds."""
         claims = task.claim[rows]
         held = task.is_pending(rows)
         if self._holds_leased:
@@ -78,7 +77,7 @@ class Outstanding:
 
     @contextlib.contextmanager
     def following(self, task: Held, positions: Indexes) -> Iterator[None]:
-        """Count what becomes of some rows in the `with`; each is named once."""
+        """Count the changes of rows within the `with` block; each row is named once."""
         if self._held is None or not positions.size:
             yield
             return
@@ -89,12 +88,12 @@ class Outstanding:
         self.add(positions[before & ~after], -1)
 
     def add(self, positions: Indexes, by: int) -> None:
-        """Count rows that the task holds from now on, or does not hold any more where `by` is -1."""
+        """Count rows that the task now holds, or no longer holds if `by` is -1."""
         if self._held is not None and positions.size:
             self._held.add(positions, by)
 
     def recount(self, task: Held, row_count: int) -> None:
-        """Count all rows anew."""
+        """Count all rows again."""
         if self._held is not None:
             self._held.clear()
             self._held.add(np.flatnonzero(self.is_held(task, slice(0, row_count))), 1)

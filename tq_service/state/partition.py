@@ -1,14 +1,14 @@
 """A partition: rows by fields with states, keys, groups and custom_meta, and the tasks that consume it.
 
-The changes of a partition are in `machine/`; here is its state, and how it is read.
+This module has its state and the ways to read it; changes are in `machine/`.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any
 
@@ -29,13 +29,14 @@ from tq_service.schema import (
     BatchUnit,
     FieldSpec,
     Layout,
+    Release,
     check_name,
     check_passed_on,
     check_range,
     check_unique,
 )
 from tq_service.state.cells import CellTable, CustomMeta
-from tq_service.state.groups import GroupCount, GroupTable, KeyIndex
+from tq_service.state.groups import GroupTable, KeyIndex, UnitCount
 from tq_service.state.ledger import TaskLedger, TaskSnapshot, task_columns
 from tq_service.state.outstanding import Outstanding
 from tq_service.state.plan import Condition, Indexes, differences, shown
@@ -47,20 +48,21 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionSettings:
-    """What CreatePartition fixes.
+    """The settings fixed by CreatePartition.
 
     Attributes:
-        default_layout: of tensor fields that have none in `fields`.
-        fields: fields that are declared, in the order of their names, so that the same ones compare equal.
-        max_bytes: most bytes that its cells may take before new samples wait; None: no bound.
-        admissions: how much work may be outstanding for its tasks, in the order of these, so that the same ones
-            compare equal.
-        tasks: all that may consume it, in order; empty: any.
-        samples_per_round: of how many samples a round is that is whole without a seal; None: there are no rounds.
+        default_layout: layout of tensor fields without a layout in `fields`.
+        fields: declared fields, sorted by name, so equal sets compare equal.
+        max_bytes: limit on the bytes of its cells; new samples wait above it. None: no limit.
+        admissions: limits on the outstanding work of its tasks, sorted by task, so equal sets compare equal.
+        tasks: the tasks that may consume it, sorted; empty: any.
+        samples_per_round: number of samples of a round, which is complete without a seal; None: no rounds.
+        release: when samples are cleared without a call; None: never. If it names no tasks, it waits for all `tasks`.
 
     Raises:
-        InvalidArgumentError: a number is out of its range, a field or a task comes twice, a limit is of another task
-            than those, or the default layout is none of tensors.
+        InvalidArgumentError: a number is out of range, a field or task is repeated, an admission or release is for a
+            task that is not among `tasks`, the default layout is not for tensors, or a release has no tasks to wait
+            for.
     """
 
     expected_samples: int | None = None
@@ -70,6 +72,7 @@ class PartitionSettings:
     admissions: tuple[Admission, ...] = ()
     tasks: tuple[str, ...] = ()
     samples_per_round: int | None = None
+    release: Release | None = None
 
     def __post_init__(self) -> None:
         for name, least in (("expected_samples", 0), ("samples_per_round", 1), ("max_bytes", 1)):
@@ -77,7 +80,7 @@ class PartitionSettings:
                 check_range(name, value, least, hint=", or leave it out")
         if self.default_layout is Layout.OBJECT:
             raise InvalidArgumentError(
-                "default_layout is 'object', which holds for no tensor; give 'auto', 'dense' or 'jagged', and declare "
+                "default_layout is 'object', but it applies to tensors; give 'auto', 'dense' or 'jagged', and declare "
                 "object fields in fields",
                 field="default_layout",
             )
@@ -109,14 +112,47 @@ class PartitionSettings:
                 field="admissions",
             )
         object.__setattr__(self, "tasks", tuple(sorted(self.tasks)))
+        if self.release is not None and self.release.when is not None:
+            self._set_release(self.release)
+
+    def _set_release(self, release: Release) -> None:
+        """Set the tasks that a release waits for: its own, or else all."""
+        release = release if release.tasks else replace(release, tasks=self.tasks)
+        object.__setattr__(self, "release", release)
+        if not release.tasks:
+            raise InvalidArgumentError(
+                f"release names no tasks, but samples are released once {release.when} by its tasks. Name them, or "
+                f"declare the tasks of the partition",
+                field="release",
+            )
+        for name in [name for name in release.tasks if self.tasks and name not in self.tasks]:
+            raise InvalidArgumentError(
+                f"release has task {name!r}, which is not one of tasks; {nearest(name, self.tasks)}", field="release"
+            )
+
+    @property
+    def known_tasks(self) -> Iterable[str]:
+        """All tasks that it names; they exist from the start, so their counts begin with the first sample."""
+        admitted = (admission.task_name for admission in self.admissions)
+        return dict.fromkeys((*self.tasks, *admitted, *self.releasing_tasks))
+
+    @property
+    def releasing_tasks(self) -> Sequence[str]:
+        """The tasks that must be done with samples before their release; empty: no task releases samples."""
+        return () if self.release is None else self.release.tasks
+
+    @property
+    def keeps_until_saved(self) -> bool:
+        """Whether these tasks need a batch's samples until a checkpoint covers it, not only until it is trained."""
+        return self.release is not None and self.release.when == "saved"
 
     def describe_difference(self, other: PartitionSettings) -> str:
-        """Return what differs, as messages have it."""
+        """Describe the differences for a message."""
         return ", ".join(f"{name} is {shown(own)}, got {shown(got)}" for name, own, got in differences(self, other))
 
     @property
     def bounded_admission(self) -> Admission | None:
-        """The admission with a `max_staleness`, None where there is none."""
+        """The admission with a `max_staleness`, if any."""
         return next((each for each in self.admissions if each.max_staleness is not None), None)
 
     @property
@@ -127,16 +163,18 @@ class PartitionSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionFacts:
-    """What is known of a partition besides its tables and tasks, in plain values.
+    """The plain values of a partition, without its tables and tasks.
 
     Attributes:
         insert_size_gcd: greatest common divisor of the sizes of all puts of new samples.
         next_index: global index of the next sample.
         sample_count: number of samples, for callers that do not need the tables.
-        has_groups: whether groups were ever named.
+        has_groups: whether groups or rollouts were ever named.
         meta_kinds: for each custom_meta column the kinds of its values, see `CustomMeta.kinds`.
-        fields: what they are now.
-        former_fields: what fields were that are as declared again, or not there; see `CellTable.former_specs`.
+        fields: current specs of the fields.
+        former_fields: last specs of fields that lost all cells, see `CellTable.former_specs`.
+        released_count: samples released because the tasks of its release were done with them.
+        expired_count: samples released because of their age.
     """
 
     partition_id: str
@@ -150,13 +188,15 @@ class PartitionFacts:
     meta_kinds: Mapping[str, str] = field(default_factory=dict)
     fields: tuple[FieldSpec, ...] = ()
     former_fields: tuple[FieldSpec, ...] = ()
+    released_count: int = 0
+    expired_count: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionSnapshot:
     """A partition at one moment: read by another thread, written to a file, and restored from there.
 
-    What follows from other things in it is left out: scan positions, key indexes, free slots, what is left of claims.
+    Derived state is left out: scan positions, key indexes, free slots, remaining rows of claims.
     """
 
     facts: PartitionFacts
@@ -165,7 +205,7 @@ class PartitionSnapshot:
 
 
 class Listeners(list[Callable[..., object]]):
-    """Callbacks for when something has happened, called in the order in which they were added."""
+    """Callbacks for an event, called in the order of their addition."""
 
     def __call__(self, *what: Any) -> None:
         """Call all of them."""
@@ -173,7 +213,7 @@ class Listeners(list[Callable[..., object]]):
             notify(*what)
 
     def discard(self, listener: Callable[..., object]) -> None:
-        """Call one no more, if it is there."""
+        """Remove a callback, if present."""
         if listener in self:
             self.remove(listener)
 
@@ -182,13 +222,13 @@ class Partition:
     """One incarnation of a named set of samples.
 
     Attributes:
-        on_change: called once something has changed that may matter to waiting claims.
-        on_consumed: called once a task has fewer samples left to consume.
-        on_rows: called, while a change is applied, with the global indexes of rows that were written, or reopened, as a
-            range where all of them are new.
-        on_reset: called, while a change is applied, with the name of a task that starts from all rows again.
-        policies: those of the service, for conditions that compare with a published version; set by its owner.
-        all_partitions: those of the service, for claims that share a lease with one of another; set by its owner.
+        on_change: called after a change that may matter to waiting claims.
+        on_consumed: called after a task has fewer samples left to consume.
+        on_rows: called, while a change is applied, with the global indexes of written or reopened rows; they are a
+            range if all of them are new.
+        on_reset: called, while a change is applied, with the name of a task that starts again from all rows.
+        policies: policies of the service, for conditions that compare with a published version; set by its owner.
+        all_partitions: partitions of the service, for claims that share a lease across partitions; set by its owner.
     """
 
     def __init__(self, partition_id: str, settings: PartitionSettings, incarnation: bytes = b"") -> None:
@@ -202,13 +242,18 @@ class Partition:
         self.key = self.key_index.column
         self.groups = GroupTable(self.table)
         self.meta = CustomMeta(self.table)
-        self.cells = CellTable(self.table, settings.fields, settings.default_layout)
+        self.cells = CellTable(self.table, settings.fields, settings.default_layout, groups=self.groups)
         self.tasks: dict[str, TaskLedger] = {}
         self.state_counts = [0, 0, 0, 0]  # of rows in the table, by state code
-        counts_groups = any(each.most_running and each.unit == "group" for each in settings.admissions)
-        self._held_groups = GroupCount(self.groups) if counts_groups else None
+        self._held_units = {
+            each.unit: UnitCount(self.groups, each.unit)
+            for each in settings.admissions
+            if each.most_running and each.unit != "sample"
+        }
+        self.since = self.table.column("since", np.float64, 0.0)  # time when each row was put or became live, for a ttl
+        self.released_count = self.expired_count = 0
         self.insert_size_gcd = 0  # greatest common divisor of the sizes of all puts of new rows
-        self.row_version = 0  # rows written so far, for claims that wait for a number of them
+        self.row_version = 0  # rows written so far, for claims that wait for a number of rows
         self.state_version = 0  # other changes that may matter to waiting claims
         self.on_change = Listeners()
         self.on_consumed = Listeners()
@@ -216,8 +261,7 @@ class Partition:
         self.on_reset = Listeners()
         self.policies: Policies = {}
         self.all_partitions: Mapping[str, Partition] = {}
-        # A task with an admission is known from the start, so that its count begins with the first sample.
-        for name in dict.fromkeys((*settings.tasks, *(each.task_name for each in settings.admissions))):
+        for name in settings.known_tasks:
             self.open_task(name)
 
     @property
@@ -226,12 +270,12 @@ class Partition:
         return self.table.next_index
 
     def check_incarnation(self, incarnation: bytes) -> None:
-        """Refuse a caller that means an earlier incarnation of the name; empty means whichever."""
+        """Refuse a caller that refers to an earlier incarnation of the name; empty accepts any."""
         if incarnation and incarnation != self.incarnation:
             check_passed_on("incarnation", incarnation)
             raise StaleIncarnationError(
                 f"partition {self.partition_id!r} was cleared and created again: got incarnation {incarnation.hex()}, "
-                f"it is {self.incarnation.hex()} now; drop what you hold of the old one",
+                f"now it is {self.incarnation.hex()}. Discard all metadata of the old one",
                 metadata={
                     "partition_id": self.partition_id,
                     "got": incarnation.hex(),
@@ -240,21 +284,25 @@ class Partition:
             )
 
     def count_states(self, rows: slice | Indexes, by: int) -> None:
-        """Count rows in, or out, of the partition and of their groups by the states they have now."""
+        """Add rows to the counts of the partition and their groups by present state; -1 as `by` subtracts them."""
         states = self.state[rows]
         counts = np.bincount(states, minlength=len(self.state_counts)).tolist()
         self.state_counts = [known + by * count for known, count in zip(self.state_counts, counts, strict=True)]
         if counts[FAILED]:
-            slots = self.groups.of_rows[rows][states == FAILED]
-            self.groups.failed.add(slots[slots >= 0], by)
-        if counts[HELD] and self._held_groups is not None:
-            positions = np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
-            self._held_groups.add(positions[states == HELD], by)
+            self.groups.count_failed(_in_state(rows, states, FAILED), by)
+        if counts[HELD]:
+            for held in self._held_units.values():
+                held.add(_in_state(rows, states, HELD), by)
+
+    def begin_age(self, rows: slice | Indexes, at_seconds: float) -> None:
+        """Set the time from which rows age, if samples are released by age."""
+        if self.settings.release is not None and self.settings.release.ttl_seconds is not None:
+            self.since.write(rows, at_seconds)
 
     # Tasks
 
     def open_task(self, name: str) -> TaskLedger:
-        """Open the ledger of a task that has none."""
+        """Open the ledger of a new task."""
         admission = next((each for each in self.settings.admissions if each.task_name == name), None)
         outstanding = None if admission is None else Outstanding(admission, self.groups)
         task = self.tasks[name] = TaskLedger(
@@ -263,13 +311,13 @@ class Partition:
         return task
 
     def forget_task(self, name: str) -> None:
-        """Have no task of this name any more; nothing may be on record of it."""
+        """Remove a task; it must not have anything on record."""
         del self.tasks[name]
         for column in task_columns(name):
             self.table.remove_column(column)
 
     def check_task(self, name: str) -> None:
-        """Refuse a task that is not one of those that were declared."""
+        """Refuse a task that is not declared, if tasks were declared."""
         if self.settings.tasks and name not in self.settings.tasks:
             raise TaskNotFoundError(
                 f"partition {self.partition_id!r} was created for other tasks than {name!r}; "
@@ -278,7 +326,7 @@ class Partition:
             )
 
     def known_task(self, name: str) -> TaskLedger:
-        """Return a task that was declared, or has asked before."""
+        """Return a task that was declared or has requested samples before."""
         self.check_task(name)
         if name not in self.tasks:
             raise TaskNotFoundError(
@@ -290,17 +338,17 @@ class Partition:
 
     @property
     def version(self) -> tuple[int, int]:
-        """Counts that differ whenever something has changed that may matter to waiting claims."""
+        """Counters that change with every change that may matter to waiting claims."""
         return self.state_version, self.row_version
 
     @property
     def mark(self) -> tuple[object, ...]:
-        """The version, and where rows are: as long as it stays, so does what was found out of a write."""
+        """The version and the layout of rows: while it is unchanged, checks made for a write stay valid."""
         return *self.version, self.table.layout
 
     @property
     def expected_count(self) -> int | None:
-        """Samples in all rounds that have begun, the first one included; None where there are no rounds."""
+        """Samples in all rounds that have begun, and at least one round; None without rounds."""
         size = self.settings.samples_per_round
         return None if size is None else max(1, -(-self.inserted_count // size)) * size
 
@@ -311,7 +359,7 @@ class Partition:
 
     @property
     def may_end_finite(self) -> bool:
-        """Whether claims that ask with `finite` may be at their end: not before a first sample, nor within a round."""
+        """Whether `finite` claims may be at their end: not before the first sample, nor within a round."""
         return self.inserted_count > 0 and (self.settings.samples_per_round is None or self.is_whole)
 
     @property
@@ -320,30 +368,64 @@ class Partition:
         return self.state_counts[LIVE] + self.state_counts[HELD]
 
     def held_count(self, unit: BatchUnit) -> int:
-        """Return how many samples are held, or how many groups with such a one, as an admission counts units.
+        """Return how many samples are held, or how many groups or rollouts contain a held one.
 
-        Groups are counted where an admission has `most_running` for them.
+        Groups and rollouts are counted only if an admission has `most_running` for them.
         """
-        if unit == "group" and self._held_groups is not None:
-            return self._held_groups.count
-        return self.state_counts[HELD]
+        return self._held_units[unit].count if unit in self._held_units else self.state_counts[HELD]
 
     # Reading
 
     def resolved(self, where: Sequence[Condition]) -> tuple[Condition, ...]:
-        """Return conditions that compare with the versions that are published now."""
+        """Return conditions with the versions that are published now."""
         return tuple(condition.resolved(self.policies) for condition in where)
 
     def is_leased(self, positions: Indexes) -> NDArray[np.bool_]:
-        """Return which of some rows are leased to a worker of any task."""
+        """Return which rows are leased to a worker of any task."""
         is_leased = np.zeros(positions.size, np.bool_)
         for task in self.tasks.values():
             if task.leased_count:
                 is_leased |= task.claim[positions] < DROPPED
         return is_leased
 
+    def in_use(self, positions: Indexes) -> NDArray[np.bool_]:
+        """Return which rows are held, leased to a worker of any task, or in a batch that was not trained."""
+        planned = [batch.rows for task in self.tasks.values() for batch in task.untrained()]
+        in_use: NDArray[np.bool_] = (self.state[positions] == HELD) | self.is_leased(positions)
+        return in_use | np.isin(self.table.index[positions], np.concatenate(planned)) if planned else in_use
+
+    def in_use_count(self, task: TaskLedger, unit: BatchUnit) -> int:
+        """Return an upper bound on a task's outstanding units that are in use, see `in_use`.
+
+        Incomplete groups and rollouts are also in use, as are delivered units that still hold their places.
+        """
+        count = self.held_count(unit) + sum(task.delivered_units) + task.done_units
+        for each in self.tasks.values():
+            planned = (batch for batch in each.untrained() if each is not task or batch.plan.is_reusing)
+            count += each.leased_count + sum(batch.rows.size for batch in planned)
+        if unit != "sample":
+            slots = self.groups.slots_of_unit(unit)
+            count += int(np.count_nonzero(~self.groups.is_complete(slots, None, no_more=self.sealed)))
+        return count
+
+    def is_done(self, positions: Indexes) -> NDArray[np.bool_]:
+        """Return which rows all tasks of the release have taken or never get."""
+        is_done = np.ones(positions.size, np.bool_)
+        for name in self.settings.releasing_tasks:
+            is_done &= self.tasks[name].is_done(positions)
+        return is_done
+
+    def may_release(self, positions: Indexes) -> NDArray[np.bool_]:
+        """Return which rows are neither held nor leased, nor in a batch that is yet to be trained or saved."""
+        is_needed = self.is_leased(positions)
+        is_needed |= self.state[positions] == HELD
+        until_saved = self.settings.keeps_until_saved
+        for name in self.settings.releasing_tasks:
+            is_needed |= self.tasks[name].is_under_way(positions, until_saved=until_saved)
+        return ~is_needed
+
     def positions_of(self, indexes: Indexes, *, may_repeat: bool = False) -> Indexes:
-        """Return the positions of samples that must be there; each is named once, unless it `may_repeat`."""
+        """Return the positions of samples. All must exist, each named once unless it `may_repeat`."""
         positions = self.table.find(indexes)
         if bool((positions < 0).any()):
             missing = indexes[positions < 0]
@@ -371,7 +453,7 @@ class Partition:
 
     @property
     def facts(self) -> PartitionFacts:
-        """What is known of the partition besides its tables and tasks."""
+        """The plain values of the partition, without its tables and tasks."""
         return PartitionFacts(
             partition_id=self.partition_id,
             incarnation=self.incarnation,
@@ -384,10 +466,12 @@ class Partition:
             meta_kinds=self.meta.kinds,
             fields=tuple(field.spec for field in self.cells.fields.values()),
             former_fields=tuple(self.cells.former_specs.values()),
+            released_count=self.released_count,
+            expired_count=self.expired_count,
         )
 
     def snapshot(self) -> PartitionSnapshot:
-        """Return the partition as it is now; it costs the same however many samples there are."""
+        """Return the partition as it is now; the cost does not depend on the number of samples."""
         return PartitionSnapshot(
             facts=self.facts,
             tables={name: table.snapshot() for name, table in self.tables.items()},
@@ -399,12 +483,13 @@ class Partition:
         """Return the partition of a snapshot, which cannot be used again.
 
         Raises:
-            NewerVersionError: the snapshot has a table or a column that this version does not have.
+            NewerVersionError: the snapshot has a table or a column that this version does not know.
         """
         facts = snapshot.facts
         partition = cls(facts.partition_id, facts.settings, facts.incarnation)
         partition.sealed = facts.sealed
         partition.insert_size_gcd = facts.insert_size_gcd
+        partition.released_count, partition.expired_count = facts.released_count, facts.expired_count
         partition.meta.declare(facts.meta_kinds)
         for spec in facts.fields:
             partition.cells.declare(spec)
@@ -419,8 +504,8 @@ class Partition:
         present = partition.table.present_positions()
         states = partition.state[present]
         partition.state_counts = np.bincount(states, minlength=4).tolist()
-        if partition._held_groups is not None:
-            partition._held_groups.add(present[states == HELD], 1)
+        for held in partition._held_units.values():
+            held.add(present[states == HELD], 1)
         partition.key_index.rebuild()
         for task in snapshot.tasks:
             partition.tasks[task.facts.name].restore(task)
@@ -434,11 +519,11 @@ class Partition:
             try:
                 missing = table.restore(snapshots.get(name, TableSnapshot(size=0, columns={})))
             except NewerVersionError as error:
-                raise _newer(self.partition_id, f"its table {name!r} has {error}") from error
+                raise _newer(self.partition_id, f"table {name!r} differs ({error})") from error
             for column in missing:
                 _log.warning(
                     LogMessage(
-                        "a snapshot has no such column, all its rows get the default",
+                        "snapshot lacks a column; all its rows get the default",
                         partition=self.partition_id,
                         table=name,
                         column=column,
@@ -447,8 +532,8 @@ class Partition:
                 )
 
     def free(self) -> Iterator[None]:
-        """Have no names and no objects any more, in steps; for a partition that was removed, but for its snapshots."""
-        for names in (self.key_index, self.groups.slot_of):
+        """Release all names and objects, in steps; for a removed partition. Its snapshots stay readable."""
+        for names in (self.key_index, self.groups.slot_of, self.groups.rollout_slot_of):
             yield from names.free()
         for table in self.tables.values():
             yield from table.free_objects()
@@ -456,14 +541,21 @@ class Partition:
     # Change notices
 
     def notify_rows(self, indexes: Indexes | range) -> None:
-        """Count rows that were written, or are claimable again, and call the listeners."""
+        """Count rows that were written or are claimable again, and call the listeners."""
         self.row_version += len(indexes)
         self.on_rows(indexes)
 
     def forget_listeners(self) -> None:
-        """Drop the listeners, lest they and the partition reference each other until a full garbage collection."""
+        """Drop the listeners, whose references to the partition would keep it until a full garbage collection."""
         for listeners in (self.on_change, self.on_consumed, self.on_rows, self.on_reset):
             listeners.clear()
+
+
+def _in_state(rows: slice | Indexes, states: NDArray[np.uint8], code: int) -> Indexes:
+    """Return the positions of the rows with a state."""
+    positions: Indexes = np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
+    found: Indexes = positions[states == code]
+    return found
 
 
 def _newer(partition_id: str, what: str) -> NewerVersionError:

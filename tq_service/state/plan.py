@@ -1,7 +1,7 @@
-"""Claims and plans: what consumers ask for, what a sampler is shown of it, and the plan that it returns.
+"""Claims and plans: the request of a consumer, the view that a sampler gets, and the plan that it returns.
 
-The part down to `Sampler` is public API, exported by `tq_service.samplers`: samplers of users are subclasses of
-`Sampler`. The rest is a claim: its conditions and order, its specification, which all ranks share, and the call.
+Everything down to `Sampler` is public API, exported by `tq_service.samplers`: user-defined samplers are subclasses of
+`Sampler`. The rest describes a claim: conditions and order, the specification shared by all ranks, and the call.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any, ClassVar, Final, Protocol, cast
+from typing import Any, ClassVar, Final, Protocol, TypeAlias, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +28,7 @@ from tq_service.schema import (
     OnLost,
     Operator,
     Published,
+    Release,
     Scalar,
     Unmatched,
     check_id,
@@ -39,20 +40,23 @@ from tq_service.state.policies import Policies
 
 MAX_LEASE_SECONDS: Final = 86_400.0
 MOST_RANKS: Final = 65_536
-_MOST_BATCHES: Final = 64  # of one call
+_MOST_BATCHES: Final = 64  # per call
+_MOST_SUMS: Final = 4  # summed columns in the totals of a batch
 
 Indexes = NDArray[np.int64]
+TotalsOfStep: TypeAlias = tuple[int, int, int, int | None, tuple[float, ...]]
+"""Samples, rollouts, groups, tokens, and column sums; see `StepTotals`."""
 
 _NO_ROWS = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthSource:
-    """Where the token count of a sample comes from.
+    """The source of a sample's token count.
 
     Attributes:
-        key: custom_meta column that holds it.
-        field: field whose row length stands in where the column has no value; None: no stand-in.
+        key: custom_meta column with the count.
+        field: field whose row length is used if the column has no value; None: no fallback.
     """
 
     key: str = "total_lengths"
@@ -61,17 +65,18 @@ class LengthSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
-    """What a plan is asked for.
+    """A request for a plan.
 
     Attributes:
-        batch_size: samples or groups (`batch_unit`) for each rank.
-        min_size: the least units over all ranks together that make a plan; with fewer ready, return None. The planner
-            lowers it to 1 when nothing more can come, so a sampler never has to know about the end.
-        batch_unit: what the two count.
+        batch_size: samples, rollouts or groups (`batch_unit`) for each rank.
+        min_size: minimum number of units over all ranks; return None if fewer are ready. The planner lowers it to 1
+            when no more can come, so a sampler need not know about the end.
+        batch_unit: unit of the two sizes.
         rank_count: number of ranks; 1 for a queue worker.
-        ranked: whether trainer ranks ask, as opposed to a queue worker.
-        micro_batch_size: samples a micro-batch, or None. A sampler that returns no steps gets its batches cut by it.
-        data_fields: the fields asked for.
+        ranked: whether the request comes from trainer ranks and not from a queue worker.
+        micro_batch_size: samples per micro-batch, or None. The planner cuts the batch by it if the sampler returns no
+            steps.
+        data_fields: the requested fields.
     """
 
     batch_size: int
@@ -84,7 +89,7 @@ class PlanRequest:
 
     @property
     def total_size(self) -> int:
-        """The most units, over all ranks together, that a plan may take."""
+        """The maximum number of units in a plan, over all ranks."""
         return self.batch_size * self.rank_count
 
 
@@ -106,12 +111,12 @@ class Groups:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pack:
-    """What one forward/backward pass takes.
+    """The samples of one forward/backward pass.
 
     Attributes:
         positions: positions in the rank's `rows`.
-        lengths: token counts of these samples, or None where the sampler does not know them.
-        padding_tokens: tokens that fill the pack up.
+        lengths: token counts of these samples, or None if the sampler does not know them.
+        padding_tokens: tokens that pad the pack.
     """
 
     positions: Indexes
@@ -124,26 +129,30 @@ class RankPlan:
     """The part of one rank.
 
     Attributes:
-        rows: global indexes, in the order of the batch.
-        steps: packs by optimizer step; empty: the planner cuts micro-batches and makes one step of them.
-        dropped: global indexes of ready rows that the batch leaves out, such as too long ones, none of which is in
-            `rows`. The task never gets them; they count as skipped (`EndCounts.overlong_count`).
+        rows: global indexes, in batch order.
+        steps: packs by optimizer step; empty: the planner cuts micro-batches, which form one step.
+        dropped: global indexes of ready rows that the batch leaves out, such as too long ones; disjoint from `rows`.
+            The task never gets them; they count as skipped (`EndCounts.overlong_count`).
+        totals: totals of each step over all ranks; the service sets them.
+        summed: the custom_meta columns whose sums the totals contain.
     """
 
     rows: Indexes
     steps: tuple[tuple[Pack, ...], ...] = ()
     dropped: Indexes = field(default_factory=_NO_ROWS.copy)
+    totals: tuple[TotalsOfStep, ...] = ()
+    summed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What a sampler decides for one batch: one part for each rank.
+    """A sampler's decision for one batch: one part for each rank.
 
     Attributes:
-        ranks: what each rank gets.
-        consumed: the rows that the batch consumes, each once. None: all that it delivers, each of which it delivers
-            once. Where given, a row may be delivered more than once, delivered rows that are not consumed stay ready
-            for later batches (sampling with replacement), and rows that are not delivered are dropped.
+        ranks: the part of each rank.
+        consumed: the rows that the batch consumes, each once. None: all delivered rows, each delivered once. If given,
+            a row may be delivered more than once. Delivered rows that are not consumed stay ready for later batches
+            (sampling with replacement), and consumed rows that are not delivered are dropped.
     """
 
     ranks: tuple[RankPlan, ...]
@@ -159,15 +168,15 @@ class Plan:
 
 
 class View(Protocol):
-    """What a sampler sees of a partition, as one task sees it.
+    """A sampler's view of a partition, for one task.
 
     Rows are global indexes throughout. Ready means: live, all data fields produced, not consumed by the task, passing
-    the request's `where`, having the length the sampler declares. A view may be read from the sampler's thread while
-    the partition goes on changing; a plan whose rows are gone by then is planned again.
+    the request's `where`, having the length the sampler declares. A sampler's thread may read the view while the
+    partition changes; a plan whose rows are gone by then is planned again.
 
     Attributes:
-        plan_count: how many plans of the task were recorded before, in all epochs: the seed of what is drawn at random,
-            since for two batches all else may be the same.
+        plan_count: number of plans recorded for the task before, in all epochs. Use it as the seed of random draws,
+            since everything else may be equal for two batches.
     """
 
     @property
@@ -188,57 +197,59 @@ class View(Protocol):
         take_incomplete: bool = False,
         blocks: Blocks = "aligned",
     ) -> Groups:
-        """Return whole groups whose members are all ready, in the order of their first member.
+        """Return the groups whose members are all ready, in the order of their first member.
 
         Args:
-            limit: stop once another group would exceed so many units; None: all there are.
-            unit: what `limit` counts.
-            block_size: size of the groups: the number of members that completes a group which declared no size, and
-                where the partition has no explicit groups the length of the blocks of consecutive indexes that stand
-                in for them. None without explicit groups: each sample is a group of one.
-            take_incomplete: deliver the rest of a group of which members failed or were cleared, instead of
-                skipping it.
-            blocks: where such blocks begin: at multiples of `block_size`, or anywhere: any `block_size` ready rows
-                whose indexes follow each other are a group then, the earliest first.
+            limit: stop before the group that would exceed this number of units; None: no limit.
+            unit: unit of `limit`; with "rollout" the groups are rollouts, and samples without a rollout.
+            block_size: number of members that completes a group without a declared size. If the partition has no
+                explicit groups, blocks of this many consecutive indexes are the groups; None then makes each sample a
+                group.
+            take_incomplete: deliver the rest of a group after members failed or were cleared, instead of skipping it.
+            blocks: where blocks begin: at multiples of `block_size` ("aligned"), or anywhere. In the second case any
+                `block_size` ready rows with consecutive indexes form a group, the earliest first.
 
         Raises:
-            InvalidArgumentError: aligned blocks are asked for and some put of new rows was not a multiple of
-                `block_size`.
+            InvalidArgumentError: blocks are aligned and some put of new rows was not a multiple of `block_size`.
         """
         ...
 
     def left(self, limit: int | None = None) -> Indexes:
         """Return up to `limit` rows that are left for the task, ready or not, in index order.
 
-        These are live or held, not consumed, not leased, and not ruled out by the request's `where`.
+        These are live or held, not consumed, not leased, and not excluded by the request's `where`.
         """
         ...
 
     def lengths(self, rows: Indexes) -> Indexes:
-        """Return token counts `(n,)` by the sampler's `length` source; -1 where unknown."""
+        """Return token counts `(n,)` from the sampler's `length` source; -1 if unknown."""
         ...
 
     def field_lengths(self, field: str, rows: Indexes) -> Indexes:
-        """Return the row lengths `(n,)` of a field; -1 where there is none, or rows are scalars or objects.
+        """Return the row lengths `(n,)` of a field; -1 for a missing cell, or if rows are scalars or objects.
 
-        It is the size of a row in the first dimension in which rows differ, or in the first one where all are alike.
+        The length is a row's size in the first dimension that varies between rows, or in dimension 0 if none varies.
         """
         ...
 
     def values(self, column: str, rows: Indexes) -> tuple[NDArray[np.generic], NDArray[np.bool_]]:
-        """Return a custom_meta column `(n,)` and where it has a value `(n,)`; an unknown column has none."""
+        """Return a custom_meta column `(n,)` and a mask of its values `(n,)`, all False for an unknown column."""
         ...
 
     def group_names(self, rows: Indexes) -> list[str | None]:
         """Return the explicit group of each row."""
         ...
 
+    def rollout_names(self, rows: Indexes) -> list[str | None]:
+        """Return the rollout of each row."""
+        ...
+
     def use_counts(self, rows: Indexes) -> Indexes:
-        """Return how often the task was delivered each row and did not consume it `(n,)`; see `get_meta(max_uses=)`."""
+        """Return how often each row was delivered to the task and not consumed `(n,)`; see `get_meta(max_uses=)`."""
         ...
 
     def states(self, rows: Indexes) -> list[str]:
-        """Return the state of each row; "cleared" for one that is gone."""
+        """Return the state of each row; "cleared" for a row that no longer exists."""
         ...
 
     def rows(self) -> Indexes:
@@ -247,40 +258,40 @@ class View(Protocol):
 
 
 class MustBeAwaited(BaseException):
-    """A plan cannot be had at once: its sampler is a coroutine function, or does not run on the event loop.
+    """The plan is not available at once: its sampler is a coroutine function, or does not run on the event loop.
 
-    A view raises it too, through the sampler that reads it, where more must be looked at than the event loop has time
-    for. Nothing has gone wrong, so it is none of the exceptions that samplers catch.
+    A view also raises it, through the sampler that reads it, if a scan would block the event loop for too long. It is
+    not an error and not an `Exception`, so samplers do not catch it.
     """
 
 
 class Sampler(ABC):
     """Decides which ready samples form a batch and how they are spread over the ranks.
 
-    A sampler has no state beyond its options, which are the keyword arguments of its constructor (a frozen dataclass
-    serves well); the constructor raises ValueError for bad values. The same view and request give the same plan.
+    Its only state is its options, the keyword arguments of its constructor (a frozen dataclass works well). The
+    constructor raises ValueError for bad values. The same view and request give the same plan.
     """
 
     name: ClassVar[str] = ""
     plans_below_min_size: ClassVar[bool] = False
     """Whether `plan` may make a batch of fewer than `request.min_size` units although more can come.
 
-    Such a sampler is asked after each change; others once so many rows are ready that they may have a plan.
+    Such a sampler is called after each change; others are called only when enough rows are ready for a plan.
     """
 
     def __init_subclass__(cls, **kwargs: object) -> None:
-        """Name a sampler by its class where it says no name itself, so that messages can name it."""
+        """Set the class name as the default `name`, for use in messages."""
         super().__init_subclass__(**kwargs)
         if not cls.name:
             cls.name = cls.__name__
 
     @property
     def length(self) -> LengthSource | None:
-        """The length that a sample must have to be ready; None: needs none."""
+        """The length that a sample must have to be ready; None: not needed."""
         return None
 
     def check(self, request: PlanRequest) -> None:  # noqa: B027  (optional hook)
-        """Raise InvalidArgumentError where the request does not fit the sampler's options."""
+        """Raise InvalidArgumentError if the request does not fit the sampler's options."""
 
     def runs_inline(self, request: PlanRequest) -> bool:
         """Whether `plan` takes well under a millisecond and may run on the event loop; else it gets a thread."""
@@ -288,23 +299,24 @@ class Sampler(ABC):
 
     @abstractmethod
     def plan(self, view: View, request: PlanRequest) -> Plan | Awaitable[Plan | None] | None:
-        """Return the plan of one batch, or None where fewer than `request.min_size` units are ready."""
+        """Return the plan of one batch, or None if fewer than `request.min_size` units are ready."""
 
 
-# Comparisons that come to hold for more samples as the version that they compare with grows, and for fewer.
+# Comparisons that hold for more samples, or for fewer, as the version compared with grows.
 _GROWING: Final = frozenset({"<", "<="})
 _SHRINKING: Final = frozenset({">", ">="})
 
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """What a sample must satisfy; one without a value does not.
+    """A condition on samples; a sample without a value does not satisfy it.
 
     Attributes:
-        published: what is compared with instead of values: a version that is published when samples are looked at.
+        published: the policy version to compare with instead of values, as published when samples are examined.
 
     Raises:
-        InvalidArgumentError: something is missing, values are of several types, or more than the operator takes.
+        InvalidArgumentError: something is missing, values have several types, or there are more than the operator
+            takes.
     """
 
     column: str
@@ -343,7 +355,7 @@ class Condition:
             )
 
     def resolved(self, policies: Policies) -> Condition:
-        """Return it with the version that is published now as its value; it never holds if nobody has published one."""
+        """Return the condition with the version published now as its value; without one, it never holds."""
         if self.published is None:
             return self
         policy = policies.get(self.published.policy)
@@ -351,12 +363,12 @@ class Condition:
         return Condition(self.column, self.operator, (version,))
 
     def may_hold_later(self, policies: Policies) -> bool:
-        """Whether it may come to hold for a value for which it does not, since versions grow."""
+        """Whether it may hold later for a value that fails it now, since versions grow."""
         published = self.published
         return published is not None and (self.operator in _GROWING or published.policy not in policies)
 
     def holds(self, data: NDArray[Any]) -> NDArray[np.bool_]:
-        """Return where the condition holds `(n,)`, for values that are present."""
+        """Return a mask `(n,)` of the values that satisfy the condition; all values are present."""
         kind = data.dtype.kind
         for value in self.values:
             is_text = isinstance(value, str)
@@ -369,7 +381,7 @@ class Condition:
         if kind == "O":
             if self.operator == "in":  # isin compares each text with each value
                 return np.fromiter(map(frozenset(self.values).__contains__, data), np.bool_, data.size)
-            # Texts are compared as they are: in an array of text, each would take the space of the longest.
+            # Compare strings as objects: in an array of a string dtype each would take the space of the longest.
             other = np.array(self.values[0], dtype=np.object_)
             return np.asarray(_COMPARE[self.operator](data, other), dtype=np.bool_)
         if kind == "b":
@@ -388,11 +400,11 @@ _INT64: Final = np.iinfo(np.int64)
 
 
 def _neighbours(value: float, kind: str) -> tuple[float, float]:
-    """Return the largest number of a kind that is at most a value, and the least one that is at least it.
+    """Return the largest number of a kind at or below a value, and the smallest at or above it.
 
-    They are equal if the kind has the value. So integers and floats are compared as the numbers that they are, whereas
-    numpy converts integers to floats, which do not have 2**53 + 1. Infinity stands for numbers that int64 does not
-    have, and is compared as a float. Neither neighbour of NaN is a number.
+    They are equal if the kind can represent the value. Integers and floats are thus compared exactly, whereas numpy
+    converts integers to floats, which cannot represent 2**53 + 1. Infinity stands for numbers outside int64 and is
+    compared as a float. Neither neighbour of NaN is a number.
     """
     if kind == "f":
         try:
@@ -425,7 +437,7 @@ _COMPARE: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """A column by which ready samples are ordered; samples without a value come last."""
+    """A column that orders ready samples; samples without a value come last."""
 
     column: str
     descending: bool = False
@@ -433,13 +445,13 @@ class Order:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refill:
-    """The task that makes evicted units again, from the samples of its partition that have their names as keys.
+    """The task that produces evicted units again, from the samples of its partition with their names as keys.
 
     Attributes:
-        max_refills: how often a sample is made claimable again for it, in an epoch of the task.
+        max_refills: how often a sample is made claimable again for it, per epoch of the task.
 
     Raises:
-        InvalidArgumentError: a name is none, or the number is less than 1.
+        InvalidArgumentError: a name is invalid, or the number is less than 1.
     """
 
     partition_id: str
@@ -454,18 +466,19 @@ class Refill:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSpec:
-    """What the first plan of a batch_index fixes for all ranks.
+    """The arguments that the first plan of a batch_index fixes for all ranks.
 
-    Attributes, besides those that GetMeta says more about:
+    Attributes, in addition to those documented with GetMeta:
         max_uses: how often a sample is delivered before it counts as consumed.
-        unmatched: what becomes of samples that `where` excludes: they wait, or they are evicted.
-        least_members: a group with fewer members left is evicted; 0: no group is for that.
-        refill: where evicted units are made again; None: nowhere.
-        held: whether held samples are delivered, and no live ones.
+        unmatched: whether samples that `where` excludes wait or are evicted.
+        least_members: a group with fewer members left is evicted; 0: no minimum.
+        refill: task that produces evicted units again, if any.
+        held: whether held samples are delivered instead of live ones.
+        totals: custom_meta columns that are summed for the batches of ranks.
 
     Raises:
-        InvalidArgumentError: the micro-batches have no size, samples are never used, `order_by` does not name its
-            columns each once, or a least number of members or a refill is given although nothing is evicted.
+        InvalidArgumentError: the micro-batch size or `max_uses` is out of range, `order_by` or `totals` has an empty or
+            repeated column, or `least_members` or `refill` is given although nothing is evicted.
     """
 
     batch_size: int
@@ -483,6 +496,7 @@ class BatchSpec:
     least_members: int = 0
     refill: Refill | None = None
     held: bool = False
+    totals: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         check_range("max_uses", self.max_uses, 1, hint=", or 0 for once")
@@ -490,23 +504,29 @@ class BatchSpec:
         for name, value in (("least_members", self.least_members), ("refill", self.refill)):
             if value and not self.evicts:
                 raise InvalidArgumentError(
-                    f"{name} is {shown(value)} and unmatched is {self.unmatched!r}, with which nothing is evicted; "
-                    f"expected unmatched 'fail' or 'clear', which says what becomes of what is evicted",
+                    f"{name} is {shown(value)} and unmatched is {self.unmatched!r}, so nothing is evicted. Set "
+                    f"unmatched to 'fail' or 'clear'",
                     field=name,
                 )
         if self.micro_batch_size is not None:
             hint = ": a positive number, or 0 for the whole batch"
             check_range("micro_batch_size", self.micro_batch_size, 0, hint=hint)
-        columns = [order.column for order in self.order_by]
-        if "" in columns:
+        for name, columns in (("order_by", [order.column for order in self.order_by]), ("totals", list(self.totals))):
+            if "" in columns:
+                raise InvalidArgumentError(
+                    f"{name} has an empty column, at position {columns.index('')}; name each column", field=name
+                )
+            check_unique(name, columns)
+        if len(self.totals) > _MOST_SUMS:
             raise InvalidArgumentError(
-                f"order_by has an empty column, at position {columns.index('')}; name each column", field="order_by"
+                f"totals names {len(self.totals)} columns, expected at most {_MOST_SUMS}; sum the others from the "
+                f"samples",
+                field="totals",
             )
-        check_unique("order_by", columns)
 
     @property
     def evicts(self) -> bool:
-        """Whether claims evict samples that they never get."""
+        """Whether claims evict samples that the task can never get."""
         return self.unmatched != "wait"
 
     def disagreement(self, other: BatchSpec) -> tuple[str, object, object] | None:
@@ -515,14 +535,14 @@ class BatchSpec:
 
 
 def differences(one: Any, other: Any) -> Iterator[tuple[str, object, object]]:
-    """Yield the fields in which two dataclasses differ, with both values."""
+    """Yield the fields that differ between two dataclasses, with both values."""
     for name in (each.name for each in fields(one)):
         if getattr(one, name) != getattr(other, name):
             yield name, getattr(one, name), getattr(other, name)
 
 
 def shown(value: object) -> str:
-    """Return an argument of a claim, or a setting, as errors have it, for clients in every language."""
+    """Format a claim argument or a setting for an error message, independent of the client's language."""
     match value:
         case None:
             return "unset"
@@ -538,12 +558,24 @@ def shown(value: object) -> str:
         case Order():
             return f"{value.column} descending" if value.descending else value.column
         case FieldSpec():
-            return f"{value.name}: {value.describe()}{', write-once' if value.write_once else ''}"
+            of_groups = ", one per group" if value.scope == "group" else ""
+            return f"{value.name}: {value.describe()}{', write-once' if value.write_once else ''}{of_groups}"
         case Admission():
             place = f"{value.given_back} by {value.policy}" if value.given_back == "published" else value.given_back
             bound = "" if value.max_staleness is None else f", at most {value.max_staleness} versions late"
             running = f", at most {value.most_running} running" if value.most_running else ""
-            return f"{value.task_name}: {value.most} {value.unit}s until {place}{bound}{running}"
+            drops = f", then the lowest {value.priority_key or 'age'} goes" if value.overflow == "drop_lowest" else ""
+            ratio = ""
+            if value.samples_per_insert:
+                ratio = (
+                    f", {value.samples_per_insert:g} deliveries per insert after {value.min_size_to_sample}, "
+                    f"{value.error_buffer} more or less"
+                )
+            return f"{value.task_name}: {value.most} {value.unit}s until {place}{bound}{running}{drops}{ratio}"
+        case Release():
+            age = None if value.ttl_seconds is None else f"{value.ttl_seconds:g} s old"
+            done = None if value.when is None else f"{value.when} by {shown(tuple(value.tasks))}"
+            return " or ".join(filter(None, (done, age)))
         case tuple():
             return ", ".join(map(shown, value)) or "none"
     return str(value)
@@ -551,10 +583,10 @@ def shown(value: object) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rank:
-    """Which part of which batch a trainer rank asks for.
+    """The part of a batch that a trainer rank requests.
 
     Raises:
-        InvalidArgumentError: a number is out of its range.
+        InvalidArgumentError: a number is out of range.
     """
 
     dp_rank: int
@@ -568,10 +600,10 @@ class Rank:
 
     @classmethod
     def of(cls, **numbers: int | None) -> Rank | None:
-        """Return the rank of these numbers, None where all are None.
+        """Return the rank with these numbers, or None if all are None.
 
         Raises:
-            InvalidArgumentError: some are None, or one is out of its range.
+            InvalidArgumentError: only some are None, or one is out of range.
         """
         given = {name: number for name, number in numbers.items() if number is not None}
         missing = [name for name in numbers if name not in given]
@@ -586,22 +618,22 @@ class Rank:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseTerms:
-    """How samples are leased to a queue worker.
+    """The terms of a queue worker's lease on samples.
 
     Attributes:
-        seconds: what is not acknowledged within so many seconds can be claimed by others.
-        max_deliveries: a sample delivered so often without being acknowledged is dead-lettered; None: no bound.
-        group_block_size: where the claim is of whole groups, which then are acknowledged, released and redelivered
-            whole: 0 for named groups, else the length of the blocks of consecutive indexes that stand in for
-            them; None: samples come and go one by one.
-        blocks: where these begin: at multiples of their length, or anywhere.
-        on_lost: of slots: what becomes of those that are still held when the lease runs out; those that are released
-            without data are removed. None: the claim is of samples that were there before.
-        shared_with: the partition in which a claim of the same task under the same request id shares the lease: of
-            prompts that of their slots, and the other way round. Empty: the lease is of this claim alone.
+        seconds: samples not acknowledged within this time can be claimed by other workers.
+        max_deliveries: a sample delivered this often without being acknowledged is dead-lettered; None: no limit.
+        group_block_size: how a claim of groups, which acknowledges, releases and redelivers groups as a unit, finds
+            them: 0 for named groups, `KEPT_ROLLOUTS` for rollouts, or the length of the blocks of consecutive indexes
+            that replace groups. None: samples are handled one by one.
+        blocks: where these blocks begin: at multiples of their length, or anywhere.
+        on_lost: for a claim of slots: action on slots still held when the lease runs out; slots released without data
+            are removed. None: a claim of existing samples.
+        shared_with: the partition with the claim that shares the lease, of the same task and request id. The claim of
+            prompts names the partition of their slots, and vice versa. Empty: the lease is not shared.
 
     Raises:
-        InvalidArgumentError: a number is out of its range.
+        InvalidArgumentError: a number is out of range.
     """
 
     seconds: float
@@ -612,10 +644,10 @@ class LeaseTerms:
     shared_with: str = ""
 
     def __post_init__(self) -> None:
-        if not 0 < self.seconds <= MAX_LEASE_SECONDS:  # which NaN fails too
+        if not 0 < self.seconds <= MAX_LEASE_SECONDS:  # NaN fails this too
             raise InvalidArgumentError(
                 f"lease is {self.seconds}; give a positive number of seconds, at most {MAX_LEASE_SECONDS:g} (a day), "
-                f"and extend the lease where the work takes longer",
+                f"and extend the lease if the work takes longer",
                 field="lease",
             )
         if self.max_deliveries is not None:
@@ -625,7 +657,7 @@ class LeaseTerms:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeasedClaim:
-    """A claim with a lease, under which samples are changed.
+    """The leased claim that protects a change of samples.
 
     Raises:
         InvalidArgumentError: the name or the id is malformed.
@@ -641,16 +673,19 @@ class LeasedClaim:
 
 @dataclass(frozen=True, kw_only=True)
 class ClaimSpec:
-    """What all ranks of a task ask for alike, batch after batch. Calls with equal specs are served by the same plans.
+    """The arguments that are the same for all ranks of a task and all batches.
+
+    Calls with equal specs are served by the same plans.
 
     Attributes:
-        data_fields: what the answer locates; `batch_spec.data_fields` has the same names in one order for all ranks.
-        min_batch_size: the least a queue worker takes; 0 stands for the whole batch.
+        data_fields: fields that the answer locates; `batch_spec.data_fields` has these names in one order for all
+            ranks.
+        min_batch_size: minimum batch size of a queue worker; 0 means the full `batch_size`.
         dp_size: number of ranks, None for queue workers.
-        admit: the slots that a rollout worker gets with its prompts; None: none.
+        admit: the slots that a rollout worker gets with its prompts, if any.
 
     Raises:
-        InvalidArgumentError: a size is out of its range, or fields are not named each once.
+        InvalidArgumentError: a size is out of range, or a field name is empty or repeated.
     """
 
     batch_spec: BatchSpec
@@ -679,7 +714,7 @@ class ClaimSpec:
 
     @cached_property
     def plan_request(self) -> PlanRequest:
-        """What the sampler is asked for: a whole batch of all ranks, or what a queue worker takes at least."""
+        """The sampler's request: a full batch for all ranks, or at least the minimum of a queue worker."""
         batch_spec, rank_count = self.batch_spec, self.dp_size or 1
         return PlanRequest(
             batch_size=batch_spec.batch_size,
@@ -700,7 +735,7 @@ class ClaimSpec:
 
 
 def check_data_fields(names: Sequence[str]) -> None:
-    """Refuse fields that are not named, or not each once."""
+    """Refuse an empty list of fields, and empty or repeated names."""
     if not names:
         raise InvalidArgumentError("data_fields is empty; name at least one field", field="data_fields")
     if "" in names:
@@ -722,21 +757,21 @@ class NotBefore:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClaimRequest:
-    """What a GetMeta call asks for.
+    """The request of a GetMeta call.
 
     Attributes:
-        rank: the rank that asks, None for a queue worker; of the `dp_size` of `asked`.
-        epoch: the epoch the caller means, None for whichever.
-        lease: how a queue worker leases its samples, None where they are done once they are delivered.
-        claim_name: of a queue worker's claim, which is the same whenever it is asked for by this name; empty: none.
-        not_before: what must be published first; None: nothing.
-        batch_count: the most batches that a rank takes, from that of `rank` on.
-        make_slots: makes the slots of `spec.admit`, given the prompts of a plan, in the step in which they are claimed;
-            if it raises, they are not.
+        rank: the calling rank, None for a queue worker; its `dp_size` is that of `spec`.
+        epoch: the epoch that the caller expects, None for any.
+        lease: lease terms of a queue worker; None: its samples are done on delivery.
+        claim_name: name of a queue worker's claim; later calls with this name get the same claim. Empty: unnamed.
+        not_before: policy version that must be published first, if any.
+        batch_count: maximum number of batches for a rank, starting with that of `rank`.
+        make_slots: makes the slots of `spec.admit` for the prompts of a plan, in the same step as their claim. If it
+            raises, the prompts are not claimed.
 
     Raises:
-        InvalidArgumentError: the id or a name is none, a rank asks for a lease, or for a claim by name, or a queue
-            worker for several batches.
+        InvalidArgumentError: the id or a name is invalid, a rank requests a lease or a named claim, or a queue worker
+            requests several batches.
     """
 
     request_id: bytes
@@ -762,14 +797,20 @@ class ClaimRequest:
                     "each. Make a call for each claim, or ask for a larger batch_size.",
                     field="batch_count",
                 )
+        if self.rank is None and self.batch_spec.totals:
+            raise InvalidArgumentError(
+                f"totals is {shown(self.batch_spec.totals)}, which is for ranks, since each gets a part of a batch. "
+                f"Omit it: a queue worker has all samples of its batch",
+                field="totals",
+            )
         if self.rank is not None and self.lease is not None:
             raise InvalidArgumentError(
-                "lease is for queue workers; the batches of ranks are not leased, a rank that asks again gets the same",
+                "lease is for queue workers; the batches of ranks are not leased: a retry gets the same batch",
                 field="lease",
             )
         if self.batch_spec.held and self.lease is None:
             raise InvalidArgumentError(
-                "held samples are claimed without a lease; give one, under which a rollout worker goes on with them",
+                "held samples are claimed without a lease. Set one: a rollout worker continues them under a lease",
                 field="lease",
             )
         if self.spec.admit is not None:
@@ -784,7 +825,7 @@ class ClaimRequest:
                 )
 
     def _check_admit(self) -> None:
-        """Refuse slots for anything but prompts of a worker that leases them, each by itself and once."""
+        """Refuse slots unless the claim leases live prompts, one by one and for one use."""
         spec = self.batch_spec
         for name, got, expected in (
             ("lease", "unset" if self.lease is None else "set", "set"),
@@ -802,27 +843,27 @@ class ClaimRequest:
 
     @property
     def batch_spec(self) -> BatchSpec:
-        """What the first plan of a batch_index fixes."""
+        """The arguments that the first plan of a batch_index fixes."""
         return self.spec.batch_spec
 
     @property
     def policy(self) -> str | None:
-        """The policy with whose version it compares samples, or else that it waits for; None: neither."""
+        """The policy whose version it compares samples with or, failing that, waits for; None: neither."""
         compared = (each.published.policy for each in self.batch_spec.where if each.published is not None)
         return next(compared, None if self.not_before is None else self.not_before.policy)
 
     @property
     def plan_request(self) -> PlanRequest:
-        """What the sampler is asked for."""
+        """The sampler's request."""
         return self.spec.plan_request
 
     @property
     def batch_index(self) -> int:
-        """The first batch that a rank asks for; -1: it is a queue worker."""
+        """The first batch that a rank requests; -1 for a queue worker."""
         return -1 if self.rank is None else self.rank.batch_index
 
     def following(self) -> Iterator[ClaimRequest]:
-        """Return a request for each batch of a range but the first."""
+        """Yield a request for each batch of the range except the first."""
         if self.rank is not None:
             for index in range(self.rank.batch_index + 1, self.rank.batch_index + self.batch_count):
                 yield replace(self, rank=replace(self.rank, batch_index=index), batch_count=1)

@@ -1,4 +1,4 @@
-"""Policies: which version of the weights of each was published last."""
+"""Policies: the last published version of the weights of each."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ class Policy:
     """The published version of a policy.
 
     Attributes:
-        name: like that of a partition, with the namespace of the client that published it.
-        version: the number of the weights that are in use.
-        published_at: when it was published, in seconds since 1970.
+        name: its name, including the namespace of the publishing client, as in a partition id.
+        version: number of the weights in use.
+        published_at: time of publication, in seconds since 1970.
     """
 
     name: str

@@ -1,34 +1,34 @@
 """Tables: columns of one length, each declared once by name, dtype and fill.
 
-Growth, compaction, snapshots, restoring and what tests compare go over the declared columns.
-So a new column is its declaration and nothing else.
+Growth, compaction, snapshots, restores and comparisons in tests iterate over the declared columns, so a new column
+needs only its declaration.
 
-Names of columns. One that every table of its kind has is a plain word without a slash, such as `state`. One of
-something that a user named is `KIND/NAME`, such as `cell/tokens`, `meta/reward` or `claim/update_actor`: the kind is a
-plain word, and all that follows the first slash is the user's name as it is, slashes included. So no name of a user
-can be that of another column.
+Names of columns. A column of every table of its kind has a plain word without a slash as name, such as `state`. A
+column for something named by a user is `KIND/NAME`, such as `cell/tokens`, `meta/reward` or `claim/update_actor`. The
+kind is a plain word; everything after the first slash is the user's name, unchanged, slashes included. User-given names
+thus cannot collide with other columns.
 
-A snapshot of a column copies nothing. A change of the column afterwards first keeps the blocks it is about to touch: it
-costs a copy of a few thousand values at most, however long the column is, and only while a snapshot is still read.
+A snapshot of a column copies nothing. A later change of the column first keeps the blocks that it is about to modify.
+This copies a few thousand values at most, however long the column is, and only while a snapshot is still being read.
 
-`RowTable`: rows in order of their global index. A removed row stays as a gap until gaps outnumber rows; then they are
-closed: rows are moved to the front, some thousands with each step that adds or removes others, and about twice as many
-as these. So no step takes long, and the end is reached before the table has grown by much. A gap keeps its index, by
-which the rows around it are found; only what moved rows have left behind has none. No row is moved while a reader on
-another thread needs positions to stay (`pinned`). Such a reader first waits for the others to end if gaps are many
-(`has_many_gaps`), so that readers which overlap all the time do not keep gaps for good. A reader that goes over the
-rows of a table in slices, with turns for others between, pins nothing (`slices`).
+`RowTable`: rows in order of their global index. A removed row stays as a gap until gaps outnumber rows; then the gaps
+are closed. Each step that adds or removes rows also moves others to the front: at least some thousands, and about twice
+the number added or removed. No step takes long, and the work ends before the table has grown much. A gap keeps its
+index, which is needed to find the rows around it; positions vacated by moved rows have no index. Rows are not moved
+while a reader on another thread needs stable positions (`pinned`). If there are many gaps (`has_many_gaps`), such a
+reader first waits for the others to end; otherwise overlapping readers could keep gaps forever. A reader that reads
+rows in slices, yielding to others in between, pins nothing (`slices`).
 
-Many rows at once are added in two parts: capacity for them is reserved in steps, between which everything else goes
-on, and the step that adds them writes only their values (`reserve_capacity`). Columns that this step will declare are
-made beforehand, too.
+Large numbers of rows are added in two parts. Capacity is reserved in steps, with other work in between; the step that
+adds the rows then only writes their values (`reserve_capacity`). Columns that this step will declare are also made in
+advance.
 
-`SlotTable`: slots of things that come and go; a slot that is no longer used is used again.
+`SlotTable`: slots for transient objects; free slots are reused.
 
-Long columns grow where they are, so that nothing is copied. Numbers are in reserved memory: Linux backs an anonymous
-mapping with pages as they are first written to, so reserving far more than is needed costs address space only, and
-views that readers have keep their memory. numpy cannot do the same with objects: a long column of them is in chunks
-(`ObjectChunks`), of which growing adds one.
+Long columns grow in place, without copying. Numbers are in reserved memory: Linux allocates the pages of an anonymous
+mapping on first write. Reserving far more than needed therefore costs only address space, and readers' views keep their
+memory. numpy cannot do this for objects, so a long column of objects consists of chunks (`ObjectChunks`); growing adds
+a chunk.
 """
 
 from __future__ import annotations
@@ -53,44 +53,44 @@ from tq_service.state.plan import Indexes
 
 CLEARED, LIVE, HELD, FAILED = 0, 1, 2, 3
 STATE_NAMES = ("cleared", "live", "held", "failed")
-# In the `claim` column of a task, beside the serials of its claims; see `ledger.py`.
-UNCLAIMED = 0  # so that a new task costs the same however many rows there are
+# Values in the `claim` column of a task other than the serials of its claims; see `ledger.py`.
+UNCLAIMED = 0  # zero, so a new task costs the same for any number of rows
 CONSUMED_EARLIER = 1
 DEAD_LETTERED = -1
 DROPPED = -2
-LAST_RESERVED = 2  # serials are above it, so that the marks of leased rows are below all others
-_GROWTH: Final = 1 << 14  # values by which a long column grows at least
-_CAPACITY_STEP: Final = 1 << 16  # rows for which capacity is reserved in a step
+LAST_RESERVED = 2  # serials are larger, so the marks of leased rows are below all others
+_GROWTH: Final = 1 << 14  # minimum growth of a long column, in values
+_CAPACITY_STEP: Final = 1 << 16  # rows for which capacity is reserved per step
 _FIRST_CAPACITY = 64
 _LEAST_GAPS = 1024
-_MANY_GAPS = 1 << 13  # beyond two for each row
+_MANY_GAPS = 1 << 13  # in addition to two per row
 _FEW = 64
 _MARKED_SHARE = 16
-_NO_INDEX = -1  # of what rows have left behind as gaps are closed
-_LEAST_CLOSED = 1 << 14  # rows that are looked at in a step, at least
-_CLOSED_SHARE = 2  # and as many for each row that the step adds or removes
+_NO_INDEX = -1  # of positions vacated while gaps are closed
+_LEAST_CLOSED = 1 << 14  # minimum number of rows examined per step
+_CLOSED_SHARE = 2  # examined rows per row that the step adds or removes
 
 BLOCK_SHIFT: Final = 12
 BLOCK_ROWS: Final = 1 << BLOCK_SHIFT
-"""Values of a column that are kept for snapshots together."""
-RESERVED_FROM: Final = 1 << 16  # values from which on a column grows where it is
-_RESERVED: Final = 1 << 26  # values that memory is reserved for then; as many again, four times over, beyond that
+"""Values of a column in a block, the unit kept for snapshots."""
+RESERVED_FROM: Final = 1 << 16  # minimum size, in values, of a column that grows in place
+_RESERVED: Final = 1 << 26  # values that memory is reserved for then; a larger column reserves four times its size
 _OVERCOMMIT: Final = Path("/proc/sys/vm/overcommit_memory")
 _NEVER: Final = "2"
-_MAP_NORESERVE: Final = 0x4000  # Linux; the mmap module of Python 3.11 does not have it
+_MAP_NORESERVE: Final = 0x4000  # Linux; missing in the mmap module of Python 3.11
 _HUGE_PAGE_BYTES: Final = 2 << 20
-_HUGE_PAGES_FROM: Final = 4 << 20  # where a huge page of which little is used is a small share
-_offsets = itertools.count(0, 83)  # so that columns that grow together do not all take their next huge page at once
+_HUGE_PAGES_FROM: Final = 4 << 20  # from this size on, a mostly unused huge page is a small share
+_offsets = itertools.count(0, 83)  # so columns that grow together do not all need their next huge page at once
 _CHUNK_SHIFT: Final = 16
 _CHUNK_MASK: Final = (1 << _CHUNK_SHIFT) - 1
 Where = slice | Indexes | int
 
 
 class ObjectChunks:
-    """Objects in chunks that are made as they are written to, so that growing moves none; read like an array of them.
+    """An array of objects in chunks that are allocated on first write; growing moves no object.
 
     Attributes:
-        size: number of objects; those that were never written are `fill`.
+        size: number of objects; those never written are `fill`.
     """
 
     __slots__ = ("_chunks", "_fill", "size")
@@ -130,7 +130,7 @@ class ObjectChunks:
                 self._chunk(number)[there] = values if is_one else given[here]
 
     def _reset(self, number: int, there: Any) -> None:
-        """Have the fill again; a chunk that has nothing else takes no memory."""
+        """Reset to the fill; a chunk that is reset completely is freed."""
         if isinstance(there, slice) and there.stop - there.start > _CHUNK_MASK:
             self._chunks.pop(number, None)
         elif number in self._chunks:
@@ -143,7 +143,7 @@ class ObjectChunks:
         return chunk
 
     def _parts(self, where: Any) -> tuple[int, Iterable[tuple[int, Any, Any]]]:
-        """Return the number of positions, and by chunk which of them are there, and where in the chunk."""
+        """Return the number of positions and, by chunk, which of them it contains and at which offsets."""
         if isinstance(where, slice):
             start, stop, step = where.indices(self.size)
             if step == 1:
@@ -153,7 +153,7 @@ class ObjectChunks:
 
 
 def blocks_of(where: Where, size: int) -> Iterable[int]:
-    """Return the blocks of the first `size` rows that some positions, or a mask over the rows, are in."""
+    """Return the blocks, among the first `size` rows, that contain the given positions or mask."""
     if isinstance(where, int | np.integer):
         return (int(where) >> BLOCK_SHIFT,) if where < size else ()
     if not isinstance(where, slice):
@@ -177,7 +177,7 @@ def _parts_of_positions(positions: Indexes) -> Iterator[tuple[int, Any, Indexes]
         return
     numbers = positions >> _CHUNK_SHIFT
     first = int(numbers[0])
-    if bool((numbers == first).all()):  # most reads: samples that were put together
+    if bool((numbers == first).all()):  # the common case: samples of one put
         yield first, slice(None), positions & _CHUNK_MASK
         return
     order = np.argsort(numbers, kind="stable")
@@ -186,7 +186,7 @@ def _parts_of_positions(positions: Indexes) -> Iterator[tuple[int, Any, Indexes]
 
 
 def zeros(count: int, dtype: np.dtype[Any], fill: Any) -> NDArray[Any] | ObjectChunks:
-    """Return zeros, or for objects None or the fill, of memory that is not touched yet; more than `count` if many."""
+    """Return zeros (for objects: None or the fill) in untouched memory; more than `count` if `count` is large."""
     if count < RESERVED_FROM:
         return np.zeros(count, dtype) if dtype.kind != "O" else np.empty(count, dtype)
     if dtype.kind == "O":
@@ -196,9 +196,9 @@ def zeros(count: int, dtype: np.dtype[Any], fill: Any) -> NDArray[Any] | ObjectC
 
 
 def reserved_zeros(count: int, dtype: DTypeLike) -> NDArray[Any] | None:
-    """Return `count` zeros that take memory only as they are written; None where that cannot be had.
+    """Return `count` zeros that take memory only when written; None if the system cannot reserve it.
 
-    The memory is given back with the last array over it.
+    The memory is freed with the last array over it.
     """
     if not _can_reserve():
         return None
@@ -212,20 +212,20 @@ def reserved_zeros(count: int, dtype: DTypeLike) -> NDArray[Any] | None:
     except (OSError, ValueError, OverflowError):  # a limit of the process or of the machine
         return None
     if len(memory) > _HUGE_PAGES_FROM and hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without them
+        with contextlib.suppress(OSError):  # a kernel without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE, _HUGE_PAGES_FROM)
     return np.frombuffer(memory, dtype, count, offset)
 
 
 def reserved_memory(values: NDArray[Any] | ObjectChunks) -> mmap.mmap | None:
-    """Return the memory that values were reserved in, None for others."""
+    """Return the reserved memory of values, None if they are in other memory."""
     base: Any = getattr(values, "base", None)
     base = base.obj if isinstance(base, memoryview) else base
     return base if isinstance(base, mmap.mmap) else None
 
 
 def release_pages(values: NDArray[Any], memory: mmap.mmap, start: int, stop: int) -> None:
-    """Have the kernel take back the whole pages of values in memory; they are zeros then."""
+    """Return the full pages of some values to the kernel; these values become zeros."""
     offset = values.ctypes.data - np.frombuffer(memory, np.uint8).ctypes.data
     first = -(-(offset + start * values.itemsize) // mmap.PAGESIZE) * mmap.PAGESIZE
     end = offset + stop * values.itemsize
@@ -235,7 +235,7 @@ def release_pages(values: NDArray[Any], memory: mmap.mmap, start: int, stop: int
 
 @cache
 def _can_reserve() -> bool:
-    """Whether what is only reserved counts for nothing; a machine that never overcommits counts it as used."""
+    """Whether memory that is only reserved is free; a machine that never overcommits counts it as used."""
     if sys.platform != "linux":
         return False
     try:
@@ -248,7 +248,7 @@ STATE_CODES = {SampleState.LIVE: LIVE, SampleState.HELD: HELD, SampleState.FAILE
 
 
 def is_open(states: NDArray[np.uint8]) -> NDArray[np.bool_]:
-    """Return which rows are live or held, by their states: they can be claimed now, or later."""
+    """Return which states are live or held: such rows can be claimed now or later."""
     mask: NDArray[np.bool_] = states == LIVE
     mask |= states == HELD
     return mask
@@ -259,10 +259,10 @@ NewColumn: TypeAlias = tuple[str, DTypeLike, Any]
 
 
 class ColumnSnapshot:
-    """The first `size` values of a column as they were when it was made; to be read once, in order, by any thread.
+    """The first `size` values of a column at the time of the snapshot; can be read once, in order, on any thread.
 
-    The column keeps a block before it changes it (on its own thread), and the reader looks for a kept block after it
-    has copied the one of the column: what it copied then began to change only afterwards.
+    The column keeps a block before changing it (on its own thread). The reader copies the column's block first and then
+    looks for a kept one: if there is none, the block had not begun to change when it was copied.
     """
 
     __slots__ = ("__weakref__", "_array", "_kept", "_next_block", "size")
@@ -287,7 +287,7 @@ class ColumnSnapshot:
         self._next_block = self.size + 1
 
     def values(self) -> NDArray[Any]:
-        """Return all values; a column of many takes as long as its copy."""
+        """Return a copy of all values."""
         values = np.empty(self.size, self.dtype)
         start = 0
         for block in self.blocks():
@@ -296,7 +296,7 @@ class ColumnSnapshot:
         return values
 
     def keep(self, where: Where) -> None:
-        """Keep what is about to change, as far as it is still to be read; called by the column."""
+        """Keep the unread blocks that are about to change; called by the column."""
         for number in blocks_of(where, self.size):
             if number >= self._next_block and number not in self._kept:
                 self._kept[number] = self._block(number)
@@ -304,17 +304,17 @@ class ColumnSnapshot:
     def _block(self, number: int) -> NDArray[Any]:
         start, stop = number << BLOCK_SHIFT, min((number + 1) << BLOCK_SHIFT, self.size)
         values: NDArray[Any] = self._array[start:stop]
-        return values if isinstance(self._array, ObjectChunks) else values.copy()  # chunks are read as a copy
+        return values if isinstance(self._array, ObjectChunks) else values.copy()  # reading chunks copies
 
 
 class Column:
-    """One fact per row, or per slot.
+    """One value per row or slot.
 
     Attributes:
-        data: the values, and more up to the capacity; read-only, and replaced whenever the column grows or is
-            compacted. What a reader took before is the same memory, unless the column moved.
-        fill: what stands where nothing was written.
-        is_blank: whether nothing was ever written, so that it has nothing but the fill.
+        data: the values up to the capacity; read-only, and replaced whenever the column grows or is compacted. A
+            reader's earlier view shows the same memory, unless the column moved.
+        fill: value of positions that were not written.
+        is_blank: whether the column was never written, so it contains only the fill.
     """
 
     __slots__ = ("_array", "_memory", "_snapshots", "data", "fill", "is_blank")
@@ -334,7 +334,7 @@ class Column:
         return self.data[where]
 
     def write(self, where: Where, values: Any) -> None:
-        """Change values; positions are 0 or more, and each is given once."""
+        """Change values; positions must be unique and not negative."""
         if self._snapshots:
             self._keep(where)
         if isinstance(self._memory, ObjectChunks):
@@ -344,21 +344,21 @@ class Column:
         self.is_blank = False
 
     def clear(self, where: Where) -> None:
-        """Have the fill where something may be written."""
+        """Reset positions to the fill."""
         if not self.is_blank:
             self.write(where, self.fill)
 
     def add(self, where: Indexes, by: int) -> None:
-        """Add to values, as often as their positions are given."""
+        """Add to values, once per occurrence of a position."""
         if self._snapshots:
             self._keep(where)
         np.add.at(self._array, where, by)
         self.is_blank = False
 
     def resize(self, capacity: int) -> None:
-        """Grow or shrink to `capacity` values; values that are cut off had the fill, and new ones have it.
+        """Grow or shrink to `capacity` values; new values are the fill, and those cut off must be.
 
-        Nothing is copied where the memory behind the column suffices, or can be returned.
+        Nothing is copied if the memory behind the column suffices, or can be returned.
         """
         memory, size = self._memory, self.data.size
         reserved = reserved_memory(memory)
@@ -381,16 +381,16 @@ class Column:
         self.write(slice(0, old.size), old)
 
     def snapshot(self, size: int) -> ColumnSnapshot:
-        """Return the first `size` values as they are now; it costs the same however many there are."""
+        """Return the first `size` values as they are now; the cost does not depend on their number."""
         snapshot = ColumnSnapshot(self._array, size)
         self._snapshots.append(weakref.ref(snapshot))
         return snapshot
 
     def restore(self, snapshot: ColumnSnapshot) -> None:
-        """Take over the values of a snapshot; new memory for blocks of nothing but the fill is left untouched."""
+        """Copy the values of a snapshot; blocks of only the fill leave new memory untouched."""
         start, is_new = 0, self.is_blank
         for block in snapshot.blocks():
-            if not is_new or block.dtype.kind in "fO" or not bool((block == self.fill).all()):  # -0.0 is equal to 0.0
+            if not is_new or block.dtype.kind in "fO" or not bool((block == self.fill).all()):  # -0.0 == 0.0
                 self.write(slice(start, start + block.size), block)
             start += block.size
 
@@ -402,18 +402,18 @@ class Column:
             self._snapshots = [weakref.ref(snapshot) for snapshot in readers]
 
     def _move(self, capacity: int, dtype: np.dtype[Any]) -> None:
-        """Go on in other memory that has capacity for so many values; snapshots have the old one for themselves."""
+        """Switch to new memory for `capacity` values; snapshots keep the old memory."""
         self._memory = zeros(capacity, dtype, self.fill)
         self._snapshots = []
         self.is_blank = True
         self._use(0, capacity)
 
     def _use(self, start: int, capacity: int) -> None:
-        """Have `capacity` values, those from `start` on for the first time."""
+        """Use `capacity` values, those from `start` on for the first time."""
         self.data: NDArray[Any]
         if isinstance(self._memory, ObjectChunks):
             self._memory.size = capacity
-            self._array = self.data = cast("NDArray[Any]", self._memory)  # it is read like one
+            self._array = self.data = cast("NDArray[Any]", self._memory)  # it reads like an array
             return
         self._array = self._memory[:capacity]
         if self.fill is not None and self.fill != 0:
@@ -423,7 +423,7 @@ class Column:
 
 
 def grown(capacity: int, least: int) -> int:
-    """Return the capacity for at least so many values; large columns grow where they are, and so by little."""
+    """Return the next capacity for at least `least` values; large columns grow in place, so in small steps."""
     if least < RESERVED_FROM:
         return max(least, 2 * capacity, _FIRST_CAPACITY)
     return -(-least // _GROWTH) * _GROWTH
@@ -441,8 +441,8 @@ class Table:
     """Columns that grow together.
 
     Attributes:
-        columns: by name, in the order of their declarations.
-        count: rows, or slots, that were ever in use and not compacted away: columns have values for so many.
+        columns: columns by name, in order of declaration.
+        count: number of rows or slots ever used and not compacted away; each column has this many values.
     """
 
     __slots__ = ("_capacity", "_spare", "_unsaved", "columns", "count")
@@ -450,15 +450,15 @@ class Table:
     def __init__(self) -> None:
         self.count = 0
         self.columns: dict[str, Column] = {}
-        self._spare: dict[str, Column] = {}  # made, and not declared yet
-        self._unsaved: set[str] = set()  # columns that no snapshot has
+        self._spare: dict[str, Column] = {}  # made but not yet declared
+        self._unsaved: set[str] = set()  # columns left out of snapshots
         self._capacity = _FIRST_CAPACITY
 
     def column(self, name: str, dtype: DTypeLike, fill: Any) -> Column:
-        """Declare a column, in which every row has `fill` until it is written; for how it is named see the module.
+        """Declare a column whose rows are `fill` until written; see the module for names.
 
         Raises:
-            ValueError: there is a column of this name.
+            ValueError: a column of this name exists.
         """
         if name in self.columns:
             raise ValueError(f"column {name!r} is declared twice")
@@ -468,27 +468,27 @@ class Table:
         return column
 
     def unsaved_column(self, name: str, dtype: DTypeLike, fill: Any) -> Column:
-        """Declare a column of something that ends with the process: no snapshot has it."""
+        """Declare a column of process-local values, which snapshots leave out."""
         self._unsaved.add(name)
         return self.column(name, dtype, fill)
 
     def remove_column(self, name: str) -> None:
-        """Have no column of this name any more; readers of it, or of a snapshot of it, go on."""
+        """Remove a column; its readers and those of its snapshots are not affected."""
         del self.columns[name]
 
     def snapshot(self) -> TableSnapshot:
-        """Return all columns as they are now; it costs the same however many rows there are."""
+        """Return all columns as they are now; the cost does not depend on the number of rows."""
         saved = (item for item in self.columns.items() if item[0] not in self._unsaved)
         columns = {name: column.snapshot(self.count) for name, column in saved}
         return TableSnapshot(size=self.count, columns=columns)
 
     def restore(self, snapshot: TableSnapshot) -> Sequence[str]:
-        """Take over the rows of a snapshot, whose values go to the columns by name; for a table without rows.
+        """Copy the rows of a snapshot into an empty table, matching columns by name.
 
-        Return the names of columns that the snapshot does not have: these have their fill in each row.
+        Return the names of columns that the snapshot lacks; these have their fill in each row.
 
         Raises:
-            NewerVersionError: the snapshot has a column that is not declared, or of another dtype.
+            NewerVersionError: a column of the snapshot is not declared or has another dtype.
         """
         unknown = snapshot.columns.keys() - self.columns.keys()
         if unknown:
@@ -498,12 +498,14 @@ class Table:
         for name, values in snapshot.columns.items():
             column = self.columns[name]
             if values.dtype != column.data.dtype:
-                raise NewerVersionError(f"column {name!r} is of {values.dtype} there, and of {column.data.dtype} here")
+                raise NewerVersionError(
+                    f"column {name!r} is {values.dtype} in the snapshot, but this version expects {column.data.dtype}"
+                )
             column.restore(values)
         return [name for name in self.columns if name not in snapshot.columns]
 
     def free_objects(self) -> Iterator[None]:
-        """Have no objects any more, in steps; for a table that is not used again but by readers of snapshots."""
+        """Release all objects, in steps; for a table that is only used by readers of snapshots from now on."""
         for column in self.columns.values():
             if column.data.dtype.hasobject:
                 for start in range(0, self.count, _CAPACITY_STEP):
@@ -520,8 +522,8 @@ class RowTable(Table):
     """Rows in order of insertion, looked up by global index.
 
     Attributes:
-        index: the global index of each row, also of those that there is capacity for.
-        state: the state of each row, `CLEARED` where there is a gap.
+        index: the global index of each row, including future rows within the capacity.
+        state: the state of each row, `CLEARED` for a gap.
     """
 
     __slots__ = (
@@ -530,16 +532,16 @@ class RowTable(Table):
 
     def __init__(self) -> None:
         super().__init__()
-        self.present_count = 0  # rows without the gaps
+        self.present_count = 0  # rows, without gaps
         self.next_index = 0
-        self.pin_count = 0  # readers on other threads that need positions to stay
-        self._closing: tuple[int, int] | None = None  # where the next row goes, and where it is looked for
+        self.pin_count = 0  # readers on other threads that need stable positions
+        self._closing: tuple[int, int] | None = None  # target position of the next row, and start of its search
         self.index = self.column("index", np.int64, _NO_INDEX)
         self.state = self.column("state", np.uint8, CLEARED)
         self._number(0)
 
     def rebuild(self, next_index: int) -> None:
-        """Find out what follows from restored columns, and go on with this global index."""
+        """Derive the counters from restored columns, and continue with this global index."""
         self.next_index = next_index
         self.present_count = int(np.count_nonzero(self.state[: self.count]))
         left = np.flatnonzero(self.index[: self.count] == _NO_INDEX)
@@ -560,10 +562,10 @@ class RowTable(Table):
         return added
 
     def reserve_capacity(self, count: int, columns: Iterable[NewColumn] = ()) -> Iterator[None]:
-        """Reserve capacity for so many more rows in steps; other changes may be made between these.
+        """Reserve capacity for `count` more rows in steps; other changes may be made between the steps.
 
-        At the end `append` finds the indexes of these rows written, and `column` finds the columns made that are to be
-        declared with them.
+        At the end, the indexes of these rows are written for `append`, and the columns to be declared with them are
+        made for `column`.
         """
         while (end := self.count + count) > self._capacity:
             self._grow(min(end, self._capacity + _CAPACITY_STEP))
@@ -575,7 +577,7 @@ class RowTable(Table):
                 yield
 
     def return_capacity(self) -> None:
-        """Give memory back that was made for rows which did not come."""
+        """Free memory that was reserved for rows which were not added."""
         self._spare.clear()
         if self._capacity > 2 * self.count + _CAPACITY_STEP:
             self._resize(grown(0, self.count))
@@ -586,12 +588,12 @@ class RowTable(Table):
         self._number(start)
 
     def _number(self, start: int) -> None:
-        """Write the indexes of rows that are still to come, from a position on as far as there is capacity for them."""
+        """Write the indexes of future rows, from a position up to the capacity."""
         first = self.next_index - self.count
         self.index.write(slice(start, self._capacity), np.arange(first + start, first + self._capacity))
 
     def remove(self, positions: Indexes) -> None:
-        """Remove rows, each given once. Positions of other rows change when the gaps are closed."""
+        """Remove rows, each given once. Closing gaps changes the positions of other rows."""
         where = as_slice(positions)
         for column in self.columns.values():
             if column is not self.index:
@@ -600,9 +602,9 @@ class RowTable(Table):
         self.close_gaps(positions.size)
 
     def close_gaps(self, changed_count: int) -> None:
-        """Close gaps where there are many, as far as a step may that adds or removes so many rows.
+        """Close gaps if there are many, within the limit of a step that adds or removes `changed_count` rows.
 
-        Positions of rows change. Call it where a step has no use for them any more; `remove` does so itself.
+        Positions of rows change. Call it when a step no longer uses positions; `remove` calls it itself.
         """
         if self.pin_count:
             return
@@ -622,10 +624,10 @@ class RowTable(Table):
             self._number(to)
 
     def _move_rows(self, start: int, end: int, to: int) -> int:
-        """Move the rows between two positions to positions from `to` on; return where they end."""
+        """Move the rows between two positions to `to` and following; return the position after them."""
         rows = start + np.flatnonzero(self.state[start:end] != CLEARED)
         end_of_moved = to + rows.size
-        if end_of_moved == end:  # there was no gap so far
+        if end_of_moved == end:  # no gap so far
             return end
         source, moved, left = as_slice(rows), slice(to, end_of_moved), slice(max(end_of_moved, start), end)
         for column in self.columns.values():
@@ -641,12 +643,12 @@ class RowTable(Table):
 
     @property
     def has_many_gaps(self) -> bool:
-        """Whether there are so many that a reader should not pin the table before they are closed."""
+        """Whether a reader should wait until gaps are closed before it pins the table."""
         return self.gap_count > _MANY_GAPS + 2 * self.present_count
 
     @contextlib.contextmanager
     def pinned(self) -> Iterator[None]:
-        """Have all positions stay as they are, for a reader on another thread, until the end of the `with`."""
+        """Keep all positions unchanged within the `with` block, for a reader on another thread."""
         self.pin_count += 1
         try:
             yield
@@ -654,9 +656,9 @@ class RowTable(Table):
             self.pin_count -= 1
 
     def slices(self, count: int) -> Iterator[slice]:
-        """Yield the positions of all rows of this moment, so many at a time at most, in order.
+        """Yield the positions of all present rows in order, at most `count` at a time.
 
-        Each slice is of the moment at which it is asked for: rows may be added, removed and moved between two of them.
+        Each slice is valid when it is yielded: rows may be added, removed and moved before the next one.
         """
         end_index, index = self.next_index, 0
         while (start := self.position_from(index)) < (end := self.position_from(end_index)):
@@ -665,12 +667,12 @@ class RowTable(Table):
             yield slice(start, stop)
 
     def find(self, indexes: Indexes) -> Indexes:
-        """Return the position `(n,)` of each global index, -1 for one that is not there."""
+        """Return the position `(n,)` of each global index, -1 for one that does not exist."""
         if self.count == 0 or indexes.size == 0:
             return np.full(indexes.size, -1, np.int64)
         if self._is_gapless:
             positions: Indexes = indexes - self.index.data[0]
-            if positions.view(np.uint64).max() < self.count:  # negative ones are huge when taken as unsigned
+            if positions.view(np.uint64).max() < self.count:  # negative positions are huge as unsigned
                 if self.present_count == self.count:
                     return positions
                 found = self.state.data[positions] != CLEARED
@@ -681,12 +683,12 @@ class RowTable(Table):
 
     @property
     def _is_gapless(self) -> bool:
-        """Whether no gap was closed between the first row and the last: positions follow from indexes."""
+        """Whether no gap was closed between the first and the last row, so positions follow from indexes."""
         return self._closing is None and self.next_index - int(self.index.data[0]) == self.count
 
     @property
     def layout(self) -> tuple[object, ...]:
-        """What differs whenever rows were moved."""
+        """A value that changes whenever rows are moved."""
         return self.count, self._closing
 
     @property
@@ -705,7 +707,7 @@ class RowTable(Table):
         return int(self._search(np.array([index]))[0])
 
     def _search(self, indexes: Indexes) -> Indexes:
-        """Return the positions `(n,)` of the first rows, or gaps, that have at least these indexes."""
+        """Return the positions `(n,)` of the first rows or gaps with at least these indexes."""
         index = self.index.data
         if self._closing is None:
             return np.searchsorted(index[: self.count], indexes)
@@ -718,7 +720,7 @@ class RowTable(Table):
         return np.flatnonzero(self.state[: self.count] != CLEARED)
 
     def present_from(self, index: int, count: int) -> Indexes:
-        """Return the positions of the first `count` rows from a global index on, or of all there are."""
+        """Return the positions of up to `count` rows from a global index on."""
         start = self.position_from(index)
         found: list[Indexes] = []
         while count > 0 and start < self.count:
@@ -730,10 +732,10 @@ class RowTable(Table):
 
 
 class SlotTable(Table):
-    """Hands out slots, for each of which every column has a value.
+    """Allocates slots; every column has a value for each slot.
 
     Attributes:
-        occupants: the column of objects that says what each slot is used for; None: it is free.
+        occupants: the column of objects that use the slots; None for a free slot.
     """
 
     __slots__ = ("_free", "occupants")
@@ -749,7 +751,7 @@ class SlotTable(Table):
         return self.count == len(self._free)
 
     def allocate(self, count: int) -> Sequence[int]:
-        """Return so many slots that are not in use, at least one."""
+        """Allocate `count` slots, at least one."""
         slots = self._free[-count:]
         del self._free[-count:]
         first, self.count = self.count, self.count + count - len(slots)
@@ -765,14 +767,14 @@ class SlotTable(Table):
         self._free += slots.tolist()
 
     def rebuild(self) -> None:
-        """Find out which restored slots are free."""
+        """Derive the free slots from restored columns."""
         self._free = [slot for slot, each in enumerate(self.occupants.data[: self.count].tolist()) if each is None]
 
 
 def distinct(values: Indexes, bound: int) -> Indexes:
-    """Return each of some integers of 0 to `bound` - 1 once, in ascending order.
+    """Return the distinct integers, each from 0 to `bound` - 1, in ascending order.
 
-    Marking them costs a step for each possible value, sorting many more for each that is given.
+    Marking costs one step per possible value; sorting costs many steps per given value.
     """
     if values.size < 2 or bool((values[1:] > values[:-1]).all()):
         return values
@@ -785,7 +787,7 @@ def distinct(values: Indexes, bound: int) -> Indexes:
 
 
 def count_values(values: Indexes) -> tuple[Indexes, Indexes]:
-    """Return each value once, in ascending order, and how often it is there; neighbours are mostly alike."""
+    """Return the distinct values in ascending order and their counts; fast if most neighbours are equal."""
     if values.size == 0:
         return values, values
     heads = np.r_[0, np.flatnonzero(np.diff(values)) + 1]
@@ -797,7 +799,7 @@ def count_values(values: Indexes) -> tuple[Indexes, Indexes]:
 
 
 def as_slice(positions: slice | Indexes) -> slice | Indexes:
-    """Return positions as a slice where they are many and follow each other: numpy then copies instead of picking."""
+    """Return positions as a slice if they are many and consecutive: numpy then copies instead of gathering."""
     if isinstance(positions, slice):
         return positions
     size = positions.size

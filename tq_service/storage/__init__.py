@@ -1,1 +1,1 @@
-"""The storage engine: the bytes of puts in memory, under a quota, read and freed by cells."""
+"""The storage engine: keeps the bytes of puts in memory under a quota; cells are read and freed individually."""

@@ -1,7 +1,7 @@
-"""The storage engine: takes puts under a quota, reads and frees their cells. Knows bytes and rows, nothing of gRPC.
+"""The storage engine: stores puts under a quota, reads their cells and frees them. It knows bytes and rows, not gRPC.
 
-It ties the two floors: the index (which puts there are, their rows, the quota, what was confirmed) and the store of
-blobs beneath, which has the bytes. Everything here happens on one event loop between awaits, so there are no locks.
+It ties two layers together. The index knows the puts, their rows, the quota and the confirmations; the blob store below
+holds the bytes. Everything here runs on one event loop between awaits, so there are no locks.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import os
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Final
 
 from tq_service.errors import (
@@ -29,6 +30,7 @@ from tq_service.results import MirrorStatus
 from tq_service.storage.blobs.memory import (
     Blob,
     BlobStore,
+    Buffer,
     MemoryBlobs,
     in_thread,
     is_temporary,
@@ -47,6 +49,7 @@ from tq_service.storage.index.put_table import (
     Residents,
     cells_besides,
     check_sound,
+    describe_put,
     lost_error,
     put_of,
 )
@@ -58,15 +61,16 @@ from tq_service.storage.index.reading import (
     open_reading,
     open_reading_in_thread,
 )
+from tq_service.v1.storage_service_pb2 import RowSlice
 from tq_service.wire.columns import ColumnShape
 from tq_service.wire.metadata import CellRuns
 
 _log = logging.getLogger(__name__)
-_MOST_WORK: Final = 4096  # puts that are looked at before others have their turn; some milliseconds
-_LOOKED_AT_ONCE: Final = 256  # puts with dead cells, before others have their turn
-_DROP_WORK: Final = 8  # what to drop one costs, in puts looked at
-_FILLED_AT_ONCE: Final = 1 << 15  # rows whose tables the loop makes; a thread those of more
-# One at a time: the copies that there are beside the quota are those of one put.
+_MOST_WORK: Final = 4096  # puts examined before other tasks get a turn; takes a few milliseconds
+_LOOKED_AT_ONCE: Final = 256  # puts with dead cells examined before other tasks get a turn
+_DROP_WORK: Final = 8  # cost of dropping one put, in puts examined
+_FILLED_AT_ONCE: Final = 1 << 15  # the tables of puts with fewer rows are made on the loop, others in a thread
+# One thread copies one put at a time, so at most one copy exceeds the quota.
 _COPIER: Final = ThreadPoolExecutor(1, thread_name_prefix="tq-compact")
 
 
@@ -75,15 +79,15 @@ class EngineStat:
     """Sizes and counts of an engine.
 
     Attributes:
-        max_bytes: the quota; None: no bound.
+        max_bytes: quota; None: unlimited.
         used_bytes: bytes stored and reserved: values, and the extents of jagged and object rows.
-        pooled_bytes: bytes of memory held for reuse, besides `used_bytes`.
-        put_count: complete puts held.
-        uncommitted_put_count: those of them that are not confirmed yet.
-        damaged_put_count: those whose bytes are lost, as far as that is known.
-        written_bytes: bytes of all puts that were completed since the start.
-        read_bytes: bytes of all reads that were begun since the start.
-        mirror: how its mirror is; None: it has none.
+        pooled_bytes: bytes of memory held for reuse, in addition to `used_bytes`.
+        put_count: complete puts stored.
+        uncommitted_put_count: complete puts that are not confirmed yet.
+        damaged_put_count: puts whose bytes are known to be lost.
+        written_bytes: bytes of all puts completed since the start.
+        read_bytes: bytes of all reads begun since the start.
+        mirror: status of its mirror; None if it has none.
     """
 
     max_bytes: int | None
@@ -97,34 +101,55 @@ class EngineStat:
     mirror: MirrorStatus | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptPut:
+    """A put pinned for a recording: its bytes do not change until `release`, even if the put is freed.
+
+    Attributes:
+        record: layout of the tables and values. Its checksum is 0 unless they are in a file.
+        file: file that begins with them and is never written again; None: they are in `parts`.
+        parts: the tables and values in memory.
+        blob: the blob that holds them.
+    """
+
+    record: PutStored
+    file: Path | None = None
+    parts: Sequence[Buffer] = ()
+    blob: Blob
+
+    def release(self) -> None:
+        """Unpin the bytes. Other links to the file stay."""
+        self.blob.unpin()
+
+
 class StorageEngine:
-    """Holds puts: knows which there are, and has their bytes in the store of its backing.
+    """Stores puts: tracks which exist, and keeps their bytes in the store of its backing.
 
-    A put is reserved, written, flushed, finished, then confirmed by its commit; one that is not confirmed in time
-    expires. Its cells are freed one by one or all at once, and its memory shrinks with them.
+    A put is reserved, written, flushed and finished; its commit then confirms it. A put that is not confirmed in time
+    expires. Cells are freed one by one or all at once, and the memory of the put shrinks with them.
 
-    Each put has an owner, the controller that commits it: only that confirms it, and says that it is not known.
+    Each put has an owner, the controller that commits it. Only the owner can confirm the put, or report it as unknown.
 
-    Puts that its backing recovers come first. That a put is confirmed is not written down: recovered puts stay until
-    their owner says which of them are known.
+    Puts recovered by the backing come first. Confirmations are not persisted: recovered puts stay until their owner
+    reports which of them it knows.
 
     Args:
-        max_bytes: quota in bytes; None: no bound.
+        max_bytes: quota in bytes; None: unlimited.
         put_ttl_seconds: how long a complete put waits for its confirmation.
         reserve_share: share of the quota that only columns for existing rows may use.
         storage_id: name of this storage service.
-        clock: what deadlines and expiry are measured with.
-        boot_id: of the engine whose puts are recovered; None: a new one.
-        backing: has the store of its blobs, and keeps puts beyond the process; None: memory of this process alone.
-        quota_of: the engine whose quota and memory it shares; None: it has its own.
-        memory_bytes: most bytes in memory, but for those that come and are read at this moment: puts of which nothing
-            was freed leave it, those used longest ago first, once the mirror has their copies, and are fetched when
-            they are read. The quota is about all puts. None: all stay in memory.
+        clock: time source for deadlines and expiry.
+        boot_id: instance id of the engine whose puts are recovered; None: a new one.
+        backing: owns the blob store, and keeps puts beyond the process; None: memory of this process only.
+        quota_of: engine whose quota and memory limit are shared; None: its own.
+        memory_bytes: memory limit, not counting puts being received or read. Above it, puts with no freed cells
+            leave memory, least recently used first, once the mirror has their copies; they are fetched when
+            read. The quota still covers all puts. None: all stay in memory.
 
     Attributes:
-        puts: the complete ones.
+        puts: the complete puts.
         regions, memfds: stores of puts in memory shared with clients of this host.
-        boot_id: 16 random bytes: what another boot stored is gone.
+        boot_id: instance id, 16 random bytes: puts stored under another instance id are gone.
         run_id: 16 random bytes, new for every engine.
         storage_id: name of this storage service.
         put_ttl_seconds: as above.
@@ -148,7 +173,7 @@ class StorageEngine:
         self.storage_id = storage_id
         self.put_ttl_seconds = put_ttl_seconds
         self._clock = clock
-        # What is taken over may exceed the quota, and is in the mirror whatever becomes of this process.
+        # Puts taken over may exceed the quota: they are in the mirror whatever happens to this process.
         self._admission: Admission = (
             Admission(
                 max_bytes, reserve_share, clock, self._relieve, max_bytes if memory_bytes is None else memory_bytes
@@ -171,15 +196,15 @@ class StorageEngine:
             store.on_freed = self._admission.release
         self.puts = PutTable(put_ttl_seconds, clock, self._backing)
         self._pending: dict[bytes, PendingPut] = {}
-        self._holed: dict[bytes, None] = {}  # puts that are dead by an eighth or more
-        self._due: dict[bytes, None] = {}  # those of them that are to be compacted next
-        self._move: Move | None = None  # of the put that is being compacted
+        self._holed: dict[bytes, None] = {}  # puts of which at least an eighth is dead
+        self._due: dict[bytes, None] = {}  # those to compact next
+        self._move: Move | None = None  # of the put being compacted
         self._compaction: asyncio.Task[None] | None = None
         self._is_closed = False
         self._trimmed_at = clock()
         self._written_bytes = self._read_bytes = 0
         self._reconciliations: dict[bytes, Reconciliation] = {}  # by owner
-        self._when_fetched: dict[bytes, list[Callable[[], None]]] = {}  # what waits for a put that is unfetched
+        self._when_fetched: dict[bytes, list[Callable[[], None]]] = {}  # actions deferred until a put is fetched
 
     async def reserve(
         self,
@@ -193,22 +218,21 @@ class StorageEngine:
         token: str = "",
         store: BlobStore | None = None,
     ) -> PendingPut | None:
-        """Reserve capacity for a put, waiting for it, see `Admission`; return None where it is complete already.
+        """Wait for capacity for a put and reserve it, see `Admission`; return None if the put is already complete.
 
         Args:
-            put_id: made by the client, the same over retries. An unfinished put of the same id is aborted.
-            columns: what it has, checked as `decode_headers` does.
+            put_id: chosen by the client, the same for retries. An unfinished put with the same id is aborted.
+            columns: its columns, as checked by `decode_headers`.
             partition_id: the partition it is for; its commit must name the same.
-            for_existing_rows: whether the put may use the reserve; no new rows may be made of it.
-            deadline: until when to wait, by the engine's clock; None: for as long as the caller is not cancelled.
-            owner: the controller that is to commit it.
-            token: the name of the producer's, which takes turns with others.
+            for_existing_rows: whether the put may use the reserve; its commit must not create new rows.
+            deadline: how long to wait, by the engine's clock; None: until the caller is cancelled.
+            owner: the controller that will commit it.
+            token: name of the producer's token; producers take turns.
             store: where its bytes go, `regions` or `memfds`; None: the store of its backing.
 
         Raises:
-            InvalidArgumentError: a row of msgpack is empty, or the put is there for another partition or of another
-                owner.
-            QuotaExceededError: larger than the quota (at once), or no capacity until the deadline (with
+            InvalidArgumentError: a msgpack row is empty, or the put already exists for another partition or owner.
+            QuotaExceededError: larger than the quota (at once), or no capacity by the deadline (with
                 `retry_after_seconds`).
             DiskFullError: the disk is full.
             CallCancelledError: a retry of the same put took over while this call waited.
@@ -217,7 +241,7 @@ class StorageEngine:
             self._check_partition(put_id, partition_id)
             if (known := self.puts.owner_of(put_id)) != owner:
                 raise InvalidArgumentError(
-                    f"put {put_id.hex()} is here for controller {known.hex()}, not {owner.hex()}; put "
+                    f"put {put_id.hex()} already belongs to controller {known.hex()}, not {owner.hex()}; put "
                     "the data under another put_id",
                     field="controller_id",
                 )
@@ -247,7 +271,7 @@ class StorageEngine:
         return pending
 
     async def _allocate(self, stored: StoredPut, columns: Sequence[ColumnShape], store: BlobStore, charge: int) -> None:
-        """Give a put that is to be written its blob, with its tables; the charge is counted, or given back."""
+        """Allocate the blob and tables of a put to be written; on failure its charge is released."""
         blob = None
         try:
             blob = await store.allocate(stored.blob_bytes(store))
@@ -269,41 +293,40 @@ class StorageEngine:
 
     @property
     def is_volatile(self) -> bool:
-        """Whether nothing keeps its puts beyond this process."""
+        """Whether its puts are lost with this process."""
         return self._backing.is_volatile
 
     def shared_store(self, *, is_own_user: bool) -> SharedStore:
-        """Return the store of puts in memory shared with a client of this process's user, or of another."""
+        """Return the store of puts shared with clients of this process's user, or of other users."""
         return self.regions if is_own_user else self.memfds
 
     def _bound_pools(self) -> None:
-        """Keep what is stored and what is held for reuse within the quota, whichever store had it before."""
+        """Keep stored plus pooled bytes within the quota, across both stores."""
         if (most := self._admission.max_bytes) is not None:
             pooled_bytes = self._store.pooled_bytes + self.regions.pooled_bytes
             self.regions.give_up(self._admission.used_bytes + pooled_bytes - most)
 
     async def flush(self, pending: PendingPut, deadline: float | None = None) -> None:
-        """Wait until the bytes of a put are where they outlive this process, before it is finished.
+        """Wait until the bytes of a put outlive this process; call it before the put is finished.
 
         Args:
-            pending: all of it is written.
-            deadline: until when a mirror is waited for, by the engine's clock; None: for as long as the caller is not
-                cancelled.
+            pending: a put that is fully written.
+            deadline: how long to wait for a mirror, by the engine's clock; None: until the caller is cancelled.
 
         Raises:
             InvalidArgumentError: bytes are missing.
             CallCancelledError: a retry took over.
             UnavailableError: they could not be written.
-            QuotaExceededError: the mirror has not the copies required until the deadline (with `retry_after_seconds`).
+            QuotaExceededError: the mirror lacks required copies at the deadline (with `retry_after_seconds`).
         """
         await self._backing.flush(pending, deadline)
         pending.require_open()
 
     def confirm(self, put_id: bytes) -> bool:
-        """Make a complete put stay: its commit is made. Idempotent; return whether it is here."""
+        """Confirm a complete put: it is committed, and stays. Idempotent. Returns whether the put exists."""
         if put_id not in self.puts:
             return False
-        if self.puts.state_of(put_id) is not PutState.COMMITTED:  # else it is listed, unless it is about to go
+        if self.puts.state_of(put_id) is not PutState.COMMITTED:  # a committed put is listed, or about to be freed
             if (state := self._reconciliations.get(self.puts.owner_of(put_id))) is not None:
                 state.staying.add(put_id)
             self.puts.confirm(put_id)
@@ -321,8 +344,8 @@ class StorageEngine:
         """
         if put_id not in self.puts:
             raise PutNotFoundError(
-                f"put {put_id.hex()} is not here: never completed, expired without a commit, or cleared; put the data "
-                "again under another put_id",
+                f"put {put_id.hex()} does not exist: never completed, expired without a commit, or cleared; put the "
+                "data again under another put_id",
                 metadata={"put_id": put_id.hex()},
             )
         self._check_partition(put_id, partition_id)
@@ -330,11 +353,11 @@ class StorageEngine:
         return self.puts[put_id]
 
     def receipt_time(self, put_id: bytes) -> float | None:
-        """Return the time for the receipt of a complete put, None where it needs none: it is committed.
+        """Return the time for the receipt of a complete put, or None if it is committed and needs no receipt.
 
         Raises:
-            PutNotFoundError: some of its cells were freed, so that it was committed before, maybe with a controller
-                that has restarted since and knows nothing of it.
+            PutNotFoundError: some of its cells were freed, so it was committed before, possibly with a controller
+                that has restarted since and does not know it.
         """
         given_at = self.puts.receipt_time(put_id)
         was_freed = put_id in self._when_fetched or not (put_id in self.damaged or self.puts[put_id].is_whole())
@@ -347,11 +370,11 @@ class StorageEngine:
         return given_at
 
     def on_answer(self, asked: Overdue, unknown: Iterable[bytes]) -> int:
-        """Drop overdue puts that a controller does not know, and return how many these are.
+        """Drop overdue puts that a controller does not know; return their number.
 
         Args:
-            asked: what `PutTable.overdue` returned before it was asked.
-            unknown: those of them that are neither committed nor can be any more; all others are, or may be.
+            asked: the result of `PutTable.overdue` from before the controller was asked.
+            unknown: the puts that are not committed and cannot be any more; all others are or may be committed.
         """
         dropped = self.puts.on_answer(asked, frozenset(unknown))
         for put_id in dropped:
@@ -359,7 +382,7 @@ class StorageEngine:
         return len(dropped)
 
     def delete_owned(self, owner: bytes) -> Iterator[int]:
-        """Drop all puts of an owner that is gone, in slices, of each of which the size is yielded."""
+        """Drop all puts of an owner that is gone, in slices; yield the number dropped in each."""
         for put_ids in self.puts.slices():
             own = [put_id for put_id in put_ids if self.puts.owner_of(put_id) == owner]
             for put_id in own:
@@ -367,7 +390,7 @@ class StorageEngine:
             yield len(own)
 
     def release_all(self) -> None:
-        """Free the memory of all puts, and leave what the mirror has of them; call it after `close`."""
+        """Free the memory of all puts, but leave their copies in the mirror; call it after `close`."""
         for put_ids in self.puts.slices():
             for put_id in put_ids:
                 put = self.puts.pop(put_id)
@@ -375,24 +398,24 @@ class StorageEngine:
                 put.values.release()
 
     def partition_of(self, put_id: bytes) -> str | None:
-        """Return the partition that a complete put is for, None where it is not here."""
+        """Return the partition that a complete put is for, or None if the put does not exist."""
         if (partition_id := self._backing.partition_of(put_id)) is not None:
             return partition_id
         put = self.puts.get(put_id)
         return None if put is None else put.partition_id
 
     def delete_waiting(self, put_id: bytes) -> None:
-        """Drop a complete put whose commit was refused; one that is confirmed, or not here, stays as it is."""
+        """Drop a complete put whose commit was refused; ignore puts that are confirmed or do not exist."""
         if put_id in self.puts and self.puts.state_of(put_id) is PutState.WAITING:
             self._delete(put_id)
 
     # Learning which puts are known
 
     def begin_reconciliation(self, owner: bytes = b"") -> Reconciliation:
-        """Begin to learn which puts of an owner are known; one that has not come to its end is given up.
+        """Start to learn which puts of an owner are known; an unfinished earlier reconciliation is abandoned.
 
-        `reconcile` follows, piece by piece, and then `finish_reconciliation`, while other calls go on. The owner looks
-        at what it knows after this call: puts that are confirmed from now on stay, listed or not.
+        `reconcile` follows in pieces, then `finish_reconciliation`; other calls run in between. The owner lists
+        its puts after this call: puts confirmed from now on stay, listed or not.
         """
         state = self._reconciliations[owner] = Reconciliation(owner)
         return state
@@ -404,16 +427,16 @@ class StorageEngine:
         cells: Iterable[PutCells] = (),
         staying: Iterable[bytes] = (),
     ) -> None:
-        """Learn of some puts that are known.
+        """Record some of the known puts.
 
         Args:
-            state: what `begin_reconciliation` returned.
-            cells: known cells; all else of their puts is freed. Those of one put follow each other.
-            staying: puts that stay as they are.
+            state: the result of `begin_reconciliation`.
+            cells: known cells; all other cells of their puts are freed. Cells of one put must be consecutive.
+            staying: puts that stay unchanged.
 
         Raises:
-            CallCancelledError: another one has begun.
-            InvalidArgumentError: cells of a put came apart from each other.
+            CallCancelledError: another reconciliation has begun.
+            InvalidArgumentError: cells of a put are not consecutive.
         """
         self._check_current(state)
         state.staying.update(staying)
@@ -422,7 +445,7 @@ class StorageEngine:
                 self._free_others(state)
                 if some.put_id in state.partial:
                     raise InvalidArgumentError(
-                        f"cells of put {some.put_id.hex()} came apart from each other; list those of a put in a row",
+                        f"cells of put {some.put_id.hex()} are not consecutive; list those of a put in a row",
                         field="cells",
                     )
                 state.put_id = some.put_id
@@ -432,12 +455,12 @@ class StorageEngine:
             state.parts.append(some)
 
     def finish_reconciliation(self, state: Reconciliation) -> Iterator[None]:
-        """Drop what is confirmed and not known of the owner's puts, in slices: others have a turn at each yield.
+        """Drop the owner's confirmed puts that are not known, in slices: other tasks get a turn at each yield.
 
-        Recovered puts that are not known wait for their commit from now on, as they may have done before.
+        Recovered puts that are not known wait for their commit again, as they may have done before the restart.
 
         Raises:
-            CallCancelledError: another one has begun.
+            CallCancelledError: another reconciliation has begun.
         """
         self._check_current(state)
         self._free_others(state)
@@ -461,16 +484,16 @@ class StorageEngine:
         self.end_reconciliation(state)
 
     def end_reconciliation(self, state: Reconciliation) -> None:
-        """Forget what was said of known puts, whether or not it came to its end."""
+        """Discard a reconciliation, finished or not."""
         if self._reconciliations.get(state.owner) is state:
             del self._reconciliations[state.owner]
 
     def _check_current(self, state: Reconciliation) -> None:
         if self._reconciliations.get(state.owner) is not state:
-            raise CallCancelledError("it is being said again which puts are known; what was said before is given up")
+            raise CallCancelledError("another reconciliation of this owner's puts has begun; this one is abandoned")
 
     def _know(self, state: Reconciliation, put_id: bytes) -> None:
-        if put_id in state.freed:  # what is listed is gone; a put of this id that is here was stored again
+        if put_id in state.freed:  # the listed put is gone; a put with this id was stored later
             return
         state.staying.add(put_id)
         if self._has(state, put_id):
@@ -479,13 +502,13 @@ class StorageEngine:
                 return
         state.miss(put_id)
         if put_id not in self.puts:
-            self._backing.mark_damaged(put_id, "it is not here")
+            self._backing.mark_damaged(put_id, "it does not exist")
 
     def _has(self, state: Reconciliation, put_id: bytes) -> bool:
         return put_id in self.puts and self.puts.owner_of(put_id) == state.owner
 
     def _free_others(self, state: Reconciliation) -> None:
-        """Free all cells of the put listed last but those that were listed."""
+        """Free the cells of the last listed put that were not listed."""
         put_id, parts = state.put_id, state.parts
         state.put_id, state.parts = b"", []
         if not parts or any(part.is_whole for part in parts) or not self._has(state, put_id) or put_id in self.damaged:
@@ -493,7 +516,7 @@ class StorageEngine:
         if put_id not in state.freed:
             self._when_here(put_id, lambda: self.free(cells_besides(put_id, self.puts[put_id], parts)))
 
-    # Giving back
+    # Freeing
 
     def trim(self) -> None:
         """Return pooled memory that was not needed; call it regularly."""
@@ -504,7 +527,7 @@ class StorageEngine:
         self._trimmed_at = now
 
     def free(self, cells: Sequence[PutCells]) -> None:
-        """Give cells back; those that are not here are ignored."""
+        """Free cells; those that do not exist are ignored."""
         for some in cells:
             if some.is_whole:
                 self._note_freed(some.put_id)
@@ -518,10 +541,10 @@ class StorageEngine:
             if some.put_id in self.damaged:
                 continue
             self._when_here(some.put_id, partial(self._free_some, some))
-        self._admission.admit()  # holes that are too small to close for themselves may serve puts that wait
+        self._admission.admit()  # waiting puts may make compaction of small holes worthwhile
 
     def _free_some(self, cells: PutCells) -> None:
-        """Free some cells of a put whose tables are here."""
+        """Free some cells of a put whose tables are in memory."""
         put_id = cells.put_id
         if not self.puts.unpack(put_id).free(cells):
             self._delete(put_id)
@@ -529,6 +552,24 @@ class StorageEngine:
             self._move.freed.append(cells)
         else:
             self._note_hole(put_id)
+
+    def keep(self, put_id: bytes) -> KeptPut | None:
+        """Pin the bytes of a put for a recording, which releases them; return None if it is missing or damaged.
+
+        Nothing is copied: memory is pinned, and a file is not reused for another put.
+        """
+        if put_id not in self.puts or put_id in self.damaged:
+            return None
+        put = self.puts[put_id]
+        outliving = put.values.copy or put.values
+        put.values.pin()
+        if (file := outliving.keep_file()) is not None:
+            return KeptPut(record=self._backing.record_of(put_id), file=file, blob=put.values)
+        view = put.values.view()
+        parts = [*put.table_views(), *(view[start : start + size] for start, size in put.value_spans() if size)]
+        size_bytes = sum(map(len, parts))
+        record = replace(describe_put(put_id, put), segment=0, checksum=0, size_bytes=size_bytes)
+        return KeptPut(record=record, parts=parts, blob=put.values)
 
     @property
     def has_waiting_puts(self) -> bool:
@@ -540,7 +581,7 @@ class StorageEngine:
         self._admission.drain()
 
     async def close(self) -> None:
-        """End what it and its stores have in the background; puts may still be dropped."""
+        """Stop background work of the engine and its stores; puts can still be dropped afterwards."""
         self._is_closed = True
         self._give_up_move()
         if self._compaction is not None:
@@ -549,28 +590,31 @@ class StorageEngine:
         for store in (self._store, self.regions, self.memfds):
             await store.close()
 
-    def open_read(self, runs: Sequence[CellRuns], put_ids: Sequence[bytes]) -> Reading:
-        """Find cells and keep them as they are until the result is closed; use it in a `with`.
+    def open_read(self, runs: Sequence[CellRuns], put_ids: Sequence[bytes], slices: Sequence[RowSlice] = ()) -> Reading:
+        """Find cells and pin them until the result is closed; use it in a `with`.
 
         Args:
-            runs: the cells, field by field in the order wanted.
+            runs: the cells, field by field in the requested order.
             put_ids: the puts that `runs` index.
+            slices: the requested parts of rows, for fields that are not read in full.
 
         Raises:
-            PutNotFoundError: a put, or a cell of it, was freed or never there.
+            PutNotFoundError: a put, or a cell of it, was freed or never existed.
             FieldNotFoundError: a put never had the field.
-            InvalidArgumentError: rows outside a put, or row counts that differ between fields.
+            InvalidArgumentError: rows outside a put, row counts that differ between fields, or an invalid slice.
             DataLossError: the bytes of a put are damaged.
         """
         check_sound(put_ids, self.damaged, self.storage_id)
-        return self._begun(open_reading(self.puts, runs, put_ids, self._on_unreadable), put_ids)
+        return self._begun(open_reading(self.puts, runs, put_ids, self._on_unreadable, slices), put_ids)
 
-    async def open_long_read(self, runs: Sequence[CellRuns], put_ids: Sequence[bytes]) -> Reading:
-        """Do the same, with turns for others where the cells are many."""
-        if is_light_read(runs):
-            return self.open_read(runs, put_ids)
+    async def open_long_read(
+        self, runs: Sequence[CellRuns], put_ids: Sequence[bytes], slices: Sequence[RowSlice] = ()
+    ) -> Reading:
+        """Do the same; for many cells a thread does the work, so other tasks get a turn."""
+        if is_light_read(runs, slices):
+            return self.open_read(runs, put_ids, slices)
         check_sound(put_ids, self.damaged, self.storage_id)
-        reading = await open_reading_in_thread(self.puts, runs, put_ids, self._on_unreadable)
+        reading = await open_reading_in_thread(self.puts, runs, put_ids, self._on_unreadable, slices)
         return self._begun(reading, put_ids)
 
     def _begun(self, reading: Reading, put_ids: Sequence[bytes]) -> Reading:
@@ -579,7 +623,7 @@ class StorageEngine:
         return reading
 
     def _on_unreadable(self, put_id: bytes, blob: Blob, error: OSError) -> TqError:
-        """Take note that the blob of a put cannot be read, and return the error of the read."""
+        """Record that the blob of a put cannot be read; return the error for the read."""
         if is_temporary(error):
             return UnavailableError(f"put {put_id.hex()} cannot be read now ({error}); try again")
         reason = f"its bytes cannot be read: {error}"
@@ -615,16 +659,16 @@ class StorageEngine:
         self._admission.add(sum(put.charge for put in puts.values()))
 
     async def check(self, put_ids: Collection[bytes]) -> None:
-        """Have the bytes of recovered and spilled puts here, and look at those of the first, before they are read."""
-        self._residents.use(put_ids)  # those that are here stay, while the others are fetched
+        """Load the bytes of recovered and spilled puts before they are read; verify those of recovered ones."""
+        self._residents.use(put_ids)  # keeps those in memory while the others are fetched
         await self._backing.check(put_ids)
 
     async def scrub(self) -> None:
-        """Have the bytes of all recovered puts here, and look at them, slowly."""
+        """Load and verify the bytes of all recovered puts, slowly."""
         await self._backing.scrub()
 
     def _on_fetched(self, record: PutStored, data: memoryview) -> StoredPut | None:
-        """Have a put that was unfetched in memory, without the cells that were freed meanwhile."""
+        """Place a fetched put in memory, without the cells freed in the meantime."""
         put = put_of(record)
         values = data[put.tables_bytes :]
         blob = Blob(self._store, len(values), values)
@@ -641,14 +685,14 @@ class StorageEngine:
         return self.puts.get(record.put_id)
 
     def _end_deferral(self, put_id: bytes) -> None:
-        """Do what waited for the bytes of a put."""
+        """Run the actions that waited for the bytes of a put."""
         for action in self._when_fetched.pop(put_id, ()):
             if put_id in self.puts and put_id not in self.damaged:
                 action()
         self._admission.admit()
 
     def _when_here(self, put_id: bytes, action: Callable[[], None]) -> None:
-        """Do something with the tables of a put, once it is fetched."""
+        """Run an action that needs the tables of a put, once the put is fetched."""
         if self._backing.is_unfetched(put_id):
             self._when_fetched.setdefault(put_id, []).append(action)
             self._backing.fetch_to_free(put_id)
@@ -658,7 +702,7 @@ class StorageEngine:
     # Memory
 
     def _spill(self) -> None:
-        """Have puts leave memory that the mirror has, those used longest ago first, as far as there are too many."""
+        """Drop mirrored puts from memory while it is over its limit, least recently used first."""
         excess = self._admission.to_spill()
         if not excess:
             return
@@ -670,7 +714,7 @@ class StorageEngine:
             values = self.puts[put_id].values
             blob = Blob(self._store, 0)
             blob.charge = values.charge
-            self._admission.add(blob.charge)  # before those of the memory are given back: the quota is about all puts
+            self._admission.add(blob.charge)  # before the memory's charge is released: the quota covers all puts
             self.puts.replace(put_id, RecoveredPut(blob, self.puts.owner_of(put_id), spilled_bytes=blob.charge))
             self._residents.remove(put_id)
             self._count_spilled(blob.charge)
@@ -680,7 +724,7 @@ class StorageEngine:
                 return
 
     def _note_replaced(self, put: StoredPut | RecoveredPut) -> None:
-        """Take note that a put is gone, or in memory again."""
+        """Record that a put is gone, or in memory again."""
         if isinstance(put, RecoveredPut):
             self._count_spilled(-put.spilled_bytes)
 
@@ -690,10 +734,10 @@ class StorageEngine:
 
     @property
     def damaged(self) -> Mapping[bytes, str]:
-        """Puts whose bytes are lost, and why; what was not looked at since the start is not known to be."""
+        """Damaged puts, with the reason for each. Puts not verified since the start may be damaged, too."""
         return self._backing.damaged
 
-    # Parts of the above
+    # Helpers
 
     def _finish(self, pending: PendingPut, stored: StoredPut) -> None:
         del self._pending[pending.put_id]
@@ -738,7 +782,7 @@ class StorageEngine:
     # Compaction
 
     def _note_hole(self, put_id: bytes) -> None:
-        """Have a put with dead cells compacted once more than half of it is dead, or puts wait for capacity."""
+        """Schedule compaction of a put with dead cells, once it is mostly dead or while puts wait for capacity."""
         put = self.puts[put_id]
         if put.dead_bytes() * 8 < put.values.charge:
             return
@@ -748,7 +792,7 @@ class StorageEngine:
             self._start_compaction()
 
     def _relieve(self) -> None:
-        """Compact all puts with dead cells that are worth it, for as long as puts wait for capacity."""
+        """Compact all puts with enough dead cells while puts wait for capacity."""
         if not self._due:
             self._due.update(self._holed)
         self._start_compaction()
@@ -762,7 +806,7 @@ class StorageEngine:
         self._compaction = None
         if not compaction.cancelled() and (error := compaction.exception()) is not None:
             _log.error(LogMessage("the compaction of puts failed", error=error), exc_info=error)
-        self._start_compaction()  # of what came after its last look
+        self._start_compaction()  # for puts that became due after its last check
 
     def _give_up_move(self) -> None:
         if self._move is not None:
@@ -779,11 +823,11 @@ class StorageEngine:
             if put_id in self._holed and self._backing.may_compact(put_id):
                 put = self.puts[put_id]
                 if put.is_mostly_dead() or self._admission.has_waiting:
-                    del self._holed[put_id]  # one that cannot be moved is tried again once more of it is dead
+                    del self._holed[put_id]  # a put that cannot be moved is retried once more of it is dead
                     await self._compact(put_id, put)
 
     async def _compact(self, put_id: bytes, put: StoredPut) -> None:
-        """Move the live cells of a put to a smaller blob, where that is possible, while it is read and freed.
+        """Move the live cells of a put to a smaller blob if possible, while it is read and freed.
 
         A thread copies. Cells freed during the copy are freed in the old blob at once, and in the new one at the end.
         """
@@ -810,7 +854,7 @@ class StorageEngine:
         except UnreadableError as error:
             _log.warning(LogMessage("could not compact a put", put_id=put_id, error=error.cause))
             self._on_unreadable(put_id, error.blob, error.cause)
-        except (OSError, TqError) as error:  # such as a full disk: its dead cells go with the rest
+        except (OSError, TqError) as error:  # such as a full disk: its dead cells are freed with the put
             _log.debug(LogMessage("could not compact a put", put_id=put_id, error=error))
             if blob is not None:
                 blob.is_damaged = True

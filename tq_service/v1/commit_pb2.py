@@ -15,21 +15,21 @@ _sym_db = _symbol_database.Default()
 from tq_service.v1 import metadata_pb2 as tq__service_dot_v1_dot_metadata__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1atq_service/v1/commit.proto\x12\rtq_service.v1\x1a\x1ctq_service/v1/metadata.proto\"\xfb\x02\n\x0bSampleWrite\x12\x14\n\x0cpartition_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x0c\x12\x11\n\trow_count\x18\x03 \x01(\x03\x12\x16\n\x0eglobal_indexes\x18\x04 \x03(\x03\x12\x0c\n\x04keys\x18\x05 \x03(\t\x12(\n\x08key_mode\x18\x06 \x01(\x0e\x32\x16.tq_service.v1.KeyMode\x12\x0e\n\x06groups\x18\x07 \x03(\t\x12\x12\n\ngroup_size\x18\x08 \x01(\x03\x12)\n\x05state\x18\t \x01(\x0e\x32\x1a.tq_service.v1.SampleState\x12.\n\x0b\x63ustom_meta\x18\n \x03(\x0b\x32\x19.tq_service.v1.MetaColumn\x12)\n\x05\x63laim\x18\x0b \x01(\x0b\x32\x1a.tq_service.v1.LeasedClaim\x12\x14\n\x0crows_per_put\x18\x0c \x01(\x03\x12\x0b\n\x03\x61\x63k\x18\r \x01(\x08\x12\x11\n\tappend_at\x18\x0e \x03(\x03\"`\n\x0cPutPlacement\x12/\n\x07storage\x18\x01 \x01(\x0b\x32\x1e.tq_service.v1.StorageEndpoint\x12\x0e\n\x06put_id\x18\x02 \x01(\x0c\x12\x0f\n\x07receipt\x18\x03 \x01(\x0c\"\xc5\x01\n\rCommitRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\x0c\x12)\n\x05write\x18\x02 \x01(\x0b\x32\x1a.tq_service.v1.SampleWrite\x12.\n\tplacement\x18\x03 \x01(\x0b\x32\x1b.tq_service.v1.PutPlacement\x12,\n\x07\x63olumns\x18\x04 \x03(\x0b\x32\x1b.tq_service.v1.ColumnHeader\x12\x17\n\x0freturn_all_meta\x18\x05 \x01(\x08\"d\n\x0e\x43ommitResponse\x12&\n\x04meta\x18\x01 \x01(\x0b\x32\x18.tq_service.v1.BatchMeta\x12*\n\x08\x61ll_meta\x18\x02 \x03(\x0b\x32\x18.tq_service.v1.BatchMeta*a\n\x07KeyMode\x12\x18\n\x14KEY_MODE_UNSPECIFIED\x10\x00\x12\x13\n\x0fKEY_MODE_UPSERT\x10\x01\x12\x10\n\x0cKEY_MODE_NEW\x10\x02\x12\x15\n\x11KEY_MODE_EXISTING\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1atq_service/v1/commit.proto\x12\rtq_service.v1\x1a\x1ctq_service/v1/metadata.proto\"\xb7\x03\n\x0bSampleWrite\x12\x14\n\x0cpartition_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x0c\x12\x11\n\trow_count\x18\x03 \x01(\x03\x12\x16\n\x0eglobal_indexes\x18\x04 \x03(\x03\x12\x0c\n\x04keys\x18\x05 \x03(\t\x12(\n\x08key_mode\x18\x06 \x01(\x0e\x32\x16.tq_service.v1.KeyMode\x12\x0e\n\x06groups\x18\x07 \x03(\t\x12\x12\n\ngroup_size\x18\x08 \x01(\x03\x12)\n\x05state\x18\t \x01(\x0e\x32\x1a.tq_service.v1.SampleState\x12.\n\x0b\x63ustom_meta\x18\n \x03(\x0b\x32\x19.tq_service.v1.MetaColumn\x12)\n\x05\x63laim\x18\x0b \x01(\x0b\x32\x1a.tq_service.v1.LeasedClaim\x12\x14\n\x0crows_per_put\x18\x0c \x01(\x03\x12\x0b\n\x03\x61\x63k\x18\r \x01(\x08\x12\x11\n\tappend_at\x18\x0e \x03(\x03\x12\x10\n\x08rollouts\x18\x0f \x03(\t\x12\x15\n\rends_rollouts\x18\x10 \x01(\x08\x12\x11\n\tof_groups\x18\x11 \x01(\x08\"`\n\x0cPutPlacement\x12/\n\x07storage\x18\x01 \x01(\x0b\x32\x1e.tq_service.v1.StorageEndpoint\x12\x0e\n\x06put_id\x18\x02 \x01(\x0c\x12\x0f\n\x07receipt\x18\x03 \x01(\x0c\"\xc5\x01\n\rCommitRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\x0c\x12)\n\x05write\x18\x02 \x01(\x0b\x32\x1a.tq_service.v1.SampleWrite\x12.\n\tplacement\x18\x03 \x01(\x0b\x32\x1b.tq_service.v1.PutPlacement\x12,\n\x07\x63olumns\x18\x04 \x03(\x0b\x32\x1b.tq_service.v1.ColumnHeader\x12\x17\n\x0freturn_all_meta\x18\x05 \x01(\x08\"d\n\x0e\x43ommitResponse\x12&\n\x04meta\x18\x01 \x01(\x0b\x32\x18.tq_service.v1.BatchMeta\x12*\n\x08\x61ll_meta\x18\x02 \x03(\x0b\x32\x18.tq_service.v1.BatchMeta*a\n\x07KeyMode\x12\x18\n\x14KEY_MODE_UNSPECIFIED\x10\x00\x12\x13\n\x0fKEY_MODE_UPSERT\x10\x01\x12\x10\n\x0cKEY_MODE_NEW\x10\x02\x12\x15\n\x11KEY_MODE_EXISTING\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tq_service.v1.commit_pb2', _globals)
 if _descriptor._USE_C_DESCRIPTORS == False:
   DESCRIPTOR._options = None
-  _globals['_KEYMODE']._serialized_start=857
-  _globals['_KEYMODE']._serialized_end=954
+  _globals['_KEYMODE']._serialized_start=917
+  _globals['_KEYMODE']._serialized_end=1014
   _globals['_SAMPLEWRITE']._serialized_start=76
-  _globals['_SAMPLEWRITE']._serialized_end=455
-  _globals['_PUTPLACEMENT']._serialized_start=457
-  _globals['_PUTPLACEMENT']._serialized_end=553
-  _globals['_COMMITREQUEST']._serialized_start=556
-  _globals['_COMMITREQUEST']._serialized_end=753
-  _globals['_COMMITRESPONSE']._serialized_start=755
-  _globals['_COMMITRESPONSE']._serialized_end=855
+  _globals['_SAMPLEWRITE']._serialized_end=515
+  _globals['_PUTPLACEMENT']._serialized_start=517
+  _globals['_PUTPLACEMENT']._serialized_end=613
+  _globals['_COMMITREQUEST']._serialized_start=616
+  _globals['_COMMITREQUEST']._serialized_end=813
+  _globals['_COMMITRESPONSE']._serialized_start=815
+  _globals['_COMMITRESPONSE']._serialized_end=915
 # @@protoc_insertion_point(module_scope)

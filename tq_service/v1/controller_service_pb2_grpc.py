@@ -9,12 +9,12 @@ from tq_service.v1 import controller_service_pb2 as tq__service_dot_v1_dot_contr
 class ControllerServiceStub(object):
     """Partitions, samples and claims.
 
-    Errors come as google.rpc.Status with ErrorInfo (domain "tq_service", a reason of docs/errors.md). Every call may
-    answer INVALID_ARGUMENT (with field violations), UNAVAILABLE (draining) and INTERNAL; a refused call changes nothing,
-    but that a Commit may drop the put that it is for. Mutating requests but Checkpoint carry a client-made `request_id`
-    of 16 random bytes, the same over retries: a repeat has one effect and gets the recorded answer. What else it says is
-    not compared. Answers are recorded for all partitions together, for 10 minutes, or less where there are very many;
-    GetMeta has request ids of its own.
+    Errors are a google.rpc.Status with ErrorInfo (domain "tq_service", reasons in docs/errors.md). Every call may return
+    INVALID_ARGUMENT (with field violations), UNAVAILABLE (draining) or INTERNAL. A refused call changes nothing, except
+    that a refused Commit may drop its put. Every mutating request except Checkpoint carries a `request_id` of 16 random
+    bytes made by the client. A retry with the same id does not change anything again and gets the recorded response; its
+    other fields are not compared. Responses are recorded for all partitions together, for 10 minutes, or for less if
+    there are very many. GetMeta keeps its request ids separately.
     """
 
     def __init__(self, channel):
@@ -218,26 +218,26 @@ class ControllerServiceStub(object):
 class ControllerServiceServicer(object):
     """Partitions, samples and claims.
 
-    Errors come as google.rpc.Status with ErrorInfo (domain "tq_service", a reason of docs/errors.md). Every call may
-    answer INVALID_ARGUMENT (with field violations), UNAVAILABLE (draining) and INTERNAL; a refused call changes nothing,
-    but that a Commit may drop the put that it is for. Mutating requests but Checkpoint carry a client-made `request_id`
-    of 16 random bytes, the same over retries: a repeat has one effect and gets the recorded answer. What else it says is
-    not compared. Answers are recorded for all partitions together, for 10 minutes, or less where there are very many;
-    GetMeta has request ids of its own.
+    Errors are a google.rpc.Status with ErrorInfo (domain "tq_service", reasons in docs/errors.md). Every call may return
+    INVALID_ARGUMENT (with field violations), UNAVAILABLE (draining) or INTERNAL. A refused call changes nothing, except
+    that a refused Commit may drop its put. Every mutating request except Checkpoint carries a `request_id` of 16 random
+    bytes made by the client. A retry with the same id does not change anything again and gets the recorded response; its
+    other fields are not compared. Responses are recorded for all partitions together, for 10 minutes, or for less if
+    there are very many. GetMeta keeps its request ids separately.
     """
 
     def CreatePartition(self, request, context):
-        """Makes a partition, or confirms that it exists as asked. Optional: the first samples make a partition too, with
-        default settings. Changes: adds the partition. Idempotent, does not block. Errors: ALREADY_EXISTS (it exists with
-        other settings).
+        """Creates a partition, or confirms that it exists with these settings. Optional: the first samples also create a
+        partition, with default settings. Changes: adds the partition. Idempotent, does not block. Errors: ALREADY_EXISTS
+        (it exists with other settings).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SealPartition(self, request, context):
-        """Declares that no new samples will come; columns of existing samples still may. Changes: the partition is sealed,
-        its groups get no further members, waiting claims may end. Idempotent, does not block. Errors: NOT_FOUND,
+        """Declares that no new samples will come; existing samples may still get columns. Changes: seals the partition; its
+        groups get no further members, and waiting claims may end. Idempotent, does not block. Errors: NOT_FOUND,
         FAILED_PRECONDITION (STALE_INCARNATION).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -245,8 +245,8 @@ class ControllerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Insert(self, request, context):
-        """Allocates samples without data. Changes: adds samples, and the partition where it is new. Idempotent under
-        `request_id`. Blocks while the partition has a bound and no capacity, until shortly before the deadline of the
+        """Allocates samples without data. Changes: adds the samples, and the partition if it is new. Idempotent under
+        `request_id`. Blocks while a limit of the partition leaves no capacity, until shortly before the deadline of the
         call. Errors: ALREADY_EXISTS (a key exists), FAILED_PRECONDITION (PARTITION_SEALED), RESOURCE_EXHAUSTED (no
         capacity; with RetryInfo unless the samples could never fit).
         """
@@ -255,93 +255,92 @@ class ControllerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Commit(self, request, context):
-        """Makes a stored put visible and writes keys, groups, state and custom_meta, all in one step: allocates new samples,
-        or adds, overwrites and appends to columns of existing ones, and acknowledges those of a leased claim
-        (`SampleWrite.ack`).
-        Without a placement it writes metadata and state only. Idempotent under `request_id`. With new samples it blocks as
-        Insert does. A put is dropped, and its bytes are free, where its commit is refused because of `write` or the state
-        of the partition, or finds no capacity until then: put the data again under a new put_id. It stays where the commit
-        is refused because of `placement`, `columns`, `row_count` or `request_id`, is UNAVAILABLE, or was cancelled.
-        Errors: RESOURCE_EXHAUSTED (no capacity), NOT_FOUND (unknown key or sample; PUT_NOT_FOUND: the receipt is void, so
-        put the data again under a new put_id), ALREADY_EXISTS (a key exists, a sample has a value of a write-once field,
-        or the put is committed under another request_id), FAILED_PRECONDITION (PARTITION_SEALED, STALE_INCARNATION;
-        SAMPLE_FAILED where `state` would make a failed sample live or held; LEASE_EXPIRED: see `SampleWrite.claim`;
-        LENGTH_MISMATCH, SAMPLE_NOT_HELD, TOO_MANY_EXTENTS: see `SampleWrite.append_at`), INVALID_ARGUMENT (counts, dtype,
-        layout or shape differ), DATA_LOSS (the storage service has restarted and lost the put: put the data again).
+        """Makes a stored put visible and writes keys, groups, state and custom_meta, all in one step. It allocates new
+        samples, or adds, overwrites or appends to columns of existing ones, and acknowledges those of a leased claim
+        (`SampleWrite.ack`). Without a placement it writes only metadata and state. Idempotent under `request_id`. With new
+        samples it blocks as Insert does. If the commit is refused because of `write` or the state of the partition, or
+        finds no capacity in time, the put is dropped and its bytes are freed: put the data again under a new put_id. The
+        put stays if the commit is refused because of `placement`, `columns`, `row_count` or `request_id`, is UNAVAILABLE,
+        or was cancelled. Errors: RESOURCE_EXHAUSTED (no capacity), NOT_FOUND (unknown key or sample; PUT_NOT_FOUND: the
+        receipt is void; put the data again under a new put_id), ALREADY_EXISTS (a key exists, a sample already has a value
+        of a write-once field, or the put is committed under another request_id), FAILED_PRECONDITION (PARTITION_SEALED,
+        STALE_INCARNATION; SAMPLE_FAILED: `state` would make a failed sample live or held; LEASE_EXPIRED: see
+        `SampleWrite.claim`; LENGTH_MISMATCH, SAMPLE_NOT_HELD, TOO_MANY_EXTENTS: see `SampleWrite.append_at`),
+        INVALID_ARGUMENT (counts, dtype, layout or shape differ), DATA_LOSS (the storage service restarted and lost the
+        put; put the data again).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Acquire(self, request, context):
-        """Makes slots: samples without data, held and leased to a rollout worker before it generates them. A long poll of up
-        to `max_wait`, which the server may shorten. Changes: adds the samples, with the published version as their
-        `start_version`, and leases them to the worker as a claim of the task. Idempotent under `request_id`. Errors:
-        NOT_FOUND (partition, task or policy), ALREADY_EXISTS (a key exists), FAILED_PRECONDITION (STALE_INCARNATION),
-        INVALID_ARGUMENT (more units than could ever be outstanding, states or existing samples), RESOURCE_EXHAUSTED (too
-        many calls wait).
+        """Creates slots: samples without data, held and leased to a rollout worker before it generates their content. A long
+        poll of up to `max_wait`, which the server may shorten. Changes: adds the samples, with the published version as
+        their `start_version`, and leases them to the worker as a claim of the task. Idempotent under `request_id`. Errors:
+        NOT_FOUND (partition, task or policy), ALREADY_EXISTS (a key exists), FAILED_PRECONDITION (STALE_INCARNATION;
+        LEASE_EXPIRED: see `AcquireRequest.holding`), INVALID_ARGUMENT (more units than can ever be outstanding, or a
+        request with states or existing samples), RESOURCE_EXHAUSTED (too many waiting calls).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetMeta(self, request, context):
-        """Delivers a batch: a long poll of up to `max_wait`, which the server may shorten. Changes: the first request of a
-        batch_index plans that batch for all ranks and marks its samples consumed by the task; a claim of a queue worker
-        marks its own; with `batch_count` also the batches behind it that are ready; with `unmatched` samples that the task
-        never gets are failed or cleared, with a plan or without one. A rank that asks again gets the same
-        answer, and so does a queue worker under the same `request_id`, or under the same `claim_name`. A claim without a
-        name of a queue worker that disconnects before the answer is sent is released. With `admit` also the slots of the
-        claimed prompts are made, in the same step; what Acquire refuses is refused then, and no prompt is claimed. Errors:
-        FAILED_PRECONDITION
-        (RANKS_DISAGREE, STALE_INCARNATION, STALE_EPOCH, PARTITION_CLEARED, SAMPLES_CLEARED, BATCH_FORGOTTEN,
-        CLAIM_RELEASED, LEASE_EXPIRED), NOT_FOUND (a task that is not one of those the partition was created with),
-        INVALID_ARGUMENT (arguments, unknown sampler or option), INTERNAL and DEADLINE_EXCEEDED (the sampler failed or
-        hung), RESOURCE_EXHAUSTED (too many calls wait).
+        """Delivers a batch: a long poll of up to `max_wait`, which the server may shorten. Changes: the first request for a
+        batch_index plans that batch for all ranks and marks its samples consumed by the task. A claim of a queue worker
+        marks its own samples. With `batch_count` the following batches that are ready are planned too. With `unmatched`,
+        samples that the task never gets are failed or cleared, even if no batch is planned. With `admit` the slots of the
+        claimed prompts are created in the same step; if Acquire would refuse them, the call fails the same way and no
+        prompt is claimed. Idempotent: a repeated request of a rank gets the same response, as does one of a queue worker
+        with the same `request_id` or `claim_name`. An unnamed claim of a queue worker that disconnects before the response
+        is sent is released. Errors: FAILED_PRECONDITION (RANKS_DISAGREE, STALE_INCARNATION, STALE_EPOCH,
+        PARTITION_CLEARED, SAMPLES_CLEARED, BATCH_FORGOTTEN, CLAIM_RELEASED, LEASE_EXPIRED), NOT_FOUND (a task that the
+        partition was not created with), INVALID_ARGUMENT (arguments, unknown sampler or option), INTERNAL and
+        DEADLINE_EXCEEDED (the sampler failed or hung), RESOURCE_EXHAUSTED (too many waiting calls).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReleaseClaim(self, request, context):
-        """Releases a queue claim, or some samples of a leased one. Changes: they are claimable again, and a later GetMeta
-        under the request_id of the claim is rejected (CLAIM_RELEASED; LEASE_EXPIRED once the lease of the rest has run
-        out). That of an unknown claim too: a client releases what it may have been delivered, and the release may come
-        before the GetMeta. Idempotent, does not block. Errors: NOT_FOUND (a task that is not one of those the partition
-        was created with), FAILED_PRECONDITION (LEASE_EXPIRED: the lease of samples that are named ran out).
+        """Releases a queue claim, or some samples of a leased one. Changes: the samples are claimable again, and a later
+        GetMeta under the request_id of the claim is rejected (CLAIM_RELEASED; LEASE_EXPIRED after the lease of the rest
+        ran out). This also holds for an unknown claim: a client releases a claim that it may have been delivered, and the
+        release may arrive before the GetMeta. Idempotent, does not block. Errors: NOT_FOUND (a task that the partition was
+        not created with), FAILED_PRECONDITION (LEASE_EXPIRED: the lease of named samples ran out).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def AckClaim(self, request, context):
-        """Acknowledges samples of a leased queue claim: the work on them is done. Changes: they stay consumed, whatever
-        becomes of the lease. Idempotent, does not block. Errors: NOT_FOUND (partition or task), FAILED_PRECONDITION
-        (LEASE_EXPIRED: some of them are not the claim's any more, since its lease ran out, they were released, the task
-        was reset, or there is no such claim; none is acknowledged then), INVALID_ARGUMENT (samples that were never in it).
+        """Acknowledges samples of a leased queue claim: the work on them is done. Changes: they stay consumed, regardless of
+        the lease. Idempotent, does not block. Errors: NOT_FOUND (partition or task), FAILED_PRECONDITION (LEASE_EXPIRED:
+        the claim no longer holds some of them: its lease ran out, they were released, the task was reset, or the claim
+        does not exist; then none is acknowledged), INVALID_ARGUMENT (samples that were never in the claim).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ExtendClaim(self, request, context):
-        """Sets how long a leased queue claim still lasts, counted from now. Changes: the end of its lease. Idempotent, does
-        not block. Errors: NOT_FOUND (partition or task), FAILED_PRECONDITION (LEASE_EXPIRED, as for AckClaim, or nothing
-        is left of the claim), INVALID_ARGUMENT (the lease).
+        """Sets the remaining duration of a leased queue claim, counted from now. Changes: the end of its lease. Idempotent,
+        does not block. Errors: NOT_FOUND (partition or task), FAILED_PRECONDITION (LEASE_EXPIRED, as for AckClaim, or no
+        samples of the claim are left), INVALID_ARGUMENT (the lease).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CallMany(self, request_iterator, context):
-        """Makes calls of one client together, for less than by themselves: GetMeta, AckClaim, ReleaseClaim, ExtendClaim, all
-        under the token with which the stream was opened. Changes, answers and errors are those of each call by itself, and
-        so are roles, limits and metrics; calls are neither ordered nor one change. Every call is answered once, unless it
-        is cancelled. Where the stream ends before, calls that were not answered are made again under the same ids, by
-        themselves unless it was UNAVAILABLE. Beyond 256 calls that are not answered, or 1 MiB of answers not read, nothing
-        more is read. Errors, of the stream: INVALID_ARGUMENT (a message with more than 256 calls, a method that
-        may not be called so, a `call_id` that is in use, a `timeout` below 0, a call that is too large),
-        RESOURCE_EXHAUSTED (too many such streams), DEADLINE_EXCEEDED (no call is open, or no answer is read, for
+        """Carries many calls of one client over one stream, at lower cost than separate calls: GetMeta, AckClaim,
+        ReleaseClaim and ExtendClaim, all under the token that opened the stream. Changes, responses, errors, roles, limits
+        and metrics are those of the separate calls. Calls are neither ordered nor atomic together. Every call is answered
+        once unless it is cancelled. If the stream ends early, the client repeats unanswered calls under the same ids: over
+        a new stream if the error was UNAVAILABLE, otherwise as separate calls. The service stops reading at 256 unanswered
+        calls or 1 MiB of unread responses. Errors of the stream: INVALID_ARGUMENT (a message with more than 256 calls, a
+        method that cannot be batched, a `call_id` in use, a `timeout` below 0, a call that is too large),
+        RESOURCE_EXHAUSTED (too many such streams), DEADLINE_EXCEEDED (no call is open, or no response is read, for
         `stall_seconds`), UNAVAILABLE (draining; another controller leads).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -349,23 +348,23 @@ class ControllerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def CheckConsumption(self, request, context):
-        """Counts what a task has consumed. Changes nothing, does not block. Errors: NOT_FOUND (partition or task, unless
-        `missing_ok`).
+        """Counts the samples that a task has consumed. Changes nothing, does not block. Errors: NOT_FOUND (partition or task,
+        unless `missing_ok`).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CheckProduction(self, request, context):
-        """Counts the samples that have all of some fields. Changes nothing, does not block. Errors: NOT_FOUND (partition or
-        field, unless `missing_ok`).
+        """Counts the samples that have all of the named fields. Changes nothing, does not block. Errors: NOT_FOUND (partition
+        or field, unless `missing_ok`).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ResetConsumption(self, request, context):
-        """Starts the next epoch of a task. Changes: its plans are dropped and, unless `keep_consumed`, its samples claimable
+        """Starts the next epoch of a task. Changes: drops its plans and, unless `keep_consumed`, makes its samples claimable
         again. Idempotent under `request_id`. Does not block. Errors: NOT_FOUND, FAILED_PRECONDITION (the task is at
         another epoch).
         """
@@ -374,33 +373,35 @@ class ControllerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Advance(self, request, context):
-        """Says how far the ranks of a task have trained. Changes: the last batch that was trained, and the last that a
-        checkpoint of the trainer covers; a lower one than before changes nothing. Idempotent under `request_id`,
-        does not block. Errors: NOT_FOUND (partition or task), INVALID_ARGUMENT (a batch that was never planned),
-        FAILED_PRECONDITION (STALE_INCARNATION; STALE_EPOCH: the task was reset since).
+        """Reports the training progress of the ranks of a task. Changes: the last trained batch, and the last batch that a
+        checkpoint of the trainer covers, which counts as trained. A lower number than before changes nothing. Samples are
+        released according to the partition's `release`. Idempotent under `request_id`, does not block. Errors: NOT_FOUND
+        (partition or task), INVALID_ARGUMENT (a batch that was never planned), FAILED_PRECONDITION (STALE_INCARNATION;
+        STALE_EPOCH: the task was reset).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RestartRanks(self, request, context):
-        """Has other ranks of a task, as many as before or another number, go on behind what was trained. Changes: the next
-        epoch of the task begins, so claims of the ranks before are refused (STALE_EPOCH, or RANKS_DISAGREE); batches
-        behind `trained` are dropped, and their samples claimable again; the next batch_index is the one behind `trained`;
-        what was trained stays consumed. Idempotent under `request_id`, and with `epoch` also over several ranks that ask
-        for the same. Does not block. Errors: NOT_FOUND (partition or task), INVALID_ARGUMENT (a batch that was never
-        planned), FAILED_PRECONDITION (STALE_INCARNATION; STALE_EPOCH: the task has not reached `epoch`).
+        """Lets a new set of ranks, of the same or another size, continue a task after the last trained batch. Changes: starts
+        the next epoch of the task, so claims of the previous ranks are refused (STALE_EPOCH or RANKS_DISAGREE). Batches
+        after `trained` are dropped and their samples claimable again; the next batch_index is the one after `trained`.
+        Trained samples stay consumed. Idempotent under `request_id`, and with `epoch` also across ranks that make the same
+        request. Does not block. Errors: NOT_FOUND (partition or task), INVALID_ARGUMENT (a batch that was never planned),
+        FAILED_PRECONDITION (STALE_INCARNATION; STALE_EPOCH: the task has not reached `epoch`; SAMPLES_CLEARED: samples of
+        batches after `trained` were released).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PublishVersion(self, request, context):
-        """Records that a version of the weights of a policy is in use, and with it how far the trainers of it have come, in
-        one step. Changes: the version, what Advance changes; claims that wait for it, or whose conditions compare with it,
-        may go on. The same version again changes nothing. Idempotent under `request_id`, does not block. Errors:
+        """Publishes the version of a policy's weights that is in use and, in the same step, the progress of its trainers.
+        Changes: the version, and the progress as Advance does; claims that wait for the version or compare with it may
+        proceed. Publishing the same version again changes nothing. Idempotent under `request_id`, does not block. Errors:
         FAILED_PRECONDITION (VERSION_REFUSED: the policy has a higher version, and `rewind` is unset), RESOURCE_EXHAUSTED
-        (too many policies), INVALID_ARGUMENT, and those of Advance; then the version is not published either.
+        (too many policies), INVALID_ARGUMENT, and the errors of Advance, in which case the version is not published.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -408,83 +409,83 @@ class ControllerServiceServicer(object):
 
     def GetVersion(self, request, context):
         """Returns the published version of a policy: a long poll of up to `max_wait`, which the server may shorten, until a
-        version is reached. Changes nothing. Errors: NOT_FOUND (POLICY_NOT_FOUND: nobody has published one until then),
-        RESOURCE_EXHAUSTED (too many calls wait).
+        version is reached. Changes nothing. Errors: NOT_FOUND (POLICY_NOT_FOUND: no version was published in time),
+        RESOURCE_EXHAUSTED (too many waiting calls).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RemovePolicy(self, request, context):
-        """Removes a policy, as where a run is over; its next version may be any. Changes: it has no version. Idempotent under
-        `request_id`, does not block. Errors: NOT_FOUND (POLICY_NOT_FOUND, unless `missing_ok`).
+        """Removes a policy, for example after a run; its next version may be any number. Changes: removes its version.
+        Idempotent under `request_id`, does not block. Errors: NOT_FOUND (POLICY_NOT_FOUND, unless `missing_ok`).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RequeueDeadLettered(self, request, context):
-        """Has dead-lettered samples of a task delivered again, as if they never had been. Changes: they are claimable, and
-        have not been delivered. Those that are not dead-lettered are ignored. Idempotent under `request_id`, does not
-        block. Errors: NOT_FOUND (partition or task), FAILED_PRECONDITION (the ranks of the task have come to their end:
-        ResetConsumption with `keep_consumed` delivers them again; or STALE_INCARNATION).
+        """Requeues dead-lettered samples of a task. Changes: they are claimable, and their delivery counts start from 0.
+        Samples that are not dead-lettered are ignored. Idempotent under `request_id`, does not block. Errors: NOT_FOUND
+        (partition or task), FAILED_PRECONDITION (STALE_INCARNATION; or the ranks of the task have reached their end: then
+        ResetConsumption with `keep_consumed` delivers the samples again).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def TakeEvicted(self, request, context):
-        """Returns which units the claims of a task have evicted (`GetMetaRequest.unmatched`), in order, for callers that make
-        new ones in their place. The newest 65,536 are kept, whatever becomes of the task's epoch. Changes nothing, does
-        not block. Errors: NOT_FOUND (partition or task), FAILED_PRECONDITION (STALE_INCARNATION).
+        """Returns the units that the claims of a task have evicted (`GetMetaRequest.unmatched`), in order, for callers that
+        replace them. The newest 65,536 are kept, across epochs of the task. Changes nothing, does not block. Errors:
+        NOT_FOUND (partition or task), FAILED_PRECONDITION (STALE_INCARNATION).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SetCustomMeta(self, request, context):
-        """Writes custom_meta of samples; values merge with what is there. Changes: these columns; waiting claims may become
-        ready. Idempotent. Does not block. Errors: NOT_FOUND, INVALID_ARGUMENT (a value is no JSON, or too large),
-        FAILED_PRECONDITION (STALE_INCARNATION; LEASE_EXPIRED: see `claim`).
+        """Writes custom_meta of samples; the values merge with existing ones. Changes: the named columns; waiting claims may
+        become ready. Idempotent. Does not block. Errors: NOT_FOUND, INVALID_ARGUMENT (a value is not JSON or is too
+        large), FAILED_PRECONDITION (STALE_INCARNATION; LEASE_EXPIRED: see `claim`).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def TruncateSamples(self, request, context):
-        """Discards what fields of held samples have beyond a length. Changes: their cells; one of length 0 is not produced
-        any more. Bytes are freed as whole extents, each stored by one append or put; the rest of one that is cut is kept
-        until all of it goes. Idempotent: a cell that has the length already stays as it is. Does not block. Errors:
-        NOT_FOUND, INVALID_ARGUMENT (a field of another kind), FAILED_PRECONDITION (STALE_INCARNATION, LEASE_EXPIRED,
-        SAMPLE_NOT_HELD; LENGTH_MISMATCH: a cell is shorter).
+        """Truncates fields of held samples to a length. Changes: their cells; a cell of length 0 is no longer produced. Bytes
+        are freed by extent, each stored by one append or put; the bytes of a partly cut extent are kept until all of it is
+        cut. Idempotent: a cell that already has the length is unchanged. Does not block. Errors: NOT_FOUND,
+        INVALID_ARGUMENT (a field of another kind), FAILED_PRECONDITION (STALE_INCARNATION, LEASE_EXPIRED, SAMPLE_NOT_HELD;
+        LENGTH_MISMATCH: a cell is shorter).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CloseGroups(self, request, context):
-        """Says that groups get no further members. Changes: they are complete as they are. Idempotent, does not block.
-        Errors: NOT_FOUND (partition or group).
+        """Closes groups, which then get no further members, and rollouts, which then get no further samples. Changes: they
+        are complete. Idempotent, does not block. Errors: NOT_FOUND (partition, group or rollout).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def LookupSamples(self, request, context):
-        """Finds samples by index, key or group, or lists all of a partition, page by page; under conditions, where some are
-        given. A page is of one moment. Between two pages samples may be inserted, which are listed if their indexes are
-        still ahead, and be cleared, which are left out. Changes nothing. With `max_wait` the call for the first page
-        blocks until `min_count` samples are found. Errors: NOT_FOUND (partition or task, unless `missing_ok`),
-        FAILED_PRECONDITION (STALE_INCARNATION: the partition was cleared since the first page; PARTITION_CLEARED: while
-        the call waited), INVALID_ARGUMENT (conditions, or a page token that is not of this list), RESOURCE_EXHAUSTED (too
-        many calls wait).
+        """Finds samples by index, key, group or rollout, or lists all samples of a partition, page by page, optionally
+        filtered by conditions. Each page is a consistent snapshot. Samples inserted between two pages are listed if their
+        indexes are still ahead; samples cleared between two pages are left out. Changes nothing. With `max_wait` the call
+        for the first page blocks until `min_count` samples are found. Errors: NOT_FOUND (partition or task, unless
+        `missing_ok`), FAILED_PRECONDITION (STALE_INCARNATION: the partition was cleared since the first page;
+        PARTITION_CLEARED: it was cleared while the call waited), INVALID_ARGUMENT (conditions, or a page token of another
+        list), RESOURCE_EXHAUSTED (too many waiting calls).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Locate(self, request, context):
-        """Returns where cells are. Changes nothing, does not block. Errors: NOT_FOUND (partition; field, unless
+        """Returns the locations of cells. Changes nothing, does not block. Errors: NOT_FOUND (partition; field, unless
         `skip_missing_fields`; key or sample, unless `skip_missing`; a cell that is not produced, unless either of them),
         FAILED_PRECONDITION (STALE_INCARNATION).
         """
@@ -493,37 +494,37 @@ class ControllerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ClearSamples(self, request, context):
-        """Removes samples, many of them in steps of 32,768; other calls between the steps see some of them gone and some
-        not. Changes: their cells, keys and claims are gone; their indexes are never used again. Unknown keys and indexes
-        are ignored. Idempotent under `request_id`, does not block. Errors: FAILED_PRECONDITION (LEASE_EXPIRED: see
-        `claim`); unless `missing_ok`: NOT_FOUND (partition), FAILED_PRECONDITION (STALE_INCARNATION).
+        """Removes samples, in steps of 32,768; calls between two steps see some of them removed and some not. Changes:
+        removes their cells, keys and claims; their indexes are never reused. Unknown keys and indexes are ignored.
+        Idempotent under `request_id`, does not block. Errors: FAILED_PRECONDITION (LEASE_EXPIRED: see `claim`); unless
+        `missing_ok`: NOT_FOUND (partition), FAILED_PRECONDITION (STALE_INCARNATION).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def FailSamples(self, request, context):
-        """Has samples fail, many of them in steps of 32,768, as ClearSamples removes them. Changes: they count as done for
-        all tasks, and their bytes are freed; keys, groups and custom_meta stay. Those that do not exist or have failed are
-        ignored. Idempotent under `request_id`, does not block. Errors: NOT_FOUND (partition, or the task), and
-        FAILED_PRECONDITION (STALE_INCARNATION; LEASE_EXPIRED: see `claim`).
+        """Marks samples as failed, in steps of 32,768 like ClearSamples. Changes: they count as done for all tasks and their
+        bytes are freed; keys, groups and custom_meta stay. Samples that do not exist or have already failed are ignored.
+        Idempotent under `request_id`, does not block. Errors: NOT_FOUND (partition or task), FAILED_PRECONDITION
+        (STALE_INCARNATION; LEASE_EXPIRED: see `claim`).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ClearPartition(self, request, context):
-        """Removes a partition with all it holds. Changes: its bytes and claims are freed, and calls that wait on it end
-        with FAILED_PRECONDITION (PARTITION_CLEARED); the name may be used again. Idempotent under `request_id`, does not
-        block. Errors, unless `missing_ok`: NOT_FOUND, FAILED_PRECONDITION (STALE_INCARNATION).
+        """Removes a partition and its content. Changes: frees its bytes and claims; calls that wait on it fail with
+        FAILED_PRECONDITION (PARTITION_CLEARED). The name may be reused. Idempotent under `request_id`, does not block.
+        Errors, unless `missing_ok`: NOT_FOUND, FAILED_PRECONDITION (STALE_INCARNATION).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListPartitions(self, request, context):
-        """Lists partitions by name, page by page. A page is of one moment: partitions that are made or cleared between two
-        of them may be listed or not, all others are listed once. Changes nothing, does not block. Errors:
+        """Lists partitions by name, page by page. Each page is a consistent snapshot. Partitions created or cleared between
+        two pages may or may not be listed; all others are listed once. Changes nothing, does not block. Errors:
         INVALID_ARGUMENT (page size or token).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -531,45 +532,46 @@ class ControllerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def DescribePartition(self, request, context):
-        """Describes one partition: fields, states, tasks. Changes nothing, does not block. Errors: NOT_FOUND.
+        """Describes a partition: fields, states, tasks. Changes nothing, does not block. Errors: NOT_FOUND.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Explain(self, request, context):
-        """Says why claims of a partition wait, those of the moment: what is ready, and what the other samples lack. Changes
-        nothing, does not block. It takes a pass over the samples of the partition.
+        """Explains why the currently waiting claims of a partition wait: the ready samples, and the reasons why the others
+        are not ready. Changes nothing, does not block. Costs one pass over the samples of the partition.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Watch(self, request, context):
-        """Sends what changes of partitions, their samples and tasks: the latest state of each, not every step between. First
-        comes all that has changed since `revision`, without one the whole state; then what changes from then on, for as
-        long as the call lasts. A client that reads slowly gets fewer answers, which say as much. Changes nothing. The
-        service ends the call with OK after some minutes, and when it drains: call again with the last `revision`. Errors:
-        FAILED_PRECONDITION (COMPACTED: what has changed since `revision` is not known any more, since that is too old, or
-        was answered before the service was started: call again without one), INVALID_ARGUMENT (a revision that the service
-        never answered), RESOURCE_EXHAUSTED (too many calls watch), DEADLINE_EXCEEDED (the client does not read).
+        """Streams changes of partitions, their samples and tasks: the latest state of each, not every intermediate step. It
+        first sends all changes since `revision`, or the full state without one, and then further changes for as long as
+        the call lasts. A slow reader gets fewer responses with the same information. Changes nothing. The service ends the
+        call with OK after some minutes and when it drains: call again with the last `revision`. Errors:
+        FAILED_PRECONDITION (COMPACTED: the changes since `revision` are no longer known, because it is too old or from
+        before the service started; call again without one), INVALID_ARGUMENT (a revision that the service never returned),
+        RESOURCE_EXHAUSTED (too many watching calls), DEADLINE_EXCEEDED (the client does not read).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetStatus(self, request, context):
-        """Returns what the service is, its storage services, and its partitions with their tasks and the claims that wait,
-        also for partitions that do not exist, page by page. Each partition is of one moment; partitions that are made or
-        cleared between two pages may be listed or not. Changes nothing, does not block. With `explain` it takes a pass
-        over the samples of each partition that claims wait for. Errors: INVALID_ARGUMENT (page size or token).
+        """Returns the status of the service, its storage services, and its partitions with their tasks and waiting claims,
+        page by page; includes claims that wait for partitions that do not exist. Each partition is a consistent snapshot.
+        Partitions created or cleared between two pages may or may not be listed. Changes nothing, does not block. With
+        `explain` it costs one pass over the samples of each partition that claims wait for. Errors: INVALID_ARGUMENT (page
+        size or token).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListSamplers(self, request, context):
-        """Lists the samplers that GetMeta knows, with their options, page by page. Changes nothing, does not block. Errors:
+        """Lists the samplers available to GetMeta, with their options, page by page. Changes nothing, does not block. Errors:
         INVALID_ARGUMENT (page size or token).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -577,45 +579,47 @@ class ControllerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def PlacePut(self, request, context):
-        """Returns which storage service should take a put, and where others may go for a while. Puts of about one size take
-        turns among the storage services, in shares by free bytes. Bytes that were placed and have not arrived are not
-        free. Changes nothing that is stored, does not block. Errors: RESOURCE_EXHAUSTED (the put is larger than any
-        quota), UNAVAILABLE (no storage service is registered).
+        """Chooses the storage service for a put, and grants places for further puts for a while. Puts of similar size rotate
+        among the storage services in proportion to their free bytes; bytes that were placed and have not arrived yet do
+        not count as free. Does not change stored state, does not block. Errors: RESOURCE_EXHAUSTED (the put is larger than
+        any quota), UNAVAILABLE (no storage service is registered).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Checkpoint(self, request, context):
-        """Writes a consistent copy of all partitions, or of those of a prefix, with claims and bytes, under a name below the
-        directory for checkpoints of the controller, while other calls go on. Changes nothing in the service; the name has
-        the new checkpoint whole, or the one before it. Takes as long as the bytes need; one at a time. Errors:
-        FAILED_PRECONDITION (another one is running, or the service has no directory for checkpoints), INVALID_ARGUMENT
-        (the name), RESOURCE_EXHAUSTED (DISK_FULL), DATA_LOSS (a storage service has lost bytes that are to be copied).
+        """Writes a consistent copy of all partitions, or of those with a prefix, including claims and bytes, under a name in
+        the controller's checkpoint directory. Other calls proceed during this time. Changes nothing in the service. The
+        name refers to the complete new checkpoint or to the previous one, never to a partial one. Blocks until the bytes
+        are written; one checkpoint at a time. Errors: FAILED_PRECONDITION (another checkpoint is running, or the service
+        does not have a checkpoint directory), INVALID_ARGUMENT (the name), RESOURCE_EXHAUSTED (DISK_FULL), DATA_LOSS (a
+        storage service lost bytes of the checkpoint).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Restore(self, request, context):
-        """Restores a checkpoint into a service that has no partitions, or in place of all it has; with a prefix, of those
-        whose names begin so. The checkpoint is read and checked whole before anything is changed; then
-        its bytes go to the storage services that are registered now, beside what they hold, and all its partitions appear
-        in one step. With `replace` all others (of the prefix) are cleared in that step, and calls that wait on them end
-        with FAILED_PRECONDITION (PARTITION_CLEARED). Shortly before the step, changes of all partitions are answered with
-        UNAVAILABLE. A crash leaves either what was there or what was restored. Idempotent under `request_id`. Errors:
-        FAILED_PRECONDITION (there are partitions and `replace` is unset, or the service has no directory for checkpoints),
-        INVALID_ARGUMENT (the name or the prefix, no checkpoint, or one of another format), DATA_LOSS (a file of it is
-        damaged), RESOURCE_EXHAUSTED (no capacity for its bytes).
+        """Restores a checkpoint into a service without partitions or, with `replace`, instead of its partitions; a prefix
+        limits this to partitions whose names begin with it. The service reads and checks the checkpoint completely before
+        it changes anything. It then copies the bytes to the currently registered storage services, next to their content,
+        and all partitions of the checkpoint appear in one step. With `replace` all others (with the prefix) are cleared in
+        that step, and calls that wait on them fail with FAILED_PRECONDITION (PARTITION_CLEARED). Shortly before the step,
+        changes of all partitions are UNAVAILABLE. A crash leaves either the old or the restored state. Idempotent under
+        `request_id`; blocks until the checkpoint is restored. Errors: FAILED_PRECONDITION (partitions exist and `replace`
+        is unset, or the service does not have a checkpoint directory), INVALID_ARGUMENT (the name or prefix, no such
+        checkpoint, or another format), DATA_LOSS (a file of it is damaged), RESOURCE_EXHAUSTED (no capacity for its
+        bytes).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListCheckpoints(self, request, context):
-        """Lists the checkpoints below the directory for checkpoints of the controller, page by page; only the beginning of
-        each is read. Changes nothing. Errors: FAILED_PRECONDITION (the service has no directory for checkpoints),
-        INVALID_ARGUMENT (page size or token).
+        """Lists the checkpoints in the controller's checkpoint directory, page by page; reads only the beginning of each.
+        Changes nothing. Errors: FAILED_PRECONDITION (the service does not have a checkpoint directory), INVALID_ARGUMENT
+        (page size or token).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -824,12 +828,12 @@ def add_ControllerServiceServicer_to_server(servicer, server):
 class ControllerService(object):
     """Partitions, samples and claims.
 
-    Errors come as google.rpc.Status with ErrorInfo (domain "tq_service", a reason of docs/errors.md). Every call may
-    answer INVALID_ARGUMENT (with field violations), UNAVAILABLE (draining) and INTERNAL; a refused call changes nothing,
-    but that a Commit may drop the put that it is for. Mutating requests but Checkpoint carry a client-made `request_id`
-    of 16 random bytes, the same over retries: a repeat has one effect and gets the recorded answer. What else it says is
-    not compared. Answers are recorded for all partitions together, for 10 minutes, or less where there are very many;
-    GetMeta has request ids of its own.
+    Errors are a google.rpc.Status with ErrorInfo (domain "tq_service", reasons in docs/errors.md). Every call may return
+    INVALID_ARGUMENT (with field violations), UNAVAILABLE (draining) or INTERNAL. A refused call changes nothing, except
+    that a refused Commit may drop its put. Every mutating request except Checkpoint carries a `request_id` of 16 random
+    bytes made by the client. A retry with the same id does not change anything again and gets the recorded response; its
+    other fields are not compared. Responses are recorded for all partitions together, for 10 minutes, or for less if
+    there are very many. GetMeta keeps its request ids separately.
     """
 
     @staticmethod

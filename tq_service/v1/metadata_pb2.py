@@ -15,55 +15,63 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ctq_service/v1/metadata.proto\x12\rtq_service.v1\x1a\x1egoogle/protobuf/duration.proto\"\xba\x01\n\tFieldSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12%\n\x06layout\x18\x03 \x01(\x0e\x32\x15.tq_service.v1.Layout\x12\x11\n\trow_shape\x18\x04 \x03(\x03\x12\x17\n\x0frow_shape_known\x18\x05 \x01(\x08\x12)\n\x08\x65ncoding\x18\x06 \x01(\x0e\x32\x17.tq_service.v1.Encoding\x12\x12\n\nwrite_once\x18\x07 \x01(\x08\"\x1d\n\x0bInt64Values\x12\x0e\n\x06values\x18\x01 \x03(\x10\"\x1e\n\x0c\x44oubleValues\x12\x0e\n\x06values\x18\x01 \x03(\x01\"\x1c\n\nBoolValues\x12\x0e\n\x06values\x18\x01 \x03(\x08\"\x1e\n\x0cStringValues\x12\x0e\n\x06values\x18\x01 \x03(\t\"\x9a\x02\n\nMetaColumn\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05kinds\x18\x02 \x01(\x0c\x12\x32\n\x0cint64_values\x18\x03 \x01(\x0b\x32\x1a.tq_service.v1.Int64ValuesH\x00\x12\x34\n\rdouble_values\x18\x04 \x01(\x0b\x32\x1b.tq_service.v1.DoubleValuesH\x00\x12\x30\n\x0b\x62ool_values\x18\x05 \x01(\x0b\x32\x19.tq_service.v1.BoolValuesH\x00\x12\x34\n\rstring_values\x18\x06 \x01(\x0b\x32\x1b.tq_service.v1.StringValuesH\x00\x12\x13\n\x0bjson_values\x18\x07 \x03(\tB\x08\n\x06values\"X\n\x0fStorageEndpoint\x12\x12\n\nstorage_id\x18\x01 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x02 \x01(\x0c\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x0f\n\x07is_away\x18\x04 \x01(\x08\"\xae\x01\n\x0cMirrorStatus\x12\x0b\n\x03url\x18\x01 \x01(\t\x12\x19\n\x0cis_reachable\x18\x02 \x01(\x08H\x00\x88\x01\x01\x12\x18\n\x10unmirrored_bytes\x18\x03 \x01(\x03\x12\x17\n\x0fshort_put_count\x18\x04 \x01(\x03\x12\x1b\n\x13unfetched_put_count\x18\x05 \x01(\x03\x12\x15\n\rspilled_bytes\x18\x06 \x01(\x03\x42\x0f\n\r_is_reachable\"2\n\tStoredPut\x12\x0e\n\x06put_id\x18\x01 \x01(\x0c\x12\x15\n\rstorage_index\x18\x02 \x01(\r\"\x8b\x01\n\x08\x43\x65llRuns\x12\x13\n\x0b\x66ield_names\x18\x01 \x03(\t\x12\x13\n\x0bput_indexes\x18\x02 \x03(\x07\x12\x12\n\nfirst_rows\x18\x03 \x03(\x07\x12\x12\n\nrow_counts\x18\x04 \x03(\x07\x12\x15\n\rextent_counts\x18\x05 \x03(\x07\x12\x16\n\x0e\x65xtent_lengths\x18\x06 \x03(\x07\"\x8c\x01\n\tLocations\x12\x30\n\x08storages\x18\x01 \x03(\x0b\x32\x1e.tq_service.v1.StorageEndpoint\x12&\n\x04puts\x18\x02 \x03(\x0b\x32\x18.tq_service.v1.StoredPut\x12%\n\x04runs\x18\x03 \x03(\x0b\x32\x17.tq_service.v1.CellRuns\"=\n\x04Pack\x12\x0c\n\x04rows\x18\x01 \x03(\x03\x12\x0f\n\x07lengths\x18\x02 \x03(\x03\x12\x16\n\x0epadding_tokens\x18\x03 \x01(\x03\"*\n\x04Step\x12\"\n\x05packs\x18\x01 \x03(\x0b\x32\x13.tq_service.v1.Pack\":\n\x0bIndexRanges\x12\x15\n\rfirst_indexes\x18\x01 \x03(\x03\x12\x14\n\x0cindex_counts\x18\x02 \x03(\x03\":\n\x0bLeasedClaim\x12\x11\n\ttask_name\x18\x01 \x01(\t\x12\x18\n\x10\x63laim_request_id\x18\x02 \x01(\x0c\"\xb3\x04\n\tBatchMeta\x12*\n\x06status\x18\x01 \x01(\x0e\x32\x1a.tq_service.v1.BatchStatus\x12\x14\n\x0cpartition_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x0c\x12\r\n\x05\x65poch\x18\x04 \x01(\x03\x12\x16\n\x0eglobal_indexes\x18\x05 \x03(\x03\x12\x0c\n\x04keys\x18\x06 \x03(\t\x12\x0e\n\x06groups\x18\x07 \x03(\t\x12.\n\x0b\x63ustom_meta\x18\x08 \x03(\x0b\x32\x19.tq_service.v1.MetaColumn\x12(\n\x06\x66ields\x18\t \x03(\x0b\x32\x18.tq_service.v1.FieldSpec\x12+\n\tlocations\x18\n \x01(\x0b\x32\x18.tq_service.v1.Locations\x12\"\n\x05steps\x18\x0b \x03(\x0b\x32\x13.tq_service.v1.Step\x12%\n\x03\x65nd\x18\x0c \x01(\x0b\x32\x18.tq_service.v1.EndCounts\x12\x18\n\x10\x63laim_request_id\x18\r \x01(\x0c\x12(\n\x05lease\x18\x0e \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x17\n\x0f\x64\x65livery_counts\x18\x0f \x03(\x05\x12\x30\n\x0cindex_ranges\x18\x10 \x01(\x0b\x32\x1a.tq_service.v1.IndexRanges\x12\x10\n\x08produced\x18\x11 \x03(\x0c\x12\x17\n\x0f\x64ropped_indexes\x18\x12 \x03(\x03\"\xee\x01\n\tEndCounts\x12\x16\n\x0e\x63onsumed_count\x18\x01 \x01(\x03\x12\x15\n\rcleared_count\x18\x02 \x01(\x03\x12\x14\n\x0c\x66\x61iled_count\x18\x03 \x01(\x03\x12\x1b\n\x13\x64\x65\x61\x64_lettered_count\x18\x04 \x01(\x03\x12\x16\n\x0e\x65xcluded_count\x18\x05 \x01(\x03\x12\"\n\x1ain_incomplete_groups_count\x18\x06 \x01(\x03\x12\x17\n\x0fleft_over_count\x18\x07 \x01(\x03\x12\x16\n\x0eoverlong_count\x18\x08 \x01(\x03\x12\x12\n\nkept_count\x18\t \x01(\x03\"\\\n\x0c\x43olumnHeader\x12&\n\x04spec\x18\x01 \x01(\x0b\x32\x18.tq_service.v1.FieldSpec\x12\x13\n\x0bvalue_bytes\x18\x02 \x01(\x03\x12\x0f\n\x07\x65xtents\x18\x03 \x01(\x0c*i\n\x06Layout\x12\x16\n\x12LAYOUT_UNSPECIFIED\x10\x00\x12\x10\n\x0cLAYOUT_DENSE\x10\x01\x12\x11\n\rLAYOUT_JAGGED\x10\x02\x12\x11\n\rLAYOUT_OBJECT\x10\x03\x12\x0f\n\x0bLAYOUT_AUTO\x10\x04*a\n\x08\x45ncoding\x12\x18\n\x14\x45NCODING_UNSPECIFIED\x10\x00\x12\x11\n\rENCODING_TEXT\x10\x01\x12\x14\n\x10\x45NCODING_MSGPACK\x10\x02\x12\x12\n\x0e\x45NCODING_BYTES\x10\x03*r\n\x0bSampleState\x12\x1c\n\x18SAMPLE_STATE_UNSPECIFIED\x10\x00\x12\x15\n\x11SAMPLE_STATE_LIVE\x10\x01\x12\x15\n\x11SAMPLE_STATE_HELD\x10\x02\x12\x17\n\x13SAMPLE_STATE_FAILED\x10\x03*s\n\x0b\x42\x61tchStatus\x12\x1c\n\x18\x42\x41TCH_STATUS_UNSPECIFIED\x10\x00\x12\x16\n\x12\x42\x41TCH_STATUS_BATCH\x10\x01\x12\x18\n\x14\x42\x41TCH_STATUS_NOT_YET\x10\x02\x12\x14\n\x10\x42\x41TCH_STATUS_END\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ctq_service/v1/metadata.proto\x12\rtq_service.v1\x1a\x1egoogle/protobuf/duration.proto\"\xe4\x01\n\tFieldSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12%\n\x06layout\x18\x03 \x01(\x0e\x32\x15.tq_service.v1.Layout\x12\x11\n\trow_shape\x18\x04 \x03(\x03\x12\x17\n\x0frow_shape_known\x18\x05 \x01(\x08\x12)\n\x08\x65ncoding\x18\x06 \x01(\x0e\x32\x17.tq_service.v1.Encoding\x12\x12\n\nwrite_once\x18\x07 \x01(\x08\x12(\n\x05scope\x18\x08 \x01(\x0e\x32\x19.tq_service.v1.FieldScope\"\x1d\n\x0bInt64Values\x12\x0e\n\x06values\x18\x01 \x03(\x10\"\x1e\n\x0c\x44oubleValues\x12\x0e\n\x06values\x18\x01 \x03(\x01\"\x1c\n\nBoolValues\x12\x0e\n\x06values\x18\x01 \x03(\x08\"\x1e\n\x0cStringValues\x12\x0e\n\x06values\x18\x01 \x03(\t\"\x9a\x02\n\nMetaColumn\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05kinds\x18\x02 \x01(\x0c\x12\x32\n\x0cint64_values\x18\x03 \x01(\x0b\x32\x1a.tq_service.v1.Int64ValuesH\x00\x12\x34\n\rdouble_values\x18\x04 \x01(\x0b\x32\x1b.tq_service.v1.DoubleValuesH\x00\x12\x30\n\x0b\x62ool_values\x18\x05 \x01(\x0b\x32\x19.tq_service.v1.BoolValuesH\x00\x12\x34\n\rstring_values\x18\x06 \x01(\x0b\x32\x1b.tq_service.v1.StringValuesH\x00\x12\x13\n\x0bjson_values\x18\x07 \x03(\tB\x08\n\x06values\"X\n\x0fStorageEndpoint\x12\x12\n\nstorage_id\x18\x01 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x02 \x01(\x0c\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x0f\n\x07is_away\x18\x04 \x01(\x08\"\xae\x01\n\x0cMirrorStatus\x12\x0b\n\x03url\x18\x01 \x01(\t\x12\x19\n\x0cis_reachable\x18\x02 \x01(\x08H\x00\x88\x01\x01\x12\x18\n\x10unmirrored_bytes\x18\x03 \x01(\x03\x12\x17\n\x0fshort_put_count\x18\x04 \x01(\x03\x12\x1b\n\x13unfetched_put_count\x18\x05 \x01(\x03\x12\x15\n\rspilled_bytes\x18\x06 \x01(\x03\x42\x0f\n\r_is_reachable\"2\n\tStoredPut\x12\x0e\n\x06put_id\x18\x01 \x01(\x0c\x12\x15\n\rstorage_index\x18\x02 \x01(\r\"\xa2\x01\n\x08\x43\x65llRuns\x12\x13\n\x0b\x66ield_names\x18\x01 \x03(\t\x12\x13\n\x0bput_indexes\x18\x02 \x03(\x07\x12\x12\n\nfirst_rows\x18\x03 \x03(\x07\x12\x12\n\nrow_counts\x18\x04 \x03(\x07\x12\x15\n\rextent_counts\x18\x05 \x03(\x07\x12\x16\n\x0e\x65xtent_lengths\x18\x06 \x03(\x07\x12\x15\n\rsample_counts\x18\x07 \x03(\x07\"\x8c\x01\n\tLocations\x12\x30\n\x08storages\x18\x01 \x03(\x0b\x32\x1e.tq_service.v1.StorageEndpoint\x12&\n\x04puts\x18\x02 \x03(\x0b\x32\x18.tq_service.v1.StoredPut\x12%\n\x04runs\x18\x03 \x03(\x0b\x32\x17.tq_service.v1.CellRuns\"=\n\x04Pack\x12\x0c\n\x04rows\x18\x01 \x03(\x03\x12\x0f\n\x07lengths\x18\x02 \x03(\x03\x12\x16\n\x0epadding_tokens\x18\x03 \x01(\x03\"*\n\x04Step\x12\"\n\x05packs\x18\x01 \x03(\x0b\x32\x13.tq_service.v1.Pack\":\n\x0bIndexRanges\x12\x15\n\rfirst_indexes\x18\x01 \x03(\x03\x12\x14\n\x0cindex_counts\x18\x02 \x03(\x03\":\n\x0bLeasedClaim\x12\x11\n\ttask_name\x18\x01 \x01(\t\x12\x18\n\x10\x63laim_request_id\x18\x02 \x01(\x0c\"\xd8\x01\n\nStepTotals\x12\x14\n\x0csample_count\x18\x01 \x01(\x03\x12\x15\n\rrollout_count\x18\x02 \x01(\x03\x12\x13\n\x0bgroup_count\x18\x03 \x01(\x03\x12\x18\n\x0btoken_count\x18\x04 \x01(\x03H\x00\x88\x01\x01\x12\x31\n\x04sums\x18\x05 \x03(\x0b\x32#.tq_service.v1.StepTotals.SumsEntry\x1a+\n\tSumsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0e\n\x0c_token_count\"\xf0\x04\n\tBatchMeta\x12*\n\x06status\x18\x01 \x01(\x0e\x32\x1a.tq_service.v1.BatchStatus\x12\x14\n\x0cpartition_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x0c\x12\r\n\x05\x65poch\x18\x04 \x01(\x03\x12\x16\n\x0eglobal_indexes\x18\x05 \x03(\x03\x12\x0c\n\x04keys\x18\x06 \x03(\t\x12\x0e\n\x06groups\x18\x07 \x03(\t\x12.\n\x0b\x63ustom_meta\x18\x08 \x03(\x0b\x32\x19.tq_service.v1.MetaColumn\x12(\n\x06\x66ields\x18\t \x03(\x0b\x32\x18.tq_service.v1.FieldSpec\x12+\n\tlocations\x18\n \x01(\x0b\x32\x18.tq_service.v1.Locations\x12\"\n\x05steps\x18\x0b \x03(\x0b\x32\x13.tq_service.v1.Step\x12%\n\x03\x65nd\x18\x0c \x01(\x0b\x32\x18.tq_service.v1.EndCounts\x12\x18\n\x10\x63laim_request_id\x18\r \x01(\x0c\x12(\n\x05lease\x18\x0e \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x17\n\x0f\x64\x65livery_counts\x18\x0f \x03(\x05\x12\x30\n\x0cindex_ranges\x18\x10 \x01(\x0b\x32\x1a.tq_service.v1.IndexRanges\x12\x10\n\x08produced\x18\x11 \x03(\x0c\x12\x17\n\x0f\x64ropped_indexes\x18\x12 \x03(\x03\x12\x10\n\x08rollouts\x18\x13 \x03(\t\x12)\n\x06totals\x18\x14 \x03(\x0b\x32\x19.tq_service.v1.StepTotals\"\xee\x01\n\tEndCounts\x12\x16\n\x0e\x63onsumed_count\x18\x01 \x01(\x03\x12\x15\n\rcleared_count\x18\x02 \x01(\x03\x12\x14\n\x0c\x66\x61iled_count\x18\x03 \x01(\x03\x12\x1b\n\x13\x64\x65\x61\x64_lettered_count\x18\x04 \x01(\x03\x12\x16\n\x0e\x65xcluded_count\x18\x05 \x01(\x03\x12\"\n\x1ain_incomplete_groups_count\x18\x06 \x01(\x03\x12\x17\n\x0fleft_over_count\x18\x07 \x01(\x03\x12\x16\n\x0eoverlong_count\x18\x08 \x01(\x03\x12\x12\n\nkept_count\x18\t \x01(\x03\"s\n\x0c\x43olumnHeader\x12&\n\x04spec\x18\x01 \x01(\x0b\x32\x18.tq_service.v1.FieldSpec\x12\x13\n\x0bvalue_bytes\x18\x02 \x01(\x03\x12\x0f\n\x07\x65xtents\x18\x03 \x01(\x0c\x12\x15\n\rwhole_lengths\x18\x04 \x01(\x0c*i\n\x06Layout\x12\x16\n\x12LAYOUT_UNSPECIFIED\x10\x00\x12\x10\n\x0cLAYOUT_DENSE\x10\x01\x12\x11\n\rLAYOUT_JAGGED\x10\x02\x12\x11\n\rLAYOUT_OBJECT\x10\x03\x12\x0f\n\x0bLAYOUT_AUTO\x10\x04*a\n\x08\x45ncoding\x12\x18\n\x14\x45NCODING_UNSPECIFIED\x10\x00\x12\x11\n\rENCODING_TEXT\x10\x01\x12\x14\n\x10\x45NCODING_MSGPACK\x10\x02\x12\x12\n\x0e\x45NCODING_BYTES\x10\x03*U\n\nFieldScope\x12\x1b\n\x17\x46IELD_SCOPE_UNSPECIFIED\x10\x00\x12\x13\n\x0f\x46IELD_SCOPE_ROW\x10\x01\x12\x15\n\x11\x46IELD_SCOPE_GROUP\x10\x02*r\n\x0bSampleState\x12\x1c\n\x18SAMPLE_STATE_UNSPECIFIED\x10\x00\x12\x15\n\x11SAMPLE_STATE_LIVE\x10\x01\x12\x15\n\x11SAMPLE_STATE_HELD\x10\x02\x12\x17\n\x13SAMPLE_STATE_FAILED\x10\x03*s\n\x0b\x42\x61tchStatus\x12\x1c\n\x18\x42\x41TCH_STATUS_UNSPECIFIED\x10\x00\x12\x16\n\x12\x42\x41TCH_STATUS_BATCH\x10\x01\x12\x18\n\x14\x42\x41TCH_STATUS_NOT_YET\x10\x02\x12\x14\n\x10\x42\x41TCH_STATUS_END\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tq_service.v1.metadata_pb2', _globals)
 if _descriptor._USE_C_DESCRIPTORS == False:
   DESCRIPTOR._options = None
-  _globals['_LAYOUT']._serialized_start=2410
-  _globals['_LAYOUT']._serialized_end=2515
-  _globals['_ENCODING']._serialized_start=2517
-  _globals['_ENCODING']._serialized_end=2614
-  _globals['_SAMPLESTATE']._serialized_start=2616
-  _globals['_SAMPLESTATE']._serialized_end=2730
-  _globals['_BATCHSTATUS']._serialized_start=2732
-  _globals['_BATCHSTATUS']._serialized_end=2847
+  _globals['_STEPTOTALS_SUMSENTRY']._options = None
+  _globals['_STEPTOTALS_SUMSENTRY']._serialized_options = b'8\001'
+  _globals['_LAYOUT']._serialized_start=2778
+  _globals['_LAYOUT']._serialized_end=2883
+  _globals['_ENCODING']._serialized_start=2885
+  _globals['_ENCODING']._serialized_end=2982
+  _globals['_FIELDSCOPE']._serialized_start=2984
+  _globals['_FIELDSCOPE']._serialized_end=3069
+  _globals['_SAMPLESTATE']._serialized_start=3071
+  _globals['_SAMPLESTATE']._serialized_end=3185
+  _globals['_BATCHSTATUS']._serialized_start=3187
+  _globals['_BATCHSTATUS']._serialized_end=3302
   _globals['_FIELDSPEC']._serialized_start=80
-  _globals['_FIELDSPEC']._serialized_end=266
-  _globals['_INT64VALUES']._serialized_start=268
-  _globals['_INT64VALUES']._serialized_end=297
-  _globals['_DOUBLEVALUES']._serialized_start=299
-  _globals['_DOUBLEVALUES']._serialized_end=329
-  _globals['_BOOLVALUES']._serialized_start=331
-  _globals['_BOOLVALUES']._serialized_end=359
-  _globals['_STRINGVALUES']._serialized_start=361
-  _globals['_STRINGVALUES']._serialized_end=391
-  _globals['_METACOLUMN']._serialized_start=394
-  _globals['_METACOLUMN']._serialized_end=676
-  _globals['_STORAGEENDPOINT']._serialized_start=678
-  _globals['_STORAGEENDPOINT']._serialized_end=766
-  _globals['_MIRRORSTATUS']._serialized_start=769
-  _globals['_MIRRORSTATUS']._serialized_end=943
-  _globals['_STOREDPUT']._serialized_start=945
-  _globals['_STOREDPUT']._serialized_end=995
-  _globals['_CELLRUNS']._serialized_start=998
-  _globals['_CELLRUNS']._serialized_end=1137
-  _globals['_LOCATIONS']._serialized_start=1140
-  _globals['_LOCATIONS']._serialized_end=1280
-  _globals['_PACK']._serialized_start=1282
-  _globals['_PACK']._serialized_end=1343
-  _globals['_STEP']._serialized_start=1345
-  _globals['_STEP']._serialized_end=1387
-  _globals['_INDEXRANGES']._serialized_start=1389
-  _globals['_INDEXRANGES']._serialized_end=1447
-  _globals['_LEASEDCLAIM']._serialized_start=1449
-  _globals['_LEASEDCLAIM']._serialized_end=1507
-  _globals['_BATCHMETA']._serialized_start=1510
-  _globals['_BATCHMETA']._serialized_end=2073
-  _globals['_ENDCOUNTS']._serialized_start=2076
-  _globals['_ENDCOUNTS']._serialized_end=2314
-  _globals['_COLUMNHEADER']._serialized_start=2316
-  _globals['_COLUMNHEADER']._serialized_end=2408
+  _globals['_FIELDSPEC']._serialized_end=308
+  _globals['_INT64VALUES']._serialized_start=310
+  _globals['_INT64VALUES']._serialized_end=339
+  _globals['_DOUBLEVALUES']._serialized_start=341
+  _globals['_DOUBLEVALUES']._serialized_end=371
+  _globals['_BOOLVALUES']._serialized_start=373
+  _globals['_BOOLVALUES']._serialized_end=401
+  _globals['_STRINGVALUES']._serialized_start=403
+  _globals['_STRINGVALUES']._serialized_end=433
+  _globals['_METACOLUMN']._serialized_start=436
+  _globals['_METACOLUMN']._serialized_end=718
+  _globals['_STORAGEENDPOINT']._serialized_start=720
+  _globals['_STORAGEENDPOINT']._serialized_end=808
+  _globals['_MIRRORSTATUS']._serialized_start=811
+  _globals['_MIRRORSTATUS']._serialized_end=985
+  _globals['_STOREDPUT']._serialized_start=987
+  _globals['_STOREDPUT']._serialized_end=1037
+  _globals['_CELLRUNS']._serialized_start=1040
+  _globals['_CELLRUNS']._serialized_end=1202
+  _globals['_LOCATIONS']._serialized_start=1205
+  _globals['_LOCATIONS']._serialized_end=1345
+  _globals['_PACK']._serialized_start=1347
+  _globals['_PACK']._serialized_end=1408
+  _globals['_STEP']._serialized_start=1410
+  _globals['_STEP']._serialized_end=1452
+  _globals['_INDEXRANGES']._serialized_start=1454
+  _globals['_INDEXRANGES']._serialized_end=1512
+  _globals['_LEASEDCLAIM']._serialized_start=1514
+  _globals['_LEASEDCLAIM']._serialized_end=1572
+  _globals['_STEPTOTALS']._serialized_start=1575
+  _globals['_STEPTOTALS']._serialized_end=1791
+  _globals['_STEPTOTALS_SUMSENTRY']._serialized_start=1732
+  _globals['_STEPTOTALS_SUMSENTRY']._serialized_end=1775
+  _globals['_BATCHMETA']._serialized_start=1794
+  _globals['_BATCHMETA']._serialized_end=2418
+  _globals['_ENDCOUNTS']._serialized_start=2421
+  _globals['_ENDCOUNTS']._serialized_end=2659
+  _globals['_COLUMNHEADER']._serialized_start=2661
+  _globals['_COLUMNHEADER']._serialized_end=2776
 # @@protoc_insertion_point(module_scope)

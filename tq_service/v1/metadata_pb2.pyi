@@ -27,35 +27,35 @@ class _Layout:
 class _LayoutEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_Layout.ValueType], builtins.type):
     DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
     LAYOUT_UNSPECIFIED: _Layout.ValueType  # 0
-    """Not given: the default layout of the partition, which is AUTO unless it was created with another."""
+    """Unset: the default layout of the partition, which is AUTO unless it was created with another one."""
     LAYOUT_DENSE: _Layout.ValueType  # 1
     """Every row has the same shape, `FieldSpec.row_shape`."""
     LAYOUT_JAGGED: _Layout.ValueType  # 2
     """Rows may differ in some dimensions, which are -1 in `FieldSpec.row_shape`. A column of a put or a get has at least
-    one -1, also where its rows are all alike. A field, as BatchMeta and DescribePartition show it, has none while the
-    rows of all puts were alike.
+    one -1, even if all its rows have the same shape. A field in BatchMeta and DescribePartition has no -1 until a put
+    has rows of different shapes.
     """
     LAYOUT_OBJECT: _Layout.ValueType  # 3
-    """Rows are objects (text, JSON-like values, dicts of tensors), each so many bytes in an `Encoding`."""
+    """Rows are objects (text, JSON-like values, dicts of tensors), each a string of bytes in an `Encoding`."""
     LAYOUT_AUTO: _Layout.ValueType  # 4
-    """In declarations only: dense until a row differs in shape from the others, jagged from then on."""
+    """Only in declarations: dense until a row with a different shape is put, jagged from then on."""
 
 class Layout(_Layout, metaclass=_LayoutEnumTypeWrapper):
-    """How the rows of a field are laid out."""
+    """Layout of the rows of a field."""
 
 LAYOUT_UNSPECIFIED: Layout.ValueType  # 0
-"""Not given: the default layout of the partition, which is AUTO unless it was created with another."""
+"""Unset: the default layout of the partition, which is AUTO unless it was created with another one."""
 LAYOUT_DENSE: Layout.ValueType  # 1
 """Every row has the same shape, `FieldSpec.row_shape`."""
 LAYOUT_JAGGED: Layout.ValueType  # 2
 """Rows may differ in some dimensions, which are -1 in `FieldSpec.row_shape`. A column of a put or a get has at least
-one -1, also where its rows are all alike. A field, as BatchMeta and DescribePartition show it, has none while the
-rows of all puts were alike.
+one -1, even if all its rows have the same shape. A field in BatchMeta and DescribePartition has no -1 until a put
+has rows of different shapes.
 """
 LAYOUT_OBJECT: Layout.ValueType  # 3
-"""Rows are objects (text, JSON-like values, dicts of tensors), each so many bytes in an `Encoding`."""
+"""Rows are objects (text, JSON-like values, dicts of tensors), each a string of bytes in an `Encoding`."""
 LAYOUT_AUTO: Layout.ValueType  # 4
-"""In declarations only: dense until a row differs in shape from the others, jagged from then on."""
+"""Only in declarations: dense until a row with a different shape is put, jagged from then on."""
 global___Layout = Layout
 
 class _Encoding:
@@ -65,26 +65,50 @@ class _Encoding:
 class _EncodingEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_Encoding.ValueType], builtins.type):
     DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
     ENCODING_UNSPECIFIED: _Encoding.ValueType  # 0
-    """Not given: not an object, or left to each put."""
+    """Unset: not an object, or chosen by each put."""
     ENCODING_TEXT: _Encoding.ValueType  # 1
-    """UTF-8, checked when it is put."""
+    """UTF-8, checked on put."""
     ENCODING_MSGPACK: _Encoding.ValueType  # 2
-    """One msgpack value, with the extension types of docs/protocol.md; checked when it is read."""
+    """One msgpack value, with the extension types of docs/protocol.md; checked on read."""
     ENCODING_BYTES: _Encoding.ValueType  # 3
-    """Bytes as they are, with a meaning that only clients know."""
+    """Opaque bytes that only clients interpret."""
 
 class Encoding(_Encoding, metaclass=_EncodingEnumTypeWrapper):
-    """What the bytes of a row of objects are."""
+    """Encoding of the bytes of an object row."""
 
 ENCODING_UNSPECIFIED: Encoding.ValueType  # 0
-"""Not given: not an object, or left to each put."""
+"""Unset: not an object, or chosen by each put."""
 ENCODING_TEXT: Encoding.ValueType  # 1
-"""UTF-8, checked when it is put."""
+"""UTF-8, checked on put."""
 ENCODING_MSGPACK: Encoding.ValueType  # 2
-"""One msgpack value, with the extension types of docs/protocol.md; checked when it is read."""
+"""One msgpack value, with the extension types of docs/protocol.md; checked on read."""
 ENCODING_BYTES: Encoding.ValueType  # 3
-"""Bytes as they are, with a meaning that only clients know."""
+"""Opaque bytes that only clients interpret."""
 global___Encoding = Encoding
+
+class _FieldScope:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _FieldScopeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_FieldScope.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    FIELD_SCOPE_UNSPECIFIED: _FieldScope.ValueType  # 0
+    """Unset: each sample."""
+    FIELD_SCOPE_ROW: _FieldScope.ValueType  # 1
+    """Each sample."""
+    FIELD_SCOPE_GROUP: _FieldScope.ValueType  # 2
+    """Each group: its samples share one cell. A rollout without a group has no value."""
+
+class FieldScope(_FieldScope, metaclass=_FieldScopeEnumTypeWrapper):
+    """Unit that has one value of a field."""
+
+FIELD_SCOPE_UNSPECIFIED: FieldScope.ValueType  # 0
+"""Unset: each sample."""
+FIELD_SCOPE_ROW: FieldScope.ValueType  # 1
+"""Each sample."""
+FIELD_SCOPE_GROUP: FieldScope.ValueType  # 2
+"""Each group: its samples share one cell. A rollout without a group has no value."""
+global___FieldScope = FieldScope
 
 class _SampleState:
     ValueType = typing.NewType("ValueType", builtins.int)
@@ -93,25 +117,25 @@ class _SampleState:
 class _SampleStateEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_SampleState.ValueType], builtins.type):
     DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
     SAMPLE_STATE_UNSPECIFIED: _SampleState.ValueType  # 0
-    """Not given: new samples are live, existing ones keep their state."""
+    """Unset: new samples are live, existing ones keep their state."""
     SAMPLE_STATE_LIVE: _SampleState.ValueType  # 1
-    """Claimable as soon as its fields are produced."""
+    """Claimable once its fields are produced."""
     SAMPLE_STATE_HELD: _SampleState.ValueType  # 2
-    """Addressable, never claimable (prompts, unfinished rollouts)."""
+    """Addressable, but not claimable (prompts, unfinished rollouts)."""
     SAMPLE_STATE_FAILED: _SampleState.ValueType  # 3
-    """Never ready, counts as done, its bytes are freed. Final."""
+    """Never ready, counts as done; its bytes are freed. Final."""
 
 class SampleState(_SampleState, metaclass=_SampleStateEnumTypeWrapper):
-    """What may be done with a sample."""
+    """State of a sample."""
 
 SAMPLE_STATE_UNSPECIFIED: SampleState.ValueType  # 0
-"""Not given: new samples are live, existing ones keep their state."""
+"""Unset: new samples are live, existing ones keep their state."""
 SAMPLE_STATE_LIVE: SampleState.ValueType  # 1
-"""Claimable as soon as its fields are produced."""
+"""Claimable once its fields are produced."""
 SAMPLE_STATE_HELD: SampleState.ValueType  # 2
-"""Addressable, never claimable (prompts, unfinished rollouts)."""
+"""Addressable, but not claimable (prompts, unfinished rollouts)."""
 SAMPLE_STATE_FAILED: SampleState.ValueType  # 3
-"""Never ready, counts as done, its bytes are freed. Final."""
+"""Never ready, counts as done; its bytes are freed. Final."""
 global___SampleState = SampleState
 
 class _BatchStatus:
@@ -123,26 +147,26 @@ class _BatchStatusEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     BATCH_STATUS_UNSPECIFIED: _BatchStatus.ValueType  # 0
     """Never sent."""
     BATCH_STATUS_BATCH: _BatchStatus.ValueType  # 1
-    """A batch; it may be empty for a rank."""
+    """A batch, which may be empty for a rank."""
     BATCH_STATUS_NOT_YET: _BatchStatus.ValueType  # 2
-    """Nothing to deliver within `max_wait`. Depends on timing, never recorded."""
+    """Nothing to deliver within `max_wait`. Depends on timing and is never recorded."""
     BATCH_STATUS_END: _BatchStatus.ValueType  # 3
-    """No further batch will come in this epoch of the task for what was asked. Recorded for ranks, however they ask then,
-    and for a `claim_name`; a queue worker that asks otherwise, such as with another `where`, may get more.
+    """No further batch in this epoch of the task for this request. Recorded for ranks, whatever their later requests, and
+    for a `claim_name`. A queue worker with a different request, such as another `where`, may get more.
     """
 
 class BatchStatus(_BatchStatus, metaclass=_BatchStatusEnumTypeWrapper):
-    """What a claim returned."""
+    """Outcome of a claim."""
 
 BATCH_STATUS_UNSPECIFIED: BatchStatus.ValueType  # 0
 """Never sent."""
 BATCH_STATUS_BATCH: BatchStatus.ValueType  # 1
-"""A batch; it may be empty for a rank."""
+"""A batch, which may be empty for a rank."""
 BATCH_STATUS_NOT_YET: BatchStatus.ValueType  # 2
-"""Nothing to deliver within `max_wait`. Depends on timing, never recorded."""
+"""Nothing to deliver within `max_wait`. Depends on timing and is never recorded."""
 BATCH_STATUS_END: BatchStatus.ValueType  # 3
-"""No further batch will come in this epoch of the task for what was asked. Recorded for ranks, however they ask then,
-and for a `claim_name`; a queue worker that asks otherwise, such as with another `where`, may get more.
+"""No further batch in this epoch of the task for this request. Recorded for ranks, whatever their later requests, and
+for a `claim_name`. A queue worker with a different request, such as another `where`, may get more.
 """
 global___BatchStatus = BatchStatus
 
@@ -159,31 +183,38 @@ class FieldSpec(google.protobuf.message.Message):
     ROW_SHAPE_KNOWN_FIELD_NUMBER: builtins.int
     ENCODING_FIELD_NUMBER: builtins.int
     WRITE_ONCE_FIELD_NUMBER: builtins.int
+    SCOPE_FIELD_NUMBER: builtins.int
     name: builtins.str
     """Name of the column, unique in the partition; not empty."""
     dtype: builtins.str
-    """torch's name of the dtype, such as "float32" or "bfloat16"; empty for objects, or where not yet known."""
+    """torch's name of the dtype, such as "float32" or "bfloat16". Empty for objects, or if not yet known."""
     layout: global___Layout.ValueType
-    """How its rows are laid out. Unset, in a declaration: by the default layout of the partition. A dense field takes
-    rows of its own shape only. An auto or a jagged one takes rows of any size, from dense puts too: a dimension in
-    which they differ becomes ragged.
+    """Layout of its rows. Unset in a declaration: the default layout of the partition. A dense field takes only rows of
+    its own shape. An auto or jagged field takes rows of any size, from dense puts too; a dimension in which they
+    differ becomes ragged.
     """
     row_shape_known: builtins.bool
-    """Whether `row_shape` is known: true in every column of a put, objects included; false in a declaration that leaves
-    it to the first put, and has no `row_shape`.
+    """Whether `row_shape` is known. True in every column of a put, including objects. False in a declaration without a
+    `row_shape`, which leaves it to the first put.
     """
     encoding: global___Encoding.ValueType
-    """Objects: what the bytes of a row are. A put says it of each object column. A field declared as text or bytes takes
-    nothing else; unspecified in a declaration: each put says it for its own rows. In `BatchMeta.fields` it is that of
-    the declaration, whatever the rows are; in the header of a get, that of all rows, or unspecified where they differ.
+    """For objects: the encoding of the bytes of a row. Set in each object column of a put. A field declared as text or
+    bytes takes nothing else; if unspecified in the declaration, each put chooses for its own rows. In
+    `BatchMeta.fields` it is the declared encoding, whatever the rows have. In the header of a get it is the encoding
+    of all rows, or unspecified if they differ.
     """
     write_once: builtins.bool
-    """Whether each sample takes one value only: a second one is ALREADY_EXISTS, until the sample is cleared. Declared
-    with CreatePartition, and set in `BatchMeta.fields` and DescribePartition; in a column of a put INVALID_ARGUMENT.
+    """Whether each sample takes only one value: a second one is ALREADY_EXISTS until the sample is cleared. Declared with
+    CreatePartition; returned in `BatchMeta.fields` and DescribePartition. INVALID_ARGUMENT in a column of a put.
+    """
+    scope: global___FieldScope.ValueType
+    """Unit that has one value of the field. Declared with CreatePartition; returned in `BatchMeta.fields` and
+    DescribePartition. INVALID_ARGUMENT in a column of a put. Values of group fields are put with
+    `SampleWrite.of_groups`.
     """
     @property
     def row_shape(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Shape of one row, -1 in ragged dimensions; empty for scalars and objects."""
+        """Shape of one row, with -1 for ragged dimensions. Empty for scalars and objects."""
 
     def __init__(
         self,
@@ -195,21 +226,22 @@ class FieldSpec(google.protobuf.message.Message):
         row_shape_known: builtins.bool = ...,
         encoding: global___Encoding.ValueType = ...,
         write_once: builtins.bool = ...,
+        scope: global___FieldScope.ValueType = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["dtype", b"dtype", "encoding", b"encoding", "layout", b"layout", "name", b"name", "row_shape", b"row_shape", "row_shape_known", b"row_shape_known", "write_once", b"write_once"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["dtype", b"dtype", "encoding", b"encoding", "layout", b"layout", "name", b"name", "row_shape", b"row_shape", "row_shape_known", b"row_shape_known", "scope", b"scope", "write_once", b"write_once"]) -> None: ...
 
 global___FieldSpec = FieldSpec
 
 @typing.final
 class Int64Values(google.protobuf.message.Message):
-    """Signed integers of 64 bits, which are as they lie in memory: little-endian, 8 bytes each."""
+    """Signed 64-bit integers in their memory layout: little-endian, 8 bytes each."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     VALUES_FIELD_NUMBER: builtins.int
     @property
     def values(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """One value for each sample that has one."""
+        """One value per sample that has one."""
 
     def __init__(
         self,
@@ -229,7 +261,7 @@ class DoubleValues(google.protobuf.message.Message):
     VALUES_FIELD_NUMBER: builtins.int
     @property
     def values(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
-        """One value for each sample that has one."""
+        """One value per sample that has one."""
 
     def __init__(
         self,
@@ -249,7 +281,7 @@ class BoolValues(google.protobuf.message.Message):
     VALUES_FIELD_NUMBER: builtins.int
     @property
     def values(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bool]:
-        """One value for each sample that has one."""
+        """One value per sample that has one."""
 
     def __init__(
         self,
@@ -269,7 +301,7 @@ class StringValues(google.protobuf.message.Message):
     VALUES_FIELD_NUMBER: builtins.int
     @property
     def values(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """One value for each sample that has one."""
+        """One value per sample that has one."""
 
     def __init__(
         self,
@@ -282,11 +314,10 @@ global___StringValues = StringValues
 
 @typing.final
 class MetaColumn(google.protobuf.message.Message):
-    """One custom_meta column over the samples of the message that holds it. It has one type, that of the first value of a
-    sample that is a number, a truth value or text: these are compared by `where` and `order_by`. Values of other types,
-    null, lists and objects are JSON; it does not matter in which form a client sends a value. A column of int64 becomes
-    one of double with the first double, as long as no integer of it is beyond 2^53; integers up to 2^53 are doubles
-    there.
+    """One custom_meta column for the samples of the enclosing message. Its type is that of its first value that is a
+    number, a boolean or text; `where` and `order_by` compare values of this type. Values of other types, null, lists and
+    objects are JSON. Clients may send a value in either form. An int64 column becomes a double column with its first
+    double, if no integer in it exceeds 2^53; a double column stores integers up to 2^53 as doubles.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -299,14 +330,15 @@ class MetaColumn(google.protobuf.message.Message):
     STRING_VALUES_FIELD_NUMBER: builtins.int
     JSON_VALUES_FIELD_NUMBER: builtins.int
     name: builtins.str
-    """Name of the column, such as "total_lengths"; not empty, and in one message once."""
+    """Name of the column, such as "total_lengths"; not empty, unique within the message."""
     kinds: builtins.bytes
-    """One byte a sample: 0: nothing is said of it; 1: the next of `values` is its value; 2: the next of `json_values`; 3,
-    in writes: its value is removed. Empty: all have one of `values`, or, where that is unset, of `json_values`.
+    """One byte per sample. 0: no value is given. 1: its value is the next one of `values`. 2: its value is the next one
+    of `json_values`. 3, in writes: its value is removed. Empty: every sample has one of `values` or, if that is unset,
+    one of `json_values`.
     """
     @property
     def int64_values(self) -> global___Int64Values:
-        """Signed integers of 64 bits."""
+        """Signed 64-bit integers."""
 
     @property
     def double_values(self) -> global___DoubleValues:
@@ -322,8 +354,8 @@ class MetaColumn(google.protobuf.message.Message):
 
     @property
     def json_values(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Other values, in the order of the samples: JSON text (RFC 8259), of at most 32 lists and objects within each other,
-        without numbers that a double does not hold or text that is not valid Unicode.
+        """Other values, in the order of the samples: JSON text (RFC 8259) with at most 32 levels of nesting, numbers that a
+        double can represent, and valid Unicode.
         """
 
     def __init__(
@@ -354,15 +386,15 @@ class StorageEndpoint(google.protobuf.message.Message):
     ADDRESS_FIELD_NUMBER: builtins.int
     IS_AWAY_FIELD_NUMBER: builtins.int
     storage_id: builtins.str
-    """Name of the storage service, the same over restarts."""
+    """Name of the storage service, unchanged by restarts."""
     boot_id: builtins.bytes
-    """Random 16 bytes, the same over restarts of a service that keeps its puts, else new at every start: what was stored
-    under another boot is gone.
+    """Instance id, 16 random bytes. Unchanged by restarts of a service that keeps its puts, otherwise new at every start.
+    Puts stored under another instance id are gone.
     """
     address: builtins.str
-    """Where clients reach it, "host:port"; empty: where the client found the controller."""
+    """Address for clients, "host:port". Empty: the address at which the client reaches the controller."""
     is_away: builtins.bool
-    """Whether its address is not known at present: it has not registered since the controller started. Call Locate
+    """Whether its address is currently unknown, because it has not registered since the controller started. Call Locate
     again later.
     """
     def __init__(
@@ -379,7 +411,7 @@ global___StorageEndpoint = StorageEndpoint
 
 @typing.final
 class MirrorStatus(google.protobuf.message.Message):
-    """How the mirror of a storage service is: where its puts are a second time, on other nodes."""
+    """Status of a storage service's mirror, the second copy of its puts on other nodes."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -390,17 +422,17 @@ class MirrorStatus(google.protobuf.message.Message):
     UNFETCHED_PUT_COUNT_FIELD_NUMBER: builtins.int
     SPILLED_BYTES_FIELD_NUMBER: builtins.int
     url: builtins.str
-    """The engine, without user, password and settings, such as "s3://bucket/prefix"."""
+    """URL of the object store without user, password and settings, such as "s3://bucket/prefix"."""
     is_reachable: builtins.bool
-    """Whether it answered the last call. Unset: there was none yet."""
+    """Whether it answered the last call. Unset: no call yet."""
     unmirrored_bytes: builtins.int
-    """Bytes of puts that do not have the copies required yet, complete or not."""
+    """Bytes of puts, complete or not, that do not have the required copies yet."""
     short_put_count: builtins.int
-    """Puts that have these, and fewer copies than asked for."""
+    """Number of puts that have the required copies, but fewer than requested."""
     unfetched_put_count: builtins.int
-    """Puts that were taken over from another storage service and not fetched yet."""
+    """Number of puts taken over from another storage service and not fetched yet."""
     spilled_bytes: builtins.int
-    """Bytes that count as used and are in the mirror alone: they have left memory."""
+    """Bytes that count as used but are only in the mirror: they were spilled from memory."""
     def __init__(
         self,
         *,
@@ -419,7 +451,7 @@ global___MirrorStatus = MirrorStatus
 
 @typing.final
 class StoredPut(google.protobuf.message.Message):
-    """A put that holds cells, and where it lies."""
+    """A put that holds cells, and its location."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -441,7 +473,7 @@ global___StoredPut = StoredPut
 
 @typing.final
 class CellRuns(google.protobuf.message.Message):
-    """Where the cells of some fields are, as runs of neighbouring rows in the order of the samples."""
+    """Location of the cells of some fields, as runs of consecutive rows in the order of the samples."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -451,14 +483,15 @@ class CellRuns(google.protobuf.message.Message):
     ROW_COUNTS_FIELD_NUMBER: builtins.int
     EXTENT_COUNTS_FIELD_NUMBER: builtins.int
     EXTENT_LENGTHS_FIELD_NUMBER: builtins.int
+    SAMPLE_COUNTS_FIELD_NUMBER: builtins.int
     @property
     def field_names(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Names of the fields that share these runs, since they were put together."""
+        """Names of the fields that share these runs because they were put together."""
 
     @property
     def put_indexes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """For each run, the position of its put in `Locations.puts` or in `GetRequest.put_ids`. Runs may be millions: values
-        of 4 bytes are read many times faster than varints.
+        """For each run, the position of its put in `Locations.puts` or in `GetRequest.put_ids`. There may be millions of
+        runs: fixed 4-byte values decode many times faster than varints.
         """
 
     @property
@@ -471,15 +504,22 @@ class CellRuns(google.protobuf.message.Message):
 
     @property
     def extent_counts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """For each sample, the number of rows that its cell consists of, 1 or more: extents, which appends have added one
-        after the other. The value of the cell is these rows joined along their first dimension, each cut to its
-        `extent_lengths`. The runs have the rows of all samples, in order. Empty: each cell is one row. A get has neither.
+        """For each sample, the number of rows (extents) of its cell, 1 or more; each append adds one. The value of the cell
+        is these rows, each cut to its entry in `extent_lengths`, joined along the first dimension. The runs hold the rows
+        of all samples, in order. Empty: each cell is one row. A get uses this and `extent_lengths` only with
+        `joins_extents`.
         """
 
     @property
     def extent_lengths(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """For each of these rows, how much of its first dimension belongs to the cell; what follows was truncated. 2^32 - 1:
-        all of it. Empty without `extent_counts`.
+        """For each of these rows, the length of its first dimension that belongs to the cell; the rest was truncated. 2^32 -
+        1: all of it. Empty without `extent_counts`.
+        """
+
+    @property
+    def sample_counts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """For group fields: for each of these rows, the number of consecutive samples that share it as their cell. Empty: one
+        each. A get has only the rows and returns each once.
         """
 
     def __init__(
@@ -491,14 +531,15 @@ class CellRuns(google.protobuf.message.Message):
         row_counts: collections.abc.Iterable[builtins.int] | None = ...,
         extent_counts: collections.abc.Iterable[builtins.int] | None = ...,
         extent_lengths: collections.abc.Iterable[builtins.int] | None = ...,
+        sample_counts: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["extent_counts", b"extent_counts", "extent_lengths", b"extent_lengths", "field_names", b"field_names", "first_rows", b"first_rows", "put_indexes", b"put_indexes", "row_counts", b"row_counts"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["extent_counts", b"extent_counts", "extent_lengths", b"extent_lengths", "field_names", b"field_names", "first_rows", b"first_rows", "put_indexes", b"put_indexes", "row_counts", b"row_counts", "sample_counts", b"sample_counts"]) -> None: ...
 
 global___CellRuns = CellRuns
 
 @typing.final
 class Locations(google.protobuf.message.Message):
-    """Where the cells of a batch are."""
+    """Locations of the cells of a batch."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -515,7 +556,7 @@ class Locations(google.protobuf.message.Message):
 
     @property
     def runs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___CellRuns]:
-        """The runs of cells; each field is in one entry, whose runs have the samples in their order."""
+        """The runs of cells. Each field is in one entry; its runs follow the order of the samples."""
 
     def __init__(
         self,
@@ -530,7 +571,7 @@ global___Locations = Locations
 
 @typing.final
 class Pack(google.protobuf.message.Message):
-    """What one forward/backward pass takes: a micro-batch, or samples packed into one sequence."""
+    """Input of one forward/backward pass: a micro-batch, or samples packed into one sequence."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -538,14 +579,14 @@ class Pack(google.protobuf.message.Message):
     LENGTHS_FIELD_NUMBER: builtins.int
     PADDING_TOKENS_FIELD_NUMBER: builtins.int
     padding_tokens: builtins.int
-    """Number of tokens that fill the pack up to its length; 0 for micro-batches."""
+    """Number of padding tokens that fill the pack up to its length; 0 for micro-batches."""
     @property
     def rows(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Positions of its samples in the batch, counted from 0."""
 
     @property
     def lengths(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Numbers of tokens of these samples. Empty: the sampler does not know them."""
+        """Number of tokens of each of these samples. Empty: the sampler does not know them."""
 
     def __init__(
         self,
@@ -560,7 +601,7 @@ global___Pack = Pack
 
 @typing.final
 class Step(google.protobuf.message.Message):
-    """The packs between two optimizer steps."""
+    """The packs of one optimizer step."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -592,7 +633,7 @@ class IndexRanges(google.protobuf.message.Message):
 
     @property
     def index_counts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Number of indexes of each range, 1 or more; as many values as `first_indexes`."""
+        """Number of indexes in each range, 1 or more; same length as `first_indexes`."""
 
     def __init__(
         self,
@@ -606,8 +647,8 @@ global___IndexRanges = IndexRanges
 
 @typing.final
 class LeasedClaim(google.protobuf.message.Message):
-    """A claim with a lease. A change of its samples is refused with LEASE_EXPIRED unless the claim holds them, or has
-    acknowledged them, in the step that makes the change.
+    """A claim with a lease. A change of its samples is refused with LEASE_EXPIRED unless the claim holds or has
+    acknowledged them when the change is applied.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -629,8 +670,64 @@ class LeasedClaim(google.protobuf.message.Message):
 global___LeasedClaim = LeasedClaim
 
 @typing.final
+class StepTotals(google.protobuf.message.Message):
+    """Totals of one optimizer step of a batch, over all its ranks."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    @typing.final
+    class SumsEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.float
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.float = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
+    SAMPLE_COUNT_FIELD_NUMBER: builtins.int
+    ROLLOUT_COUNT_FIELD_NUMBER: builtins.int
+    GROUP_COUNT_FIELD_NUMBER: builtins.int
+    TOKEN_COUNT_FIELD_NUMBER: builtins.int
+    SUMS_FIELD_NUMBER: builtins.int
+    sample_count: builtins.int
+    """Number of samples, each counted as often as it is delivered."""
+    rollout_count: builtins.int
+    """Number of rollouts; a sample without one counts as one."""
+    group_count: builtins.int
+    """Number of groups; a rollout or sample without a group counts as one. A group in several steps counts in each of
+    them.
+    """
+    token_count: builtins.int
+    """Number of tokens, from the lengths of the packs or else of the samples. Unset: the length of a sample is not known."""
+    @property
+    def sums(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]:
+        """Sum of each column in `GetMetaRequest.totals`, by column name."""
+
+    def __init__(
+        self,
+        *,
+        sample_count: builtins.int = ...,
+        rollout_count: builtins.int = ...,
+        group_count: builtins.int = ...,
+        token_count: builtins.int | None = ...,
+        sums: collections.abc.Mapping[builtins.str, builtins.float] | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_token_count", b"_token_count", "token_count", b"token_count"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_token_count", b"_token_count", "group_count", b"group_count", "rollout_count", b"rollout_count", "sample_count", b"sample_count", "sums", b"sums", "token_count", b"token_count"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_token_count", b"_token_count"]) -> typing.Literal["token_count"] | None: ...
+
+global___StepTotals = StepTotals
+
+@typing.final
 class BatchMeta(google.protobuf.message.Message):
-    """Names samples and says where they are and how they are to be used."""
+    """Names samples, with their metadata, the locations of their cells and, for a claim, its steps."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -652,24 +749,26 @@ class BatchMeta(google.protobuf.message.Message):
     INDEX_RANGES_FIELD_NUMBER: builtins.int
     PRODUCED_FIELD_NUMBER: builtins.int
     DROPPED_INDEXES_FIELD_NUMBER: builtins.int
+    ROLLOUTS_FIELD_NUMBER: builtins.int
+    TOTALS_FIELD_NUMBER: builtins.int
     status: global___BatchStatus.ValueType
-    """What the claim returned; BATCH in answers that are no claims."""
+    """Outcome of the claim; BATCH in responses to calls other than claims."""
     partition_id: builtins.str
-    """The partition that the samples are of."""
+    """The partition of the samples."""
     incarnation: builtins.bytes
-    """16 bytes that name its incarnation; sent back with calls about these samples. Empty with NOT_YET where the
-    partition does not exist.
+    """Its incarnation, 16 bytes; sent back in calls about these samples. Empty with NOT_YET if the partition does not
+    exist.
     """
     epoch: builtins.int
-    """The epoch of the task, which counts its resets. 0 in answers that are no claims."""
+    """The epoch of the task, which counts its resets. 0 in responses to calls other than claims."""
     claim_request_id: builtins.bytes
-    """The `request_id` of the call that made a claim with a lease or a name, by which it is acknowledged and released.
+    """The `request_id` of the call that made a claim with a lease or a name; used to acknowledge and release the claim.
     Empty: the claim has neither.
     """
     @property
     def global_indexes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Indexes of the samples, in the order of the batch; one comes several times where a sampler drew it so. Empty where
-        `index_ranges` has them, and for no samples.
+        """Indexes of the samples, in the order of the batch. An index repeats if the sampler drew its sample several times.
+        Empty if `index_ranges` is set or there are no samples.
         """
 
     @property
@@ -686,47 +785,57 @@ class BatchMeta(google.protobuf.message.Message):
 
     @property
     def fields(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___FieldSpec]:
-        """Specs of the fields that were asked for, or written, as far as the partition has them, each that of a whole field.
-        Rows are read by the specs in the header of their get. In answers about samples (LookupSamples,
-        `CommitResponse.all_meta`): of the fields that at least one of the samples has a cell of.
+        """Specs of the requested or written fields that the partition has, each describing all rows of the field. Decode rows
+        by the specs in the header of their get instead. In responses about samples (LookupSamples,
+        `CommitResponse.all_meta`): the fields of which at least one of the samples has a cell.
         """
 
     @property
     def locations(self) -> global___Locations:
-        """Where the cells of these fields are, of those that all samples of the answer have. Unset in answers to writes."""
+        """Locations of the cells of those fields that all samples here have. Unset in responses to writes."""
 
     @property
     def steps(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Step]:
-        """How a claim is to be used, step by step; plain micro-batches are one step."""
+        """The optimizer steps of a claim; plain micro-batches are one step."""
 
     @property
     def end(self) -> global___EndCounts:
-        """With END: what became of all samples of the partition; the same for all ranks. The task will never get those of all
-        counts but `consumed_count` and `kept_count`. Else unset.
+        """With END: counts of all samples of the partition by outcome, the same for all ranks. The task will never get the
+        samples of any count except `consumed_count` and `kept_count`. Otherwise unset.
         """
 
     @property
     def lease(self) -> google.protobuf.duration_pb2.Duration:
-        """For how long the samples are leased, counted from the answer. Unset: they are not leased."""
+        """Duration of the lease, counted from the response. Unset: the samples are not leased."""
 
     @property
     def delivery_counts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """For each sample of a leased claim, how often it was delivered to the task, this time included. Empty: not leased."""
+        """For each sample of a leased claim, the number of deliveries to the task, including this one. Empty: not leased."""
 
     @property
     def index_ranges(self) -> global___IndexRanges:
-        """The samples instead of `global_indexes`, where they are many and most of them follow each other."""
+        """The samples, instead of `global_indexes`, if they are many and mostly consecutive."""
 
     @property
     def produced(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
-        """In answers about samples: for each of `fields`, which of the samples have a cell of it, one bit a sample: sample i
-        has bit i % 8 of byte i / 8, counted from the lowest. No bytes: all of them have. Empty in other answers.
+        """In responses about samples: for each of `fields`, one bit per sample that tells whether it has a cell. Sample i is
+        bit i % 8 of byte i / 8, counted from the lowest bit. No bytes: all samples have one. Empty in other responses.
         """
 
     @property
     def dropped_indexes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Of a claim: indexes of samples that the sampler left out of this rank's part, as the option `overlong` "drop" does.
-        None of them is in the batch, and the task never gets them.
+        """In claims: indexes of samples that the sampler dropped from this rank's part, as with the option `overlong` "drop".
+        They are not in the batch, and the task never gets them.
+        """
+
+    @property
+    def rollouts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Rollout of each sample, "" for one without. Empty: none has one."""
+
+    @property
+    def totals(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___StepTotals]:
+        """In a rank's batch: totals for each of `steps`, the same for all ranks and in every response with the batch. Empty
+        in other responses.
         """
 
     def __init__(
@@ -750,16 +859,18 @@ class BatchMeta(google.protobuf.message.Message):
         index_ranges: global___IndexRanges | None = ...,
         produced: collections.abc.Iterable[builtins.bytes] | None = ...,
         dropped_indexes: collections.abc.Iterable[builtins.int] | None = ...,
+        rollouts: collections.abc.Iterable[builtins.str] | None = ...,
+        totals: collections.abc.Iterable[global___StepTotals] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["end", b"end", "index_ranges", b"index_ranges", "lease", b"lease", "locations", b"locations"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["claim_request_id", b"claim_request_id", "custom_meta", b"custom_meta", "delivery_counts", b"delivery_counts", "dropped_indexes", b"dropped_indexes", "end", b"end", "epoch", b"epoch", "fields", b"fields", "global_indexes", b"global_indexes", "groups", b"groups", "incarnation", b"incarnation", "index_ranges", b"index_ranges", "keys", b"keys", "lease", b"lease", "locations", b"locations", "partition_id", b"partition_id", "produced", b"produced", "status", b"status", "steps", b"steps"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["claim_request_id", b"claim_request_id", "custom_meta", b"custom_meta", "delivery_counts", b"delivery_counts", "dropped_indexes", b"dropped_indexes", "end", b"end", "epoch", b"epoch", "fields", b"fields", "global_indexes", b"global_indexes", "groups", b"groups", "incarnation", b"incarnation", "index_ranges", b"index_ranges", "keys", b"keys", "lease", b"lease", "locations", b"locations", "partition_id", b"partition_id", "produced", b"produced", "rollouts", b"rollouts", "status", b"status", "steps", b"steps", "totals", b"totals"]) -> None: ...
 
 global___BatchMeta = BatchMeta
 
 @typing.final
 class EndCounts(google.protobuf.message.Message):
-    """What became of the samples of a partition when a task reached its end. All counts are numbers of samples. The sum
-    of all but `kept_count` is the number ever inserted.
+    """Samples of a partition by outcome when a task reached its end. All counts except `kept_count` add up to the number of
+    samples ever inserted.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -774,23 +885,23 @@ class EndCounts(google.protobuf.message.Message):
     OVERLONG_COUNT_FIELD_NUMBER: builtins.int
     KEPT_COUNT_FIELD_NUMBER: builtins.int
     consumed_count: builtins.int
-    """Consumed by the task in this epoch, leased and cleared ones included."""
+    """Consumed by the task in this epoch, including leased and cleared ones."""
     cleared_count: builtins.int
     """Cleared before the task took them."""
     failed_count: builtins.int
     """Failed before the task took them."""
     dead_lettered_count: builtins.int
-    """Delivered `max_deliveries` times without being acknowledged, cleared ones included."""
+    """Delivered `max_deliveries` times without being acknowledged, including cleared ones."""
     excluded_count: builtins.int
-    """Ruled out by the `where` of the task."""
+    """Excluded by the `where` of the task."""
     in_incomplete_groups_count: builtins.int
-    """In groups that cannot be delivered whole any more."""
+    """In groups that can no longer be delivered complete."""
     left_over_count: builtins.int
-    """Ready, but in no plan: a short last batch with `drop_last`, or what the sampler leaves out."""
+    """Ready, but not in any plan: a short last batch with `drop_last`, or samples that the sampler leaves out."""
     overlong_count: builtins.int
-    """Left out of a batch by its sampler, as the option `overlong` "drop" does, cleared ones included."""
+    """Dropped from a batch by its sampler, as with the option `overlong` "drop", including cleared ones."""
     kept_count: builtins.int
-    """Those of `consumed_count` that were consumed in earlier epochs, before ResetConsumption with `keep_consumed`."""
+    """Part of `consumed_count` that was consumed in earlier epochs, before ResetConsumption with `keep_consumed`."""
     def __init__(
         self,
         *,
@@ -810,19 +921,24 @@ global___EndCounts = EndCounts
 
 @typing.final
 class ColumnHeader(google.protobuf.message.Message):
-    """One column of a bulk stream: what comes in the frames, and how it is cut into rows."""
+    """One column of a bulk stream: its bytes in the frames and their division into rows."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     SPEC_FIELD_NUMBER: builtins.int
     VALUE_BYTES_FIELD_NUMBER: builtins.int
     EXTENTS_FIELD_NUMBER: builtins.int
+    WHOLE_LENGTHS_FIELD_NUMBER: builtins.int
     value_bytes: builtins.int
     """Size of the values of the column, in bytes."""
     extents: builtins.bytes
     """Little-endian int64, row by row. Jagged: for each row, its size in each ragged dimension. Object: for each row, its
-    size in bytes. In the answer of a get whose objects were put in different encodings, where `spec.encoding` is
-    unspecified, these are two for each row: its size in bytes, then the number of its Encoding. Dense: empty.
+    size in bytes. In the response of a get whose objects have different encodings (`spec.encoding` is unspecified),
+    each row has two values: its size in bytes, then the number of its Encoding. Dense: empty.
+    """
+    whole_lengths: builtins.bytes
+    """In the response of a get, for a field sliced by `GetRequest.slices`: the full size of the first dimension of each
+    row, as little-endian int64. Otherwise empty.
     """
     @property
     def spec(self) -> global___FieldSpec:
@@ -834,8 +950,9 @@ class ColumnHeader(google.protobuf.message.Message):
         spec: global___FieldSpec | None = ...,
         value_bytes: builtins.int = ...,
         extents: builtins.bytes = ...,
+        whole_lengths: builtins.bytes = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["spec", b"spec"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["extents", b"extents", "spec", b"spec", "value_bytes", b"value_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["extents", b"extents", "spec", b"spec", "value_bytes", b"value_bytes", "whole_lengths", b"whole_lengths"]) -> None: ...
 
 global___ColumnHeader = ColumnHeader

@@ -16,7 +16,7 @@ DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
 
 @typing.final
 class PutHeader(google.protobuf.message.Message):
-    """What a put is: its columns, its size and whom it belongs to."""
+    """Describes a put: its columns, size, partition and controller."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -33,46 +33,46 @@ class PutHeader(google.protobuf.message.Message):
     ALLOCATES_FIELD_NUMBER: builtins.int
     NEVER_WAITS_FIELD_NUMBER: builtins.int
     put_id: builtins.bytes
-    """16 random bytes that the client makes for this put and sends again with each retry."""
+    """Id of the put: 16 random bytes made by the client, the same on each retry."""
     row_count: builtins.int
     """Number of rows of every column, 1 to 2^24."""
     size_bytes: builtins.int
-    """Bytes of all frames together: the sum of the columns' `value_bytes`."""
+    """Total bytes of all frames: the sum of the columns' `value_bytes`."""
     for_existing_rows: builtins.bool
-    """Whether the put adds columns to existing samples; such puts may use the reserve that new samples may not. Where the
-    header carries the commit and that makes samples, it is not heeded; else Commit refuses to make samples of the put.
+    """Whether the put adds columns to existing samples; such puts may use the reserve that new samples may not. Ignored
+    if the header carries a commit that creates samples. Otherwise Commit refuses to create samples from the put.
     """
     shared_memory_session: builtins.bytes
-    """The session on the socket for shared memory, of a client that can send it; else empty. Put only, and PutInline with
-    `allocates`. One that is not open is ignored: the bytes come in frames.
+    """Session on the shared-memory socket, if the client can send shared memory; otherwise empty. Only for Put, and for
+    PutInline with `allocates`. A session that is not open is ignored, and the bytes come in frames.
     """
     partition_id: builtins.str
-    """The partition that the put is for: its commit must name the same."""
+    """The partition of the put; its commit must name the same one."""
     controller_id: builtins.bytes
-    """The controller that owns the put and is to commit it, as PlacePut answered. UNAVAILABLE where this storage service
-    does not know it, or is in the process of another one: PlacePut says where to put, and with which id. Empty only
-    where the controller is in the same process: it is not compared then.
+    """Id of the controller that owns the put and will commit it, as returned by PlacePut. UNAVAILABLE if this storage
+    service does not know that controller or runs in another controller's process: call PlacePut for a place and a
+    controller id. Empty only if the controller is in the same process; then it is not compared.
     """
     takes_bulk: builtins.bool
-    """Whether the client reaches the bulk port, and would send the bytes there. Put only."""
+    """Whether the client can reach the bulk port and send the bytes there. Put only."""
     allocates: builtins.bool
-    """Whether the client fills a region for this put only after its answer, and before its Commit; PutInline only,
-    without values, without `commit`, and without columns of objects. FAILED_PRECONDITION where there is no region for
-    it: `shared_memory_session` is not open or not of the service's user, or puts are kept beyond the process. The
-    bytes are those of older puts until they are filled.
+    """Whether the client fills a region for this put after the response and before its Commit. Only for PutInline without
+    values, `commit` and object columns. FAILED_PRECONDITION if the service cannot offer a region:
+    `shared_memory_session` is not open or belongs to another user, or puts are kept beyond the process. Until it is
+    filled, the region holds bytes of older puts.
     """
     never_waits: builtins.bool
-    """Whether the put is RESOURCE_EXHAUSTED where it would have to wait for the capacity of the storage service. Unset:
-    it waits until shortly before the deadline of the call.
+    """Whether the put fails with RESOURCE_EXHAUSTED instead of waiting for the capacity of the storage service. Unset: it
+    waits until shortly before the deadline of the call.
     """
     @property
     def columns(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[tq_service.v1.metadata_pb2.ColumnHeader]:
-        """The columns, at least one, each name once, in the order in which their bytes follow."""
+        """The columns in the order of their bytes: at least one, each name once."""
 
     @property
     def commit(self) -> tq_service.v1.commit_pb2.CommitRequest:
-        """Where the controller is in the same process: the commit, its placement and columns left empty. It may be left out
-        there too, and Commit called as for other storage services. Elsewhere it is INVALID_ARGUMENT.
+        """The commit, with empty placement and columns, if the controller is in the same process. It is optional there:
+        Commit may be called as for other storage services. Elsewhere it is INVALID_ARGUMENT.
         """
 
     def __init__(
@@ -98,15 +98,15 @@ global___PutHeader = PutHeader
 
 @typing.final
 class BulkTicket(google.protobuf.message.Message):
-    """Lets the bytes of one put, or one get, go over connections to the bulk port, as long as its call lasts; Stat says
-    where that is.
+    """Permits the bytes of one put or get to travel over connections to the bulk port while its call lasts. Stat returns
+    the address of that port.
 
-    Over a new connection the service first sends 20 bytes: "TQB1" and its boot_id. The bytes of all columns, one after
-    the other, are cut into ranges of `range_bytes`, the last one shorter; each goes once, over any connection, in any
-    order. For each range the client sends 32 bytes: "TQB1", the 16 bytes of `ticket`,
-    the index of the range as a little-endian uint32, and 8 zero bytes. The bytes of the range follow: from the client
-    for a put, from the service for a get. Then the connection is free for another range, of any transfer. After an
-    error the connection is closed; the client cancels the call, and repeats it.
+    On a new connection the service first sends 20 bytes: "TQB1" and its boot_id. The concatenated bytes of all columns
+    are cut into ranges of `range_bytes`; the last one may be shorter. Each range is sent once, over any connection, in
+    any order. For each range the client sends 32 bytes: "TQB1", the 16 bytes of `ticket`, the index of the range as a
+    little-endian uint32, and 8 zero bytes. The bytes of the range follow, from the client for a put and from the service
+    for a get. The connection can then carry another range of any transfer. On an error the connection is closed; the
+    client cancels the call and repeats it.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -116,13 +116,13 @@ class BulkTicket(google.protobuf.message.Message):
     RANGE_BYTES_FIELD_NUMBER: builtins.int
     STREAM_COUNT_FIELD_NUMBER: builtins.int
     ticket: builtins.bytes
-    """16 random bytes."""
+    """16 random bytes that identify the transfer."""
     size_bytes: builtins.int
     """Bytes of all columns that go over bulk connections."""
     range_bytes: builtins.int
-    """Bytes of each range but the last."""
+    """Bytes of each range except the last."""
     stream_count: builtins.int
-    """Over how many connections at once the ranges should go."""
+    """Recommended number of parallel connections."""
     def __init__(
         self,
         *,
@@ -144,12 +144,12 @@ class PutRequest(google.protobuf.message.Message):
     HEADER_FIELD_NUMBER: builtins.int
     FRAME_FIELD_NUMBER: builtins.int
     frame: builtins.bytes
-    """The next bytes of the columns, one column after the other. Frames of 1 to 4 MiB are best; they need not end
-    with a column, and may be empty.
+    """The next bytes of the concatenated columns. Frames of 1 to 4 MiB are best; they may be empty and may span
+    columns.
     """
     @property
     def header(self) -> global___PutHeader:
-        """The first message, and only that."""
+        """In the first message only."""
 
     def __init__(
         self,
@@ -165,7 +165,7 @@ global___PutRequest = PutRequest
 
 @typing.final
 class PutResponse(google.protobuf.message.Message):
-    """Answers that the put is stored."""
+    """Confirms that the put is stored."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -173,16 +173,16 @@ class PutResponse(google.protobuf.message.Message):
     COMMIT_FIELD_NUMBER: builtins.int
     RECEIPT_FIELD_NUMBER: builtins.int
     receipt: builtins.bytes
-    """What Commit takes as the proof that the put is here; clients pass it on as it is. Empty where the controller is
-    in the same process, and where the put is committed already.
+    """Proof for Commit that this service has the put; clients pass it on unchanged. Empty if the controller is in the
+    same process or the put is already committed.
     """
     @property
     def storage(self) -> tq_service.v1.metadata_pb2.StorageEndpoint:
-        """The storage service and the boot that took it, for `PutPlacement.storage`."""
+        """The storage service and the instance that took the put, for `PutPlacement.storage`."""
 
     @property
     def commit(self) -> tq_service.v1.commit_pb2.CommitResponse:
-        """The answer of the commit. Unset where the header carried none."""
+        """Response of the commit. Unset if the header carried none."""
 
     def __init__(
         self,
@@ -198,17 +198,17 @@ global___PutResponse = PutResponse
 
 @typing.final
 class PutInlineRequest(google.protobuf.message.Message):
-    """A whole put in one message."""
+    """A complete put in one message."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     HEADER_FIELD_NUMBER: builtins.int
     VALUES_FIELD_NUMBER: builtins.int
     values: builtins.bytes
-    """The bytes of the columns one after the other, `size_bytes` of them; none with `allocates`."""
+    """The concatenated bytes of the columns, `size_bytes` in total; empty with `allocates`."""
     @property
     def header(self) -> global___PutHeader:
-        """The header that a stream would begin with."""
+        """The header, as in the first message of Put."""
 
     def __init__(
         self,
@@ -223,7 +223,7 @@ global___PutInlineRequest = PutInlineRequest
 
 @typing.final
 class PutInlineResponse(google.protobuf.message.Message):
-    """Answers that the put is stored."""
+    """Confirms that the put is stored."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -231,11 +231,11 @@ class PutInlineResponse(google.protobuf.message.Message):
     REGION_FIELD_NUMBER: builtins.int
     @property
     def put(self) -> global___PutResponse:
-        """The answer that the stream would end with."""
+        """The response, as from Put."""
 
     @property
     def region(self) -> global___RegionOffer:
-        """With `allocates`: the region of the put, to be taken within some seconds; unset where the put was here already."""
+        """With `allocates`: the region of the put, to be taken within a few seconds. Unset if the put was already stored."""
 
     def __init__(
         self,
@@ -259,22 +259,34 @@ class GetRequest(google.protobuf.message.Message):
     RUNS_FIELD_NUMBER: builtins.int
     SHARED_MEMORY_SESSION_FIELD_NUMBER: builtins.int
     TAKES_BULK_FIELD_NUMBER: builtins.int
+    SLICES_FIELD_NUMBER: builtins.int
+    JOINS_EXTENTS_FIELD_NUMBER: builtins.int
     boot_id: builtins.bytes
-    """`StorageEndpoint.boot_id` where the puts were located. Under another boot they are gone: DATA_LOSS."""
+    """`StorageEndpoint.boot_id` from the location of the puts. If the service has another one, they are gone: DATA_LOSS."""
     shared_memory_session: builtins.bytes
-    """The session on the socket for shared memory, of a client that can take shared memory; else empty. One that is not
+    """Session on the shared-memory socket, if the client can take shared memory; otherwise empty. A session that is not
     open is ignored.
     """
     takes_bulk: builtins.bool
-    """Whether the client reaches the bulk port, and would receive the bytes there."""
+    """Whether the client can reach the bulk port and receive the bytes there."""
+    joins_extents: builtins.bool
+    """Whether the extents of appended cells are joined: the response then has one row per cell, instead of one per
+    extent, for entries of `runs` with `extent_counts`. All extents of a cell must be in this storage service.
+    """
     @property
     def put_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
-        """The puts that `runs` count in."""
+        """The puts to which the put indexes of `runs` refer."""
 
     @property
     def runs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[tq_service.v1.metadata_pb2.CellRuns]:
-        """The cells, field by field in the order wanted, each field once; all fields have the same number of rows. Rows may
-        be asked for more than once.
+        """The cells, field by field in the requested order, each field once. All fields have the same number of rows. Rows
+        may repeat.
+        """
+
+    @property
+    def slices(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___RowSlice]:
+        """Parts of the rows of some fields to return; the other bytes are not sent. Fields without a slice are returned
+        complete.
         """
 
     def __init__(
@@ -285,23 +297,115 @@ class GetRequest(google.protobuf.message.Message):
         runs: collections.abc.Iterable[tq_service.v1.metadata_pb2.CellRuns] | None = ...,
         shared_memory_session: builtins.bytes = ...,
         takes_bulk: builtins.bool = ...,
+        slices: collections.abc.Iterable[global___RowSlice] | None = ...,
+        joins_extents: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["boot_id", b"boot_id", "put_ids", b"put_ids", "runs", b"runs", "shared_memory_session", b"shared_memory_session", "takes_bulk", b"takes_bulk"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["boot_id", b"boot_id", "joins_extents", b"joins_extents", "put_ids", b"put_ids", "runs", b"runs", "shared_memory_session", b"shared_memory_session", "slices", b"slices", "takes_bulk", b"takes_bulk"]) -> None: ...
 
 global___GetRequest = GetRequest
 
 @typing.final
+class RowSlice(google.protobuf.message.Message):
+    """The part of each row that a get returns for some tensor fields. Along the first dimension it takes ranges, chunks or
+    everything; along the second dimension one range or everything. If the first dimension has the same size in all rows
+    and `range_counts` is empty, all rows are cut alike. Otherwise the returned column is ragged in its first dimension.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    FIELD_NAMES_FIELD_NUMBER: builtins.int
+    STARTS_FIELD_NUMBER: builtins.int
+    STOPS_FIELD_NUMBER: builtins.int
+    RANGE_COUNTS_FIELD_NUMBER: builtins.int
+    CHUNKS_FIELD_NUMBER: builtins.int
+    CHUNK_COUNT_FIELD_NUMBER: builtins.int
+    ALIGN_FIELD_NUMBER: builtins.int
+    SECOND_FIELD_NUMBER: builtins.int
+    chunk_count: builtins.int
+    """Number of chunks, 1 to 2^24."""
+    align: builtins.int
+    """The length of a chunk is a multiple of this. 0: 1."""
+    @property
+    def field_names(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Fields of `runs`, each in at most one slice."""
+
+    @property
+    def starts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """First item of each range. A negative start counts from the end of the row; a start beyond the row is clamped."""
+
+    @property
+    def stops(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """End of each range, exclusive, resolved in the same way. 2^63 - 1: the end of the row. A range that stops before its
+        start is empty.
+        """
+
+    @property
+    def range_counts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Number of ranges of each row, which take the ranges in order; a row's ranges are joined in order. Empty: every row
+        has all ranges.
+        """
+
+    @property
+    def chunks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Chunks of each row to return instead of ranges, joined in this order. A row is cut into `chunk_count` chunks of
+        equal length, the smallest possible multiple of `align`; the last ones may be shorter or empty.
+        """
+
+    @property
+    def second(self) -> global___IndexRange:
+        """Range along the second dimension, which must have the same size in all rows. Unset: everything."""
+
+    def __init__(
+        self,
+        *,
+        field_names: collections.abc.Iterable[builtins.str] | None = ...,
+        starts: collections.abc.Iterable[builtins.int] | None = ...,
+        stops: collections.abc.Iterable[builtins.int] | None = ...,
+        range_counts: collections.abc.Iterable[builtins.int] | None = ...,
+        chunks: collections.abc.Iterable[builtins.int] | None = ...,
+        chunk_count: builtins.int = ...,
+        align: builtins.int = ...,
+        second: global___IndexRange | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["second", b"second"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["align", b"align", "chunk_count", b"chunk_count", "chunks", b"chunks", "field_names", b"field_names", "range_counts", b"range_counts", "second", b"second", "starts", b"starts", "stops", b"stops"]) -> None: ...
+
+global___RowSlice = RowSlice
+
+@typing.final
+class IndexRange(google.protobuf.message.Message):
+    """A range of items, resolved like those of `RowSlice`."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    START_FIELD_NUMBER: builtins.int
+    STOP_FIELD_NUMBER: builtins.int
+    start: builtins.int
+    """First item."""
+    stop: builtins.int
+    """End of the range, exclusive."""
+    def __init__(
+        self,
+        *,
+        start: builtins.int = ...,
+        stop: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["start", b"start", "stop", b"stop"]) -> None: ...
+
+global___IndexRange = IndexRange
+
+@typing.final
 class RegionOffer(google.protobuf.message.Message):
-    """A region that the client takes over the socket for shared memory, and fills, while the call of its put lasts."""
+    """A region that the client takes over the shared-memory socket and fills while the call of its put lasts."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     OFFER_ID_FIELD_NUMBER: builtins.int
     REGION_FIELD_NUMBER: builtins.int
     offer_id: builtins.bytes
-    """Sent in TakeMemory on that socket."""
+    """Id of the offer, to be sent in TakeMemory on that socket."""
     region: builtins.int
-    """The number that names the region, never that of another one in this instance of the service."""
+    """Number of the region, never reused by this instance of the service."""
     def __init__(
         self,
         *,
@@ -314,7 +418,7 @@ global___RegionOffer = RegionOffer
 
 @typing.final
 class SharedColumn(google.protobuf.message.Message):
-    """A column whose values are in shared memory: slices of it, one after the other."""
+    """A column whose values are in shared memory, as a sequence of slices."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -326,11 +430,11 @@ class SharedColumn(google.protobuf.message.Message):
     """Position of the column in the columns of the header."""
     @property
     def memory_indexes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """For each slice, the position of its memory among those that are offered."""
+        """For each slice, the position of its memory in the offer."""
 
     @property
     def starts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """For each slice, where it starts in its memory, in bytes."""
+        """For each slice, its offset in that memory, in bytes."""
 
     @property
     def sizes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
@@ -350,7 +454,7 @@ global___SharedColumn = SharedColumn
 
 @typing.final
 class SharedColumns(google.protobuf.message.Message):
-    """Memory that the client takes over the socket for shared memory, while the call lasts."""
+    """Memory that the client takes over the shared-memory socket while the call lasts."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -358,10 +462,10 @@ class SharedColumns(google.protobuf.message.Message):
     MEMORIES_FIELD_NUMBER: builtins.int
     COLUMNS_FIELD_NUMBER: builtins.int
     offer_id: builtins.bytes
-    """Sent in TakeMemory on that socket."""
+    """Id of the offer, to be sent in TakeMemory on that socket."""
     @property
     def memories(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """What is offered: the number of each region, 0 for a memfd of another client."""
+        """The offered memories: the number of each region, or 0 for a memfd of another client."""
 
     @property
     def columns(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___SharedColumn]:
@@ -380,7 +484,7 @@ global___SharedColumns = SharedColumns
 
 @typing.final
 class GetHeader(google.protobuf.message.Message):
-    """What a get returns: its columns and their sizes."""
+    """The columns of a get and their sizes."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -392,15 +496,15 @@ class GetHeader(google.protobuf.message.Message):
     """Number of rows of every column."""
     @property
     def columns(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[tq_service.v1.metadata_pb2.ColumnHeader]:
-        """The columns in the order of the request, which is that of their bytes."""
+        """The columns in the order of the request; their bytes have the same order."""
 
     @property
     def shared(self) -> global___SharedColumns:
-        """Those of them that are in shared memory instead; absent where none is."""
+        """The columns in shared memory instead of the frames. Unset: none."""
 
     @property
     def bulk(self) -> global___BulkTicket:
-        """Ticket for the others over bulk connections; absent if they come in frames."""
+        """Ticket to receive the other columns over bulk connections. Unset: they come in frames."""
 
     def __init__(
         self,
@@ -424,10 +528,10 @@ class GetResponse(google.protobuf.message.Message):
     HEADER_FIELD_NUMBER: builtins.int
     FRAME_FIELD_NUMBER: builtins.int
     frame: builtins.bytes
-    """The next bytes of the columns, one column after the other; a frame may end within a column."""
+    """The next bytes of the concatenated columns; a frame may end within a column."""
     @property
     def header(self) -> global___GetHeader:
-        """The first message, and only that."""
+        """In the first message only."""
 
     def __init__(
         self,
@@ -443,14 +547,14 @@ global___GetResponse = GetResponse
 
 @typing.final
 class GetInlineRequest(google.protobuf.message.Message):
-    """Cells whose values are likely to fit into one message."""
+    """Requests cells whose values are likely to fit into one message."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     GET_FIELD_NUMBER: builtins.int
     @property
     def get(self) -> global___GetRequest:
-        """The request that the stream would be called with."""
+        """The request, as for Get."""
 
     def __init__(
         self,
@@ -464,7 +568,7 @@ global___GetInlineRequest = GetInlineRequest
 
 @typing.final
 class GetInlineResponse(google.protobuf.message.Message):
-    """A whole get in one message, or its size where it is too large for one."""
+    """A complete get in one message, or its size if it is too large for one."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -472,12 +576,12 @@ class GetInlineResponse(google.protobuf.message.Message):
     VALUES_FIELD_NUMBER: builtins.int
     SIZE_BYTES_FIELD_NUMBER: builtins.int
     values: builtins.bytes
-    """The bytes of the columns one after the other, those in shared memory left out."""
+    """The concatenated bytes of the columns, except those in shared memory."""
     size_bytes: builtins.int
-    """Size of these bytes, also where they are too large to be here."""
+    """Size of these bytes, set even if they are too large to be included."""
     @property
     def header(self) -> global___GetHeader:
-        """What Get would send first; absent where the values are too large for one message."""
+        """The header, as in the first message of Get. Unset if the values are too large for one message."""
 
     def __init__(
         self,
@@ -493,7 +597,7 @@ global___GetInlineResponse = GetInlineResponse
 
 @typing.final
 class StatRequest(google.protobuf.message.Message):
-    """Empty: asks for sizes and counts of the storage service."""
+    """Empty. Requests sizes and counts of the storage service."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -521,32 +625,32 @@ class StatResponse(google.protobuf.message.Message):
     MIRROR_FIELD_NUMBER: builtins.int
     BULK_ADDRESS_FIELD_NUMBER: builtins.int
     max_bytes: builtins.int
-    """Most bytes that it stores. 0: no quota."""
+    """Quota in bytes. 0: no quota."""
     used_bytes: builtins.int
-    """Bytes that it stores and has reserved for puts under way."""
+    """Bytes stored, and reserved for in-flight puts."""
     pooled_bytes: builtins.int
-    """Bytes of memory held for reuse, besides `used_bytes`."""
+    """Bytes of memory pooled for reuse, not included in `used_bytes`."""
     put_count: builtins.int
-    """Number of puts that it holds, committed or not."""
+    """Number of stored puts, committed or not."""
     uncommitted_put_count: builtins.int
-    """Number of puts that wait for their commit."""
+    """Number of uncommitted puts among them."""
     shared_memory_socket: builtins.str
-    """Path of the Unix socket on which clients of the same host share memory; empty where there is none."""
+    """Path of the Unix socket on which clients of the same host share memory. Empty: no shared memory."""
     shared_memory_count: builtins.int
-    """Number of puts that it holds in shared memory."""
+    """Number of puts stored in shared memory."""
     damaged_put_count: builtins.int
-    """Number of puts whose bytes are damaged, as far as they have been read since the start."""
+    """Number of puts whose bytes were found damaged when read since the start."""
     bulk_address: builtins.str
-    """Address of the bulk port, without a host where that is the one at which the client reaches this service; empty
-    where it has none. Over TLS where calls are.
+    """Address of the bulk port, without a host if it is the host at which the client reaches this service. Empty: no bulk
+    port. It uses TLS if the calls do.
     """
     @property
     def storage(self) -> tq_service.v1.metadata_pb2.StorageEndpoint:
-        """Name, boot and address of the storage service."""
+        """Name, instance id and address of the storage service."""
 
     @property
     def mirror(self) -> tq_service.v1.metadata_pb2.MirrorStatus:
-        """How its mirror is. Unset: it has none."""
+        """Status of its mirror. Unset: no mirror."""
 
     def __init__(
         self,

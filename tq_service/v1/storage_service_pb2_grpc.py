@@ -6,8 +6,8 @@ from tq_service.v1 import storage_service_pb2 as tq__service_dot_v1_dot_storage_
 
 
 class StorageServiceStub(object):
-    """Holds the bytes of puts, column by column. It knows cells by put, field and row, and nothing of samples, keys and
-    claims.
+    """Holds the bytes of puts, column by column. It addresses cells by put, field and row, and does not know samples, keys
+    or claims.
     """
 
     def __init__(self, channel):
@@ -44,59 +44,59 @@ class StorageServiceStub(object):
 
 
 class StorageServiceServicer(object):
-    """Holds the bytes of puts, column by column. It knows cells by put, field and row, and nothing of samples, keys and
-    claims.
+    """Holds the bytes of puts, column by column. It addresses cells by put, field and row, and does not know samples, keys
+    or claims.
     """
 
     def Put(self, request_iterator, context):
-        """Stores one put. The first message is the header, the others are frames that together carry the columns of the
-        header one after the other. Changes: reserves `size_bytes` before the first frame is read, and stores the bytes.
-        They are visible only after the commit, which is part of this call where the header carries one, and expire
-        without it. Idempotent under `put_id` and the `request_id` of the commit. Blocks until there is capacity, at most
-        until the deadline of the call. Then it sends initial metadata with the key `tq-send-as`, for which clients may
-        wait with the frames; where the put is stored already, the answer comes instead. The value of the key is
-        "frames", or one of two where the header names an open session, and the stream ends without a frame: with "region"
-        the key `tq-region-bin` has a RegionOffer, and the client of the service's user fills that region; with "fd" a
-        client of another user sends there memory of its own (SendFd). It is "bulk" where the header takes that: the key
-        `tq-ticket-bin` then has a BulkTicket, the bytes go over bulk connections, and after that the stream ends without a
-        frame. A service may say "frames" all the same. After an error nothing is stored. Errors:
-        INVALID_ARGUMENT (the stream is shorter, longer or other than declared), RESOURCE_EXHAUSTED (no capacity; with
-        RetryInfo unless the put is larger than the quota), UNAVAILABLE (this service is not registered with the
-        controller of the put yet), and with a commit all errors of Commit.
+        """Stores one put. The first message is the header; frames follow that together carry the header's columns in order.
+        Changes: reserves `size_bytes` before reading the first frame, and stores the bytes. They become visible with the
+        commit, which is part of this call if the header carries one, and expire without it. Idempotent under `put_id` and
+        the `request_id` of the commit. Blocks until there is capacity, at most until the deadline of the call. Then the
+        service sends initial metadata with the key `tq-send-as`; clients may wait for it before they send frames. If the
+        put is already stored, the response arrives instead. The key's value is "frames", "region", "fd" or "bulk".
+        "region" and "fd" need an open session in the header, and the stream then ends without a frame. With "region" the
+        key `tq-region-bin` holds a RegionOffer, and a client that runs as the service's user fills that region. With "fd"
+        a client that runs as another user sends memory of its own over the session (SendFd). "bulk" needs `takes_bulk`:
+        the key `tq-ticket-bin` holds a BulkTicket, the bytes travel over bulk connections, and the stream then ends
+        without a frame. A service may always answer "frames". After an error nothing is stored. Errors: INVALID_ARGUMENT
+        (the stream is shorter, longer or other than declared), RESOURCE_EXHAUSTED (no capacity; with RetryInfo unless the
+        put is larger than the quota), UNAVAILABLE (this service is not registered with the controller of the put yet), and
+        with a commit all errors of Commit.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PutInline(self, request, context):
-        """Stores one put of at most 256 KiB that comes whole, in one message: what Put does, for about half its cost.
-        Changes, idempotence, blocking and errors are those of Put, and a put may be tried again by the other of the two.
-        Larger puts are INVALID_ARGUMENT: while they wait for capacity, their bytes would be in memory that no quota
-        counts. With `allocates` the put is of any size, and its bytes come later, in shared memory.
+        """Stores one put of at most 256 KiB sent in one message, at about half the cost of Put. Changes, idempotence,
+        blocking and errors are those of Put, and either method may retry a put of the other. Larger puts are
+        INVALID_ARGUMENT: while they wait for capacity, their bytes would occupy memory that no quota counts. With
+        `allocates` the put may have any size; its bytes follow in shared memory.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Get(self, request, context):
-        """Reads cells. The first message is the header with specs, sizes and extents, the others are frames that together
-        carry the values of the columns one after the other, in the order asked for. Changes nothing; what is being read
-        stays readable to the end when it is cleared or overwritten meanwhile. With a session, columns that lie in shared
-        memory are offered there, and the call lasts until they are taken. With a ticket in the header, the other
-        columns are received over bulk connections instead of in frames, and the call lasts as long. Else it does not
-        block. Errors: DATA_LOSS
-        (another boot of this service took the put, or its bytes are damaged), NOT_FOUND (PUT_NOT_FOUND: the put or a cell
-        of it was cleared or overwritten since it was located; locate the samples again. A service apart from the
-        controller learns of it a fraction of a second later, and answers the old values until then), INVALID_ARGUMENT.
+        """Reads cells. The first message is the header with specs, sizes and extents; frames follow that together carry the
+        values of the columns in the requested order. Changes nothing; cells being read stay readable to the end of the
+        call even if they are cleared or overwritten. With a session, columns in shared memory are offered there, and the
+        call lasts until they are taken. With a ticket in the header, the other columns are received over bulk connections
+        instead of in frames, and the call lasts until that is done. Otherwise it does not block. Errors: DATA_LOSS
+        (another instance of this service took the put, or its bytes are damaged), NOT_FOUND (PUT_NOT_FOUND: the put or one
+        of its cells was cleared or overwritten since it was located; locate the samples again. A service in a separate
+        process from the controller learns of this a fraction of a second later and returns the old values until then),
+        INVALID_ARGUMENT.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetInline(self, request, context):
-        """Reads cells whose values, those in shared memory apart, take at most 256 KiB, in one message: what Get does, for
-        less. Where they take more the answer has no header, and Get is to be called. Changes nothing, does not block;
-        what is offered in the session can be received for 10 s after the answer. Errors: those of Get.
+        """Reads cells in one message, at lower cost than Get, if their values outside shared memory take at most 256 KiB. If
+        they take more, the response has no header; call Get. Changes nothing, does not block. Memory offered in the
+        session can be taken for 10 s after the response. Errors: those of Get.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -145,8 +145,8 @@ def add_StorageServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class StorageService(object):
-    """Holds the bytes of puts, column by column. It knows cells by put, field and row, and nothing of samples, keys and
-    claims.
+    """Holds the bytes of puts, column by column. It addresses cells by put, field and row, and does not know samples, keys
+    or claims.
     """
 
     @staticmethod

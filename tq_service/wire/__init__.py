@@ -1,1 +1,1 @@
-"""What travels: frames of the bulk streams, layouts and objects as bytes, metadata, and the table of errors."""
+"""Wire formats: frames of the bulk streams, layouts and objects as bytes, metadata, and the table of errors."""

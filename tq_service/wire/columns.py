@@ -1,15 +1,15 @@
-"""Columns as they travel and are stored: dtypes and bytes, what cuts these into rows, its checks, and the frames.
+"""Columns as they are sent and stored: dtypes and bytes, their division into rows, validation, and frames.
 
-The values of a column are the rows' bytes one after the other. A dense column needs nothing else; a jagged one has the
-size of each row in each ragged dimension, an object column the bytes of each row: its extents. Objects that were put in
-different encodings and are read together have the number of the row's encoding beside the bytes of the row.
+The values of a column are the rows' bytes, concatenated. A dense column needs nothing else. A jagged column also has
+extents, the size of each row in each ragged dimension; in an object column they are the bytes of each row. If objects
+put in different encodings are read together, each row has a second extent, the number of its encoding.
 
-Encoding never imports torch: a process without torch has no tensor to encode.
+Encoding never imports torch: a process without torch cannot have a tensor to encode.
 
 protobuf for Python copies a field twice. A message whose only part is one field is a tag, the length as a varint and
-the bytes: written here with one copy, and a frame is read without any. What is in headers, and messages of unusual
-form, go through the protobuf library, so both ways give the same. gRPC turns an exception of a deserializer into
-INTERNAL without a word; so decoders return `Garbled` instead of raising.
+the bytes. Here such a message is written with one copy, and a frame is read without any. Headers and messages of
+unusual form go through the protobuf library, so both ways give the same result. gRPC turns an exception of a
+deserializer into INTERNAL without a message; so decoders return `Garbled` instead of raising.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ _NUMPY_NAMES: Final = frozenset({
 
 
 def loaded_torch() -> ModuleType | None:
-    """Return torch if this process has imported it; nothing can be a tensor otherwise."""
+    """Return torch if this process has imported it; otherwise no value can be a tensor."""
     torch = sys.modules.get("torch")
-    # Where another thread is still importing it, it has no Tensor yet, so there is no tensor.
+    # While another thread is still importing torch, it lacks Tensor, so no tensor can exist.
     return torch if hasattr(torch, "Tensor") else None
 
 
@@ -78,7 +78,7 @@ def is_on_device(tensor: Any) -> bool:
 def subclass_problem(tensor: Any) -> str:
     """Return why the values of a tensor cannot be read here; empty if they can.
 
-    Subclasses that dispatch torch's operations themselves wrap other tensors, or none, and have no bytes of their own.
+    Subclasses that dispatch torch's operations themselves wrap other tensors, or none, and do not own any bytes.
     """
     kind = type(tensor)
     torch = sys.modules["torch"]
@@ -95,7 +95,7 @@ def dtype_name(dtype: Any, what: str) -> str:
     """Return the name of a dtype of torch or numpy, whatever its byte order; `what` names its owner in the error.
 
     Raises:
-        InvalidArgumentError: the dtype cannot be stored: quantized, smaller than a byte, or no number.
+        InvalidArgumentError: the dtype cannot be stored: quantized, smaller than a byte, or not numeric.
     """
     name = _name_of(dtype)
     if name not in DTYPE_SIZES:
@@ -107,7 +107,7 @@ def dtype_name(dtype: Any, what: str) -> str:
 
 @cache
 def _name_of(dtype: Any) -> str:
-    """Return the name of a dtype, which numpy takes long to find."""
+    """Return the name of a dtype; cached, because numpy is slow at this."""
     return dtype.name if isinstance(dtype, np.dtype) else str(dtype).removeprefix("torch.")
 
 
@@ -128,12 +128,12 @@ def tensor_bytes(tensor: Any) -> memoryview:
 
 
 def on_cpu(tensor: Any) -> Any:
-    """Return a tensor, without its gradient, on the CPU."""
+    """Return a tensor on the CPU, without its gradient."""
     return to_cpu(tensor) if is_on_device(tensor) else tensor.detach().cpu()
 
 
 def array_bytes(array: NDArray[Any]) -> memoryview:
-    """Return the values of an array as little-endian bytes in row-major order: a view if they are so already."""
+    """Return the values of an array as little-endian bytes in row-major order: a view if they already are."""
     plain = np.ascontiguousarray(array)
     if plain.dtype.byteorder == ">" or (plain.dtype.byteorder == "=" and sys.byteorder == "big"):
         plain = plain.astype(plain.dtype.newbyteorder("<"))
@@ -143,16 +143,16 @@ def array_bytes(array: NDArray[Any]) -> memoryview:
 
 
 def make_values(values: Any, dtype: str, shape: tuple[int, ...], *, as_torch: bool) -> Any:
-    """Return a tensor, or a numpy array, that shares bytes; a copy of them that are not writable and aligned.
+    """Return a tensor or numpy array that shares the given bytes, or a copy if they are read-only or unaligned.
 
     Args:
         values: an array of bytes; or, for a tensor on a device, a tensor of bytes there.
-        dtype: of the result.
-        shape: of the result.
-        as_torch: whether it is a tensor.
+        dtype: dtype of the result.
+        shape: shape of the result.
+        as_torch: whether to return a tensor.
 
     Raises:
-        InvalidArgumentError: only torch has the dtype, or this torch is too old to have it.
+        InvalidArgumentError: the dtype exists only in torch, or not in this version of torch.
     """
     if not isinstance(values, np.ndarray):
         return values.view(_torch_dtype(dtype)).reshape(shape)
@@ -184,7 +184,7 @@ def _torch_dtype(name: str) -> Any:
 Extents = NDArray[np.int64]
 
 MAX_ROWS: Final = 1 << 24
-"""Most rows of one put or one get: bounds what a header alone can make its receiver allocate."""
+"""Most rows of one put or get: limits how much a receiver allocates for a header alone."""
 
 _MAX_BYTES: Final = 1 << 60
 _MAX_DIMS: Final = 64
@@ -194,20 +194,22 @@ _ENCODINGS: Final = [ENCODINGS.encode(encoding) for encoding in Encoding]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ColumnShape:
-    """What cuts the bytes of a column into rows.
+    """Layout of a column: how its bytes are divided into rows.
 
     Attributes:
-        spec: dtype, layout and row shape, all of them known; objects of several encodings have none.
+        spec: dtype, layout and row shape, all of them known; encoding None for objects of several encodings.
         row_count: number of rows.
         extents: jagged: `(n, ragged dims)`, the size of each row in each ragged dimension; object: `(n, 1)`, the bytes
             of each row, or `(n, 2)` with the number of its encoding; dense: None.
         value_bytes: bytes of all rows together.
+        whole_lengths: `(n,)`, for a get of parts of rows: the first dimension of each full row; else None.
     """
 
     spec: FieldSpec
     row_count: int
     extents: Extents | None
     value_bytes: int
+    whole_lengths: NDArray[np.int64] | None = None
 
     def row_bytes(self) -> NDArray[np.int64]:
         """Return the bytes of each row `(n,)`."""
@@ -218,11 +220,11 @@ class ColumnShape:
         return np.asarray(elements * _fixed_part(self.spec), dtype=np.int64)
 
     def row_offsets(self) -> NDArray[np.int64]:
-        """Return where each row starts in the values, and their end `(n + 1,)`."""
+        """Return the start of each row in the values, and their end `(n + 1,)`."""
         return offsets_of(self.row_bytes())
 
     def validate(self) -> None:
-        """Check that the parts agree, whatever was sent.
+        """Check that the parts are consistent.
 
         Raises:
             InvalidArgumentError: a size is negative or too large, a part is missing, or the extents do not give
@@ -262,7 +264,7 @@ class ColumnShape:
             sizes = sizes[:, :1]
         with np.errstate(over="ignore", invalid="ignore"):
             products = sizes[:, 0].astype(np.float64)
-            for extent in sizes.T[1:]:  # far quicker than a product along rows
+            for extent in sizes.T[1:]:  # much faster than a product along rows
                 products *= extent
             estimate = float(products.sum()) * _fixed_part(self.spec)
         if not estimate <= _MAX_BYTES:
@@ -275,7 +277,7 @@ class SourceColumn(ColumnShape):
 
     Attributes:
         chunks: the bytes of the values in row order, as views on the caller's tensors if possible. `on_host` copies
-            those on a device down.
+            those on a device to the host.
     """
 
     chunks: tuple[Chunk, ...]
@@ -291,7 +293,8 @@ class Column(SourceColumn):
 def stacked(parts: Sequence[Sequence[SourceColumn]]) -> list[Column]:
     """Return the columns of several puts as those of one, with copies of their bytes.
 
-    Their specs are equal, but for the row shapes of dense columns: rows of several shapes are a jagged column.
+    Their specs must be equal except for the row shapes of dense columns; a column with several row shapes becomes
+    jagged.
     """
     return [_stacked_column(columns) for columns in zip(*parts, strict=True)]
 
@@ -317,18 +320,18 @@ def _stacked_column(columns: Sequence[SourceColumn]) -> Column:
 
 
 def device_of(columns: Sequence[SourceColumn]) -> Any:
-    """Return the first device that bytes of the columns are on; None if all are on the host."""
+    """Return the first device that holds bytes of the columns, or None if all are on the host."""
     chunks = chain.from_iterable(column.chunks for column in columns)
     return next((chunk.device for chunk in chunks if isinstance(chunk, DeviceBytes)), None)
 
 
 def is_on_host(columns: Sequence[SourceColumn]) -> TypeGuard[Sequence[Column]]:
-    """Whether no bytes of the columns are on a device."""
+    """Whether all bytes of the columns are on the host."""
     return device_of(columns) is None
 
 
 def columns_on_host(columns: Sequence[SourceColumn]) -> list[Column]:
-    """Return the columns with all bytes on the host; waits for those that are copied down."""
+    """Return the columns with all bytes on the host, waiting for copies from devices."""
     return [
         Column(
             spec=column.spec,
@@ -342,7 +345,7 @@ def columns_on_host(columns: Sequence[SourceColumn]) -> list[Column]:
 
 
 def columns_digest(columns: Sequence[ColumnShape]) -> bytes:
-    """Return 16 bytes that differ, but for chance, wherever columns do."""
+    """Return a hash of 16 bytes over the headers of columns."""
     digest = xxh3_128()
     for column in columns:
         spec = column.spec
@@ -363,10 +366,10 @@ def _wrong_column(spec: FieldSpec, field: str, problem: str) -> InvalidArgumentE
 def _validate_spec(spec: FieldSpec) -> None:
     shape = spec.row_shape
     if spec.layout in (None, Layout.AUTO):
-        raise _wrong_column(spec, "layout", "has no layout; a column of a put or get says dense, jagged or object")
+        raise _wrong_column(spec, "layout", "has no layout; set dense, jagged or object in a column of a put or get")
     if shape is None:
         raise _wrong_column(
-            spec, "row_shape_known", "has row_shape_known unset; a column of a put or get has a row shape, set it"
+            spec, "row_shape_known", "has row_shape_known unset; set it, and the row shape, in columns of a put or get"
         )
     if spec.layout is Layout.OBJECT:
         if spec.dtype or shape:
@@ -382,8 +385,8 @@ def _validate_spec(spec: FieldSpec) -> None:
         raise _wrong_column(
             spec,
             "row_shape",
-            f"has another row shape than expected: at most {_MAX_DIMS} sizes of 0 or more, -1 in ragged dimensions of "
-            "jagged fields only",
+            f"has an invalid row shape; expected at most {_MAX_DIMS} sizes of 0 or more, and -1 only in ragged "
+            "dimensions of jagged fields",
         )
     if spec.layout is Layout.JAGGED and not spec.ragged_dims:
         raise _wrong_column(spec, "row_shape", "is jagged without a ragged dimension; set -1 in one")
@@ -393,33 +396,38 @@ def _validate_spec(spec: FieldSpec) -> None:
 
 @lru_cache(maxsize=1024)
 def _fixed_part(spec: FieldSpec) -> int:
-    """Return the bytes of a row of which every ragged dimension has size 1."""
+    """Return the bytes of a row with size 1 in every ragged dimension."""
     return math.prod(size for size in spec.row_shape or () if size >= 0) * spec.itemsize
 
 
 def offsets_of(sizes: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return where each of some rows starts that lie one after the other, and their end `(n + 1,)`."""
+    """Return the start of each row if rows of these sizes are concatenated, and the end `(n + 1,)`."""
     offsets = np.zeros(sizes.size + 1, np.int64)
     np.cumsum(sizes, out=offsets[1:])
     return offsets
 
 
 def extent_count(spec: FieldSpec) -> int:
-    """Return the number of extents of one row: 0 for dense, 1 for objects, 2 where these have several encodings."""
+    """Return the number of extents per row: 0 for dense, 1 for objects, 2 for objects of several encodings."""
     if spec.layout is Layout.OBJECT:
         return 1 if spec.encoding is not None else 2
     return len(spec.ragged_dims)
 
 
 def fixed_row_bytes(spec: FieldSpec) -> int | None:
-    """Return the bytes of each row of a dense field, None where rows differ."""
+    """Return the bytes of each row of a dense field, or None if rows may differ."""
     return _fixed_part(spec) if spec.layout is Layout.DENSE else None
 
 
 def encode_header(column: ColumnShape) -> metadata_pb2.ColumnHeader:
     """Return the header of a column as a message."""
-    extents = b"" if column.extents is None else np.ascontiguousarray(column.extents, "<i8").tobytes()
-    return metadata_pb2.ColumnHeader(spec=encode_spec(column.spec), value_bytes=column.value_bytes, extents=extents)
+    extents, whole_lengths = (
+        b"" if values is None else np.ascontiguousarray(values, "<i8").tobytes()
+        for values in (column.extents, column.whole_lengths)
+    )
+    return metadata_pb2.ColumnHeader(
+        spec=encode_spec(column.spec), value_bytes=column.value_bytes, extents=extents, whole_lengths=whole_lengths
+    )
 
 
 def put_header(put_id: bytes, columns: Sequence[ColumnShape], **more: Any) -> PutHeader:
@@ -442,7 +450,7 @@ def decode_header(message: metadata_pb2.ColumnHeader, row_count: int) -> ColumnS
     spec = decode_spec(message.spec)
     _validate_spec(spec)
     width = extent_count(spec)
-    data = message.extents  # each look at the field copies it
+    data = message.extents  # each access to the field copies it
     if len(data) != row_count * width * 8:
         raise _wrong_column(
             spec,
@@ -452,40 +460,65 @@ def decode_header(message: metadata_pb2.ColumnHeader, row_count: int) -> ColumnS
     extents = None
     if width and row_count:
         extents = np.frombuffer(data, "<i8").astype(np.int64, copy=False).reshape(row_count, width)
-    column = ColumnShape(spec=spec, row_count=row_count, extents=extents, value_bytes=message.value_bytes)
+    column = ColumnShape(
+        spec=spec,
+        row_count=row_count,
+        extents=extents,
+        value_bytes=message.value_bytes,
+        whole_lengths=_decode_whole_lengths(spec, message.whole_lengths, row_count),
+    )
     column.validate()
     return column
+
+
+def _decode_whole_lengths(spec: FieldSpec, data: bytes, row_count: int) -> NDArray[np.int64] | None:
+    if not data:
+        return None
+    if len(data) != row_count * 8:
+        raise _wrong_column(
+            spec,
+            "whole_lengths",
+            f"has {len(data)} bytes of whole lengths, expected {row_count * 8} for {row_count} rows, or none",
+        )
+    return np.frombuffer(data, "<i8").astype(np.int64, copy=False)
 
 
 def decode_headers(
     messages: Iterable[metadata_pb2.ColumnHeader], row_count: int, *, of_get: bool = False
 ) -> list[ColumnShape]:
-    """Return the checked headers of the columns of one put, or one get, whose objects may have several encodings.
+    """Return the checked headers of the columns of one put, or of one get, whose objects may have several encodings.
 
     Raises:
-        InvalidArgumentError: one is wrong, there is none, or a name comes twice.
+        InvalidArgumentError: a header is invalid, there are none, or a name is repeated.
     """
     columns = []
     for message in messages:
         spec = message.spec
         if spec.layout == _OBJECT and not spec.encoding and not of_get:
             raise InvalidArgumentError(
-                f"field {spec.name!r} has objects without an encoding; say for each column of a put which of "
-                f"{', '.join(Encoding)} all its rows are",
+                f"field {spec.name!r} has objects without an encoding; set the encoding of all its rows in each column "
+                f"of a put: one of {', '.join(Encoding)}",
                 field="encoding",
                 metadata={"field_name": spec.name},
             )
         if spec.write_once:
             raise InvalidArgumentError(
-                f"field {spec.name!r} is write-once in a column of a put, expected this in its declaration only; "
-                "declare it with CreatePartition, and leave write_once unset here",
+                f"field {spec.name!r} is write-once in a column of a put, expected only in its declaration; declare it "
+                "with CreatePartition, and leave write_once unset here",
                 field="write_once",
+                metadata={"field_name": spec.name},
+            )
+        if spec.scope:
+            raise InvalidArgumentError(
+                f"field {spec.name!r} has a scope in a column of a put, expected only in its declaration; declare it "
+                "with CreatePartition, and leave scope unset here",
+                field="scope",
                 metadata={"field_name": spec.name},
             )
         columns.append(decode_header(message, row_count))
     names = [column.spec.name for column in columns]
     if not columns:
-        raise InvalidArgumentError("there are no columns, expected at least one", field="columns")
+        raise InvalidArgumentError("the put has no columns; expected at least one", field="columns")
     if len(set(names)) != len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise InvalidArgumentError(
@@ -497,9 +530,8 @@ def decode_headers(
 def merge_specs(specs: Sequence[FieldSpec]) -> FieldSpec:
     """Return the spec that covers rows of several puts of one field: sizes that differ become ragged.
 
-    Objects of several encodings have none together.
-    Dense rows beside jagged ones, or beside dense ones of another shape, are jagged: they were put into a field that is
-    declared so.
+    Objects of several encodings get encoding None. Dense rows together with jagged rows, or with dense rows of another
+    shape, become jagged: they were put into a field declared as jagged.
 
     Raises:
         FieldMismatchError: dtype, number of dimensions, or tensors and objects differ.
@@ -515,7 +547,7 @@ def _merge_two(one: FieldSpec, other: FieldSpec) -> FieldSpec:
     is_one_kind = one.layout is other.layout or Layout.OBJECT not in (one.layout, other.layout)
     if one.dtype != other.dtype or not is_one_kind or len(left) != len(right):
         raise FieldMismatchError(
-            f"field {one.name!r} is {one.describe()} in one put and {other.describe()} in another; put one kind only",
+            f"field {one.name!r} is {one.describe()} in one put and {other.describe()} in another; put only one kind",
             field="runs",
             metadata={"field_name": one.name, "got": other.describe(), "expected": one.describe()},
         )
@@ -531,14 +563,14 @@ def _merge_two(one: FieldSpec, other: FieldSpec) -> FieldSpec:
 
 
 def with_ragged_dim(spec: FieldSpec) -> FieldSpec:
-    """Return the spec of a column of a field: of a jagged one without a ragged dimension the first one is ragged."""
+    """Return the spec for a column of a field: a jagged spec without a ragged dimension gets the first one ragged."""
     if spec.layout is not Layout.JAGGED or spec.ragged_dims or not spec.row_shape:
         return spec
     return replace(spec, row_shape=(-1, *spec.row_shape[1:]))
 
 
 def row_shapes(spec: FieldSpec, extents: Extents | None, row_count: int) -> NDArray[np.int64]:
-    """Return the shape of each row of a column of tensors `(row_count, dims)`."""
+    """Return the shape of each row of a tensor column `(row_count, dims)`."""
     shapes = np.empty((row_count, len(spec.row_shape or ())), np.int64)
     shapes[:] = spec.row_shape or ()
     if extents is not None:
@@ -547,13 +579,13 @@ def row_shapes(spec: FieldSpec, extents: Extents | None, row_count: int) -> NDAr
 
 
 def extents_as(other: FieldSpec, spec: FieldSpec, extents: Extents | None, row_count: int) -> Extents | None:
-    """Return the extents of rows that are described as `spec` where they are described as another spec that fits them.
+    """Convert the extents of rows from one spec to another spec that fits them.
 
     Args:
-        other: a spec with other ragged dimensions, or without an encoding, such as one that covers several puts of one
-            field.
-        spec: how the rows were put.
-        extents: `(row_count, extents of a row of spec)`, None if it is dense.
+        other: the target: a spec with other ragged dimensions, or without an encoding, such as one that covers several
+            puts of one field.
+        spec: the spec the rows were put with.
+        extents: `(row_count, extents per row of spec)`, None if it is dense.
         row_count: number of rows.
     """
     if extents is not None and extent_count(other) > extent_count(spec) and spec.layout is Layout.OBJECT:
@@ -566,10 +598,10 @@ def extents_as(other: FieldSpec, spec: FieldSpec, extents: Extents | None, row_c
 DEFAULT_FRAME_BYTES: Final = 2 << 20
 
 MOST_FRAME_PARTS: Final = 4096
-"""Chunks of which a frame is made up at most: to join them takes some milliseconds, whatever their size."""
+"""Most chunks in one frame: joining them takes some milliseconds, whatever their size."""
 
 SEND_AS_KEY: Final = "tq-send-as"
-"""Key of the initial metadata by which a storage service says that it has capacity for a put, whose bytes may come."""
+"""Key of the initial metadata with which a storage service grants capacity for a put; its bytes may then be sent."""
 
 SEND_AS_FRAMES: Final = "frames"
 """Value of that key: in frames."""
@@ -584,41 +616,41 @@ BULK_BYTES: Final = 2 << 20
 """Puts and gets of fewer bytes take as long in frames as over bulk connections."""
 
 SEND_AS_REGION: Final = "region"
-"""Value of that key: into a region of shared memory, which `REGION_KEY` offers to the session that the header names."""
+"""Value of that key: into a region of shared memory, which `REGION_KEY` offers to the session named in the header."""
 
 REGION_KEY: Final = "tq-region-bin"
 """Key of the initial metadata of such a put: a RegionOffer."""
 
 SEND_AS_FD: Final = "fd"
-"""Value of that key: as sealed memory, in the session that the header names."""
+"""Value of that key: as sealed memory, in the session named in the header."""
 
 INLINE_BYTES: Final = 256 << 10
-"""Puts and gets up to this size, shared memory apart, go in one message (PutInline, GetInline).
+"""Largest puts and gets sent in one message (PutInline, GetInline), unless shared memory is used.
 
-No quota counts the bytes of such a put while it waits for capacity; `WAITING_BYTES` bounds those of all.
+No quota covers the bytes of such a put while it waits for capacity; `WAITING_BYTES` limits their total.
 """
 
 WAITING_BYTES: Final = "waiting_bytes"
-"""`limit_name` of the error of a call that may wait, while others do whose requests take too much memory."""
+"""`limit_name` of the error of a call that may not wait, because requests of waiting calls use too much memory."""
 
 # Just under glibc's largest dynamic mmap threshold (32 MiB).
 _LARGEST_THRESHOLD_BYTES: Final = (32 << 20) - (64 << 10)
 _HEADER_TAG: Final = 0x0A  # field 1, length-delimited
 _FRAME_TAG: Final = 0x12  # field 2, length-delimited
-_MAX_VARINT_BYTES: Final = 5  # of a size; the library refuses longer ones
+_MAX_VARINT_BYTES: Final = 5  # for a size; the library refuses longer ones
 
 FrameParts: TypeAlias = Sequence[memoryview | bytes | bytearray]
 
 
 @dataclass(frozen=True, slots=True)
 class Garbled:
-    """A message that could not be read, and why."""
+    """A message that could not be read, with the reason."""
 
     reason: str
 
 
 def encode_part(part: PutHeader | GetHeader | FrameParts | bytes) -> bytes:
-    """Serialize a message of a put or get stream: its header, or the parts of a frame; bytes are a message already."""
+    """Serialize a message of a put or get stream: its header, or the parts of a frame; bytes are already serialized."""
     if isinstance(part, bytes):
         return part
     tag = _FRAME_TAG
@@ -635,7 +667,7 @@ def _decode(kind: type[PutRequest] | type[GetResponse], data: bytes) -> Any:
     try:
         message = kind.FromString(data)
     except DecodeError as error:
-        return Garbled(f"a message of {len(data)} bytes is no {name}: {error}")
+        return Garbled(f"a message of {len(data)} bytes is not a {name}: {error}")
     match message.WhichOneof("part"):
         case None:
             return Garbled(f"a {name} is empty; it must have one of its parts")
@@ -646,21 +678,21 @@ def _decode(kind: type[PutRequest] | type[GetResponse], data: bytes) -> Any:
 
 
 decode_put_request: Final[Callable[[bytes], PutHeader | memoryview | Garbled]] = partial(_decode, PutRequest)
-"""Deserializes a message of a put stream: its header, a view on its frame, or why it is neither."""
+"""Deserializes a message of a put stream: returns its header, a view on its frame, or `Garbled`."""
 
 decode_get_response: Final[Callable[[bytes], GetHeader | memoryview | Garbled]] = partial(_decode, GetResponse)
-"""Deserializes a message of a get stream: its header, a view on its frame, or why it is neither."""
+"""Deserializes a message of a get stream: returns its header, a view on its frame, or `Garbled`."""
 
 
 def iter_frames(
     chunks: Iterable[C], frame_bytes: int = DEFAULT_FRAME_BYTES, most_parts: int | None = MOST_FRAME_PARTS
 ) -> Iterator[list[C]]:
-    """Cut chunks into frames of `frame_bytes`, the last one shorter: large chunks are cut, small ones put together.
+    """Arrange chunks into frames of `frame_bytes`, the last one shorter: large chunks are cut, small ones combined.
 
     Args:
         chunks: the bytes.
         frame_bytes: size of a frame.
-        most_parts: chunks of which a frame is made up at most, which makes it shorter; None: any number.
+        most_parts: most chunks in one frame; it may make a frame shorter. None: unlimited.
 
     Yields:
         The parts of one frame, for `encode_part`; never an empty frame.
@@ -686,33 +718,54 @@ def iter_frames(
         yield parts
 
 
-class ColumnReceiver:
-    """Takes the frames of a get and puts their bytes into one buffer for each column.
+@dataclass(frozen=True, slots=True, eq=False)
+class ScatteredRows:
+    """Memory for a column whose rows are not contiguous.
 
-    Every column has a buffer of its own, so that each is aligned and lives as long as its own tensor.
-
-    Args:
-        columns: what comes in the frames.
-        buffers: memory for each of them, to be written and then shared by tensors; None: new memory.
+    Attributes:
+        buffer: the memory; the rows are parts of it.
+        views: the places in it for the bytes of the column, in order; none is empty.
     """
 
-    def __init__(self, columns: Sequence[ColumnShape], buffers: Sequence[Bytes] | None = None) -> None:
-        self.buffers = [BLOCKS.take(column.value_bytes) for column in columns] if buffers is None else buffers
-        self._views = [buffer.data for buffer in self.buffers if buffer.size]
+    buffer: Bytes
+    views: Sequence[memoryview]
+
+
+class ColumnReceiver:
+    """Copies the frames of a get into one buffer per column.
+
+    Every column has a separate buffer, so each is aligned and lives as long as its tensor.
+
+    Args:
+        columns: the columns in the frames.
+        buffers: memory for each of them, to be written and then shared by tensors; None: new memory.
+
+    Attributes:
+        views: the memory, in the order of the bytes.
+    """
+
+    def __init__(self, columns: Sequence[ColumnShape], buffers: Sequence[Bytes | ScatteredRows] | None = None) -> None:
+        self._buffers = [BLOCKS.take(column.value_bytes) for column in columns] if buffers is None else buffers
+        self.views: list[memoryview] = []
+        for buffer in self._buffers:
+            if isinstance(buffer, ScatteredRows):
+                self.views += buffer.views
+            elif buffer.size:
+                self.views.append(buffer.data)
         self._current = 0
         self._filled = 0
 
     def write(self, frame: memoryview) -> None:
-        """Take the next frame.
+        """Copy the next frame.
 
         Raises:
-            InvalidArgumentError: there are more bytes than the header declared.
+            InvalidArgumentError: more bytes than the header declared.
         """
         start = 0
         while start < len(frame):
-            if self._current == len(self._views):
+            if self._current == len(self.views):
                 raise InvalidArgumentError("the stream has more bytes than its header declared", field="frame")
-            target = self._views[self._current]
+            target = self.views[self._current]
             size = min(len(frame) - start, len(target) - self._filled)
             target[self._filled : self._filled + size] = frame[start : start + size]
             start += size
@@ -721,30 +774,30 @@ class ColumnReceiver:
                 self._current, self._filled = self._current + 1, 0
 
     def end_filling(self) -> None:
-        """Take note that all buffers were filled, instead of by frames."""
-        self._current = len(self._views)
+        """Record that all buffers were filled by other means than frames."""
+        self._current = len(self.views)
 
     def write_all(self, frames: Iterable[memoryview]) -> None:
-        """Take the next frames."""
+        """Copy the next frames."""
         for frame in frames:
             self.write(frame)
 
     def finish(self) -> Sequence[Bytes]:
-        """Return the buffers of all columns, in order.
+        """Return the buffers of all columns, in order; for scattered rows, all of their memory.
 
         Raises:
             InvalidArgumentError: bytes are missing.
         """
-        if self._current < len(self._views):
-            missing = sum(map(len, self._views[self._current :])) - self._filled
+        if self._current < len(self.views):
+            missing = sum(map(len, self.views[self._current :])) - self._filled
             raise InvalidArgumentError(
                 f"the stream ended {missing} bytes before what its header declared", field="frame"
             )
-        return self.buffers
+        return [buffer.buffer if isinstance(buffer, ScatteredRows) else buffer for buffer in self._buffers]
 
 
 def _plain_frame(data: bytes) -> memoryview | None:
-    """Return the frame of a message that is one frame and nothing else; None sends it to the protobuf library."""
+    """Return the frame of a message that is only a frame; None: leave it to the protobuf library."""
     if not data or data[0] != _FRAME_TAG:
         return None
     length = 0
@@ -758,12 +811,12 @@ def _plain_frame(data: bytes) -> memoryview | None:
 
 @cache
 def keep_frame_buffers() -> None:
-    """Raise glibc's thresholds for this process, once; elsewhere it does nothing.
+    """Raise glibc's mmap threshold for this process, once; no effect with other libraries.
 
-    Fresh pages cost more than the copy into them. glibc maps blocks above a threshold again each time, and raises the
-    threshold to the size of the largest such block that was freed (`M_MMAP_THRESHOLD` in mallopt(3)), so freeing one
-    untouched block of 32 MiB is enough. Gets were seen to go from 0.7 to 1.3 GB/s, puts of asyncio clients that never
-    get to take half of the CPU time.
+    Fresh pages cost more than the copy into them. glibc maps each block above a threshold anew, and raises the
+    threshold to the size of the largest such block that was freed (`M_MMAP_THRESHOLD` in mallopt(3)). Freeing one
+    untouched block of 32 MiB is therefore enough. In measurements gets went from 0.7 to 1.3 GB/s, and puts of asyncio
+    clients without gets took half of the CPU time.
     """
     block = bytes(_LARGEST_THRESHOLD_BYTES)
     del block

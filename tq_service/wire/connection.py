@@ -1,11 +1,11 @@
-"""How a service is reached: how channels connect, what a client shows and whom it believes, which controller is asked.
+"""Connections to a service: channel options, credentials of a client, and the choice of the controller to call.
 
-A bearer token and TLS are what clients show; between services it is the same.
+Clients authenticate with a bearer token and TLS; services use the same between each other.
 
-A request that is larger than one message goes in several messages of its call. Messages are small, so that few bytes
-are on their way to a service at a time. The first request of a call that takes `PART_BYTES` or more is cut, serialized,
-into parts of just that size and a last one that is shorter, which may be empty. A service joins them: what the request
-asks for is done whole or not at all.
+A request that is larger than one message is sent in several messages of its call. Messages are small, so only few bytes
+are in flight to a service at a time. If the first request of a call has `PART_BYTES` or more, it is cut in serialized
+form. Its parts have exactly that size; the last one is shorter and may be empty. A service joins the parts: the request
+is executed completely or not at all.
 """
 
 from __future__ import annotations
@@ -33,71 +33,73 @@ CONNECTION_OPTIONS: Final = (
     # A service that starts late or comes back is found within half a second; gRPC's own pauses grow to two minutes.
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.max_reconnect_backoff_ms", 500),
-    # In spite of its name: how long one attempt to connect may take. A busy service needs its time for a handshake.
+    # Despite its name: how long one attempt to connect may take. A busy service needs time for a handshake.
     ("grpc.min_reconnect_backoff_ms", 5_000),
     # A peer that vanished without closing is noticed within 20 s while calls wait on it.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 10_000),
-    ("grpc.http2.ping_timeout_ms", 10_000),  # else a minute, whatever keepalive_timeout_ms says
-    ("grpc.http2.max_pings_without_data", 0),  # a long poll has no data for long; 0: no bound
+    ("grpc.http2.ping_timeout_ms", 10_000),  # the default is a minute, whatever keepalive_timeout_ms is
+    ("grpc.http2.max_pings_without_data", 0),  # a long poll has no data for long; 0: unlimited
 )
 
 _OF_CLUSTER: Final[dict[str, Any]] = {
     "grpc.keepalive_time_ms": 1_500,
     "grpc.keepalive_timeout_ms": 2_000,
     "grpc.http2.ping_timeout_ms": 2_000,
-    # Of a name with several addresses each connection takes one by chance: the first may be a standby that is cut off.
+    # If a name has several addresses, each connection picks one at random: the first may be a standby that is cut off.
     "grpc.dns_min_time_between_resolutions_ms": 1_000,
     "grpc.service_config": '{"loadBalancingConfig": [{"pick_first": {"shuffleAddressList": true}}]}',
 }
 
 CONTROLLER_CONNECTION_SECONDS: Final = 30
-"""For how long a controller of a cluster keeps a connection for new calls; those that run on it go on.
+"""How long a controller of a cluster accepts new calls on a connection; calls in flight on it continue.
 
-A client that has one name for all of them, of which the load balancer knows the one that leads, comes to that one.
+This is for clients that use one name for all controllers, behind a load balancer that knows the leader: they then
+reconnect to the leader.
 """
 
 
 def cluster_options(options: Iterable[tuple[str, Any]]) -> tuple[tuple[str, Any], ...]:
     """Return the options of a channel to a controller of a cluster.
 
-    One that was paused or cut off is noticed before its lease ends, so that calls that wait on it go to the next one.
+    A controller that was paused or cut off is noticed before its lease ends, so calls that wait on it move to the next
+    one.
     """
-    return tuple((dict(options) | _OF_CLUSTER).items())  # of an option that is there twice gRPC takes the first
+    return tuple((dict(options) | _OF_CLUSTER).items())  # gRPC uses the first of duplicate options
 
 
 CLUSTER_OPTIONS: Final = cluster_options(CONNECTION_OPTIONS)
 
 STREAM_WINDOW_BYTES: Final = 16 << 10
-"""What a client may send of a message before the service reads it."""
+"""Bytes of a message that a client may send before the service reads them."""
 
 PART_BYTES: Final = 2 << 20
-"""Size of each part but the last; a first message of this size says that more follow."""
+"""Size of each part but the last; a first message of this size means that more follow."""
 
 MAX_REQUEST_BYTES: Final = 64 << 20
-"""Of a request with all its parts."""
+"""Largest request, with all its parts."""
 
 MOST_BATCHED_CALLS: Final = 256
-"""Calls of one `CallMany` that are not answered, and calls of one of its messages."""
+"""Most unanswered calls of one `CallMany`, and most calls in one of its messages."""
 
 MOST_BATCHED_REQUEST_BYTES: Final = 16 << 10
-"""Of each of them; a larger request goes by itself."""
+"""Largest request of a batched call; a larger request gets a separate call."""
 
 MOST_BATCHED_METADATA_BYTES: Final = 1024
-"""What each of them may have besides the metadata of its stream."""
+"""Most metadata of a batched call, in addition to the metadata of its stream."""
 
 LISTENING_OPTIONS: Final = (
-    # What is not read yet lies in memory that no quota counts: gRPC would let it grow to megabytes for each call.
+    # Unread bytes are in memory that no quota covers: gRPC would let them grow to megabytes for each call.
     ("grpc.http2.lookahead_bytes", STREAM_WINDOW_BYTES),
     ("grpc.http2.bdp_probe", 0),
-    ("grpc.experimental.tcp_max_read_chunk_size", 256 << 10),  # of each connection; gRPC's own is 4 MiB
-    # A client that vanished without closing is noticed within 80 s, so that what its calls hold does not stay. A client
+    ("grpc.experimental.tcp_max_read_chunk_size", 256 << 10),  # per connection; gRPC's default is 4 MiB
+    # A client that vanished without closing is noticed within 80 s, and its calls release their resources. A client
     # that is merely busy, such as a Node.js worker whose event loop computes, answers no pings and keeps its calls.
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 60_000),
     ("grpc.http2.ping_timeout_ms", 60_000),
     ("grpc.http2.max_pings_without_data", 0),
-    # Clients that look for a vanished service more often than gRPC's five minutes are welcome.
+    # Accept clients that check for a vanished service more often than gRPC's five minutes.
     ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
     ("grpc.keepalive_permit_without_calls", 1),
 )
@@ -113,7 +115,7 @@ TOKEN_KEY: Final = "authorization"  # noqa: S105  (a name)
 TOKEN_SCHEME: Final = "Bearer "  # noqa: S105  (a name)
 
 Role: TypeAlias = Literal["read", "produce", "consume", "admin", "service"]
-"""What a token lets its holder do."""
+"""Permissions of a token."""
 ROLES: Final[tuple[Role, ...]] = get_args(Role)
 
 _REREAD_SECONDS: Final = 1.0
@@ -123,12 +125,11 @@ Signature: TypeAlias = "tuple[tuple[int, int, int] | None, ...]"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tls:
-    """Files in PEM with which a client reaches a service over TLS.
+    """PEM files with which a client reaches a service over TLS.
 
     Attributes:
-        ca: certificates of the authorities that the service's certificate is checked against; None: those that gRPC
-            knows.
-        cert: the client's own certificate with its chain, for services that ask for one (mTLS).
+        ca: certificates of the authorities that the service's certificate is checked against; None: gRPC's defaults.
+        cert: the client's certificate with its chain, for services that require one (mTLS).
         key: the private key of `cert`, without a passphrase.
     """
 
@@ -138,16 +139,16 @@ class Tls:
 
     def __post_init__(self) -> None:
         if (self.cert is None) != (self.key is None):
-            raise InvalidArgumentError("got one of cert and key; give both, or none for no certificate", field="tls")
+            raise InvalidArgumentError("got only one of cert and key; give both or neither", field="tls")
 
     @classmethod
     def of_environment(cls) -> Tls | None:
-        """Return what `TQ_TLS_CA`, `TQ_TLS_CERT` and `TQ_TLS_KEY` say, None where none of them is set."""
+        """Return the settings in `TQ_TLS_CA`, `TQ_TLS_CERT` and `TQ_TLS_KEY`, or None if none of them is set."""
         ca, cert, key = (os.environ.get(name) or None for name in (CA_VARIABLE, CERT_VARIABLE, KEY_VARIABLE))
         return cls(ca=ca, cert=cert, key=key) if ca or cert or key else None
 
     def signature(self) -> Signature:
-        """Return what differs once one of the files has been replaced."""
+        """Return a value that changes when one of the files is replaced."""
         return tuple(map(file_signature, (self.ca, self.cert, self.key)))
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
@@ -161,16 +162,16 @@ class Tls:
 
 
 class Credentials:
-    """Token and TLS of one client or service. May be used by several threads.
+    """Token and TLS of one client or service. Safe to use from several threads.
 
-    Secrets are neither in its repr nor in its pickle: where it is unpickled, a token that was given as text is taken
-    from the environment, one from a file is read again.
+    Neither its repr nor its pickle contains secrets. When it is unpickled, a token that was given as text is taken from
+    the environment, and one from a file is read again.
 
     Args:
-        token: the bearer token, or the path of a file that holds it and is read again when it changes; None:
-            `TQ_TOKEN`, else the file that `TQ_TOKEN_FILE` names, else no token; False: no token, whatever they say.
-        tls: how to reach the service over TLS; None: as `TQ_TLS_CA`, `TQ_TLS_CERT` and `TQ_TLS_KEY` say, else in
-            plaintext; False: in plaintext, whatever they say.
+        token: the bearer token, or the path of a file that contains it and is reread when it changes; None: `TQ_TOKEN`,
+            else the file named by `TQ_TOKEN_FILE`, else no token; False: no token, ignoring these variables.
+        tls: how to reach the service over TLS; None: from `TQ_TLS_CA`, `TQ_TLS_CERT` and `TQ_TLS_KEY`, else plaintext;
+            False: plaintext, ignoring these variables.
         insecure: whether the token may be sent in plaintext to other machines; None: whether `TQ_INSECURE` is true.
     """
 
@@ -199,11 +200,11 @@ class Credentials:
 
     @property
     def sent_secret(self) -> str:
-        """What others could read on the way where calls go in plaintext, "" for nothing."""
+        """Name of the secret that plaintext calls would expose; "" if none."""
         return "the token" if self.has_token else ""
 
     def metadata(self) -> Metadata | None:
-        """Return the metadata that carries the token, None without one.
+        """Return the metadata that carries the token, or None without a token.
 
         Raises:
             UnauthenticatedError: the token's file cannot be used.
@@ -218,7 +219,7 @@ class Credentials:
             if signature is None or signature != self._file_signature:
                 self._metadata = _bearer(path.read_text(), str(path))
                 self._file_signature = signature
-        except (OSError, ValueError) as error:  # replaced at this moment, or gone: the token read before may still do
+        except (OSError, ValueError) as error:  # being replaced, or gone: the token read before may still be valid
             if self._metadata is None:
                 raise UnauthenticatedError(
                     f"the token file {path} cannot be used: {error}", metadata={"path": str(path)}
@@ -226,24 +227,24 @@ class Credentials:
         self._reread_at = time.monotonic() + _REREAD_SECONDS
 
     def signature(self) -> Signature:
-        """Return what differs once a channel has to be opened again to use the present files."""
+        """Return a value that changes when a channel must be reopened to use the current files."""
         return () if self.tls is None else self.tls.signature()
 
     def check_target(self, address: str) -> None:
-        """Refuse to send a token to another machine in plaintext.
+        """Raise an error if a token would be sent to another machine in plaintext.
 
         Raises:
             InvalidArgumentError: a token, no TLS, an address beyond this machine, and `insecure` not set.
         """
         if self.sent_secret and self.tls is None and not self._insecure and not is_loopback_target(address):
             raise InvalidArgumentError(
-                f"{self.sent_secret} would go to {address} in plaintext, for everyone on the way to read; give tls, or "
-                f"set TQ_TLS_CA; where the network itself is trusted, set insecure or {INSECURE_VARIABLE}=true",
+                f"{self.sent_secret} would go to {address} in plaintext, readable on the network; give tls, or "
+                f"set TQ_TLS_CA. If the network itself is trusted, set insecure or {INSECURE_VARIABLE}=true",
                 field="tls",
             )
 
     def arguments(self) -> dict[str, Any]:
-        """Return the arguments that make such credentials elsewhere, secrets left out."""
+        """Return the arguments to create the same credentials elsewhere, without secrets."""
         return dict(self._arguments)
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -254,7 +255,7 @@ class Credentials:
 
 
 def open_channel(api: Any, address: str, credentials: Credentials, options: Sequence[tuple[str, Any]]) -> Any:
-    """Open a channel for threads or for asyncio, as `api` says: `grpc` or `grpc.aio`.
+    """Open a channel for threads or for asyncio, depending on `api`: `grpc` or `grpc.aio`.
 
     Raises:
         InvalidArgumentError: the credentials cannot be used for this address.
@@ -266,20 +267,20 @@ def open_channel(api: Any, address: str, credentials: Credentials, options: Sequ
 
 
 def in_parts(request: bytes, name: str) -> list[bytes]:
-    """Return the messages in which a serialized request goes.
+    """Return the messages for a serialized request.
 
     Args:
         request: the request.
-        name: of the call, for the error.
+        name: name of the call, for the error.
 
     Raises:
-        InvalidArgumentError: it is larger than a service takes.
+        InvalidArgumentError: it is larger than a service accepts.
     """
     size = len(request)
     if size > MAX_REQUEST_BYTES:
         raise InvalidArgumentError(
-            f"the request of {name} is {size} bytes, the values of fields apart; expected at most {MAX_REQUEST_BYTES}. "
-            "Write or name fewer samples at once, or give them shorter keys, groups and custom_meta",
+            f"the request of {name} is {size} bytes, without the values of fields; expected at most "
+            f"{MAX_REQUEST_BYTES}. Write or name fewer samples at once, or use shorter keys, groups and custom_meta",
             metadata={"got": str(size), "limit": str(MAX_REQUEST_BYTES)},
         )
     if size < PART_BYTES:
@@ -302,7 +303,7 @@ def is_loopback_target(address: str) -> bool:
 
 
 def file_signature(path: FilePath | None) -> tuple[int, int, int] | None:
-    """Return what differs once a file has been replaced or written to, None where there is none."""
+    """Return a value that changes when a file is replaced or written to, or None if it does not exist."""
     if path is None:
         return None
     try:
@@ -335,31 +336,31 @@ def _is_set(variable: str) -> bool:
 
 
 _SILENT_SECONDS: Final = 4.0
-_TIMED_OUT: Final = "timed out"  # what `addresses.cause_of` makes of it
+_TIMED_OUT: Final = "timed out"  # as returned by `addresses.cause_of`
 
 
 class Controllers:
-    """The addresses at which the controller is asked for; of several controllers one leads. For several threads.
+    """Addresses of the controllers; one of several controllers leads. Safe to use from several threads.
 
-    A standby says where the leader is, which is asked from then on, whether it was among the addresses given or not;
-    where that does not answer, those that were given have their turns.
+    A standby names the leader, which is then called, even if its address was not among those given. If the leader does
+    not answer, the given addresses are tried in turn.
 
     Args:
-        addresses: one, such as a DNS name of all controllers, or several with commas between them.
+        addresses: one, such as a DNS name of all controllers, or several separated by commas.
 
     Attributes:
-        current: that which is asked next.
-        has_several: whether there is more than one controller, as far as is known.
+        current: the address to call next.
+        has_several: whether more than one controller is known.
     """
 
     def __init__(self, addresses: str) -> None:
         self._given = split_addresses(addresses)
         self.current = self._given[0]
-        self._silent_at: dict[str, float] = {}  # by address: when a call had no answer
+        self._silent_at: dict[str, float] = {}  # by address: when a call got no answer
         self.has_several = len(self._given) > 1
 
     def note(self, asked: str, failure: TqError) -> None:
-        """Choose the controller that is asked next, after a call that failed; each thread may be late with its own."""
+        """Choose the controller to call next, after a failed call; ignore late failures of other controllers."""
         if not isinstance(failure, UnavailableError) or asked != self.current:
             return
         leader = ""
@@ -376,5 +377,5 @@ class Controllers:
             self.current = next((each for each in others if not self._is_silent(each)), others[0])
 
     def _is_silent(self, address: str) -> bool:
-        """Whether a controller did not answer just now: others name one that is paused until its lease ends."""
+        """Whether a controller did not answer recently: a paused leader is named by others until its lease ends."""
         return time.monotonic() - self._silent_at.get(address, -_SILENT_SECONDS) < _SILENT_SECONDS

@@ -1,7 +1,7 @@
-"""`torch.cuda`, as far as it is needed. Tests replace these functions with those of a stand-in that needs no device.
+"""The parts of `torch.cuda` that are needed. Tests replace these functions with a stand-in that needs no device.
 
 Torch is imported only if a tensor is on a device or a device is named. No function here waits for a device, or for a
-stream to run empty: only a thread that asks an event to `synchronize` waits, for the work before that event.
+stream to drain: only a thread that asks an event to `synchronize` waits, for the work before that event.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@
     up      pinned memory ──> copy stream ── one arena on the device ── event ──> the caller's stream
 
 A copy waits for one event of the caller's stream, and the caller's stream for one event of the copy. Nothing waits for
-the device, or for a stream to run empty. The pinned memory is where the bytes come from or go to, such as a region
-shared with the storage service, if that is pinned (`host_memory`); else they pass through pinned blocks.
+the device, or for a stream to drain. The pinned memory is the source or destination itself if that is pinned
+(`host_memory`), such as a region shared with the storage service; else the bytes pass through pinned blocks.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 # Takes a fraction of a millisecond to copy, and several times as long as the calls that start the copy.
 _BLOCK_BYTES: Final = 8 << 20
-_LARGE_CHUNK_BYTES: Final = 64 << 10  # worth a copy during which other threads of Python run
+_LARGE_CHUNK_BYTES: Final = 64 << 10  # worth a copy during which other Python threads run
 
 
 def find_device(name: Any) -> Device | None:
@@ -105,8 +105,8 @@ class DeviceBytes:
         return DeviceBytes(self._values[part], self._ready)
 
     def copy_to(self, target: Bytes) -> cuda.Event:
-        """Begin to copy them to the host, and return the event after it: both are needed until then."""
-        self._ready.synchronize()  # this thread waits, not the stream: copies of other callers go over it too
+        """Start to copy them to the host, and return the event after it; keep both alive until then."""
+        self._ready.synchronize()  # blocks this thread, not the stream: other callers' copies use the stream too
         stream = copy_stream(self.device, "down")
         cuda.copy(cuda.load_torch().from_numpy(target), self._values, stream)
         return cuda.record(stream)
@@ -117,9 +117,9 @@ Chunk: TypeAlias = memoryview | DeviceBytes
 
 
 def on_host(chunks: Iterable[Chunk]) -> Iterator[list[memoryview]]:
-    """Yield the bytes of chunks on the host, in order; those on a device in blocks, while the next one is copied down.
+    """Yield the bytes of chunks on the host, in order. Blocks of a device are copied down while the previous is used.
 
-    Drop each list before requesting the next one, so that its memory can be reused.
+    Drop each list before requesting the next one, so its memory can be reused.
     """
     here: list[memoryview] = []
     copies: deque[tuple[cuda.Event, Bytes, DeviceBytes]] = deque()
@@ -148,12 +148,12 @@ def on_host(chunks: Iterable[Chunk]) -> Iterator[list[memoryview]]:
         if here:
             yield here
     finally:
-        for event, *_ in copies:  # the caller wants no more
+        for event, *_ in copies:  # if the caller stops early
             event.synchronize()
 
 
 def copy_to_host(target: Bytes, chunks: Iterable[Chunk]) -> None:
-    """Copy chunks into memory of the host, one after the other: straight from a device if the memory is pinned."""
+    """Copy chunks into memory of the host, concatenated: directly from a device if the memory is pinned."""
     view, end = target.data, 0
     pin = PINNED.find(target)
     copies: list[tuple[cuda.Event, DeviceBytes]] = []  # the device may reuse memory of a chunk that is gone
@@ -199,9 +199,8 @@ def to_cpu(tensor: Tensor) -> Tensor:
 def upload(arrays: Sequence[Bytes], device: Device) -> list[Tensor]:
     """Return bytes `(size,)` of the host as views of one arena on a device, each at a multiple of 64 bytes.
 
-    Arrays that lie one behind the other in pinned memory are copied together, in one copy; those in pageable memory
-    through pinned blocks. The current stream waits for the copies, this thread does not. Do not write to the arrays
-    afterwards.
+    Adjacent arrays in pinned memory are copied together, in one copy; those in pageable memory through pinned blocks.
+    The current stream waits for the copies, this thread does not. Do not write to the arrays afterwards.
 
     Raises:
         torch.OutOfMemoryError: the device is full; nothing is kept.

@@ -1,4 +1,4 @@
-"""Columns from what callers hold: tensors, arrays, nested tensors, lists of them, and lists of objects."""
+"""Builds columns from callers' data: tensors, arrays, nested tensors, lists of them, and lists of objects."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from tq_service.wire.objects import encode_objects, no_collection
 
 T = TypeVar("T")
 _GATHER_BELOW_BYTES: Final = 64 << 10
-"""Rows below this mean size, and all on a device, are put together first; larger ones travel as views of their own."""
+"""Rows below this mean size, and rows on a device, are concatenated first; others are sent as separate views."""
 
-_AT_ONCE: Final = 1 << 16  # objects that Python goes over in one call, while no other thread runs
+_AT_ONCE: Final = 1 << 16  # objects that Python processes in one call, while no other thread runs
 _LISTS_AT_ONCE: Final = 1 << 10
 _OBJECT_KINDS: Final = "OUST"  # of numpy's dtypes
 
@@ -50,13 +50,13 @@ def encode_columns(data: Any, known: Mapping[str, FieldSpec] | None = None) -> l
             of numbers or 0-dim tensors (dense scalars, Python's int as int64, float as float64); a list of lists of
             numbers (jagged, or dense if all have one length); a list of anything else (objects). `NonTensorData` is
             described at `non_tensor_rows`.
-        known: fields as the partition has them. One of objects takes any list; for a field of tensors, lists of nested
-            lists of numbers, or of empty lists, are tensors too. Objects that all are str become text, those that all
-            are bytes bytes, others msgpack.
+        known: fields as known by the partition. An object field takes any list. In a tensor field, lists of nested
+            lists of numbers, or of empty lists, are tensors too. Objects become text if all are str, bytes if all are
+            bytes, and else msgpack.
 
     Raises:
-        InvalidArgumentError: no fields, no rows, row counts that differ, or values no column can hold.
-        UnsupportedObjectError: an object that only pickle could carry.
+        InvalidArgumentError: no fields, no rows, row counts that differ, or values that no column can hold.
+        UnsupportedObjectError: an object that would need pickle.
     """
     columns = [
         _encode_column(_checked_name(name), values, (known or {}).get(name)) for name, values in _fields_of(data)
@@ -86,11 +86,11 @@ def encode_appended(data: Any, known: Mapping[str, FieldSpec]) -> list[SourceCol
 
     Args:
         data: as for `encode_columns`; rows have one or more dimensions.
-        known: fields as the partition has them, as far as it is known.
+        known: fields as known by the partition.
 
     Raises:
-        InvalidArgumentError: a column is of scalars, of objects, or of rows that differ in another dimension; otherwise
-            see `encode_columns`.
+        InvalidArgumentError: a column has scalars, objects, or rows that differ in another dimension; otherwise see
+            `encode_columns`.
     """
     names = [name for name, _ in _fields_of(data)]
     jagged = {name: FieldSpec(name, layout=Layout.JAGGED) for name in names if isinstance(name, str) and name}
@@ -102,7 +102,7 @@ def _ragged(column: SourceColumn) -> SourceColumn:
     if spec.layout is Layout.OBJECT or not shape or spec.ragged_dims not in {(), (0,)}:
         raise InvalidArgumentError(
             f"field {spec.name!r} is {spec.describe()}; expected a tensor or a list of numbers for each sample, which "
-            "differ in their first dimension alone. Put other fields whole",
+            "differ only in their first dimension. Put other fields instead of appending to them",
             field="data",
             metadata={"field_name": spec.name},
         )
@@ -112,14 +112,14 @@ def _ragged(column: SourceColumn) -> SourceColumn:
 
 
 def has_lists(data: Any) -> bool:
-    """Whether data has a column that is a list, which is encoded by what its field is known to hold."""
+    """Whether data has a list column, whose encoding depends on the known field."""
     is_mapping = isinstance(data, Mapping) and not _is_tensordict(data)
     return is_mapping and any(isinstance(values, (list, tuple)) for values in data.values())
 
 
 def _checked_name(name: Any) -> str:
     if not isinstance(name, str) or not name:
-        raise InvalidArgumentError(f"field name {name!r} is no text; name fields by non-empty strings", field="data")
+        raise InvalidArgumentError(f"field name {name!r} is not a string; use non-empty strings", field="data")
     try:
         name.encode()
     except UnicodeEncodeError as error:
@@ -138,7 +138,7 @@ def _fields_of(data: Any) -> list[tuple[Any, Any]]:
 
 
 def _is_tensordict(value: Any) -> bool:
-    # Where another thread is still importing it, it has no such function yet, so there is no TensorDict.
+    # While another thread is still importing it, it has no such function yet, so no TensorDict can exist.
     is_tensor_collection = getattr(sys.modules.get("tensordict"), "is_tensor_collection", None)
     return is_tensor_collection is not None and bool(is_tensor_collection(value))
 
@@ -146,7 +146,7 @@ def _is_tensordict(value: Any) -> bool:
 def _fields_of_tensordict(data: Any) -> list[tuple[Any, Any]]:
     if data.batch_dims != 1:
         raise InvalidArgumentError(
-            f"the TensorDict has batch_size {tuple(data.batch_size)}; put one with one batch dimension, the samples",
+            f"the TensorDict has batch_size {tuple(data.batch_size)}; expected one batch dimension, the samples",
             field="data",
         )
     fields: list[tuple[Any, Any]] = []
@@ -168,7 +168,7 @@ def _encode_column(name: str, values: Any, known: FieldSpec | None) -> SourceCol
     if _is_tensordict(values):
         if not _is_non_tensor(values):
             raise InvalidArgumentError(
-                f"field {name!r} is a nested TensorDict; put its columns as fields of their own", field="data"
+                f"field {name!r} is a nested TensorDict; put its columns as separate fields", field="data"
             )
         return _encode_list(name, non_tensor_rows(name, values), _objects_unless_tensors(name, known))
     if not isinstance(values, (list, tuple)):
@@ -184,21 +184,22 @@ def _holds_tensors(known: FieldSpec | None) -> bool:
 
 
 def _objects_unless_tensors(name: str, known: FieldSpec | None) -> FieldSpec | None:
-    """Return the field for rows that are objects by their container: of objects, unless it is known to hold tensors."""
+    """Return the field for rows whose container holds objects: an object field, unless it is known to hold tensors."""
     return known if _holds_tensors(known) else FieldSpec(name, layout=Layout.OBJECT)
 
 
 def _rows_of_array(array: NDArray[Any]) -> list[Any]:
-    """Return the rows of an array: objects as they are, texts as Python's."""
+    """Return the rows of an array: objects unchanged, texts as Python strings."""
     return list(array) if array.dtype.kind not in "UST" else array.tolist()
 
 
 def non_tensor_rows(name: str, values: Any) -> list[Any]:
-    """Return the rows of a `NonTensorStack` or of a `NonTensorData`, as tensordict's `tolist()` has them.
+    """Return the rows of a `NonTensorStack` or a `NonTensorData`, as returned by tensordict's `tolist()`.
 
-    A `NonTensorData` is one value for all of its rows, a list too. Two exceptions: an array of objects or texts with
-    one item per row holds the rows, since a TensorDict makes that of lists and arrays; and a `NonTensorData` without
-    a batch dimension, outside of a TensorDict, holds the rows if it holds a list, a tuple or an array.
+    A `NonTensorData` is one value for all of its rows, even if it is a list. There are two exceptions. An array of
+    objects or texts with one item per row holds the rows, since a TensorDict creates that from lists and arrays. And a
+    `NonTensorData` without a batch dimension, outside of a TensorDict, holds the rows if it holds a list, a tuple or an
+    array.
 
     Raises:
         InvalidArgumentError: it holds one value for an unknown number of rows.
@@ -212,8 +213,8 @@ def non_tensor_rows(name: str, values: Any) -> list[Any]:
         return _rows_of_array(array)
     if not isinstance(items, (list, tuple)):
         raise InvalidArgumentError(
-            f"field {name!r} is NonTensorData of one {type(items).__name__} that does not say for how many rows; "
-            "put it in a TensorDict, or give it a batch_size",
+            f"field {name!r} is NonTensorData of one {type(items).__name__} for an unknown number of rows; put it in a "
+            "TensorDict, or give it a batch_size",
             field="data",
         )
     return list(items)
@@ -236,7 +237,7 @@ def _bytes_of(name: str, values: Any) -> tuple[str, Chunk]:
 
 
 def _check_values(name: str, values: Any) -> None:
-    """Refuse tensors and arrays that have more, or less, than the values of a plain one."""
+    """Reject tensors and arrays that have more, or less, than the values of a plain one."""
     if not is_tensor(values):
         problem = "a masked array, whose mask would be lost; fill it first" if np.ma.isMaskedArray(values) else ""
     elif values.is_nested:
@@ -262,7 +263,7 @@ def _column(spec: FieldSpec, row_count: int, extents: Extents | None, chunks: tu
 
 
 def _encode_nested(name: str, values: Any) -> SourceColumn:
-    """Encode a nested tensor; the usual form, ragged in the first dimension and packed, without a copy."""
+    """Encode a nested tensor, without a copy in the usual form: packed, and ragged in the first dimension."""
     torch = sys.modules["torch"]
     nested = values.detach()
     if nested.layout is not torch.jagged:
@@ -288,16 +289,16 @@ def _encode_nested(name: str, values: Any) -> SourceColumn:
 
 def _inconsistent(name: str, nested: Any) -> InvalidArgumentError:
     return InvalidArgumentError(
-        f"field {name!r} is a nested tensor with values of shape {tuple(nested.values().shape)}, whose offsets "
-        f"{nested.offsets().tolist()[:8]} do not cut them into rows along ragged dimension {nested._ragged_idx}; make "
-        "it again from its rows, such as by torch.nested.as_nested_tensor(rows, layout=torch.jagged)",
+        f"field {name!r} is a nested tensor with values of shape {tuple(nested.values().shape)}, but its offsets "
+        f"{nested.offsets().tolist()[:8]} do not cut them into rows along ragged dimension {nested._ragged_idx}; "
+        "recreate it from its rows, such as by torch.nested.as_nested_tensor(rows, layout=torch.jagged)",
         field="data",
     )
 
 
 def _encode_list(name: str, values: Sequence[Any], known: FieldSpec | None) -> SourceColumn:
     if not values:
-        return _encode_dense(name, np.zeros(0, np.float32))  # refused for its 0 rows, with all others
+        return _encode_dense(name, np.zeros(0, np.float32))  # rejected later, as any data with 0 rows
     kinds = _kinds(values)
     if any(map(_is_non_tensor, kinds.values())):  # from iterating a NonTensorStack
         values = [value.tolist() if _is_non_tensor(value) else value for value in values]
@@ -314,7 +315,7 @@ def _parts(values: Sequence[T], size: int = _AT_ONCE) -> Iterator[Sequence[T]]:
 
 
 def _kinds(values: Sequence[Any]) -> dict[type, Any]:
-    """Return the types of values, each with one of its values."""
+    """Return the types of values, each with one example."""
     kinds: dict[type, Any] = {}
     for part in _parts(values):
         for kind in set(map(type, part)) - kinds.keys():
@@ -327,13 +328,13 @@ def _is_non_tensor(value: Any) -> bool:
 
 
 def _encode_tensors(name: str, values: Sequence[Any], kinds: set[type], known: FieldSpec | None) -> SourceColumn | None:
-    """Return rows of tensors, arrays, numbers or lists of numbers as a column of tensors; None if they are others."""
-    # Of their few types first, since there are many of them.
+    """Return rows of tensors, arrays, numbers or lists of numbers as a tensor column; None for other rows."""
+    # Check types rather than values, since there are few of them.
     are_arrays = all(issubclass(kind, np.ndarray) or is_tensor_type(kind) for kind in kinds)
     if are_arrays and all(row.dtype.kind not in _OBJECT_KINDS for row in values if isinstance(row, np.ndarray)):
         try:
             return _encode_arrays(name, values)
-        except (AttributeError, RuntimeError):  # torch does not say of which field
+        except (AttributeError, RuntimeError):  # torch does not name the field
             for row in values:
                 _check_values(name, row)
             raise
@@ -344,16 +345,16 @@ def _encode_tensors(name: str, values: Sequence[Any], kinds: set[type], known: F
 
 
 def _as_numbers(values: Sequence[Any], kinds: set[type]) -> NDArray[Any] | None:
-    """Return numbers of Python, or of one type of numpy, as an array that holds each exactly; None if they are not."""
+    """Return numbers of Python, or of one numpy type, as an array that represents each exactly; None for others."""
     is_numpy = len(kinds) == 1 and issubclass(next(iter(kinds)), (np.number, np.bool_))
     return np.concatenate(list(map(np.array, _parts(values)))) if is_numpy else exact_numbers(values, kinds)
 
 
 def _encode_number_lists(name: str, values: Sequence[list[Any]], known: FieldSpec | None) -> SourceColumn | None:
-    """Return rows of lists of numbers as a column of tensors; None if they are other lists.
+    """Return rows of lists of numbers as a tensor column; None if they are other lists.
 
-    Lists that are all empty may be lists of anything, and not all nested lists have a shape: both are tensors only in a
-    field that is known to hold tensors, so that it does not depend on the values of the first put what a field is.
+    Lists that are all empty may be lists of anything, and not all nested lists have a shape. Both become tensors only
+    in a field that is known to hold tensors, so the kind of a field does not depend on the values of the first put.
     """
     items: list[Any] = []
     for some in _parts(values, _LISTS_AT_ONCE):
@@ -364,7 +365,7 @@ def _encode_number_lists(name: str, values: Sequence[list[Any]], known: FieldSpe
             parts = [_unnested(row) for row in values]
             items = list(chain.from_iterable(part for _, part in parts))
             shapes = [shape for shape, _ in parts]
-        # An empty row does not show its further dimensions, nor its dtype.
+        # An empty row shows neither its further dimensions nor its dtype.
         full = next((shape for shape in shapes if 0 not in shape), known.row_shape or ())
         shapes = [shape + tuple(max(size, 0) for size in full[len(shape) :] if 0 in shape) for shape in shapes]
         if not items:
@@ -376,7 +377,7 @@ def _encode_number_lists(name: str, values: Sequence[list[Any]], known: FieldSpe
 
 
 def _unnested(row: list[Any]) -> tuple[tuple[int, ...], list[Any]]:
-    """Return the shape of nested lists as far as they have one, and what is in them."""
+    """Return the shape of nested lists, as far as it is regular, and their items."""
     shape: tuple[int, ...] = (len(row),)
     items = row
     while items and set(map(type, items)) == {list} and len(set(map(len, items))) == 1:
@@ -406,7 +407,7 @@ def _encode_arrays(name: str, values: Sequence[Any]) -> SourceColumn:
 def _as_tensor(name: str, array: NDArray[Any]) -> Any:
     _check_values(name, array)
     dtype = dtype_name(array.dtype, f"field {name!r}")
-    return sys.modules["torch"].from_numpy(np.array(array, dtype))  # a copy in the byte order of the machine
+    return sys.modules["torch"].from_numpy(np.array(array, dtype))  # a copy in the machine's byte order
 
 
 def _encode_rows(name: str, rows: list[Any], ragged_dims: Sequence[int] = ()) -> SourceColumn:
@@ -415,7 +416,7 @@ def _encode_rows(name: str, rows: list[Any], ragged_dims: Sequence[int] = ()) ->
     Args:
         name: the field.
         rows: tensors, or arrays.
-        ragged_dims: are ragged, besides those in which rows differ; where there are none the column is dense.
+        ragged_dims: dimensions to make ragged, in addition to those in which rows differ; if none, it is dense.
     """
     shapes = [tuple(row.shape) for row in rows]
     is_small = sum(row.nbytes for row in rows) < _GATHER_BELOW_BYTES * len(rows)
@@ -442,7 +443,7 @@ def _tensor_column(
 
 
 def _concatenate(rows: list[Any]) -> Any:
-    """Return the values of tensors, or arrays, one after the other."""
+    """Return the concatenated values of tensors or arrays."""
     flat = rows if rows[0].ndim == 1 else [row.reshape(-1) for row in rows]
     if not is_tensor(rows[0]):
         return np.concatenate(flat)
@@ -455,7 +456,7 @@ def _encode_objects(name: str, values: Sequence[Any], kinds: set[type]) -> Sourc
     if kinds == {str}:
         try:
             return _objects_column(name, Encoding.TEXT, values, lambda part, _: [text.encode() for text in part])
-        except UnicodeEncodeError:  # a lone surrogate, which UTF-8 does not have, and msgpack here does
+        except UnicodeEncodeError:  # a lone surrogate, which msgpack supports here and UTF-8 does not
             pass
     elif kinds <= {bytes, bytearray, memoryview}:
         return _objects_column(name, Encoding.BYTES, values, lambda part, _: list(map(bytes, part)))
@@ -468,7 +469,7 @@ def _encode_objects(name: str, values: Sequence[Any], kinds: set[type]) -> Sourc
 def _objects_column(
     name: str, encoding: Encoding, values: Sequence[Any], encode: Callable[[Sequence[Any], int], list[bytes]]
 ) -> SourceColumn:
-    """Return a column of objects; `encode` is given some of them, and the position of the first."""
+    """Return a column of objects; `encode` gets some of them, and the position of the first."""
     sizes, chunks = [], []
     for number, part in enumerate(_parts(values)):
         blobs = encode(part, number * _AT_ONCE)

@@ -1,8 +1,8 @@
-"""Errors over the wire, both ways.
+"""Conversion of errors to and from gRPC statuses.
 
-An error travels as `google.rpc.Status` with `ErrorInfo` (its reason and metadata), `BadRequest` where an argument is
-named, and `RetryInfo` where trying later helps. The client raises the same class again, or that of the code where a
-reason has none of its own.
+An error is sent as `google.rpc.Status` with `ErrorInfo` (its reason and metadata), `BadRequest` if an argument is
+named, and `RetryInfo` if a later retry may help. The client raises the same class, or that of the code if the reason
+has no class.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ ERROR_CLASSES: Final = frozenset(
 
 _CLASS_BY_REASON: Final = {kind.reason: kind for kind in ERROR_CLASSES - {errors.TqError}}
 
-# Without a reason, from gRPC itself, a proxy or a newer server, a code means the class whose reason it is, or of these.
+# Without a reason, from gRPC itself, a proxy or a newer server, a code maps to the class with that reason, or to these.
 _LIKE: Final = {_CODE.OUT_OF_RANGE: "INVALID_ARGUMENT", _CODE.ABORTED: "FAILED_PRECONDITION"}
 
 _CLOSED_HERE: Final = "Channel closed!"
-"""What gRPC says of a call whose channel was closed by this process."""
+"""gRPC's message for a call whose channel was closed by this process."""
 _TOO_LARGE: Final = re.compile(r"message larger than max \((\d+) vs\. (\d+)\)")
-"""What gRPC says of a message that its receiver does not take."""
+"""gRPC's message if a receiver refuses a message for its size."""
 
 
 def code_of(error: errors.TqError) -> grpc.StatusCode:
@@ -51,11 +51,11 @@ def code_of(error: errors.TqError) -> grpc.StatusCode:
 
 
 def to_status(error: errors.TqError, **facts: str) -> Status:
-    """Return an error as `google.rpc.Status`, its texts cut to what trailers can carry.
+    """Return an error as `google.rpc.Status`, with texts cut to fit in trailers.
 
     Args:
         error: the error.
-        **facts: what its metadata has besides.
+        **facts: additional metadata.
     """
     message = _cut(error.message, MAX_MESSAGE_BYTES)
     details: list[Message] = [
@@ -77,7 +77,7 @@ def to_status(error: errors.TqError, **facts: str) -> Status:
 
 
 def status_from_trailers(trailers: Iterable[Any] | None) -> Status | None:
-    """Return the `google.rpc.Status` in the trailing metadata of a call, None where there is none to be read."""
+    """Return the `google.rpc.Status` in the trailing metadata of a call, or None if it is missing or unreadable."""
     for key, value in trailers or ():
         if key == STATUS_TRAILER and isinstance(value, bytes):
             try:
@@ -93,8 +93,8 @@ def from_rpc_error(code: grpc.StatusCode, details: str | None, status: Status | 
     Args:
         code: the call's status code.
         details: the call's message.
-        status: what came in the trailers (`status_from_trailers`); None: gRPC itself or a proxy answered, and the code
-            alone decides.
+        status: the status in the trailers (`status_from_trailers`); None: gRPC itself or a proxy answered, and only the
+            code decides.
     """
     info, violation, retry = ErrorInfo(), BadRequest(), RetryInfo()
     has_info = has_retry = False
@@ -121,8 +121,8 @@ def _class_of(code: grpc.StatusCode) -> type[errors.TqError]:
 
 def _from_code(code: grpc.StatusCode, message: str) -> errors.TqError:
     if code is _CODE.CANCELLED and message != _CLOSED_HERE:
-        # A service that stops takes the calls with it that are still running when its grace is over.
-        return errors.UnavailableError(f"the call was broken off on its way, or by a service that stops ({message})")
+        # A service that stops cancels the calls that are still running when its grace period ends.
+        return errors.UnavailableError(f"the call was interrupted in transit, or by a service that stops ({message})")
     if code is _CODE.UNIMPLEMENTED:
         return errors.InternalError(
             f"the server does not know this call ({message}); client and server are of different versions, or the "
@@ -130,7 +130,7 @@ def _from_code(code: grpc.StatusCode, message: str) -> errors.TqError:
         )
     if code is _CODE.RESOURCE_EXHAUSTED and (sizes := _TOO_LARGE.search(message)) is not None:
         return errors.ResourceExhaustedError(
-            f"a message of this call has {sizes[1]} bytes, more than the {sizes[2]} that its receiver takes; ask for "
+            f"a message of this call has {sizes[1]} bytes, more than the {sizes[2]} that its receiver accepts; request "
             "or send less at once, or send a large request in parts (docs/protocol.md), or raise "
             f"grpc.max_receive_message_length of the client ({message})",
             metadata={"limit_name": "message size", "got": sizes[1], "limit": sizes[2]},

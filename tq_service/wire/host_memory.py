@@ -1,19 +1,19 @@
-"""Memory of this process for the bytes of puts and gets: blocks that are used again, and what a device may copy from.
+"""Memory of this process for the bytes of puts and gets: reusable blocks, and pinned memory for device copies.
 
 ::
 
-    BLOCKS   take: an unused block or a new one -> array -> its last view is gone -> unused -> used again, or freed
+    BLOCKS   take: an unused block or a new one -> array -> its last view is gone -> unused -> reused, or freed
     PINNED   pin: registered with the driver, once -> Pin -> the last reference to it is gone -> stays registered
              until others need its share of TQ_PINNED_BYTES, or it is unmapped
 
-Pages that are new to a process cost the system more than the bytes cost to receive. Gets of 256 MiB were seen to vary
-from 0.5 to 2.2 GB/s, all of the difference being system time. A training loop gets batches of like size and drops them,
-so a few blocks are enough for all of them.
+New pages cost the system more than receiving the bytes. Gets of 256 MiB varied from 0.5 to 2.2 GB/s, and the entire
+difference was system time. A training loop gets batches of similar size and drops them, so a few blocks are enough for
+all of them.
 
-Pinned are blocks for a device, buffers that loader workers fill, and regions of a storage service of this host. Copies
-of pageable memory are several times slower; it is used where no more may be pinned, or the system refuses.
+Blocks for a device, buffers filled by loader workers, and regions of a storage service of this host are pinned. Copies
+of pageable memory are several times slower; it is used if no more may be pinned, or the system refuses.
 
-Arrays end in garbage collections, at any point of any thread: what is done then takes no locks.
+Arrays can be finalized in garbage collections, at any point of any thread, so the finalizers take no locks.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 ALIGNMENT_BYTES: Final = 64
-"""Columns in one piece of memory start at multiples of it."""
+"""Alignment of columns in one piece of memory."""
 
 LIMIT_VARIABLE: Final = "TQ_PINNED_BYTES"
 _DEFAULT_LIMIT_BYTES: Final = 1 << 30
 
 # Below this malloc reuses memory well enough, see `keep_frame_buffers`.
 _SMALL_BYTES: Final = 4 << 20
-# For batches of a GiB; a process that gets smaller ones keeps the few blocks that it had in the last minute.
+# For batches of a GiB; a process that gets smaller ones keeps only the few blocks used in the last minute.
 _KEPT_BYTES: Final = 2 << 30
 _KEPT_SECONDS: Final = 60.0
-# A block may be this much larger than what is asked for: batches are of like size, not of the same.
+# A block may be this much larger than requested: batch sizes are similar, not equal.
 _MOST_SLACK: Final = 1.25
 
 
@@ -65,13 +65,13 @@ def aligned(size: int) -> int:
 
 
 def place_columns(sizes: Iterable[int]) -> tuple[list[int], int]:
-    """Return where columns of so many bytes start in one piece of memory, and the size of all in bytes."""
+    """Return the start of each column of these sizes in one piece of memory, and the total size in bytes."""
     *starts, end = accumulate(map(aligned, sizes), initial=0)
     return starts, end
 
 
 class Pin:
-    """Memory that stays pinned as long as this object exists.
+    """Memory that is pinned as long as this object exists.
 
     Attributes:
         mapping: the memory.
@@ -85,7 +85,7 @@ class Pin:
 
 @dataclass(slots=True, eq=False)
 class _Pinned:
-    """A mapping that is pinned, and returns its pin if it is in use."""
+    """A pinned mapping; knows its pin if it is in use."""
 
     address: int
     size: int
@@ -103,18 +103,18 @@ class _Pinned:
 
 
 class PinnedMemory:
-    """Pins mappings up to a limit, of which those make way that were not in use for the longest. Threads may share it.
+    """Pins mappings up to a limit; unused ones are unpinned for others, least recently used first. Thread-safe.
 
-    A mapping is unpinned before it is unmapped, and after the last copy that uses it: `keep` has its arrays until then.
-    The lock is reentrant for the finalizers of others, which can run at any point of a thread that has it.
+    A mapping is unpinned before it is unmapped, and after the last copy that uses it: `keep` holds its arrays until
+    then. The lock is reentrant because finalizers can run at any point of a thread that holds it.
 
     Args:
-        limit_bytes: most bytes together; None: `TQ_PINNED_BYTES`, then 1 GiB.
+        limit_bytes: most bytes in total; None: `TQ_PINNED_BYTES`, else 1 GiB.
     """
 
     def __init__(self, limit_bytes: int | None = None) -> None:
         self._limit = limit_bytes
-        self._granted: dict[bool, int] = {}  # most bytes that the system pins of shared memory, and of other
+        self._granted: dict[bool, int] = {}  # most bytes that the system pins, of shared memory and of other memory
         self._lock = threading.RLock()
         self._pinned: dict[int, _Pinned] = {}  # by address, the least recently used first
         self._unpinned: deque[_Pinned] = deque()
@@ -148,10 +148,10 @@ class PinnedMemory:
         return self._used_bytes() + size <= limit and self._used_bytes(mapping.is_shared) + size <= granted
 
     def pin(self, mapping: Mapping, device: Device) -> Pin | None:
-        """Pin a mapping, or find it pinned; None if it stays pageable.
+        """Pin a mapping, or return its existing pin; None if it stays pageable.
 
-        It may be anonymous, or a shared one of a memfd: of a private one the driver would copy each page. A memfd
-        cannot be sealed against writing any more, which regions never are.
+        It may be anonymous, or a shared mapping of a memfd; of a private one the driver would copy each page. The memfd
+        can then no longer be sealed against writing; regions never are.
         """
         while mapping.size <= self._limit_bytes():
             with self._lock:
@@ -163,7 +163,7 @@ class PinnedMemory:
                 copy = next(iter(self._copies), None)
             if copy is None:
                 break
-            copy.synchronize()  # what it uses may make way then
+            copy.synchronize()  # its memory may then be unpinned
         return None
 
     def find(self, array: Bytes) -> Pin | None:
@@ -210,7 +210,7 @@ class PinnedMemory:
         self._copies[event] = things
 
     def tidy(self) -> None:
-        """Release what `keep` has for copies that are done, and account for what is no longer pinned."""
+        """Release the things kept for finished copies, and account for memory that is no longer pinned."""
         with self._lock:
             for event in [event for event in list(self._copies) if event.query()]:
                 self._copies.pop(event, None)
@@ -221,10 +221,11 @@ class PinnedMemory:
 
 
 class Blocks:
-    """Blocks of memory, which are used again when no array, view or tensor on them is left. Threads may share it.
+    """Blocks of memory that are reused once no array, view or tensor on them is left. Thread-safe.
 
-    Unused blocks are kept up to `kept_bytes` together and for `kept_seconds` each, checked whenever one is asked for or
-    comes back. All state is in a deque: a thread that looks at it while another does finds none, and makes a new block.
+    Unused blocks are kept up to `kept_bytes` in total and for `kept_seconds` each; the limits are checked whenever one
+    is requested or returned. All state is in a deque. While one thread processes it, another thread finds it empty and
+    creates a new block.
 
     Args:
         kept_bytes: most bytes of unused blocks.
@@ -237,21 +238,21 @@ class Blocks:
         self._unused: deque[tuple[float, Mapping]] = deque()
 
     def take(self, size: int, device: Device | None = None) -> Bytes:
-        """Return an array of `size` arbitrary bytes; for copies to and from a device: pinned if possible.
+        """Return an array of `size` arbitrary bytes; for copies to and from a device, pinned if possible.
 
-        Forked children do not have an array for a device.
+        Forked children do not inherit an array for a device.
         """
         if size < _SMALL_BYTES and device is None:
             return np.empty(size, np.uint8)
         if device is not None:
-            PINNED.tidy()  # a block whose copy is done comes back
+            PINNED.tidy()  # returns blocks whose copies are done
         block = self._reused(size, is_inherited=device is None)
         if block is None:
             block = Mapping.anonymous(size, is_inherited=device is None)
         return block.array(0, size, _Use(self, block, None if device is None else PINNED.pin(block, device)))
 
     def take_columns(self, sizes: Sequence[int], device: Device) -> list[Bytes]:
-        """Return arrays of these sizes for a device, in one block, so that one copy takes all of them."""
+        """Return arrays of these sizes for a device, in one block, so a single copy covers all of them."""
         starts, end = place_columns(sizes)
         block = self.take(max(end, 1), device)
         return [block[start : start + size] for start, size in zip(starts, sizes, strict=True)]
@@ -265,12 +266,12 @@ class Blocks:
         return None if found is None else found[1]
 
     def put_back(self, block: Mapping) -> None:
-        """Take note that a block is unused."""
+        """Return a block that is unused now."""
         if block.is_own:
             self._keep([(time.monotonic(), block), *self._take_all()])
 
     def _take_all(self) -> list[tuple[float, Mapping]]:
-        """Take the unused blocks, the latest first."""
+        """Take the unused blocks, most recent first."""
         taken = []
         with suppress(IndexError):
             while True:
@@ -278,7 +279,7 @@ class Blocks:
         return [each for each in taken if each[1].is_own]
 
     def _keep(self, blocks: Iterable[tuple[float, Mapping]]) -> None:
-        """Keep blocks, the latest first, as far as the limits allow; the system gets the others back."""
+        """Keep blocks, most recent first, as far as the limits allow; the others return to the system."""
         oldest = time.monotonic() - self._kept_seconds
         remaining = self._kept_bytes
         for since, block in blocks:
@@ -288,7 +289,7 @@ class Blocks:
 
 
 class _Use:
-    """A block as long as an array on it exists."""
+    """Owns a block while an array on it exists."""
 
     __slots__ = ("_block", "_blocks", "_pin")
 

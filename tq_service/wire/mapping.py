@@ -1,6 +1,6 @@
-"""Memory that this process maps: all of a memfd, or new memory of its own. A device may have it pinned.
+"""Memory mapped by this process: an entire memfd, or new anonymous memory. It can be pinned for a device.
 
-Mappings here keep no file descriptor open. Those of Python do, each its own: a process has not that many.
+Mappings here keep no file descriptor open. Each of Python's mappings does, and a process has only so many.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def map_memory(fd: int, size: int, protection: int, flags: int, address: int | N
 
 
 def advise(address: int, size: int, advice: int) -> None:
-    """Advise the system about memory as madvise(2) does; other threads run meanwhile.
+    """Advise the system about memory as madvise(2) does; other threads run during the call.
 
     Raises:
         OSError: the system refuses it.
@@ -78,15 +78,15 @@ class Mapping:
     """Memory that is mapped in this process until the last reference to this object is gone.
 
     Args:
-        fd: a memfd, all of which is mapped, and which may be closed afterwards.
+        fd: a memfd, which is mapped entirely and may be closed afterwards.
         is_shared: whether writes go to the memfd; else they change only this mapping.
-        is_inherited: whether children have it that are forked.
+        is_inherited: whether forked children inherit it.
         is_populated: whether all of its pages are mapped now, instead of one by one when they are used.
 
     Attributes:
         address, size: its first byte in memory, and its number of bytes.
         is_shared, is_inherited: as above.
-        on_unmap: has a function to be called before it is unmapped, by the one who removes it from here.
+        on_unmap: may hold a function to call before it is unmapped; remove it from here before calling it.
 
     Raises:
         OSError: the system refuses it.
@@ -115,14 +115,14 @@ class Mapping:
 
         Args:
             size: number of bytes.
-            is_inherited: whether forked children have it too. Pinned memory must not be: a page that is written to
-                after a fork is replaced by a copy, which is not pinned.
+            is_inherited: whether forked children inherit it. Pinned memory must not be inherited: after a fork, a page
+                that is written to is replaced by a copy, which is not pinned.
         """
         mapping = cls.__new__(cls)
         rounded = -(-size // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
         mapping._map(-1, rounded, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, is_inherited=is_inherited)
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            with suppress(OSError):  # of a system without huge pages
+            with suppress(OSError):  # the system does not support huge pages
                 advise(mapping.address, rounded, mmap.MADV_HUGEPAGE)
         return mapping
 
@@ -132,11 +132,11 @@ class Mapping:
         return self._process_id == os.getpid()
 
     def array(self, start: int, size: int, owner: object = None) -> Bytes:
-        """Return an array on a part of it, which keeps it, and `owner`, as long as the array or a view of it."""
+        """Return an array on a part of it; the array and its views keep the mapping and `owner` alive."""
         return np.asarray(_Part(self, start, size, owner))
 
     def discard_changes(self, first_page: int, end_page: int) -> None:
-        """Drop the pages of a range that were written to, of a mapping that is not shared: it has the memfd's again."""
+        """Drop written pages in a range of a private mapping, which then shows the memfd's pages again."""
         page, count = self.address // PAGE_BYTES + first_page, end_page - first_page
         changed = _changed_pages(page, count)
         if changed is None:
@@ -169,7 +169,7 @@ class _Part:
 
 
 def _changed_pages(first_page: int, count: int) -> NDArray[np.intp] | None:
-    """Return which pages of a private mapping are this process's own; None if the system does not tell."""
+    """Return which pages of a private mapping are copies of this process; None if the system does not tell."""
     try:
         with Path("/proc/self/pagemap").open("rb", buffering=0) as pagemap:
             entries = np.frombuffer(os.pread(pagemap.fileno(), 8 * count, 8 * first_page), np.uint64)

@@ -1,4 +1,4 @@
-"""Messages as dataclasses, and objects as messages: what has the same name is the same.
+"""Conversion between messages and Python objects by field name, such as dataclasses.
 
 Spans of time are seconds here, and `google.protobuf.Duration` in messages.
 """
@@ -25,8 +25,10 @@ from tq_service.schema import (
     Layout,
     OnLost,
     Operator,
+    Overflow,
     Published,
     RefillOutcome,
+    ReleaseWhen,
     Scalar,
     Unmatched,
 )
@@ -38,7 +40,9 @@ from tq_service.wire.metadata import (
     LAYOUTS,
     ON_LOST,
     OPERATORS,
+    OVERFLOW,
     REFILL_OUTCOMES,
+    RELEASE_WHEN,
     UNMATCHED,
     EnumWords,
     decode_spec,
@@ -49,7 +53,7 @@ from tq_service.wire.metadata import (
 Result = TypeVar("Result")
 Sent = TypeVar("Sent", bound=Message)
 _SECONDS: Final = "_seconds"
-# Types that are not dataclasses whose fields are those of their messages.
+# Types whose messages do not have the same fields.
 _READERS: Final[Mapping[Any, Callable[[Any], Any]]] = {
     FieldSpec: decode_spec,
     Scalar: decode_value,
@@ -62,8 +66,10 @@ _WORDS: Final[Mapping[Any, EnumWords[Any]]] = {
     Late: LATE,
     Layout: LAYOUTS,
     OnLost: ON_LOST,
+    Overflow: OVERFLOW,
     Operator: OPERATORS,
     RefillOutcome: REFILL_OUTCOMES,
+    ReleaseWhen: RELEASE_WHEN,
     Unmatched: UNMATCHED,
 }
 _ENUMS: Final[Mapping[str, EnumWords[Any]]] = {
@@ -71,21 +77,23 @@ _ENUMS: Final[Mapping[str, EnumWords[Any]]] = {
     "EvictionReason": EVICTION_REASONS,
     "Late": LATE,
     "GivenBack": GIVEN_BACK,
+    "Overflow": OVERFLOW,
     "RefillOutcome": REFILL_OUTCOMES,
+    "ReleaseWhen": RELEASE_WHEN,
 }
 
 
 def read_message(kind: type[Result], message: Message, **given: Any) -> Result:
-    """Return a dataclass whose fields are the fields of the same names of a message.
+    """Return a dataclass filled from the fields of a message with the same names.
 
-    What may be None and is not set, or empty where that cannot be distinguished, becomes None; what is repeated a
-    tuple; messages become the dataclasses of the fields' types; a Duration `x` the float `x_seconds`. What is empty has
-    the default of the dataclass, where there is one.
+    An optional field becomes None if it is not set, or is empty and has no presence. Repeated fields become tuples,
+    messages the dataclasses of the fields' types, and a Duration `x` the float `x_seconds`. Empty fields get the
+    default of the dataclass, if it has one.
 
     Args:
         kind: the dataclass.
         message: the message.
-        **given: fields of the dataclass that are not as in the message.
+        **given: fields of the dataclass that are not taken from the message.
     """
     any_kind: Any = kind
     values = {
@@ -97,13 +105,13 @@ def read_message(kind: type[Result], message: Message, **given: Any) -> Result:
 
 
 def to_message(kind: type[Sent], source: object, **given: Any) -> Sent:
-    """Return a message whose fields are the attributes of the same names of an object.
+    """Return a message filled from the attributes of an object with the same names.
 
     Args:
         kind: the message.
-        source: has the attributes; None stands for a field that is not set, objects for the messages of them, words for
-            enums, and `x_seconds` for a Duration `x`.
-        **given: fields of the message that are no attributes, or others.
+        source: has the attributes: None for an unset field, objects for submessages, words for enums, and `x_seconds`
+            for a Duration `x`.
+        **given: fields of the message that are not taken from attributes.
     """
     values = {
         field.name: _sent(getattr(source, field.name + _SECONDS * (field.message_type is Duration.DESCRIPTOR)), field)
@@ -115,16 +123,23 @@ def to_message(kind: type[Sent], source: object, **given: Any) -> Sent:
 
 @cache
 def _fields(kind: Any) -> list[tuple[str, Callable[[Message], Any], bool]]:
-    """Return of each field its name, what reads it from a message, and whether it has a default but None."""
+    """Return for each field its name, its reader, and whether it has a default other than None.
+
+    A span of time counts as without default, since an unset one has 0 seconds.
+    """
     hints = get_type_hints(kind)
     return [
-        (field.name, _reader(field.name, hints[field.name]), field.default not in {MISSING, None})
+        (
+            field.name,
+            _reader(field.name, hints[field.name]),
+            field.default not in {MISSING, None} and not field.name.endswith(_SECONDS),
+        )
         for field in fields(kind)
     ]
 
 
 def _reader(name: str, hint: Any) -> Callable[[Message], Any]:
-    """Return what reads a field of a dataclass from a message."""
+    """Return the function that reads a field of a dataclass from a message."""
     read, is_optional, is_tuple = _parts(name, hint)
     if name.endswith(_SECONDS):
         name = name.removesuffix(_SECONDS)
@@ -133,7 +148,7 @@ def _reader(name: str, hint: Any) -> Callable[[Message], Any]:
 
 
 def _parts(name: str, hint: Any) -> tuple[Callable[[Any], Any] | None, bool, bool]:
-    """Return what reads a value of a type, or one of a tuple; whether it may be None; and whether it is a tuple."""
+    """Return the reader for a type, or for items of a tuple; whether it may be None; and whether it is a tuple."""
     is_optional = NoneType in get_args(hint)
     if is_optional:
         (hint,) = (each for each in get_args(hint) if each is not NoneType)
@@ -159,7 +174,7 @@ def _value(name: str, read: Callable[[Any], Any] | None, is_optional: bool, is_t
 
 
 def _sent(value: Any, field: Any) -> Any:
-    """Return what an attribute is in the message that has a field."""
+    """Convert an attribute to the value of a message field."""
     described = field.message_type
     if value is None or (described is None and field.enum_type is None):
         return value
@@ -173,18 +188,18 @@ def _sent(value: Any, field: Any) -> Any:
 
 
 MOST_SECONDS: Final = 315_576_000_000
-"""The longest span that a Duration may have, some 10,000 years."""
+"""The longest span that a Duration allows, about 10,000 years."""
 _NANOS: Final = 10**9
 
 
 def to_duration(seconds: float) -> Duration:
-    """Return a span, rounded to nanoseconds; what is longer than a Duration may be becomes the longest there is.
+    """Return a span as a Duration, rounded to nanoseconds and limited to the longest that it allows.
 
     Raises:
-        ValueError: it is no number.
+        ValueError: it is NaN.
     """
-    seconds = max(min(seconds, MOST_SECONDS), -MOST_SECONDS)  # in this order, NaN stays what it is
-    whole = int(seconds)  # towards 0, so that both parts have one sign
+    seconds = max(min(seconds, MOST_SECONDS), -MOST_SECONDS)  # NaN passes through in this order
+    whole = int(seconds)  # towards 0, so both parts have the same sign
     nanos = round((seconds - whole) * _NANOS)
     if abs(nanos) == _NANOS:
         whole, nanos = whole + (1 if nanos > 0 else -1), 0
@@ -192,10 +207,10 @@ def to_duration(seconds: float) -> Duration:
 
 
 def read_seconds(field: str, span: Duration) -> float:
-    """Return the seconds of the span in a field; one that is not set has 0.
+    """Return the seconds of the span in a field; an unset span has 0.
 
     Raises:
-        InvalidArgumentError: it is longer than a Duration may be, or its parts do not fit together.
+        InvalidArgumentError: it is longer than a Duration allows, or its parts are inconsistent.
     """
     seconds, nanos = span.seconds, span.nanos
     if abs(seconds) > MOST_SECONDS or abs(nanos) >= _NANOS or seconds * nanos < 0:

@@ -1,8 +1,8 @@
-"""What messages say of samples, both ways: which they are, where their cells lie, words, field specs, and custom_meta.
+"""Conversion of messages about samples: indexes, cells, enum words, field specs, and custom_meta, in both directions.
 
-Indexes of samples and rows of puts are many integers, and mostly runs of neighbours. custom_meta travels in columns.
-Users give it as columns too, or as one mapping a sample, and read it as such; `values_to_meta_column`,
-`rows_to_meta_columns` and `meta_columns_to_rows` go between them.
+Indexes of samples and rows of puts are many integers, mostly runs of neighbours. custom_meta is sent in columns. Users
+give it as columns too, or as one mapping per sample, and read it as such. `values_to_meta_column`,
+`rows_to_meta_columns` and `meta_columns_to_rows` convert it.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from tq_service.schema import (
     BatchUnit,
     Encoding,
     EvictionReason,
+    FieldScope,
     FieldSpec,
     GivenBack,
     KeyMode,
@@ -31,7 +32,9 @@ from tq_service.schema import (
     Layout,
     OnLost,
     Operator,
+    Overflow,
     RefillOutcome,
+    ReleaseWhen,
     SampleState,
     Scalar,
     Unmatched,
@@ -43,8 +46,8 @@ Indexes = NDArray[np.int64]
 
 _FEW_VALUES: Final = 64
 _LEAST_MEAN_LENGTH: Final = 4
-_BYTES_TYPE: Final = 2  # of a field, in the encoding of protobuf: a packed one has its values as bytes
-_MOST_INDEXES: Final = 2**31  # a few bytes must not make a reader reserve whatever they say
+_BYTES_TYPE: Final = 2  # wire type of a packed field in protobuf: its values are bytes
+_MOST_INDEXES: Final = 2**31  # limits how much a reader allocates for a few bytes of ranges
 
 
 NO_INTEGERS: Final = np.zeros(0, np.int64)
@@ -53,16 +56,16 @@ NO_INTEGERS: Final = np.zeros(0, np.int64)
 def decode_integers(values: Sequence[int]) -> Indexes:
     """Return a repeated field of integers as an array `(n,)`.
 
-    Numpy can read long fields in protobuf's buffers, which costs a copy; finding that out costs more than a few values.
+    For long fields numpy reads protobuf's buffers, which costs one copy; for a few values that is slower.
     """
     count = len(values)
     return np.fromiter(values, np.int64, count) if count <= _FEW_VALUES else np.array(values, np.int64)
 
 
 def fill_packed(message: Any, field: str, values: NDArray[Any]) -> None:
-    """Fill a repeated field of numbers of 4 or 8 bytes, or of truth values, that has none yet.
+    """Fill an empty repeated field of 4- or 8-byte numbers, or of booleans.
 
-    Its values lie in a message as they do in an array, so that many of them are copied at once.
+    A message encodes the values like an array, which allows copying all of them at once.
     """
     if values.size <= _FEW_VALUES:
         getattr(message, field).extend(values.tolist())
@@ -73,7 +76,7 @@ def fill_packed(message: Any, field: str, values: NDArray[Any]) -> None:
 
 
 def encode_varint(value: int) -> bytes:
-    """Return a number of 0 or more as protobuf writes tags and lengths."""
+    """Encode a non-negative number as protobuf encodes tags and lengths."""
     encoded = bytearray()
     while value > 0x7F:
         encoded.append(value & 0x7F | 0x80)
@@ -83,7 +86,7 @@ def encode_varint(value: int) -> bytes:
 
 
 def expand_runs(firsts: Indexes, counts: Indexes) -> Indexes:
-    """Return every number of runs, run after run: firsts (3, 8), counts (2, 1) give (3, 4, 8)."""
+    """Return all numbers of runs, run after run: firsts (3, 8), counts (2, 1) give (3, 4, 8)."""
     if firsts.size == 1:
         return np.arange(firsts[0], firsts[0] + counts[0], dtype=np.int64)
     starts = np.cumsum(counts) - counts
@@ -91,27 +94,27 @@ def expand_runs(firsts: Indexes, counts: Indexes) -> Indexes:
 
 
 def runs_of(values: Indexes) -> tuple[Indexes, Indexes]:
-    """Return the runs of neighbours that values are: (3, 4, 8) gives firsts (3, 8) and counts (2, 1)."""
+    """Return values as runs of neighbours: (3, 4, 8) gives firsts (3, 8) and counts (2, 1)."""
     starts, counts = _runs_at(np.diff(values) != 1, values.size)
     return values[starts], counts
 
 
 def _runs_at(breaks: NDArray[np.bool_], count: int) -> tuple[Indexes, Indexes]:
-    """Return where runs of `count` values start, and their lengths; `breaks` says of all but the first if one does."""
+    """Return starts and lengths of the runs of `count` values; `breaks[i]`: value `i + 1` starts a run."""
     starts = np.flatnonzero(np.concatenate(([count > 0], breaks)))
     return starts, np.diff(starts, append=count)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CellRuns:
-    """The cells of fields that were put together, as runs of neighbouring rows in the order wanted.
+    """Cells of fields that were put together, as runs of neighbouring rows in the requested order.
 
     Attributes:
         field_names: the fields that share the runs.
-        put_indexes: `(runs,)`, which of the puts that are named beside the runs.
+        put_indexes: `(runs,)`, index of each run's put, in the list of puts given with the runs.
         first_rows: `(runs,)`, the first row of each in its put.
         row_counts: `(runs,)`, the number of rows of each.
-        extent_counts: `(n,)`, where cells have grown, of how many rows each cell is; empty: all are of one.
+        extent_counts: `(n,)`, the number of rows per cell if cells have grown; empty: one row each.
         extent_lengths: `(rows,)`, how much of the first dimension of each row belongs to its cell, `WHOLE_EXTENT`: all.
     """
 
@@ -123,16 +126,25 @@ class CellRuns:
     extent_lengths: Indexes = field(default_factory=NO_INTEGERS.copy)
 
     @classmethod
-    def from_proto(cls, message: pb.CellRuns) -> CellRuns:
-        """Return the runs of a message; they may be anything."""
+    def from_proto(cls, message: pb.CellRuns, *, with_extents: bool = True) -> CellRuns:
+        """Return the runs of a get, of cells or of their extents, without checking them."""
         return cls(
             field_names=tuple(message.field_names),
             put_indexes=decode_integers(message.put_indexes),
             first_rows=decode_integers(message.first_rows),
             row_counts=decode_integers(message.row_counts),
-            extent_counts=decode_integers(message.extent_counts),
-            extent_lengths=decode_integers(message.extent_lengths),
+            extent_counts=decode_integers(message.extent_counts) if with_extents else NO_INTEGERS,
+            extent_lengths=decode_integers(message.extent_lengths) if with_extents else NO_INTEGERS,
         )
+
+    @classmethod
+    def of_samples(cls, message: pb.CellRuns) -> CellRuns:
+        """Return the runs of located samples, with one cell for each sample, even if samples share cells."""
+        runs = cls.from_proto(message)
+        if not message.sample_counts:
+            return runs
+        puts, rows = (np.repeat(each, decode_integers(message.sample_counts)) for each in runs.expand())
+        return cls.of_rows(runs.field_names, puts, rows)
 
     @classmethod
     def of_rows(
@@ -155,9 +167,9 @@ class CellRuns:
         )
 
     def to_proto(self) -> pb.CellRuns:
-        """Return the runs as the message of a get, which is for rows."""
+        """Return the runs as the message of a get."""
         message = pb.CellRuns(field_names=self.field_names)
-        for name in ("put_indexes", "first_rows", "row_counts"):
+        for name in ("put_indexes", "first_rows", "row_counts", "extent_counts", "extent_lengths"):
             fill_packed(message, name, getattr(self, name).astype(np.uint32))
         return message
 
@@ -182,7 +194,7 @@ class CellRuns:
 
 
 def set_indexes(message: pb.BatchMeta, indexes: Indexes | range) -> None:
-    """Name the samples of a batch, which has none yet."""
+    """Set the samples of a batch without samples."""
     if len(indexes) > _FEW_VALUES:
         if isinstance(indexes, range):
             firsts, counts = [indexes.start], [len(indexes)]
@@ -199,7 +211,7 @@ def read_indexes(message: pb.BatchMeta) -> Indexes:
     """Return the samples of a batch, in order.
 
     Raises:
-        InvalidArgumentError: both forms, ranges that are none, or too many samples.
+        InvalidArgumentError: both forms are set, ranges are invalid, or there are too many samples.
     """
     if not message.HasField("index_ranges"):
         return decode_integers(message.global_indexes)
@@ -207,28 +219,28 @@ def read_indexes(message: pb.BatchMeta) -> Indexes:
     counts = decode_integers(message.index_ranges.index_counts)
     if message.global_indexes or firsts.size != counts.size or bool((counts < 1).any()):
         raise InvalidArgumentError(
-            f"index_ranges has {firsts.size} first_indexes and {counts.size} index_counts beside "
+            f"index_ranges has {firsts.size} first_indexes and {counts.size} index_counts, together with "
             f"{len(message.global_indexes)} global_indexes; send as many index_counts as first_indexes, each 1 or "
             f"more, and no global_indexes",
             field="index_ranges",
         )
     if float(counts.sum(dtype=np.float64)) > _MOST_INDEXES:
         raise InvalidArgumentError(
-            f"index_ranges names more than {_MOST_INDEXES} samples; ask for fewer", field="index_ranges"
+            f"index_ranges names more than {_MOST_INDEXES} samples; request fewer", field="index_ranges"
         )
     return expand_runs(firsts, counts)
 
 
-_CONVERTED_AT_ONCE: Final = 1 << 16  # numpy keeps other threads from running meanwhile
+_CONVERTED_AT_ONCE: Final = 1 << 16  # numpy blocks other threads during a conversion
 _NUMBERS: Final[dict[type, Any]] = {bool: np.bool_, int: np.int64, float: np.float64}
 
 
 def exact_numbers(values: Sequence[Any], kinds: set[type]) -> NDArray[Any] | None:
-    """Return bools, integers or floats of Python as an array that holds each exactly, None where none does.
+    """Return Python bools, integers or floats as an array that represents each exactly, or None if impossible.
 
     Args:
-        values: the numbers, or whatever.
-        kinds: the types of all of them.
+        values: the numbers, or any other values.
+        kinds: the set of their types.
     """
     if kinds == {int, float} and not any(type(value) is int and abs(value) > LARGEST_EXACT for value in values):
         kinds = {float}
@@ -249,10 +261,9 @@ class EnumWords(Generic[Word]):
     """The words of one enum; None stands for "unspecified".
 
     Args:
-        name: of the field, for errors.
-        enum: of the protos.
-        words: each with the name of its value but for the prefix of all of them, which is the word in capitals where
-            none is given.
+        name: name of the field, for errors.
+        enum: enum of the protos.
+        words: each with the name of its value, without the prefix common to all; by default the word in capitals.
     """
 
     def __init__(self, name: str, enum: Any, words: Iterable[Word] | Mapping[Word, str]) -> None:
@@ -264,10 +275,10 @@ class EnumWords(Generic[Word]):
         self._words: dict[int, Word | None] = {0: None, **{number: word for word, number in numbers.items()}}
 
     def encode(self, word: str | None, name: str | None = None) -> Any:
-        """Return the number of a word; `name` is that of the argument it was given as.
+        """Return the number of a word; `name` is the argument's name.
 
         Raises:
-            InvalidArgumentError: the enum has no such word.
+            InvalidArgumentError: the enum does not have the word.
         """
         if word is None:
             return 0
@@ -277,15 +288,15 @@ class EnumWords(Generic[Word]):
         return self._numbers[word]
 
     def decode(self, number: int, name: str | None = None) -> Word | None:
-        """Return the word of a number; `name` is that of the field that has it.
+        """Return the word of a number; `name` is the field's name.
 
         Raises:
-            InvalidArgumentError: the enum has no such number.
+            InvalidArgumentError: the enum does not have the number.
         """
         if number not in self._words:
             name = name or self._name
             raise InvalidArgumentError(
-                f"{name}: the number {number} is unknown; send that of {', '.join(self._numbers)}",
+                f"{name}: the number {number} is unknown; send that of one of {', '.join(self._numbers)}",
                 field=name,
             )
         return self._words[number]
@@ -293,9 +304,14 @@ class EnumWords(Generic[Word]):
 
 LAYOUTS: Final = EnumWords("layout", pb.Layout, Layout)
 ENCODINGS: Final = EnumWords("encoding", pb.Encoding, Encoding)
+SCOPES: Final = EnumWords("scope", pb.FieldScope, FieldScope)
 STATES: Final = EnumWords("state", pb.SampleState, SampleState)
 KEY_MODES: Final[EnumWords[KeyMode]] = EnumWords("key_mode", commit_pb2.KeyMode, get_args(KeyMode))
 GIVEN_BACK: Final[EnumWords[GivenBack]] = EnumWords("given_back", controller_service_pb2.GivenBack, get_args(GivenBack))
+OVERFLOW: Final[EnumWords[Overflow]] = EnumWords("overflow", controller_service_pb2.Overflow, get_args(Overflow))
+RELEASE_WHEN: Final[EnumWords[ReleaseWhen]] = EnumWords(
+    "release_when", controller_service_pb2.ReleaseWhen, get_args(ReleaseWhen)
+)
 LATE: Final[EnumWords[Late]] = EnumWords("late", controller_service_pb2.Late, get_args(Late))
 ON_LOST: Final[EnumWords[OnLost]] = EnumWords("on_lost", controller_service_pb2.OnLost, get_args(OnLost))
 BATCH_UNITS: Final[EnumWords[BatchUnit]] = EnumWords(
@@ -320,7 +336,7 @@ _DTYPES: Final[dict[str, Any]] = {
 }  # fmt: skip
 _FIELDS: Final = {np.dtype(dtype): field for field, dtype in _DTYPES.items()}
 _REMEMBERED_SPEC_BYTES: Final = 256
-# What `MetaColumn.kinds` says of a sample; 0: nothing.
+# Values of `MetaColumn.kinds` for a sample; 0: no value.
 _TYPED: Final = 1
 _JSON: Final = 2
 _REMOVED: Final = 3
@@ -328,7 +344,7 @@ _REMOVED: Final = 3
 
 @lru_cache(maxsize=1024)
 def encode_spec(spec: FieldSpec) -> pb.FieldSpec:
-    """Return a field spec as protobuf: one message for all callers, which they copy and do not change."""
+    """Return a field spec as protobuf: one message shared by all callers, which copy it and must not change it."""
     return pb.FieldSpec(
         name=spec.name,
         dtype=spec.dtype,
@@ -337,6 +353,7 @@ def encode_spec(spec: FieldSpec) -> pb.FieldSpec:
         row_shape_known=spec.row_shape is not None,
         encoding=ENCODINGS.encode(spec.encoding),
         write_once=spec.write_once,
+        scope=SCOPES.encode(None if spec.scope is FieldScope.ROW else spec.scope),
     )
 
 
@@ -352,7 +369,7 @@ def decode_spec(message: pb.FieldSpec) -> FieldSpec:
 
 @lru_cache(maxsize=1024)
 def _remembered_spec(serialized: bytes) -> FieldSpec:
-    """Return a spec read before: every claim, put and get brings the same few."""
+    """Return a cached spec: all claims, puts and gets use the same few."""
     return _read_spec(pb.FieldSpec.FromString(serialized))
 
 
@@ -371,18 +388,19 @@ def _read_spec(message: pb.FieldSpec) -> FieldSpec:
         row_shape=tuple(message.row_shape) if message.row_shape_known else None,
         encoding=ENCODINGS.decode(message.encoding),
         write_once=message.write_once,
+        scope=SCOPES.decode(message.scope) or FieldScope.ROW,
     )
 
 
 def decode_value(message: controller_service_pb2.MetaValue) -> Scalar | None:
-    """Return a value of custom_meta, None for a message that has none."""
+    """Return a value of custom_meta, or None for a message without a value."""
     kind = message.WhichOneof("kind")
     value: Scalar | None = None if kind is None else getattr(message, kind)
     return value
 
 
 def encode_meta_columns(columns: Iterable[MetaColumn]) -> list[pb.MetaColumn]:
-    """Return custom_meta columns as protobuf; only values that are there travel."""
+    """Return custom_meta columns as protobuf; only existing values are sent."""
     return list(map(_encode_meta_column, columns))
 
 
@@ -401,7 +419,7 @@ def _encode_meta_column(column: MetaColumn) -> pb.MetaColumn:
         message.name = column.name
         if values.size or (column.json is None and column.removed is None):
             kind: Any = getattr(message, _FIELDS[column.values.dtype])
-            kind.SetInParent()  # also without a value the column has its type
+            kind.SetInParent()  # sets the column's type even without values
             if values.dtype.hasobject:
                 kind.values.extend(values.tolist())
             else:
@@ -422,7 +440,7 @@ def decode_meta_columns(messages: Iterable[pb.MetaColumn], row_count: int) -> li
     """Return the custom_meta columns of messages about `row_count` samples.
 
     Raises:
-        InvalidArgumentError: a name is empty or comes twice, a column has no type, or counts do not fit `row_count`.
+        InvalidArgumentError: a name is empty or repeated, a column has no type, or counts do not fit `row_count`.
     """
     columns: dict[str, MetaColumn] = {}
     for message in messages:
@@ -450,7 +468,7 @@ def _decode_meta_column(message: pb.MetaColumn, row_count: int) -> MetaColumn:
             raise _wrong_column(
                 message,
                 f"has {kinds.size} kinds up to {kinds.max()}, expected {row_count} from 0 to {_REMOVED}, one for each "
-                "sample, or none where all have values of one kind",
+                "sample, or none if all values have the same kind",
             )
     else:
         kind = _JSON if message.WhichOneof("values") is None and message.json_values else _TYPED
@@ -472,10 +490,10 @@ def _decode_meta_column(message: pb.MetaColumn, row_count: int) -> MetaColumn:
 
 
 def check_json(columns: Sequence[MetaColumn]) -> list[MetaColumn]:
-    """Return the custom_meta that a client sent, its JSON in the one form that is kept.
+    """Return the custom_meta sent by a client, with its JSON in canonical form.
 
     Raises:
-        InvalidArgumentError: a text is no JSON, or nested too deeply.
+        InvalidArgumentError: a text is not JSON, or nested too deeply.
     """
     checked = []
     for column in columns:
@@ -488,7 +506,7 @@ def check_json(columns: Sequence[MetaColumn]) -> list[MetaColumn]:
 
 
 def _spread(name: str, values: NDArray[Any], present: NDArray[np.bool_]) -> MetaColumn:
-    """Return the column of the values of those samples that have one."""
+    """Return a column from the values of the samples that have one."""
     if values.size < present.size:
         column = np.full(present.size, "" if values.dtype == object else 0, values.dtype)
         column[present] = values
@@ -504,28 +522,28 @@ def _decode_values(message: pb.MetaColumn) -> NDArray[Any]:
         raise _wrong_column(message, f"has no values; set {', '.join(_DTYPES)} or json_values")
     values = getattr(message, field).values
     if field == "string_values":
-        known: dict[str, str] = {}  # many samples share a text, such as a tag, and then its memory
+        known: dict[str, str] = {}  # many samples share a text, such as a tag: store it once
         return np.fromiter(map(known.setdefault, values, values), np.object_, len(values))
     return decode_integers(values) if field == "int64_values" else np.array(values, _DTYPES[field])
 
 
 def encode_produced(masks: Iterable[NDArray[np.bool_]]) -> list[bytes]:
-    """Return for each field which samples have a cell of it, `(n,)`, as bits; no bytes where all have."""
+    """Return for each field a bit mask `(n,)` of the samples that have a cell; empty bytes if all have."""
     return [b"" if mask.all() else np.packbits(mask, bitorder="little").tobytes() for mask in masks]
 
 
 def decode_produced(messages: Sequence[bytes], row_count: int) -> tuple[NDArray[np.bool_], ...]:
-    """Return for each field which of `row_count` samples have a cell of it, read-only.
+    """Return for each field a read-only mask of the samples that have a cell, out of `row_count`.
 
     Raises:
-        InvalidArgumentError: there are more or fewer bits than samples.
+        InvalidArgumentError: more or fewer bits than samples.
     """
     all_of_them = np.ones(row_count, np.bool_)
     masks = []
     for message in messages:
         if message and len(message) != -(-row_count // 8):
             raise InvalidArgumentError(
-                f"produced has {len(message)} bytes for {row_count} samples; expected a bit a sample, or nothing",
+                f"produced has {len(message)} bytes for {row_count} samples; expected one bit per sample, or nothing",
                 field="produced",
             )
         packed = np.frombuffer(message, np.uint8)
@@ -538,15 +556,15 @@ def decode_produced(messages: Sequence[bytes], row_count: int) -> tuple[NDArray[
 def rows_to_meta_columns(rows: Sequence[Mapping[str, Any]]) -> list[MetaColumn]:
     """Return the custom_meta of `n` samples as columns, each over all `n`.
 
-    Values are what JSON has, also as scalars and arrays of numpy or torch; None removes the value, `JSON_NULL` is null.
-    A column has one type, that of its first number, truth value or text, and other values as JSON; integers among
-    floats become floats. Of a sample without the key nothing is said.
+    Values are JSON values, also as scalars and arrays of numpy or torch; None removes the value, `JSON_NULL` is null.
+    A column has one type, that of its first number, boolean or text; other values are stored as JSON. Integers among
+    floats become floats. Nothing is written for a sample without the key.
 
     Raises:
         InvalidArgumentError: a value that JSON does not have; names row and key.
     """
     plain = rows if set(map(type, rows)) == {dict} else [_checked(position, row) for position, row in enumerate(rows)]
-    # Most rows have the same names; what is done for each then takes no step in Python.
+    # Most rows have the same names; these need no step in Python per value.
     if plain and len(plain[0]) == len(set().union(*plain)) and len(set(map(len, plain))) == 1:
         present = np.ones(len(plain), np.bool_)
         return [_column(name, list(map(itemgetter(name), plain)), present) for name in plain[0]]
@@ -557,11 +575,12 @@ def rows_to_meta_columns(rows: Sequence[Mapping[str, Any]]) -> list[MetaColumn]:
 
 
 def values_to_meta_column(name: str, values: Any) -> MetaColumn:
-    """Return the custom_meta column of an array, a tensor or a list that has a value for each of `n` samples.
+    """Return the custom_meta column for an array, a tensor or a list with one value for each of `n` samples.
 
     Args:
         name: name of the column.
-        values: `(n,)`; further dimensions make lists. Values are as in `rows_to_meta_columns`; None removes the value.
+        values: `(n,)`; further dimensions become lists. Values are as in `rows_to_meta_columns`; None removes the
+            value.
 
     Raises:
         InvalidArgumentError: it has no values, or one that JSON does not have.
@@ -595,7 +614,7 @@ def _checked(position: int, row: Any) -> dict[str, Any]:
 
 
 def _column(name: str, values: list[Any], present: NDArray[np.bool_]) -> MetaColumn:
-    """Return the column of the values of those rows that are present."""
+    """Return the column of the values of the rows that are present."""
     name = _checked_name(name)
     kinds = set(map(type, values))
     array = np.array(values, np.object_) if kinds == {str} else exact_numbers(values, kinds)
@@ -607,13 +626,13 @@ def _column(name: str, values: list[Any], present: NDArray[np.bool_]) -> MetaCol
 def _checked_name(name: Any) -> str:
     if not isinstance(name, str) or not name:
         raise InvalidArgumentError(
-            f"custom_meta has the key {name!r}, expected a string that is not empty", field="custom_meta"
+            f"custom_meta has the key {name!r}; expected a non-empty string", field="custom_meta"
         )
     return name
 
 
 def meta_columns_to_rows(columns: Iterable[MetaColumn], row_count: int) -> list[dict[str, Any]]:
-    """Return custom_meta as one dict a sample `(row_count,)`; a sample without a value lacks the key."""
+    """Return custom_meta as one dict per sample `(row_count,)`; a sample without a value lacks the key."""
     rows: list[dict[str, Any]] = [{} for _ in range(row_count)]
     for column in columns:
         name, values, has_value = column.name, column.objects(), column.has_value

@@ -1,15 +1,15 @@
 """Python objects as bytes: msgpack with extension types; and JSON objects as text.
 
-Carried: None, bool, int of any size, float, complex, str, bytes (bytearray and memoryview come back as bytes), list,
-tuple, set, frozenset, dict with any hashable of these as key, torch tensors, numpy arrays, of objects too, numpy
-scalars, and what has a codec. What derives from one of Python's types comes back as that: an OrderedDict as dict, a
-NamedTuple as tuple, an Enum of str as str. Anything else would take pickle, which runs what it reads, and is refused.
+Supported types: None, bool, int of any size, float, complex, str, bytes (bytearray and memoryview are returned as
+bytes), list, tuple, set, frozenset, and dict with any hashable of these as key. Also torch tensors, numpy arrays
+(including object arrays), numpy scalars, and types with a codec. Instances of subclasses of Python's types are returned
+as the base type: an OrderedDict as dict, a NamedTuple as tuple, an Enum of str as str. Other objects would need pickle,
+which executes code from its input, so they are refused.
 
-A codec is registered by name, and one for images of PIL is here. The name travels with each object, so that its reader
-looks up what makes the object again; a type's module or its class never do. PIL is not imported before an image is put
-or read.
+A codec is registered by name; one for PIL images is included. The name is sent with each object, and the reader looks
+up the function that decodes it; modules and classes are never sent. PIL is not imported before an image is put or read.
 
-JSON objects are text that the service keeps for its clients and does not look into.
+JSON objects are text that the service stores for its clients without parsing it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from tq_service.wire.columns import (
 _TENSOR, _ARRAY, _NUMPY_SCALAR, _TUPLE, _SET, _FROZENSET, _BIG_INT, _COMPLEX, _OBJECT_ARRAY, _NAMED = range(1, 11)
 _MAX_NESTED_EXTENSIONS: Final = 32
 _MAX_DIMS: Final = 64
-_PACKED_AT_ONCE: Final = 1024  # values, for which no other thread runs
+_PACKED_AT_ONCE: Final = 1024  # values packed without letting other threads run
 _ARRAY_DTYPE: Final = re.compile(r"[<>|=]?[biufcSU]\d{1,9}")
 _COMPLEX_FORMAT: Final = struct.Struct("<dd")
 _CARRIED: Final = frozenset({
@@ -54,7 +54,7 @@ _PLAIN: Final = (str, bytes, bytearray, memoryview, float, bool, type(None), int
 
 
 class _Refused(Exception):  # noqa: N818  (never leaves this module)
-    """The packer met a value it cannot carry, for the reason given, or for its type; where, is looked up afterwards."""
+    """The packer met a value it cannot encode; the reason is given, or is its type. Its place is looked up later."""
 
 
 _GARBLED: Final = (
@@ -65,15 +65,15 @@ _FAILURES: Final = (_Refused, ValueError, OverflowError, RecursionError)
 
 
 def encode_objects(values: Sequence[Any], name: str, *, first: int = 0) -> list[bytes]:
-    """Return objects as bytes, each by itself. One packer for all of them takes a tenth of the time.
+    """Return each object as bytes. Sharing one packer takes a tenth of the time.
 
     Args:
         values: the objects.
-        name: what they are of, by which and their position messages name them, such as `text[3]`.
+        name: name of the list in messages, which add the position, as in `text[3]`.
         first: position of the first.
 
     Raises:
-        UnsupportedObjectError: one holds something only pickle could carry; the message has its type and path.
+        UnsupportedObjectError: an object contains something that needs pickle; the message has its type and path.
     """
     packer = msgpack.Packer(default=lambda other: _extension(other, 0), **_OPTIONS)
     packed: list[bytes] = []
@@ -87,14 +87,15 @@ def encode_objects(values: Sequence[Any], name: str, *, first: int = 0) -> list[
 
 
 def decode_object(data: memoryview | bytes, *, as_torch: bool | None = None) -> Any:
-    """Return an object that `encode_objects` wrote.
+    """Return an object encoded by `encode_objects`.
 
     Args:
         data: its bytes.
-        as_torch: whether tensors come as torch tensors, else as numpy arrays; None: where torch is installed.
+        as_torch: whether tensors become torch tensors, else numpy arrays; None: true if torch is installed.
 
     Raises:
-        InvalidArgumentError: the bytes are none of ours, or hold a dtype that only torch has while it is not installed.
+        InvalidArgumentError: the bytes are not in our encoding, or a dtype exists only in torch, which is not
+            installed.
     """
     return _unpack(data, 0, has_torch() if as_torch is None else as_torch)
 
@@ -105,7 +106,7 @@ def _pack(value: Any, depth: int) -> bytes:
 
 
 def _extension(value: Any, depth: int) -> Any:
-    """Return what msgpack shall pack in place of a value it does not know."""
+    """Return a replacement that msgpack can pack for a value it does not know."""
     kind = type(value)
     if kind is int:
         size = value.bit_length() // 8 + 1
@@ -132,7 +133,7 @@ def _extension(value: Any, depth: int) -> Any:
         header = [dtype, list(value.shape), tensor_bytes(value)]
         return msgpack.ExtType(_TENSOR, msgpack.packb(header))
     if isinstance(value, np.generic) and _is_number(value.dtype):
-        array = np.asarray(value)  # an empty np.str_ has no bytes of its own
+        array = np.asarray(value)  # an empty np.str_ has no buffer
         return msgpack.ExtType(_NUMPY_SCALAR, msgpack.packb([array.dtype.str, array.tobytes()]))
     if kind is np.ndarray and value.dtype.kind == "O":
         return _nested(_OBJECT_ARRAY, [list(value.shape), list(value.flat)], depth)
@@ -143,12 +144,12 @@ def _extension(value: Any, depth: int) -> Any:
     if base is None:
         raise _Refused
     plain = base(value)
-    is_extension = base in _SEQUENCES or (base is int and plain.bit_length() > 63)  # msgpack asks once only
+    is_extension = base in _SEQUENCES or (base is int and plain.bit_length() > 63)  # msgpack asks only once
     return _extension(plain, depth) if is_extension else plain
 
 
 def _nested(code: int, items: list[Any], depth: int) -> Any:
-    """Return an extension whose payload is a list of anything."""
+    """Return an extension whose payload is a list of any values."""
     if depth >= _MAX_NESTED_EXTENSIONS:
         raise _Refused(f"is nested in more than {_MAX_NESTED_EXTENSIONS} tuples, sets, arrays or objects with a codec")
     return msgpack.ExtType(code, _pack(items, depth + 1))
@@ -157,8 +158,8 @@ def _nested(code: int, items: list[Any], depth: int) -> Any:
 _SEQUENCES: Final[dict[type, int]] = {tuple: _TUPLE, set: _SET, frozenset: _FROZENSET}
 
 
-# What is made of an instance of a derived type. A UserDict is none, but what tokenizers and processors of
-# transformers return derives from it. An Enum of str, and np.str_, say something else of themselves than their text.
+# Conversions of instances of subclasses. A UserDict is not a dict, but tokenizers and processors of transformers return
+# subclasses of it. str(...) of an Enum of str, or of np.str_, is not its text.
 _BASES: Final[dict[type, Callable[[Any], Any]]] = {
     dict: dict, UserDict: dict, list: list, tuple: tuple, set: set, frozenset: frozenset, str: str.__str__, int: int,
     float: float, bytes: bytes,
@@ -170,7 +171,7 @@ def _is_number(dtype: np.dtype[Any]) -> bool:
 
 
 def _explain(value: Any, path: str, error: Exception) -> UnsupportedObjectError:
-    """Return the error for an object that was refused, with the first place where it fails."""
+    """Return the error for a refused object, with the first place that fails."""
     try:
         found = _find_refused(value, path)
     except RecursionError:
@@ -184,7 +185,7 @@ def _explain(value: Any, path: str, error: Exception) -> UnsupportedObjectError:
 
 
 def _find_refused(value: Any, path: str) -> tuple[str, str] | None:
-    """Return the first place of what is refused, and why."""
+    """Return the first refused place, and the reason."""
     for part, place in _parts_of(value, path):
         found = _find_refused(part, place)
         if found:
@@ -199,7 +200,7 @@ def _find_refused(value: Any, path: str) -> tuple[str, str] | None:
 
 
 def _parts_of(value: Any, path: str) -> Iterable[tuple[Any, str]]:
-    """Yield what a container has, each with its place."""
+    """Yield the parts of a container, each with its place."""
     kind = type(value)
     if kind in _PLAIN or codec_of(kind) is not None:
         return
@@ -241,7 +242,7 @@ def _unpack(data: memoryview | bytes, depth: int, as_torch: bool) -> Any:
 
 
 def _extended(code: int, payload: bytes, depth: int, as_torch: bool) -> Any:
-    """Return what an extension stands for; exceptions of any kind say that it is garbled."""
+    """Decode an extension; any exception means that it is garbled."""
     if code == _BIG_INT:
         return int.from_bytes(payload, "little", signed=True)
     if code == _COMPLEX:
@@ -299,13 +300,13 @@ def _decode_array(dtype: Any, shape: Any, values: Any) -> Any:
 def _decode_object_array(shape: Any, items: Any) -> Any:
     _check_size(shape, 1, _checked_list(items))
     array = np.empty(len(items), np.object_)
-    for position, item in enumerate(items):  # at once, numpy would take lists for further dimensions
+    for position, item in enumerate(items):  # if assigned at once, numpy would expand lists into dimensions
         array[position] = item
     return array.reshape(shape)
 
 
 def _check_size(shape: Any, itemsize: int, values: Any) -> None:
-    """Check what was sent before anything is allocated for it."""
+    """Check sizes before anything is allocated for them."""
     plausible = len(_checked_list(shape)) <= _MAX_DIMS
     if not plausible or any(type(size) is not int or not 0 <= size < 1 << 48 for size in shape):
         raise InvalidArgumentError(f"a tensor or array inside an object has shape {shape!r}, expected sizes")
@@ -319,7 +320,7 @@ def _check_size(shape: Any, itemsize: int, values: Any) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectCodec:
-    """How objects of one type are carried; see `register_object_codec`."""
+    """How objects of one type are encoded; see `register_object_codec`."""
 
     name: str
     kind: type
@@ -332,26 +333,27 @@ _by_kind: Final[dict[type, ObjectCodec]] = {}
 
 
 def register_object_codec(name: str, kind: type, *, encode: Callable[[Any], Any], decode: Callable[[Any], Any]) -> None:
-    """Have objects of a type put and read as what a codec makes of them, for this process.
+    """Register a codec for objects of a type, in this process.
 
-    A process that puts such objects and one that reads them register the same name, before they do: a process of a
-    loader's workers too, so best where the type is defined. The last registration of a name or a type counts.
+    A process that puts such objects and one that reads them must register the same name beforehand, including worker
+    processes of a loader; best do it where the type is defined. The last registration of a name or a type counts.
 
     Args:
-        name: goes with each object, 1 to 512 printable characters; best with a prefix of one's own, such as
+        name: sent with each object, 1 to 512 printable characters; preferably with a unique prefix, such as
             "acme.Trajectory".
-        kind: the type; instances of its subclasses are put as it too, unless they have a codec of their own.
-        encode: makes of an object what can be put without it: plain values, tensors, arrays, containers of them.
-        decode: makes the object of that again. It runs in every reader, on what any producer may have put: it should
-            take nothing for granted, and unpickle nothing.
+        kind: the type; also used for instances of its subclasses, unless they have a separate codec.
+        encode: converts an object to something that can be put without a codec: plain values, tensors, arrays, or
+            containers of them.
+        decode: recreates the object from that. It runs in every reader, on data from any producer: it should trust
+            nothing, and unpickle nothing.
 
     Raises:
-        InvalidArgumentError: the name; or objects of the type are carried as they are, so that no codec is asked.
+        InvalidArgumentError: the name is invalid, or objects of the type are supported without a codec.
     """
     check_name("name", name)
     if not isinstance(kind, type) or kind in _CARRIED:
         raise InvalidArgumentError(
-            f"kind is {kind!r}, expected a type that objects are not carried as anyhow; register a class of your own",
+            f"kind is {kind!r}; expected a type that needs a codec. Register a new class",
             field="kind",
         )
     before = _by_name.get(name)
@@ -361,7 +363,7 @@ def register_object_codec(name: str, kind: type, *, encode: Callable[[Any], Any]
 
 
 def codec_of(kind: type) -> ObjectCodec | None:
-    """Return the codec for instances of a type, None where there is none."""
+    """Return the codec for instances of a type, or None if there is none."""
     for base in kind.__mro__:
         if base in _by_kind:
             return _by_kind[base]
@@ -388,12 +390,12 @@ def codec_named(name: str) -> ObjectCodec:
     return _image_codec(Image.Image)
 
 
-# Images of PIL: their pixels as they lie in memory. PNG is half as large, and takes a hundred times as long.
+# PIL images: their pixels as in memory. PNG would be half as large and take a hundred times as long.
 
 
 def is_image_type(kind: type) -> bool:
     """Whether values of this type are images of PIL."""
-    image = getattr(sys.modules.get(_IMAGE), "Image", None)  # none while another thread still imports it
+    image = getattr(sys.modules.get(_IMAGE), "Image", None)  # None while another thread is still importing it
     return isinstance(image, type) and issubclass(kind, image)
 
 
@@ -402,7 +404,7 @@ def _image_codec(kind: type) -> ObjectCodec:
 
 
 def _encode_image(image: Any) -> dict[str, Any]:
-    pixels = image.tobytes()  # reads a file that was opened only; what follows is known then
+    pixels = image.tobytes()  # reads a file that was only opened; the attributes below are known afterwards
     palette = image.getpalette(None) if image.mode in {"P", "PA"} else None
     return {
         "mode": image.mode,
@@ -414,7 +416,7 @@ def _encode_image(image: Any) -> dict[str, Any]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a fact about an image can be carried; some formats have objects of PIL there."""
+    """Whether an entry of an image's info can be encoded; some formats put PIL objects there."""
     return type(value) in {bool, int, float, str, bytes} or (type(value) is tuple and all(map(_is_plain, value)))
 
 
@@ -422,7 +424,7 @@ def _decode_image(parts: Mapping[str, Any]) -> Any:
     from PIL import Image  # noqa: PLC0415  (optional; `codec_named` has imported it)
 
     size, pixels = parts["size"], parts["pixels"]
-    if math.prod(size) > 8 * len(pixels):  # at a bit each; before memory is reserved for them
+    if math.prod(size) > 8 * len(pixels):  # 1 bit per pixel at least; checked before memory is allocated
         raise ValueError(f"got {len(pixels)} bytes for an image of size {size}")
     image = Image.frombytes(parts["mode"], size, pixels)
     if parts["palette"] is not None:
@@ -436,17 +438,17 @@ MOST_JSON_BYTES: Final = 262_144
 
 
 def encode_json_object(name: str, value: Mapping[str, Any] | None) -> str:
-    """Return a mapping as text; None is one without members.
+    """Return a mapping as JSON text; None is an empty mapping.
 
     Raises:
-        InvalidArgumentError: it has something that JSON has not, or is too large.
+        InvalidArgumentError: it contains something that JSON cannot represent, or is too large.
     """
     try:
         _check_keys(value)
         text = json.dumps(dict(value or {}), ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidArgumentError(
-            f"{name} cannot be sent ({error}); it takes a mapping of strings to what JSON has: text, finite numbers, "
+            f"{name} cannot be sent ({error}); expected a mapping of strings to JSON values: text, finite numbers, "
             f"True, False, None, lists and such mappings",
             field=name,
         ) from None
@@ -455,7 +457,7 @@ def encode_json_object(name: str, value: Mapping[str, Any] | None) -> str:
 
 
 def _check_keys(value: Any) -> None:
-    """Refuse keys that JSON would have as text."""
+    """Reject keys that JSON would convert to text."""
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str):
@@ -468,38 +470,38 @@ def _check_keys(value: Any) -> None:
 
 
 def decode_json_object(text: str) -> dict[str, Any]:
-    """Return the mapping of a text; an empty one has no members."""
+    """Return the mapping of a text; for an empty text an empty mapping."""
     value: dict[str, Any] = json.loads(text) if text else {}
     return value
 
 
 def check_json_object(name: str, text: str) -> None:
-    """Refuse what is no JSON object, or is too large.
+    """Check that a text is a JSON object, and not too large.
 
     Raises:
-        InvalidArgumentError: it is.
+        InvalidArgumentError: it is not.
     """
     if (size := len(text.encode())) > MOST_JSON_BYTES:
         raise InvalidArgumentError(f"{name} has {size} bytes, at most {MOST_JSON_BYTES} expected", field=name)
     try:
         value = json.loads(text, parse_constant=_no_number) if text else {}
     except (ValueError, RecursionError) as error:
-        raise InvalidArgumentError(f"{name} is no JSON ({error}); send a JSON object", field=name) from None
+        raise InvalidArgumentError(f"{name} is not JSON ({error}); send a JSON object", field=name) from None
     if not isinstance(value, dict):
         raise InvalidArgumentError(f"{name} is a JSON {type(value).__name__}, expected an object", field=name)
 
 
 def _no_number(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is no number of JSON")
+    raise ValueError(f"{constant} is not a JSON number")
 
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Keep Python's cyclic garbage collector from running in this process meanwhile.
+    """Disable Python's cyclic garbage collector in this process within the `with`.
 
-    It runs for every 700 objects more that are alive, and now and then looks at all that the process has: with torch
-    imported, that takes longer than to read thousands of objects. All objects made here are kept, so it would find
-    nothing. Where several threads do so, it may run again when the first of them is done.
+    It runs for every 700 additional live objects, and at times scans all objects of the process: with torch imported,
+    that takes longer than reading thousands of objects. All objects created here stay alive, so it would find nothing.
+    If several threads do this, it may run again when the first of them is done.
     """
     was_enabled = gc.isenabled()
     gc.disable()

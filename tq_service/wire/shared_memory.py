@@ -1,13 +1,13 @@
-"""Memory that processes of one host share: memfds, whose file descriptors are sent over a Unix socket.
+"""Memory shared by processes of one host: memfds, whose file descriptors are sent over a Unix socket.
 
-A put's columns lie one after the other in one memfd, each from a multiple of 64 bytes on. There are two kinds:
+A put's columns are stored in one memfd, one after another, each aligned to 64 bytes. There are two kinds:
 
-- A *region* is made by the storage service, written by clients of its user, and used again for other puts. It cannot
-  change its size; who may write to it is a matter of trust and of turns, see `dataplane.shared_memory`.
-- *Sealed memory* is made by a client of another user, written once, and then sealed: no process can write, shrink or
-  grow it any more, its writer included.
+- A *region* is created by the storage service, written by clients of its user, and reused for other puts. Its size is
+  fixed. Write access is a matter of trust and of turns, see `dataplane.shared_memory`.
+- *Sealed memory* is created by a client of another user, written once, and then sealed: no process can write, shrink or
+  grow it any more, including its writer.
 
-Readers whose program gets the bytes map both privately: what they write changes no other process's view.
+Both are mapped privately for readers whose program gets the bytes: their writes do not change other processes' views.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tq_service.wire.mapping import Bytes, advise, map_memory
 _MAP_FIXED: Final = 0x10
 _READ_WRITE: Final = mmap.PROT_READ | mmap.PROT_WRITE
 
-_PIECE_BYTES: Final = 16 << 20  # that one thread copies; smaller memory is not worth a second one
+_PIECE_BYTES: Final = 16 << 20  # copied by one thread; smaller memory is not worth a second thread
 _MOST_THREADS: Final = 4
 _MOST_BUFFERS_OF_A_WRITE: Final = 1024  # IOV_MAX of Linux
 _STAT_BLOCK_BYTES: Final = 512  # the unit of st_blocks, whatever the file system
@@ -84,7 +84,7 @@ def map_over(memory: mmap.mmap, fd: int, size: int, *, is_writable: bool) -> Non
 
 
 def new_region(size: int) -> int:
-    """Return the file descriptor of new memory of `size` bytes, which no process can make longer or shorter.
+    """Return the file descriptor of new memory of `size` bytes, whose size no process can change.
 
     The system allocates all of its pages now, and charges them to the control group of this process: no write to it
     can fail later.
@@ -94,7 +94,7 @@ def new_region(size: int) -> int:
     """
     fd = os.memfd_create("tq_service", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        os.fchmod(fd, 0o600)  # it is the service's user alone that may open it again below /proc
+        os.fchmod(fd, 0o600)  # only the service's user may reopen it through /proc
         os.posix_fallocate(fd, 0, size)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _FIXED_SIZE)
     except BaseException:
@@ -104,16 +104,16 @@ def new_region(size: int) -> int:
 
 
 def free_pages(memory: mmap.mmap) -> None:
-    """Give the pages of a region that is mapped writable back to the system, whoever else maps it."""
+    """Return the pages of a writable mapping of a region to the system, even if other processes map it."""
     # Python's own madvise keeps the GIL: for 0.2 s with a region of 256 MiB.
     whole = (ctypes.c_char * len(memory)).from_buffer(memory)
     advise(ctypes.addressof(whole), len(memory), mmap.MADV_REMOVE)
 
 
 def _placed(columns: Sequence[SourceColumn]) -> Iterator[Chunk]:
-    """Yield the bytes of columns and, as `place_columns` says, what is between them.
+    """Yield the bytes of columns with the padding between them, laid out by `place_columns`.
 
-    All is written: a file that is made longer has a hole, which `check` refuses, and a region has older bytes.
+    The padding is written, too: extending a file leaves a hole, which `check_sealed` refuses; a region has old bytes.
     """
     for column in columns:
         yield from column.chunks
@@ -121,7 +121,7 @@ def _placed(columns: Sequence[SourceColumn]) -> Iterator[Chunk]:
 
 
 def fill(target: Bytes, columns: Sequence[SourceColumn]) -> None:
-    """Copy columns into memory as `place_columns` says, in several threads if they are large."""
+    """Copy columns into memory, laid out by `place_columns`, with several threads if they are large."""
     pieces = list(iter_frames(_placed(columns), _PIECE_BYTES, None))
     thread_count = min(len(pieces), _MOST_THREADS, len(os.sched_getaffinity(0)))
     targets = [target[number * _PIECE_BYTES :][:_PIECE_BYTES] for number in range(len(pieces))]
@@ -135,7 +135,7 @@ def fill(target: Bytes, columns: Sequence[SourceColumn]) -> None:
 
 
 def write(fd: int, columns: Sequence[SourceColumn]) -> None:
-    """Write columns into a memfd as `place_columns` says: without a mapping, whose first use costs page faults.
+    """Write columns into a memfd, laid out by `place_columns`; without a mapping, whose first use costs page faults.
 
     Raises:
         OSError: the system lacks memory.
@@ -154,7 +154,7 @@ def write(fd: int, columns: Sequence[SourceColumn]) -> None:
 
 
 def write_sealed(columns: Sequence[SourceColumn]) -> int:
-    """Return the file descriptor of new, sealed memory that has the columns as `place_columns` says.
+    """Return the file descriptor of new, sealed memory with the columns, laid out by `place_columns`.
 
     Raises:
         OSError: the system lacks memory or file descriptors.
@@ -178,10 +178,10 @@ def check_sealed(fd: int, size: int | None = None) -> None:
 
     Args:
         fd: the file descriptor.
-        size: bytes that it must have; None: any number.
+        size: required size in bytes; None: any.
 
     Raises:
-        InvalidArgumentError: it is something else.
+        InvalidArgumentError: it is not.
     """
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
@@ -198,15 +198,15 @@ def check_sealed(fd: int, size: int | None = None) -> None:
     if status.st_size != size:
         raise InvalidArgumentError(f"shared memory of {status.st_size} bytes was sent; expected {size}")
     if status.st_blocks * _STAT_BLOCK_BYTES < size:
-        # A hole takes memory of the process that reads it first, which may have none left.
+        # Reading a hole allocates memory in the reading process, which may have none left.
         raise InvalidArgumentError(
-            f"shared memory of {size} bytes was sent, of which {status.st_blocks * _STAT_BLOCK_BYTES} are "
-            "there; write all of it before it is sealed"
+            f"shared memory of {size} bytes was sent with only {status.st_blocks * _STAT_BLOCK_BYTES} bytes "
+            "allocated; write all of it before it is sealed"
         )
 
 
 def read_into(fd: int, target: memoryview, start: int) -> None:
-    """Copy bytes of a file, which shared memory is too, from `start` on until `target` is full.
+    """Fill `target` with the bytes of a file or of shared memory from `start`.
 
     Raises:
         OSError: they cannot be read, or the file ends before.
@@ -214,11 +214,11 @@ def read_into(fd: int, target: memoryview, start: int) -> None:
     while target:
         count = os.preadv(fd, [target], start)
         if not count:
-            raise OSError(errno.EIO, f"the file ends at byte {start}, {len(target)} bytes before what was asked for")
+            raise OSError(errno.EIO, f"the file ends at byte {start}, {len(target)} bytes before the requested end")
         start, target = start + count, target[count:]
 
 
 def close_all(fds: Iterable[int]) -> None:
-    """Close file descriptors; the memory goes with its last one and its last mapping."""
+    """Close file descriptors; the memory is freed with its last one and its last mapping."""
     for fd in fds:
         os.close(fd)

@@ -130,7 +130,7 @@ def test_rows_of_another_dtype_become_those_of_the_field(kv, form, first, later)
 )
 def test_rows_that_a_field_cannot_hold_change_nothing(kv, first, later):
     kv.kv_batch_put(["a"], "train", fields=batch(1, x=first))
-    with pytest.raises(tq_service.FieldMismatchError, match="field 'x' is"):
+    with pytest.raises(tq_service.errors.FieldMismatchError, match="field 'x' is"):
         kv.kv_batch_put(["b"], "train", fields=batch(1, y=torch.ones(1), x=later), tags=[{"n": 1}])
     assert kv.kv_list() == {"train": {"a": {}}}
     assert list(kv.kv_batch_get("a", "train").keys()) == ["x"]
@@ -193,7 +193,7 @@ def test_gets_have_the_fields_that_all_samples_have(kv):
         assert kv.kv_batch_get("a", "train", select_fields=nothing).batch_size == torch.Size([0])
     for keys in (["a", "c"], ["a", "d"], "d"):
         for fields in (None, ["nobody's"]):
-            with pytest.raises(ValueError, match="no field that all of them have"):
+            with pytest.raises(ValueError, match="do not have a common field"):
                 kv.kv_batch_get(keys, "train", select_fields=fields)
 
 
@@ -219,7 +219,7 @@ def test_gets_by_meta(kv):
     assert list(kv.kv_batch_get_by_meta(meta, select_fields="y").keys()) == ["y"]
     with pytest.raises(ValueError, match=r"select_fields \['z'\] not found"):
         kv.kv_batch_get_by_meta(meta, select_fields=["z"])
-    with pytest.raises(ValueError, match="names no partition"):
+    with pytest.raises(ValueError, match="has no partition"):
         kv.kv_batch_get_by_meta(tq.KVBatchMeta(keys=["a"], tags=[{}]))
 
 
@@ -235,7 +235,7 @@ def test_a_parser_changes_columns_before_they_are_put(kv):
     got = kv.kv_batch_get(["a", "b"], "train")
     assert (got.get("url").tolist(), got["x"].tolist()) == ([{"from": "u"}, {"from": "v"}], [2, 3])
     assert [row.numel() for row in got["r"].unbind()] == [4, 2]
-    with pytest.raises(ValueError, match="data_parser has changed"):
+    with pytest.raises(ValueError, match="data_parser changed"):
         kv.kv_batch_put(["a", "b"], "train", fields=fields, data_parser=lambda columns: columns.pop("x"))
 
 

@@ -167,13 +167,13 @@ def test_keyed_batches():
 def test_keyed_batches_that_cannot_be():
     with pytest.raises(ValueError, match="1 keys and 0 tags"):
         KVBatchMeta(keys=["a"])
-    with pytest.raises(ValueError, match="keys has one twice"):
+    with pytest.raises(ValueError, match="keys contains a duplicate"):
         KVBatchMeta(keys=["a", "a"], tags=[{}, {}])
-    with pytest.raises(ValueError, match="fields has one twice"):
+    with pytest.raises(ValueError, match="fields contains a duplicate"):
         keyed(fields=["x", "x"])
     with pytest.raises(RuntimeError, match="no keys"):
         keyed().select_keys(["k9"])
-    with pytest.raises(ValueError, match="keys has one twice"):
+    with pytest.raises(ValueError, match="keys contains a duplicate"):
         keyed().select_keys(["k1", "k1"])
     with pytest.raises(ValueError, match="each of the positions"):
         keyed().reorder([0])

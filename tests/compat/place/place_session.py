@@ -93,7 +93,7 @@ def test_without_an_address_a_run_has_a_service_of_its_own():
         assert client.storage_stat().max_bytes == 64 << 20
     tq.close()
     tq.close()
-    with pytest.raises(tq_service.UnavailableError), tq_service.Client(address, timeout=0.1) as client:
+    with pytest.raises(tq_service.errors.UnavailableError), tq_service.Client(address, timeout=0.1) as client:
         client.health()
     with pytest.raises(RuntimeError, match="call init"):
         tq.get_client()
@@ -116,7 +116,7 @@ def test_a_service_of_its_own_ends_with_the_process():
 def is_there(client):
     try:
         client.health()
-    except tq_service.UnavailableError:
+    except tq_service.errors.UnavailableError:
         return False
     return True
 
@@ -151,7 +151,7 @@ def test_a_call_tries_to_reach_the_service_for_timeout_seconds(tmp_path):
         assert tq.get_client().sync_client.timeout == tq.get_client().async_client.timeout == 4
         tq.kv_put("a", "train", tag={"n": 1})
         service.kill()
-        with pytest.raises(tq_service.UnavailableError, match="4 s"):
+        with pytest.raises(tq_service.errors.UnavailableError, match="4 s"):
             tq.kv_put("b", "train", tag={})
         service.start()
         assert tq.kv_list("train") == {"train": {"a": {"n": 1}}}
@@ -222,7 +222,7 @@ def test_a_cluster_has_a_service_of_its_own_for_holders_of_its_token(ray):
     tq.kv_put("a", "train", tag={})
     owner = leave()
     assert tq.kv_list() == {"train": {"a": {}}}
-    with pytest.raises(tq_service.UnauthenticatedError):
+    with pytest.raises(tq_service.errors.UnauthenticatedError):
         partitions(conf["controller"]["address"])
     leave()
     transfer_queue.session._session = owner
@@ -262,7 +262,7 @@ def test_ray_is_connected_as_its_first_call_does(monkeypatch):
 
 def test_names_that_callers_configure(ray):
     assert SimpleStorageUnit.options(num_cpus=1) is SimpleStorageUnit
-    with pytest.raises(RuntimeError, match="no storage units"):
+    with pytest.raises(RuntimeError, match="storage units do not exist"):
         SimpleStorageUnit.remote()
     assert callable(TransferQueueController.options(name="x", namespace="y").remote)
     assert (resources.files("transfer_queue") / "config.yaml").is_file()

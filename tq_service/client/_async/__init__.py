@@ -1,1 +1,1 @@
-"""The async client: the source that `scripts/unasync.py` makes the sync one of."""
+"""The async client: source of the sync client, which `scripts/unasync.py` generates."""

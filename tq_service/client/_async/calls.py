@@ -1,4 +1,4 @@
-"""The channels of one client, the calls on them, and what all parts of a client share."""
+"""The channels of one client, calls on them, and the state that all parts of a client share."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ Response = TypeVar("Response", bound=Message)
 
 DEFAULT_TIMEOUT_SECONDS = 60.0
 
-# A server that answers "not yet" sooner than this is not waiting on our behalf: pause before asking again.
+# A server that answers "not yet" sooner than this is not waiting on our behalf: pause before the next call.
 _SHORT_POLL_SECONDS: Final = 0.05
 _MOST_REFUSALS: Final = 64
 _CLOSE_SECONDS: Final = 5.0
@@ -81,12 +81,12 @@ class AsyncEndpoint:
         self._outage = Outage(address, calls.credentials.tls)
 
     def metadata(self) -> Metadata | None:
-        """Return what a call carries: the token, and the context of its trace where calls are traced."""
+        """Return the metadata of a call: the token and, if the call is traced, its trace context."""
         return metadata_of(self._calls.credentials.metadata(), carried())
 
     @contextmanager
     def errors(self, deadline: Deadline, *, is_retried: bool = True) -> Iterator[None]:
-        """Give what a call on a channel raises as TqError, and keep account of whether its service is reached."""
+        """Convert errors of a call on this channel to TqError, and track whether its service is reachable."""
         began = time.monotonic()
         try:
             yield
@@ -108,7 +108,7 @@ class AsyncEndpoint:
 
 
 async def async_close_all(endpoints: dict[Any, AsyncEndpoint]) -> None:
-    """Close channels of one place; calls that are still running are cancelled."""
+    """Close the channels of one home and cancel calls in flight."""
     while endpoints:
         _, endpoint = endpoints.popitem()
         endpoint.driver.close()
@@ -119,11 +119,11 @@ async def async_close_all(endpoints: dict[Any, AsyncEndpoint]) -> None:
 class AsyncCalls:
     """The channels of one client, and the calls on them.
 
-    Channels are opened where they are first used: each event loop has its own, as has each process. An address that is
-    empty is that of the controller that leads.
+    Channels are opened on first use; each event loop and each process has separate ones. An empty address means the
+    leading controller.
 
     Attributes:
-        controllers: those that the client knows.
+        controllers: the controllers known to the client.
         closed: whether `aclose` was called.
     """
 
@@ -132,7 +132,7 @@ class AsyncCalls:
         self.credentials = credentials
         self.namespace = namespace
         self._opening = credentials.signature(), self.controllers.has_several
-        # By home: by address, and by what decides how a channel is opened. Calls may be under way on outdated ones.
+        # By home, then by address and the settings of the channel. Outdated channels may have calls in flight.
         self._channels: dict[Any, dict[tuple[str, tuple[Signature, bool]], AsyncEndpoint]] = {}
         self.closed = False
 
@@ -140,20 +140,19 @@ class AsyncCalls:
         """Return the channel to an address.
 
         Raises:
-            PreconditionError: the client is closed, or its channels belong to another process and cannot be opened
-                again.
+            PreconditionError: the client is closed, or its channels belong to another process and cannot be reopened.
             InvalidArgumentError: the credentials cannot be used for this address.
         """
         self._check_open()
         endpoints, target = self._here(), address or self.controllers.current
         key = target, self._opening
-        # No lock, which a fork could leave locked: threads that race make two channels, and all use the first stored.
+        # No lock, which a fork could leave locked: threads that race create two channels, and all use the first stored.
         endpoint = endpoints.get(key) or endpoints.setdefault(key, AsyncEndpoint(target, self))
-        self._check_open()  # again, for a thread that closed the client before this channel was there to be closed
+        self._check_open()  # again: another thread may have closed the client before this channel was stored
         return endpoint
 
     def _here(self) -> dict[tuple[str, tuple[Signature, bool]], AsyncEndpoint]:
-        """Return the channels of this home; where it is a new one, leave those that cannot be used any more."""
+        """Return the channels of this home. When it is new, drop channels of homes that no longer exist."""
         home = async_current_home()
         channels = self._channels.get(home)
         if channels is None:
@@ -174,9 +173,9 @@ class AsyncCalls:
         deadline: Deadline,
         note: Callable[[TqError], object] = lambda failure: None,
     ) -> T:
-        """Return what `attempt` returns, trying again with back-off while it fails with UnavailableError.
+        """Return the result of `attempt`, retried with back-off on UnavailableError until the deadline.
 
-        Each failure is noted.
+        `note` is called with each failure.
         """
         backoff: Backoff | None = None
         while True:
@@ -195,7 +194,7 @@ class AsyncCalls:
         wait: Deadline,
         deadline: Deadline,
     ) -> T:
-        """Return what `attempt` returns, given the seconds to wait: again while it is "not yet" and some are left."""
+        """Return the result of `attempt`, called with the seconds left while it is "not yet" and some are left."""
         backoff: Backoff | None = None
         while True:
             asked = time.monotonic()
@@ -207,7 +206,7 @@ class AsyncCalls:
                 await async_sleep(min(backoff.pause(), wait.remaining()))
 
     async def unary(self, kind: type[Response], request: Message, deadline: Deadline, address: str = "") -> Response:
-        """Make the unary call that answers with such a message, tried again until the deadline."""
+        """Make the unary call whose response has this type, retried until the deadline."""
         return await self.retried(lambda: self.unary_once(kind, request, deadline, address), deadline)
 
     async def unary_once(
@@ -219,7 +218,7 @@ class AsyncCalls:
         *,
         is_retried: bool = True,
     ) -> Response:
-        """Make a unary call; `is_retried` tells whether the caller tries again while the service is unavailable."""
+        """Make a unary call once; `is_retried`: whether the caller retries while the service is unavailable."""
         endpoint = self.endpoint(address)
         with endpoint.errors(deadline, is_retried=is_retried):
             return await endpoint.unary.make(kind, request.SerializeToString(), deadline)
@@ -229,14 +228,14 @@ class AsyncCalls:
             raise PreconditionError("the client is closed; make a new one")
 
     def leave_outdated(self) -> None:
-        """Leave channels that would be opened in another way by now; calls that are under way on them may end."""
+        """Close channels whose settings are outdated; their calls in flight may finish."""
         self._opening = self.credentials.signature(), self.controllers.has_several
         for (_, opening), endpoint in list(self._here().items()):
             if opening != self._opening:
                 endpoint.driver.close()
 
     async def aclose(self) -> None:
-        """Close all channels; calls that are still running are cancelled, those of other loops soon after."""
+        """Close all channels. Calls in flight are cancelled; those of other event loops soon after."""
         self.closed = True
         if not self._channels:
             return
@@ -248,7 +247,7 @@ class AsyncCalls:
 
 
 class AsyncBase:
-    """Holds the calls of a client. See `AsyncClient`."""
+    """Base of the parts of a client. See `AsyncClient`."""
 
     def __init__(
         self,
@@ -271,14 +270,14 @@ class AsyncBase:
         self._allocations: Allocations = WeakValueDictionary()
         self.gathers_puts = bool(gathers_puts)
         self._lines_of: dict[Any, Lines] = {}  # of puts, by home
-        self._apart: dict[str, float] = {}  # partitions whose puts are sent by themselves, and until when
+        self._apart: dict[str, float] = {}  # partitions whose puts are not gathered, and until when
         self._refused_lists: deque[str] = deque(maxlen=_MOST_REFUSALS)  # partitions, see `put`
-        if "torch" in sys.modules:  # else `get_data` may never be called, and torch takes seconds as well
+        if "torch" in sys.modules:  # otherwise `get_data` may never be called, and importing torch takes seconds
             import_tensordict()
 
     @property
     def namespace(self) -> str:
-        """What the names of this client's partitions begin with on the service, before a "/"; empty: none."""
+        """Namespace: the prefix of this client's partition names on the service, before a "/"; empty: none."""
         return self._namespace.name
 
     def _deadline(self, timeout: float | None, more_seconds: float = 0.0) -> Deadline:
@@ -288,13 +287,13 @@ class AsyncBase:
     async def _ask(
         self, kind: type[Response], timeout: float | None, *, batch: BatchMeta | None = None, **arguments: Any
     ) -> Response:
-        """Make a call to the controller, tried again until the timeout; of a list return all pages as one answer.
+        """Make a call to the controller, retried until the timeout; the pages of a list are merged into one answer.
 
         Args:
-            kind: the answer, which tells the call and its request.
+            kind: the response type, which determines the call and its request.
             timeout: seconds; None: the client's.
-            batch: of the partition; None: `partition_id` is its name in the client's namespace, if given.
-            **arguments: those of `request_of`.
+            batch: a batch of the partition; None: `partition_id`, if given, is its name in the client's namespace.
+            **arguments: fields of the request, see `request_of`.
         """
         if batch is not None:
             arguments["partition_id"] = batch.full_partition_id
@@ -307,7 +306,7 @@ class AsyncBase:
         return answer
 
     async def _ack(self, metadata: BatchMeta, timeout: float | None) -> int:
-        """Acknowledge all samples of a leased batch; return how many this call has."""
+        """Acknowledge all samples of a leased batch; return how many were acknowledged by this call."""
         if not metadata.handled_indexes.size:
             return 0
         answer = await self._ask(
@@ -330,7 +329,7 @@ class AsyncBase:
     async def _pages(
         self, kind: type[Response], request: Any, deadline: Deadline, first: Response | None = None
     ) -> AsyncIterator[Response]:
-        """Make a call to the controller, for each page of a list but one that is there, and yield the answers."""
+        """Yield the pages of a list, one call to the controller per page; `first` is a page already received."""
         answer: Any = first
         while True:
             if answer is None:
@@ -341,16 +340,16 @@ class AsyncBase:
             request.page_token, answer = answer.next_page_token, None
 
     async def aclose(self) -> None:
-        """Make the calls that are due, such as releasing claims, and close the channels.
+        """Send outstanding calls, such as claim releases, and close the channels.
 
-        Puts that were gathered and not sent yet are sent first. It awaits their answers, and those of the puts before.
+        Gathered puts that have not been sent are sent first. Waits for their answers and those of earlier puts.
         """
         await self._background_calls.drain()
         await self._send_gathered()
         await self._calls.aclose()
 
     async def _send_gathered(self) -> None:
-        """Wait until the puts that gather in this loop, or process, were answered; a few seconds at most."""
+        """Wait until puts gathered in this event loop or process are answered; a few seconds at most."""
         lines = self._lines_of.get(async_current_home()) if self._lines_of else None
         if lines is not None:
             lines.await_gathered(signal := AsyncSignal())

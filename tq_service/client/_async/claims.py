@@ -1,4 +1,4 @@
-"""Calls of consumers: batches, what becomes of those that a queue worker holds, and what was consumed and produced."""
+"""Calls of consumers: claim batches, manage the claims of queue workers, query consumption and production."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from typing import Any, Final, get_args, overload
 from tq_service.client._async.calls import AsyncBase
 from tq_service.client.batch_meta import BatchMeta
 from tq_service.client.requests import (
+    GroupColumn,
     MetaGiven,
     NameColumn,
     check_leased,
     check_word,
     get_meta_request,
+    held_samples,
     lease_duration,
     listed,
     not_zero,
@@ -23,18 +25,18 @@ from tq_service.client.requests import (
     write_of,
 )
 from tq_service.client.transport import Deadline, WaitReports, import_tensordict, warn_of_wait
-from tq_service.client_probes import probes
+from tq_service.client_probes import Stage, collected_here, probes, step_report
 from tq_service.errors import CallCancelledError, DeadlineError, InternalError, TqError, UnavailableError
 from tq_service.results import ConsumptionStatus, EvictedUnits, ProductionStatus, WaitReason
 from tq_service.schema import DEFAULT_POLICY, Admit, BatchUnit, OnLost, Unmatched, check_range
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1.metadata_pb2 import BATCH_STATUS_NOT_YET
-from tq_service.wire.messages import read_message, to_duration
+from tq_service.wire.messages import read_message, read_seconds, to_duration, to_message
 
 DEFAULT_MAX_WAIT_SECONDS: Final = 30.0
 RELEASE_SECONDS: Final = 5.0
 
-# After these the server may have made a claim that never arrived.
+# After these errors, the server may have recorded a claim whose answer was lost.
 _UNKNOWN_OUTCOMES: Final = (CallCancelledError, DeadlineError, InternalError, UnavailableError)
 
 
@@ -42,12 +44,12 @@ class AsyncClaimCalls(AsyncBase):
     """The part of the client for consumers. See `AsyncClient`."""
 
     @overload
-    async def get_meta(
+    async def claim(
         self,
-        *,
         partition_id: str,
         task_name: str,
         data_fields: Sequence[str],
+        *,
         batch_size: int,
         min_batch_size: int | None = None,
         batch_unit: BatchUnit = "sample",
@@ -72,6 +74,7 @@ class AsyncClaimCalls(AsyncBase):
         least_members: int | None = None,
         refill: tuple[str, str] | None = None,
         max_refills: int = 3,
+        totals: Sequence[str] = (),
         held: bool = False,
         admit: Admit | None = None,
         not_before_version: int | None = None,
@@ -83,12 +86,12 @@ class AsyncClaimCalls(AsyncBase):
     ) -> BatchMeta: ...
 
     @overload
-    async def get_meta(
+    async def claim(
         self,
-        *,
         partition_id: str,
         task_name: str,
         data_fields: Sequence[str],
+        *,
         batch_size: int,
         batch_unit: BatchUnit = "sample",
         micro_batch_size: int | None = None,
@@ -109,6 +112,7 @@ class AsyncClaimCalls(AsyncBase):
         least_members: int | None = None,
         refill: tuple[str, str] | None = None,
         max_refills: int = 3,
+        totals: Sequence[str] = (),
         not_before_version: int | None = None,
         policy: str = DEFAULT_POLICY,
         max_wait: float = DEFAULT_MAX_WAIT_SECONDS,
@@ -117,12 +121,12 @@ class AsyncClaimCalls(AsyncBase):
         timeout: float | None = None,
     ) -> list[BatchMeta]: ...
 
-    async def get_meta(
+    async def claim(
         self,
-        *,
         partition_id: str,
         task_name: str,
         data_fields: Sequence[str],
+        *,
         batch_size: int,
         min_batch_size: int | None = None,
         batch_unit: BatchUnit = "sample",
@@ -147,6 +151,7 @@ class AsyncClaimCalls(AsyncBase):
         least_members: int | None = None,
         refill: tuple[str, str] | None = None,
         max_refills: int = 3,
+        totals: Sequence[str] = (),
         held: bool = False,
         admit: Admit | None = None,
         not_before_version: int | None = None,
@@ -156,83 +161,85 @@ class AsyncClaimCalls(AsyncBase):
         on_wait: Callable[[WaitReason], object] | None = None,
         timeout: float | None = None,
     ) -> BatchMeta | list[BatchMeta]:
-        """Ask for a batch: with `dp_rank`, `dp_size` and `batch_index` as a trainer rank, without as a queue worker.
+        """Claim a batch: as a trainer rank if `dp_rank`, `dp_size` and `batch_index` are given, else as a queue worker.
 
-        A rank that asks again gets the same answer. A queue worker's claim is released when its call is cancelled or
-        runs out of time, unless it has a name.
+        A rank that repeats the call gets the same answer. A queue worker's claim is released when its call is cancelled
+        or times out, unless the claim is named.
 
         Args:
-            partition_id: the partition; one that is not there yet is waited for.
+            partition_id: the partition; the call waits for it if it does not exist yet.
             task_name: the consumer.
             data_fields: fields that make a sample ready.
-            batch_size: samples or groups, for each rank.
-            min_batch_size: queue workers: the least to be delivered; None: `batch_size`.
-            batch_unit: "sample" or "group": what the two count.
-            micro_batch_size: samples a micro-batch; None: the batch is one.
-            sampler: its name; None: "sequential".
-            sampler_config: its options.
-            dp_rank: the rank that asks.
+            batch_size: number of samples, rollouts or groups per rank.
+            min_batch_size: queue workers: minimum batch size; None: `batch_size`.
+            batch_unit: the unit of both: "sample", "rollout" or "group".
+            micro_batch_size: samples per micro-batch; None: the batch is one micro-batch.
+            sampler: name of the sampler; None: "sequential".
+            sampler_config: options of the sampler.
+            dp_rank: this rank.
             dp_size: number of ranks.
-            batch_index: which batch, counted from 0 in the epoch.
-            batch_count: ranks: ask for up to so many batches, at most 64, from `batch_index` on: for the first, and for
-                those behind it that are ready at that moment. None: for one batch. What is claimed early has no samples
-                that come later, so ask for no more than will be used soon.
-            drop_last: whether the last batch, if short, is left out.
-            where: conditions `(column, operator, value)` on custom_meta, all of which must hold; operators are
-                ==, !=, <, <=, >, >= and "in" with a list of values. <, <=, > and >= take a `Published` too.
-            order_by: custom_meta columns by which ready samples are ordered, "-column" for largest first.
+            batch_index: index of the batch, counted from 0 in the epoch.
+            batch_count: ranks: maximum number of batches, 1 to 64: the batch at `batch_index`, and the following ones
+                that are ready at that moment. None: one batch. A batch claimed early cannot include later samples, so
+                request only batches that will be used soon.
+            drop_last: whether to drop a short last batch.
+            where: conditions `(column, operator, value)` on custom_meta; a sample must satisfy all of them. Operators
+                are ==, !=, <, <=, >, >= and "in" with a list of values. <, <=, > and >= take a `Published` too.
+            order_by: custom_meta columns to order ready samples by; "-column" for largest first.
             finite: also end when every sample inserted so far is consumed, without waiting for the seal.
-            incarnation: that of the partition; empty: whichever.
-            epoch: that of the task, which counts its resets; None: whichever.
-            lease: queue workers: seconds within which the samples are to be acknowledged (`ack`), at most a day; what
-                is not can be claimed by others. None: they are done once they are delivered.
-            max_deliveries: with a lease: a sample that was delivered so often and never acknowledged in time is dead-
-                lettered: not delivered again in this epoch, and counted as skipped. None: no bound.
-            claim_name: queue workers: a name for the claim, such as "rank0/batch3". The first call under it takes what
-                is next; all calls under it get the same answer, from whichever process, until the epoch of the task
-                ends. They have to ask alike.
+            incarnation: expected incarnation of the partition; empty: any.
+            epoch: expected epoch of the task, which counts its resets; None: any.
+            lease: queue workers: seconds within which the samples must be acknowledged (`ack`), at most a day; after
+                that, other workers can claim unacknowledged samples. None: samples are done once delivered.
+            max_deliveries: with a lease: deliveries after which a sample that was never acknowledged in time is
+                dead-lettered: not delivered again in this epoch, and counted as skipped. None: unlimited.
+            claim_name: queue workers: a name for the claim, such as "rank0/batch3". The first call with this name
+                claims the next samples. All calls with it, from any process, get the same answer until the epoch of
+                the task ends. Their arguments must be the same.
             max_uses: how often a sample is delivered to the task before it counts as consumed; until then it stays
-                ready for later batches. With a lease a delivery counts once it is acknowledged. None: once, or as the
-                sampler says.
-            unmatched: what becomes of samples that `where` excludes: they "wait"; or they are evicted, with a batch or
-                without one: they "fail", or are cleared ("clear"), for all tasks. Samplers that keep groups whole evict
-                whole groups. Samples that are held, leased or delivered stay, and so do groups with such a member.
-            least_members: a complete group with fewer members left, since the others failed or were cleared, is evicted
-                too; needs `unmatched` "fail" or "clear". None: no group is too small.
-            refill: `(partition_id, task_name)` where evicted units are made again, such as the prompts and the rollout
-                task: the sample there whose key is the name of an evicted group, or the key of a sample evicted by
-                itself, becomes claimable for the task again, in the same change. `take_evicted` has what came of it.
-            max_refills: how often, at most, for each sample in an epoch of that task.
-            held: rollout workers, with a `lease`: whether held samples are claimed, and no live ones: slots that other
+                ready for later batches. With a lease a delivery counts once it is acknowledged. None: set by the
+                sampler, else once.
+            unmatched: handling of samples that `where` excludes. "wait": they stay. "fail" or "clear": they are
+                evicted, with or without a batch: failed or cleared for all tasks. Samplers that keep groups together
+                evict entire groups. Samples that are held, leased or delivered stay, and so do groups with such a
+                member.
+            least_members: a complete group with fewer members left, because others failed or were cleared, is evicted
+                too. Needs `unmatched` "fail" or "clear". None: no group is too small.
+            refill: `(partition_id, task_name)` that regenerates evicted units, such as the prompts and the
+                rollout task. The sample there whose key is the name of an evicted group, or the key of a sample evicted
+                alone, becomes claimable for the task again, in the same change. `take_evicted` returns the outcome.
+            max_refills: maximum number of refills of each sample per epoch of that task.
+            totals: ranks: numeric custom_meta columns, at most 4, whose sums over all ranks are returned in
+                `BatchMeta.totals`; each sample of the batch needs a value.
+            held: rollout workers, with a `lease`: whether to claim held samples instead of live ones: slots that other
                 workers have lost. `data_fields` may be empty then.
-            admit: rollout workers, with a `lease`: the slots that are made in another partition with the claim, in one
-                change; `BatchMeta.admitted` has them. The call waits until there are prompts, which need keys, and
-                capacity for the slots of `min_batch_size` of them. Prompts and slots share the lease: `extend` of
-                either extends both. A prompt is acknowledged with the last of its slots; `release` of a prompt removes
-                its slots.
-            not_before_version: a version of `policy` that must be published before the batch is planned; until then
-                the call waits as for samples. None: none.
-            policy: that of `not_before_version`, in the client's namespace.
-            max_wait: seconds to wait for a batch; then the answer is "not_yet".
-            explain: whether "not_yet" comes with its reason, `BatchMeta.reason` and `waiting_for`, for which the
-                service looks at all samples of the partition; None: after a wait of 10 s or more.
-            on_wait: called with the reason while the call goes on waiting, after 10 s and then each minute, unless
-                `explain` is False; what it raises ends the call. None: a warning is logged.
+            admit: rollout workers, with a `lease`: slots to create in another partition with the claim, in one change;
+                returned in `BatchMeta.admitted`. The call waits until there are prompts, which need keys, and capacity
+                for the slots of `min_batch_size` of them. Prompts and slots share the lease: `extend` of either extends
+                both. A prompt is acknowledged with the last of its slots; `release` of a prompt removes its slots.
+            not_before_version: version of `policy` that must be published before the batch is planned. Until then the
+                call waits, as for missing samples. None: any.
+            policy: the policy of `not_before_version`, in the client's namespace.
+            max_wait: seconds to wait for a batch before the answer is "not_yet".
+            explain: whether "not_yet" includes its reason (`BatchMeta.reason` and `waiting_for`); the service scans all
+                samples of the partition for it. None: after a wait of 10 s or more.
+            on_wait: called with the reason while the call keeps waiting, after 10 s and then every minute, unless
+                `explain` is False. An exception from it ends the call. None: a warning is logged.
             timeout: seconds beyond `max_wait` until the call fails; None: the client's.
 
         Returns:
-            The batch; look at its `status` first: "batch", "not_yet" or "end". With `batch_count` a list of at least
-            one: batches in order, of which the last may be the "end"; or "not_yet" alone.
+            The batch; check its `status` first: "batch", "not_yet" or "end". With `batch_count`, a non-empty list:
+            batches in order, possibly with the "end" as the last; or only "not_yet".
 
         Raises:
-            InvalidArgumentError: an argument is wrong; also MissingLengthError.
-            PreconditionError: the ranks, or calls under one `claim_name`, disagree; the partition was cleared, or the
-                incarnation or epoch is stale.
-            LeaseExpiredError: a retry, or a call under the same `claim_name`, came after the lease of the first answer
-                had run out; ClaimReleasedError, SamplesClearedError: after its samples were released or cleared.
+            InvalidArgumentError: an argument is invalid; also MissingLengthError.
+            PreconditionError: the arguments of ranks, or of calls with one `claim_name`, differ; the partition was
+                cleared; or the incarnation or epoch is stale.
+            LeaseExpiredError: a retry, or a call with the same `claim_name`, came after the lease of the first answer
+                expired. ClaimReleasedError, SamplesClearedError: after its samples were released or cleared.
             PartitionNotFoundError, PolicyNotFoundError, AdmissionLimitError, AlreadyExistsError: with `admit`, see
-                `acquire`; the last one also where a group has the name of a prompt. No prompt is claimed.
-            BatchForgottenError: of batches that do not consume their samples only the last are kept on record.
+                `acquire`; the last one also if a group already has the name of a prompt. No prompt is claimed.
+            BatchForgottenError: only the latest batches that do not consume their samples are kept on record.
             TaskNotFoundError: the partition was created for other tasks.
             SamplerError: the sampler failed; SamplerTimeoutError: it hung.
         """
@@ -263,6 +270,7 @@ class AsyncClaimCalls(AsyncBase):
             least_members=least_members,
             refill=refill,
             max_refills=max_refills,
+            totals=totals,
             held=held,
             admit=admit,
             batch_count=batch_count,
@@ -270,8 +278,11 @@ class AsyncClaimCalls(AsyncBase):
             policy=policy,
             namespace=self._namespace,
         )
+        take_steps = None if dp_rank is None else step_report.get()
+        if take_steps is not None and (steps := take_steps()) is not None:
+            request.step_times.CopyFrom(to_message(pb.StepTimes, steps))
         if lease is not None:
-            import_tensordict()  # lest the lease pay for it, with the first `get_data` of the process
+            import_tensordict()  # otherwise the first `get_data` of the process would spend lease time on it
         is_queue = dp_rank is None and dp_size is None and batch_index is None
         wait, began_at = seconds("max_wait", max_wait), time.perf_counter()
         try:
@@ -300,6 +311,9 @@ class AsyncClaimCalls(AsyncBase):
         more = (BatchMeta.from_proto(each, self._namespace, task_name=request.task_name) for each in answer.more)
         return [meta, *more]
 
+    get_meta = claim
+    """The name that TransferQueue has for `claim`."""
+
     async def _poll(
         self,
         request: pb.GetMetaRequest,
@@ -308,7 +322,7 @@ class AsyncClaimCalls(AsyncBase):
         explain: bool | None,
         on_wait: Callable[[WaitReason], object] | None,
     ) -> pb.GetMetaResponse:
-        """Ask until there is an answer or the wait is spent: the server may cap how long one call waits."""
+        """Poll until there is an answer or the wait is spent: the server may cap how long one call waits."""
         wait, reports = Deadline.after(wait_seconds), WaitReports()
         tell = on_wait or warn_of_wait
 
@@ -317,7 +331,13 @@ class AsyncClaimCalls(AsyncBase):
                 max_wait = min(max_wait, reports.seconds_left())
             request.max_wait.CopyFrom(to_duration(max_wait))
             request.explain = reports.lasts_after(max_wait) if explain is None else explain
+            began_at = time.perf_counter()
             answer = await self._calls.unary_once(pb.GetMetaResponse, request, deadline)
+            if (collected := collected_here.get()) is not None:
+                is_over, ended_at = answer.meta.status != BATCH_STATUS_NOT_YET, time.perf_counter()
+                waited_until = min(began_at + read_seconds("waited", answer.waited), ended_at) if is_over else ended_at
+                collected.note(Stage.ROLLOUTS, began_at, waited_until)
+                collected.note(Stage.PLAN, waited_until, ended_at, is_call=is_over)
             # When the wait is spent, the caller gets the reason with the answer.
             if explain is not False and answer.HasField("reason") and reports.is_due_after(0) and wait.remaining():
                 reports.made()
@@ -331,11 +351,11 @@ class AsyncClaimCalls(AsyncBase):
     async def explain(
         self, partition_id: str, task_name: str | None = None, *, timeout: float | None = None
     ) -> list[WaitReason]:
-        """Return why claims of a partition wait: one reason for all calls that ask alike.
+        """Return why claims of a partition wait: one reason for all calls with the same arguments.
 
         Args:
-            partition_id: the partition; one that is not there may be waited for, too.
-            task_name: claims of this task alone; None: of all.
+            partition_id: the partition; it may be one that does not exist yet and is waited for.
+            task_name: claims of this task only; None: of all tasks.
             timeout: seconds until the call fails; None: the client's.
         """
         answer = await self._ask(
@@ -355,53 +375,63 @@ class AsyncClaimCalls(AsyncBase):
         keys: NameColumn | None = None,
         groups: Iterable[str] | None = None,
         group_size: int = 1,
+        rollouts: GroupColumn | None = None,
         custom_meta: MetaGiven | None = None,
         lease: float,
         on_lost: OnLost = "requeue",
         policy: str | None = None,
+        holding: BatchMeta | None = None,
+        ack: bool = False,
         max_wait: float = DEFAULT_MAX_WAIT_SECONDS,
         timeout: float | None = None,
     ) -> BatchMeta:
-        """Make slots before samples are generated: held samples without data, leased to this worker.
+        """Create slots before samples are generated: held samples without data, leased to this worker.
 
-        Slots count for the admissions of their partition, and wait for capacity in order of arrival, as puts of new
-        samples do. Put the data with `put(data, metadata=slots, ack=True)`, which makes them live. Extend the lease of
-        long work. Slots that are released without data are removed. A call that is given up may have made slots: they
-        are lost with their lease.
+        Slots count towards the admissions of their partition and wait for capacity in order of arrival, as puts of new
+        samples do. Put the data with `put(data, metadata=slots, ack=True)`, which makes them live. Extend the lease for
+        long work. Slots that are released without data are removed. A call that fails or is cancelled may have created
+        slots; they are lost when their lease expires.
 
         Args:
             partition_id: the partition, which must exist.
             task_name: the task of the rollout workers.
-            count: number of slots; None: as many as `keys`, `groups` or `custom_meta` say, else 1.
-            keys: their unique names, one for each slot.
-            groups: names of new groups, of each of which all `group_size` members are made.
+            count: number of slots; None: as many as `keys`, `groups`, `rollouts` or `custom_meta` have, else 1.
+            keys: unique keys, one per slot.
+            groups: names of new groups; all `group_size` members of each are created.
             group_size: members of each group.
-            custom_meta: of each slot, see `put`.
-            lease: seconds until what is still held is lost, at most a day.
-            on_lost: what becomes of it then: "requeue": workers claim it with `get_meta(held=True)` and go on with what
-                it holds; "fail", or "remove".
+            rollouts: the rollout of each slot, see `put`, in the order of the members of `groups`. Without `groups`,
+                slots of existing rollouts join the groups of those rollouts.
+            custom_meta: custom_meta of each slot, see `put`.
+            lease: seconds until slots that are still held are lost, at most a day.
+            on_lost: handling of lost slots. "requeue": workers claim them with `get_meta(held=True)` and continue from
+                their data; "fail" or "remove".
             policy: the published version of this policy becomes `start_version` in the custom_meta of the slots. None:
-                that of the admission with a `max_staleness`; without one there is no `start_version`.
-            max_wait: seconds to wait for capacity; then the answer is "not_yet".
+                the policy of the admission with a `max_staleness`; without one, no `start_version` is set.
+            holding: samples of a leased claim of this worker, such as the current turn of the rollout that the slots
+                continue, or their prompt. No slots are created if the worker has lost them.
+            ack: whether to acknowledge the samples of `holding` in the same change: a prompt is done once it has
+                slots.
+            max_wait: seconds to wait for capacity before the answer is "not_yet".
             timeout: seconds beyond `max_wait` until the call fails; None: the client's.
 
         Returns:
-            The slots as a leased batch; look at its `status` first: "batch", "not_yet", or "end" where the partition is
+            The slots as a leased batch; check its `status` first: "batch", "not_yet", or "end" if the partition is
             sealed.
 
         Raises:
-            PartitionNotFoundError, TaskNotFoundError: there is no such partition, or it was created for other tasks.
-            PolicyNotFoundError: the policy has no published version.
-            AlreadyExistsError: a key is known.
+            PartitionNotFoundError, TaskNotFoundError: the partition does not exist, or was created for other tasks.
+            PolicyNotFoundError: the policy lacks a published version.
+            AlreadyExistsError: a key exists already.
+            LeaseExpiredError, SampleNotFoundError: the samples of `holding` were lost or cleared.
             AdmissionLimitError: more slots than may ever be outstanding.
-            InvalidArgumentError: an argument is wrong.
+            InvalidArgumentError: an argument is invalid.
         """
         check_word("on_lost", on_lost, get_args(OnLost))
         names = None if groups is None else listed("groups", groups)
         if names is not None:
             check_range("group_size", group_size, 1)
             names = [name for name in names for _ in range(group_size)]
-        if count is None and keys is None and names is None and custom_meta is None:
+        if count is None and keys is None and names is None and rollouts is None and custom_meta is None:
             count = 1
         write = write_of(
             self._namespace,
@@ -410,6 +440,7 @@ class AsyncClaimCalls(AsyncBase):
             keys=keys,
             groups=names,
             group_size=None if names is None else group_size,
+            rollouts=rollouts,
             custom_meta=custom_meta,
         )
         request = request_of(
@@ -419,6 +450,8 @@ class AsyncClaimCalls(AsyncBase):
             lease=lease_duration(lease),
             on_lost=on_lost,
             policy="" if policy is None else self._namespace.full_name(policy),
+            holding=None if holding is None else held_samples(holding),
+            ack=ack,
         )
         wait_seconds = seconds("max_wait", max_wait)
         wait, deadline = Deadline.after(wait_seconds), self._deadline(timeout, wait_seconds)
@@ -447,14 +480,14 @@ class AsyncClaimCalls(AsyncBase):
         await self._calls.unary_once(pb.ReleaseClaimResponse, request, deadline, is_retried=False)
 
     async def ack(self, metadata: BatchMeta, *, timeout: float | None = None) -> int:
-        """Say that the work on leased samples is done: they are not delivered again, whatever becomes of the lease.
+        """Acknowledge leased samples: their work is done, and they are not delivered again even if the lease expires.
 
-        Put the results first; `put(..., ack=True)` does both in one change. Acknowledging samples once more is fine, as
-        is naming ones that have failed or were cleared meanwhile.
+        Put the results first; `put(..., ack=True)` does both in one change. Samples that were already acknowledged, or
+        have since failed or been cleared, are accepted.
 
         Args:
-            metadata: the batch, as `get_meta(lease=...)` answered it, or a part of it (`select_samples`, `chunk`); of a
-                batch of whole groups whole groups.
+            metadata: the batch returned by `get_meta(lease=...)`, or a part of it (`select_samples`, `chunk`). If the
+                batch has complete groups, the part must too.
             timeout: seconds until the call fails; None: the client's.
 
         Returns:
@@ -463,27 +496,27 @@ class AsyncClaimCalls(AsyncBase):
         Raises:
             LeaseExpiredError: some of the samples (the message names them) are no longer leased to this worker, and
                 others may do the same work; none is acknowledged.
-            InvalidArgumentError: `metadata` is not of one leased claim, or has a part of a group.
+            InvalidArgumentError: `metadata` is not one leased claim, or splits a group.
             PartitionNotFoundError: the partition was cleared. StaleIncarnationError: and created again.
         """
         check_leased(metadata)
         return await self._ack(metadata, timeout)
 
     async def extend(self, metadata: BatchMeta, lease: float, *, timeout: float | None = None) -> int:
-        """Give a leased claim more time. What was acknowledged or released of it stays so.
+        """Extend the lease of a claim. Samples that were acknowledged or released are not affected.
 
         Args:
-            metadata: the batch, as `get_meta(lease=...)` answered it, or a part of it: all of the claim is extended.
-            lease: seconds from now on; also less than was left.
+            metadata: the batch returned by `get_meta(lease=...)`, or a part of it: the entire claim is extended.
+            lease: seconds from now; may be less than the time left.
             timeout: seconds until the call fails; None: the client's.
 
         Returns:
-            The number of samples that are leased.
+            The number of leased samples.
 
         Raises:
-            LeaseExpiredError: the lease ran out before.
-            PreconditionError: nothing is left of the claim.
-            InvalidArgumentError: `metadata` is not of one leased claim, or `lease` is no positive number of seconds.
+            LeaseExpiredError: the lease has already expired.
+            PreconditionError: no samples of the claim are left.
+            InvalidArgumentError: `metadata` is not one leased claim, or `lease` is not a positive number of seconds.
             PartitionNotFoundError: the partition was cleared. StaleIncarnationError: and created again.
         """
         check_leased(metadata)
@@ -499,22 +532,22 @@ class AsyncClaimCalls(AsyncBase):
         return answer.leased_count
 
     async def release(self, metadata: BatchMeta, *, timeout: float | None = None) -> int:
-        """Release samples that a queue worker got and will not process: they are claimable again at once.
+        """Release samples that a queue worker claimed and will not process: they can be claimed again at once.
 
-        A released delivery does not count for `max_deliveries`. Samples that were acknowledged, released, cleared or
-        reset before are ignored.
+        A released delivery does not count towards `max_deliveries`. Samples that were already acknowledged, released,
+        cleared or reset are ignored.
 
         Args:
-            metadata: the batch, as `get_meta` answered it; of a leased one also a part of it, of whole groups whole
-                groups.
+            metadata: the batch returned by `get_meta`; of a leased batch also a part. If the batch has complete
+                groups, the part must too.
             timeout: seconds until the call fails; None: the client's.
 
         Returns:
-            The number of samples that are claimable again; 0 where `metadata` is no claim of a queue worker.
+            The number of samples that can be claimed again; 0 if `metadata` is not a claim of a queue worker.
 
         Raises:
-            LeaseExpiredError: the lease of some of the samples ran out; none is released.
-            InvalidArgumentError: `metadata` has a part of a claim without a lease, or of a group.
+            LeaseExpiredError: the lease of some of the samples has expired; none is released.
+            InvalidArgumentError: `metadata` is a part of a claim without a lease, or splits a group.
         """
         if not metadata.claim_id or not metadata.size:
             return 0
@@ -531,18 +564,18 @@ class AsyncClaimCalls(AsyncBase):
     async def check_consumption(
         self, partition_id: str, task_name: str, *, missing_ok: bool = False, timeout: float | None = None
     ) -> ConsumptionStatus:
-        """Return how many samples a task has consumed, and whether anything is left for it.
+        """Return how many samples a task has consumed, and whether any are left for it.
 
         Args:
             partition_id: the partition.
             task_name: the consumer.
-            missing_ok: whether a partition that is not there counts as one without samples, and a task that has not
-                asked yet as one that has consumed nothing.
+            missing_ok: whether to treat a missing partition as empty, and a task that has not claimed yet as having
+                consumed nothing.
             timeout: seconds until the call fails; None: the client's.
 
         Raises:
-            PartitionNotFoundError: there is no such partition, unless `missing_ok`.
-            TaskNotFoundError: the task has not asked for anything yet, unless `missing_ok`; or the partition was
+            PartitionNotFoundError: the partition does not exist, unless `missing_ok`.
+            TaskNotFoundError: the task has not claimed anything yet, unless `missing_ok`; or the partition was
                 created for other tasks.
         """
         answer = await self._ask(
@@ -567,13 +600,12 @@ class AsyncClaimCalls(AsyncBase):
         Args:
             partition_id: the partition.
             data_fields: the fields, at least one.
-            missing_ok: whether a partition that is not there counts as one without samples, and a field that it does
-                not have as one that no sample has.
+            missing_ok: whether to treat a missing partition as empty, and a missing field as one that no sample has.
             timeout: seconds until the call fails; None: the client's.
 
         Raises:
-            PartitionNotFoundError: there is no such partition, unless `missing_ok`.
-            FieldNotFoundError: there is no such field, unless `missing_ok`.
+            PartitionNotFoundError: the partition does not exist, unless `missing_ok`.
+            FieldNotFoundError: the field does not exist, unless `missing_ok`.
         """
         answer = await self._ask(
             pb.CheckProductionResponse,
@@ -593,14 +625,14 @@ class AsyncClaimCalls(AsyncBase):
         keep_consumed: bool = False,
         timeout: float | None = None,
     ) -> int:
-        """Start the next epoch of a task: its samples are claimable again, batches count from 0.
+        """Start the next epoch of a task: its samples can be claimed again, and batches are counted from 0.
 
         Args:
             partition_id: the partition.
             task_name: the consumer.
-            epoch: the epoch that ends: of many ranks that reset it, one does. None: whichever it is; each call ends
-                one, also where it is tried again.
-            keep_consumed: keep what is consumed, and only count batches from 0 again.
+            epoch: the epoch to end: if many ranks pass it, the task is reset once. None: the current one; every call
+                ends an epoch, also when it is retried.
+            keep_consumed: keep samples consumed, and only count batches from 0 again.
             timeout: seconds until the call fails; None: the client's.
 
         Returns:
@@ -608,8 +640,8 @@ class AsyncClaimCalls(AsyncBase):
 
         Raises:
             StaleEpochError: the task is at another epoch.
-            PartitionNotFoundError: there is no such partition.
-            TaskNotFoundError: the task has not asked for anything yet.
+            PartitionNotFoundError: the partition does not exist.
+            TaskNotFoundError: the task has not claimed anything yet.
         """
         answer = await self._ask(
             pb.ResetConsumptionResponse,
@@ -631,21 +663,21 @@ class AsyncClaimCalls(AsyncBase):
         incarnation: bytes = b"",
         timeout: float | None = None,
     ) -> EvictedUnits:
-        """Return units that claims of a task have evicted (`get_meta(unmatched=)`), to make others in their place.
+        """Return units that claims of a task have evicted (`get_meta(unmatched=)`), to replace them.
 
-        The newest 65,536 are kept. Ask again with the serial of the last unit until none comes.
+        The newest 65,536 are kept. Call again with the serial of the last unit until the answer is empty.
 
         Args:
             partition_id: the partition.
             task_name: the task.
-            after: the serial of the last unit that is known; 0: begin with the first.
-            limit: most units of the answer, 1 to 1,024; very long names may make them fewer.
-            incarnation: that of the partition; empty: whichever. Serials begin again with each.
+            after: serial of the last known unit; 0: start with the first.
+            limit: maximum number of units in the answer, 1 to 1,024; very long names may reduce it.
+            incarnation: expected incarnation of the partition; empty: any. Serials restart with each incarnation.
             timeout: seconds until the call fails; None: the client's.
 
         Raises:
             InvalidArgumentError: a number is out of its range.
-            PartitionNotFoundError, TaskNotFoundError: it does not exist.
+            PartitionNotFoundError, TaskNotFoundError: the partition or task does not exist.
             StaleIncarnationError: the partition was cleared and created again.
         """
         answer = await self._ask(
@@ -668,27 +700,27 @@ class AsyncClaimCalls(AsyncBase):
         incarnation: bytes = b"",
         timeout: float | None = None,
     ) -> int:
-        """Have dead-lettered samples of a task delivered again, as if they never had been.
+        """Deliver dead-lettered samples of a task again, with their delivery count reset.
 
         Args:
             partition_id: the partition.
-            task_name: the consumer that they were delivered to too often.
-            global_indexes: samples, of which those that are not dead-lettered are ignored; None: all that are.
-            incarnation: that of the partition; empty: whichever.
+            task_name: the consumer that dead-lettered them.
+            global_indexes: samples, of these only dead-lettered ones; None: all dead-lettered samples.
+            incarnation: expected incarnation of the partition; empty: any.
             timeout: seconds until the call fails; None: the client's.
 
         Returns:
             The number of samples that can be claimed again.
 
         Raises:
-            PreconditionError: the ranks of the task have come to their end; `reset_consumption(keep_consumed=True)`
+            PreconditionError: the ranks of the task have reached the end; `reset_consumption(keep_consumed=True)`
                 delivers its dead-lettered samples again.
-            PartitionNotFoundError: there is no such partition.
-            TaskNotFoundError: the task has not asked for anything yet.
-            StaleIncarnationError: the partition was created again.
+            PartitionNotFoundError: the partition does not exist.
+            TaskNotFoundError: the task has not claimed anything yet.
+            StaleIncarnationError: the partition was cleared and created again.
         """
         named = None if global_indexes is None else listed("global_indexes", global_indexes)
-        if named is not None and not named:  # which would stand for all
+        if named is not None and not named:  # an empty list in the request means all
             return 0
         answer = await self._ask(
             pb.RequeueDeadLetteredResponse,

@@ -1,16 +1,19 @@
-"""Getting data: located, read from the storage services at the same time, put back in order."""
+"""Fetching data: locate cells, read from the storage services in parallel, restore the requested order."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, Literal, get_args
 
 from tq_service.client._async.calls import AsyncBase
 from tq_service.client.batch_meta import BatchMeta, StorageRef, in_parts, joined
+from tq_service.client.group_cells import SharedRows, arrangement, check_not_expanded
 from tq_service.client.landing import Landing
+from tq_service.client.padding import Padding, Side
+from tq_service.client.read_form import ReadForm
 from tq_service.client.reads import (
     StorageRead,
     each_once,
@@ -23,9 +26,10 @@ from tq_service.client.reads import (
     unread_samples,
 )
 from tq_service.client.requests import check_word, listed, named_samples, partition_of, request_of
+from tq_service.client.slices import SliceGiven, Slices
 from tq_service.client.transport import HEAVY, Deadline, answer_weight, async_gather, async_unless_light
-from tq_service.client_probes import probes
-from tq_service.dataplane.receiving import Received
+from tq_service.client_probes import Stage, collected_here, probes
+from tq_service.dataplane.receiving import Received, RowPlacement
 from tq_service.errors import (
     DataLossError,
     DeadlineError,
@@ -36,13 +40,13 @@ from tq_service.errors import (
     UnavailableError,
     nearest,
 )
-from tq_service.schema import FieldSpec, ReadLayout
+from tq_service.schema import FieldScope, FieldSpec, ReadLayout
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.wire.metadata import Indexes
 
 
 class AsyncFetchCalls(AsyncBase):
-    """The part of the client that gets data. See `AsyncClient`."""
+    """The part of the client that fetches data. See `AsyncClient`."""
 
     async def get_data(
         self,
@@ -57,9 +61,17 @@ class AsyncFetchCalls(AsyncBase):
         layout: ReadLayout | None = None,
         device: Any = None,
         out: Any = None,
+        expand: bool = True,
+        slices: Mapping[str, SliceGiven] | None = None,
+        padded: bool | Sequence[str] = False,
+        pad_value: Any = 0,
+        length: int | Mapping[str, int] | None = None,
+        side: Side = "right",
+        mask: bool = False,
+        truncate: bool = False,
         timeout: float | None = None,
     ) -> Any:
-        """Get the data of samples, in their order; one that is named several times is fetched once.
+        """Fetch the data of samples, in the order given; a sample named several times is fetched once.
 
         Args:
             metadata: the samples; an empty batch gives empty columns without a call.
@@ -68,36 +80,54 @@ class AsyncFetchCalls(AsyncBase):
             global_indexes: or their indexes.
             data_fields: the fields; None: those of `metadata`, or all of the partition.
             missing: "error", or "skip" to leave out samples that are unknown or lack one of the fields.
-            missing_fields: "error", or "skip" to leave out fields that are unknown or that one of the samples lacks, so
-                that None for `data_fields` gets the fields that all of the samples have. No sample is left out for a
-                field, then.
-            layout: of fields of tensors with rows of one or more dimensions. None: as the field is, whatever rows these
-                are: of a dense field dense tensors, of one that was put or declared jagged, or of which rows of any put
-                differ in shape, nested ones. Else as these rows are: "auto": dense where all of them are alike, else
-                jagged; "dense": dense, an error where they differ; "jagged": nested tensors, also where all are alike.
-            device: a CUDA device, such as "cuda:0", where the tensors are to be; objects stay on the CPU. The bytes are
-                received in pinned memory and copied up at once, on a stream that the caller's current stream waits for;
-                this call does not. None, "cpu": the CPU.
-            out: by field, contiguous tensors of the dtype and shape `(n, ...)` of dense fields, on the CPU or a device,
-                that are filled and returned in the place of new ones. Those of a call that failed while it received may
-                have been written to.
+            missing_fields: "error", or "skip" to leave out fields that are unknown or missing in one of the samples.
+                With `data_fields=None` this fetches the fields that all of the samples have. No sample is left out for
+                lack of a field then.
+            layout: layout of tensor fields with rows of one or more dimensions. None: the layout of the field,
+                whichever rows are fetched: dense fields give dense tensors. Fields that were put or declared jagged, or
+                whose rows differ in shape in any put, give nested tensors. Otherwise by the fetched rows: "auto": dense
+                if all have the same shape, else jagged; "dense": dense, an error if shapes differ; "jagged": nested
+                tensors, even if all shapes are the same.
+            device: CUDA device for the tensors, such as "cuda:0"; objects stay on the CPU. Bytes are received in pinned
+                memory and copied to the device on a separate stream. The caller's current stream waits for it; this
+                call does not. None, "cpu": the CPU.
+            out: by field, contiguous tensors to fill and return instead of new ones: dtype and shape `(n, ...)` of
+                dense fields, on the CPU or a device. After a call that failed while receiving, their contents are
+                undefined.
+            expand: for fields shared by the samples of a group, whose values are fetched once per group. True: one row
+                per sample. Rows of a group are the same objects in lists, and share memory if the tensor covers one
+                group (`Tensor.expand`), so do not change them in place; other tensors are copies. False: one row per
+                group, in order of first appearance; `group_index` `(n,)` has the row of each sample.
+            slices: by field, the part of each row to fetch: `(start, stop)`, a list with one such pair per sample, or a
+                `RowSlice`, which has the other forms. The storage service cuts the rows and sends only these bytes.
+                Rows of a dense field stay dense if their parts have equal lengths, otherwise they become jagged.
+            padded: True: jagged fields are returned as dense tensors `(n, longest, ...)`, except fields ragged in
+                several dimensions. Or a list of fields to pad, dense ones along their first dimension.
+            pad_value: fill value for the rest of a row, or fill values by field.
+            length: row length of padded fields, or lengths by field; None: that of the longest fetched row. A longer
+                row is an error, unless `truncate` is set.
+            side: padding side: "right" (after the values) or "left" (before them).
+            mask: whether to add for each padded field a bool field `<name>_mask` `(n, length)`, True for values of the
+                row.
+            truncate: whether the storage service cuts rows longer than `length` to their first items.
             timeout: seconds until the call fails; None: the client's.
 
         Returns:
-            A TensorDict of batch size `[n]`; a dict of numpy arrays where torch is not installed. Jagged fields are
-            nested tensors, ragged in the dimension in which rows differ; lists of tensors where they differ in several.
-            Objects are lists.
+            A TensorDict of batch size `[n]`, or `[]` with `expand=False`; a dict of numpy arrays if torch is not
+            installed. Jagged fields are nested tensors, ragged in the dimension that differs, or lists of tensors
+            if they differ in several. Objects are lists.
 
         Raises:
-            PartitionNotFoundError, FieldNotFoundError, KeyNotFoundError, SampleNotFoundError: nothing has this name.
-            CellNotFoundError: a sample lacks one of the fields; `missing` or `missing_fields` may leave it out.
-            FieldMismatchError: rows differ in shape that are to be dense, or a tensor of `out` has another dtype or
-                shape than its field; it is not changed.
-            InvalidArgumentError: the device does not exist, or `out` cannot be filled.
+            PartitionNotFoundError, FieldNotFoundError, KeyNotFoundError, SampleNotFoundError: a name does not exist.
+            CellNotFoundError: a sample lacks one of the fields; `missing` or `missing_fields` can leave it out.
+            FieldMismatchError: rows requested as dense differ in shape, or a tensor of `out` differs from its field in
+                dtype or shape; it is not changed. A row is longer than `length`, or a field cannot be padded.
+            InvalidArgumentError: the device does not exist, `out` cannot be filled, rows of a field cannot be cut, or
+                `pad_value` does not fit its dtype.
             torch.OutOfMemoryError: the device is full; the received data is freed.
-            StaleIncarnationError: the partition of `metadata` was created again.
-            DataLossError: the storage service that held them came back empty; names the samples.
-            UnavailableError: the controller, or the storage service that holds them, did not answer until the timeout.
+            StaleIncarnationError: the partition of `metadata` was cleared and created again.
+            DataLossError: the storage service that held the data restarted empty; names the samples.
+            UnavailableError: the controller, or the storage service that holds the data, did not answer in time.
         """
         began_at = time.perf_counter()
         deadline = self._deadline(timeout)
@@ -109,12 +139,19 @@ class AsyncFetchCalls(AsyncBase):
         name, named = named_samples(metadata=metadata, keys=keys, global_indexes=global_indexes)
         if name is None:
             raise InvalidArgumentError(
-                "samples are named by nothing; give one of metadata, keys or global_indexes", field="metadata"
+                "no samples are named; give one of metadata, keys or global_indexes", field="metadata"
             )
+        form = None
+        given = (slices, padded, pad_value, length, side, mask, truncate)
+        if given != (None, False, 0, None, "right", False, False):
+            padding = Padding.of(padded, pad_value=pad_value, length=length, side=side, mask=mask, truncate=truncate)
+            form = ReadForm.of(Slices.of(slices, len(named)), padding, layout)
+            if missing == "skip":
+                form.check_rows_stay()
         wanted = fields if fields is not None else metadata.data_fields if metadata is not None else []
         partition = partition_of(self._namespace, partition_id, metadata)
         if not len(named):
-            # The partition is asked only for fields that the batch does not describe.
+            # The partition is queried only for fields that the batch does not describe.
             specs = {} if metadata is None else {spec.name: spec for spec in metadata.fields}
             if not specs or not specs.keys() >= set(wanted):
                 specs = await self._fields_of(partition, deadline) | specs
@@ -126,7 +163,8 @@ class AsyncFetchCalls(AsyncBase):
                         metadata={"partition_id": partition, "field_name": unknown[0]},
                     )
                 )
-            return self._empty([specs[name] for name in wanted or specs if name in specs], 0, layout, landing)
+            known = [specs[name] for name in wanted or specs if name in specs]
+            return self._empty(known, 0, layout, landing, form, expand=expand)
         locate = partial(
             self._locate,
             deadline,
@@ -143,12 +181,21 @@ class AsyncFetchCalls(AsyncBase):
         stale: BatchMeta | None = None
         while True:
             try:
-                fetched = await self._fetch(located, fields, missing_fields, deadline, layout=layout, landing=landing)
+                fetched = await self._fetch(
+                    located,
+                    fields,
+                    missing_fields,
+                    deadline,
+                    layout=layout,
+                    landing=landing,
+                    form=form,
+                    expand=expand,
+                )
                 for probe in probes:
                     probe.fetched(time.perf_counter() - began_at)
                 return fetched
             except (PutNotFoundError, DataLossError):
-                # Overwritten since it was located: the cells are elsewhere now. Where they are not, they are lost.
+                # The data may have been overwritten since it was located. If its location is unchanged, it is lost.
                 if stale is not None and stale.locations.puts == located.locations.puts:
                     raise
                 stale, located = located, await locate()
@@ -156,12 +203,15 @@ class AsyncFetchCalls(AsyncBase):
     async def _locate(
         self, deadline: Deadline, name: str, named: Sequence[Any] | Indexes, **arguments: Any
     ) -> BatchMeta:
-        """Ask where samples are; `name` is how they are named: by keys, or by global_indexes."""
+        """Locate samples; `name` is the way they are given: "keys" or "global_indexes"."""
         parts: list[BatchMeta] = []
+        began_at = time.perf_counter()
         for some in in_parts(named):
             request = request_of(pb.LocateRequest, **{name: some}, **arguments)
             answer = await self._calls.unary(pb.LocateResponse, request, deadline)
             parts.append(BatchMeta.from_proto(answer.meta, self._namespace))
+        if (collected := collected_here.get()) is not None:
+            collected.note(Stage.PLAN, began_at)
         return joined(parts)
 
     async def _fetch(
@@ -173,6 +223,8 @@ class AsyncFetchCalls(AsyncBase):
         *,
         layout: ReadLayout | None,
         landing: Landing | None,
+        form: ReadForm | None,
+        expand: bool,
     ) -> Any:
         specs = {spec.name: spec for spec in located.fields}
         wanted = list(specs) if fields is None else list(fields)
@@ -180,39 +232,92 @@ class AsyncFetchCalls(AsyncBase):
             wanted = [name for name in wanted if name in specs]
         known = [specs[name] for name in wanted if name in specs]
         if not located.size or not wanted:
-            return self._empty(known, located.size, layout, landing)
+            return self._empty(known, located.size, layout, landing, form, expand=expand)
+        are_shared = _are_shared(known)
+        if are_shared and not expand:
+            check_not_expanded(known, landing)
+        chosen = None if form is None else form.of_fields(known)
         if landing is not None:
-            landing.check(known, located.size, layout)
+            landing.check(known if chosen is None else chosen.result, located.size, layout)
 
-        def plan() -> tuple[BatchMeta, Indexes | None, Sequence[StorageRead]]:
-            distinct, order = each_once(located)
+        def plan() -> tuple[BatchMeta, Indexes | None, SharedRows | None, list[StorageRead], list[StorageRead]]:
+            distinct, order = (located, None) if chosen is not None and chosen.is_by_row else each_once(located)
             if not distinct.locations.covers(wanted):
-                raise InternalError(f"the controller did not say where the fields {', '.join(wanted)} are")
-            return distinct, order, plan_reads(distinct.locations, wanted)
+                raise InternalError(f"the controller did not return the locations of fields {', '.join(wanted)}")
+            shared = SharedRows.of(distinct, known) if are_shared else None
+            own = wanted if shared is None else [name for name in wanted if name not in shared.names]
+            cuts, padded = ({}, ()) if chosen is None else (chosen.cuts, chosen.padded)
+            of_groups = [] if shared is None else shared.plan_reads(distinct)
+            return distinct, order, shared, plan_reads(distinct.locations, own, cuts, padded), of_groups
 
-        distinct, order, reads = await async_unless_light(plan, range(located.size * len(wanted)))
+        distinct, order, shared, own, of_groups = await async_unless_light(plan, range(located.size * len(wanted)))
+        reads = [*own, *of_groups]
+        padding = None if chosen is None else chosen.begin(own if order is None else (), located.size, landing)
+        sizes = specs if chosen is None else chosen.cut
+        began_at = time.perf_counter()
         answers = await async_gather(
-            [partial(self._read, distinct, read, read.size_bytes(specs), landing, deadline) for read in reads]
+            [
+                partial(
+                    self._read,
+                    distinct,
+                    read,
+                    read.size_bytes(sizes),
+                    landing,
+                    deadline,
+                    rows=None if padding is None else padding.rows_of(read),
+                )
+                for read in reads
+            ]
         )
         value_bytes = sum(column.value_bytes for answer in answers for column, _ in answer)
+        received_at = time.perf_counter()
         for probe in probes:
             probe.received(value_bytes)
 
         def decode() -> Any:
-            received = merge_answers(reads, answers, wanted, specs, distinct.locations)
+            parts = answers if padding is None else padding.take(reads, answers)
+            left = wanted if padding is None else [name for name in wanted if name not in padding.columns]
+            received = merge_answers(
+                reads, parts, left, specs, distinct.locations, slices=None if chosen is None else chosen.slices
+            )
             if order is not None:
-                received = [take_rows(column, order) for column in received]
-            return to_batch(received, located.size, layout, landing)
+                names_of_groups = () if shared is None else shared.names
+                received = [
+                    column if column[0].spec.name in names_of_groups else take_rows(column, order)
+                    for column in received
+                ]
+            if chosen is not None:
+                received = chosen.finish(received, wanted, padding)
+            arrange = None if shared is None else arrangement(shared, order, landing, expand=expand)
+            return to_batch(received, located.size if expand else None, layout, landing, arrange)
 
         weight = answer_weight(located.size * len(wanted), value_bytes) if landing is None else HEAVY
-        return await async_unless_light(decode, weight)
+        batch = await async_unless_light(decode, weight)
+        if (collected := collected_here.get()) is not None:
+            stage = Stage.HOST if landing is None or landing.device is None else Stage.DEVICE
+            collected.note(Stage.TRANSFER, began_at, received_at, value_bytes, is_call=True)
+            collected.note(stage, received_at, size_bytes=value_bytes, is_call=True)
+        return batch
 
     def _empty(
-        self, specs: Sequence[FieldSpec], row_count: int, layout: ReadLayout | None, landing: Landing | None
+        self,
+        specs: Sequence[FieldSpec],
+        row_count: int,
+        layout: ReadLayout | None,
+        landing: Landing | None,
+        form: ReadForm | None,
+        *,
+        expand: bool,
     ) -> Any:
+        arrange = None
+        if _are_shared(specs):
+            if not expand:
+                check_not_expanded(specs, landing)
+            arrange = arrangement(SharedRows.of_none(specs), None, landing, expand=expand)
+        result = specs if form is None else form.of_fields(specs).result
         if landing is not None:
-            landing.check(specs, row_count, layout)
-        return to_batch(empty_columns(specs), row_count, layout, landing)
+            landing.check(result, row_count, layout)
+        return to_batch(empty_columns(result), row_count if expand else None, layout, landing, arrange)
 
     async def _read(
         self,
@@ -221,17 +326,19 @@ class AsyncFetchCalls(AsyncBase):
         size_bytes: int | None,
         landing: Landing | None,
         deadline: Deadline,
+        *,
+        rows: RowPlacement | None,
     ) -> list[Received]:
-        """Read from one storage service; while it does not answer, ask the controller where it is now."""
+        """Read from one storage service. While it does not answer, ask the controller for its current address."""
         storage, loss_count = read.storage, 0
 
         async def attempt() -> list[Received]:
             nonlocal storage, loss_count
             try:
                 if storage.is_away:
-                    raise UnavailableError("it has not announced itself since the controller started")
+                    raise UnavailableError("it has not registered since the controller started")
                 driver = self._calls.endpoint(storage.address).driver
-                return await driver.get(read.request, read.positions.size, deadline, size_bytes, landing)
+                return await driver.get(read.request, read.positions.size, deadline, size_bytes, landing, rows=rows)
             except DataLossError as error:
                 # Another storage service may have taken the puts over, or be about to.
                 now = await self._find_storage(located, read, deadline)
@@ -240,7 +347,7 @@ class AsyncFetchCalls(AsyncBase):
                 storage, loss_count = now, loss_count + 1 if now == storage else 0
                 raise UnavailableError(error.message, metadata=error.metadata) from error
             except UnavailableError:
-                with suppress(DeadlineError, UnavailableError):  # that of the storage service says more
+                with suppress(DeadlineError, UnavailableError):  # the storage service's error is more useful
                     storage = await self._find_storage(located, read, deadline)
                 raise
 
@@ -252,7 +359,7 @@ class AsyncFetchCalls(AsyncBase):
             raise unread_samples(located, read, storage, deadline, error) from error
 
     async def _find_storage(self, located: BatchMeta, read: StorageRead, deadline: Deadline) -> StorageRef:
-        """Ask where a storage service is that does not answer: it may have come back at another address."""
+        """Locate a storage service that does not answer: it may have restarted at another address."""
         now = await self._locate(
             deadline,
             "global_indexes",
@@ -268,3 +375,8 @@ class AsyncFetchCalls(AsyncBase):
             f"the cells have moved from storage service {read.storage.storage_id!r} to another",
             metadata={"put_id": read.request.put_ids[0].hex(), "storage_id": read.storage.storage_id},
         )
+
+
+def _are_shared(specs: Iterable[FieldSpec]) -> bool:
+    """Whether any of the fields is shared by groups."""
+    return any(spec.scope is FieldScope.GROUP for spec in specs)

@@ -1,4 +1,4 @@
-"""Calls about partitions, about checkpoints of all of them, and about the services."""
+"""Calls about partitions, checkpoints of all partitions, and the services."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from tq_service.results import (
     ServiceStatus,
     StorageStat,
 )
-from tq_service.schema import Admission, FieldSpec, Layout
+from tq_service.schema import Admission, FieldSpec, Layout, Release
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1.storage_service_pb2 import StatRequest, StatResponse
-from tq_service.wire.messages import read_message
+from tq_service.wire.messages import read_message, to_message
 from tq_service.wire.metadata import encode_spec
 from tq_service.wire.objects import decode_json_object, encode_json_object
 
-# How long a checkpoint may take to be written or restored where the caller does not say.
+# Default timeout for writing or restoring a checkpoint.
 _CHECKPOINT_SECONDS: Final = 3600.0
 
 
@@ -48,34 +48,37 @@ class AsyncPartitionCalls(AsyncBase):
         admissions: Iterable[Admission] = (),
         tasks: Iterable[str] = (),
         samples_per_round: int | None = None,
+        release: Release | None = None,
         timeout: float | None = None,
     ) -> bytes:
-        """Make a partition, or confirm that it is there as asked. Optional: its first samples make it too.
+        """Create a partition, or confirm that it exists with these settings. Optional: its first samples create it too.
 
         Args:
             partition_id: its name.
             expected_samples: number of samples that will be inserted: reaching it seals the partition. None: sealed
                 by `seal_partition`.
-            default_layout: of tensor fields without a declared layout. "auto": dense until a row differs in shape from
-                the others, jagged from then on. "dense": rows that differ are refused. "jagged": jagged also while all
-                rows are alike; scalars are dense.
-            fields: fields known beforehand; dtype, layout and row shape may be left to the first put.
-            max_bytes: most bytes that its samples may take; puts of new samples wait for capacity. None: only the quota
-                of the service.
-            admissions: how much work may be outstanding for its tasks; puts of new samples wait for their turn. Empty:
-                as far as there is capacity.
-            tasks: names of all tasks that may consume it: each has consumed 0 before it ever asks, and another name
-                raises TaskNotFoundError. Empty: any name is a task.
-            samples_per_round: number of samples of a round, where the partition is used again and again: without a
-                seal, `check_consumption` is complete once the rounds that have begun are whole and consumed, and
-                `check_production` once they are whole and produced. None: that takes a seal.
+            default_layout: layout of tensor fields without a declared one. "auto": dense until a row differs in shape
+                from the others, jagged from then on. "dense": rows that differ are refused. "jagged": jagged even while
+                all rows have the same shape; scalars are dense.
+            fields: fields known beforehand; the first put can fix their dtype, layout and row shape.
+            max_bytes: maximum total bytes of its samples; puts of new samples wait for capacity. None: limited only by
+                the quota of the service.
+            admissions: limits on outstanding work per task; puts of new samples wait until they are admitted. Empty:
+                limited only by capacity.
+            tasks: names of all tasks that may consume it. Each has consumed 0 before its first claim, and other names
+                raise TaskNotFoundError. Empty: any name is a task.
+            samples_per_round: number of samples per round, for a partition that is reused without a seal:
+                `check_consumption` is complete once the rounds that have begun are full and consumed, and
+                `check_production` once they are full and produced. None: complete only after a seal.
+            release: when the service clears samples automatically. None: only `clear_samples` and `clear_partition`
+                clear them.
             timeout: seconds until the call fails; None: the client's.
 
         Returns:
             The incarnation of the partition (16 bytes).
 
         Raises:
-            AlreadyExistsError: it is there with other settings.
+            AlreadyExistsError: it exists with other settings.
         """
         answer = await self._ask(
             pb.CreatePartitionResponse,
@@ -91,23 +94,24 @@ class AsyncPartitionCalls(AsyncBase):
             ],
             tasks=listed("tasks", tasks),
             samples_per_round=samples_per_round,
+            release=None if release is None else to_message(pb.Release, *all_of(Release, "release", [release])),
         )
         return answer.incarnation
 
     async def seal_partition(self, partition_id: str, *, incarnation: bytes = b"", timeout: float | None = None) -> int:
-        """Say that no new samples will come; columns for existing ones still may.
+        """Seal a partition: it accepts no new samples; columns for existing samples are still accepted.
 
         Args:
             partition_id: the partition.
-            incarnation: that of the partition; empty: whichever.
+            incarnation: expected incarnation of the partition; empty: any.
             timeout: seconds until the call fails; None: the client's.
 
         Returns:
             The number of samples ever inserted.
 
         Raises:
-            PartitionNotFoundError: there is no such partition.
-            StaleIncarnationError: it was created again.
+            PartitionNotFoundError: the partition does not exist.
+            StaleIncarnationError: it was cleared and created again.
         """
         answer = await self._ask(
             pb.SealPartitionResponse,
@@ -120,11 +124,11 @@ class AsyncPartitionCalls(AsyncBase):
     async def clear_partition(
         self, partition_id: str, *, incarnation: bytes = b"", missing_ok: bool = False, timeout: float | None = None
     ) -> int:
-        """Remove a partition with all it holds; its name may be used again. Calls that wait on it end.
+        """Remove a partition with all its contents; its name can be reused. Calls that wait for it end.
 
         Args:
             partition_id: the partition.
-            incarnation: that of the partition; empty: whichever.
+            incarnation: expected incarnation of the partition; empty: any.
             missing_ok: return 0 instead of raising either of the errors below.
             timeout: seconds until the call fails; None: the client's.
 
@@ -132,8 +136,8 @@ class AsyncPartitionCalls(AsyncBase):
             The number of samples removed.
 
         Raises:
-            PartitionNotFoundError: there is no such partition.
-            StaleIncarnationError: it was created again.
+            PartitionNotFoundError: the partition does not exist.
+            StaleIncarnationError: it was cleared and created again.
         """
         answer = await self._ask(
             pb.ClearPartitionResponse,
@@ -147,11 +151,11 @@ class AsyncPartitionCalls(AsyncBase):
     async def close_groups(
         self, partition_id: str, groups: Iterable[str], *, incarnation: bytes = b"", timeout: float | None = None
     ) -> None:
-        """Say that no further members of these groups will come: they are complete as they are.
+        """Declare that these groups get no further members: they are complete once their rollouts are closed.
 
         Raises:
-            PartitionNotFoundError: there is no such partition.
-            NotFoundError: the partition has no such group.
+            PartitionNotFoundError: the partition does not exist.
+            NotFoundError: one of the groups does not exist in the partition.
         """
         await self._ask(
             pb.CloseGroupsResponse,
@@ -161,11 +165,28 @@ class AsyncPartitionCalls(AsyncBase):
             groups=groups,
         )
 
-    async def list_partitions(self, prefix: str = "", *, timeout: float | None = None) -> PartitionList:
-        """Return the partitions whose names begin with `prefix`, in the order of their names.
+    async def close_rollouts(
+        self, partition_id: str, rollouts: Iterable[str], *, incarnation: bytes = b"", timeout: float | None = None
+    ) -> None:
+        """Declare that these rollouts get no further samples: they are complete as they are.
 
-        Many of them come page by page: one that is made or cleared meanwhile may be among them or not. `watch` goes on
-        from the `revision` of the list.
+        Raises:
+            PartitionNotFoundError: the partition does not exist.
+            NotFoundError: one of the rollouts does not exist in the partition.
+        """
+        await self._ask(
+            pb.CloseGroupsResponse,
+            timeout,
+            partition_id=partition_id,
+            incarnation=incarnation,
+            rollouts=rollouts,
+        )
+
+    async def list_partitions(self, prefix: str = "", *, timeout: float | None = None) -> PartitionList:
+        """Return the partitions whose names begin with `prefix`, sorted by name.
+
+        Large results are read page by page: partitions created or cleared during the call may be included or not.
+        `watch` can start from the `revision` of the list.
         """
         request = request_of(pb.ListPartitionsRequest, prefix=self._namespace.prefix + prefix)
         pages = self._pages(pb.ListPartitionsResponse, request, self._deadline(timeout))
@@ -180,10 +201,10 @@ class AsyncPartitionCalls(AsyncBase):
         return PartitionList(partitions, revision)
 
     async def describe_partition(self, partition_id: str, *, timeout: float | None = None) -> PartitionDescription:
-        """Return samples by state, fields and tasks of a partition.
+        """Return the samples by state, fields and tasks of a partition.
 
         Raises:
-            PartitionNotFoundError: there is no such partition.
+            PartitionNotFoundError: the partition does not exist.
         """
         answer = await self._ask(
             pb.DescribePartitionResponse,
@@ -194,21 +215,21 @@ class AsyncPartitionCalls(AsyncBase):
         return read_message(PartitionDescription, answer)
 
     def _name_as_own(self, described: Iterable[pb.DescribePartitionResponse]) -> None:
-        """Give partitions and policies their names in the client's namespace."""
+        """Convert the names of partitions and policies to names in the client's namespace."""
         for each in described:
             each.summary.partition_id = self._namespace.own_name(each.summary.partition_id)
             for admission in each.admissions:
                 admission.policy = self._namespace.own_name(admission.policy)
 
     async def status(self, prefix: str = "", *, explain: bool = True, timeout: float | None = None) -> ServiceStatus:
-        """Return what the service is, its storage services, its partitions, and what is waited for, and why.
+        """Return the state of the service: storage services, partitions, and waiting claims with their reasons.
 
-        Many partitions come page by page: one that is made or cleared meanwhile may be among them or not.
+        Large results are read page by page: partitions created or cleared during the call may be included or not.
 
         Args:
-            prefix: how the names of partitions begin, those included that do not exist and are waited for.
-            explain: whether waits come with their reasons, which takes the service a pass over the samples of each
-                partition that is waited for.
+            prefix: prefix of partition names, including partitions that are waited for but do not exist.
+            explain: whether to include the reasons of waits; the service scans the samples of each partition that is
+                waited for.
             timeout: seconds until the call fails; None: the client's.
         """
         full_prefix = self._namespace.prefix + prefix
@@ -221,30 +242,30 @@ class AsyncPartitionCalls(AsyncBase):
         return read_message(ServiceStatus, answer)
 
     async def list_samplers(self, *, timeout: float | None = None) -> list[SamplerDescription]:
-        """Return the samplers that `get_meta` takes, with their options."""
+        """Return the samplers available to `get_meta`, with their options."""
         answer = await self._ask(pb.ListSamplersResponse, timeout)
         return [read_message(SamplerDescription, one) for one in answer.samplers]
 
     async def checkpoint(
         self, name: str, *, metadata: Mapping[str, Any] | None = None, timeout: float | None = None
     ) -> CheckpointCopy:
-        """Write a consistent copy of everything to the controller's disk, while all else goes on.
+        """Write a consistent copy of everything to the controller's disk, while the service keeps running.
 
-        The name has the new checkpoint whole, or the one before it. A client with a namespace copies the partitions of
-        that, under the names that it has for them.
+        The name always refers to a complete checkpoint: the new one, or the one before it. A client with a namespace
+        copies only the partitions in it, under their names in the namespace.
 
         Args:
-            name: a place below the `checkpoint_dir` of the service, such as "nightly/2026-11-21"; parts of letters,
-                digits and "._=@+-" that begin with a letter or digit, at most 200 characters in all.
-            metadata: what `restore` and `list_checkpoints` are to answer with it, such as the step of a trainer: a
-                mapping of strings to what JSON has, at most 256 KiB; tuples come back as lists.
+            name: a path below the `checkpoint_dir` of the service, such as "nightly/2026-11-21"; parts consist of
+                letters, digits and "._=@+-" and begin with a letter or digit; at most 200 characters in all.
+            metadata: returned by `restore` and `list_checkpoints` with the checkpoint, such as the step of a trainer: a
+                mapping of strings to JSON values, at most 256 KiB; tuples come back as lists.
             timeout: seconds until the call fails and the copy is cancelled; None: an hour.
 
         Raises:
-            InvalidArgumentError: the name is none, or cannot be written to; or the metadata is not JSON.
+            InvalidArgumentError: the name is invalid or cannot be written to, or the metadata is not JSON.
             PreconditionError: another checkpoint is being written or restored, or the service has no `checkpoint_dir`.
-            DiskFullError: the disk has no space.
-            DataLossError: bytes that are to be copied are lost; it names their samples.
+            DiskFullError: the disk is full.
+            DataLossError: bytes to copy are lost; it names their samples.
         """
         answer = await self._ask(
             pb.CheckpointResponse,
@@ -256,7 +277,7 @@ class AsyncPartitionCalls(AsyncBase):
         return read_message(CheckpointCopy, answer)
 
     async def list_checkpoints(self, prefix: str = "", *, timeout: float | None = None) -> list[CheckpointSummary]:
-        """Return the checkpoints whose names begin with `prefix`, in the order of their names, with their metadata.
+        """Return the checkpoints whose names begin with `prefix`, sorted by name, with their metadata.
 
         Raises:
             PreconditionError: the service has no `checkpoint_dir`.
@@ -268,26 +289,27 @@ class AsyncPartitionCalls(AsyncBase):
         ]
 
     async def restore(self, name: str, *, replace: bool = False, timeout: float | None = None) -> RestoredCheckpoint:
-        """Bring back what a checkpoint holds: into a service that has no partitions, or in place of all it has.
+        """Restore a checkpoint, into a service without partitions or in place of all its partitions.
 
-        It is read and checked whole before anything is done. Its bytes go to the storage services there are now, and
-        all its partitions appear in one step, with their claims: trainers go on where they were. A client with a
-        namespace puts them there, whichever they were written in, and no partition of another one is touched.
+        The entire checkpoint is read and checked first. Its bytes go to the current storage services, and all its
+        partitions appear in one step, with their claims: trainers continue from there. A client with a namespace
+        restores into it, whichever namespace the checkpoint was written from, and leaves partitions of other namespaces
+        unchanged.
 
         Args:
-            name: the name that it was written under.
-            replace: whether it takes the place of all partitions there are, in that step: a crash leaves what was there
-                or what was restored. Calls that wait on what was there end with PartitionClearedError, and its
-                BatchMetas are stale (StaleIncarnationError), also those of partitions that come back. The storage
-                services need capacity for both.
+            name: the name given to `checkpoint`.
+            replace: whether to replace all existing partitions in the same step: a crash leaves either the old or the
+                restored state. Calls waiting on old partitions end with PartitionClearedError, and their BatchMetas are
+                stale (StaleIncarnationError), also if the partition is in the checkpoint. The storage services need
+                capacity for both.
             timeout: seconds until the call fails and nothing is restored; None: an hour.
 
         Raises:
-            PreconditionError: there are partitions and `replace` is False, or another checkpoint is being written or
+            PreconditionError: partitions exist and `replace` is False, or another checkpoint is being written or
                 restored, or the service has no `checkpoint_dir`.
-            InvalidArgumentError: there is no checkpoint.
+            InvalidArgumentError: the checkpoint does not exist.
             SnapshotDamagedError: it is damaged.
-            QuotaExceededError: the storage services have no capacity for its bytes.
+            QuotaExceededError: the storage services lack capacity for its bytes.
         """
         answer = await self._ask(
             pb.RestoreResponse,
@@ -299,7 +321,7 @@ class AsyncPartitionCalls(AsyncBase):
         return read_message(RestoredCheckpoint, answer, metadata=decode_json_object(answer.metadata))
 
     async def storage_stat(self, address: str | None = None, *, timeout: float | None = None) -> StorageStat:
-        """Return sizes and counts of the storage service at an address; None: the client's own."""
+        """Return sizes and counts of the storage service at an address; None: at the client's address."""
         deadline = self._deadline(timeout)
         target = parse_address(address) if address else ""
         answer = await self._calls.unary(StatResponse, StatRequest(), deadline, target)
@@ -312,7 +334,7 @@ class AsyncPartitionCalls(AsyncBase):
         )
 
     async def health(self, *, timeout: float | None = None) -> bool:
-        """Return whether the service answers that it is serving. One try: a service that is down raises at once.
+        """Return whether the service reports that it is serving. No retries: a service that is down raises at once.
 
         Raises:
             UnavailableError: nothing answers at the address.

@@ -1,4 +1,4 @@
-"""Calls of trainers about versions of their weights, and about how far they have come."""
+"""Calls of trainers about the versions of their weights, and about their progress."""
 
 from __future__ import annotations
 
@@ -28,20 +28,21 @@ class AsyncPolicyCalls(AsyncBase):
     ) -> None:
         """Record that a version of the weights of a policy is in use.
 
-        The same version again changes nothing, so several ranks may publish it.
+        Publishing the same version again changes nothing, so several ranks may publish it.
 
         Args:
             version: the number of the weights, 0 or more.
-            policy: its name, in the client's namespace; one that is new is added.
-            trained: what was trained to make it: by (partition_id, task_name) the last batch_index, as for `advance`.
-            rewind: whether the version may be lower than the published one, since the trainer went back to a
+            policy: its name, in the client's namespace; a new one is added.
+            trained: batches trained for this version: by (partition_id, task_name) the last batch_index, as for
+                `advance`.
+            rewind: whether the version may be lower than the published one, because the trainer went back to a
                 checkpoint.
             timeout: seconds until the call fails; None: the client's.
 
         Raises:
             VersionError: a higher version is published, and `rewind` is False.
             InvalidArgumentError: `version` is negative, or a batch was never planned.
-            PartitionNotFoundError, TaskNotFoundError: one of `trained` is missing.
+            PartitionNotFoundError, TaskNotFoundError: a partition or task of `trained` does not exist.
             LimitExceededError: there are too many policies.
         """
         given = (trained or {}).items()
@@ -79,12 +80,12 @@ class AsyncPolicyCalls(AsyncBase):
 
         Args:
             policy: its name, in the client's namespace.
-            at_least: a version to wait for; None: any. The call returns a lower one if it is not published in time.
+            at_least: version to wait for; None: any. If it is not published in time, the call returns a lower one.
             max_wait: seconds to wait for it.
             timeout: seconds beyond `max_wait` until the call fails; None: the client's.
 
         Raises:
-            PolicyNotFoundError: nobody has published a version of it by then.
+            PolicyNotFoundError: no version of it was published in time.
         """
         wait = seconds("max_wait", max_wait)
         request = request_of(pb.GetVersionRequest, policy=self._namespace.full_name(policy), at_least=at_least)
@@ -104,7 +105,7 @@ class AsyncPolicyCalls(AsyncBase):
     async def remove_policy(
         self, policy: str = DEFAULT_POLICY, *, missing_ok: bool = False, timeout: float | None = None
     ) -> bool:
-        """Remove a policy, such as that of a run that is over; return whether there was one.
+        """Remove a policy, such as that of a finished run; return whether it existed.
 
         Args:
             policy: its name, in the client's namespace.
@@ -112,7 +113,7 @@ class AsyncPolicyCalls(AsyncBase):
             timeout: seconds until the call fails; None: the client's.
 
         Raises:
-            PolicyNotFoundError: it has no version, unless `missing_ok`.
+            PolicyNotFoundError: it has not been published, unless `missing_ok`.
         """
         name = self._namespace.full_name(policy)
         return (await self._ask(pb.RemovePolicyResponse, timeout, policy=name, missing_ok=missing_ok)).removed
@@ -128,20 +129,22 @@ class AsyncPolicyCalls(AsyncBase):
         epoch: int | None = None,
         timeout: float | None = None,
     ) -> TrainerProgress:
-        """Record how far a trainer has come. A lower index than before changes nothing.
+        """Record the progress of a trainer. A lower index than before changes nothing.
 
         Args:
             partition_id: the partition.
-            task_name: the task that the trainer's ranks are.
-            trained: the last batch_index that was trained, with all before it; None: as before.
-            saved: the last batch_index that a checkpoint of the trainer covers, with all before it; None: as before.
-            incarnation: that of the partition; empty: whichever.
-            epoch: that of the task; None: whichever.
+            task_name: the task of the trainer's ranks.
+            trained: last batch_index that was trained, including all before it; None: unchanged.
+            saved: last batch_index covered by a checkpoint of the trainer, including all before it, which count as
+                trained; None: unchanged. Samples that a resume no longer needs are released if the partition has
+                such a `Release`.
+            incarnation: expected incarnation of the partition; empty: any.
+            epoch: expected epoch of the task; None: any.
             timeout: seconds until the call fails; None: the client's.
 
         Raises:
-            InvalidArgumentError: a batch was never planned, or neither mark is given.
-            PartitionNotFoundError, TaskNotFoundError: it does not exist.
+            InvalidArgumentError: a batch was never planned, or neither `trained` nor `saved` is given.
+            PartitionNotFoundError, TaskNotFoundError: the partition or task does not exist.
             StaleIncarnationError, StaleEpochError: it was cleared and created again, or the task was reset.
         """
         answer = await self._ask(
@@ -167,28 +170,30 @@ class AsyncPolicyCalls(AsyncBase):
         epoch: int | None = None,
         timeout: float | None = None,
     ) -> RestartedRanks:
-        """Have other ranks of a task go on behind what was trained, in another number or as many as before.
+        """Continue a task with restarted ranks, of any number, after the last trained batch.
 
-        The next epoch of the task begins: claims of the ranks before are refused. What was trained stays consumed;
-        batches that were only delivered, or fetched ahead, are planned anew. `StreamingDataLoader.load_state_dict`
-        calls it for a state with another `dp_size`.
+        The next epoch of the task begins: claims of the previous ranks are refused. Trained batches stay consumed;
+        batches that were only delivered or prefetched are planned again. `StreamingDataLoader.load_state_dict` calls
+        this for a state with another `dp_size`.
 
         Args:
             partition_id: the partition.
             task_name: the task.
-            dp_size: number of the ranks.
-            trained: the last batch_index that was trained, with all before it; -1: none was. None: as `advance` has
-                said.
-            incarnation: that of the partition; empty: whichever.
-            epoch: that of the ranks before, with which each of the new ranks may make this call: the first one has
-                them restart. None: they restart with each call.
+            dp_size: number of ranks.
+            trained: last batch_index that was trained, including all before it; -1: none. None: as recorded by
+                `advance`.
+            incarnation: expected incarnation of the partition; empty: any.
+            epoch: epoch of the previous ranks. With it, each of the new ranks may make this call: the first call
+                restarts them. Calls after the new ranks have trained their first batch restart them again. None: every
+                call restarts them.
             timeout: seconds until the call fails; None: the client's.
 
         Raises:
             InvalidArgumentError: a batch was never planned, or `dp_size` is out of its range.
-            PartitionNotFoundError, TaskNotFoundError: it does not exist.
+            PartitionNotFoundError, TaskNotFoundError: the partition or task does not exist.
             StaleIncarnationError: the partition was cleared and created again. StaleEpochError: the task has not
                 reached `epoch`.
+            SamplesClearedError: samples of batches after `trained` were released.
         """
         answer = await self._ask(
             pb.RestartRanksResponse,

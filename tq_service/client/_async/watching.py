@@ -1,4 +1,4 @@
-"""Watching: what changes of partitions, as it changes."""
+"""Watching: a stream of changes of partitions."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ _PROGRESS_SECONDS = 10.0
 
 
 class AsyncWatch:
-    """Yields what changes, without end; see `watch`. Use it in a `with` block, or close it.
+    """Yields changes, without end; see `watch`. Use it in a `with` block, or close it.
 
-    Where the connection breaks, the service restarts or another takes its place, it goes on by itself. It is for one
-    reader; `aclose` may be called meanwhile, from any thread for the sync form, and ends the iteration.
+    It resumes automatically if the connection breaks, the service restarts or a successor takes over. Only one reader
+    may use it. `aclose` ends the iteration; the sync form may be closed from any thread while it is read.
 
     Args:
-        calls: those of the client.
-        request: what is watched, and from where on.
-        timeout: seconds for which the service may be unavailable.
+        calls: the calls of the client.
+        request: the watched prefix, options and start revision.
+        timeout: seconds that the service may be unavailable.
 
     Attributes:
-        revision: from which the watch goes on: that of the last whole update, None before there was one.
+        revision: revision that the watch resumes from: that of the last complete update; None before the first.
     """
 
     def __init__(self, calls: AsyncCalls, request: pb.WatchRequest, timeout: float) -> None:
@@ -57,19 +57,19 @@ class AsyncWatch:
                 if isinstance(error, CompactedError) and self._starts_over:
                     self._request.ClearField("revision")
                     continue
-                # A DeadlineError is the service's, which lets go where updates are not read for long.
+                # The DeadlineError comes from the service, which ends streams whose updates are not read for long.
                 failure = UnavailableError(error.message) if isinstance(error, DeadlineError) else error
                 backoff = backoff or Backoff(Deadline.after(self._timeout))
                 await async_sleep(backoff.after(failure))
                 continue
             if answer is not None:
                 return self._update(answer)
-            self._call = None  # it has lasted long enough, or the service ends
+            self._call = None  # the service ended the stream: its time limit is reached, or it is shutting down
         raise StopAsyncIteration
 
     async def _read(self, remaining_seconds: float) -> pb.WatchResponse | None:
         endpoint = self._calls.endpoint()
-        # A stream that breaks after an hour is no outage of an hour: only tries to begin one are logged.
+        # A stream that breaks after an hour is not an hour's outage: only failures to open one are logged.
         with endpoint.errors(Deadline.after(remaining_seconds), is_retried=self._call is None):
             if self._call is None:
                 self._is_reset = not self._request.HasField("revision")
@@ -104,7 +104,7 @@ class AsyncWatch:
 
 
 class AsyncWatchCalls(AsyncBase):
-    """The part of the client that watches. See `AsyncClient`."""
+    """The part of the client that watches partitions. See `AsyncClient`."""
 
     def watch(
         self,
@@ -116,25 +116,25 @@ class AsyncWatchCalls(AsyncBase):
         progress_seconds: float = _PROGRESS_SECONDS,
         timeout: float | None = None,
     ) -> AsyncWatch:
-        """Return an iterator over what changes in partitions: made, sealed, cleared; samples, their tags, tasks.
+        """Return an iterator over changes of partitions (created, sealed, cleared), samples, their tags, and tasks.
 
-        Each update has the latest state of what has changed, not every step between: a slow reader gets fewer
-        and later ones. Many changes come in several updates, of which the last has a `revision`. Updates come at most
-        some ten times a second; where very many watch, less often.
+        Each update holds the latest state of everything that changed, not each step in between: a slow reader gets
+        fewer and later updates. Many changes are split over several updates; the last of these has a `revision`.
+        Updates come at most some ten times per second, less often if there are very many watches.
 
         Args:
-            prefix: how the names of the partitions begin; empty: all.
-            revision: goes on from here, as `list_partitions`, `lookup_samples`, `describe_partition` and updates have
-                it. None: begins with the whole state, and again so where changes were missed, as after a restart of the
-                service: such an update says `is_reset`.
-            samples: whether samples are watched.
-            tasks: whether tasks are, so that claims yield updates.
-            progress_seconds: after which time without a change there is an update without any, 0.1 or more.
-            timeout: seconds for which the service may be unavailable before the iterator fails; None: the client's.
+            prefix: prefix of the partition names; empty: all.
+            revision: revision to start from, as returned by `list_partitions`, `lookup_samples`, `describe_partition`
+                and updates. None: start with the complete state, and send it again if changes were missed, as after a
+                restart of the service; such updates have `is_reset` set.
+            samples: whether to watch samples.
+            tasks: whether to watch tasks: claims then yield updates.
+            progress_seconds: seconds without a change after which an empty update is sent, 0.1 or more.
+            timeout: seconds that the service may be unavailable before the iterator fails; None: the client's.
 
         Raises, from the iterator:
-            CompactedError: changes since `revision` are not known any more: list again, or watch without a revision.
-            UnavailableError: the service could not be reached until the timeout.
+            CompactedError: changes since `revision` are no longer known: list again, or watch without a revision.
+            UnavailableError: the service was unreachable for the timeout.
         """
         request = request_of(
             pb.WatchRequest,

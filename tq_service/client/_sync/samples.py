@@ -24,6 +24,7 @@ from tq_service.client.requests import (
     Write,
     changed_samples,
     check_ack,
+    check_group_rows,
     check_leased,
     check_rows,
     check_word,
@@ -45,7 +46,7 @@ from tq_service.client.transport import (
     sleep,
     unless_light,
 )
-from tq_service.client_probes import probes
+from tq_service.client_probes import Stage, collected_here, probes
 from tq_service.dataplane.driver import Allocated
 from tq_service.errors import (
     DataLossError,
@@ -73,6 +74,14 @@ _COMMIT_PATIENCE_SECONDS: Final = 5.0
 _MOST_LOSSES: Final = 3
 
 
+def _measured(began_at: float, size_bytes: int) -> None:
+    """Report how long a put of columns took."""
+    if (collected := collected_here.get()) is not None:
+        collected.note(Stage.PUT, began_at, size_bytes=size_bytes, is_call=True)
+    for probe in probes:
+        probe.put(time.perf_counter() - began_at, size_bytes)
+
+
 class SampleCalls(Base):
     """The part of the client for producers. See `Client`."""
 
@@ -86,6 +95,8 @@ class SampleCalls(Base):
         key_mode: KeyMode | None = None,
         groups: GroupColumn | None = None,
         group_size: int | None = None,
+        rollouts: GroupColumn | None = None,
+        ends_rollouts: bool = False,
         custom_meta: MetaGiven | None = None,
         state: SampleState | str | None = None,
         fenced: bool = True,
@@ -93,70 +104,72 @@ class SampleCalls(Base):
         return_meta: Literal["written", "all"] = "written",
         timeout: float | None = None,
     ) -> BatchMeta:
-        """Put columns of `n` samples, with their metadata, in one step: visible whole or not at all.
+        """Put columns of `n` samples with their metadata in one atomic step: all of it becomes visible, or nothing.
 
-        The samples are new ones, those of `metadata`, or those of `keys`. Columns that are there already are
-        overwritten, which does not touch what has been consumed.
+        The samples are new ones, those of `metadata`, or those of `keys`. Existing columns are overwritten, without
+        any effect on consumption.
 
-        Small puts that wait at the same moment are sent as one, see `Client`.
+        Small puts that wait at the same moment are sent in one call, see `Client`.
 
-        Do not change the data before this returns: large tensors are sent from where they are, and the async client
-        encodes in a thread whatever takes long.
+        Do not change the data before this returns: large tensors are sent without a copy, and the async client encodes
+        large data in a thread.
 
         Args:
             data: a TensorDict, or a dict of columns: a dense tensor or array `(n, ...)`; a jagged nested tensor; a list
-                of tensors of one or more dimensions (jagged where they differ in shape, else dense); a list of numbers
-                (dense; int64, float64 or bool); a list of lists of numbers (jagged, or dense if all have one length); a
-                list of strings, bytes, None, JSON-like values or dicts with tensors (objects). A field of objects takes
-                any list. Arrays of objects, `NonTensorStack` and `NonTensorData` are objects whatever their rows are;
-                `NonTensorData` is one value for all rows, as tensordict's `tolist()` has it. None: metadata or state
-                only.
-            partition_id: the partition; made on first use.
+                of tensors of one or more dimensions (jagged if shapes differ, else dense); a list of numbers (dense;
+                int64, float64 or bool); a list of lists of numbers (jagged, or dense if all have one length); a list of
+                strings, bytes, None, JSON-like values or dicts with tensors (objects). A field of objects accepts any
+                list. Arrays of objects, `NonTensorStack` and `NonTensorData` are objects, whatever their rows are.
+                `NonTensorData` is one value for all rows, like tensordict's `tolist()`. None: only metadata or state.
+            partition_id: the partition; created on first use.
             metadata: existing samples, instead of `partition_id`.
-            keys: `n` unique names of the samples: a list, or an array of text; at most 16,384 in one call.
-            key_mode: "upsert" (default): known keys name their sample, unknown ones make one; "new": every key makes a
-                sample; "existing": every key names one.
-            groups: `n` groups of new samples: a list with None, or an array of text with "", for a sample without; at
-                most 16,384 in one call.
-            group_size: number of members that completes each of these groups.
-            custom_meta: `n` mappings of names to what JSON has, or columns: one mapping of names to arrays, tensors or
-                lists of `n` values, which is by far the quickest way for many samples. They merge with what is there.
-                None removes the value of the sample, `tq.JSON_NULL` stores null. Claims compare and order by the
-                values of one type, that of the first number, truth value or text of a name.
+            keys: `n` unique keys: a list, or an array of text; at most 16,384 per call.
+            key_mode: "upsert" (default): existing keys refer to their samples, unknown keys create samples; "new":
+                every key creates a sample; "existing": every key must exist.
+            groups: `n` groups of new samples, at most 16,384 per call. A list with None, or an array of text with "",
+                for samples without a group.
+            group_size: number of members that completes each of these groups: rollouts, and samples without one.
+            rollouts: `n` rollouts of new samples, such as the turns of an agent, in the form of `groups`. A rollout
+                belongs to the group of its first sample.
+            ends_rollouts: whether the rollouts of these samples, new or existing, get no further samples.
+            custom_meta: `n` mappings of names to JSON values, or columns: one mapping of names to arrays, tensors or
+                lists of `n` values, by far the fastest form for many samples. They merge with existing values. None
+                removes a value of the sample; `tq.JSON_NULL` stores null. Claims compare and order by the values of one
+                type: that of the first number, bool or string under a name.
             state: "live" (default for new samples), "held" or "failed".
-            fenced: whether a put to the samples of a leased claim is refused once they are no longer leased to this
-                worker. False: it is not checked, and may overwrite what another worker has written since.
-            ack: acknowledge the samples of `metadata`, a leased claim or a part of one, in the same change: either both
-                are durable, or neither happens. Takes what `ack` takes. Held samples become live, unless `state` says
-                otherwise.
-            return_meta: "written", or "all": besides what this put wrote, all that is known of the samples by now, of
-                65,536 at most: in the same call.
+            fenced: whether to refuse a put to samples of a leased claim once they are no longer leased to this worker.
+                False: not checked; the put may overwrite data that another worker has written since.
+            ack: whether to acknowledge the samples of `metadata`, a leased claim or a part of one (see `ack`), in the
+                same change: either both are durable, or neither happens. Held samples become live, unless `state` is
+                given.
+            return_meta: "written", or "all": return in the same call all current metadata of the samples, not only the
+                part that this put wrote. At most 65,536 samples.
             timeout: seconds until the call fails; None: the client's. A put without capacity waits until then.
 
         Returns:
-            The samples, with the fields, keys, groups and custom_meta that were given. With "all", with all that the
-            samples have, whichever put it was of, as `lookup_samples` answers it: the fields that at least one of them
-            has, and in `produced` which. `get_data` takes it.
+            The samples with the given fields, keys, groups, rollouts and custom_meta. With "all", they come with the
+            metadata of all puts, as from `lookup_samples`: the fields that at least one of them has, and in `produced`
+            which samples have which. `get_data` accepts it.
 
         Raises:
-            InvalidArgumentError: row counts differ, keys come twice, an empty put; `ack` without the samples of one
-                leased claim, with a part of a group, or with `fenced=False`; FieldMismatchError: a field has
-                another dtype, another number of dimensions, or a declared layout that does not take these rows.
-            UnsupportedObjectError: a Python object that only pickle could carry; nothing was sent.
+            InvalidArgumentError: row counts differ, keys are repeated, or the put is empty; `ack` without the samples
+                of one leased claim, with a part of a group, or with `fenced=False`. FieldMismatchError: a field has
+                another dtype, another number of dimensions, or a declared layout that does not allow these rows.
+            UnsupportedObjectError: a Python object would need pickle; nothing was sent.
             KeyNotFoundError, AlreadyExistsError: a key does not fit `key_mode`.
-            PartitionSealedError: new samples for a sealed partition, or an upsert there of columns that their samples
-                have already, perhaps from another run; `key_mode="existing"` overwrites them.
-            LeaseExpiredError: `metadata` is of a leased claim, and samples are no longer leased to this worker, which
-                has not acknowledged them either; nothing is written. See `ack`, and `fenced`.
-            StaleIncarnationError: the partition of `metadata` has been cleared.
-            QuotaExceededError: no capacity until the deadline, or more than the quota.
+            PartitionSealedError: new samples for a sealed partition, or an upsert there of columns that its samples
+                already have, perhaps from another run; `key_mode="existing"` overwrites them.
+            LeaseExpiredError: `metadata` is a leased claim whose samples are no longer leased to this worker, which
+                has not acknowledged them either; nothing is written. See `ack` and `fenced`.
+            StaleIncarnationError: the partition of `metadata` was cleared.
+            QuotaExceededError: no capacity until the deadline, or larger than the quota.
         """
         check_word("return_meta", return_meta, ("written", "all"))
         if ack:
             check_ack(metadata, fenced=fenced)
         if metadata is not None:
             check_is_batch(metadata)
-            if not metadata.size:  # of a rank: it makes no call, so that all ranks run one program
+            if not metadata.size:  # a rank's empty batch: no call is made, so all ranks can run the same program
                 if data is not None and any(len(column) for column in data.values()):
                     raise InvalidArgumentError(
                         "data has rows, but metadata names no samples; put one row for each", field="data"
@@ -181,6 +194,8 @@ class SampleCalls(Base):
                 key_mode=key_mode,
                 groups=groups,
                 group_size=group_size,
+                rollouts=rollouts,
+                ends_rollouts=ends_rollouts,
                 custom_meta=custom_meta,
                 state=state,
                 fenced=fenced,
@@ -198,39 +213,99 @@ class SampleCalls(Base):
         for knows_held in (asks_first, True):
             if knows_held:
                 known |= self._held_fields(full_name, deadline)
-            put, alone = unless_light(encode, data, keys, groups, custom_meta)
+            put, alone = unless_light(encode, data, keys, groups, rollouts, custom_meta)
             if refused is not None and refused_specs == [column.spec for column in put.columns]:
-                raise refused  # not for its lists: the same again is refused again
+                raise refused  # not because of its lists: the same columns would be refused again
             began_at = time.perf_counter()
             try:
                 written = self._write(put, alone, deadline)
             except FieldMismatchError as error:
-                # A list is put again as its field holds rows, which only the service knows.
+                # Lists are encoded again in the layout of their field, which only the service knows.
                 if knows_held or not has_lists(data):
                     raise
                 refused, refused_specs = error, [column.spec for column in put.columns]
                 continue
-            for probe in probes if put.columns else ():
-                probe.put(time.perf_counter() - began_at, put.size_bytes)
+            if put.columns:
+                _measured(began_at, put.size_bytes)
             break
         if knows_held and full_name not in self._refused_lists:
-            self._refused_lists.append(full_name)  # is asked first from now on, so that lists are sent once
+            self._refused_lists.append(full_name)  # fields are queried first from now on, to send lists only once
         return written
 
-    def append(self, data: Any, *, metadata: BatchMeta, at: Iterable[int], timeout: float | None = None) -> BatchMeta:
-        """Add to the ends of jagged fields of unfinished samples; only the new values are sent and stored.
+    def put_groups(
+        self,
+        data: Any,
+        *,
+        partition_id: str,
+        groups: NameColumn,
+        existing: bool = False,
+        timeout: float | None = None,
+    ) -> None:
+        """Put data shared by the samples of a group, such as the image of their prompt: stored once per group.
 
-        The samples are held and leased to the caller: slots, or what `get_meta(held=True, lease=...)` claims. The value
-        of a cell is all that was appended to it, in order, along the first dimension of its rows; `get_data` returns it
-        as one. A field that does not exist is made: jagged, of the dtype of the data. A cell takes 1,024 appends; a
-        `put` of the field replaces them all by one value. A batch that was claimed or looked up before an append has
-        the cells of then: `get_data` takes the one that this returns.
+        Declare the fields with `FieldSpec(..., scope="group")` when you create the partition. A sample has such a field
+        once its group has a value, in whichever order they were put; a sample without a group never has it. A
+        rollout in a group has the fields of that group. Values are freed with the last sample of their group. A group
+        without samples keeps them until the partition is sealed, or `clear_samples(groups=...)` names it.
 
         Args:
-            data: as for `put`, without objects and scalars: what to add to each of `n` samples, none of it included.
+            data: as for `put`, one row per group. Existing values are replaced completely.
+            partition_id: the partition.
+            groups: `n` distinct group names: a list, or an array of text; at most 16,384 per call.
+            existing: whether all groups must already have samples. Such a put may use the reserve for columns of
+                existing samples, so a full service can still drain.
+            timeout: seconds until the call fails; None: the client's. A put without capacity in the storage services
+                waits until then. It does not wait for the limits of the partition, but its bytes count towards them,
+                so new samples may wait.
+
+        Raises:
+            InvalidArgumentError: a field is not declared with this scope, or a group name is repeated or empty.
+                FieldMismatchError: a field has another dtype, number of dimensions or layout.
+            PartitionNotFoundError: the partition does not exist.
+            PartitionSealedError: the partition is sealed, and lacks one of the groups.
+            NotFoundError: with `existing`, a group is without samples; nothing is written.
+            AlreadyExistsError: a field is write-once, and a group already has a value.
+            QuotaExceededError: no capacity until the deadline, or larger than the quota.
+        """
+        deadline = self._deadline(timeout)
+        full_name = self._namespace.full_name(partition_id)
+        known = self._fields_of(full_name, deadline) if has_lists(data) else {}
+
+        def encode() -> JointPut:
+            columns = encode_columns(data, known)
+            write = write_of(
+                self._namespace,
+                partition_id=partition_id,
+                row_count=columns[0].row_count,
+                keys=None,
+                key_mode="existing" if existing else None,
+                groups=groups,
+                custom_meta=None,
+                of_groups=True,
+            )
+            check_group_rows(write, columns)
+            return JointPut((Put(columns=columns, write=write, for_existing_rows=existing),))
+
+        joint = unless_light(encode, data, groups)
+        began_at = time.perf_counter()
+        self._send(joint, deadline)
+        for probe in probes:
+            probe.put(time.perf_counter() - began_at, sum(column.value_bytes for column in joint.columns))
+
+    def append(self, data: Any, *, metadata: BatchMeta, at: Iterable[int], timeout: float | None = None) -> BatchMeta:
+        """Append to jagged fields of unfinished samples; only the new values are sent and stored.
+
+        The samples are held and leased to the caller: slots, or samples claimed by `get_meta(held=True, lease=...)`.
+        The value of a cell is the concatenation of everything appended to it, in order, along the first dimension of
+        its rows; `get_data` returns it as one value. A field that does not exist is created: jagged, with the dtype of
+        the data. A cell accepts 1,024 appends; a `put` of the field replaces them all by one value. A batch that was
+        claimed or looked up before an append refers to the older cells: pass the batch returned here to `get_data`.
+
+        Args:
+            data: as for `put`, without objects and scalars: the values to append to each of `n` samples.
             metadata: the samples, of one leased claim.
-            at: `n` lengths, in the first dimension: those that the fields of `data` have before. A field that a sample
-                lacks has length 0. Fields of other lengths take calls of their own.
+            at: `n` lengths in the first dimension that the fields of `data` have before the append; 0 for a field that
+                a sample lacks. Fields with other lengths need separate calls.
             timeout: seconds until the call fails; None: the client's. An append without capacity waits until then.
 
         Returns:
@@ -238,12 +313,12 @@ class SampleCalls(Base):
 
         Raises:
             PreconditionError: a field of a sample has another length (reason LENGTH_MISMATCH, with `got` and
-                `expected`), a sample is not held (SAMPLE_NOT_HELD), or has grown too often (TOO_MANY_EXTENTS). Nothing
-                is written.
+                `expected`), a sample is not held (SAMPLE_NOT_HELD), or has been appended to too often
+                (TOO_MANY_EXTENTS). Nothing is written.
             LeaseExpiredError: samples are no longer leased to this worker, or were acknowledged; nothing is written.
-            FieldMismatchError: a field is of another dtype or shape, or cannot be jagged.
-            InvalidArgumentError: `metadata` is not of one leased claim, or counts differ.
-            QuotaExceededError: no capacity until the deadline, or more than the quota.
+            FieldMismatchError: a field has another dtype or shape, or cannot be jagged.
+            InvalidArgumentError: `metadata` is not one leased claim, or counts differ.
+            QuotaExceededError: no capacity until the deadline, or larger than the quota.
         """
         check_leased(metadata)
         lengths = row_lengths("at", at, metadata.size)
@@ -267,15 +342,15 @@ class SampleCalls(Base):
     def truncate(
         self, *, metadata: BatchMeta, to: Iterable[int], data_fields: Iterable[str], timeout: float | None = None
     ) -> None:
-        """Discard what jagged fields of unfinished samples have beyond a length.
+        """Discard the values of jagged fields of unfinished samples beyond a length.
 
-        A field that is cut to length 0 is not produced any more, as if it was never put. What was appended last is
-        freed first: each append as a whole. The bytes of one that is cut are freed once all of it goes.
+        A field cut to length 0 is no longer produced, as if it had never been put. The last appends are freed first,
+        each as a unit: the bytes of an append that is cut are freed once all of it is discarded.
 
         Args:
             metadata: the samples, held and of one leased claim; see `append`.
-            to: `n` lengths, in the first dimension, to which all these fields of each sample are cut.
-            data_fields: the fields; those that a sample lacks have length 0.
+            to: `n` lengths in the first dimension; all these fields of a sample are cut to its length.
+            data_fields: the fields; a field that a sample lacks has length 0.
             timeout: seconds until the call fails; None: the client's.
 
         Raises:
@@ -283,7 +358,7 @@ class SampleCalls(Base):
                 a sample is not held (SAMPLE_NOT_HELD); nothing is cut.
             LeaseExpiredError: samples are no longer leased to this worker, or were acknowledged; nothing is cut.
             FieldMismatchError: a field is not jagged in its first dimension.
-            InvalidArgumentError: `metadata` is not of one leased claim, counts differ, or no field is named.
+            InvalidArgumentError: `metadata` is not one leased claim, counts differ, or `data_fields` is empty.
         """
         check_leased(metadata)
         lengths = row_lengths("to", to, metadata.size)
@@ -301,20 +376,20 @@ class SampleCalls(Base):
         )
 
     def _held_fields(self, full_partition_id: str, deadline: Deadline) -> dict[str, FieldSpec]:
-        """Return what the fields of a partition hold, none of one that is not there."""
+        """Return the fields of a partition by name; empty if it does not exist."""
         try:
             return self._fields_of(full_partition_id, deadline)
         except PartitionNotFoundError:
             return {}
 
     def _alone(self, put: Put) -> JointPut | None:
-        """Return a put as it is sent by itself; None if it may be gathered with others."""
+        """Return a put that is sent separately; None if it may be gathered with others."""
         may_be_gathered = self.gathers_puts and put.likeness is not None
         is_gathered = may_be_gathered and time.monotonic() >= self._apart.get(put.write.partition_id, 0.0)
         return None if is_gathered else JointPut((put,))
 
     def _write(self, put: Put, alone: JointPut | None, deadline: Deadline) -> BatchMeta:
-        """Write the put of one call: by itself, or together with puts of other calls at the same moment."""
+        """Write the put of one call: separately, or together with puts of other calls at the same moment."""
         if alone is None:
             likeness = put.likeness, self._credentials.metadata()
             lines = self._lines()
@@ -335,14 +410,14 @@ class SampleCalls(Base):
         return Answered(self._send(alone, deadline), self._namespace).part(put.write)
 
     def _lead(self, lines: Lines, leader: Member) -> None:
-        """Send the batch of a caller, and note what the service answers.
+        """Send the batch of a caller, and record the answer of the service.
 
         Raises:
-            TqError: it is not known what became of the batch, so that another caller goes on with it; or the service
-                refused it, and it has one put.
+            TqError: the outcome of the batch is unknown, so another caller must continue with it; or the service
+                refused the batch, which has only one put.
         """
         if leader.line.batches:
-            sleep(0)  # those that put in this turn come along
+            sleep(0)  # include puts made in the same iteration of the event loop
         batch = lines.take(leader)
         answered = None
         try:
@@ -354,14 +429,14 @@ class SampleCalls(Base):
             seconds = seconds_without_capacity(error)
             if not batch.is_refused_by(error) or (seconds is None and len(batch.members) == 1):
                 if isinstance(error, DeadlineError) and leader.line.failure is not None:
-                    raise leader.overdue() from error  # a try in the last moment, after others that say more
+                    raise leader.overdue() from error  # its last try was short; earlier failures are more useful
                 raise
-            if seconds is not None:  # each waits for capacity by itself, as do those that come soon
+            if seconds is not None:  # each put waits for capacity separately, as do those of the next seconds
                 self._keep_apart(leader.put.write.partition_id, seconds)
         lines.end(batch, answered)
 
     def _keep_apart(self, full_partition_id: str, seconds: float) -> None:
-        """Have the next puts to a partition sent by themselves."""
+        """Send the next puts to a partition separately, for some seconds."""
         now = time.monotonic()
         for name, until in list(self._apart.items()):
             if until < now:
@@ -369,7 +444,7 @@ class SampleCalls(Base):
         self._apart[full_partition_id] = now + seconds
 
     def _lines(self) -> Lines:
-        """Return the lines of this event loop, or of this process; those of others that are over are forgotten."""
+        """Return the lines of this event loop or process, and drop lines of homes that no longer exist."""
         home = current_home()
         lines = self._lines_of.get(home)
         if lines is None:
@@ -382,12 +457,12 @@ class SampleCalls(Base):
     def _send(
         self, joint: JointPut, deadline: Deadline, note: Callable[[TqError], object] = lambda failure: None
     ) -> Any:
-        """Send puts and commit them, all again where a service is unavailable in the middle.
+        """Send puts and commit them. If a service becomes unavailable in between, start again.
 
         Args:
             joint: the puts.
-            deadline: until when.
-            note: is called with the failure of each try.
+            deadline: of all tries together.
+            note: called with the failure of each try.
         """
         loss_count = 0
 
@@ -399,7 +474,7 @@ class SampleCalls(Base):
                 return self._put_where_placed(joint, deadline, note)
             except TqError as error:
                 self._placement.end()
-                # The put was lost before its commit, by a restart or since it waited for too long.
+                # The put was lost before its commit: the service restarted, or the put waited too long.
                 if not isinstance(error, DataLossError | PutNotFoundError) or loss_count == _MOST_LOSSES:
                     raise
                 loss_count += 1
@@ -427,7 +502,7 @@ class SampleCalls(Base):
         return self._commit_put(header, answer, request, deadline, note)
 
     def _place(self, header: PutHeader, deadline: Deadline) -> pb.PlacePutResponse:
-        """Return where a put goes, and say so in its header."""
+        """Choose the storage service for a put, and complete its header."""
         place = self._placement.place(header.size_bytes)
         if place is None:
             asked = pb.PlacePutRequest(
@@ -446,7 +521,7 @@ class SampleCalls(Base):
         deadline: Deadline,
         note: Callable[[TqError], object],
     ) -> commit_pb2.CommitResponse:
-        """Commit a put that a storage service holds."""
+        """Commit a put stored by a storage service."""
         commit = commit_pb2.CommitRequest(
             request_id=request.request_id,
             write=request.write,
@@ -454,13 +529,13 @@ class SampleCalls(Base):
             columns=header.columns,
             return_all_meta=request.return_all_meta,
         )
-        # Where it stays unavailable, the put is sent again: perhaps to another storage service.
+        # If the controller stays unavailable, the put is sent again, perhaps to another storage service.
         patience = Deadline.after(min(_COMMIT_PATIENCE_SECONDS, deadline.remaining()))
         try:
             return self._calls.retried(
                 lambda: self._calls.unary_once(commit_pb2.CommitResponse, commit, deadline), patience, note
             )
-        except UnavailableError as given_up:  # the message has the tries of the whole put, not those of this part
+        except UnavailableError as given_up:  # the message counts the tries of the entire put, not those of the commit
             raise given_up.__cause__ or given_up from None
 
     def allocate(
@@ -472,30 +547,30 @@ class SampleCalls(Base):
         lengths: Mapping[str, ArrayLike] = MappingProxyType({}),
         timeout: float | None = None,
     ) -> Any:
-        """Return columns to be filled in place and put once: on the host of the service, that put copies nothing.
+        """Allocate columns to fill in place and put once. On the host of the service, that put copies nothing.
 
         Put all of them, in the same order, to the same partition. The put is then only a commit, and the columns are
-        the stored data: do not write to them any more, allocate new ones. Where the service shares no memory with this
-        process, or keeps puts beyond its own (with a data directory or a mirror), they are ordinary memory, and the
-        put copies them; so is any other put of them. What they contain before they are filled is not defined. A
-        forked child must not use them.
+        the stored data: do not write to them afterwards, allocate new ones. If the service does not share memory
+        with this process, or stores puts outside its memory (data directory, mirror), the columns are ordinary memory.
+        The put then copies them. Any other put of them copies too. Their initial contents are undefined. A forked child
+        must not use them.
 
-        The capacity is taken until the put is cleared, or for `put_ttl_seconds` of the service where it is not put:
-        then a put copies.
+        The capacity is reserved until the put is cleared. Columns that are not put within `put_ttl_seconds` of the
+        service lose it: a later put copies.
 
         Args:
-            fields: name, dtype and row shape of each; of jagged fields with -1 in ragged dimensions.
+            fields: name, dtype and row shape of each field; ragged dimensions of jagged fields are -1.
             row_count: number of samples.
-            partition_id: the partition that they are for.
-            lengths: of each jagged field the size of each row `(n,)`; with several ragged dimensions `(n, dims)`.
+            partition_id: the partition of the later put.
+            lengths: by jagged field, the size of each row `(n,)`; with several ragged dimensions `(n, dims)`.
             timeout: seconds until the call fails; None: the client's. It waits for capacity until then.
 
         Returns:
             A TensorDict of batch size `[n]`, or a dict, as `get_data` returns it.
 
         Raises:
-            InvalidArgumentError: a field is of objects, or its size is not known.
-            QuotaExceededError: no capacity until the deadline, or more than the quota.
+            InvalidArgumentError: a field has objects, or its size is unknown.
+            QuotaExceededError: no capacity until the deadline, or larger than the quota.
         """
         shapes = column_shapes(fields, row_count, lengths)
         deadline = self._deadline(timeout)
@@ -527,24 +602,28 @@ class SampleCalls(Base):
         keys: NameColumn | None = None,
         groups: GroupColumn | None = None,
         group_size: int | None = None,
+        rollouts: GroupColumn | None = None,
+        ends_rollouts: bool = False,
         custom_meta: MetaGiven | None = None,
         state: SampleState | str | None = None,
         timeout: float | None = None,
     ) -> BatchMeta:
-        """Make `row_count` samples without data; `put(..., metadata=...)` adds columns.
+        """Create `row_count` samples without data; `put(..., metadata=...)` adds columns.
 
         Args:
-            partition_id: the partition; made on first use.
-            row_count: number of samples; None: as many as there are keys, custom_meta or groups.
-            keys: their unique names; at most 16,384 in one call.
-            groups: their groups, None for a sample without; at most 16,384 in one call.
-            group_size: number of members that completes each of these groups.
-            custom_meta: mappings of names to what JSON has, or columns; see `put`, for keys and groups too.
+            partition_id: the partition; created on first use.
+            row_count: number of samples; None: the number of keys, custom_meta, groups or rollouts.
+            keys: unique keys; at most 16,384 per call.
+            groups: their groups, None for a sample without one; at most 16,384 per call.
+            group_size: number of members that completes each of these groups: rollouts, and samples without one.
+            rollouts: their rollouts, see `put`.
+            ends_rollouts: whether these rollouts get no further samples.
+            custom_meta: mappings of names to JSON values, or columns; see `put`, also for the forms of keys and groups.
             state: "live" (default), "held" or "failed".
             timeout: seconds until the call fails; None: the client's.
 
         Raises:
-            AlreadyExistsError: a key is known.
+            AlreadyExistsError: a key exists already.
             PartitionSealedError: the partition is sealed.
         """
         deadline = self._deadline(timeout)
@@ -558,32 +637,33 @@ class SampleCalls(Base):
                 key_mode="new" if keys is not None else None,
                 groups=groups,
                 group_size=group_size,
+                rollouts=rollouts,
+                ends_rollouts=ends_rollouts,
                 custom_meta=custom_meta,
                 state=state,
             )
             put = Put(kind=pb.InsertResponse, write=write)
             return put, self._alone(put)
 
-        put, alone = unless_light(encode, keys, groups, custom_meta)
+        put, alone = unless_light(encode, keys, groups, rollouts, custom_meta)
         return self._write(put, alone, deadline)
 
     def set_custom_meta(
         self, metadata: BatchMeta, custom_meta: MetaGiven, *, fenced: bool = True, timeout: float | None = None
     ) -> None:
-        """Write custom_meta of samples; values merge with what is there.
+        """Write custom_meta of samples; values merge with existing ones.
 
         Args:
             metadata: the samples.
-            custom_meta: a mapping of names to what JSON has for each of them, or columns, see `put`; None removes a
-                value.
-            fenced: whether it is refused once samples of a leased claim are no longer this worker's, see `put`.
+            custom_meta: a mapping of names to JSON values for each sample, or columns, see `put`; None removes a value.
+            fenced: whether to refuse the call once samples of a leased claim are no longer this worker's, see `put`.
             timeout: seconds until the call fails; None: the client's.
 
         Raises:
-            InvalidArgumentError: a value is nothing that JSON has, or too large.
+            InvalidArgumentError: a value is not a JSON value, or is too large.
             SampleNotFoundError: a sample was cleared.
             LeaseExpiredError: samples of a leased claim are no longer this worker's, see `put`; nothing is written.
-            StaleIncarnationError: the partition was created again.
+            StaleIncarnationError: the partition was cleared and created again.
         """
         check_is_batch(metadata)
 
@@ -611,6 +691,7 @@ class SampleCalls(Base):
         *,
         global_indexes: Iterable[int] | None = None,
         groups: Iterable[str] | None = None,
+        rollouts: Iterable[str] | None = None,
         where: Iterable[tuple[str, str, Any]] = (),
         task_name: str | None = None,
         min_count: int | None = None,
@@ -619,41 +700,42 @@ class SampleCalls(Base):
         limit: int | None = None,
         timeout: float | None = None,
     ) -> tuple[BatchMeta, list[Any]]:
-        """Return samples with all that is known of them, and which of those that were named are not there.
+        """Return samples with all their metadata, and the names without a sample.
 
-        The samples come with their keys, groups and custom_meta, the fields that at least one of them has, and in
-        `produced` which samples have which.
+        The samples come with their keys, groups, rollouts and custom_meta, the fields that at least one of them has,
+        and in `produced` which samples have which.
 
-        Many samples come page by page, each as of its moment: one that is cleared meanwhile may be missing, and one
-        that is inserted may be there.
+        Large results are read page by page, each as of its moment: samples cleared or inserted during the call may be
+        included or not.
 
         Args:
             partition_id: the partition.
             keys: keys of samples.
             global_indexes: or their indexes,
-            groups: or groups, whose members are meant. None of the three: every sample of the partition, held and
-                failed ones too.
-            where: conditions `(column, operator, value)` on custom_meta, as `get_meta` takes them, all of which must
-                hold for a sample to be in the answer.
-            task_name: a consumer: the answer has in `consumed`, `leased` and `dead_lettered` what it has done with each
-                sample.
-            min_count: how many samples to wait for, of those that are meant and satisfy the conditions; None: one.
-            max_wait: seconds to wait for them, and for the partition; then the answer is what there is. It comes
-                earlier where there never will be so many: the partition is sealed, and has fewer samples. 0: it comes
-                at once, and `min_count` does not matter.
-            missing_ok: whether a partition that is not there has no samples, and a task that has not asked yet has
+            groups: or groups, for all of their members,
+            rollouts: or rollouts, for all of their samples. None of these: every sample of the partition, including
+                held and failed ones.
+            where: conditions `(column, operator, value)` on custom_meta, as for `get_meta`; a sample must satisfy all
+                of them.
+            task_name: a consumer: `consumed`, `leased` and `dead_lettered` of the answer then show the state of each
+                sample for this task.
+            min_count: number of matching samples to wait for; None: one.
+            max_wait: seconds to wait for them, and for the partition. After that, the call returns the samples that
+                exist. It returns earlier if there will never be enough: the partition is sealed with fewer samples. 0:
+                it returns at once and ignores `min_count`.
+            missing_ok: whether to treat a missing partition as empty, and a task that has not claimed yet as having
                 consumed nothing.
-            limit: most samples that are looked at, the first ones of those that are meant; None: all. Where samples are
-                named, each of those.
+            limit: maximum number of samples to examine, starting with the first; None: all. More than 16,384 names are
+                looked up in parts, each with this limit.
             timeout: seconds beyond `max_wait` until the call fails; None: the client's.
 
         Returns:
-            The samples, and the keys, indexes or groups that no sample has. Samples that are named come in the order
-            asked, all others in the order of insertion.
+            The samples, and the keys, indexes, groups or rollouts without any sample. Named samples come in the order
+            requested, all others in insertion order.
 
         Raises:
-            PartitionNotFoundError: there is no such partition, unless `missing_ok`.
-            TaskNotFoundError: the task has not asked for anything yet, unless `missing_ok`; or the partition was
+            PartitionNotFoundError: the partition does not exist, unless `missing_ok`.
+            TaskNotFoundError: the task has not claimed anything yet, unless `missing_ok`; or the partition was
                 created for other tasks.
             StaleIncarnationError: the partition was cleared between two pages; PartitionClearedError: while the call
                 waited.
@@ -662,7 +744,7 @@ class SampleCalls(Base):
         """
         wait = seconds("max_wait", max_wait)
         deadline = self._deadline(timeout, wait)
-        name, named = named_samples(keys=keys, global_indexes=global_indexes, groups=groups)
+        name, named = named_samples(keys=keys, global_indexes=global_indexes, groups=groups, rollouts=rollouts)
         if wait and len(named) > NAMED_AT_ONCE:
             raise InvalidArgumentError(
                 f"max_wait is given for {len(named)} names, at most {NAMED_AT_ONCE} expected; wait for a condition on "
@@ -693,14 +775,14 @@ class SampleCalls(Base):
                 parts.append(BatchMeta.from_proto(page.meta, self._namespace, consumption=states, revision=revision))
                 missing += () if name is None else getattr(page, f"missing_{name}")
         found = joined(parts)
-        if groups is not None and len(named) > NAMED_AT_ONCE:
+        if name in {"groups", "rollouts"} and len(named) > NAMED_AT_ONCE:
             found = found.select_samples(np.argsort(found.indexes))
         return found, missing
 
     def _first_page(
         self, request: pb.LookupSamplesRequest, wait: Deadline, deadline: Deadline
     ) -> pb.LookupSamplesResponse:
-        """Ask until there are enough samples or the wait is spent: the server may cap how long one call waits."""
+        """Poll until there are enough samples or the wait is spent: the server may cap how long one call waits."""
 
         def attempt(max_wait: float) -> pb.LookupSamplesResponse:
             request.ClearField("max_wait")
@@ -712,6 +794,22 @@ class SampleCalls(Base):
         request.ClearField("max_wait")
         return answer
 
+    def tags(
+        self, partition_id: str, keys: Iterable[str] | None = None, *, timeout: float | None = None
+    ) -> dict[str, dict[str, Any]]:
+        """Return the custom_meta of samples by key.
+
+        Args:
+            partition_id: the partition.
+            keys: the keys; those that do not exist are left out. None: all samples with a key.
+            timeout: seconds until the call fails; None: the client's.
+
+        Raises:
+            PartitionNotFoundError: the partition does not exist.
+        """
+        found, _ = self.lookup_samples(partition_id, keys, timeout=timeout)
+        return {key: meta for key, meta in zip(found.keys, found.custom_meta, strict=True) if key}
+
     def clear_samples(
         self,
         metadata: BatchMeta | None = None,
@@ -720,6 +818,7 @@ class SampleCalls(Base):
         keys: Iterable[str] | None = None,
         global_indexes: Iterable[int] | None = None,
         groups: Iterable[str] | None = None,
+        rollouts: Iterable[str] | None = None,
         skipped_by: str = "",
         where: Iterable[tuple[str, str, Any]] = (),
         task_name: str = "",
@@ -727,7 +826,7 @@ class SampleCalls(Base):
         fenced: bool = True,
         timeout: float | None = None,
     ) -> int:
-        """Remove samples; unknown keys, indexes and groups are ignored.
+        """Remove samples; unknown keys, indexes, groups and rollouts are ignored.
 
         Args:
             metadata: the samples.
@@ -735,26 +834,27 @@ class SampleCalls(Base):
             keys: with keys of samples,
             global_indexes: or their indexes,
             groups: or groups, all of whose members are removed,
-            skipped_by: or a task: all samples are removed that it never gets, as counted in its `skipped_count`: those
-                that failed before it took them, that it dead-lettered, and the rest of groups that lost a member while
-                the task keeps groups whole. Other tasks may still want them.
-            where: conditions `(column, operator, value)` on custom_meta, all of which must hold for a sample in the
-                step that removes it. Where nothing else names samples, all are removed that satisfy them.
-            task_name: of these only samples that are left for this task, and that no worker of any task has leased.
-            missing_ok: whether there is nothing to remove where the partition is not there, instead of an error.
-            fenced: whether it is refused once samples of a leased claim are no longer this worker's, see `put`.
+            rollouts: or, alone or with groups, rollouts, all of whose samples are removed,
+            skipped_by: or a task: all samples are removed that it will never get, as counted in its `skipped_count`:
+                samples that failed before it took them, its dead-lettered ones, and the rest of groups that lost a
+                member while the task needs complete groups. Other tasks may still need them.
+            where: conditions `(column, operator, value)` on custom_meta; a sample must satisfy all of them when it is
+                removed. If nothing else names samples, all that satisfy them are removed.
+            task_name: restricts this to samples left for this task and not leased by a worker of any task.
+            missing_ok: whether to return 0 if the partition does not exist, instead of raising an error.
+            fenced: whether to refuse the call once samples of a leased claim are no longer this worker's, see `put`.
             timeout: seconds until the call fails; None: the client's.
 
         Returns:
             The number of samples removed.
 
         Raises:
-            PartitionNotFoundError: there is no such partition.
-            StaleIncarnationError: the partition of `metadata` was created again.
+            PartitionNotFoundError: the partition does not exist.
+            StaleIncarnationError: the partition of `metadata` was cleared and created again.
             LeaseExpiredError: samples of a leased claim are no longer this worker's, see `put`; none is removed.
-            TaskNotFoundError: `skipped_by` or `task_name` has not asked for samples of the partition yet.
-            InvalidArgumentError: samples are named besides groups or `skipped_by`, or a condition does not fit its
-                column.
+            TaskNotFoundError: `skipped_by` or `task_name` has not claimed samples of the partition yet.
+            InvalidArgumentError: samples are named in addition to groups, rollouts or `skipped_by`, or a condition
+                does not fit its column.
         """
         request = changed_samples(
             pb.ClearSamplesRequest,
@@ -764,6 +864,7 @@ class SampleCalls(Base):
             keys=keys,
             global_indexes=global_indexes,
             groups=groups,
+            rollouts=rollouts,
             where=where,
             task_name=task_name,
             skipped_by=skipped_by,
@@ -783,36 +884,40 @@ class SampleCalls(Base):
         keys: Iterable[str] | None = None,
         global_indexes: Iterable[int] | None = None,
         groups: Iterable[str] | None = None,
+        rollouts: Iterable[str] | None = None,
         where: Iterable[tuple[str, str, Any]] = (),
         task_name: str = "",
         fenced: bool = True,
         timeout: float | None = None,
     ) -> int:
-        """Have samples fail: they count as done for all tasks, and their bytes are freed. Nothing undoes it.
+        """Mark samples as failed: they count as done for all tasks, and their bytes are freed. This cannot be undone.
 
-        Keys, groups and custom_meta stay. Samples that do not exist, or have failed before, are ignored.
+        Keys, groups, rollouts and custom_meta stay; rollouts with a failed sample are closed. Samples that do not
+        exist or have already failed are ignored.
 
         Args:
             metadata: the samples.
             partition_id: or the partition,
             keys: with keys of samples,
             global_indexes: or their indexes,
-            groups: or groups, all of whose members fail.
-            where: conditions `(column, operator, value)` on custom_meta, all of which must hold for a sample in the
-                step that has it fail. Where nothing else names samples, all fail that satisfy them.
-            task_name: of these only samples that are left for this task, and that no worker of any task has leased.
-            fenced: whether it is refused once samples of a leased claim are no longer this worker's, see `put`.
+            groups: or groups, all of whose members fail,
+            rollouts: or, alone or with groups, rollouts, all of whose samples fail.
+            where: conditions `(column, operator, value)` on custom_meta; a sample must satisfy all of them when it is
+                marked as failed. If nothing else names samples, all that satisfy them fail.
+            task_name: restricts this to samples left for this task and not leased by a worker of any task.
+            fenced: whether to refuse the call once samples of a leased claim are no longer this worker's, see `put`.
             timeout: seconds until the call fails; None: the client's.
 
         Returns:
-            The number of samples that have failed by this call.
+            The number of samples marked as failed by this call.
 
         Raises:
-            PartitionNotFoundError: there is no such partition.
-            StaleIncarnationError: the partition of `metadata` was created again.
+            PartitionNotFoundError: the partition does not exist.
+            StaleIncarnationError: the partition of `metadata` was cleared and created again.
             LeaseExpiredError: samples of a leased claim are no longer this worker's, see `put`; none fails.
-            TaskNotFoundError: the task has not asked for samples of the partition yet.
-            InvalidArgumentError: samples are named besides groups, or a condition does not fit its column.
+            TaskNotFoundError: the task has not claimed samples of the partition yet.
+            InvalidArgumentError: samples are named in addition to groups or rollouts, or a condition does not fit its
+                column.
         """
         request = changed_samples(
             pb.FailSamplesRequest,
@@ -822,6 +927,7 @@ class SampleCalls(Base):
             keys=keys,
             global_indexes=global_indexes,
             groups=groups,
+            rollouts=rollouts,
             where=where,
             task_name=task_name,
             fenced=fenced,

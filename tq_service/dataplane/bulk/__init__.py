@@ -1,1 +1,1 @@
-"""Bytes of puts and gets over connections of their own, each with a thread, beside the calls of gRPC."""
+"""Bytes of puts and gets over separate connections with a thread each, in parallel with gRPC calls."""

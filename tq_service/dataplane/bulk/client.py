@@ -1,4 +1,4 @@
-"""The client's half: connections to the bulk port of one storage service, found by a probe, and used again.
+"""The client side: connections to the bulk port of one storage service, found by a probe, and reused.
 
 Some clients cannot reach the port, such as those behind an ingress. They find out in a thread, and use frames.
 """
@@ -27,7 +27,6 @@ from tq_service.v1.storage_service_pb2 import BulkTicket, StatResponse
 from tq_service.wire.columns import C, SourceColumn
 from tq_service.wire.connection import Tls
 from tq_service.wire.device import Chunk, on_host
-from tq_service.wire.mapping import Bytes
 
 SWITCH_VARIABLE: Final = "TQ_BULK"
 _CONNECT_SECONDS: Final = 1.0
@@ -35,7 +34,7 @@ _ASK_AGAIN_SECONDS: Final = 60.0
 _TRY_AGAIN_SECONDS: Final = 5.0
 _KEPT_SECONDS: Final = 50.0  # the service closes idle ones after 60
 _MOST_KEPT: Final = 8
-# More threads than the callers' own; a transfer that gets fewer than it should is only slower.
+# Threads in addition to the callers'; a transfer that gets too few of them is only slower.
 _STREAMS: Final = ThreadPoolExecutor(32, thread_name_prefix="tq-bulk")
 
 Remaining: TypeAlias = Callable[[], float]
@@ -43,7 +42,7 @@ Remaining: TypeAlias = Callable[[], float]
 
 
 class _Port(NamedTuple):
-    """A bulk port, and the boot of its storage service."""
+    """A bulk port, and the instance of its storage service."""
 
     host: str
     port: int
@@ -51,18 +50,18 @@ class _Port(NamedTuple):
 
 
 class BulkLink:
-    """The bulk port of the storage service at one address, as a client knows it. May be used by several threads.
+    """The bulk port of the storage service at one address, as known to a client. Safe to use from several threads.
 
     Args:
-        address: of the service, as gRPC takes it.
-        tls: how it is reached over TLS; None: in plaintext.
-        is_enabled: whether the port is looked for; None: as the environment says.
+        address: gRPC address of the service.
+        tls: how to reach it over TLS; None: plaintext.
+        is_enabled: whether to look for the port; None: depends on the environment.
     """
 
     def __init__(self, address: str, tls: Tls | None = None, *, is_enabled: bool | None = None) -> None:
         self._address = address
         self._tls = tls
-        self._lock = threading.Lock()  # of all below
+        self._lock = threading.Lock()  # for all below
         self._is_enabled = os.environ.get(SWITCH_VARIABLE, "").lower() != "off" if is_enabled is None else is_enabled
         self._ask_at = time.monotonic()
         self._port: _Port | None = None
@@ -71,7 +70,7 @@ class BulkLink:
 
     @property
     def is_up(self) -> bool:
-        """Whether the port is reached."""
+        """Whether the port was reached."""
         return self._port is not None
 
     def is_due(self) -> bool:
@@ -80,13 +79,13 @@ class BulkLink:
             return self._is_enabled and self._port is None and time.monotonic() >= self._ask_at
 
     def postpone(self, seconds: float = _TRY_AGAIN_SECONDS) -> None:
-        """Use the port no more, and ask for it again later."""
+        """Stop using the port, and ask for it again later."""
         with self._lock:
             self._port = None
             self._ask_at = time.monotonic() + seconds
 
     def probe(self, stat: StatResponse) -> None:
-        """Find out, in a thread, whether the port is reached that a service has named."""
+        """Check in a thread whether the port announced by a service can be reached."""
         self.postpone(_ASK_AGAIN_SECONDS)
         target = _target(stat.bulk_address, self._address)
         if target is not None:
@@ -104,7 +103,7 @@ class BulkLink:
         self._give_back(connection)
 
     def close(self) -> None:
-        """Close all connections, and open no other."""
+        """Close all connections, and open no new ones."""
         with self._lock:
             self._is_enabled, self._port = False, None
         _close_all(self._idle)
@@ -113,7 +112,7 @@ class BulkLink:
         """Send the bytes of a put.
 
         Raises:
-            UnavailableError: not all of them went. The next calls go in frames, and fail if the data is at fault.
+            UnavailableError: not all were sent. The next calls use frames, and fail if the data are the cause.
         """
 
         def send(connection: BulkConnection, parts: Sequence[Chunk], moved: Moved) -> None:
@@ -122,18 +121,17 @@ class BulkLink:
 
         self._move(ticket, [chunk for column in columns for chunk in column.chunks if len(chunk)], send, remaining)
 
-    def receive(self, ticket: BulkTicket, buffers: Sequence[Bytes], remaining: Remaining) -> None:
+    def receive(self, ticket: BulkTicket, views: Sequence[memoryview], remaining: Remaining) -> None:
         """Receive the bytes of a get into memory.
 
         Raises:
-            UnavailableError: not all of them came, see `send`.
+            UnavailableError: not all arrived, see `send`.
         """
 
         def receive(connection: BulkConnection, parts: Sequence[memoryview], moved: Moved) -> None:
-            for part in parts:
-                connection.receive_into(part, moved)
+            connection.receive_all(parts, moved)
 
-        self._move(ticket, [buffer.data for buffer in buffers if buffer.size], receive, remaining)
+        self._move(ticket, views, receive, remaining)
 
     def _move(
         self,
@@ -142,11 +140,11 @@ class BulkLink:
         move: Callable[[BulkConnection, Sequence[C], Moved], None],
         remaining: Remaining,
     ) -> None:
-        """Move the ranges of a transfer in several threads; together these chunks are its bytes."""
+        """Move the ranges of a transfer in several threads; the concatenated chunks are its bytes."""
         ends = np.cumsum([len(chunk) for chunk in chunks])
         count = -(-ticket.size_bytes // ticket.range_bytes)
-        indexes = iter(range(count))  # of the ranges that no thread has begun
-        failures: list[BaseException] = []  # of any thread: the others stop
+        indexes = iter(range(count))  # ranges that no thread has begun
+        failures: list[BaseException] = []  # of any thread; the others then stop
 
         def moved(_size: int) -> None:
             if failures or remaining() <= 0:
@@ -172,20 +170,20 @@ class BulkLink:
         others = [_STREAMS.submit(run) for _ in range(min(ticket.stream_count, count) - 1)]
         run()
         for other in others:
-            if not other.cancel():  # of those that have not begun, this thread has moved the ranges
+            if not other.cancel():  # this thread has moved the ranges of those that had not begun
                 other.result()
         if failures:
-            if remaining() > 0:  # else it is not the port's fault
+            if remaining() > 0:  # else the deadline was the cause, not the port
                 self.postpone()
             if isinstance(failures[0], OSError):
                 raise UnavailableError(f"a bulk connection was lost: {failures[0]}") from failures[0]
             raise failures[0]
 
     def _take(self) -> BulkConnection:
-        """Return a connection that nobody uses.
+        """Return an unused connection.
 
         Raises:
-            UnavailableError: the port is not reached.
+            UnavailableError: the port cannot be reached.
         """
         port = self._port
         if port is None:
@@ -215,12 +213,12 @@ class BulkLink:
         except (OSError, UnavailableError) as error:
             if connection is not None:
                 connection.close()
-            raise UnavailableError(f"the bulk port at {port.host}:{port.port} is not reached: {error}") from None
+            raise UnavailableError(f"could not reach the bulk port at {port.host}:{port.port}: {error}") from None
         return connection
 
     @cached_property
     def _context(self) -> ssl.SSLContext | None:
-        """What connections are made with over TLS."""
+        """TLS context for connections."""
         if self._tls is None:
             return None
         context = ssl.create_default_context(cafile=self._tls.ca)
@@ -244,7 +242,7 @@ def _target(announced: str, address: str) -> tuple[str, int] | None:
 
 
 def _clip(chunks: Sequence[C], ends: Integers, start: int, end: int) -> list[C]:
-    """Return the part from `start` to `end` of chunks that lie one after the other; `ends`: where each ends."""
+    """Return the bytes from `start` to `end` of concatenated chunks; `ends` has the end of each chunk."""
     first, last = int(np.searchsorted(ends, start, "right")), int(np.searchsorted(ends, end, "left"))
     parts = list(chunks[first : last + 1])
     parts[-1] = parts[-1][: len(parts[-1]) - (int(ends[last]) - end)]

@@ -1,12 +1,12 @@
-"""A bulk connection: the request for a range, and the system calls that move its bytes. Both ends use it, in threads.
+"""A bulk connection: the request for a range, and the system calls that move its bytes. Both sides use it, in threads.
 
     service -> client   20 bytes: "TQB1", the boot_id of the storage service (16); then for each range:
     client -> service   32 bytes: "TQB1", the ticket (16), the index of the range (uint32), 8 zero bytes
     and the bytes of the range, from the client for a put, from the service for a get
 
-Each return from a system call waits for the interpreter lock, up to 5 ms beside a busy thread. So a range takes as few
-of them as possible: the sockets block, the kernel keeps the timeouts, one call receives all of a range, and one sends
-up to a million slices of memory.
+Each return from a system call waits for the interpreter lock, up to 5 ms next to a busy thread. So a range uses as few
+calls as possible: the sockets block, the kernel handles the timeouts, one call receives a full range, and one sends up
+to a million slices of memory.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import socket
 import ssl
 import struct
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, Final, TypeAlias
@@ -33,8 +33,8 @@ _GREETING: Final = struct.Struct("<4s16s")
 _REQUEST: Final = struct.Struct("<4s16sI8x")
 _MAGIC: Final = b"TQB1"
 _STEP_SECONDS: Final = 1.0
-_SECURE_STEP_BYTES: Final = 1 << 20  # Python's TLS sends and receives at most 16 KiB at once, however much it is given
-_MOST_SLICES: Final = 1024  # of one message (IOV_MAX), and messages of one call (UIO_MAXIOV)
+_SECURE_STEP_BYTES: Final = 1 << 20  # Python's TLS moves at most 16 KiB at once, however much it is given
+_MOST_SLICES: Final = 1024  # slices per message (IOV_MAX), and messages per call (UIO_MAXIOV)
 _TIMEVAL: Final = struct.Struct("@ll")
 _MESSAGE: Final = np.dtype(
     {
@@ -47,29 +47,29 @@ _MESSAGE: Final = np.dtype(
 _HAS_SENDMMSG: Final = sys.platform == "linux" and ctypes.sizeof(ctypes.c_void_p) == 8
 
 Moved: TypeAlias = Callable[[int], None]
-"""Called after every step with the bytes that it moved, 0 where none did for a second; ends the transfer by raising."""
+"""Called after every step with the bytes moved, 0 if none moved for a second; raises to end the transfer."""
 
 Integers: TypeAlias = NDArray[np.int64]
 
 
 class BulkConnection:
-    """A connection over which ranges go, one after the other. One thread uses it; any may `end` it.
+    """A connection that moves ranges one after another. One thread uses it; any thread may `end` it.
 
     Args:
-        connection: connected; it is closed with this.
+        connection: a connected socket, which is closed with this.
     """
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
         self._is_secure = False
         connection.settimeout(None)
-        with suppress(OSError):  # closed by the other side already: the first step will tell
+        with suppress(OSError):  # already closed by the other side: the first step will fail
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(_STEP_SECONDS))
         self._wait_at_most(_STEP_SECONDS)
 
     def accept_tls(self, context: ssl.SSLContext, seconds: float) -> None:
-        """Make the handshake of the service.
+        """Do the TLS handshake of the service.
 
         Raises:
             OSError: it failed, or took too long.
@@ -77,7 +77,7 @@ class BulkConnection:
         self._wrap(context, seconds, server_side=True)
 
     def open_tls(self, context: ssl.SSLContext, host: str, seconds: float) -> None:
-        """Make the handshake of a client, which expects a certificate for this host.
+        """Do the TLS handshake of a client, which expects a certificate for this host.
 
         Raises:
             OSError: it failed, or took too long.
@@ -96,10 +96,10 @@ class BulkConnection:
         return _HAS_SENDMMSG and not self._is_secure
 
     def is_idle(self) -> bool:
-        """Whether it is open and without unread bytes: ready for a range."""
+        """Whether it is open and has no unread bytes: ready for a range."""
         try:
             self._socket.setblocking(False)
-            self._socket.recv(1)  # a byte that nobody asked for may be lost: such a connection is not used again
+            self._socket.recv(1)  # may consume an unexpected byte: then the connection is not reused
         except (BlockingIOError, ssl.SSLWantReadError):
             return True
         except OSError:
@@ -114,7 +114,7 @@ class BulkConnection:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(seconds))
 
     def greet(self, boot_id: bytes) -> None:
-        """Say which storage service this is: a proxy of the way takes connections too, and so may another program.
+        """Send the id of this storage service: a proxy or another program may accept connections at the port, too.
 
         Raises:
             OSError: the connection is lost.
@@ -122,10 +122,10 @@ class BulkConnection:
         self.send([memoryview(_GREETING.pack(_MAGIC, boot_id))], _once)
 
     def check_greeting(self, boot_id: bytes, seconds: float) -> None:
-        """Wait until the storage service has said that it is this one.
+        """Wait for the greeting of the storage service with this id.
 
         Raises:
-            UnavailableError: it has not in time, or another one has.
+            UnavailableError: it did not arrive in time, or has another id.
             OSError: the connection is lost.
         """
         data = bytearray(_GREETING.size)
@@ -134,7 +134,7 @@ class BulkConnection:
             raise UnavailableError("another storage service, or another program, answers there")
 
     def _receive_at_once(self, data: bytearray, seconds: float) -> None:
-        """Fill all of this in one step, which waits no longer than `seconds`."""
+        """Fill the buffer in one step, which waits no longer than `seconds`."""
         self._wait_at_most(seconds)
         try:
             self.receive_into(memoryview(data), partial(_once, size=len(data)))
@@ -142,7 +142,7 @@ class BulkConnection:
             self._wait_at_most(_STEP_SECONDS)
 
     def request(self, ticket: bytes, index: int, moved: Moved) -> None:
-        """Ask for a range.
+        """Request a range.
 
         Raises:
             OSError: the connection is lost.
@@ -150,7 +150,7 @@ class BulkConnection:
         self.send([memoryview(_REQUEST.pack(_MAGIC, ticket, index))], moved)
 
     def receive_request(self, seconds: float) -> tuple[bytes, int] | None:
-        """Return the ticket and the index of the next range; None at the end, or where none came in time.
+        """Return the ticket and the index of the next range; None at the end, or if none arrived in time.
 
         Raises:
             OSError: the connection is lost.
@@ -172,7 +172,7 @@ class BulkConnection:
         Raises:
             UnavailableError: the other side has closed the connection.
             OSError: it is lost.
-            Exception: what `moved` raises.
+            Exception: raised by `moved`.
         """
         while target:
             try:
@@ -188,12 +188,34 @@ class BulkConnection:
             moved(size)
             target = target[size:]
 
+    def receive_all(self, targets: Sequence[memoryview], moved: Moved) -> None:
+        """Fill pieces of memory one after another, many with one call if possible.
+
+        Raises: as `receive_into`.
+        """
+        if self._is_secure or len(targets) == 1:
+            for target in targets:
+                self.receive_into(target, moved)
+            return
+        for first in range(0, len(targets), _MOST_SLICES):
+            parts = list(targets[first : first + _MOST_SLICES])
+            while parts:
+                try:
+                    size, *_ = self._socket.recvmsg_into(parts, 0, socket.MSG_WAITALL)
+                except BlockingIOError:
+                    moved(0)
+                    continue
+                if not size:
+                    raise UnavailableError("the other side has closed the bulk connection")
+                moved(size)
+                parts = _behind(parts, size)
+
     def send(self, chunks: Iterable[memoryview], moved: Moved) -> None:
-        """Send chunks one after the other.
+        """Send chunks, concatenated.
 
         Raises:
             OSError: the connection is lost.
-            Exception: what `moved` raises.
+            Exception: raised by `moved`.
         """
         frame_bytes = _SECURE_STEP_BYTES if self._is_secure else sys.maxsize
         for frame in iter_frames(chunks, frame_bytes, _MOST_SLICES):
@@ -208,16 +230,16 @@ class BulkConnection:
                 parts = _behind(parts, size)
 
     def send_slices(self, addresses: Integers, sizes: Integers, moved: Moved) -> None:
-        """Send slices of memory one after the other; only if it `sends_slices`.
+        """Send slices of memory, concatenated; only if it `sends_slices`.
 
         Args:
-            addresses: where each begins; the caller keeps them readable.
-            sizes: bytes of each, none of them empty.
+            addresses: start of each; the caller keeps them readable.
+            sizes: bytes of each; none is 0.
             moved: see above.
 
         Raises:
             OSError: the connection is lost.
-            Exception: what `moved` raises.
+            Exception: raised by `moved`.
         """
         slices = np.stack([addresses, sizes], axis=1)  # the array of struct iovec
         left_bytes = int(sizes.sum())
@@ -229,18 +251,18 @@ class BulkConnection:
                 slices = _slices_behind(slices, size)
 
     def end(self) -> None:
-        """Make the step under way fail, and all after it; any thread may."""
+        """Make the current step and all later ones fail; any thread may call it."""
         with suppress(OSError):
-            # Not `SSLSocket.shutdown`, which another thread's step would see as a socket without TLS.
+            # Not `SSLSocket.shutdown`: the step of another thread would then see a socket without TLS.
             socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close it, in the thread that uses it."""
+        """Close it; call this in the thread that uses it."""
         self._socket.close()
 
 
 def _once(moved: int, size: int = 1) -> None:
-    """Accept a step that moved all bytes, and no other."""
+    """Raise an error for a step that moved less than all bytes."""
     if moved < size:
         raise UnavailableError("too little moved over the bulk connection in time")
 
@@ -273,7 +295,7 @@ _libc: Final = ctypes.CDLL(None, use_errno=True)
 
 
 def _send_some(fd: int, slices: Integers) -> int:
-    """Send as many slices as go into one call, and return the bytes that were sent; 0 where none was in time.
+    """Send as many slices as one call can, and return the number of bytes sent; 0 if none were in time.
 
     Raises:
         OSError: none could be sent.

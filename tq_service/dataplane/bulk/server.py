@@ -1,11 +1,11 @@
-"""The service's half: the bulk port, a thread for each connection, and the transfers that may go over them.
+"""The service side: the bulk port, a thread for each connection, and the transfers allowed on them.
 
-    a call opens a transfer  ->  its ticket goes to the client  ->  threads move its ranges  ->  the call goes on
-             closes it       ->  threads in it are thrown out   ->  its memory is let go when the last has left
+    a call opens a transfer  ->  its ticket goes to the client  ->  threads move its ranges  ->  the call continues
+             closes it       ->  threads in it are interrupted  ->  its memory is released when the last has left
 
 The authorized call decides which bytes may be read or written. A ticket is valid for these, in one direction, until the
-call ends. The service cuts the ranges and hands out each of them once: a range that came twice would count for one that
-is missing, and the memory of that still has bytes of another put.
+call ends. The service divides the bytes into ranges and accepts each of them once. A repeated range would be counted in
+place of a missing one, whose memory still has bytes of another put.
 """
 
 from __future__ import annotations
@@ -44,22 +44,22 @@ _LOAD_HALF_LIFE_SECONDS: Final = 1.0
 _RANGE_GRAIN_BYTES: Final = 4096
 
 Move: TypeAlias = Callable[[BulkConnection, int, int, Moved], None]
-"""Moves the bytes from a start to an end over a connection, in its thread; raises what becomes of the transfer."""
+"""Moves the bytes from a start to an end over a connection, in its thread; raises the error of the transfer."""
 Context: TypeAlias = Callable[[], ssl.SSLContext]
 
 
 class Transfer:
-    """The bytes of one put, or of one get, on their way. The event loop opens and closes it; threads move its ranges.
+    """The bytes of one put or get in transit. The event loop opens and closes it; threads move its ranges.
 
     Args:
-        size_bytes: all of them.
-        stream_count: over how many connections they should go.
+        size_bytes: total size.
+        stream_count: recommended number of connections.
         move: moves a range.
-        on_moved: called in the event loop with bytes that moved, now and then.
+        on_moved: called in the event loop with the number of bytes moved, now and then.
         on_unused: called in the event loop once it is closed and no thread uses its memory any more.
 
     Attributes:
-        ticket: the client sends it with each range.
+        ticket: sent by the client with each range.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Transfer:
         self._on_unused = on_unused
         self._loop = asyncio.get_running_loop()
         self._done: asyncio.Future[None] = self._loop.create_future()
-        self._lock = threading.Lock()  # of all below
+        self._lock = threading.Lock()  # for all below
         self._is_closed = False
         self._handed_out: set[int] = set()
         self._count = self._left_count = -(-size_bytes // self.ticket.range_bytes)
@@ -99,13 +99,13 @@ class Transfer:
         """Wait until all ranges have moved.
 
         Raises:
-            UnavailableError: a connection was lost, or the client asked for a range a second time.
+            UnavailableError: a connection was lost, or the client requested a range twice.
             Exception: what `move` raised.
         """
         await asyncio.shield(self._done)
 
     def close(self) -> None:
-        """End it: threads that are in it stop at once; a second call does nothing."""
+        """End it: threads that move its ranges stop at once; a second call does nothing."""
         with self._lock:
             if self._is_closed:
                 return
@@ -114,12 +114,12 @@ class Transfer:
         for connection in inside:
             connection.end()
         self._finish(UnavailableError("the bulk transfer was closed"))
-        self._done.exception()  # nobody need wait for it any more
+        self._done.exception()  # avoids a warning if nobody waits for it
         if not inside:
             self._on_unused()
 
     def move(self, index: int, connection: BulkConnection) -> bool:
-        """Move a range over a connection, in its thread; return whether others may go over it after that."""
+        """Move a range over a connection, in its thread; return whether the connection can be used for others."""
         start = index * self.ticket.range_bytes
         end = min(start + self.ticket.range_bytes, self.ticket.size_bytes)
         with self._lock:
@@ -132,14 +132,14 @@ class Transfer:
         try:
             if not is_new:
                 raise UnavailableError(
-                    f"range {index} of a bulk transfer was asked for; expected each of its {self._count} once"
+                    f"range {index} of a bulk transfer was requested; expected each of its {self._count} once"
                 )
             self._move(connection, start, end, self._moved)
         except TqError as raised:
             error = raised
         except OSError as lost:
             error = UnavailableError(f"a bulk connection was lost: {lost}")
-        except Exception as raised:  # whatever it is, it belongs to the call
+        except Exception as raised:  # any error belongs to the call
             error = raised
         self._leave(connection, error)
         return error is None
@@ -177,7 +177,7 @@ class Transfer:
             self._done.set_exception(error)
 
     def _in_loop(self, call: Callable[[], object]) -> None:
-        with suppress(RuntimeError):  # the loop is closed, and the process ends
+        with suppress(RuntimeError):  # the loop is closed, and the process is ending
             self._loop.call_soon_threadsafe(call)
 
 
@@ -198,15 +198,15 @@ class BulkServer:
     Args:
         host: address to listen on.
         port: port to listen on; 0 lets the system choose one.
-        boot_id: of the storage service.
+        boot_id: instance id of the storage service.
         context: returns the TLS context for the next connection; None: plaintext.
 
     Attributes:
-        port: the one it listens on.
-        moved_bytes: bytes of all transfers that have moved to their end.
+        port: the port it listens on.
+        moved_bytes: bytes of all completed transfers.
 
     Raises:
-        OSError: the port cannot be listened on.
+        OSError: it cannot listen on the port.
     """
 
     def __init__(self, host: str, port: int, boot_id: bytes, context: Context | None = None) -> None:
@@ -216,10 +216,10 @@ class BulkServer:
         self.port: int = self._listener.getsockname()[1]
         self.moved_bytes = 0
         self._transfers: dict[bytes, Transfer] = {}  # written by the loop; threads only look one up
-        self._lock = threading.Lock()  # of the three below
+        self._lock = threading.Lock()  # for the three below
         self._is_closed = False
-        self._proven: dict[BulkConnection, None] = {}  # have had a valid ticket
-        self._unproven: dict[BulkConnection, str] = {}  # have not yet, with their addresses, the oldest first
+        self._proven: dict[BulkConnection, None] = {}  # have sent a valid ticket
+        self._unproven: dict[BulkConnection, str] = {}  # have not yet, with their addresses, oldest first
         self._load = 0.0
         self._load_at = time.monotonic()
         self._cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -232,13 +232,13 @@ class BulkServer:
         return len(self._proven)
 
     def takes(self, size_bytes: int) -> bool:
-        """Whether a transfer of this size should go here, and not in frames; the number of transfers is limited."""
+        """Whether a transfer of this size should use bulk instead of frames; the number of transfers is limited."""
         return size_bytes >= BULK_BYTES and len(self._transfers) < _MOST_TRANSFERS
 
     def open(
         self, size_bytes: int, move: Move, *, on_moved: Callable[[int], object], on_unused: Callable[[], object]
     ) -> Transfer:
-        """Open a transfer, which the caller has to close; see `Transfer`."""
+        """Open a transfer, which the caller must close; see `Transfer`."""
 
         def unused() -> None:
             self._transfers.pop(transfer.ticket.ticket, None)
@@ -251,14 +251,14 @@ class BulkServer:
         return transfer
 
     def _streams_for(self, size_bytes: int) -> int:
-        """Return how many connections pay: as many as there are cores for each of the transfers of late."""
+        """Return how many connections are worthwhile: the cores divided by the recent number of transfers."""
         now, count = time.monotonic(), len(self._transfers) + 1
         self._load *= 0.5 ** ((now - self._load_at) / _LOAD_HALF_LIFE_SECONDS)
         self._load, self._load_at = max(self._load, count), now
         return max(1, min(_MOST_STREAMS, int(self._cores / self._load), size_bytes // _LEAST_STREAM_BYTES))
 
     def close(self) -> None:
-        """End all connections and listen no more; a second call does nothing."""
+        """End all connections and stop listening; a second call does nothing."""
         with self._lock:
             self._is_closed = True
             connections = [*self._proven, *self._unproven]
@@ -275,7 +275,7 @@ class BulkServer:
                 accepted, peer = self._listener.accept()
             except OSError as error:
                 if not self._is_closed:
-                    _log.warning(LogMessage("a bulk connection could not be accepted", error=error))
+                    _log.warning(LogMessage("could not accept a bulk connection", error=error))
                     time.sleep(_PAUSE_SECONDS)
                 continue
             connection = BulkConnection(accepted)
@@ -284,12 +284,12 @@ class BulkServer:
                 continue
             try:
                 threading.Thread(target=self._serve, args=(connection,), name="tq-bulk", daemon=True).start()
-            except RuntimeError as error:  # the system gives no more threads
-                _log.warning(LogMessage("the system has no thread left for a bulk connection", error=error))
+            except RuntimeError as error:  # the system is out of threads
+                _log.warning(LogMessage("could not start a thread for a bulk connection", error=error))
                 self._dismiss(connection)
 
     def _admit(self, connection: BulkConnection, peer: str) -> bool:
-        """Whether there is a place for a connection: one without a valid ticket so far may have to give up its own."""
+        """Whether a connection is accepted; if all places are taken, one without a valid ticket so far is ended."""
         with self._lock:
             is_full = len(self._proven) + len(self._unproven) >= _MOST_CONNECTIONS
             if self._is_closed or (is_full and not self._unproven):
@@ -326,6 +326,6 @@ class BulkServer:
                     break
                 seconds = _IDLE_SECONDS
         except (OSError, TqError, ValueError) as error:
-            _log.debug(LogMessage("a bulk connection ends", error=error))
+            _log.debug(LogMessage("a bulk connection ended", error=error))
         finally:
             self._dismiss(connection)

@@ -1,7 +1,7 @@
-"""The client's half: an fd channel to a storage service of the same host, opened by a handshake, never assumed.
+"""The client side: an fd channel to a storage service of the same host, opened by a handshake, never assumed.
 
-A put fills a region that it is offered, or sends sealed memory where the service is another user's; a get maps the
-memory that it is offered.
+A put fills a region offered to it, or sends sealed memory if the service belongs to another user. A get maps the memory
+offered to it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _TRY_AGAIN_SECONDS: Final = 5.0
 
 
 class FdChannel:
-    """A connection to a storage service of this host, which is a session there. May be used by several threads.
+    """A connection to a storage service of this host, which has a session for it. Safe to use from several threads.
 
     Args:
         path: the service's Unix socket.
@@ -54,12 +54,12 @@ class FdChannel:
         seconds: how long it may take to answer the hello.
 
     Attributes:
-        session_id: names the session in calls.
+        session_id: identifies the session in calls.
         can_allocate: whether a put may be filled after its answer.
-        regions: what it has mapped.
+        regions: the regions it has mapped.
 
     Raises:
-        UnavailableError: no service answers there, or another one does.
+        UnavailableError: no service answers there, or a different one does.
     """
 
     def __init__(self, path: Path, boot_id: bytes, seconds: float = _EXCHANGE_SECONDS) -> None:
@@ -83,19 +83,19 @@ class FdChannel:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the service has closed the connection, such as by its end."""
+        """Whether the service has closed the connection, for example because it ended."""
         fd = self._connection.fileno()  # read once: another thread may close the connection after any line of this
         if fd < 0:
             return True
         poll = select.poll()
-        poll.register(fd, 0)  # hang-up, and that the number is no open file, are reported without being asked for
+        poll.register(fd, 0)  # hang-up and invalid descriptors are always reported
         return bool(poll.poll(0))
 
     def send_sealed(self, put_id: bytes, columns: Sequence[SourceColumn]) -> None:
-        """Write columns into memory, seal it, and send its file descriptor as that of a put.
+        """Write columns into memory, seal it, and send its file descriptor for a put.
 
         Raises:
-            UnavailableError: there is no memory left, or the session has ended; the put can go over the wire.
+            UnavailableError: no memory is left, or the session has ended; the put can be sent over the network.
         """
         try:
             fd = shared_memory.write_sealed(columns)
@@ -107,9 +107,9 @@ class FdChannel:
             os.close(fd)
 
     def fill(self, offer: RegionOffer, columns: Sequence[SourceColumn]) -> None:
-        """Copy columns into the region that a put is offered.
+        """Copy columns into the region offered to a put.
 
-        The service hears of the end of it also where it fails, or where the put was given up meanwhile.
+        The service is notified when the copy ends, even if it fails or the put was given up.
 
         Raises:
             UnavailableError: the region is no longer offered or cannot be mapped, or the session has ended.
@@ -133,7 +133,7 @@ class FdChannel:
         self._exchange(SharedMemoryRequest(filled=Filled(offer_id=offer.offer_id)))
 
     def allocate(self, offer: RegionOffer) -> tuple[Mapping, Lease]:
-        """Return the region that a put is offered, to be filled as long as the lease exists.
+        """Return the region offered to a put, which may be filled as long as the lease exists.
 
         Raises:
             UnavailableError: the region is no longer offered or cannot be mapped, or the session has ended.
@@ -153,14 +153,14 @@ class FdChannel:
         return Lease(partial(self._releases.add, offer_id))
 
     def take(self, offer_id: bytes, indexes: Sequence[int]) -> list[int]:
-        """Take what a put or get offers: its regions are leased to this session until they are filled or released.
+        """Take the offer of a put or get: its regions are leased to this session until they are filled or released.
 
         Args:
-            offer_id: names the offer.
+            offer_id: identifies the offer.
             indexes: positions of the memory whose file descriptors are needed.
 
         Returns:
-            These, in order; they are the caller's to close.
+            These file descriptors, in order; the caller must close them.
 
         Raises:
             UnavailableError: it is no longer offered, or the session has ended.
@@ -183,7 +183,7 @@ class FdChannel:
             raise
 
     def close(self) -> None:
-        """End the session; regions that arrays are still on are not used again by the service."""
+        """End the session; the service does not reuse regions that still have arrays."""
         self._connection.close()
         self._releases.close()
 
@@ -193,7 +193,7 @@ class FdChannel:
                 messages.send(self._connection, request, fds)
                 received = messages.receive(self._connection, SharedMemoryAnswer)
             except (OSError, TqError) as error:
-                self.close()  # an answer that comes late would be taken for that of the next request
+                self.close()  # else a late answer would be taken for that of the next request
                 raise UnavailableError(f"the session of shared memory has ended: {error}") from None
         if received is None:
             self.close()
@@ -206,10 +206,10 @@ class FdChannel:
 
 
 class Releases:
-    """Tells the service which leases have ended, without waiting: arrays end in garbage collections, at any point.
+    """Tells the service which leases have ended, without blocking: arrays end in garbage collections, at any point.
 
     Args:
-        connection: of the session.
+        connection: connection of the session.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -218,7 +218,7 @@ class Releases:
         self._waiting: deque[bytes] = deque()
 
     def add(self, offer_id: bytes) -> None:
-        """Have a lease released, now or with a later one where the connection is full."""
+        """Release a lease, now or with a later one if the connection is full."""
         self._waiting.append(offer_id)
         with suppress(IndexError, OSError):
             while True:
@@ -230,17 +230,17 @@ class Releases:
                     return
 
     def close(self) -> None:
-        """Send no more: the leases end with the session."""
+        """Stop sending: the leases end with the session."""
         self._connection.close()
 
 
 class HostLink:
-    """What a client knows about sharing memory with the storage service at one address.
+    """A client's knowledge about sharing memory with the storage service at one address.
 
     Args:
-        is_enabled: whether it looks for the service on this host; None: as the environment says.
+        is_enabled: whether it looks for the service on this host; None: depends on the environment.
 
-    Nothing waits for the service with the lock that `is_due` takes: event loops call that.
+    Nothing waits for the service while holding the lock of `is_due`, because event loops call that.
     """
 
     def __init__(self, *, is_enabled: bool | None = None) -> None:
@@ -259,12 +259,12 @@ class HostLink:
 
     @contextmanager
     def session(self) -> Iterator[FdChannel | None]:
-        """Give the session, None where there is none; it ends where what is done within the `with` is unavailable."""
+        """Return the session for use in a `with`, or None; an UnavailableError within the `with` ends the session."""
         current = self._channel
         try:
             yield current
         except UnavailableError:
-            if current is not None:  # the next calls go over the wire
+            if current is not None:  # the next calls use the network
                 current.close()
                 with self._lock:
                     if self._channel is current:
@@ -273,13 +273,13 @@ class HostLink:
             raise
 
     def postpone(self) -> None:
-        """Take note that the service did not answer."""
+        """Record that the service did not answer."""
         self._ask_again_in(_TRY_AGAIN_SECONDS)
 
     def open(self, stat: StatResponse, seconds: float = _EXCHANGE_SECONDS) -> None:
-        """Open a session where the service that answered is found on this host; without one, ask again later.
+        """Open a session if the service that answered is on this host; otherwise ask again later.
 
-        Waits for the service, and for other threads that do so, for so many seconds each at most.
+        Waits up to `seconds` for the service, and as long for other threads that do the same.
         """
         seconds = min(max(seconds, _LEAST_SECONDS), _EXCHANGE_SECONDS)
         if not self._opening.acquire(timeout=seconds):
@@ -289,7 +289,7 @@ class HostLink:
                 return
             self._ask_again_in(_ASK_AGAIN_SECONDS)
             path = _local_path(stat.shared_memory_socket)
-            if path is None or not os.path.exists(path):  # noqa: PTH110  (Path.exists raises where this user may not look)
+            if path is None or not os.path.exists(path):  # noqa: PTH110  (Path.exists raises without access)
                 return
             try:
                 opened = FdChannel(path, stat.storage.boot_id, seconds)
@@ -297,7 +297,7 @@ class HostLink:
                 self._ask_again_in(_TRY_AGAIN_SECONDS)
                 return
             with self._lock:
-                if math.isinf(self._ask_at):  # closed meanwhile
+                if math.isinf(self._ask_at):  # closed in the meantime
                     opened.close()
                 else:
                     self._channel = opened
@@ -310,7 +310,7 @@ class HostLink:
                 self._ask_at = time.monotonic() + seconds
 
     def close(self) -> None:
-        """End the session, and open no other."""
+        """End the session, and open no new one."""
         with self._lock:
             self._ask_at = float("inf")
             if self._channel is not None:
@@ -323,7 +323,7 @@ def _is_enabled() -> bool:
 
 
 def _local_path(announced: str) -> Path | None:
-    """Return where a socket is on this side: a directory shared by containers may be mounted elsewhere."""
+    """Return the path of a socket on this side: a directory shared by containers may be mounted elsewhere."""
     if not announced:
         return None
     directory = os.environ.get(messages.SOCKET_DIR_VARIABLE)

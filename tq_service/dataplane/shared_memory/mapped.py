@@ -1,10 +1,10 @@
-"""The shared memory that this process has mapped, and the ranges that its arrays use.
+"""Shared memory mapped by this process, and the ranges used by its arrays.
 
-A region is mapped once to write to it again, and once or more to read it, by all sessions of this process together.
-Mappings stay, with their page tables, for the next puts and gets. Arrays that a program gets are on private mappings,
-in ranges that no other get uses at the time: writes of a program to its arrays are in copies of pages of that range.
+A region is mapped once for writing, and once or more for reading; all sessions of this process share the mappings. They
+stay, with their page tables, for the next puts and gets. Arrays that a program gets are on private mappings, in ranges
+that no other get uses at the time: when a program writes to its arrays, it writes to copies of pages in that range.
 When the last array is gone, the copies are dropped, and the lease of the get is released. The shared mapping is for
-bytes that no program gets: those of puts, and those of gets that are copied up to a device. It may be pinned, see
+bytes that no program gets: those of puts, and those of gets that are copied to a device. It may be pinned, see
 `host_memory`.
 """
 
@@ -32,7 +32,7 @@ if hasattr(os, "register_at_fork"):
 
 
 class Pages(NamedTuple):
-    """A range of pages of a mapping; `end` is the first one behind it."""
+    """A range of pages of a mapping; `end` is exclusive."""
 
     first: int
     end: int
@@ -41,14 +41,14 @@ class Pages(NamedTuple):
 class Lease:
     """The regions of one get, until the last array on them is gone. That may be at any point of any thread: no locks.
 
-    A child that is forked during the lease has the arrays too, and nobody knows when it is done with them. So such a
-    lease is not released, and lasts until the session has ended in all processes.
+    A child that is forked during the lease has the arrays too, and the end of its use cannot be known. Such a lease is
+    not released, and lasts until the session has ended in all processes.
 
     Args:
-        release: called then, unless there was a fork.
+        release: called at the end, unless there was a fork.
 
     Attributes:
-        pages: what its arrays may use.
+        pages: ranges that its arrays may use.
     """
 
     __slots__ = ("_fork_count", "_release", "pages")
@@ -68,7 +68,7 @@ class Lease:
 
 
 class ReadMapping:
-    """A private mapping of a memfd, and the ranges of it that are in use.
+    """A private mapping of a memfd, with its used ranges.
 
     Attributes:
         mapping: all of the memfd.
@@ -81,23 +81,23 @@ class ReadMapping:
         self._used: list[Pages] = []
 
     def take(self, pages: Pages) -> bool:
-        """Have a range used, unless a part of it is; return whether that was so. One thread at a time may."""
+        """Mark a range as used unless it overlaps a used one; return whether it was free. One thread at a time."""
         if any(used.first < pages.end and pages.first < used.end for used in tuple(self._used)):  # some may end now
             return False
         self._used.append(pages)
         return True
 
     def free(self, pages: Pages) -> None:
-        """Have a range unused, as if nothing had been written there; any thread may, at any point."""
+        """Mark a range as unused and drop what was written there; any thread may, at any point."""
         self.mapping.discard_changes(*pages)
         self._used.remove(pages)
 
 
 class _Region:
-    """The mappings of one region in this process, which its sessions share, and whether it was written before.
+    """The mappings of one region, shared by the sessions of this process, and whether it was written before.
 
     Attributes:
-        lock: of all of it.
+        lock: protects all of it.
     """
 
     __slots__ = ("__weakref__", "for_reading", "lock", "shared", "was_written")
@@ -110,18 +110,18 @@ class _Region:
 
 
 _regions: WeakValueDictionary[tuple[int, bytes, int], _Region] = WeakValueDictionary()
-"""Those of all sessions by process, process of the service, and number: a forked child maps anew."""
+"""Regions of all sessions by process, process of the service, and number: a forked child creates new mappings."""
 
 
 class MappedRegions:
-    """The regions that one session has used, and that the service has not dropped. May be used by several threads.
+    """The regions that one session has used and the service has not dropped. Safe to use from several threads.
 
-    Sessions of one process with one service share the mappings of a region; it is unmapped when the last of them has
-    ended, or has heard that it is dropped.
+    Sessions of one process with the same service share the mappings of a region; it is unmapped when the last of them
+    has ended, or has learned that it was dropped.
 
     Args:
-        run_id: the process of the service. One that comes back in the same boot numbers its regions from 1 on again: a
-            put that is written to the region of the one before would be lost.
+        run_id: the process of the service. If it restarts with the same instance id, it numbers its regions from 1
+            again; a put written to the old region with the same number would be lost.
     """
 
     def __init__(self, run_id: bytes) -> None:
@@ -133,30 +133,30 @@ class MappedRegions:
         return self._region(number).shared
 
     def is_new(self, number: int) -> bool:
-        """Whether a region is about to be written for the first time: mapping it pays once it comes back."""
+        """Whether a region is about to be written for the first time: mapping it pays off from the second use."""
         region = self._region(number)
         was_written, region.was_written = region.was_written, True
         return not was_written
 
     def map_shared(self, number: int, fd: int) -> Mapping:
-        """Return the same, mapped now if it was not.
+        """Return the shared mapping of a region, creating it if needed.
 
         Raises:
             OSError: the system refuses to map it.
         """
         region = self._region(number)
         with region.lock:
-            # A child could write to it when the region has bytes of another put.
+            # Not inherited: a child could write to it when the region has bytes of another put.
             region.shared = region.shared or Mapping(fd, is_shared=True, is_inherited=False)
             return region.shared
 
     def drop(self, numbers: Iterable[int]) -> None:
-        """Unmap regions that the service has dropped; of some, arrays of other processes may keep the memory."""
+        """Unmap regions that the service has dropped; arrays of other processes may keep their memory."""
         for number in numbers:
             self._used.pop(number, None)
 
     def find(self, lease: Lease, number: int, pages: Pages | None) -> Mapping | None:
-        """Return a mapping of a region, see `map`; None: it has to be mapped."""
+        """Return a mapping of a region, see `map`; None: it must be mapped first."""
         if pages is None:
             return self.shared(number)
         region = self._region(number)
@@ -168,16 +168,13 @@ class MappedRegions:
         return None
 
     def map(self, lease: Lease, number: int, fd: int, pages: Pages | None) -> Mapping:
-        """Map memory for a lease, and keep the mapping of a region for later ones.
+        """Map memory for a lease; the mapping of a region is kept for later leases.
 
         Args:
             lease: uses the range from now on.
-            number: of the region; 0: it is sealed memory.
+            number: number of the region; 0: sealed memory.
             fd: its file descriptor.
-            pages: the range; None: the shared mapping is meant, which is not written to.
-
-        Raises:
-            OSError: the system refuses to map it.
+            pages: the range; None: use the shared mapping, which must not be written to.
         """
         if pages is None:
             return self.map_shared(number, fd)

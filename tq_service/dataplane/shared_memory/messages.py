@@ -1,4 +1,4 @@
-"""Messages of the Unix socket over which processes of one host send each other file descriptors."""
+"""Messages of the Unix socket that carries file descriptors between processes of one host."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ MOST_FDS: Final = 128
 """Most file descriptors of one message; Linux carries up to 253."""
 
 SOCKET_DIR_VARIABLE: Final = "TQ_SHARED_MEMORY_DIR"
-"""Environment variable with the directory of the sockets, where it is not the same path for server and client."""
+"""Environment variable with the directory of the sockets, if its path differs between server and client."""
 
 _MOST_MESSAGE_BYTES: Final = 4096
 
 
 def open_socket() -> socket.socket:
-    """Return a new socket of the kind that both sides use."""
+    """Return a new socket of the kind used by both sides."""
     return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
 def send(connection: socket.socket, message: SharedMemoryRequest | SharedMemoryAnswer, fds: Sequence[int] = ()) -> None:
-    """Send a message with file descriptors, which stay the sender's too.
+    """Send a message with file descriptors, which the sender still has to close.
 
     Raises:
         OSError: the other side is gone, or a socket that does not block is full.
@@ -40,16 +40,16 @@ def send(connection: socket.socket, message: SharedMemoryRequest | SharedMemoryA
 def receive(
     connection: socket.socket, kind: type[Message], most_fds: int = MOST_FDS
 ) -> tuple[Message, list[int]] | None:
-    """Return the next message with its file descriptors, which are the caller's to close; None at the end.
+    """Return the next message with its file descriptors, which the caller must close; None at the end.
 
     Raises:
-        InvalidArgumentError: it is not such a message, or more came than fits.
-        OSError: the connection failed; BlockingIOError where nothing is there and the socket does not block.
+        InvalidArgumentError: it is not such a message, or more arrived than fits.
+        OSError: the connection failed; BlockingIOError if nothing is available on a non-blocking socket.
     """
     data, fds, flags, _ = socket.recv_fds(connection, _MOST_MESSAGE_BYTES, most_fds, socket.MSG_CMSG_CLOEXEC)
     if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
         problem = (
-            f"a message of over {_MOST_MESSAGE_BYTES} bytes or {most_fds} file descriptors came over the socket for "
+            f"a message of over {_MOST_MESSAGE_BYTES} bytes or {most_fds} file descriptors arrived on the socket for "
             "shared memory"
         )
     else:
@@ -58,7 +58,7 @@ def receive(
                 return kind.FromString(data), list(fds)
             problem = ""
         except DecodeError as error:
-            problem = f"what came over the socket for shared memory is no {kind.DESCRIPTOR.name}: {error}"
+            problem = f"the message on the socket for shared memory is not a {kind.DESCRIPTOR.name}: {error}"
     close_all(fds)
     if problem:
         raise InvalidArgumentError(problem)

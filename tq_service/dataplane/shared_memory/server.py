@@ -1,11 +1,11 @@
-"""The service's half: a Unix socket for clients of its host, and their sessions.
+"""The service side: a Unix socket for clients of its host, and their sessions.
 
-A session takes and sends file descriptors only while a Put or Get call with its session_id is under way, or for some
-seconds after a GetInline: what may be read and written is decided there. What a client has taken is leased to its
-session, until it releases that or its connection ends:
+A session receives and sends file descriptors only during a Put or Get call with its session_id, or for some seconds
+after a GetInline: the call decides what may be read and written. Memory that a client has taken is leased to its
+session until the client releases it or the connection ends:
 
-    Put or Get: offer -> TakeMemory: lease, the call goes on without it -> Filled or Release: released
-                                                                        -> end of the connection: not released
+    Put or Get: offer -> TakeMemory: lease, the call continues without it -> Filled or Release: released
+                                                                          -> end of the connection: not released
 """
 
 from __future__ import annotations
@@ -46,41 +46,41 @@ _MOST_ACCEPTED_AT_ONCE: Final = 32
 _PAUSE_SECONDS: Final = 1.0
 _DRAIN_SECONDS: Final = 1.0
 _MOST_MEMORIES: Final = 16_384  # of the 65,530 mappings that Linux gives a process by default
-_OFFER_SECONDS: Final = 10.0  # without a call
-_MOST_DROPPED: Final = 256  # of one message
+_OFFER_SECONDS: Final = 10.0  # for an offer without a call
+_MOST_DROPPED: Final = 256  # per message
 _CREDENTIALS: Final = struct.Struct("3i")  # pid, uid, gid
 
 
 class Memory(Protocol):
-    """What may be offered.
+    """Memory that can be offered.
 
     Attributes:
         fd: its file descriptor.
-        number: of a region; 0: it is sealed memory.
+        number: number of a region; 0: sealed memory.
     """
 
     fd: int
     number: int
 
     def lease(self, session: Session) -> None:
-        """Begin a lease: its bytes stay as they are. The session is to hear by `note_dropped` when it is dropped."""
+        """Begin a lease: its bytes must not change. When it is dropped, `note_dropped` of the session is called."""
 
     def end_lease(self, *, is_released: bool) -> None:
-        """End one; `is_released`: the client has said that it does not use the memory any more."""
+        """End a lease; `is_released`: the client has reported that it no longer uses the memory."""
 
 
 class SharedMemoryServer:
     """Listens in a directory and holds the sessions. Confined to one event loop.
 
     Args:
-        directory: where the socket is; users that may enter it may share memory.
-        boot_id: the instance of the storage service, which clients name.
-        run_id: of its process, whose regions have numbers of their own.
+        directory: directory of the socket; users with access to it may share memory.
+        boot_id: instance id of the storage service, which clients must name.
+        run_id: identifies its process; region numbers are unique within it.
         can_allocate: whether regions may be filled after the answer of their put.
 
     Attributes:
-        most_memories: how many memories the service should hold: each takes a file descriptor and a mapping, of
-            which the system gives a process only so many.
+        most_memories: most memories that the service should hold: each uses a file descriptor and a mapping, which
+            are limited per process.
         path: the socket.
     """
 
@@ -93,7 +93,7 @@ class SharedMemoryServer:
         self._boot_id = boot_id
         self._run_id = run_id
         self._listener: socket.socket | None = None
-        self._sessions: dict[bytes, Session] = {}  # in the order in which they came
+        self._sessions: dict[bytes, Session] = {}  # in order of arrival
         self._drained: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
@@ -107,13 +107,13 @@ class SharedMemoryServer:
         _sweep(directory)
         listener = messages.open_socket()
         unready = self.path.with_suffix(".new")
-        unready.unlink(missing_ok=True)  # of an instance that was killed here: its boot_id may be this one
+        unready.unlink(missing_ok=True)  # left by an instance that was killed here, maybe with the same boot_id
         try:
             listener.bind(str(unready))
             unready.chmod(0o666)  # the directory decides which users may connect
             listener.listen(_BACKLOG)
             listener.setblocking(False)
-            unready.rename(self.path)  # a socket that does not listen yet would look like one left behind
+            unready.rename(self.path)  # only now: a socket that does not listen looks like one left behind
         except OSError:
             listener.close()
             unready.unlink(missing_ok=True)
@@ -122,7 +122,7 @@ class SharedMemoryServer:
         asyncio.get_running_loop().add_reader(listener, self._accept)
 
     def takes_memory(self, memory_count: int) -> bool:
-        """Whether the service should hold another memory besides so many; the first time that not, it is logged."""
+        """Whether the service should hold one more memory than `memory_count`; the first refusal is logged."""
         if memory_count < self.most_memories:
             return True
         if not self._has_warned:
@@ -141,14 +141,14 @@ class SharedMemoryServer:
         return False
 
     def session(self, session_id: bytes) -> Session | None:
-        """Return the open session of this name, for an authorized call that names it."""
+        """Return the open session with this id, for an authorized call that names it."""
         session = self._sessions.get(session_id)
         if session is not None:
             session.is_proven = True
         return session
 
     def drain(self) -> None:
-        """End soon the offers without a client: a get lasts until its offer is received, and would hold up the end."""
+        """End offers that were not taken, after a delay: a get lasts until its offer is received."""
 
         def end_offers() -> None:
             for session in self._sessions.values():
@@ -177,13 +177,13 @@ class SharedMemoryServer:
             except BlockingIOError:
                 return
             except OSError as error:
-                _log.warning(LogMessage("a client of this host could not be accepted", error=error))
+                _log.warning(LogMessage("could not accept a client of this host", error=error))
                 if error.errno in {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}:
                     self._pause()
                     return
                 continue
             if len(self._sessions) >= _MOST_SESSIONS:
-                # The oldest that no call has named yet ends: a process that cannot make calls cannot exclude others.
+                # End the oldest session not named by a call yet: processes without calls must not exclude others.
                 unproven = next((session for session in self._sessions.values() if not session.is_proven), None)
                 if unproven is None:
                     connection.close()
@@ -202,7 +202,7 @@ class SharedMemoryServer:
             self._sessions[session.session_id] = session
 
     def _pause(self) -> None:
-        """Stop accepting for a moment; the connection that could not be accepted would wake the loop all the time."""
+        """Stop accepting for a moment: the connection that could not be accepted would wake the loop continuously."""
         loop = asyncio.get_running_loop()
         if self._listener is not None:
             loop.remove_reader(self._listener)
@@ -214,17 +214,17 @@ class SharedMemoryServer:
 
 
 def peer_uid(connection: socket.socket) -> int:
-    """Return the user of the process that has connected, as this process's user namespace knows it."""
+    """Return the user of the connected process, as seen in this process's user namespace."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     uid: int = _CREDENTIALS.unpack(credentials)[1]
     return uid
 
 
 def make_private(directory: Path) -> None:
-    """Make a directory for this user alone, in a place where all users may make directories.
+    """Create a directory for this user only, in a place where all users may create directories.
 
     Raises:
-        OSError: it cannot be made, or another user has made it and could put another socket there.
+        OSError: it cannot be created, or another user created it and could put another socket there.
     """
     directory.mkdir(mode=0o700, exist_ok=True)
     status = directory.stat(follow_symlinks=False)
@@ -237,7 +237,7 @@ def make_private(directory: Path) -> None:
 
 
 def _sweep(directory: Path) -> None:
-    """Remove sockets without a listener: their servers were killed."""
+    """Remove sockets without a listener, left by servers that were killed."""
     for path in directory.glob(f"*{_SUFFIX}"):
         with messages.open_socket() as probe:
             probe.setblocking(False)
@@ -246,25 +246,25 @@ def _sweep(directory: Path) -> None:
             except ConnectionRefusedError:
                 path.unlink(missing_ok=True)
             except OSError as error:
-                _log.debug(LogMessage("a stale socket is not removed", path=path, error=error))
+                _log.debug(LogMessage("could not remove stale socket", path=path, error=error))
 
 
 class Session:
     """One connection of a client: a hello, then requests and answers in turn.
 
     Args:
-        connection: does not block.
-        boot_id: what the client must name.
-        run_id: what it is told.
-        is_own_user: whether the client is of the service's user.
+        connection: a non-blocking socket.
+        boot_id: the id that the client must name.
+        run_id: sent to the client.
+        is_own_user: whether the client runs as the service's user.
         can_allocate: whether regions may be filled after the answer of their put.
         on_close: called once, when the connection is gone.
 
     Attributes:
-        session_id: names it; random, and known to its client alone.
+        session_id: random id, known only to its client.
         is_proven: whether an authorized call has named it.
         can_allocate: as above.
-        is_own_user: as above; others are not to be offered regions, which their takers may write to.
+        is_own_user: as above; do not offer regions to other users, since a client can write to them.
     """
 
     def __init__(
@@ -287,7 +287,7 @@ class Session:
         self.is_proven = False
         self._is_open = True
         self._has_said_hello = False
-        self._awaited: dict[bytes, list[int]] = {}  # the file descriptor that has come for a put, none so far
+        self._awaited: dict[bytes, list[int]] = {}  # the file descriptor received for a put, if any yet
         self._offers: dict[bytes, Offer] = {}
         self._leases: dict[bytes, Offer] = {}  # offers that were taken
         self._dropped: deque[int] = deque()  # regions that its client has yet to unmap
@@ -295,15 +295,15 @@ class Session:
 
     @contextlib.contextmanager
     def awaiting(self, put_id: bytes) -> Iterator[Callable[[], int]]:
-        """Wait for the file descriptor of a put within the `with`.
+        """Accept the file descriptor of a put within the `with`.
 
-        It gives what returns it, which is the caller's then, or raises UnavailableError where it has not come or the
-        session has ended. One that is not taken is closed at the end.
+        Yields a function that returns it, for the caller to close, or raises UnavailableError if it has not arrived or
+        the session has ended. A descriptor that is not taken is closed at the end.
         """
 
         def take() -> int:
             if not fds:
-                raise UnavailableError("the shared memory of the put was not sent; it is tried again over gRPC")
+                raise UnavailableError("the shared memory of the put was not sent; it is retried over gRPC")
             return fds.pop()
 
         fds = self._awaited[put_id] = list[int]()
@@ -315,11 +315,11 @@ class Session:
             close_all(fds)
 
     def offer_for_a_while(self, memories: Sequence[Memory], on_end: Callable[[], None]) -> Offer:
-        """Offer memory until it was taken, at most for some seconds.
+        """Offer memory until it is taken, for some seconds at most.
 
         Args:
-            memories: their bytes must stay as they are until then.
-            on_end: called when it is no longer offered.
+            memories: their bytes must not change until then.
+            on_end: called when the offer ends.
         """
         offer = self.offer(memories)
         timer = asyncio.get_running_loop().call_later(_OFFER_SECONDS, offer.close)
@@ -328,7 +328,7 @@ class Session:
         return offer
 
     def offer(self, memories: Sequence[Memory]) -> Offer:
-        """Offer memory until it was taken or the result is closed, before which its bytes must stay as they are."""
+        """Offer memory until it is taken or the result is closed; its bytes must not change until then."""
         offer = Offer(memories)
         self._offers[offer.offer_id] = offer
         offer.on_end(lambda: self._offers.pop(offer.offer_id, None))
@@ -349,11 +349,11 @@ class Session:
         self._on_close(self)
 
     def note_dropped(self, region: int) -> None:
-        """Have the client unmap a region when it takes memory next."""
+        """Tell the client to unmap a region the next time it takes memory."""
         self._dropped.append(region)
 
     def end_offers(self) -> None:
-        """End what has been offered and not taken."""
+        """End offers that have not been taken."""
         for offer in list(self._offers.values()):
             offer.close()
 
@@ -378,10 +378,10 @@ class Session:
         except BlockingIOError:
             if received is None:
                 return  # a wake-up without a message
-            # The socket is full of answers. A later answer would be taken for the one that cannot be sent.
+            # The socket is full of answers. A later answer would be mistaken for this one, which cannot be sent.
         except (OSError, TqError) as error:
             reason = error
-        _log.info(LogMessage("a shared memory session ends", reason=reason))
+        _log.info(LogMessage("a shared memory session ended", reason=reason))
         self.close()
 
     def _answer(self, request: SharedMemoryRequest, fds: list[int]) -> tuple[SharedMemoryAnswer, Sequence[int]]:
@@ -407,7 +407,7 @@ class Session:
             indexes = request.take_memory.indexes
             if len(indexes) > messages.MOST_FDS or max(indexes, default=0) >= len(offer.memories):
                 raise InvalidArgumentError(
-                    f"{len(indexes)} file descriptors up to number {max(indexes)} were asked for; expected at most "
+                    f"{len(indexes)} file descriptors up to number {max(indexes)} were requested; expected at most "
                     f"{messages.MOST_FDS} of {len(offer.memories)}"
                 )
             offered = [offer.memories[index] for index in indexes]
@@ -417,14 +417,14 @@ class Session:
         if kind == "filled" and self._has_said_hello:
             offer = self._leases.get(request.filled.offer_id)
             if offer is None:
-                return _refuse("this session has not taken the region that is said to be filled")
+                return _refuse("this session has not taken the region that was reported as filled")
             offer.is_filled = True
             self._end_lease(offer.offer_id, is_released=True)
             return SharedMemoryAnswer(filled=FilledAnswer()), ()
         raise InvalidArgumentError(f"got {kind or 'nothing known'} as the next request; expected a hello first")
 
     def _begin_lease(self, offer: Offer) -> None:
-        """Lease what was taken: from now on the lease keeps its bytes as they are, and not what has offered it."""
+        """Lease a taken offer: from now on the lease protects its bytes, instead of the call that offered it."""
         for memory in offer.memories:
             memory.lease(self)
         self._leases[offer.offer_id] = offer
@@ -440,9 +440,9 @@ class Offer:
     """Memory that a client may take.
 
     Attributes:
-        offer_id: names it, and the lease that begins when it is taken.
-        memories: what is offered.
-        is_filled: whether the client has said that it has filled it.
+        offer_id: identifies it, and the lease that begins when it is taken.
+        memories: the offered memory.
+        is_filled: whether the client has reported that it has filled it.
     """
 
     def __init__(self, memories: Sequence[Memory]) -> None:
@@ -453,7 +453,7 @@ class Offer:
         self._on_end = contextlib.ExitStack()
 
     def on_end(self, call: Callable[[], object]) -> None:
-        """Have a function called at the end, at once where that is over."""
+        """Call a function when the offer ends, or at once if it has ended."""
         if self._ended.is_set():
             call()
         else:
@@ -465,7 +465,7 @@ class Offer:
         self._on_end.close()
 
     async def wait(self) -> None:
-        """Wait until nothing more is offered."""
+        """Wait until the offer has ended."""
         await self._ended.wait()
 
 

@@ -6,7 +6,7 @@ from tq_service.internal.v1 import cluster_pb2 as tq__service_dot_internal_dot_v
 
 
 class ClusterServiceStub(object):
-    """The controller that leads, for those that stand by. Served to callers with the internal secret, or with a token of
+    """The leading controller, as called by its standbys. Served to callers with the internal secret, or with a token of
     role service.
     """
 
@@ -24,13 +24,14 @@ class ClusterServiceStub(object):
 
 
 class ClusterServiceServicer(object):
-    """The controller that leads, for those that stand by. Served to callers with the internal secret, or with a token of
+    """The leading controller, as called by its standbys. Served to callers with the internal secret, or with a token of
     role service.
     """
 
     def FetchSnapshot(self, request, context):
-        """Sends the newest snapshot, to a standby that needs records which the log has no more. Changes nothing; a snapshot
-        is written first where there is none. Errors: UNAVAILABLE (NOT_LEADER: this controller does not lead).
+        """Sends the newest snapshot to a standby that needs records no longer in the log. Writes a snapshot first if none
+        exists, or if the newest is older than requested; changes nothing else. Errors: UNAVAILABLE (NOT_LEADER: this
+        controller does not lead).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -52,7 +53,7 @@ def add_ClusterServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ClusterService(object):
-    """The controller that leads, for those that stand by. Served to callers with the internal secret, or with a token of
+    """The leading controller, as called by its standbys. Served to callers with the internal secret, or with a token of
     role service.
     """
 

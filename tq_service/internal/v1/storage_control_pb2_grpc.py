@@ -6,9 +6,8 @@ from tq_service.internal.v1 import storage_control_pb2 as tq__service_dot_intern
 
 
 class StorageControlServiceStub(object):
-    """What becomes of the puts of a storage service. Served to callers with the internal secret, or with a token of role
-    service. All methods end with FAILED_PRECONDITION where another controller of the cluster leads by now: its epoch is
-    higher.
+    """Controls the puts of a storage service. Served to callers with the internal secret, or with a token of role service.
+    All methods fail with FAILED_PRECONDITION if another controller of the cluster, with a higher epoch, leads now.
     """
 
     def __init__(self, channel):
@@ -35,42 +34,40 @@ class StorageControlServiceStub(object):
 
 
 class StorageControlServiceServicer(object):
-    """What becomes of the puts of a storage service. Served to callers with the internal secret, or with a token of role
-    service. All methods end with FAILED_PRECONDITION where another controller of the cluster leads by now: its epoch is
-    higher.
+    """Controls the puts of a storage service. Served to callers with the internal secret, or with a token of role service.
+    All methods fail with FAILED_PRECONDITION if another controller of the cluster, with a higher epoch, leads now.
     """
 
     def UpdatePuts(self, request, context):
-        """Marks puts as committed, and frees cells that were cleared, overwritten or failed. The controller repeats each
-        call until it is answered, and before the next one. A repeat does no harm, since no put is committed under the id
-        of one that is being freed. Unknown puts, and puts under another boot, are ignored. Does not block. Errors:
-        UNAVAILABLE (the key is not that of the present registration).
+        """Marks puts as committed, and frees cells that were cleared, overwritten or failed. The controller repeats each call
+        until it is answered, before it sends the next. A repeat is harmless: no put is committed under the id of a put
+        that is being freed. Unknown puts and puts of another instance are ignored. Idempotent, does not block. Errors:
+        UNAVAILABLE (the key is not that of the current registration).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReconcilePuts(self, request_iterator, context):
-        """Lists the puts that the controller knows, in pieces: called by it when it or this service restarted, and now and
-        then. The first message has the boot, the controller, its epoch and the name of its key; initial metadata answers
-        it. Only then the controller looks up its puts: each of them is listed, or confirmed after the first message.
-        Changes, after the last message: confirmed puts of this controller that are not listed are dropped, but those
-        that were confirmed after the first one; of those listed the cells listed stay. Puts of other controllers, and
-        those that wait for their commit, stay as they are. A stream that breaks off drops nothing but cells that are not
-        listed of puts that are. Other calls go on between the messages. Errors: DATA_LOSS (another boot), CANCELLED (a
-        later call of this method has begun), UNAVAILABLE (a later registration is known).
+        """Lists the puts that the controller knows, in parts. The controller calls it after it or this service restarts, and
+        periodically. The first message has the instance id, the controller, its epoch and its key id; the service answers
+        it with initial metadata. Only then does the controller look up its puts, so each of them is either listed or
+        confirmed after the first message. Changes, after the last message: drops this controller's confirmed puts that are
+        not listed, except those confirmed after the first message; of listed puts, only the listed cells stay. Puts of
+        other controllers and uncommitted puts stay as they are. A stream that breaks off drops only unlisted cells of
+        listed puts. Idempotent; other calls proceed between the messages. Errors: DATA_LOSS (another instance), CANCELLED
+        (a later call of this method has begun), UNAVAILABLE (a later registration is known).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Adopt(self, request, context):
-        """Takes over the puts of a storage service that is lost, from the mirror that both have. Changes: this service
-        answers reads under that name and boot, and registers as such, with its own address; the controller then says
-        which puts it knows (ReconcilePuts). Bytes are fetched when they are first read, and in the background.
-        Idempotent, blocks for the time in which the mirror is searched, about a second. Errors: FAILED_PRECONDITION (no
-        mirror), NOT_FOUND (the mirror has nothing of that boot), UNAVAILABLE (the mirror does not answer), DATA_LOSS
-        (what leads to the puts is damaged).
+        """Takes over the puts of a lost storage service from the mirror that both share. Changes: this service answers reads
+        under that name and instance id, and registers under them with its own address. The controller then lists the puts
+        it knows (ReconcilePuts). Bytes are fetched on first read and in the background. Idempotent; blocks while the
+        mirror is searched, about one second. Errors: FAILED_PRECONDITION (no mirror), NOT_FOUND (the mirror has nothing of
+        that instance), UNAVAILABLE (the mirror does not answer), DATA_LOSS (the index of the puts is damaged).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -102,9 +99,8 @@ def add_StorageControlServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class StorageControlService(object):
-    """What becomes of the puts of a storage service. Served to callers with the internal secret, or with a token of role
-    service. All methods end with FAILED_PRECONDITION where another controller of the cluster leads by now: its epoch is
-    higher.
+    """Controls the puts of a storage service. Served to callers with the internal secret, or with a token of role service.
+    All methods fail with FAILED_PRECONDITION if another controller of the cluster, with a higher epoch, leads now.
     """
 
     @staticmethod

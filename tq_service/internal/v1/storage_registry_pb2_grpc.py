@@ -6,7 +6,7 @@ from tq_service.internal.v1 import storage_registry_pb2 as tq__service_dot_inter
 
 
 class StorageRegistryServiceStub(object):
-    """The storage services that a controller knows. Served to callers with the internal secret, or with a token of role
+    """Registry of a controller's storage services. Served to callers with the internal secret, or with a token of role
     service.
     """
 
@@ -24,15 +24,15 @@ class StorageRegistryServiceStub(object):
 
 
 class StorageRegistryServiceServicer(object):
-    """The storage services that a controller knows. Served to callers with the internal secret, or with a token of role
+    """Registry of a controller's storage services. Served to callers with the internal secret, or with a token of role
     service.
     """
 
     def RegisterStorage(self, request, context):
-        """Registers a storage service; repeated as its heartbeat. Changes: it gets puts from now on. The answer says which
-        of the puts it names the controller does not know, so that it drops those. Idempotent, does not block.
-        Errors: INVALID_ARGUMENT (more than 4,096 puts), ALREADY_EXISTS (a process that registered later has the name,
-        and is alive), FAILED_PRECONDITION (the puts of this boot were taken over by another storage service: end, and
+        """Registers a storage service; repeated as its heartbeat. Changes: the service receives puts from now on. The
+        response lists the named puts that the controller does not know, and the service drops them. Idempotent, does not
+        block. Errors: INVALID_ARGUMENT (more than 4,096 puts), ALREADY_EXISTS (a process that registered later holds the
+        name and is alive), FAILED_PRECONDITION (another storage service took over the puts of this instance: exit and
         start empty).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -55,7 +55,7 @@ def add_StorageRegistryServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class StorageRegistryService(object):
-    """The storage services that a controller knows. Served to callers with the internal secret, or with a token of role
+    """Registry of a controller's storage services. Served to callers with the internal secret, or with a token of role
     service.
     """
 

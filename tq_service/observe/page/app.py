@@ -24,8 +24,8 @@ from tq_service.observe.page.feed import Feed
 _MOST_STREAMS: Final = 100
 _GRACE_SECONDS: Final = 2
 
-# Scripts and styles come from the page's own files alone, which write names as text and never as markup: what a
-# partition is called cannot run.
+# Scripts and styles come only from the page's own files. They write names as text, never as markup, so the name of a
+# partition cannot run as a script.
 _HEADERS: Final = {
     "Cache-Control": "no-cache",
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
@@ -44,19 +44,19 @@ def make_app(feed: Feed, *, root_path: str = "", allowed_hosts: Iterable[str] = 
     """Return the page as an ASGI application.
 
     Args:
-        feed: what it shows.
-        root_path: the path below which a proxy has it, such as "/tq"; the proxy may take it away from its requests.
-        allowed_hosts: names of hosts that it may be reached by, besides localhost and all IP addresses.
+        feed: source of the frames.
+        root_path: the path below which a proxy serves it, such as "/tq"; the proxy may strip it from requests.
+        allowed_hosts: host names to accept in requests, in addition to localhost and all IP addresses.
 
     Raises:
-        InvalidArgumentError: the path is none.
+        InvalidArgumentError: `root_path` is not a path.
     """
     root_path = _checked_path(root_path)
     stream_count = 0
 
     async def stream(request: Request) -> Response:
         nonlocal stream_count
-        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}  # no proxy is to gather frames first
+        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}  # proxies must not buffer frames
         if request.method == "HEAD":
             return Response(media_type="text/event-stream", headers=headers)
         if stream_count >= _MOST_STREAMS:
@@ -96,10 +96,10 @@ def _checked_path(path: str) -> str:
 
 
 class _Guarded:
-    """Refuses requests that name a foreign host, and adds the headers that bound what the page may do.
+    """Refuses requests with a foreign host, and adds headers that restrict the page.
 
-    A page of another site whose name was made to lead here (DNS rebinding) would be of one origin with ours, and could
-    read it. Its name stands in the Host header; an IP address there has no name that could be led elsewhere.
+    With DNS rebinding, a page of another site has the same origin as ours and could read it. Such a request carries the
+    other site's name in its Host header. IP addresses are safe: they are not resolved.
     """
 
     def __init__(self, app: ASGIApp, allowed_hosts: Iterable[str]) -> None:
@@ -189,11 +189,11 @@ async def serve_page(
     """Serve the page, and read the service for it, until `stop` is set.
 
     Args:
-        feed: what the page shows.
-        app: the page, of `make_app`.
-        bound: the socket that it listens on, of `listen`; it is closed at the end.
-        stop: ends it.
-        on_started: called once it can be reached.
+        feed: source of the frames.
+        app: the page, from `make_app`.
+        bound: the listening socket, from `listen`; closed at the end.
+        stop: ends the server.
+        on_started: called once the page can be reached.
     """
     config = uvicorn.Config(
         app, lifespan="off", ws="none", access_log=False, log_config=None, server_header=False, proxy_headers=False,
@@ -205,7 +205,7 @@ async def serve_page(
     stopping = asyncio.create_task(stop.wait())
     try:
         await asyncio.wait([reading, serving, stopping], return_when=asyncio.FIRST_COMPLETED)
-    finally:  # streams end before what they wait for is gone, also where reading has failed
+    finally:  # streams end before the feed that they wait for, even if reading has failed
         server.should_exit = True
         await asyncio.wait([serving])
         reading.cancel()

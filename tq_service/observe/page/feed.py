@@ -1,6 +1,6 @@
-"""Reads the service for all browsers: one status every 2 s, however many look, and one frame of JSON for each.
+"""Reads the service for all browsers: one status every 2 s, however many are connected, and one JSON frame for each.
 
-A frame has all that the page shows at one moment, so that a browser that comes late misses nothing. Results of the
+A frame is complete: a browser that connects later misses nothing. Results of the
 client have the names of their attributes in it. Rates, curves and times of waits come from `trends.py`.
 """
 
@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from tq_service.client import AsyncClient
 from tq_service.errors import DeadlineError, PermissionDeniedError, TqError, UnauthenticatedError
-from tq_service.observe.page.trends import EventLog, PartitionTrend, Trends, recent_mean
+from tq_service.observe.page.trends import EventLog, PartitionTrend, Trends, recent_mean, rounded
 from tq_service.results import PartitionDescription, ServiceStatus
 
 INTERVAL_SECONDS: Final = 2.0
@@ -137,7 +137,8 @@ MOST_PARTITIONS: Final = 200
 _MOST_WAITS: Final = 200
 _MOST_FIELDS: Final = 64
 _MOST_TASKS: Final = 64
-_LEFT_OUT: Final = {"recent_batches": (), "dead_lettered_indexes": ()}  # of a task: batches are in the balances
+# Of a task: batches are in the balances, times in the steps.
+_LEFT_OUT: Final = {"recent_batches": (), "dead_lettered_indexes": (), "step_times": None}
 
 
 def as_json(document: dict[str, Any]) -> bytes:
@@ -186,6 +187,18 @@ def status_of(status: ServiceStatus, trends: Trends, now: float) -> dict[str, An
         "balances": [
             {"group": group, "task": task, "batches": [{**_facts(batch), "partition_id": name} for name, batch in last]}
             for (group, task), last in sorted(trends.balances.items())
+        ],
+        "steps": [
+            {
+                "group": group,
+                "task": task,
+                "rank_count": times.rank_count,
+                "shares": {stage: rounded(share) for stage, share in times.shares.items()},
+                "data_plane_share": rounded(times.data_plane_share),
+                "text": str(times),
+                "advice": times.advice,
+            }
+            for (group, task), times in sorted(trends.steps.items())
         ],
     }
 

@@ -1,4 +1,4 @@
-"""What one status does not say, since it takes several: rates, curves, times of waits, the last batches and events."""
+"""Values derived from several statuses: rates, curves, durations of waits, recent batches and events."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from tq_service.results import PartitionDescription, PartitionSummary, PartitionWait, RecentBatch, ServiceStatus
+from tq_service.step_times import StepTimes
 
 POINT_COUNT: Final = 90
-"""Points of a curve of the whole service: three minutes of one every 2 s."""
+"""Points of a curve of the service: three minutes at one point per 2 s."""
 
 ROW_POINT_COUNT: Final = 30
 """Points of a curve of a partition or task."""
@@ -30,14 +31,14 @@ def _row_curve() -> Curve:
 
 @dataclass(slots=True)
 class PartitionTrend:
-    """How a partition moves.
+    """The recent history of a partition.
 
     Attributes:
-        changed_at: when a count of it was another for the last time, in seconds of the clock of `Trends.see`.
-        seen: as it was in the last status.
-        present: samples not cleared, over time.
-        inserted_per_second: over time.
-        delivered_per_second: of each task, over time.
+        changed_at: time of the last change of a count, in seconds of the clock of `Trends.see`.
+        seen: its description in the last status.
+        present: number of samples that are not cleared, over time.
+        inserted_per_second: rate over time.
+        delivered_per_second: rate of each task over time.
     """
 
     changed_at: float
@@ -47,19 +48,20 @@ class PartitionTrend:
     delivered_per_second: defaultdict[str, Curve] = field(default_factory=lambda: defaultdict(_row_curve))
 
     def curves(self) -> Iterator[Curve]:
-        """Yield all of them."""
+        """Yield all curves."""
         yield from (self.present, self.inserted_per_second, *self.delivered_per_second.values())
 
 
 class Trends:
-    """Follows a service from status to status. The curves have one point for each, None while it was away.
+    """Follows a service from status to status. Curves have one point per status; None while the service did not answer.
 
     Attributes:
-        partitions: by name, those of the last status.
-        curves: of the whole service, by name: samples inserted and delivered a second, samples that are not cleared
+        partitions: partitions of the last status, by name.
+        curves: curves of the service, by name: samples inserted and delivered per second, samples that are not cleared
             ("present"), bytes of all storage services ("used").
-        balances: the last batches of each task in all partitions of one group, the oldest first, each with the name of
+        balances: recent batches of each task over all partitions of one group, the oldest first, each with the name of
             its partition.
+        steps: step times of each task's ranks, by the same names.
     """
 
     def __init__(self) -> None:
@@ -68,12 +70,13 @@ class Trends:
             name: deque(maxlen=POINT_COUNT) for name in ("inserted", "delivered", "present", "used")
         }
         self.balances: dict[TaskKey, deque[tuple[str, RecentBatch]]] = {}
+        self.steps: dict[TaskKey, StepTimes] = {}
         self._seen_at: float | None = None
         self._waits_since: dict[object, float] = {}
         self._progress: dict[TaskKey, tuple[int, int]] = {}  # epoch and consumed samples of each task
 
     def see(self, status: ServiceStatus, now: float) -> None:
-        """Take a status in.
+        """Add a status.
 
         Args:
             status: the state of the service.
@@ -107,7 +110,7 @@ class Trends:
         self._follow_waits(status, now)
 
     def miss(self) -> None:
-        """Note that there was no status to take in: the curves have a gap."""
+        """Add a gap to the curves: the service did not answer."""
         for curve in self.curves.values():
             curve.append(None)
         for trend in self.partitions.values():
@@ -115,11 +118,11 @@ class Trends:
                 curve.append(None)
 
     def waits_since(self, wait: PartitionWait) -> float:
-        """Return when a wait of the last status was first seen, from when on it was in each."""
+        """Return since when a wait of the last status has been in every status."""
         return self._waits_since[_wait_key(wait)]
 
     def _follow_waits(self, status: ServiceStatus, now: float) -> None:
-        """Note since when each wait has been there; one whose task goes on begins again."""
+        """Record the start of each wait; a wait starts again once its task makes progress."""
         before, self._progress = (
             self._progress,
             {
@@ -135,12 +138,18 @@ class Trends:
             self._waits_since[key] = known[key] if stays else now
 
     def _follow_tasks(self, partition: PartitionDescription, before: PartitionDescription | None) -> int:
-        """Note new batches of tasks, and return how many samples are newly delivered; released ones do not count."""
+        """Note batches and steps of tasks, and return how many samples are newly delivered; without released ones."""
         name, new_count = partition.summary.partition_id, 0
         earlier = {} if before is None else {(task.task_name, task.epoch): task for task in before.tasks}
         for task in partition.tasks:
             last = earlier.get((task.task_name, task.epoch))
             new_count += max(0, task.consumed_count - (0 if last is None else last.consumed_count))
+            if task.step_times is not None and (last is None or last.step_times != task.step_times):
+                key = group_of(name), task.task_name
+                self.steps.pop(key, None)
+                self.steps[key] = task.step_times  # the newest last
+                if len(self.steps) > _MOST_BALANCES:
+                    del self.steps[next(iter(self.steps))]
             last_index = last.recent_batches[-1].batch_index if last is not None and last.recent_batches else -1
             if new := [(name, batch) for batch in task.recent_batches if batch.batch_index > last_index]:
                 key = group_of(name), task.task_name
@@ -153,18 +162,18 @@ class Trends:
 
 
 def group_of(partition_id: str) -> str:
-    """Return the name up to "@", which the partitions of all steps have in common."""
+    """Return the name up to "@", the common part of the partitions of all steps."""
     return partition_id.partition("@")[0]
 
 
 def recent_mean(curve: Iterable[float | None]) -> float | None:
-    """Return the mean of the last few points of a curve; None where there is none."""
+    """Return the mean of the last few points of a curve, or None if it has no points."""
     points = [point for point in list(curve)[-_SMOOTHED_POINTS:] if point is not None]
     return rounded(sum(points) / len(points)) if points else None
 
 
 def rounded(value: float) -> float:
-    """Return a number in few digits, which keep a frame small."""
+    """Return a number rounded to few digits, to keep frames small."""
     return float(f"{value:.{_SIGNIFICANT_DIGITS}g}")
 
 
@@ -178,40 +187,40 @@ def _counts(partition: PartitionDescription) -> tuple[object, ...]:
     return partition.summary, partition.held_count, partition.failed_count, produced, tasks
 
 
-_EVENT_COUNT: Final = 100  # of partitions, and as many of services
+_EVENT_COUNT: Final = 100  # for partitions, and the same number for services
 
 
 class EventLog:
-    """The last events, in the order in which they were noted.
+    """The last events, in order.
 
-    Each has a number that counts from 1 on; a kind: "made", "sealed" or "cleared" of a partition, "away", "refused",
-    "back", "restarted" of the service, "silent", "heard" of a storage service; the name of the partition or storage
-    service, empty for the service; and a text, what happened, after the name.
+    Each has a number, from 1 on; a kind: "made", "sealed" or "cleared" for a partition, "away", "refused", "back" or
+    "restarted" for the service, "silent" or "heard" for a storage service; the name of the partition or storage
+    service, empty for the service; and a text that follows the name.
     """
 
     def __init__(self) -> None:
-        # Apart, so that partitions that come and go do not push out what happened to the service.
+        # Kept separately: short-lived partitions must not push out events of the service.
         self._of_services: deque[tuple[float, dict[str, Any]]] = deque(maxlen=_EVENT_COUNT)
         self._of_partitions: deque[tuple[float, dict[str, Any]]] = deque(maxlen=_EVENT_COUNT)
         self._count = 0
 
     def shown(self, now: float) -> list[dict[str, Any]]:
-        """Return the events for the page, with how long ago each was."""
+        """Return the events for the page, each with its age in seconds."""
         events = sorted([*self._of_services, *self._of_partitions], key=lambda noted: noted[1]["number"])
         return [{**event, "seconds": round(now - at, 1)} for at, event in events]
 
     def note(self, at: float, kind: str, text: str, *, name: str = "") -> None:
-        """Note an event."""
+        """Add an event."""
         log = self._of_partitions if kind in {"made", "sealed", "cleared"} else self._of_services
         self._count += 1
         log.append((at, {"number": self._count, "kind": kind, "name": name, "text": text}))
 
     def compare(self, before: ServiceStatus, status: ServiceStatus, now: float) -> None:
-        """Note what happened between two states of the service."""
+        """Add the events between two statuses."""
         if before.service.instance_id != status.service.instance_id:
             what = _counted(len(status.partitions), "partition")
             self.note(now, "restarted", f"the service was restarted; it has {what}")
-        # What was taken over is silent with its heir, and may have the name of a storage service that is there.
+        # Storage services that were taken over are silent, and may have the name of one that answers.
         silent = {storage.storage_id: storage.is_silent for storage in before.own_storages}
         for storage in status.own_storages:
             if storage.is_silent and not silent.get(storage.storage_id):

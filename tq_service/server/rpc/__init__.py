@@ -1,1 +1,1 @@
-"""What each call passes between gRPC and the code that answers it: a table of methods, and middleware over it."""
+"""The layer between gRPC and the servicers: a table of methods, and middleware for all calls."""

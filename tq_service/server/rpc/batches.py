@@ -1,12 +1,12 @@
-"""Unary calls that a client makes together, in one stream: each is handled as if it had come by itself.
+"""Unary calls that a client sends together in one stream; each is handled like a separate call.
 
-    read -> each call in a task of its own, through its handler with all middleware -> answers that are ready -> written
+    read -> one task per call, through its handler with all middleware -> answers that are ready -> written
 
-So a stream adds no way to do anything: `Services` finds the handler of each call, by the metadata with which the stream
-was opened, as it does for gRPC; and the handler gets a context that reads one request and has its own deadline. What a
-batch saves is what gRPC takes for each call, which is most of a small one.
+A stream grants no extra permissions: like for separate calls, `Services` finds the handler of each call by the metadata
+that opened the stream. The handler gets a context that reads one request and has a separate deadline. A batch saves
+gRPC's cost per call, which dominates small calls.
 
-A stream is read as long as few calls are open: those that are not answered, or whose answer was not written.
+A stream is read while few calls are open. A call is open until its answer is written.
 """
 
 from __future__ import annotations
@@ -33,33 +33,33 @@ from tq_service.wire.error_table import to_status
 from tq_service.wire.messages import read_seconds
 
 _MOST_UNWRITTEN_BYTES: Final = 1 << 20
-"""Of answers that wait until the client reads; also what is written at once, but for a single larger answer."""
+"""Maximum size of answers that wait for the client to read, and of one message, except for a single larger answer."""
 
-_MOST_STREAMS: Final = 256  # each may hold a message that has not come whole
-_MOST_STREAMS_OF_ONE: Final = 2  # the second is opened with a new token, while calls are open on the first
+_MOST_STREAMS: Final = 256  # each may hold an incomplete message
+_MOST_STREAMS_OF_ONE: Final = 2  # clients open a second one with a new token while calls are open on the first
 _CALLS_A_TURN: Final = 16
 _LAST_WRITE_SECONDS: Final = 1.0
 _NAMES: Final = {method.short_name: method.name for method in METHODS.values() if method.is_batched}
 
 
 class _Details(NamedTuple):
-    """What gRPC says of a call before its request is read."""
+    """The details of a call that gRPC provides before its request is read."""
 
     method: str
     invocation_metadata: Any
 
 
 class _Call:
-    """A call of a stream: the context of its handler.
+    """A call of a stream; also the context of its handler.
 
-    It ends once: when its answer was written, or when it is cancelled, and then has no answer.
+    It ends once: when its answer has been written, or when it is cancelled and so gets no answer.
 
     Attributes:
         call_id: chosen by the client.
-        task: handles it.
-        answer: what the handler has returned, serialized.
-        status: why it has failed; empty: it has not.
-        is_late: whether its deadline is over.
+        task: runs the handler.
+        answer: serialized answer of the handler.
+        status: serialized status of a failed call; empty: it has not failed.
+        is_late: whether its deadline has passed.
         is_unwanted: whether it was cancelled.
         is_begun: whether its task has begun.
         is_answered: whether the handler is done.
@@ -87,10 +87,10 @@ class _Call:
         self.answer = self.status = b""
         self.is_late = self.is_unwanted = self.is_begun = self.is_answered = False
 
-    # The context, as far as handlers and middleware use one.
+    # The methods of a context that handlers and middleware use.
 
     async def read(self) -> Any:
-        """Return the request, and then that there is nothing more."""
+        """Return the request, then EOF."""
         request, self._request = self._request, None
         return grpc.aio.EOF if request is None else request
 
@@ -99,29 +99,29 @@ class _Call:
         return self._stream.peer()
 
     def auth_context(self) -> Any:
-        """Return what is known of the client by its certificate."""
+        """Return the facts of the client's certificate."""
         return self._stream.auth_context()
 
     def invocation_metadata(self) -> Any:
-        """Return what tells the trace of the call; the token was the stream's."""
+        """Return the metadata of the call, such as its trace; the token came with the stream."""
         return self._metadata
 
     def time_remaining(self) -> float | None:
-        """Return the seconds until its deadline, None if it has none."""
+        """Return the seconds until its deadline, or None without a deadline."""
         if self._ends_at is None:
             return None
         return 0.0 if self.is_late else max(0.0, self._ends_at - time.monotonic())
 
     def add_done_callback(self, callback: Callable[[Any], object]) -> None:
-        """Have something called with this context when the call ends."""
+        """Call `callback` with this context when the call ends."""
         self._callbacks.append(callback)
 
     def cancelled(self) -> bool:
-        """Whether it has ended without its answer being written."""
+        """Whether it was cancelled, so its answer is not written."""
         return self.is_unwanted
 
     def code(self) -> grpc.StatusCode | None:
-        """Return the code with which it was aborted."""
+        """Return the status code of an aborted call, or None."""
         return self._code
 
     async def abort_with_status(self, status: grpc.Status) -> None:
@@ -131,16 +131,16 @@ class _Call:
         ((_, self.status),) = trailers
         raise grpc.aio.AbortError
 
-    # What its stream does.
+    # Methods for its stream.
 
     def expire(self) -> None:
-        """End it, since its deadline is over."""
+        """End the call because its deadline has passed."""
         self.is_late = True
         if self.task is not None:
             self.task.cancel()
 
     def end(self) -> None:
-        """Have those called who wait for the end."""
+        """Run the done callbacks."""
         if self.timer is not None:
             self.timer.cancel()
         for callback in self._callbacks:
@@ -151,8 +151,8 @@ class _Stream:
     """One stream, from its first message to its end.
 
     Args:
-        services: has the handlers.
-        context: of the stream.
+        services: finds the handlers.
+        context: context of the stream.
     """
 
     def __init__(self, services: Services, context: Context) -> None:
@@ -160,7 +160,7 @@ class _Stream:
         self._context = context
         self._metadata = context.invocation_metadata()
         self._open: dict[int, _Call] = {}
-        self._answered: list[_Call] = []  # of the open calls, those whose answer was not written
+        self._answered: list[_Call] = []  # open calls whose answer is ready but not written
         self._unwritten_bytes = 0
         self._is_closing = self._is_stopped = False
         self._has_answers = asyncio.Event()
@@ -173,8 +173,8 @@ class _Stream:
         """Handle all calls of a stream.
 
         Raises:
-            InvalidArgumentError: it has a message that cannot be understood.
-            UnavailableError: the service drains.
+            InvalidArgumentError: it has an invalid message.
+            UnavailableError: the service is draining.
         """
         reader = asyncio.ensure_future(self._read_all(requests))
         writer = asyncio.ensure_future(self._write_all())
@@ -189,12 +189,12 @@ class _Stream:
             await writer
             if self._is_over.done():
                 self._is_over.result()
-                raise UnavailableError("the service is shutting down and takes no more calls; try again")
+                raise UnavailableError("the service is shutting down and does not take calls; try again")
         finally:
             reader.cancel()
             self._is_over.cancel()
-            # gRPC loses the status of a stream of which a write was cancelled that could have gone on; and the answers
-            # of that write may arrive, so that their claims must not be released.
+            # gRPC loses the status of a stream if a write that could have finished is cancelled. The answers of that
+            # write may also arrive, so their claims must not be released.
             self._is_stopped = True
             self._has_answers.set()
             await asyncio.wait((writer,), timeout=_LAST_WRITE_SECONDS)
@@ -204,19 +204,19 @@ class _Stream:
             await asyncio.gather(reader, writer, self._is_over, return_exceptions=True)
 
     def close(self) -> None:
-        """End the stream once the calls that are open have their answers."""
+        """End the stream once all open calls have their answers."""
         if not self._is_over.done():
             self._is_over.set_result(None)
 
     def stall(self, most_seconds: float) -> DeadlineError | None:
-        """Return an error if the client has been waited for too long, for a call or to read an answer."""
+        """Return an error if the client has neither sent a call nor read an answer for too long."""
         since = self._writing_since
         if since is None and not self._open:
             since = self._idle_since
         if since is None or time.monotonic() - since < most_seconds:
             return None
         return DeadlineError(
-            f"no call came within {most_seconds:g} s, or no answer was read (stall_seconds); open another stream with "
+            f"no call came, or no answer was read, within {most_seconds:g} s (stall_seconds); open another stream with "
             "the next call",
             metadata={"limit_name": "stall_seconds", "limit": f"{most_seconds:g}"},
         )
@@ -237,7 +237,7 @@ class _Stream:
                     await self._has_place.wait()
                 self._start(asked)
                 if number % _CALLS_A_TURN == 0:
-                    await asyncio.sleep(0)  # other calls of the service have their turn
+                    await asyncio.sleep(0)  # yield to other calls of the service
 
     def _start(self, asked: pb.BatchedCall) -> None:
         name = _NAMES.get(asked.method)
@@ -247,7 +247,7 @@ class _Stream:
             )
         if asked.call_id in self._open:
             raise InvalidArgumentError(
-                f"call_id is {asked.call_id}, that of a call which is open; give each another", field="calls.call_id"
+                f"call_id is {asked.call_id}, which another open call has; use a unique one", field="calls.call_id"
             )
         call = _Call(self._context, asked)
         _check_size("request", len(asked.request), MOST_BATCHED_REQUEST_BYTES)
@@ -263,7 +263,7 @@ class _Stream:
             call.timer = loop.call_later(remaining, call.expire)
 
     async def _handle(self, call: _Call, handler: Handler) -> None:
-        """Have a call handled, and note its answer."""
+        """Run the handler of a call and queue its answer."""
         made: Any = handler
         call.is_begun = True
         try:
@@ -272,7 +272,7 @@ class _Stream:
             pass
         except asyncio.CancelledError:
             call.is_unwanted |= not call.is_late
-            call.status = to_status(DeadlineError("the deadline of the call is over")).SerializeToString()
+            call.status = to_status(DeadlineError("the deadline of the call has passed")).SerializeToString()
         except Exception as error:
             if not self._is_over.done():
                 self._is_over.set_exception(error)
@@ -286,7 +286,7 @@ class _Stream:
         self._has_answers.set()
 
     def _cancel(self, call: _Call) -> None:
-        """Drop a call; its task ends it if it is under way."""
+        """Cancel a call; if its task is running, the task ends it."""
         if call.is_unwanted:
             return
         call.is_unwanted = True
@@ -301,10 +301,10 @@ class _Stream:
             self._idle_since = time.monotonic()
         call.end()
         self._has_place.set()
-        self._has_answers.set()  # what closes the stream looks whether all have ended
+        self._has_answers.set()  # a closing stream checks whether all calls have ended
 
     async def _write_all(self) -> None:
-        """Write answers, as many as are ready, until the stream is closing and no call is open."""
+        """Write ready answers until the stream is closing and no calls are open."""
         while not self._is_stopped and (self._open or not self._is_closing):
             await self._has_answers.wait()
             self._has_answers.clear()
@@ -312,7 +312,7 @@ class _Stream:
                 await self._write(self._taken())
 
     def _taken(self) -> list[_Call]:
-        """Return calls whose answers are ready, and go in one message."""
+        """Remove and return the calls whose ready answers fit into one message."""
         size = count = 0
         for call in self._answered:
             size += len(call.answer)
@@ -342,7 +342,7 @@ class _Stream:
 def _check_size(name: str, size: int, most: int) -> None:
     if size > most:
         raise InvalidArgumentError(
-            f"{name} of a call has {size} bytes; expected at most {most}. Make the call by itself",
+            f"{name} of a call has {size} bytes; expected at most {most}. Send it as a separate call",
             field=f"calls.{name}",
         )
 
@@ -351,8 +351,8 @@ class Batches:
     """The streams of calls of a server. Confined to its event loop.
 
     Args:
-        services: has the handlers of their calls.
-        stall_seconds: how long a stream may be open without a call, or with answers that are not read.
+        services: finds the handlers of their calls.
+        stall_seconds: how long a stream may be open without a call, or with unread answers.
     """
 
     def __init__(self, services: Services, stall_seconds: float) -> None:
@@ -366,7 +366,7 @@ class Batches:
         """Handle the calls of a stream until it ends.
 
         Raises:
-            LimitExceededError: there are too many.
+            LimitExceededError: too many streams are open.
             TqError: see `CallMany`.
         """
         with self._places.one(context):
@@ -378,7 +378,7 @@ class Batches:
                 self._streams.discard(stream)
 
     def end_stalled(self) -> None:
-        """End streams that nothing moves on; to be called every second or so."""
+        """End stalled streams; call this about every second."""
 
         def error_of(stream: _Stream) -> TqError | None:
             return stream.stall(self._stall_seconds)
@@ -386,6 +386,6 @@ class Batches:
         self._running.end(error_of)
 
     def drain(self) -> None:
-        """End all streams, each once the calls that are open have their answers."""
+        """End each stream once all its open calls have their answers."""
         for stream in self._streams:
             stream.close()

@@ -1,8 +1,8 @@
-"""Where gRPC asks for the handler of each call, and what all calls pass: counts, errors, access, answers that wait.
+"""The handlers that gRPC calls, and the middleware of all calls: counts, errors, access control, durable answers.
 
     observed -> counted, errors become statuses -> access control -> durable, by the leader -> the handler
 
-Each is a `Middleware`; spans have a file of their own (traces.py), since they need an extra.
+Each is a `Middleware`. Spans are in traces.py, since they need an extra.
 """
 
 from __future__ import annotations
@@ -72,28 +72,28 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _grpc_log = logging.getLogger("grpc._cython.cygrpc")
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
-# Codes of statuses by their number, as Go's gRPC names them.
+# Names of status codes by number, as in Go's gRPC.
 CODES: Final = (
     "OK", "Canceled", "Unknown", "InvalidArgument", "DeadlineExceeded", "NotFound", "AlreadyExists", "PermissionDenied",
     "ResourceExhausted", "FailedPrecondition", "Aborted", "OutOfRange", "Unimplemented", "Internal", "Unavailable",
     "DataLoss", "Unauthenticated",
 )  # fmt: skip
 _CODE_NAMES: Final = {code.value[0]: code.name for code in grpc.StatusCode}
-# What gRPC raises in a call that is over: it was aborted, its client has gone, or the server has stopped.
+# Exceptions of gRPC in a call that is over: it was aborted, its client left, or the server stopped.
 _NO_FAULTS: Final = (asyncio.CancelledError, grpc.aio.BaseError)
 _RETRY_SECONDS: Final = 1.0
 
 
 class Services(grpc.GenericRpcHandler):
-    """The services of a server, behind their middleware; generated code adds services to it as if it were the server.
+    """The services of a server behind their middleware; generated code adds services to it as if it were the server.
 
-    Handlers are wrapped once for each method and caller. An interceptor of grpc.aio would add two coroutines to every
-    call, and see no requests.
+    Handlers are wrapped once per method and caller. An interceptor of grpc.aio would add two coroutines to every call,
+    and would not see requests.
 
     Args:
-        server: where calls come in.
-        middleware: what each call passes, the outermost first. The caller is that of the first that knows it.
-        methods: what is known of methods; of one that is missing, nothing is.
+        server: the server that receives the calls.
+        middleware: middleware of each call, outermost first. The first one that returns a caller decides.
+        methods: the table of methods; a method that is not in it has the defaults of `Method`.
 
     Attributes:
         inbox: reads the requests.
@@ -119,10 +119,10 @@ class Services(grpc.GenericRpcHandler):
         self._services += handlers
 
     def add_registered_method_handlers(self, service_name: str, method_handlers: object) -> None:
-        """Do nothing; generated code calls this too, for methods that were added above."""
+        """Do nothing; generated code calls this too, for methods added by `add_generic_rpc_handlers`."""
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> Handler | None:
-        """Return the handler of a call, None if no service has its method; gRPC calls this for each call."""
+        """Return the handler of a call, or None for an unknown method; gRPC calls this for each call."""
         name = handler_call_details.method
         if name not in self._found:
             found = (service.service(handler_call_details) for service in self._services)
@@ -142,15 +142,15 @@ class Services(grpc.GenericRpcHandler):
             caller = self._anyone
         if name in caller.handlers:
             return caller.handlers[name]
-        # A refusal passes the middleware that made it and what is around that.
+        # A refused call passes only the middleware that refused it and those outside.
         end = len(self._middleware) if caller.refusal is None else self._middleware.index(decisive) + 1
         handler = caller.handlers[name] = self._wrapped(inner, method, caller, self._middleware[:end])
         return handler
 
     def _wrapped(self, inner: Handler, method: Method, caller: Caller, middleware: Sequence[Middleware]) -> Handler:
-        """Return a handler with middleware around it; of a caller that is refused, one that reads nothing.
+        """Return a handler with middleware around it; for a refused caller it reads nothing.
 
-        To gRPC all are methods with a stream of requests, so that nothing is read before the inbox reads it.
+        For gRPC every method has a stream of requests: the inbox alone decides when to read.
         """
         refusal = caller.refusal
         if refusal is None:
@@ -163,7 +163,7 @@ class Services(grpc.GenericRpcHandler):
         for each in reversed(middleware):
             behavior = each.wrap(method, caller, behavior)
         if refusal is not None:
-            # As a method with one answer, which never comes, whatever it is to others.
+            # Always as a method with one answer, which never comes.
             return grpc.stream_unary_rpc_method_handler(behavior)
         behavior = self.inbox.reads(method, behavior, inner.request_deserializer)
         make = grpc.stream_stream_rpc_method_handler
@@ -181,7 +181,7 @@ def _refusing(refusal: Refusal) -> Behavior:
 
 
 def _as_coroutine(behavior: Callable[..., Any]) -> Behavior:
-    """Return a handler that is a coroutine, also of one that generates its answers."""
+    """Return a handler as a coroutine; answers of an async generator are written to the context."""
     if not inspect.isasyncgenfunction(behavior):
         return behavior
 
@@ -194,20 +194,20 @@ def _as_coroutine(behavior: Callable[..., Any]) -> Behavior:
 
 
 class ObservedCalls(Middleware):
-    """Logs calls at level debug, and counts and times them for metrics; the outermost, so that it sees how they end.
+    """Logs calls at level debug, and counts and times them for metrics. As the outermost it sees how calls end.
 
-    The counts have the names that go-grpc-middleware gave to such counts. The time for which a call waited is counted
-    apart, so that a long poll does not hide what handling takes.
+    The counts have the names of go-grpc-middleware. Waiting time is counted separately: long polls must not hide the
+    time for handling.
 
     Args:
-        instruments: where calls are counted; None: nowhere.
+        instruments: metrics of calls; None: off.
     """
 
     def __init__(self, instruments: Instruments | None = None) -> None:
         self._calls = None if instruments is None else instruments.calls
 
     def wrap(self, method: Method, caller: Caller, behavior: Behavior) -> Behavior:
-        """Return what observes the calls of a method; at a higher level and without metrics it is in no call's way."""
+        """Return a handler that observes the calls of a method; without debug logs and metrics, return `behavior`."""
         logs, counts = _log.isEnabledFor(logging.DEBUG), None
         if self._calls is not None:
             counts = self._calls.get(method.name)
@@ -221,7 +221,7 @@ class ObservedCalls(Middleware):
             if counts is not None:
                 counts.started += 1
                 if method.waits:
-                    wait_clock.set(clock)  # for this call alone: gRPC makes a task of each
+                    wait_clock.set(clock)  # only for this call: gRPC makes a task for each
             began_at, code = time.perf_counter(), 0
             try:
                 return await behavior(request, context)
@@ -249,13 +249,13 @@ def _counts_of(method: Method) -> MethodCounts:
 
 
 def code_of(error: BaseException, context: Context) -> int:
-    """Return the code that the client of a failed call gets, if it is still there."""
+    """Return the status code for the client of a failed call, if the client is still connected."""
     if isinstance(error, asyncio.CancelledError):
         remaining = context.time_remaining()
         late = remaining is not None and remaining <= 0
         return CODES.index("DeadlineExceeded" if late else "Canceled")
     is_aborted = isinstance(error, grpc.aio.AbortError)
-    if isinstance(error, grpc.aio.BaseError) and not is_aborted:  # an answer was not taken, or the server has stopped
+    if isinstance(error, grpc.aio.BaseError) and not is_aborted:  # an answer was not taken, or the server stopped
         return CODES.index("Canceled")
     code: Any = context.code() if is_aborted else None
     if code is None:
@@ -283,7 +283,7 @@ def _log_end(method: Method, caller: Caller, request: Any, context: Context, *, 
 
 
 def _request_id(message: Any) -> bytes | None:
-    """Return what names the call over its retries: the id of a request or, of a put, that of its commit or its own."""
+    """Return the id of a call over its retries: its request_id, or for a put that of its commit, or its put_id."""
     header = getattr(message, "header", message)
     for part in (message, getattr(message, "commit", None), header, getattr(header, "commit", None)):
         if request_id := getattr(part, "request_id", b""):
@@ -292,21 +292,20 @@ def _request_id(message: Any) -> bytes | None:
 
 
 class RunningCalls(Middleware):
-    """Counts the calls that are being answered, and ends those that fail with a `google.rpc.Status`.
+    """Counts running calls, and ends failed calls with a `google.rpc.Status`.
 
-    Calls beyond a limit are rejected before anything of them is read. Probes are not counted: they need no token, so
-    they must not be able to take the place of others. Nor are calls of services: refused heartbeats look like a lost
-    service.
+    Calls beyond a limit are rejected before they are read. Probes are not counted: they need no token, so they must not
+    displace other calls. Calls between services are not counted either: a service with refused heartbeats looks lost.
 
-    Errors of the hierarchy travel with their text; anything else is a fault of ours, logged whole and sent as INTERNAL
-    without its text.
+    A `TqError` is sent with its text. Any other exception is a bug: it is logged with its traceback, and sent as
+    INTERNAL without its text.
 
     Args:
-        most: calls there may be.
+        most: maximum number of calls.
 
     Attributes:
-        count: calls there are.
-        rejected: calls that were rejected since the last report, by the limit or quota for which they were.
+        count: number of running calls.
+        rejected: number of calls rejected since the last report, by limit or quota.
     """
 
     def __init__(self, most: int = sys.maxsize) -> None:
@@ -314,15 +313,15 @@ class RunningCalls(Middleware):
         self._one_too_many = Caller(refusal=Refusal(lambda: too_many_calls("max_calls", self.count + 1, self._most)))
         self.count = 0
         self.rejected: Counter[str] = Counter()
-        _grpc_log.addFilter(_UNTAKEN_ANSWERS)  # once, however many services the process has
+        _grpc_log.addFilter(_UNTAKEN_ANSWERS)  # added once, even with several services in the process
 
     def admit(self, method: Method, details: grpc.HandlerCallDetails) -> Caller | None:
-        """Refuse a call that is one too many."""
+        """Refuse a call beyond the limit."""
         is_one_too_many = self.count >= self._most and not (method.is_open or method.is_internal)
         return self._one_too_many if is_one_too_many else None
 
     def wrap(self, method: Method, caller: Caller, behavior: Behavior) -> Behavior:
-        """Return what counts the calls of a method, and ends failed ones with their status."""
+        """Return a handler that counts the calls of a method and ends failed ones with their status."""
         weight = 0 if method.is_open or method.is_internal or caller is self._one_too_many else 1
         reads_one = caller.refusal is None and not method.has_request_stream
 
@@ -336,7 +335,7 @@ class RunningCalls(Middleware):
                 failure = error
             finally:
                 self.count -= weight
-            # Not within the `except`: what is raised here must not refer to the failure, see `_end`.
+            # Outside the `except`: an exception raised here must not refer to the failure, see `_end`.
             if isinstance(failure, ResourceExhaustedError):
                 self.rejected[failure.metadata.get("limit_name", failure.reason)] += 1
             return await _end(context, failure, method, getattr(request, "first", None))
@@ -344,31 +343,31 @@ class RunningCalls(Middleware):
         return call
 
     def report(self) -> None:
-        """Log what was rejected since the last report."""
+        """Log the calls rejected since the last report."""
         if self.rejected:
             _log.warning(LogMessage("rejected calls beyond a limit or quota", **dict(self.rejected.most_common())))
             self.rejected.clear()
 
 
 async def _end(context: Context, error: Exception, method: Method, message: Any) -> None:
-    """End a call with the status of its error; of a fault the client gets the id under which it repeats the request."""
+    """End a call with the status of its error; for a bug, the client gets the request_id to retry under."""
     failed = error
     if not isinstance(error, TqError):
         request_id = _request_id(message)
         _log.error(LogMessage("a call failed", method=method.name, request_id=request_id), exc_info=error)
         facts = {} if request_id is None else {"request_id": request_id.hex()}
         error = InternalError("the service failed; its log has the details", metadata=facts)
-    # The frames of the failed call have the bytes that came, and gRPC keeps its state until garbage is collected.
+    # The frames of the failed call hold the received bytes, and gRPC keeps its state until a garbage collection.
     traceback.clear_frames(failed.__traceback__)
     del failed
     await context.abort_with_status(rpc_status.to_status(to_status(error, method=method.name)))
 
 
 class _UntakenAnswers(logging.Filter):
-    """Makes one line at level INFO of what gRPC logs as an error with its traceback.
+    """Replaces gRPC's error with traceback for an untaken answer by one line at level INFO.
 
-    gRPC does not say why: the client may have disconnected or cancelled the call while the answer was on its way, or
-    have refused it for its size, which the client's own error says (RESOURCE_EXHAUSTED).
+    gRPC does not log the reason. The client may have disconnected or cancelled the call while the answer was in
+    transit. Or it refused the answer for its size; the client's error is then RESOURCE_EXHAUSTED.
     """
 
     def filter(self, record: logging.LogRecord) -> bool:
@@ -379,7 +378,8 @@ class _UntakenAnswers(logging.Filter):
         error_text = record.getMessage()
         record.args = ()
         record.msg = LogMessage(
-            "an answer was not taken: its client disconnected, or takes no message of that size", error=error_text
+            "an answer was not taken: its client disconnected, or does not accept messages of that size",
+            error=error_text,
         )
         record.exc_info = record.exc_text = None
         return _grpc_log.isEnabledFor(logging.INFO)
@@ -389,19 +389,18 @@ _UNTAKEN_ANSWERS = _UntakenAnswers()
 
 
 class DurableAnswers(Middleware):
-    """Makes answers and errors wait for the state, so that no client has seen what a crash can undo.
+    """Delays answers and errors until the state is durable, so clients never see a change that a crash can undo.
 
-    While the state is stuck, calls are refused unmade. Calls that fill the disk are refused already when space is
-    short: the rest of it is for those that free some.
+    While the state cannot be persisted, calls are refused before they run. Calls that fill the disk are already refused
+    when space is short: the remaining space is for calls that free some.
 
-    In a cluster it also refuses the calls of a standby, and answers that a leader has ready once it may have been
-    superseded. A process that was paused for longer than its lease finds that out here, before it sends what it had
-    read before. `end_calls` ends calls that wait, for samples or for etcd: their callers are to ask the controller that
-    leads. Confined to one event loop.
+    In a cluster it also refuses calls to a standby, and answers of a leader that may have been superseded. A process
+    that was paused for longer than its lease detects that here, before it sends answers from old state. `end_calls`
+    ends calls that wait for samples or etcd; their callers must ask the leader. Confined to one event loop.
 
     Args:
-        state: what answers wait for; None: nothing is kept, and nothing waits.
-        member: this controller in its cluster; None: it is alone.
+        state: the state that answers wait for; None: nothing is persisted, and nothing waits.
+        member: this controller as a member of its cluster; None: there is only one controller.
     """
 
     def __init__(self, state: StateStore | None, member: ClusterMember | None = None) -> None:
@@ -410,11 +409,11 @@ class DurableAnswers(Middleware):
         self._running = EndableCalls()
 
     def end_calls(self) -> None:
-        """Refuse the calls that are under way; what they have changed may stay, as when an answer is lost."""
+        """Refuse running calls; their changes may persist, as when an answer is lost."""
         self._running.end(lambda _owner: self._refusal())
 
     def wrap(self, method: Method, caller: Caller, behavior: Behavior) -> Behavior:
-        """Return what makes the answers of a method wait, unless they say nothing that is not durable yet."""
+        """Return a handler that delays the answers of a method, unless they contain only durable state."""
         state, member = self._state, self._member
         if state is None or (method.is_answer_durable and (method.is_open or member is None)):
             return behavior
@@ -436,15 +435,15 @@ class DurableAnswers(Middleware):
                 await state.wait_durable()
             if method.fills_disk and state.is_disk_low:
                 raise DiskFullError(
-                    "the disk of the data dir has hardly any space left, so nothing is taken in; clear samples or "
-                    "free space, the service goes on by itself",
+                    "the disk of the data dir is nearly full, so new data is refused; clear samples or free space. "
+                    "The service resumes when there is space.",
                     retry_after_seconds=_RETRY_SECONDS,
                 )
             try:
                 answer = await behavior(request, context)
             except asyncio.CancelledError:
                 raise
-            except Exception:  # it may reveal a change, such as a key that is known by now
+            except Exception:  # it may reveal a change, such as a key that exists by now
                 await durable()
                 raise
             return await durable(answer)
@@ -454,25 +453,26 @@ class DurableAnswers(Middleware):
         return lambda request, context: self._running.run(call(request, context))
 
     def takes_changes(self) -> bool:
-        """Whether calls that change something are not refused now."""
+        """Whether calls that change state are accepted now."""
         leads = self._member is None or self._member.may_answer
         return leads and (self._state is None or not self._state.is_failing)
 
     def epoch(self) -> int:
-        """Return that of the leader of the cluster; 0: none is known, or there is no cluster."""
+        """Return the epoch of the cluster's leader; 0: unknown, or no cluster."""
         return 0 if self._member is None else self._member.epoch
 
     def _refusal(self) -> NotLeaderError:
         address = "" if self._member is None else self._member.leader_address
-        where = f"that at {address} does" if address else "none is known to, another one takes over soon"
+        where = f"that at {address} does" if address else "no leader is known yet"
         return NotLeaderError(
-            f"this controller does not lead its cluster at the moment: {where}; ask it, under the same request_id",
+            f"this controller does not lead its cluster at the moment: {where}; ask the leader, under the same "
+            "request_id",
             metadata={"leader_address": address, "epoch": str(self.epoch())},
         )
 
 
 class _DurableContext:
-    """A context whose written answers wait until they are durable."""
+    """A context that delays written answers until they are durable."""
 
     def __init__(self, context: Context, durable: Callable[[Any], Awaitable[Any]]) -> None:
         self._context = context
@@ -488,38 +488,38 @@ class _DurableContext:
 
 _SCRAPE: Final = Method(name="GET /metrics", roles=frozenset({"read"}), concerns_all=True)
 _NO_TOKEN: Final = "this service asks for a bearer token, and the call has none; send it as authorization metadata"  # noqa: S105
-# The same for both: whether a token was valid once is not revealed to a finder.
+# One text for both: a finder of a token must not learn whether it was ever valid.
 _BAD_TOKEN: Final = "the token of the call is not valid: unknown here, or expired; ask for a new one"  # noqa: S105
 _NO_PROOF: Final = (
-    "this call is between the services of a deployment, which show that they share a secret; clients have other calls. "
-    "A service needs the internal_secret_file of the one it calls"
+    "this call is reserved for the services of a deployment, which prove that they share a secret; clients must use "
+    "other calls. A service needs the internal_secret_file of the service that it calls"
 )
 _WRONG_PROOF: Final = (
-    "the internal secret of the caller is not that of this service; give all services of a deployment the same "
+    "the internal secret of the caller differs from that of this service; give all services of a deployment the same "
     "internal_secret_file"
 )
 _AGENT: Final = re.compile(r"tq-service/(\S+) \(protocol (\d+)\)")
 _SERVICE: Final = make_token(name="internal-secret", sha256="0" * 64, roles=["service"], prefixes=[ALL_PARTITIONS])
-"""Stands for the secret that services share, which lets a call do what a token of role service does."""
+"""Stands for the secret that services share; it grants the same as a token of role service."""
 
 
 class AccessControl(Middleware):
-    """Lets calls in, or refuses them before anything of them is done.
+    """Admits or refuses calls before they do anything.
 
-    A call without a valid token, or of an internal method without the secret, is refused before anything of it is read;
-    one whose token has not the role, or is not for a partition that the request names, once that has been read.
+    A call without a valid token, or of an internal method without the secret, is refused before it is read. A call is
+    refused after its request has been read if its token lacks the role, or is not for a partition that it names.
 
     Args:
-        audit: where refusals and administrative calls are written.
-        tokens: the tokens that are valid; None: everybody may do everything but call what is internal.
-        secret: what the services of this deployment share; None: they know each other by tokens alone.
-        stall_seconds: how long the first message of a stream may take, by which it is let in or not.
+        audit: the log of refusals and administrative calls.
+        tokens: the valid tokens; None: everybody may call every method except internal ones.
+        secret: the secret shared by the services of this deployment; None: services are identified only by tokens.
+        stall_seconds: how long the first message of a stream, which decides its admission, may take.
 
     Attributes:
-        partition_of: returns the partition of a complete put of this storage service, None for one that is not here;
-            None: there is no storage service.
-        admitted_at: when a call of each connection was first let in, by peer and `time.monotonic`; probes, which need
-            no token, do not count if there are tokens. Who follows the connections removes them.
+        partition_of: returns the partition of a complete put of this storage service, or None for an unknown put;
+            None: this process does not have a storage service.
+        admitted_at: when a call of each connection was first admitted, by peer and `time.monotonic`. With tokens,
+            probes do not count, since they need none. `Connections` removes entries.
     """
 
     def __init__(
@@ -547,7 +547,7 @@ class AccessControl(Middleware):
         self.partition_of: Callable[[bytes], str | None] | None = None
 
     def end_revoked(self) -> None:
-        """End the calls that wait or stream and whose token has expired, or is not in the file as it was."""
+        """End waiting and streaming calls whose token has expired, was removed, or has changed in the file."""
         if self._tokens is None:
             return
         known = self._tokens.tokens
@@ -559,7 +559,7 @@ class AccessControl(Middleware):
         self._lasting.end(error_of)
 
     def admit(self, method: Method, details: grpc.HandlerCallDetails) -> Caller:
-        """Return the caller, by the metadata of a call."""
+        """Return the caller by the metadata of a call."""
         if method.is_open:
             return self._anyone
         metadata = dict(details.invocation_metadata or ())
@@ -592,9 +592,9 @@ class AccessControl(Middleware):
         return caller
 
     def wrap(self, method: Method, caller: Caller, behavior: Behavior) -> Behavior:
-        """Return what lets calls of a method by a caller in, or refuses them.
+        """Return a handler that admits or refuses the calls of a method by a caller.
 
-        It looks at the request, or at the first message of a stream, unless the caller is refused whatever it asks for.
+        It reads the request, or the first message of a stream, unless the caller is refused for any request.
         """
         token, refusal = caller.token, caller.refusal
         is_known = refusal is None
@@ -603,9 +603,9 @@ class AccessControl(Middleware):
         restricted = None if token is None or ALL_PARTITIONS in token.prefixes else token
         if restricted is not None:
             behavior = _showing_its_own(restricted, behavior)
-        # Where everybody may do everything, clearing partitions is daily work, and has no line.
+        # Without tokens, clearing partitions is routine and is not logged.
         is_noted = method.is_audited and (token is not None or method.concerns_all)
-        # Of a caller with a token, a stream that does not begin is ended here whatever it may do.
+        # For a caller with a token, a stream without a first message is ended here.
         begins = token is not None and method.has_request_stream
         looks_at_request = is_known and (refusal is not None or restricted is not None or is_noted or begins)
         marks_peer = not (method.is_open and self._tokens is not None)
@@ -629,7 +629,7 @@ class AccessControl(Middleware):
                 self._note("allowed", method, caller, context, named=named)
             if marks_peer and (peer := context.peer()) not in self.admitted_at:
                 self.admitted_at[peer] = time.monotonic()
-            if caller.name:  # for this call alone: gRPC makes a task of each
+            if caller.name:  # only for this call: gRPC makes a task for each
                 token_name.set(caller.name)
             return await behavior(request, context)
 
@@ -639,7 +639,7 @@ class AccessControl(Middleware):
         return lambda request, context: self._lasting.run(call(request, context), token)
 
     def refused_scrape(self, loop: asyncio.AbstractEventLoop, authorization: str, peer: str) -> str | None:
-        """Return why a scrape of metrics is refused, by its HTTP header, None if it is not; called on threads."""
+        """Return why a scrape with this HTTP header is refused, or None if it is allowed; called on threads."""
         if self._tokens is None:
             return None
         token, refusal = None, self._no_token.refusal
@@ -655,11 +655,11 @@ class AccessControl(Middleware):
         return f"{refusal.reason}; a scrape needs a token with the role read, for all partitions"
 
     def _named_by(self, method: Method, request: Any) -> list[str]:
-        """Return the partitions that a request names, by themselves and by their puts."""
+        """Return the partitions that a request names, directly or by their puts."""
         named = list(method.partitions(request))
         if method.put_ids is not None and self.partition_of is not None:
             found = map(self.partition_of, method.put_ids(request))
-            # A put that is not here is nothing to protect, and the call fails by itself.
+            # An unknown put needs no protection; the call fails anyway.
             named += [partition_id for partition_id in found if partition_id is not None]
         return named
 
@@ -688,15 +688,15 @@ class AccessControl(Middleware):
 
 
 def _showing_its_own(token: Token, behavior: Behavior) -> Behavior:
-    """Return a handler that knows which partitions a token is for, and names no others in its errors."""
+    """Return a handler that restricts listed partitions, and names in errors, to those of a token."""
 
     async def call(request: Any, context: Context) -> Any:
         shown_partitions.set(token.covers)
         try:
             return await behavior(request, context)
-        except PartitionNotFoundError as error:  # its text names partitions like the one that was asked for
+        except PartitionNotFoundError as error:  # its text suggests similar partition names
             raise PartitionNotFoundError(
-                "there is no such partition; ListPartitions shows those this token is for",
+                "the partition does not exist; ListPartitions shows those this token is for",
                 metadata=error.metadata,
             ) from None
 
@@ -712,15 +712,15 @@ def _stranger(message: str, reason: str, name: str = "") -> Caller:
 
 
 def _other_protocol(agent: str) -> Caller | None:
-    """Return a caller to refuse, if its user agent names another protocol; clients in other languages name none."""
+    """Return a caller to refuse if its user agent names another protocol; clients in other languages name none."""
     if (match := _AGENT.match(agent)) is None or int(match[2]) == PROTOCOL:
         return None
     build, protocol = match.groups()
 
     def make_error() -> PreconditionError:
         return PreconditionError(
-            f"the caller is tq-service {build} with protocol {protocol}; expected protocol {PROTOCOL}, of this "
-            f"service, tq-service {BUILD}. Install the same version on both sides.",
+            f"the caller is tq-service {build} with protocol {protocol}; expected protocol {PROTOCOL}, which this "
+            f"service, tq-service {BUILD}, uses. Install the same version on both sides.",
             reason="PROTOCOL_MISMATCH",
             metadata={"got": protocol, "expected": str(PROTOCOL), "version": BUILD},
         )
@@ -729,9 +729,9 @@ def _other_protocol(agent: str) -> Caller | None:
 
 
 def _lack(method: Method, token: Token) -> Refusal | None:
-    """Return why a token does not allow a method whatever is asked for, None where it may."""
+    """Return why a token does not allow a method at all, or None if it does."""
     if not method.roles:
-        return _denied("no rule for the method", f"{method.short_name} has no rule in its proto: nothing may call it")
+        return _denied("no rule for the method", f"{method.short_name} has no rule in its proto, so nobody may call it")
     if not token.roles & method.allowed_roles:
         needed = ", ".join(sorted(method.allowed_roles))
         return _denied(
@@ -773,6 +773,6 @@ def _text(value: str | bytes | None) -> str:
 
 
 def _bearer(authorization: str) -> str | None:
-    """Return the bearer token of an authorization header, None if it has none."""
+    """Return the bearer token of an authorization header, or None."""
     scheme, _, secret = authorization.partition(" ")
     return secret.strip() if scheme.lower() == TOKEN_SCHEME.strip().lower() else None

@@ -1,8 +1,8 @@
-"""How much may come in at once, and how slowly: requests, calls that wait, and streams that must make progress.
+"""Limits on input: the size and number of concurrent requests, waiting calls, and the minimum progress of streams.
 
-gRPC reads a message whole, into memory that no quota counts, as soon as it is asked for one. Until then the client can
-send no more than the window of the stream (`wire/connection.py`). So the bytes in flight are bounded by the number of
-reads that run at once, each of one message of at most `max_message_bytes`.
+When gRPC is asked for a message, it reads it completely into memory that no quota counts. Until then the client can
+send no more than the window of the stream (`wire/connection.py`). So limiting the number of concurrent reads limits the
+bytes in flight: each read is one message of at most `max_message_bytes`.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ from tq_service.wire.connection import MAX_REQUEST_BYTES, PART_BYTES
 Part = TypeVar("Part")
 
 LEAST_PROGRESS_BYTES: Final = 64 * 1024
-"""What must come, or go, within the time that a stream may stall; less is as good as nothing."""
+"""Bytes that must arrive, or be taken, within the time that a stream may stall; less counts as no progress."""
 
 GRACE_SECONDS: Final = 10.0
-"""How long the other side of a stream may be waited for before it must keep to a rate."""
+"""How long the service waits for the other side of a stream before the minimum rate applies."""
 
 RETRY_AFTER_SECONDS: Final = 1.0
 MAX_OPEN_REQUEST_BYTES: Final = 4096
-"""Of a method that needs no token: it names a service."""
+"""Maximum request size of methods without a token; such a request only names a service."""
 
 MAX_WAITING_BYTES: Final = 32 << 20
-"""Of the requests of all calls that may wait for samples or capacity, while they run."""
+"""Maximum total size of the requests of running calls that may wait for samples or capacity."""
 
-_DECODED_AT_ONCE: Final = 512 << 10  # bytes, some milliseconds' work if they are varints
+_DECODED_AT_ONCE: Final = 512 << 10  # bytes; a few milliseconds of work if they are varints
 _EOF: Final = grpc.aio.EOF
 _ROUNDED_SHARE: Final = 0.035
-"""gRPC rounds timeouts up on the way, and sends one of up to 3.3 % more if it has just sent that (both measured)."""
+"""gRPC rounds timeouts up in transit, and reuses a recently sent one that is up to 3.3 % longer (both measured)."""
 
 needs_no_turn: Final[ContextVar[bool]] = ContextVar("needs_no_turn", default=False)
-"""Set by a call whose next message may take long to come: the end of its stream, or further calls of a batch."""
+"""Set by a call whose next message may take long: the end of its stream, or further calls of a batch."""
 
 
 def wait_until(context: Context) -> float | None:
-    """Return until when a call may wait, by `time.monotonic`, so that a refusal still arrives before its deadline."""
+    """Return until when a call may wait, by `time.monotonic`; a refusal then still arrives before its deadline."""
     remaining = context.time_remaining()
     if remaining is None:
         return None
@@ -57,7 +57,7 @@ def wait_until(context: Context) -> float | None:
 
 
 def too_many_calls(limit_name: str, got: int, limit: int, whose: str = "") -> LimitExceededError:
-    """Return the error of a call beyond a limit on calls at once."""
+    """Return the error for a call beyond a limit on concurrent calls."""
     return _beyond(
         limit_name,
         got,
@@ -76,17 +76,17 @@ def _beyond(limit_name: str, got: int, limit: int, message: str) -> LimitExceede
 
 
 class WaitingCalls:
-    """Counts calls that wait, such as for samples or capacity, and rejects those beyond a limit.
+    """Counts waiting calls, such as for samples or capacity, and rejects calls beyond a limit.
 
     A client is a connection.
 
     Args:
-        most: calls that may wait.
-        most_of_one: of them, calls of one client.
-        limit_name: of `most`.
+        most: maximum number of waiting calls.
+        most_of_one: maximum number per client.
+        limit_name: name of the limit `most` in errors.
 
     Attributes:
-        count: calls that wait.
+        count: number of waiting calls.
     """
 
     def __init__(
@@ -100,10 +100,10 @@ class WaitingCalls:
 
     @contextlib.contextmanager
     def one(self, context: Context) -> Iterator[None]:
-        """Count a call for the time of a `with`.
+        """Count a call during a `with`.
 
         Raises:
-            LimitExceededError: it is one too many.
+            LimitExceededError: a limit is reached.
         """
         counts, client = self._by_client, context.peer()
         if counts[client] >= self._most_of_one:
@@ -123,12 +123,12 @@ class WaitingCalls:
 
 
 class Turn:
-    """A read, or several that belong together, of one connection in a lane.
+    """A read, or a series of related reads, of one connection in a lane.
 
     Attributes:
-        connection: whose it is.
-        due_at: when its step is slow, by the clock of the loop.
-        is_aside: whether it was slow while others waited, so that it no longer counts among those that run at once.
+        connection: the connection.
+        due_at: when its step counts as slow, by the clock of the loop.
+        is_aside: whether it was slow while others waited; it then no longer counts among the concurrent reads.
     """
 
     __slots__ = ("_is_ended", "_lane", "_task", "connection", "due_at", "is_aside")
@@ -142,10 +142,10 @@ class Turn:
         self.is_aside = False
 
     async def run(self, step: Awaitable[Any]) -> Any:
-        """Return what a step of the turn returns.
+        """Await a step of the turn and return its result.
 
         Raises:
-            DeadlineError: it took too long, and others wait.
+            DeadlineError: it took too long while others waited.
         """
         task = self._task = asyncio.current_task()
         self._lane.watch(self)
@@ -156,8 +156,8 @@ class Turn:
                 raise
             seconds = self._lane.patience_seconds
             raise DeadlineError(
-                f"a message did not come within {seconds:g} s while others waited to be read; send it faster, or fewer "
-                "at once",
+                f"a message did not arrive within {seconds:g} s while others waited to be read; send it faster, or "
+                "fewer at once",
                 metadata={"limit_name": "patience", "limit": f"{seconds:g}"},
             ) from None
         finally:
@@ -166,36 +166,36 @@ class Turn:
 
     @property
     def runs(self) -> bool:
-        """Whether a step of it runs, and was not ended."""
+        """Whether a step is running and has not been ended."""
         return self._task is not None and not self._is_ended
 
     def end(self) -> None:
-        """End its step, and with that its call."""
+        """End its step and thus its call."""
         if self._task is not None and not self._is_ended:
             self._is_ended = True
             self._task.cancel()
 
     def leave(self) -> None:
-        """End it, and let others have theirs."""
+        """End the turn and let others start."""
         self._lane.leave(self)
 
 
 class Lane:
-    """Lets some reads run at once, of which some for one connection; the others wait, and connections take turns.
+    """Limits concurrent reads, in total and per connection; the others wait, and connections take turns.
 
-    A read that takes longer than the patience while others wait is slow. A few slow reads may go on aside, where they
-    keep nobody waiting, and as long as they do, their connections leave the last place to others. When too many are
-    aside, one ends: the oldest of the connection that has most of them.
+    A read is slow if it takes longer than the patience while others wait. A few slow reads may continue aside, not
+    counted; during that time their connections leave the last place to others. If too many are aside, one is ended: the
+    oldest of the connection with most slow reads.
 
     Args:
-        most: reads at once.
-        most_of_one: reads of one connection, those aside included.
+        most: maximum number of concurrent reads.
+        most_of_one: maximum number of reads of one connection, including those aside.
         patience_seconds: how long a read may take while others wait.
-        most_aside: slow reads that may go on.
-        most_waiting_of_one: reads of one connection that may wait.
+        most_aside: maximum number of slow reads that may continue.
+        most_waiting_of_one: maximum number of waiting reads of one connection.
 
     Attributes:
-        running: reads that run, but for those aside.
+        running: number of running reads, without those aside.
         patience_seconds: how long a read may take while others wait.
     """
 
@@ -212,7 +212,7 @@ class Lane:
         self._most_of_one = most_of_one
         self._most_aside = most_aside
         self._most_waiting_of_one = most_waiting_of_one
-        self._by_connection: dict[str, int] = {}  # turns, those aside included
+        self._by_connection: dict[str, int] = {}  # number of turns, including those aside
         self._waiting: dict[str, deque[asyncio.Future[Turn]]] = {}
         self._steps: dict[Turn, None] = {}  # turns that run a step and are not aside, the oldest step first
         self._aside: dict[Turn, None] = {}
@@ -221,10 +221,10 @@ class Lane:
         self.patience_seconds = patience_seconds
 
     async def enter(self, connection: str) -> Turn:
-        """Wait for a turn, which the caller has to leave.
+        """Wait for a turn; the caller must leave it.
 
         Raises:
-            LimitExceededError: too many reads of the connection wait already.
+            LimitExceededError: too many reads of the connection are waiting already.
         """
         if not self._waiting and self._has_place(connection):
             return self._start(connection)
@@ -243,7 +243,7 @@ class Lane:
         try:
             return await place
         except BaseException:
-            if place.done() and not place.cancelled():  # it came in the turn of the loop in which the wait was given up
+            if place.done() and not place.cancelled():  # the turn came in the same step of the loop
                 self.leave(place.result())
             else:
                 with contextlib.suppress(ValueError):
@@ -253,7 +253,7 @@ class Lane:
             raise
 
     def leave(self, turn: Turn) -> None:
-        """End a turn, and let others have theirs."""
+        """End a turn and let others start."""
         if turn.is_aside:
             self._aside.pop(turn, None)
         else:
@@ -265,7 +265,7 @@ class Lane:
             self._admit()
 
     def watch(self, turn: Turn) -> None:
-        """Count a step that begins."""
+        """Record the start of a step."""
         turn.due_at = asyncio.get_running_loop().time() + self.patience_seconds
         if not turn.is_aside:
             self._steps[turn] = None
@@ -273,7 +273,7 @@ class Lane:
                 self._watch()
 
     def unwatch(self, turn: Turn) -> None:
-        """Count a step no more that has ended."""
+        """Record the end of a step."""
         self._steps.pop(turn, None)
 
     def _has_place(self, connection: str) -> bool:
@@ -286,7 +286,7 @@ class Lane:
         return Turn(self, connection)
 
     def _admit(self) -> None:
-        """Start reads that waited, connection by connection in turns."""
+        """Start waiting reads, one connection after another."""
         while (connection := next(filter(self._has_place, self._waiting), None)) is not None:
             queue = self._waiting.pop(connection)
             place = queue.popleft()
@@ -297,13 +297,13 @@ class Lane:
         self._watch()
 
     def _watch(self) -> None:
-        """See to it that slow reads do not keep others waiting any longer."""
+        """Schedule the check for slow reads that delay others."""
         if self._patrol is None and self._waiting and self._steps:
             loop = asyncio.get_running_loop()
             self._patrol = loop.call_at(max(next(iter(self._steps)).due_at, loop.time()), self._part_with_slow)
 
     def _part_with_slow(self) -> None:
-        """Let slow reads go on beside the others; if too many do, or none may, one of them ends."""
+        """Move slow reads aside; end one of them if too many are aside, or end them all if none may be."""
         self._patrol = None
         now = asyncio.get_running_loop().time()
         for turn in list(self._steps) if self._waiting else ():
@@ -325,14 +325,14 @@ class Lane:
 
 
 class Inbox:
-    """Bounds the requests of all calls of a server.
+    """Limits the requests of all calls of a server.
 
     Attributes:
-        open_calls: the requests of methods that need no token.
-        requests: those of other methods, and the first message of a stream.
-        frames: the other messages of streams, each until the next one is read.
-        large: requests that come in parts, each until its call ends, or until it is among those that may wait.
-        waiting_bytes: of the requests of calls that may wait for samples or capacity.
+        open_calls: requests of methods that need no token.
+        requests: requests of other methods, and the first message of each stream.
+        frames: later messages of streams, each until the next one is read.
+        large: requests that come in parts, each until its call ends or `waiting_bytes` counts it.
+        waiting_bytes: size of the requests of calls that may wait for samples or capacity.
     """
 
     def __init__(self) -> None:
@@ -343,7 +343,7 @@ class Inbox:
         self.waiting_bytes = 0
 
     def reads(self, method: Method, behavior: Behavior, deserialize: Callable[[bytes], Any] | None) -> Behavior:
-        """Return a handler of raw messages, which passes on what reads the requests of a call: a `Requests`."""
+        """Return a handler of raw messages that passes a `Requests` on to `behavior`."""
 
         async def call(_messages: Any, context: Context) -> Any:
             requests = Requests(self, method, context, deserialize)
@@ -356,10 +356,10 @@ class Inbox:
 
 
 class Requests:
-    """The requests of one call, read as they are asked for.
+    """The requests of one call, read on demand.
 
     Attributes:
-        first: the first of them, None until it was read.
+        first: the first request; None until it has been read.
     """
 
     __slots__ = (
@@ -391,7 +391,7 @@ class Requests:
             if message is None:
                 raise StopAsyncIteration
             return message
-        # The frame before was taken: its turn ends with that, not with its arrival.
+        # The previous frame has been processed: its turn ends only now, not when it arrived.
         self._leave_frame()
         if needs_no_turn.get():
             data = await self._context.read()
@@ -403,32 +403,32 @@ class Requests:
         return self._decoded(data)
 
     async def begin(self) -> Any:
-        """Return the first message, with which the stream still begins then, None for a stream without any."""
+        """Return the first message without consuming it, or None for an empty stream."""
         if not self._is_begun:
             self._is_begun = True
             self.first = await self._read_first()
         return self.first
 
     async def only(self) -> Any:
-        """Return the request of a method that has one.
+        """Return the only request of a unary method.
 
         Raises:
-            InvalidArgumentError: there is none, or it cannot be read.
+            InvalidArgumentError: the request is missing or cannot be read.
         """
         message = self.first = await self._read_first()
         if message is None:
-            raise _unreadable("the call ended without one")
+            raise _unreadable("the call ended without a request")
         return message
 
     def close(self) -> None:
-        """End its turns, and count what it held no more."""
+        """End its turns, and stop counting its bytes."""
         self._leave_frame()
         self._leave_large()
         if self._held_bytes:
             self._release()
 
     async def _read_first(self) -> Any:
-        """Read the first message; a thread decodes a large one, and joins one that comes in parts."""
+        """Read the first message; a thread decodes it if it is large, and joins it if it comes in parts."""
         lane = self._inbox.open_calls if self._method.is_open else self._inbox.requests
         data = await self._message(lane)
         if data is _EOF:
@@ -445,7 +445,7 @@ class Requests:
         return self._decoded(data) if len(data) < _DECODED_AT_ONCE else await asyncio.to_thread(self._decoded, data)
 
     async def _joined(self, first: bytes, lane: Lane) -> bytes:
-        """Return a request that comes in parts."""
+        """Read the remaining parts of a request and return it."""
         parts, size = [first], len(first)
         while len(parts[-1]) == PART_BYTES:
             part = await self._message(lane)
@@ -463,7 +463,7 @@ class Requests:
         try:
             message = self._deserialize(data)
         except DecodeError:
-            raise _unreadable(f"{len(data)} bytes that are no message of this method") from None
+            raise _unreadable(f"its {len(data)} bytes are not a message of this method") from None
         if isinstance(message, Garbled):
             raise _unreadable(message.reason)
         return message
@@ -476,7 +476,7 @@ class Requests:
             turn.leave()
 
     def _hold(self, size: int) -> None:
-        """Count a request among those of calls that may wait; one too large for that waits within its turn."""
+        """Count a request in `waiting_bytes`; if it does not fit, it keeps its turn in `large`."""
         inbox = self._inbox
         total = inbox.waiting_bytes + size
         if total <= MAX_WAITING_BYTES:
@@ -508,7 +508,7 @@ class Requests:
 
 
 def _unreadable(reason: str) -> InvalidArgumentError:
-    return InvalidArgumentError(f"the request cannot be read: {reason}; send what the protos say")
+    return InvalidArgumentError(f"the request cannot be read: {reason}; send a message of the type in the protos")
 
 
 def _too_large(size: int, limit: int, remedy: str) -> InvalidArgumentError:
@@ -519,29 +519,29 @@ def _too_large(size: int, limit: int, remedy: str) -> InvalidArgumentError:
 
 
 class Progress:
-    """Counts down while the other side of a stream is waited for, and starts again whenever enough bytes have moved.
+    """A timer that runs while waiting for the other side of a stream, and restarts whenever enough bytes have moved.
 
     Args:
         seconds: how long it may take to move `LEAST_PROGRESS_BYTES`.
-        what: what did not come or go, for the error.
+        what: beginning of the error text, such as "the next part did not come".
     """
 
     def __init__(self, seconds: float, what: str) -> None:
         self._seconds = seconds
         self._left_seconds = seconds
-        self._counted_from = 0.0  # since when the step under way uses them up
+        self._counted_from = 0.0  # since when the current step uses up `_left_seconds`
         self._moved_bytes = 0
         self._what = what
         self._total_bytes = 0
         self._waited_seconds = 0.0
-        self._step: tuple[asyncio.Timeout, float] | None = None  # the one under way, and when it began
-        self._least_rate: float | None = None  # of a stream that was ended for being slower
+        self._step: tuple[asyncio.Timeout, float] | None = None  # the current step, and when it began
+        self._least_rate: float | None = None  # set when the stream was ended for being slower
 
     async def wait_for(self, step: Awaitable[Part]) -> Part:
-        """Return what a step of the stream returns.
+        """Await a step of the stream and return its result.
 
         Raises:
-            DeadlineError: the time is over, or others need what the stream holds and it is too slow.
+            DeadlineError: the time is over, or the stream is too slow while others need the bytes that it holds.
         """
         began_at = self._counted_from = time.monotonic()
         try:
@@ -557,7 +557,7 @@ class Progress:
             self._waited_seconds += now - began_at
 
     def moved(self, size_bytes: int) -> None:
-        """Count bytes, of the step under way too."""
+        """Count bytes, including those of the current step."""
         self._total_bytes += size_bytes
         self._moved_bytes += size_bytes
         if self._moved_bytes >= LEAST_PROGRESS_BYTES:
@@ -568,7 +568,7 @@ class Progress:
                 self._step[0].reschedule(asyncio.get_running_loop().time() + self._seconds)
 
     def end_if_slower(self, bytes_per_second: float) -> None:
-        """End the step under way if the other side was slower than this, the grace period not counted."""
+        """End the current step if the other side was slower than this, without the grace period."""
         if self._step is None or self._least_rate is not None:
             return
         timeout, began_at = self._step
@@ -580,8 +580,8 @@ class Progress:
     def _error(self) -> DeadlineError:
         if self._least_rate is None:
             return DeadlineError(
-                f"{self._what} within {self._seconds:g} s (stall_seconds); the call is ended so that it holds no "
-                "memory of the service",
+                f"{self._what} within {self._seconds:g} s (stall_seconds); the call was ended to release the memory "
+                "that it holds",
                 metadata={"limit_name": "stall_seconds", "limit": f"{self._seconds:g}"},
             )
         least = f"{self._least_rate:.0f}"
@@ -594,13 +594,13 @@ class Progress:
 
 
 class LeastRate:
-    """The rate that the streams of a storage service must keep together while puts wait for capacity.
+    """The minimum rate of all streams of a storage service together, while puts wait for capacity.
 
-    A stream holds the bytes that it sends or fills, so a slow one keeps them from those puts. Each of n streams must
-    keep an nth of the rate: many that share a network are no slower than they can be. Confined to one event loop.
+    A stream holds the bytes that it sends or fills, so a slow stream delays the waiting puts. Each of n streams must
+    keep 1/n of the rate, since streams may share a network. Confined to one event loop.
 
     Args:
-        bytes_per_second: of all streams together; 0: any.
+        bytes_per_second: minimum rate of all streams together; 0: none.
     """
 
     def __init__(self, bytes_per_second: int) -> None:
@@ -609,7 +609,7 @@ class LeastRate:
 
     @contextlib.contextmanager
     def watching(self, progress: Progress) -> Iterator[None]:
-        """Have a stream keep to the rate for the time of a `with`."""
+        """Apply the rate to a stream during a `with`."""
         self._streams.add(progress)
         try:
             yield
@@ -617,21 +617,21 @@ class LeastRate:
             self._streams.discard(progress)
 
     def enforce(self) -> None:
-        """End the streams that are too slow; to be called every second or so while puts wait."""
+        """End the streams that are too slow; call this about every second while puts wait."""
         for progress in self._streams:
             progress.end_if_slower(self._bytes_per_second / len(self._streams))
 
 
 class received(AsyncIterator[Part]):  # noqa: N801  (reads as a function does)
-    """The messages of a stream as they come; it keeps none of them, as a generator would that is not resumed.
+    """Iterates over the messages of a stream as they come. Unlike a suspended generator, it keeps no message alive.
 
     Args:
         parts: the stream.
-        progress: counts the time in which it is waited for.
+        progress: measures the time spent waiting for messages.
         size: returns the bytes of a message.
 
     Raises:
-        DeadlineError: they come too slowly.
+        DeadlineError: messages come too slowly.
     """
 
     def __init__(self, parts: AsyncIterator[Part], progress: Progress, size: Callable[[Part], int]) -> None:

@@ -1,10 +1,10 @@
-"""What is known of each method, and the contract between calls and the concerns that all of them pass.
+"""The table of methods, and the interface between calls and their middleware.
 
-The protos describe each method in its option `rule` (protos/tq_service/v1/method_rule.proto), which is read from the
-descriptors here. The standard services, whose protos are not ours, have their rules here.
+The protos describe each method in its option `rule` (protos/tq_service/v1/method_rule.proto), which this module reads
+from the descriptors. The rules of the standard services, whose protos are not ours, are defined here.
 
-A handler is one coroutine, whatever the shape of its method: it takes the request, or an iterator of requests, and the
-context; it returns the answer, or writes each of a stream of answers to the context.
+A handler is one coroutine for every shape of method. It takes the request, or an iterator of requests, and the context.
+It returns the answer, or writes each answer of a stream to the context.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Behavior: TypeAlias = Callable[[Any, Context], Awaitable[Any]]
 shown_partitions: Final[ContextVar[Callable[[str], bool]]] = ContextVar(
     "shown_partitions", default=lambda _partition_id: True
 )
-"""Says of a partition whether the caller may know that it exists; methods that list partitions leave others out."""
+"""Returns whether the caller may know that a partition exists; methods that list partitions omit the others."""
 
 token_name: Final[ContextVar[str]] = ContextVar("token_name", default="")
 """The name of the token of a call, "" without one."""
@@ -52,18 +52,18 @@ class Method:
 
     Attributes:
         name: its full name, such as "/tq_service.v1.ControllerService/Insert".
-        roles: one of these is needed, or admin; none: it is refused to all.
-        is_open: whether everybody may call it, without a token, as probes do.
+        roles: one of these is needed, or admin; if empty, nobody may call it.
+        is_open: whether everybody may call it without a token (probes).
         has_request_stream: whether its requests are a stream.
         has_response_stream: whether its answers are a stream.
-        partitions: returns the names of partitions in a request, or in the first message of a stream of requests.
-        put_ids: returns the puts that are named there, whose partitions count as named; None: no request names any.
-        concerns_all: whether a call concerns all partitions, so that the token must be for all.
-        is_audited: whether a call that is let in has its line in the audit log.
+        partitions: returns the partition names in a request, or in the first message of a stream of requests.
+        put_ids: returns the puts named there; their partitions count as named. None: its requests do not name puts.
+        concerns_all: whether a call concerns all partitions and so needs a token for all.
+        is_audited: whether the audit log has a line for each allowed call.
         waits: whether it may wait for samples or capacity.
         fills_disk: whether it is refused while the disk is nearly full.
-        is_answer_durable: whether its answers were durable before anybody could ask for them.
-        is_batched: whether it may be one of the calls of a CallMany.
+        is_answer_durable: whether its answers contain only state that is already durable.
+        is_batched: whether it may be a call of a CallMany.
     """
 
     name: str
@@ -82,31 +82,31 @@ class Method:
 
     @property
     def short_name(self) -> str:
-        """Its name without that of its service."""
+        """Its name without the service."""
         return self.name.rpartition("/")[2]
 
     @property
     def is_internal(self) -> bool:
-        """Whether services alone may call it, with tokens or without."""
+        """Whether only services may call it, with tokens or without."""
         return self.roles == {"service"}
 
     @property
     def allowed_roles(self) -> frozenset[Role]:
-        """One of these is needed."""
+        """Roles that may call it."""
         return self.roles | {"admin"} if self.roles and not self.is_internal else self.roles
 
 
 def method_of(described: MethodDescriptor) -> Method:
-    """Return what the protos say of a method; one of which they say too little is refused to all.
+    """Return a method as its proto describes it; nobody may call a method with an incomplete rule.
 
     Raises:
-        ValueError: they name a role that no token can have, or a field that the request does not have.
+        ValueError: the rule names a role that tokens cannot have, or a field that the request does not have.
     """
     options: Any = described.GetOptions()
     rule: MethodRule = options.Extensions[method_rule_pb2.rule]
     roles: Any = [method_rule_pb2.Role.Name(role).removeprefix("ROLE_").lower() for role in rule.roles]
     if unknown := set(roles) - set(ROLES):
-        raise ValueError(f"the protos name the roles {unknown}, which no token can have; expected those of {ROLES}")
+        raise ValueError(f"the protos name the roles {unknown}, which tokens cannot have; expected roles of {ROLES}")
     is_complete = bool(rule.partitions != PARTITIONS_UNSPECIFIED or rule.partition_fields or rule.put_ids_field)
     names = [_reader(path, described.input_type, FieldDescriptor.TYPE_STRING) for path in rule.partition_fields]
     put_ids = None
@@ -121,7 +121,7 @@ def method_of(described: MethodDescriptor) -> Method:
                 found.append(value)
             else:
                 found += value or ()
-        # A request that names none names "", which no token is for; one that names some may leave others out.
+        # A request without any name counts as naming "", which no restricted token covers. Some names may be empty.
         return list(filter(None, found)) or [""]
 
     return Method(
@@ -141,29 +141,30 @@ def method_of(described: MethodDescriptor) -> Method:
 
 
 def _reader(path: str, message: Descriptor, kind: int) -> Callable[[Any], Any]:
-    """Return what reads the value at a path of a message, None if a message on the way is absent, or it is another one.
+    """Return a function that reads the value at a path of a message.
 
-    The path may name a field of a repeated message, for the list of its values.
+    It returns None if a message on the path is absent, or if it gets a message of another type. The path may go through
+    a repeated message; the value is then the list of the values of all its elements.
 
-    The decoder of a stream may return a part of a message instead of the message, as those of wire/columns.py do; the
-    value is then looked for in that part.
+    The decoder of a stream may return a part of a message instead of the message, as those of wire/columns.py do. The
+    value is then read from that part.
 
     Raises:
-        ValueError: the message has no such field.
+        ValueError: the message does not have this field.
     """
     *parents, last = path.split(".")
     ways, is_repeated = {GetMessageClass(message): parents}, False
     for depth, name in enumerate(parents):
         parent = message.fields_by_name.get(name)
         if parent is None or parent.message_type is None:
-            raise ValueError(f"{message.full_name} has no message {name!r}; correct {path!r} in its rule")
+            raise ValueError(f"{message.full_name} does not have a message {name!r}; correct {path!r} in its rule")
         message = parent.message_type
         is_repeated |= parent.default_value == []
         if depth == 0:
             ways[GetMessageClass(message)] = parents[1:]
     value = message.fields_by_name.get(last)
     if value is None or value.type != kind:
-        raise ValueError(f"{message.full_name} has no such field as {last!r}; correct {path!r} in its rule")
+        raise ValueError(f"{message.full_name} does not have a suitable field {last!r}; correct {path!r} in its rule")
 
     if is_repeated:
         return lambda request: list(_values(request, parents, last))
@@ -182,7 +183,7 @@ def _reader(path: str, message: Descriptor, kind: int) -> Callable[[Any], Any]:
 
 
 def _values(message: Any, parents: Sequence[str], last: str) -> Iterator[Any]:
-    """Yield the values of a field of all messages at a path, some of which are repeated, or absent."""
+    """Yield the values of a field of all messages at a path; messages on the path may be repeated or absent."""
     if not parents:
         yield getattr(message, last)
         return
@@ -227,11 +228,11 @@ METHODS: Final[Mapping[str, Method]] = MappingProxyType(
 
 
 class Refusal(NamedTuple):
-    """Why calls are refused.
+    """The reason for refusing calls.
 
     Attributes:
-        make_error: returns the error of one of them.
-        reason: for the audit log; "" if the refusal does not concern that.
+        make_error: returns the error for one call.
+        reason: for the audit log; "" if the refusal is not audited.
     """
 
     make_error: Callable[[], TqError]
@@ -240,13 +241,13 @@ class Refusal(NamedTuple):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Caller:
-    """The caller, as far as metadata says: one object for all calls that differ in nothing else.
+    """The caller as identified by metadata: one object is shared by all calls with equal credentials.
 
     Attributes:
-        name: of its token, "" if that is not known.
-        token: what it may do; None: everything that is not internal.
-        refusal: why all its calls are refused, before anything of a request is read.
-        handlers: those of its calls, by method, made when they are first needed; they go with the caller.
+        name: name of its token, "" if unknown.
+        token: its permissions; None: everything that is not internal.
+        refusal: why all its calls are refused before any request is read; None: they are not.
+        handlers: handlers of its calls by method, made on first use and dropped with the caller.
     """
 
     name: str = ""
@@ -256,37 +257,36 @@ class Caller:
 
 
 class Middleware:
-    """One concern of all calls. Both methods may be left as they are here. Confined to one event loop."""
+    """One concern of all calls. Overriding a method is optional. Confined to one event loop."""
 
     def admit(self, method: Method, details: grpc.HandlerCallDetails) -> Caller | None:
-        """Return the caller of a call by its metadata, before its request is read; None: another middleware knows it.
+        """Return the caller by the metadata of a call, before its request is read; None: leave it to other middleware.
 
-        Runs for each call. One that is refused passes the middleware around this one, this one, and no other; there its
-        request is an iterator, which is not to be read.
+        Runs for each call. A refused call passes only this middleware and those outside it; there its request is an
+        iterator that must not be read.
         """
         return None
 
     def wrap(self, method: Method, caller: Caller, behavior: Behavior) -> Behavior:
-        """Return what handles the calls of a method by a caller; `behavior` is what comes after this middleware.
+        """Return the handler for the calls of a method by a caller; `behavior` is the next handler inward.
 
-        Runs once for each method and caller, so that a concern costs the calls of a method nothing if it has nothing to
-        do for them.
+        Runs once per method and caller, so a concern that does not apply to a method costs its calls nothing.
         """
         return behavior
 
 
 class EndableCalls:
-    """Calls that are under way and can be ended from outside, with an error. Confined to one event loop."""
+    """Running calls that can be ended from outside with an error. Confined to one event loop."""
 
     def __init__(self) -> None:
         self._owners: dict[asyncio.Task[Any], Any] = {}
-        self._errors: dict[asyncio.Task[Any], TqError] = {}  # of those that were ended
+        self._errors: dict[asyncio.Task[Any], TqError] = {}  # of ended calls
 
     def end(self, error_of: Callable[[Any], TqError | None]) -> None:
-        """End calls; what they have changed may stay, as when an answer is lost.
+        """End calls; their changes may persist, as when an answer is lost.
 
         Args:
-            error_of: returns the error of a call by its owner, None for one that goes on.
+            error_of: returns the error for the calls of an owner, or None to let them continue.
         """
         for task, owner in self._owners.items():
             if task not in self._errors and (error := error_of(owner)) is not None:
@@ -294,10 +294,10 @@ class EndableCalls:
                 task.cancel()
 
     async def run(self, call: Awaitable[Any], owner: Any = None) -> Any:
-        """Return what a call of the current task returns, which `end` may end meanwhile.
+        """Await a call in the current task and return its result; `end` may end it.
 
         Raises:
-            TqError: it was ended.
+            TqError: `end` ended the call.
         """
         task: Any = asyncio.current_task()
         self._owners[task] = owner

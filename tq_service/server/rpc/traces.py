@@ -15,14 +15,14 @@ _FAULTS: Final = {"Unknown", "DeadlineExceeded", "Unimplemented", "Internal", "U
 
 
 class CallSpans(Middleware):
-    """Makes spans; where they go is up to the provider that the program around the service has configured."""
+    """Makes spans. The tracer provider configured by the surrounding program exports them."""
 
     def __init__(self) -> None:
         self._tracer = trace.get_tracer("tq_service", BUILD)
         self._fields = frozenset(propagate.get_global_textmap().fields)
 
     def wrap(self, method: Method, caller: Caller, behavior: Behavior) -> Behavior:
-        """Return what makes a span of each call of a method, but for probes."""
+        """Return a handler that makes a span of each call, except for probes."""
         if method.is_open:
             return behavior
         service, _, name = method.name.lstrip("/").rpartition("/")
@@ -36,7 +36,7 @@ class CallSpans(Middleware):
                 context=propagate.extract(carrier),
                 kind=trace.SpanKind.SERVER,
                 attributes=attributes,
-                record_exception=False,  # its text may name partitions; the code says what happened
+                record_exception=False,  # its text may name partitions; the code is enough
                 set_status_on_exception=False,
             ) as span:
                 clock = wait_clock.get()

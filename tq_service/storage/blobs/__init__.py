@@ -1,1 +1,1 @@
-"""The lower floor: where the bytes of puts are."""
+"""The lower layer: stores for the bytes of puts."""

@@ -1,16 +1,16 @@
-"""Blobs, the bytes of one put each: what the index asks of a place for them, and the places in memory.
+"""Blobs, each with the bytes of one put: the interface of blob stores, and the stores in memory.
 
-The index allocates a blob, writes it from its beginning to its end, pins it while it is read, and releases it once; the
-store gives the bytes back when it is released and no longer pinned. A new place is a `BlobStore` in a file, which
-`server/app.py` chooses and `tests/storage/test_blob_stores.py` tests. A store declares what else it can do:
+The index allocates a blob, writes it from start to end, pins it while it is read, and releases it once. The store
+frees the bytes once the blob is released and no longer pinned. A new kind of store is one file with a `BlobStore`;
+`server/app.py` chooses it and `tests/storage/test_blob_stores.py` tests it. A store declares its abilities:
 
 - `is_shared`: clients of this host write its blobs, and map them (`Blob.shared`, in `shared.py`).
 - `is_durable`: its blobs outlive the process once they are flushed; so each begins with the tables of its put.
 
-And each blob says whether its bytes are memory of this process (`is_local`): the event loop reads and writes those
-through `view`. All others are read by threads, and written with `BlobStore.write`.
+Each blob declares whether its bytes are memory of this process (`is_local`). If so, the event loop reads and writes
+them through `view`. If not, threads read them, and `BlobStore.write` writes them.
 
-Memory is used again: freshly mapped memory costs more than the copy into it.
+Memory is reused: mapping new memory costs more than the copy into it.
 """
 
 from __future__ import annotations
@@ -23,19 +23,20 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, ClassVar, Final, Generic, Protocol, TypeAlias, TypeVar
 
 from tq_service.errors import QuotaExceededError
 
 RETRY_AFTER_SECONDS: Final = 1.0
 SMALL_BYTES: Final = 64 << 10
-"""Blobs of fewer bytes come from malloc, and go into the journal whole where there is one."""
+"""Smaller blobs come from malloc; if there is a journal, it contains their bytes."""
 
 PIECE_BYTES: Final = 1 << 20
-"""Of text, checked in one step: some 2 ms at most, in which no other thread runs."""
+"""Text checked in one step: takes 2 ms at most, during which no other thread runs."""
 
 UNMAPPED_IN_BACKGROUND_FROM_BYTES: Final = 8 << 20
-"""The system takes 20 ms and more to free a GiB: too long for the event loop."""
+"""The system takes at least 20 ms to free a GiB: too long for the event loop."""
 
 BACKGROUND: Final = ThreadPoolExecutor(1, thread_name_prefix="tq-close")
 _TEMPORARY: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR})
@@ -43,33 +44,33 @@ _HUGE_PAGES_FROM_BYTES: Final = 4 << 20
 _CLASSES_PER_DOUBLING: Final = 8
 _HALF_LIFE_SECONDS: Final = 2.5
 NO_FD: Final = -1
-"""In place of the file descriptor of memory that is closed, or has yet to come."""
+"""Stands for the file descriptor of memory that is closed or not received yet."""
 
 T = TypeVar("T")
 Buffer: TypeAlias = memoryview | bytes | bytearray
 Memory: TypeAlias = Buffer | mmap.mmap
 Span: TypeAlias = tuple[int, int]
-"""Where bytes start in a blob, and how many they are."""
+"""Start of bytes in a blob, and their number."""
 
 
 class Session(Protocol):
     """A session whose client may have mapped a region."""
 
     def note_dropped(self, region: int) -> None:
-        """Take note that a region will not be used again."""
+        """Record that a region will not be used again."""
 
 
 class SharedMemory:
     """Memory with a file descriptor, which clients may map to read it.
 
     Args:
-        fd: belongs to this object.
-        size: of the memory; its owner maps it over the range of addresses reserved here.
+        fd: owned by this object.
+        size: size of the memory; its owner maps it over the range of addresses reserved here.
 
     Attributes:
         fd: as above.
         memory: this process's mapping.
-        number: names a region; 0 for sealed memory.
+        number: identifies a region; 0 for sealed memory.
     """
 
     __slots__ = ("fd", "memory", "number")
@@ -80,10 +81,10 @@ class SharedMemory:
         self.memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
     def lease(self, session: Session) -> None:
-        """Begin a lease of a client; sealed memory needs none, since its bytes never change."""
+        """Begin a client's lease; sealed memory needs none, since its bytes never change."""
 
     def end_lease(self, *, is_released: bool) -> None:
-        """End one; `is_released`: its client no longer uses the memory."""
+        """End a lease; `is_released`: its client no longer uses the memory."""
 
     def remove(self) -> None:
         """Close and unmap it; the system frees the memory with its last mapping elsewhere."""
@@ -94,28 +95,28 @@ class SharedMemory:
 
     def __del__(self) -> None:
         if getattr(self, "fd", NO_FD) != NO_FD:
-            os.close(self.fd)  # of a service that was stopped with its puts
+            os.close(self.fd)  # for a service that was stopped with puts in memory
 
 
 class Blob:
-    """The bytes of one put, as its store knows them. Confined to the event loop.
+    """The bytes of one put, as its store manages them. Confined to the event loop.
 
     Args:
-        store: what allocates it.
+        store: the store that allocates it.
         size: bytes allocated.
-        memory: what has them, as large at least; of a subclass that is not local nothing.
-        backing: what goes back to the pool of its store with it; None: nothing does.
+        memory: memory that holds them, at least as large; empty in a subclass that is not local.
+        backing: object returned to the store's pool with it; None: none.
 
     Attributes:
         is_local: whether its bytes are memory of this process.
-        number: what names it after a restart; 0: nothing does.
-        checksum: XXH3 of what was written and filled, from its beginning on, where it has a number; else 0.
+        number: identifies it after a restart; 0 if it does not outlive the process.
+        checksum: XXH3 of the bytes written and filled so far, from its start, if it has a number; else 0.
         store, size, memory, backing: as above.
-        charge: bytes of the quota that it takes until it is freed; its owner may change them.
-        is_damaged: whether what is behind it is not to be used again.
-        shared: what clients of this host map; None: they cannot.
-        tables: memory of the tables of its put; None: it is local and begins with them, or was recovered and not read.
-        copy: what outlives the process in its place, freed with it.
+        charge: bytes of the quota that it uses until it is freed; its owner may change it.
+        is_damaged: whether its backing must not be reused.
+        shared: memory mapped by clients of this host; None: they cannot map it.
+        tables: memory for the tables of its put; None: it is local and begins with them, or recovered and not read.
+        copy: its copy that outlives the process, freed with it.
     """
 
     __slots__ = (
@@ -151,7 +152,7 @@ class Blob:
         return memoryview(self.memory)[: self.size]
 
     def read_into(self, target: memoryview, start: int) -> None:
-        """Copy bytes from `start` on until `target` is full; any thread may while it is pinned.
+        """Fill `target` with the bytes from `start`; safe in any thread while the blob is pinned.
 
         Raises:
             OSError: they cannot be read.
@@ -159,12 +160,12 @@ class Blob:
         target[:] = self.view()[start : start + len(target)]
 
     def read_slices(self, slices: Iterable[tuple[int, memoryview]]) -> None:
-        """Copy bytes into several targets, each from its own start on; see `read_into`."""
+        """Fill several targets, each with the bytes from its own start; see `read_into`."""
         for start, target in slices:
             self.read_into(target, start)
 
     def write_from(self, data: Buffer, start: int) -> None:
-        """Copy bytes to `start` and beyond; any thread may while it is pinned.
+        """Copy bytes to `start` onwards; safe in any thread while the blob is pinned.
 
         Raises:
             OSError: they cannot be written.
@@ -172,12 +173,12 @@ class Blob:
         self.view()[start : start + len(data)] = data
 
     def fill(self, start: int, end: int, receive: Callable[[memoryview], None]) -> None:
-        """Have bytes received into it; several threads may, each its own, while it is pinned.
+        """Receive bytes into it; several threads may do so for separate ranges while it is pinned.
 
         Args:
-            start: where they begin.
-            end: where they end.
-            receive: fills memory with the next of them, and may raise.
+            start: start of the range.
+            end: end of the range.
+            receive: fills memory with the next bytes of the range, and may raise.
 
         Raises:
             UnavailableError, DiskFullError: they cannot be written; the put is aborted.
@@ -185,17 +186,21 @@ class Blob:
         receive(self.view()[start:end])
 
     def read_back(self, start: int) -> Iterator[tuple[int, memoryview]]:
-        """Read all that was filled, from `start` on, in a thread; only then the checksum includes it.
+        """Read all filled bytes from `start`, in a thread; only after this the checksum includes them.
 
         Yields:
-            Where each piece starts, and its bytes, in order.
+            The start of each piece, and its bytes, in order.
 
         Raises:
-            UnavailableError: it cannot be read.
+            UnavailableError: they cannot be read.
         """
         view = self.view()
         for at in range(start, self.size, PIECE_BYTES):
             yield at, view[at : at + PIECE_BYTES]
+
+    def keep_file(self) -> Path | None:
+        """Keep its file unchanged, even if the blob is freed, and return the path; None if it has no file."""
+        return None
 
     @property
     def is_pinned(self) -> bool:
@@ -203,21 +208,21 @@ class Blob:
         return self._pin_count > 0
 
     def pin(self) -> None:
-        """Lease its bytes to a reader or a thread: they stay, even if it is released."""
+        """Keep its bytes for a reader or a thread, even if it is released."""
         self._pin_count += 1
 
     def unpin(self) -> None:
-        """End a lease."""
+        """Undo one `pin`."""
         self._pin_count -= 1
         if self._is_released and not self._pin_count:
             self.store.free(self)
 
     def close(self) -> None:
-        """Let go of the memory, for its store; views that are left keep it."""
+        """Drop its reference to the memory, for its store; remaining views keep the memory alive."""
         self.memory = b""
 
     def release(self) -> None:
-        """Give its bytes back, at once or when its last reader is done; a second call does nothing."""
+        """Free its bytes, at once or after the last reader; a second call does nothing."""
         if not self._is_released:
             self._is_released = True
             if not self._pin_count:
@@ -225,10 +230,10 @@ class Blob:
 
 
 class BlobStore(ABC):
-    """A place for the bytes of puts. Confined to one event loop.
+    """A store for the bytes of puts. Confined to one event loop.
 
     Attributes:
-        on_freed: called with the charge of each blob whose bytes are free again.
+        on_freed: called with the charge of each blob whose bytes were freed.
         pooled_bytes: bytes held for reuse.
     """
 
@@ -240,15 +245,15 @@ class BlobStore(ABC):
 
     @abstractmethod
     async def allocate(self, size: int) -> Blob:
-        """Return a blob of `size` bytes; what they are is not defined.
+        """Return a blob of `size` bytes with undefined contents.
 
         Raises:
-            QuotaExceededError, DiskFullError: there is no space for them.
-            UnavailableError: they cannot be had now.
+            QuotaExceededError, DiskFullError: not enough space.
+            UnavailableError: it cannot be allocated now.
         """
 
     async def write(self, blob: Blob, start: int, data: Buffer) -> None:
-        """Write bytes of a blob, which may be reused when this returns.
+        """Write bytes of a blob; the data may be reused afterwards.
 
         Raises:
             UnavailableError, DiskFullError: they cannot be written; the put is aborted.
@@ -256,7 +261,7 @@ class BlobStore(ABC):
         blob.write_from(data, start)
 
     async def flush(self, blob: Blob) -> None:  # noqa: B027  (most stores are memory)
-        """Wait until all that was written of a blob outlives the process, where the store `is_durable`.
+        """Wait until all bytes written to a blob outlive the process, if the store `is_durable`.
 
         Raises:
             OSError: it cannot be written.
@@ -264,17 +269,17 @@ class BlobStore(ABC):
 
     @abstractmethod
     def free(self, blob: Blob) -> None:
-        """Give back a blob that is no longer read, now or soon; `on_freed` once it is. Called by the blob."""
+        """Free a blob that is no longer read, now or soon, then call `on_freed`. Called by the blob."""
 
     def trim(self, elapsed_seconds: float) -> None:  # noqa: B027  (most stores have nothing to trim)
-        """Give back some of what is held for reuse and was not needed in this time."""
+        """Free some of the pooled bytes that were not needed in this time."""
 
     async def close(self) -> None:  # noqa: B027  (most stores have nothing to close)
-        """End what the store itself has, such as threads or connections; its blobs may still be released."""
+        """Release the store's own resources, such as threads or connections. Its blobs can still be released."""
 
 
 def is_temporary(error: OSError) -> bool:
-    """Whether an error says that the process lacks files or memory now, and nothing of what is on the disk."""
+    """Whether an error means that the process lacks files or memory now, and nothing about the disk."""
     return error.errno in _TEMPORARY
 
 
@@ -285,14 +290,14 @@ async def in_thread(
     pinned: Sequence[Blob] = (),
     then: Callable[[T], None] | None = None,
 ) -> T:
-    """Return what a thread returns; it goes on where the caller is cancelled.
+    """Return the result of a function run by a thread, which continues even if the caller is cancelled.
 
     Args:
-        executor: has the threads; None: those of the loop.
-        work: what it does.
-        args: what with.
-        pinned: blobs that it works on, which stay until it is done.
-        then: called with what it returns, in the event loop, even if the caller no longer waits.
+        executor: provides the threads; None: the loop's default.
+        work: the function.
+        args: its arguments.
+        pinned: blobs that it works on, pinned until it is done.
+        then: called with the result, on the event loop, even if the caller no longer waits.
     """
 
     def end(done: asyncio.Future[T]) -> None:
@@ -312,12 +317,12 @@ async def in_thread(
 
 
 class Removable(Protocol):
-    """What a thread makes for a blob, and removes."""
+    """A backing that a thread makes for a blob, and removes."""
 
     capacity: int
 
     def remove(self) -> None:
-        """Give it up; it may block."""
+        """Remove it; may block."""
 
 
 BackingT = TypeVar("BackingT")
@@ -325,13 +330,13 @@ RemovableT = TypeVar("RemovableT", bound=Removable)
 
 
 class PooledStore(BlobStore, Generic[BackingT]):
-    """A store that recycles what is behind its blobs, in size classes.
+    """A store that recycles the backings of its blobs, in size classes.
 
-    Used and pooled bytes together never exceed the high-water mark of used bytes; the mark sinks with every `trim`, so
-    that memory, or disk, is given back in time.
+    Used and pooled bytes together never exceed the high-water mark of used bytes. Every `trim` lowers the mark, so
+    unused memory or disk is released over time.
 
     Attributes:
-        used_bytes: capacity of what blobs use.
+        used_bytes: capacity of the backings that blobs use.
     """
 
     def __init__(self) -> None:
@@ -345,17 +350,17 @@ class PooledStore(BlobStore, Generic[BackingT]):
 
     @abstractmethod
     def _wrap(self, backing: BackingT, size: int) -> Blob:
-        """Return a blob that uses a backing; where that fails, the backing is dropped."""
+        """Return a blob that uses a backing; if that fails, drop the backing."""
 
     @abstractmethod
     def _drop(self, backing: BackingT) -> None:
-        """Give up a backing."""
+        """Drop a backing."""
 
     def allocate_now(self, size: int) -> Blob:
         """Return a blob of `size` bytes without waiting.
 
         Raises:
-            OSError: there is no memory for them.
+            OSError: not enough memory.
         """
         if size < SMALL_BYTES:
             return Blob(self, size, bytearray(size))
@@ -363,7 +368,7 @@ class PooledStore(BlobStore, Generic[BackingT]):
         return self._use(self._recycled(capacity) or self._make(capacity), size)
 
     def _recycled(self, capacity: int) -> BackingT | None:
-        """Return a backing that is held for reuse, None where there is none of that capacity."""
+        """Return a pooled backing of that capacity, or None if there is none."""
         pooled = self._pool.get(capacity)
         if pooled is None:
             return None
@@ -374,7 +379,7 @@ class PooledStore(BlobStore, Generic[BackingT]):
         return backing
 
     def _use(self, backing: BackingT, size: int) -> Blob:
-        """Return a blob of a backing that was recycled or made for it."""
+        """Return a blob that uses a recycled or new backing."""
         blob = self._wrap(backing, size)
         self.used_bytes += size_class(size)
         self._high_water_bytes = max(self._high_water_bytes, self.used_bytes)
@@ -382,7 +387,7 @@ class PooledStore(BlobStore, Generic[BackingT]):
         return blob
 
     def recycle(self, backing: BackingT, capacity: int) -> None:
-        """Hold a backing that no put uses for the next one."""
+        """Pool an unused backing for the next put."""
         self._pool.setdefault(capacity, []).append(backing)
         self.pooled_bytes += capacity
 
@@ -399,7 +404,7 @@ class PooledStore(BlobStore, Generic[BackingT]):
         self.on_freed(blob.charge)
 
     def trim(self, elapsed_seconds: float) -> None:
-        """Let the high-water mark sink towards what is used, and give up what is pooled above it."""
+        """Lower the high-water mark towards the used bytes, and drop pooled backings above it."""
         kept = (self._high_water_bytes - self.used_bytes) * 0.5 ** (elapsed_seconds / _HALF_LIFE_SECONDS)
         self._high_water_bytes = self.used_bytes + int(kept)
         self._shrink()
@@ -408,7 +413,7 @@ class PooledStore(BlobStore, Generic[BackingT]):
         self.give_up(self.used_bytes + self.pooled_bytes - self._high_water_bytes)
 
     def give_up(self, size: int) -> None:
-        """Drop what is pooled, largest first, until that was at least so many bytes or nothing is left."""
+        """Drop pooled backings, largest first, until at least `size` bytes are dropped or none is left."""
         target = self.pooled_bytes - size
         while self.pooled_bytes and self.pooled_bytes > target:
             backing = self._recycled(max(self._pool))
@@ -417,15 +422,15 @@ class PooledStore(BlobStore, Generic[BackingT]):
 
 
 class ThreadedStore(PooledStore[RemovableT]):
-    """One whose backings are made by threads, since that takes long."""
+    """A pooled store whose backings are made by threads, because that takes long."""
 
     _executor: ThreadPoolExecutor
 
     async def _backing(self, capacity: int) -> RemovableT:
-        """Return a backing that was recycled or made; where none can be made, what is held for reuse is removed first.
+        """Return a recycled or new backing; if none can be made, remove the pooled ones and retry.
 
         Raises:
-            OSError: there is no space for it.
+            OSError: not enough space.
         """
         while (backing := self._recycled(capacity)) is None:
             try:
@@ -441,11 +446,11 @@ class ThreadedStore(PooledStore[RemovableT]):
         return backing
 
     async def _create(self, capacity: int) -> None:
-        """Have one more backing for reuse."""
+        """Add one new backing to the pool."""
         await in_thread(self._executor, self._make, capacity, then=lambda made: self.recycle(made, made.capacity))
 
     def _may_help(self, error: OSError) -> bool:
-        """Whether a backing might be made after such an error if others were removed."""
+        """Whether removing pooled backings may help after such an error."""
         return True
 
     async def close(self) -> None:
@@ -481,21 +486,21 @@ class MemoryBlobs(PooledStore[mmap.mmap]):
 
 
 def size_class(size: int) -> int:
-    """Return the capacity of the backing that holds `size` bytes: at most an eighth larger."""
+    """Return the capacity of the backing for `size` bytes: at most an eighth larger."""
     step = 1 << max((size - 1).bit_length() - _CLASSES_PER_DOUBLING.bit_length(), 12)
     return -(-size // step) * step
 
 
 def unmap(memory: mmap.mmap) -> None:
-    """Give memory back to the system; where views of it are left it goes with the last of them."""
+    """Return memory to the system, or with its last view if some are left."""
     with suppress(BufferError):
         memory.close()
 
 
 def no_memory(size: int, error: BaseException) -> QuotaExceededError:
-    """Return the error of a put for which the system has no memory."""
+    """Return the error for a put if the system lacks memory."""
     return QuotaExceededError(
-        f"the machine has no memory for {size} bytes ({error}); lower max_bytes below what it has",
+        f"the machine has no memory for {size} bytes ({error}); lower max_bytes below its available memory",
         retry_after_seconds=RETRY_AFTER_SECONDS,
         metadata={"limit_name": "memory", "got": str(size)},
     )

@@ -1,9 +1,9 @@
-"""Segments: files that hold the bytes of one put each, and are used again.
+"""Segments: reusable files that hold the bytes of one put each.
 
-A file is as large as its capacity from the start, and all of it is allocated: a full disk is an error of the one put
-for which a file was to be made. Threads read and write files, and nothing maps them: a page that cannot be read, or a
-file that was cut short, is an error of one read, where a mapping would end the process by SIGBUS. The tables of puts
-are in memory besides. Files are named by numbers of this service, never by anything that a client chose.
+A file is created with its full capacity allocated, so a full disk is an error only of the put that needs a new file.
+Threads read and write files; nothing maps them. An unreadable page or a truncated file is then an error of one read,
+while with a mapping SIGBUS would end the process. The tables of puts are also kept in memory. Files are named by
+numbers of this service, never by anything a client chose.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from tq_service.wire.shared_memory import read_into
 
 _THREAD_COUNT: Final = 2
 MIN_FREE_BYTES: Final = 256 << 20
-"""What is left free of the disk, so that clears can still be written down."""
+"""Free space kept on the disk, so clears can still be persisted."""
 
 _READ_BYTES: Final = 4 << 20
 _COPY_BYTES: Final = 1 << 20
-_FILL_BYTES: Final = 128 << 10  # of each connection that fills a segment, in memory that no quota counts
+_FILL_BYTES: Final = 128 << 10  # per connection that fills a segment, in memory that no quota counts
 _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 _NAME: Final = re.compile(r"(?:\d{8}|[1-9]\d{8,})\.seg")
-# The system takes about 0.1 ms a MiB to drop a file: too long for the event loop.
+# The system takes about 0.1 ms per MiB to drop a file: too long for the event loop.
 _BACKGROUND: Final = ThreadPoolExecutor(1, thread_name_prefix="tq-segment-drop")
 
 
@@ -54,25 +54,27 @@ class Segment:
     Attributes:
         number: its name.
         capacity: its size in bytes.
-        is_new: whether its name is not known to be on the disk yet.
+        is_new: whether its name may not be on the disk yet.
+        is_kept: whether a recording shares its bytes under another name, so they must never change.
     """
 
-    __slots__ = ("_directory", "capacity", "is_new", "number")
+    __slots__ = ("_directory", "capacity", "is_kept", "is_new", "number")
 
     def __init__(self, directory: Path, number: int, capacity: int) -> None:
         self._directory = directory
         self.number = number
         self.capacity = capacity
         self.is_new = True
+        self.is_kept = False
 
     @property
     def path(self) -> Path:
-        """Where it is."""
+        """Path of the file."""
         return self._directory / _name(self.number)
 
     @contextmanager
     def open(self) -> Iterator[int]:
-        """Give a file descriptor of it within the `with`."""
+        """Return a file descriptor for use within the `with`."""
         fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
         try:
             yield fd
@@ -95,7 +97,7 @@ class Segment:
         return digest.intdigest()
 
     def sync(self) -> None:
-        """Wait until what was written is on the disk, the name of the file included."""
+        """Wait until the written bytes and the file's name are on the disk."""
         with self.open() as fd:
             os.fdatasync(fd)
         if self.is_new:
@@ -125,6 +127,11 @@ class SegmentBlob(Blob):
 
     def view(self) -> memoryview:
         raise TypeError("a blob in a segment has no local view")
+
+    def keep_file(self) -> Path:
+        self.backing.is_kept = True
+        path: Path = self.backing.path
+        return path
 
     def read_into(self, target: memoryview, start: int) -> None:
         self.read_slices([(start, target)])
@@ -163,21 +170,21 @@ class SegmentBlob(Blob):
                 yield at, part
 
     def refusal(self, error: OSError) -> TqError:
-        """Return the error of a put whose bytes cannot be written; the file may not be used again after most."""
+        """Return the error for a put whose bytes cannot be written; unless it is temporary, the file is not reused."""
         self.is_damaged |= not is_temporary(error)
         return _refusal(self.size, error)
 
 
 class SegmentBlobs(ThreadedStore[Segment]):
-    """A directory of segments; small blobs are memory, to be written down with the records of their puts.
+    """A directory of segments; small blobs are in memory, and are persisted with the records of their puts.
 
-    Blobs begin with the tables of their puts, so that one number and one checksum stand for all of a put.
-    A few threads write files, so that the event loop does not wait for a disk.
+    Blobs begin with the tables of their puts, so one number and one checksum cover the put. A few threads write files,
+    so the event loop does not wait for a disk.
 
     Args:
-        directory: made where it is not there.
-        sync: whether a flushed blob is on the disk; else with the operating system.
-        min_free_bytes: what is left free of the disk.
+        directory: created if it does not exist.
+        sync: whether a flushed blob is on the disk; else the operating system has it.
+        min_free_bytes: free space kept on the disk.
     """
 
     is_durable = True
@@ -214,7 +221,7 @@ class SegmentBlobs(ThreadedStore[Segment]):
         return not is_temporary(error)
 
     def _make(self, capacity: int) -> Segment:
-        """Make a file of so many bytes; any thread may.
+        """Make a file of `capacity` bytes; safe in any thread.
 
         Raises:
             OSError: the disk is full.
@@ -241,29 +248,35 @@ class SegmentBlobs(ThreadedStore[Segment]):
         """Remove a file, soon."""
         _BACKGROUND.submit(backing.remove)
 
+    def recycle(self, backing: Segment, capacity: int) -> None:
+        if backing.is_kept:
+            self._drop(backing)
+        else:
+            super().recycle(backing, capacity)
+
     def _check_capacity(self, size: int) -> None:
-        """Check that the disk has space for so many bytes besides what is left free.
+        """Check that the disk has space for `size` bytes in addition to the free space kept.
 
         Raises:
-            OSError: it has not.
+            OSError: it does not.
         """
         stat = os.statvfs(self._directory)
         free_bytes = stat.f_bavail * stat.f_frsize
         if free_bytes - size < self._min_free_bytes:
             raise OSError(
                 errno.ENOSPC,
-                f"the disk of {self._directory} has {free_bytes} bytes free; {self._min_free_bytes} stay so",
+                f"the disk of {self._directory} has {free_bytes} bytes free; {self._min_free_bytes} must stay free",
             )
 
-    # What outlives the process
+    # Durability
 
     async def flush(self, blob: Blob) -> None:
-        """Wait until all that was written is on the disk, where that was asked for; it goes on without the caller."""
+        """Wait until all bytes of a blob are on disk, if `sync` is set; continues even if the caller is cancelled."""
         if isinstance(blob, SegmentBlob) and self._sync:
             await in_thread(self._executor, blob.backing.sync, pinned=[blob])
 
     async def copy(self, target: Blob, head: memoryview, source: Blob, spans: Sequence[Span]) -> None:
-        """Write a beginning, and after it spans of another blob.
+        """Write a head, and after it spans of another blob.
 
         Raises:
             OSError: they cannot be read or written.
@@ -271,10 +284,10 @@ class SegmentBlobs(ThreadedStore[Segment]):
         await in_thread(self._executor, _copy, target, head, source, spans, pinned=[target, source])
 
     async def checksum(self, blob: Blob, tables_bytes: int) -> int:
-        """Return the checksum of a recovered blob as it is stored, and have its tables in memory from now on.
+        """Return the checksum of a recovered blob's stored bytes, and load its tables into memory.
 
         Args:
-            blob: one that has a number.
+            blob: a blob with a number.
             tables_bytes: size of the tables that it begins with.
 
         Raises:
@@ -286,11 +299,35 @@ class SegmentBlobs(ThreadedStore[Segment]):
         blob.tables = tables
         return checksum
 
+    async def take_files(self, paths: Sequence[Path]) -> None:
+        """Move files that a recording kept back from its directory, to be reused for other puts.
+
+        Files that still have another name, were truncated, or are on another file system are left alone.
+        """
+        for segment in await in_thread(self._executor, self._taken, paths):
+            self.recycle(segment, segment.capacity)  # the next put, or `trim`, drops the excess
+
+    def _taken(self, paths: Sequence[Path]) -> list[Segment]:
+        taken = []
+        for path in paths:
+            try:
+                found = path.stat()
+                if found.st_nlink > 1 or found.st_size < SMALL_BYTES or found.st_size != size_class(found.st_size):
+                    continue
+                with self._numbering:
+                    self._last_number += 1
+                    number = self._last_number
+                path.rename(self._directory / _name(number))
+            except OSError:
+                continue
+            taken.append(Segment(self._directory, number, found.st_size))
+        return taken
+
     def recover(self, blobs: Iterable[tuple[int, int]]) -> list[Blob | None]:
-        """Take over the blobs of an earlier process; those that are not listed are there for reuse.
+        """Take over the blobs of an earlier process; files that are not listed are pooled for reuse.
 
         Args:
-            blobs: the number and size of each. Of those that have one number the first has the bytes.
+            blobs: the number and size of each. If several have the same number, the first one has the bytes.
 
         Returns:
             The blobs; None for one that is missing.
@@ -303,6 +340,7 @@ class SegmentBlobs(ThreadedStore[Segment]):
             if number in found:
                 found.discard(number)
                 segment = Segment(self._directory, number, size_class(size))
+                segment.is_kept = segment.path.stat().st_nlink > 1
                 recovered.append(SegmentBlob(self, size, segment))
                 self.used_bytes += segment.capacity
             else:
@@ -310,10 +348,11 @@ class SegmentBlobs(ThreadedStore[Segment]):
         self._last_number = max(self._last_number, *found, 0)
         for number in found:
             segment = Segment(self._directory, number, 0)
-            segment.capacity = segment.path.stat().st_size
+            found_file = segment.path.stat()
+            segment.capacity, segment.is_kept = found_file.st_size, found_file.st_nlink > 1
             if segment.capacity:
                 self.recycle(segment, segment.capacity)
-            else:  # the process ended before it was made as large as it was to be
+            else:  # the process ended before the file got its size
                 self._drop(segment)
         self._high_water_bytes = self.used_bytes + self.pooled_bytes
         return recovered
@@ -345,7 +384,7 @@ def _look_at(blob: SegmentBlob, tables_bytes: int) -> tuple[int, bytearray]:
 
 
 def _refusal(size: int, error: OSError) -> TqError:
-    """Return the error of a put whose bytes could not be kept."""
+    """Return the error for a put whose bytes could not be stored."""
     if is_temporary(error):
         return UnavailableError(f"a put of {size} bytes cannot be kept now: {error}; try again")
     if error.errno in _FULL:
@@ -354,7 +393,7 @@ def _refusal(size: int, error: OSError) -> TqError:
             "larger disk",
             retry_after_seconds=RETRY_AFTER_SECONDS,
         )
-    return UnavailableError(f"the bytes of a put could not be written: {error}; put it again", reason="DISK_FAILED")
+    return UnavailableError(f"could not write the bytes of a put: {error}; put the data again", reason="DISK_FAILED")
 
 
 def _name(number: int) -> str:

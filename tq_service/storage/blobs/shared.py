@@ -1,13 +1,13 @@
-"""Blobs that clients of this host map: regions, which the service makes and uses again, and sealed memfds of clients.
+"""Blobs that clients of this host map: regions, which the service makes and reuses, and sealed memfds of clients.
 
-A region stays warm: the next put finds its pages, and the page tables of the processes that map it. It is used again
-only if no process may still read or write its bytes, for which sessions have leases:
+A region stays warm: for the next put its pages exist, and the page tables of the processes that map it. It is reused
+only if no process may still read or write its bytes. Sessions hold leases to ensure that:
 
     blob allocated -> region in use -> blob freed, no lease left ---------------------------------> pooled -> used again
                                     -> blob freed, leased -> last lease released ------------------> pooled, or dropped
                                                           -> memory needed -> abandoned until then -> dropped
 
-A session that ends with leases may leave a process that still maps their regions: these are dropped once they are free.
+If a session ends with leases, a process may still map their regions; these are dropped once they are free.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from tq_service.storage.blobs.memory import (
 from tq_service.wire import shared_memory
 
 _THREAD_COUNT: Final = 2
-# A step of reinforcement learning takes minutes and begins with an empty store: if regions were dropped meanwhile, it
-# would begin with new pages, which take 5 to 20 times as long to fill as those of before.
+# A step of reinforcement learning takes minutes and begins with an empty store. If regions were dropped in between, it
+# would begin with new pages, which take 5 to 20 times as long to fill as existing ones.
 _KEPT_SECONDS: Final = 300.0
-# Sizes of batches vary: a region may be larger than requested by this factor, and twice the used bytes are kept.
+# Batch sizes vary: a region may be larger than requested by this factor, and twice the used bytes are kept.
 _MOST_SLACK: Final = 1.25
 _KEPT_SHARE: Final = 2
 
@@ -55,7 +55,7 @@ class SharedBlob(Blob):
 
 
 class SharedStore(BlobStore):
-    """A store of such blobs.
+    """A store of shared blobs.
 
     Attributes:
         blob_count: blobs that are not freed.
@@ -77,15 +77,15 @@ class Region(SharedMemory):
     """A memfd of this service, written by clients of its user.
 
     Args:
-        number: names it; used once in this process.
+        number: identifies it; used once in this process.
         capacity: bytes; a multiple of a page.
         on_unleased: called when its last lease has ended.
 
     Attributes:
         capacity: as above.
-        lease_count: how many leases sessions have of it.
-        is_fit: whether it may be used again: no session with a lease of it has ended.
-        pooled_at: when it was last pooled, in the seconds of its store.
+        lease_count: number of leases that sessions have on it.
+        is_fit: whether it may be reused: false once a session with a lease on it has ended.
+        pooled_at: when it was last pooled, in seconds of its store.
 
     Raises:
         OSError: the system lacks memory for it.
@@ -110,19 +110,19 @@ class Region(SharedMemory):
             session.note_dropped(self.number)
 
     def lease(self, session: Session) -> None:
-        """Begin a lease: it is not used again before that has ended."""
+        """Begin a lease; the region is not reused before the lease has ended."""
         self.lease_count += 1
         self._sessions.add(session)
 
     def end_lease(self, *, is_released: bool) -> None:
-        """End one; if the client did not release it, the region is not used again."""
+        """End a lease; if the client did not release it, the region is not reused."""
         self.lease_count -= 1
         self.is_fit &= is_released
         if not self.lease_count:
             self._on_unleased(self)
 
     def remove(self) -> None:
-        """Close and unmap it, and free its pages, although clients keep mappings; they may not if some use these."""
+        """Close and unmap it. Free its pages despite mappings in clients, unless one may still use them."""
         if self.is_fit:
             shared_memory.free_pages(self.memory)
         super().remove()
@@ -131,19 +131,19 @@ class Region(SharedMemory):
 class RegionBlobs(ThreadedStore[Region], SharedStore):
     """Blobs in regions.
 
-    A region whose blob was freed while it is leased counts as used, until its leases have ended or `max_bytes` would be
-    exceeded: then the one freed first is abandoned, and its memory belongs to its readers.
+    A leased region whose blob was freed counts as used until its leases have ended. If `max_bytes` would be exceeded
+    earlier, the one freed first is abandoned: its memory then belongs to its readers.
 
     Args:
-        max_bytes: bytes of regions in use from which on some are abandoned; None: none are.
+        max_bytes: bytes of regions in use above which some are abandoned; None: unlimited.
     """
 
     def __init__(self, max_bytes: int | None = None) -> None:
         super().__init__()
         self._max_bytes = math.inf if max_bytes is None else max_bytes
         self._numbers = itertools.count(1)
-        self._seconds = 0.0  # since it began, as `trim` counts them
-        self._freed: dict[Region, None] = {}  # still leased; the blob freed first comes first
+        self._seconds = 0.0  # since the start, as counted by `trim`
+        self._freed: dict[Region, None] = {}  # still leased, in the order their blobs were freed
         self._in_use: set[Region] = set()
         self._executor = ThreadPoolExecutor(_THREAD_COUNT, thread_name_prefix="tq-region")
 
@@ -174,7 +174,7 @@ class RegionBlobs(ThreadedStore[Region], SharedStore):
         return self._wrap(backing, size)
 
     def _recycled(self, capacity: int) -> Region | None:
-        """Return the smallest region that is held for reuse, has this capacity, and is not much larger."""
+        """Return the smallest pooled region of at least this capacity that is not much larger."""
         fitting = (each for each in self._pool if capacity <= each <= capacity * _MOST_SLACK)
         return super()._recycled(min(fitting, default=capacity))
 
@@ -201,10 +201,10 @@ class RegionBlobs(ThreadedStore[Region], SharedStore):
         super().recycle(backing, capacity)
 
     def trim(self, elapsed_seconds: float) -> None:
-        """Drop the regions that no put has needed for some minutes; the mark sinks to the rest."""
+        """Drop regions that no put has needed for some minutes, and lower the high-water mark to the rest."""
         self._seconds += elapsed_seconds
         for capacity, pooled in list(self._pool.items()):
-            due = sum(each.pooled_at <= self._seconds - _KEPT_SECONDS for each in pooled)  # the last one is used first
+            due = sum(each.pooled_at <= self._seconds - _KEPT_SECONDS for each in pooled)  # last in, first out
             for region in pooled[:due]:
                 self._drop(region)
             del pooled[:due]
@@ -234,15 +234,15 @@ class RegionBlobs(ThreadedStore[Region], SharedStore):
 
 
 class MemfdBlob(SharedBlob):
-    """Sealed memory of a client. Its range of addresses exists from `allocate` on; the memfd comes with `map_fd`."""
+    """Sealed memory of a client. Its range of addresses exists after `allocate`; the memfd comes with `map_fd`."""
 
     __slots__ = ()
 
     def map_fd(self, fd: int) -> None:
-        """Take over the file descriptor of its memory, whatever comes of it.
+        """Take ownership of the file descriptor of its memory, even on failure.
 
         Raises:
-            InvalidArgumentError: it is not sealed memory of the size announced.
+            InvalidArgumentError: it is not sealed memory of the announced size.
             OSError: the system refuses the mapping.
         """
         self.backing.fd = fd
@@ -250,15 +250,15 @@ class MemfdBlob(SharedBlob):
         shared_memory.map_over(self.backing.memory, fd, self.size, is_writable=False)
 
     def read_into(self, target: memoryview, start: int) -> None:
-        """Copy bytes from `start` on into `target`, see `Blob.read_into`.
+        """Fill `target` with the bytes from `start`, see `Blob.read_into`.
 
-        The system copies them from the memfd: a read through the mapping costs a page fault for every few pages.
+        The system copies them from the memfd: reading through the mapping costs a page fault every few pages.
         """
         shared_memory.read_into(self.backing.fd, target, start)
 
 
 class MemfdBlobs(SharedStore):
-    """Blobs in memory that clients of other users have made and sealed."""
+    """Blobs in memory that clients of other users made and sealed."""
 
     async def allocate(self, size: int) -> MemfdBlob:
         try:
@@ -271,7 +271,7 @@ class MemfdBlobs(SharedStore):
     def free(self, blob: Blob) -> None:
         self.blob_count -= 1
         blob.close()
-        if blob.size >= UNMAPPED_IN_BACKGROUND_FROM_BYTES:  # the last one to close a memfd frees its pages
+        if blob.size >= UNMAPPED_IN_BACKGROUND_FROM_BYTES:  # the last process to close a memfd frees its pages
             BACKGROUND.submit(blob.backing.remove)
         else:
             blob.backing.remove()

@@ -1,1 +1,1 @@
-"""The upper floor: which puts there are, their rows and columns, the quota, what was confirmed."""
+"""The upper layer: the puts with their rows and columns, the quota, and confirmations."""

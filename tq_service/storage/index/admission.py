@@ -1,4 +1,4 @@
-"""The byte quota, how much of it may be in memory, and the queue of puts that wait for capacity."""
+"""The byte quota, its share that may be in memory, and the queue of puts that wait for capacity."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tq_service.errors import QuotaExceededError, UnavailableError
 from tq_service.storage.blobs.memory import RETRY_AFTER_SECONDS
 from tq_service.wait_clock import Waiting
 
-_SPARE_SHARE: Final = 16  # of the memory, which spilling leaves free, so that it is not for each put that comes
+_SPARE_SHARE: Final = 16  # of the memory, freed in addition when spilling, so not every put causes a spill
 
 
 class Admission:
@@ -26,14 +26,14 @@ class Admission:
     rows come first. Confined to one event loop.
 
     Args:
-        max_bytes: the quota; None: no bound.
+        max_bytes: quota; None: unlimited.
         reserve_share: share of the quota that new rows leave free.
-        clock: what deadlines are measured with.
+        clock: time source for deadlines.
         on_shortage: called when the first in the queue lacks bytes; may `release` some.
-        memory_bytes: those of the quota that may be in memory; None: all.
+        memory_bytes: bytes of the quota that may be in memory; None: all.
 
     Attributes:
-        spilled_bytes: bytes that are counted and in a mirror alone.
+        spilled_bytes: counted bytes that are only in a mirror.
     """
 
     def __init__(
@@ -51,10 +51,10 @@ class Admission:
         self._clock = clock
         self._on_shortage = on_shortage
         self._is_relieving = False
-        # By token and partition, both in order of their turns; each in order of arrival.
+        # By token and partition, both in order of their turns; puts of each in order of arrival.
         self._waiting: OrderedDict[str, OrderedDict[str, dict[_Waiter, None]]] = OrderedDict()
-        self._first: _Waiter | None = None  # that waited when they were last looked at, None: look at them
-        self._fits_at = 0  # used bytes with which the first of these puts to fit does
+        self._first: _Waiter | None = None  # first waiter at the last check; None: check again
+        self._fits_at = 0  # used bytes at which the first of the waiting puts fits
         self._turn = AdmissionTurn(clock)
         self._timer: asyncio.TimerHandle | None = None
         self._is_draining = False
@@ -70,7 +70,7 @@ class Admission:
         """Count `size` bytes as used, waiting for capacity until the deadline; `producer` is a token and a partition.
 
         Raises:
-            QuotaExceededError: larger than the quota (at once), or no capacity until the deadline (with retry-after).
+            QuotaExceededError: larger than the quota (at once), or no capacity by the deadline (with retry-after).
             UnavailableError: no capacity, and the service is draining.
         """
         limit = self.max_bytes if for_existing_rows else self._new_rows_limit
@@ -96,7 +96,7 @@ class Admission:
         waiter.granted.result()
 
     def drain(self) -> None:
-        """End the waits, and allow no more: the service is about to stop."""
+        """End all waits and allow no new ones: the service is about to stop."""
         self._is_draining = True
         self._end_waits()
 
@@ -105,7 +105,7 @@ class Admission:
             self._leave(waiter)
             if not waiter.granted.done():
                 waiter.granted.set_exception(
-                    UnavailableError("there is no capacity, and the service is draining; put it again when it is back")
+                    UnavailableError("no capacity is left, and the service is draining; retry when it is back")
                 )
         self._set_timer()
 
@@ -120,12 +120,12 @@ class Admission:
         return bool(self._waiting)
 
     def has_memory(self) -> bool:
-        """Whether there is capacity at all, and memory for it."""
+        """Whether any capacity, and memory for it, is left."""
         limits = ((self.max_bytes, self.used_bytes), (self._memory_bytes, self.used_bytes - self.spilled_bytes))
         return all(limit is None or used < limit for limit, used in limits)
 
     def to_spill(self) -> int:
-        """Return how many bytes are to leave memory."""
+        """Return how many bytes should leave memory."""
         if self._memory_bytes is None:
             return 0
         excess = self.used_bytes - self.spilled_bytes - self._memory_bytes
@@ -149,9 +149,9 @@ class Admission:
         self._set_timer()
 
     def _admit_fitting(self) -> bool:
-        """Admit the puts that fit; return whether the first of the others, if any waits, lacks no bytes.
+        """Admit the puts that fit; return whether nothing waits or the first remaining put lacks no bytes.
 
-        Bytes are freed in thousands of parts, so the puts are looked at only if one of them may fit.
+        Bytes are freed in thousands of parts, so the puts are checked only if one of them may fit.
         """
         holder = self._turn.holder
         if isinstance(holder, _Waiter) and self._lacking(holder) > 0:
@@ -177,11 +177,11 @@ class Admission:
         return self._first is None or self._lacking(self._first) <= 0
 
     def _lacking(self, waiter: _Waiter) -> int:
-        """Return how many bytes a put lacks, 0 or less if it fits."""
+        """Return how many bytes a put lacks; 0 or less if it fits."""
         return 0 if waiter.limit is None else self.used_bytes + waiter.size - waiter.limit
 
     def _waiters(self) -> Iterator[_Waiter]:
-        """Yield the puts that wait: one of each token, then again; of each token likewise one of each partition."""
+        """Yield the waiting puts, alternating between tokens and, within each token, between partitions."""
         return _alternating(_alternating(partitions.values()) for partitions in self._waiting.values())
 
     def _leave(self, waiter: _Waiter) -> None:
@@ -197,7 +197,7 @@ class Admission:
             self._first = None
 
     def _set_timer(self) -> None:
-        """Have the others looked at when a turn is over."""
+        """Schedule a check of the other puts for the end of the current turn."""
         over_at = self._turn.over_at if self._waiting else None
         if self._timer is not None:
             self._timer.cancel()
@@ -213,7 +213,7 @@ class Admission:
                     await waiter.granted
         except BaseException as error:
             in_front = self._in_front_of(waiter)
-            # Capacity may have been granted in the very turn in which the wait was given up.
+            # Capacity may have been granted in the same loop iteration in which the wait was given up.
             granted = waiter.granted
             if granted.done() and not granted.cancelled() and granted.exception() is None:
                 self.release(waiter.size)
@@ -235,7 +235,7 @@ class Admission:
             ) from None
 
     def _in_front_of(self, waiter: _Waiter) -> str:
-        """Return, for the error of a put, which other one it waited for; "" if it lacks the capacity itself."""
+        """Return, for an error message, which put this one waited for; "" if it lacks the capacity itself."""
         holder = self._turn.holder
         if self._lacking(waiter) > 0 or not isinstance(holder, _Waiter) or holder is waiter:
             return ""

@@ -1,12 +1,12 @@
-"""One put: while it is received, and then its columns, which of their cells are still live, and where their bytes are.
+"""One put: while it is received, and afterwards its columns, their live cells, and the location of their bytes.
 
-The int64 tables that cut jagged and object columns into rows (offsets and extents of these) are memory of the index,
-apart from the values, which may be anywhere; the values are one blob, column after column as they came. A blob that
-outlives the process begins with a copy of the tables, from which a recovered put has them: one file, one checksum.
-Values in memory shared with their client lie as `place_columns` says.
+The int64 tables that divide jagged and object columns into rows (offsets and extents) are memory of the index. The
+values are stored separately, in one blob, column after column as received. A blob that outlives the process begins with
+a copy of the tables, from which a recovered put loads them: one file, one checksum. Values in memory shared with their
+client are laid out by `place_columns`.
 
-Rows of text are looked at as they come in: each is UTF-8. What msgpack says is not read here: decoding it costs a step
-in Python for each row, and its readers do it anyway.
+Rows of text are verified to be UTF-8 as they arrive. Rows of msgpack are not decoded here: that takes a step in Python
+per row, and readers decode them anyway.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ from tq_service.wire.shared_memory import close_all
 Rows = NDArray[np.int64]
 Tables = bytearray | memoryview
 _NO_TABLES: Final = bytearray()
-_CONTINUES: Final = 0x80  # the two highest bits of a byte that is not the first of its character
+_CONTINUES: Final = 0x80  # the two highest bits of a byte that continues a character
 _HIGHEST_BITS: Final = 0xC0
-_SIZE_BYTES: Final = 4  # of the size of a column, in a put that is packed
-_MARKED_SHARE: Final = 16  # of the rows of a put, from which on marking rows is quicker than sorting them
+_SIZE_BYTES: Final = 4  # for the size of a column in a packed put
+_MARKED_SHARE: Final = 16  # marking rows is faster than sorting them from this share of a put's rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +63,7 @@ class PutCells:
     rows: Rows | None = None
 
     def rows_of(self, row_count: int) -> Rows:
-        """Return the rows as far as a put of `row_count` rows has them."""
+        """Return the rows that a put of `row_count` rows has."""
         if self.rows is None:
             return np.arange(row_count, dtype=np.int64)
         return self.rows[(self.rows >= 0) & (self.rows < row_count)]
@@ -75,12 +75,12 @@ class PutCells:
 
 
 class RowSet:
-    """Which rows of a put some of its columns still have; shared by columns that were freed alike.
+    """The rows of a put that some of its columns still have; shared by columns with the same rows freed.
 
     Attributes:
-        rows: the rows in memory in ascending order, None where these are all of the put.
+        rows: the rows in memory in ascending order; None if they are all rows of the put.
         stored_count: number of rows in memory.
-        live: `(stored_count,)`, None where all are live.
+        live: `(stored_count,)`; None if all are live.
         live_count: number of live rows.
     """
 
@@ -93,21 +93,21 @@ class RowSet:
         self.live_count = stored_count
 
     def copy(self) -> RowSet:
-        """Return a set that is freed on its own from now on."""
+        """Return a copy from which rows can be freed independently."""
         twin = RowSet(self.stored_count, self.rows)
         twin.live = None if self.live is None else self.live.copy()
         twin.live_count = self.live_count
         return twin
 
     def compacted(self) -> RowSet:
-        """Return the set of the live rows, at least one."""
+        """Return the set of the live rows; at least one must be live."""
         if self.live is None:
             return RowSet(self.stored_count, self.rows)
         live = self.live_positions()
         return RowSet(self.live_count, live if self.rows is None else self.rows[live])
 
     def positions(self, firsts: Rows, counts: Rows) -> Rows:
-        """Return where runs of rows that the put had lie in memory, -1 for each that misses a row."""
+        """Return the positions in memory of runs of the put's rows, or -1 for a run with a missing row."""
         if self.rows is None:
             at, there = firsts, np.ones(len(firsts), np.bool_)
         else:
@@ -123,7 +123,7 @@ class RowSet:
         return np.where(there, at, -1).astype(np.int64, copy=False)
 
     def free(self, rows: Rows) -> Rows:
-        """Mark rows that the put had dead, those that are not there ignored; return the positions that died."""
+        """Mark rows of the put as dead, ignoring missing rows; return the positions that died."""
         at = rows
         if self.rows is not None:
             at = np.minimum(np.searchsorted(self.rows, rows), self.stored_count - 1)
@@ -154,7 +154,7 @@ def _ascending(positions: NDArray[np.intp], bound: int) -> NDArray[np.intp]:
 
 
 class StoredColumn:
-    """Where a column lies: from `table_at` on in the tables of its put, from `values_at` on in the values' blob."""
+    """Location of a column: `table_at` in the tables of its put, and `values_at` in the blob of values."""
 
     __slots__ = ("row_set", "spec", "table_at", "value_bytes", "values_at")
 
@@ -162,24 +162,24 @@ class StoredColumn:
         self.spec = spec
         self.row_set = row_set
         self.value_bytes = value_bytes
-        self.table_at = self.values_at = 0  # its put says
+        self.table_at = self.values_at = 0  # set by its put
 
     def table(self, tables: Tables) -> Rows:
-        """Return the offsets and after them the extents, row by row, in one array. Not for dense columns."""
+        """Return the offsets followed by the extents, row by row, in one array. Not for dense columns."""
         stored = self.row_set.stored_count
         return np.frombuffer(tables, np.int64, stored + 1 + stored * extent_count(self.spec), self.table_at)
 
     def offsets(self, tables: Tables) -> Rows:
-        """Return where each row starts in the values, and their end: `(stored + 1,)`. Not for dense columns."""
+        """Return the start of each row in the values, and their end: `(stored + 1,)`. Not for dense columns."""
         return self.table(tables)[: self.row_set.stored_count + 1]
 
     def extents(self, tables: Tables) -> Rows:
-        """Return the extents of the stored rows, `(stored, extents of a row)`. Not for dense columns."""
+        """Return the extents of the stored rows, `(stored, extents per row)`. Not for dense columns."""
         stored = self.row_set.stored_count
         return self.table(tables)[stored + 1 :].reshape(stored, extent_count(self.spec))
 
     def bytes_of(self, put: StoredPut, positions: Rows) -> int:
-        """Return the bytes that rows take, their part of the tables included."""
+        """Return the bytes that rows use, including their part of the tables."""
         fixed = fixed_row_bytes(self.spec)
         if fixed is not None:
             return fixed * len(positions)
@@ -188,26 +188,26 @@ class StoredColumn:
         return values + len(positions) * table_bytes(self.spec)
 
     def tables_size(self) -> int:
-        """Return the bytes of its tables."""
+        """Return the size of its tables in bytes."""
         return 0 if fixed_row_bytes(self.spec) is not None else self.row_set.stored_count * table_bytes(self.spec) + 8
 
 
 def table_bytes(spec: FieldSpec) -> int:
-    """Return the bytes of tables that one row of a field takes."""
+    """Return the size of the tables per row of a field, in bytes."""
     return 0 if fixed_row_bytes(spec) is not None else 8 * (extent_count(spec) + 1)
 
 
 class StoredPut:
-    """The cells of one put: the tables of its columns one after the other, and so their values.
+    """The cells of one put: the tables of its columns, concatenated, and their values, concatenated.
 
     Attributes:
         values: the blob of its values, once it is placed.
         tables_bytes: size of its tables.
-        columns: its columns by name; None for one that was freed whole. Puts of which nothing was freed share them.
+        columns: its columns by name; None for a column that was freed. Puts without freed cells share them.
         row_count: number of rows it was put with.
         partition_id: the partition it is for.
         live_bytes: bytes of live cells, with their part of the tables.
-        for_existing_rows: whether it was reserved as columns for existing rows; no new ones may be made of it.
+        for_existing_rows: whether it was reserved as columns for existing rows; it must not create new rows.
         owner: the controller that owns it.
     """
 
@@ -248,17 +248,17 @@ class StoredPut:
         self.owner = _one_of(owner)
 
     def charge_in(self, store: BlobStore) -> int:
-        """Return what its tables and values take, with what lies between columns in shared memory."""
+        """Return the bytes of its tables and values, including gaps between columns in shared memory."""
         return self.tables_bytes + self._place_values(store)[1]
 
     def blob_bytes(self, store: BlobStore) -> int:
-        """Return the size of the blob of its values, and of its tables where it begins with them."""
+        """Return the size of the blob of its values, which in a durable store includes its tables."""
         return self.charge_in(store) - (0 if store.is_durable else self.tables_bytes)
 
     def place(self, values: Blob, *, is_recovered: bool = False) -> None:
         """Lay it out in a blob of `blob_bytes`, whose `charge` is that of the put.
 
-        Its tables follow, unless it is recovered: the blob has them already.
+        The tables must be filled next. A recovered put has them already, in the blob.
         """
         self._own_columns()
         self.values = values
@@ -269,25 +269,25 @@ class StoredPut:
             column.values_at = self.values_at + start
 
     def share_columns(self) -> None:
-        """Have its columns in common with puts like it: a small one would take several times its bytes for them."""
+        """Share its columns with similar puts: for a small put they would use several times the memory of its bytes."""
         columns = self.left_columns()
         key = [(each.spec, each.value_bytes, each.table_at, each.values_at) for each in columns]
         self.columns = _shared_columns(self.row_count, *key)
         self._has_shared_columns = True
 
     def take_shared(self, values: Blob) -> None:
-        """Have the blob of its values, where its columns are laid out already, and in common with other puts."""
+        """Set the blob of its values; its columns are laid out already, and shared with other puts."""
         self.values = values
         self.live_bytes = values.charge
         self._has_shared_columns = True
 
     @property
     def may_be_packed(self) -> bool:
-        """Whether it is small and as it came: in Python's heap, and nothing of it was freed."""
+        """Whether it is small, in Python's heap, and has no freed cells."""
         return self._has_shared_columns and self.values.backing is None and self.values.copy is None
 
     def packed(self) -> PackedPut | None:
-        """Return it as two objects; None unless it `may_be_packed`."""
+        """Return it packed into two objects, or None unless it `may_be_packed`."""
         if not self.may_be_packed:
             return None
         columns, values = self.left_columns(), self.values
@@ -298,13 +298,13 @@ class StoredPut:
         return PackedPut(kind, b"".join((sizes, tables, values.view())))
 
     def _own_columns(self) -> None:
-        """Have columns of its own, which may be changed."""
+        """Replace shared columns by copies that may be changed."""
         if self._has_shared_columns:
             self.columns = self.snapshot().columns
             self._has_shared_columns = False
 
     def fill_tables(self, shapes: Sequence[ColumnShape]) -> None:
-        """Make the tables of its columns, once it is placed; any thread may.
+        """Make the tables of its columns, once it is placed; safe in any thread.
 
         Raises:
             InvalidArgumentError: a row of msgpack is empty.
@@ -318,7 +318,7 @@ class StoredPut:
                     raise _wrong_row(shape.spec.name, int(empty.argmax()), "has no bytes; expected one msgpack value")
 
     def _place_values(self, store: BlobStore) -> tuple[list[int], int]:
-        """Return where the values of each column start among the values, and where they end."""
+        """Return the start of each column among the values, and the end of the last."""
         sizes = [column.value_bytes for column in self.left_columns()]
         if store.is_shared:
             return place_columns(sizes)
@@ -327,14 +327,14 @@ class StoredPut:
 
     @property
     def values_at(self) -> int:
-        """Where the values start in their blob."""
+        """Start of the values in their blob."""
         return self.tables_bytes if self.values.store.is_durable else 0
 
     def tables(self) -> Tables:
-        """Return what cuts its columns into rows.
+        """Return the tables that divide its columns into rows.
 
         Raises:
-            UnavailableError: it is in a file that has not been read since the start.
+            UnavailableError: they are in a file that has not been read since the start.
         """
         values = self.values
         if values.tables is not None:
@@ -344,20 +344,20 @@ class StoredPut:
         raise UnavailableError(f"segment {values.number} has not been read since the start; try again")
 
     def table_views(self) -> list[memoryview]:
-        """Return the tables of the columns that are left: one after the other they are those of a copy."""
+        """Return the tables of the remaining columns; concatenated they are the tables of a copy."""
         tables = memoryview(self.tables())
         return [tables[column.table_at :][: column.tables_size()] for column in self.left_columns()]
 
     def value_spans(self) -> list[Span]:
-        """Return where the values of its columns are in their blob: one after the other they are those of a copy."""
+        """Return the positions of its columns' values in their blob; concatenated they are the values of a copy."""
         return [(column.values_at, column.value_bytes) for column in self.left_columns()]
 
     def left_columns(self) -> list[StoredColumn]:
-        """Return its columns that were not freed whole."""
+        """Return its remaining columns."""
         return [column for column in self.columns.values() if column is not None]
 
     def shapes(self) -> list[ColumnShape]:
-        """Return its columns as they were put, as far as nothing of them was freed."""
+        """Return its columns as they were put, if none of their cells were freed."""
         return [
             ColumnShape(
                 spec=column.spec,
@@ -389,7 +389,7 @@ class StoredPut:
         )
 
     def free(self, cells: PutCells) -> bool:
-        """Free cells of it, those that are not there ignored; return whether any others are left."""
+        """Free cells of it, ignoring missing ones; return whether any cells remain."""
         self._own_columns()
         names = {name for name in (cells.field_names or self.columns) if self.columns.get(name) is not None}
         if cells.rows is None:
@@ -410,7 +410,7 @@ class StoredPut:
         return all(column and column.row_set.live_count == self.row_count for column in self.columns.values())
 
     def dead_bytes(self) -> int:
-        """Return how many bytes compaction frees at least."""
+        """Return the minimum number of bytes freed by compaction."""
         tables = sum(fixed_row_bytes(column.spec) is None for column in self.left_columns())
         live_bytes = self.live_bytes + 8 * (tables + sum(row_set.live_count for row_set in self.row_sets()))
         return self.values.charge - live_bytes
@@ -420,7 +420,7 @@ class StoredPut:
         return self.dead_bytes() * 2 > self.values.charge
 
     def snapshot(self) -> StoredPut:
-        """Return it as it is now, for a thread to look at while cells of it are freed; its bytes never change."""
+        """Return a snapshot, for a thread to read while cells are freed; its bytes never change."""
         twin = copy(self)
         row_sets = {id(row_set): row_set.copy() for row_set in self.row_sets()}
         twin.columns = {}
@@ -431,15 +431,15 @@ class StoredPut:
         return twin
 
     def row_sets(self) -> list[RowSet]:
-        """Return the sets of rows that its columns have."""
+        """Return the distinct row sets of its columns."""
         return list({id(column.row_set): column.row_set for column in self.left_columns()}.values())
 
     def members(self, row_set: RowSet) -> dict[str, StoredColumn]:
-        """Return the columns that have these rows."""
+        """Return the columns that use a row set."""
         return {name: column for name, column in self.columns.items() if column and column.row_set is row_set}
 
     def _split(self, names: set[str]) -> list[RowSet]:
-        """Return the row sets of some columns, parted from those of other columns."""
+        """Return the row sets of some columns, split from those of other columns."""
         touched = []
         for row_set in self.row_sets():
             members = self.members(row_set)
@@ -464,7 +464,7 @@ class StoredPut:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PutKind:
-    """What puts of the same columns of a partition have in common; compared by identity, since it is made once."""
+    """The common properties of puts with the same columns in a partition; cached, and compared by identity."""
 
     specs: tuple[FieldSpec, ...]
     row_count: int
@@ -476,13 +476,13 @@ class PutKind:
 _kind: Final = lru_cache(maxsize=256)(PutKind)
 
 
-@dataclass(slots=True, eq=False)  # a named tuple takes 16 bytes more, a frozen one longer to make
+@dataclass(slots=True, eq=False)  # a named tuple takes 16 more bytes, a frozen dataclass is slower to make
 class PackedPut:
-    """A small put of which nothing was freed, in a quarter of the memory; it is unpacked for each look at it.
+    """A small put without freed cells, in a quarter of the memory; it is unpacked for each access.
 
     Attributes:
         kind: shared with other puts.
-        content: the bytes of the values of each column (int32), the tables, and the values.
+        content: the size of the values of each column (int32), the tables, and the values.
     """
 
     kind: PutKind
@@ -495,7 +495,7 @@ class PackedPut:
 
     @property
     def charge(self) -> int:
-        """Bytes of the quota that it takes."""
+        """Bytes of the quota that it uses."""
         return len(self.content) - _SIZE_BYTES * len(self.kind.specs)
 
     def parts(self) -> tuple[bytes, bytes]:
@@ -504,7 +504,7 @@ class PackedPut:
         return self.content[:start], self.content[start:]
 
     def unpacked(self, store: BlobStore) -> StoredPut:
-        """Return the put as it was, in the store that it was in."""
+        """Return the original put, in the given store."""
         kind, (sizes, content) = self.kind, self.parts()
         columns = _packed_columns(kind, sizes, is_durable=store.is_durable)
         put = StoredPut(
@@ -530,14 +530,14 @@ def packed_put(
     for_existing_rows: bool,
     owner: bytes,
 ) -> PackedPut:
-    """Return a small put by the spec of each column and the bytes of its values, and the tables and values of all."""
+    """Return a small put made of the spec and value size of each column, and the concatenated tables and values."""
     specs = tuple(spec for spec, _ in columns)
     kind = _kind(specs, row_count, intern(partition_id), for_existing_rows, _one_of(owner))
     return PackedPut(kind, _sizes(len(columns)).pack(*(size for _, size in columns)) + content)
 
 
 def unpack_sizes(sizes: bytes) -> tuple[int, ...]:
-    """Return the bytes of the values of each column of a packed put."""
+    """Return the value size of each column of a packed put."""
     return _sizes(len(sizes) // _SIZE_BYTES).unpack(sizes)
 
 
@@ -548,7 +548,7 @@ def _sizes(count: int) -> struct.Struct:
 
 @lru_cache(maxsize=256)
 def _packed_columns(kind: PutKind, sizes: bytes, *, is_durable: bool) -> dict[str, StoredColumn | None]:
-    """Return the columns of packed puts of a kind and such sizes; in a durable store their values follow the tables."""
+    """Return the columns of packed puts of a kind and sizes; in a durable store their values follow the tables."""
     row_set, columns = RowSet(kind.row_count), list[StoredColumn]()
     for spec, value_bytes in zip(kind.specs, unpack_sizes(sizes), strict=True):
         columns.append(StoredColumn(spec, row_set, value_bytes))
@@ -561,13 +561,13 @@ def _packed_columns(kind: PutKind, sizes: bytes, *, is_durable: bool) -> dict[st
 
 @lru_cache(maxsize=64)
 def _one_of(owner: bytes) -> bytes:
-    """Return one object for all puts of an owner."""
+    """Return one bytes object for all puts of an owner."""
     return owner
 
 
 @lru_cache(maxsize=256)
 def _shared_columns(row_count: int, *columns: tuple[FieldSpec, int, int, int]) -> dict[str, StoredColumn | None]:
-    """Return columns of so many rows, each by its spec, bytes, and where its tables and values are."""
+    """Return the columns for a number of rows, each from its spec, value size, and table and value positions."""
     row_set, shared = RowSet(row_count), dict[str, StoredColumn | None]()
     for spec, value_bytes, table_at, values_at in columns:
         shared[spec.name] = column = StoredColumn(spec, row_set, value_bytes)
@@ -576,16 +576,16 @@ def _shared_columns(row_count: int, *columns: tuple[FieldSpec, int, int, int]) -
 
 
 class TextCheck:
-    """Looks at one column of text, part by part in their order.
+    """Checks one column of text, part by part in order.
 
     Args:
         name: the field.
-        offsets: where each row starts in the values of the column, and their end `(n + 1,)`.
-        values_at: where these start in the blob of their put.
+        offsets: start of each row in the values of the column, and their end `(n + 1,)`.
+        values_at: start of these values in the blob of their put.
 
     Attributes:
-        next: up to where in the blob the column has been looked at.
-        end: where it ends.
+        next: position in the blob up to which the column has been checked.
+        end: end of the column in the blob.
     """
 
     __slots__ = ("_name", "_offsets", "_rest", "_values_at", "end", "next")
@@ -594,15 +594,15 @@ class TextCheck:
         self._name = name
         self._offsets = offsets
         self._values_at = values_at
-        self._rest = b""  # of a character whose last bytes come with the next part
+        self._rest = b""  # start of a character whose last bytes come with the next part
         self.next = values_at
         self.end = values_at + int(offsets[-1])
 
     def look_at(self, data: memoryview | bytes, at: int) -> None:
-        """Look at what a part of the blob, which starts at `at`, has of the column.
+        """Check the column's bytes in the part of the blob that starts at `at`.
 
         Raises:
-            InvalidArgumentError: a row is not UTF-8; it names the first of them.
+            InvalidArgumentError: a row is not UTF-8; the error names the first one.
         """
         end = min(at + len(data), self.end)
         if self.next >= end:
@@ -610,10 +610,10 @@ class TextCheck:
         part, start = memoryview(data)[self.next - at : end - at], self.next - self._values_at
         first, last = np.searchsorted(self._offsets[:-1], (start, start + len(part))).tolist()
         rows = self._offsets[first:last]
-        rows = rows[self._offsets[first + 1 : last + 1] > rows]  # an empty one has no first byte
+        rows = rows[self._offsets[first + 1 : last + 1] > rows]  # an empty row has no first byte
         inside = (np.frombuffer(part, np.uint8)[rows - start] & _HIGHEST_BITS) == _CONTINUES
         piece, piece_start = (self._rest + part, start - len(self._rest)) if self._rest else (part, start)
-        # A row that begins within a character: the first wrong row is that one, or the one before, which has its lead.
+        # If a row begins within a character, the first wrong row is that row, or the row before with the lead byte.
         wrong_at = int(rows[int(inside.argmax())]) if inside.any() else None
         looked_at = piece if wrong_at is None else piece[: wrong_at - piece_start]
         try:
@@ -636,29 +636,29 @@ class TextCheck:
 
 
 def _wrong_row(name: str, row: int, what: str) -> InvalidArgumentError:
-    """Return the error for a row of objects that is not what its encoding says."""
+    """Return the error for a row of objects that does not match its encoding."""
     return InvalidArgumentError(
         f"row {row} of field {name!r} {what}", field="columns", metadata={"row": str(row), "field_name": name}
     )
 
 
 class PendingPut:
-    """Takes the bytes of a put, then `finish`, or `abort`.
+    """Receives the bytes of a put; ends with `finish` or `abort`.
 
-    They come in one of three ways: `write` in their order, `map_fd` of all at once, or threads or other processes fill
-    its blob, and then `end_filling`.
+    The bytes arrive in one of three ways: `write` in order; `map_fd` all at once; or threads or other processes fill
+    the blob, followed by `end_filling`.
 
-    Waiting for capacity → open → done, or aborted from any but done. The call that reserved it aborts it unless it
-    finished; an older stream of the same put is aborted by the newer one and learns it from its next call.
+    Waiting for capacity → open → done, or aborted from any state but done. The call that reserved it aborts it unless
+    it finished. A newer stream of the same put aborts the older one, whose next call raises an error.
 
     Args:
         put_id: the put.
-        on_finish: called with the put when all bytes are there.
-        on_abort: called once with what is stored so far, None where it has no memory yet.
+        on_finish: called with the put when all bytes have arrived.
+        on_abort: called once with the put as stored so far, or None if it has no memory yet.
 
     Attributes:
         put_id: as above.
-        end_transfer: called when it is aborted, for what still fills its blob.
+        end_transfer: called on abort, to stop transfers that still fill its blob.
     """
 
     __slots__ = (
@@ -682,16 +682,16 @@ class PendingPut:
         self._is_ended = False  # done or aborted
         self._on_finish = on_finish
         self._on_abort = on_abort
-        self._stored: StoredPut | None = None  # as long as it is open
+        self._stored: StoredPut | None = None  # while it is open
         self._filled = 0
         self._text_checks: Sequence[TextCheck] = ()
         self.end_transfer: Callable[[], object] = lambda: None
 
     def begin(self, stored: StoredPut) -> None:
-        """Give it the put that it fills: its tables are written, its values are to come.
+        """Set the put to fill: its tables are written, its values follow.
 
         Raises:
-            CallCancelledError: a retry took over while this one waited; what it was given is released.
+            CallCancelledError: a retry took over while this one waited; the blob is released.
         """
         if self._is_ended:
             stored.values.release()
@@ -708,20 +708,20 @@ class PendingPut:
         """Append bytes of the values.
 
         Raises:
-            InvalidArgumentError: there are more bytes than were declared, or a row of text is not UTF-8.
+            InvalidArgumentError: more bytes than declared, or a row of text is not UTF-8.
             CallCancelledError: a retry took over.
         """
         stored = self.require_open()
         blob, start, end = stored.values, self._filled, self._filled + len(data)
         if blob.store.is_shared:
-            raise InvalidArgumentError("frames came for a put whose bytes are in shared memory", field="frame")
+            raise InvalidArgumentError("frames were sent for a put whose bytes are in shared memory", field="frame")
         if end > blob.size:
             raise InvalidArgumentError(
                 f"the stream has at least {end - blob.size} bytes more than its header declared", field="frame"
             )
         for check in self._text_checks:
             check.look_at(data, start)
-        blob.pin()  # it stays if the put is aborted meanwhile
+        blob.pin()  # keeps the memory if the put is aborted during the write
         try:
             await blob.store.write(blob, start, data)
         finally:
@@ -730,30 +730,30 @@ class PendingPut:
         self._filled = end
 
     async def map_fd(self, fd: int) -> None:
-        """Take all bytes at once, as the file descriptor of sealed memory, which is closed when it is not needed.
+        """Take all bytes at once as the file descriptor of sealed memory, which is closed if it is not needed.
 
         Raises:
-            InvalidArgumentError: they are not sealed memory of the size declared, the put is not to be shared, or a row
-                of text is not UTF-8.
+            InvalidArgumentError: it is not sealed memory of the declared size, the put is not in sealed memory, or a
+                row of text is not UTF-8.
             CallCancelledError: a retry took over.
-            OSError: the system refuses to map them.
+            OSError: the system refuses to map it.
         """
         values = None if self._stored is None else self._stored.values
         if not isinstance(values, MemfdBlob):
             close_all([fd])
             self.require_open()
             raise InvalidArgumentError(
-                "sealed memory came for a put whose bytes are to come in another way", field="send_fd"
+                "sealed memory was sent for a put whose bytes are expected in another way", field="send_fd"
             )
         values.map_fd(fd)
         await self.end_filling()
 
     async def end_filling(self) -> None:
-        """Take note that the values in its blob have been filled.
+        """Record that the values in its blob have been filled.
 
         Raises:
             InvalidArgumentError: a row of text is not UTF-8.
-            UnavailableError: what was filled cannot be read.
+            UnavailableError: the filled bytes cannot be read.
             CallCancelledError: a retry took over.
         """
         stored = self.require_open()
@@ -767,7 +767,7 @@ class PendingPut:
                 check.look_at(piece, at)
 
     def require_complete(self) -> StoredPut:
-        """Return what is stored.
+        """Return the put with all its bytes.
 
         Raises:
             InvalidArgumentError: bytes are missing.
@@ -782,7 +782,7 @@ class PendingPut:
         return stored
 
     def finish(self) -> None:
-        """Make the put complete; where it is to outlive this process, `StorageEngine.flush` comes before.
+        """Complete the put; if it must outlive this process, call `StorageEngine.flush` first.
 
         Raises:
             InvalidArgumentError: bytes are missing.
@@ -793,7 +793,7 @@ class PendingPut:
         self._on_finish(self, stored)
 
     def abort(self) -> None:
-        """Give everything back unless it is done; a second call does nothing."""
+        """Release everything unless it is done; a second call does nothing."""
         if not self._is_ended:
             stored = self._stored
             self._end()
@@ -812,7 +812,7 @@ class PendingPut:
         """
         if self._stored is None:
             raise CallCancelledError(
-                f"put {self.put_id.hex()} is no longer received here: another attempt at the same put took over",
+                f"put {self.put_id.hex()} is no longer received by this call: a newer attempt at this put took over",
                 metadata={"put_id": self.put_id.hex()},
             )
         return self._stored

@@ -1,28 +1,28 @@
-"""The complete puts of an engine: their names, whether each is committed, and what keeps them beyond the process.
+"""The complete puts of an engine: their ids, whether each is committed, and how they outlive the process.
 
 A put's life in its storage service:
 
     written -> waiting ------------- committed -> freed, row by row or whole
                  | overdue               |
-                 | (asked for; dropped   | the process starts again
-                 |  if it is unknown)    v
+                 |  (controller asked;   | the process restarts
+                 |   dropped if unknown) v
                  +------------------- recovered -- listed by its controller -> committed
                           not listed -> waiting
 
-A controller in another process commits a put on the strength of its receipt and confirms it a short time later. So a
-put that is overdue may be committed all the same, and its controller is asked before it is dropped. It must not commit
-the put once it has answered that it does not know it: a receipt says when it was given, and the question from when on
-receipts are valid. A put that its client puts again waits anew, with another receipt, if half of its time is over. The
-controller's side, and why no put is lost: `server/puts.py`.
+A controller in another process commits a put on the strength of its receipt and confirms it shortly afterwards. An
+overdue put may therefore be committed, so its controller is asked before the put is dropped. Once the controller has
+answered that it does not know a put, it must not commit it. Two times ensure this: a receipt contains the time it was
+given, and the question contains the time from which receipts are valid. If a client retries a put after half of its
+time, the put starts waiting again with a new receipt. The controller's side, and why no put is lost: `server/puts.py`.
 
 With a store that outlives the process (`PutJournal`):
 
-    blob written -> (copied, flushed) -> record written down -> the put is complete
-    the put is dropped -> that is written down -> when it cannot be lost any more: the blob is released
+    blob written -> (copied, flushed) -> record appended to the journal -> the put is complete
+    put dropped -> the drop is appended -> once that is durable: the blob is released
 
-After a restart the bytes of a put are looked at before they are first read, and all of them slowly in the background. A
+After a restart the bytes of a put are verified before the first read, and those of all puts slowly in the background. A
 small put has its bytes in its record. Those of a put in shared memory are copied to a blob of the store before it is
-complete, and go on being read from the shared memory as long as the process lives.
+complete. They are still read from the shared memory while the process lives.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ from tq_service.storage.index.put import (
 
 _log = logging.getLogger(__name__)
 _SHARDS: Final = 1024
-_KEPT_SECONDS: Final = 10.0  # after a read: it may be one of several parts, of which all are to be here at once
+_KEPT_SECONDS: Final = 10.0  # after a read: it may be one part of several, which need all their puts in memory at once
 _LOOKED_AT: Final = 256
 _MOST_NAMED: Final = 5
 _MOST_LISTED: Final = 100  # the metadata of an answer has capacity for about twice as many
@@ -73,8 +73,8 @@ _LEAST_PAUSE_SECONDS: Final = 0.001
 _RETRY_SECONDS: Final = 1.0
 SourceT = TypeVar("SourceT", bound=Hashable)
 AnyPut: TypeAlias = "StoredPut | RecoveredPut | PackedPut"
-_ANY_ID: Final = bytes(16)  # comes first in a record, so that no other bytes of it are taken for it
-_spec: Final = lru_cache(maxsize=1024)(FieldSpec)  # every put brings the same few
+_ANY_ID: Final = bytes(16)  # comes first in a record, so the first match is the id
+_spec: Final = lru_cache(maxsize=1024)(FieldSpec)  # puts share a small number of specs
 
 
 class PutState(Enum):
@@ -89,8 +89,8 @@ class Overdue(NamedTuple):
     """The question to a controller.
 
     Attributes:
-        put_ids: puts that are overdue.
-        valid_from: receipts that were given before are void from now on, those of all overdue puts among them.
+        put_ids: overdue puts.
+        valid_from: receipts given earlier become void now, including those of all overdue puts.
     """
 
     put_ids: list[bytes]
@@ -98,12 +98,12 @@ class Overdue(NamedTuple):
 
 
 class RecoveredPut(NamedTuple):
-    """What is in memory of a put that was recovered or spilled, and not needed since.
+    """In-memory state of a put that was recovered or spilled, and not used since.
 
     Attributes:
         values: its blob.
         owner: the controller that owns it.
-        spilled_bytes: bytes of it that left memory.
+        spilled_bytes: number of its bytes that left memory.
     """
 
     values: Blob
@@ -112,21 +112,21 @@ class RecoveredPut(NamedTuple):
 
     @property
     def charge(self) -> int:
-        """Bytes of the quota that it takes."""
+        """Bytes of the quota that it uses."""
         return self.values.charge
 
 
 class PutTable(Mapping[bytes, StoredPut]):
-    """Puts by name, and which of them are not known to be committed.
+    """Puts by id, with the set of those not known to be committed.
 
-    Recovered ones, of which many may never be asked for, are loaded when needed. They are not overdue before their
-    controller has listed its puts: it may be down for long. Packed ones are unpacked for each look at them, and stay
-    packed. Puts are in many small dicts, so that all can be looked at in slices while others come and go.
+    Recovered puts are loaded when needed, since many are never read. They are not overdue before their controller has
+    listed its puts, because it may be down for long. Packed puts are unpacked for each access, and stay packed. Puts
+    are in many small dicts, so they can be visited in slices while others are added and removed.
 
     Args:
         ttl_seconds: how long a put waits for its confirmation.
-        clock: what that is measured with.
-        backing: makes the put of a blob when it is needed.
+        clock: time source for the wait.
+        backing: loads the put of a blob when it is needed.
     """
 
     def __init__(self, ttl_seconds: float, clock: Callable[[], float], backing: Backing[Any]) -> None:
@@ -136,8 +136,8 @@ class PutTable(Mapping[bytes, StoredPut]):
         backing.kept_puts = self._kept
         self._shards: list[dict[bytes, AnyPut]] = [{} for _ in range(_SHARDS)]
         self._owned: Counter[bytes] = Counter()  # puts by owner
-        self._absent_since: dict[bytes, float] = {}  # owners that no controller is
-        self._waiting: dict[bytes, float] = {}  # since when, ascending: their receipts were given until then
+        self._absent_since: dict[bytes, float] = {}  # owners without a live controller
+        self._waiting: dict[bytes, float] = {}  # start of the wait, ascending: receipts were given until then
         self._recovered: set[bytes] = set()
 
     def recover(self, puts: Mapping[bytes, RecoveredPut | PackedPut]) -> None:
@@ -148,20 +148,20 @@ class PutTable(Mapping[bytes, StoredPut]):
         self._recovered.update(puts)
 
     def add(self, put_id: bytes, put: StoredPut) -> None:
-        """Add a put, which waits for its confirmation from now on."""
+        """Add a put, which starts waiting for its confirmation."""
         self._shard(put_id)[put_id] = put
         self._owned[put.owner] += 1
         self.wait(put_id)
 
     def pack(self, put_id: bytes) -> None:
-        """Have a small put take less memory."""
+        """Pack a small put, to save memory."""
         shard = self._shard(put_id)
         put = shard[put_id]
         if isinstance(put, StoredPut) and (packed := self._backing.pack(put_id, put)) is not None:
             shard[put_id] = packed
 
     def unpack(self, put_id: bytes) -> StoredPut:
-        """Return a put that is about to change, which is no longer packed."""
+        """Return a put that is about to change; it is no longer packed."""
         shard = self._shard(put_id)
         if isinstance(packed := shard[put_id], PackedPut):
             self._backing.unpack(put_id, packed)
@@ -169,12 +169,12 @@ class PutTable(Mapping[bytes, StoredPut]):
         return put
 
     def _kept(self) -> Iterator[tuple[bytes, AnyPut]]:
-        """Return all puts as they are kept now, to be read once, by any thread."""
+        """Return all puts as they are stored now, for a single pass by any thread."""
         names = list(chain.from_iterable(self._shards))
         return zip(names, list(chain.from_iterable(map(dict.values, self._shards))), strict=True)
 
     def replace(self, put_id: bytes, put: StoredPut | RecoveredPut) -> StoredPut | RecoveredPut:
-        """Have what is left of a put in its place, or what it is loaded from; return what was there."""
+        """Replace a put by its compacted form, or by the form it is loaded from; return the old one."""
         shard = self._shard(put_id)
         replaced, shard[put_id] = shard[put_id], put
         return self._with_blob(replaced)
@@ -187,14 +187,14 @@ class PutTable(Mapping[bytes, StoredPut]):
         return self._with_blob(put)
 
     def _with_blob(self, put: AnyPut) -> StoredPut | RecoveredPut:
-        """Return a put that leaves with a blob to be released."""
+        """Return a removed put with a blob to release."""
         if not isinstance(put, PackedPut):
             return put
         blob = Blob(self._backing.store, 0)
         blob.charge = put.charge
         return RecoveredPut(blob, put.owner)
 
-    # Which are committed
+    # Commit state
 
     @property
     def uncommitted_count(self) -> int:
@@ -202,25 +202,25 @@ class PutTable(Mapping[bytes, StoredPut]):
         return len(self._waiting) + len(self._recovered)
 
     def state_of(self, put_id: bytes) -> PutState:
-        """Return the state of a put that is here."""
+        """Return the state of a put in the table."""
         if put_id in self._waiting:
             return PutState.WAITING
         return PutState.RECOVERED if put_id in self._recovered else PutState.COMMITTED
 
     def wait(self, put_id: bytes) -> None:
-        """Have a put wait from now on."""
+        """Restart the wait of a put now."""
         self.confirm(put_id)
         self._waiting[put_id] = self.clock()
 
     def confirm(self, put_id: bytes) -> None:
-        """Have a put wait no more: it is committed, or gone."""
+        """End the wait of a put: it is committed, or gone."""
         self._waiting.pop(put_id, None)
         self._recovered.discard(put_id)
 
     def receipt_time(self, put_id: bytes) -> float | None:
         """Return the time for a receipt of a put; None if it is committed.
 
-        A put that is put again gets the receipt that it had. It waits anew once half of its time is over.
+        A retried put gets the same receipt. After half of its time it starts waiting again.
         """
         if self.state_of(put_id) is PutState.COMMITTED:
             return None
@@ -230,22 +230,22 @@ class PutTable(Mapping[bytes, StoredPut]):
 
     @property
     def valid_from(self) -> float:
-        """Since when receipts are valid: as the oldest put that waits and is not overdue; none of others is of use."""
+        """Start of receipt validity: the oldest wait that is not overdue; earlier receipts are useless."""
         now = self.clock()
         overdue_until = now - self._ttl_seconds
         return next((since for since in self._waiting.values() if since > overdue_until), now)
 
     def overdue(self, owner: bytes, most: int | None = None) -> Overdue:
-        """Return up to so many of an owner's puts that have waited for too long; None: all."""
+        """Return up to `most` of an owner's puts that have waited for too long; None: all."""
         valid_from = self.valid_from
         overdue = takewhile(lambda put_id: self._waiting[put_id] < valid_from, self._waiting)
         own = (put_id for put_id in overdue if self.owner_of(put_id) == owner)
         return Overdue(list(islice(own, most)), valid_from)
 
     def on_answer(self, asked: Overdue, unknown: Collection[bytes]) -> list[bytes]:
-        """Return the puts to be dropped, which the controller does not know; others start waiting again.
+        """Return the puts to drop, which the controller does not know; the others start waiting again.
 
-        A put that has got another receipt since stays as it is: it may be committed with that.
+        A put that has got a new receipt since is left alone: it may be committed with that.
         """
         old = [put_id for put_id in asked.put_ids if self._waiting.get(put_id, math.inf) < asked.valid_from]
         for put_id in old:
@@ -253,16 +253,16 @@ class PutTable(Mapping[bytes, StoredPut]):
                 self.wait(put_id)
         return [put_id for put_id in old if put_id in unknown]
 
-    # Whose they are
+    # Owners
 
     def owner_of(self, put_id: bytes) -> bytes:
         """Return the controller that owns a put."""
         return self._shard(put_id)[put_id].owner
 
     def absent_owners(self, controllers: Collection[bytes]) -> list[bytes]:
-        """Return the owners that have been none of the controllers there are for the time that a put waits.
+        """Return the owners that have not been among the controllers for as long as a put waits.
 
-        And at once those that are an earlier start of one of them, which kept nothing.
+        An owner that is an earlier start of one of the controllers counts at once: it kept no state.
         """
         now = self.clock()
         names = {controller[:CONTROLLER_NAME_BYTES] for controller in controllers}
@@ -275,7 +275,7 @@ class PutTable(Mapping[bytes, StoredPut]):
         ]
 
     def slices(self) -> Iterator[list[bytes]]:
-        """Yield the names of all puts, some at a time; of those that come or go meanwhile some."""
+        """Yield the ids of all puts in slices; puts added or removed during the iteration may be missed."""
         for shard in self._shards:
             yield list(shard)
 
@@ -303,7 +303,7 @@ class PutTable(Mapping[bytes, StoredPut]):
 
 
 class Residents:
-    """The puts of one engine that are in memory and may leave it, those used longest ago first.
+    """Puts of one engine that are in memory and may leave it, least recently used first.
 
     complete -> in memory -> spilled (its bytes are in the mirror alone) -> fetched when it is read -> in memory
 
@@ -318,49 +318,49 @@ class Residents:
         self._kept_until: dict[bytes, float] = {}  # in the order of their last use
 
     def add(self, put_id: bytes) -> None:
-        """Take note of a put that has come, and may leave at once."""
+        """Record a new put, which may leave memory at once."""
         if self._can_spill:
             self._kept_until[put_id] = 0.0
 
     def use(self, put_ids: Iterable[bytes]) -> None:
-        """Take note that puts are read now or soon; those that are not in memory are fetched for it."""
+        """Record that puts are read now or soon; those that are not in memory are fetched for the read."""
         if self._can_spill:
             for put_id in put_ids:
                 if self._kept_until.pop(put_id, None) is not None:
                     self._kept_until[put_id] = self._clock() + _KEPT_SECONDS
 
     def remove(self, put_id: bytes) -> None:
-        """Forget a put, which has left memory."""
+        """Remove a put that has left memory."""
         self._kept_until.pop(put_id, None)
 
     def coldest(self) -> list[bytes]:
-        """Return some puts that may leave, in order. Those that cannot, `put_off`."""
+        """Return some puts that may leave memory, in order. Call `put_off` for those that cannot."""
         now = self._clock()
         return [put_id for put_id, until in islice(self._kept_until.items(), _LOOKED_AT) if until <= now]
 
     def put_off(self, put_id: bytes) -> None:
-        """Look at a put again after all others: it cannot leave now."""
+        """Move a put that cannot leave now behind all others."""
         self._kept_until[put_id] = self._kept_until.pop(put_id)
 
 
-# What a controller says of the puts it knows, in pieces
+# A controller's list of known puts, in pieces
 
 
 @dataclass(slots=True, eq=False)
 class Reconciliation:
-    """How far it is said which puts are known. From its begin to its end other calls confirm and free puts.
+    """Progress of learning which puts are known. While it runs, other calls confirm and free puts.
 
     Attributes:
-        owner: the controller that says so.
-        staying: puts that are known, or were confirmed meanwhile: whatever else is confirmed is dropped at the end.
-        freed: puts that were freed meanwhile: they may be listed, and are not missing. A put that is stored later under
-            the id of one of them is another put, of which the list says nothing.
-        partial: puts of which cells were listed.
-        put_id: the one whose cells are being listed.
-        parts: what was listed of it so far.
-        missing_put_ids: some of the known puts that are not here, or damaged.
+        owner: the controller that lists its puts.
+        staying: puts that are known, or were confirmed while it runs: other confirmed puts are dropped at the end.
+        freed: puts freed while it runs. They may be listed, and are not missing. A put stored later under the same
+            id is a different put, which the list does not cover.
+        partial: puts listed by some of their cells.
+        put_id: the put whose cells are being listed.
+        parts: its cells listed so far.
+        missing_put_ids: some of the known puts that do not exist, or are damaged.
         missing_count: number of all of them.
-        dropped_count: number of confirmed puts that are not known, and were dropped.
+        dropped_count: number of confirmed puts dropped because they are not known.
     """
 
     owner: bytes = b""
@@ -374,7 +374,7 @@ class Reconciliation:
     dropped_count: int = 0
 
     def miss(self, put_id: bytes) -> None:
-        """Count a put that is known, but not here."""
+        """Count a known put that does not exist or is damaged."""
         self.missing_count += 1
         if len(self.missing_put_ids) < _MOST_LISTED:
             self.missing_put_ids.append(put_id)
@@ -400,14 +400,14 @@ def cells_besides(put_id: bytes, put: StoredPut, parts: Sequence[PutCells]) -> l
     ]
 
 
-# What keeps puts beyond the process
+# Outliving the process
 
 
 def check_sound(put_ids: Iterable[bytes], damaged: Mapping[bytes, str], storage_id: str) -> None:
-    """Refuse to read puts that are damaged.
+    """Raise an error if any of the puts is damaged.
 
     Raises:
-        DataLossError: some are; it names them.
+        DataLossError: names the damaged puts.
     """
     lost = [put_id for put_id in put_ids if put_id in damaged] if damaged else []
     if lost:
@@ -415,7 +415,7 @@ def check_sound(put_ids: Iterable[bytes], damaged: Mapping[bytes, str], storage_
 
 
 def lost_error(put_ids: Sequence[bytes], reason: str, storage_id: str) -> DataLossError:
-    """Return the error of a read of damaged puts, the first of which is so for this reason."""
+    """Return the error for a read of damaged puts; the reason is that of the first."""
     names = ", ".join(put_id.hex() for put_id in put_ids[:_MOST_NAMED])
     more = f" and {len(put_ids) - _MOST_NAMED} more" if len(put_ids) > _MOST_NAMED else ""
     return DataLossError(
@@ -426,24 +426,24 @@ def lost_error(put_ids: Sequence[bytes], reason: str, storage_id: str) -> DataLo
 
 
 class Backing(Generic[SourceT]):
-    """What keeps the puts of an engine beyond its process: this one nothing; `PutJournal` a disk, `Mirror` other nodes.
+    """Keeps puts of an engine beyond its process: this class does not, `PutJournal` on disk, `Mirror` on other nodes.
 
     Confined to the engine's event loop.
 
     Args:
-        store: where the bytes of the puts are, but for those in shared memory.
+        store: store for the bytes of the puts, except those in shared memory.
 
     Attributes:
         store: as above.
-        damaged: puts whose bytes are lost, and why; those that were not looked at yet are not known to be.
-        may_fetch: whether there is memory for puts that no reader has asked for.
-        fetch_error: why the last one could not be fetched.
-        on_recovered: called with puts of an earlier process, or of an engine that is gone, which the engine takes over.
-        on_fetched: called with the record and the bytes of each put that was fetched, which it keeps; returns the put,
-            None where nothing of it is left.
-        on_looked_at: called with each recovered put once it was looked at.
-        kept_puts: returns all puts of the engine as it keeps them.
-        is_volatile: whether it keeps nothing.
+        damaged: puts whose bytes are lost, with the reason; puts not verified yet may be damaged, too.
+        may_fetch: returns whether memory is available for puts that no reader has requested.
+        fetch_error: why the last fetch failed.
+        on_recovered: called with puts of an earlier process, or of an engine that is gone; the engine takes them over.
+        on_fetched: called with the record and the bytes of each fetched put, which it keeps; returns the put,
+            or None if all of it was freed.
+        on_looked_at: called with each recovered put once it was verified.
+        kept_puts: returns all puts as the engine stores them.
+        is_volatile: whether puts are lost with the process.
     """
 
     is_volatile: ClassVar[bool] = True
@@ -457,10 +457,10 @@ class Backing(Generic[SourceT]):
         self.damaged: dict[bytes, str] = {}
         self.may_fetch: Callable[[], bool] = lambda: True
         self.fetch_error = ""
-        # Puts that are not to be read before they are fetched, or looked at, and what has their bytes.
+        # Puts that must be fetched or verified before they are read, with the source of their bytes.
         self._unfetched: dict[bytes, SourceT] = {}
-        self._to_scrub: Mapping[bytes, object] = self._unfetched  # those to be fetched though nobody reads them
-        self._to_free: dict[bytes, None] = {}  # those to be fetched next: cells of them are to be freed
+        self._to_scrub: Mapping[bytes, object] = self._unfetched  # those to fetch even if they are not read
+        self._to_free: dict[bytes, None] = {}  # those to fetch next, because cells of them are to be freed
         self._has_to_free = asyncio.Event()
         self._fetching: dict[SourceT, asyncio.Task[None]] = {}
 
@@ -468,22 +468,22 @@ class Backing(Generic[SourceT]):
         """Wait until the bytes of a put outlive this process, before it is finished.
 
         Args:
-            pending: all of it is written.
-            deadline: until when to wait, by the engine's clock; None: for as long as the caller is not cancelled.
+            pending: a put that is fully written.
+            deadline: how long to wait, by the engine's clock; None: until the caller is cancelled.
         """
 
     def record(self, put_id: bytes, put: StoredPut) -> None:
-        """Take note that a put is complete: it was flushed."""
+        """Record that a put is complete: it was flushed."""
 
     def pack(self, put_id: bytes, put: StoredPut) -> PackedPut | None:
-        """Return a put that is committed as it is to be kept; None if it stays as it is."""
+        """Return the packed form of a committed put, or None if it is not packed."""
         return put.packed()
 
     def unpack(self, put_id: bytes, packed: PackedPut) -> None:
-        """Take note that a put is no longer kept as it was packed."""
+        """Record that a put is no longer stored packed."""
 
     def delete(self, put_id: bytes, blob: Blob) -> None:
-        """Forget a put, and release its blob when it may be."""
+        """Remove a put, and release its blob as soon as allowed."""
         blob.release()
 
     def may_compact(self, put_id: bytes) -> bool:
@@ -491,40 +491,48 @@ class Backing(Generic[SourceT]):
         return put_id not in self.damaged and put_id not in self._unfetched
 
     def move(self, put_id: bytes, old: Blob, moved: StoredPut) -> None:
-        """Take note that a put was compacted and flushed, and release its old blob when it may be."""
+        """Record that a put was compacted and flushed, and release its old blob as soon as allowed."""
         old.release()
 
     def load(self, put_id: bytes, blob: Blob) -> StoredPut:
         """Return a recovered put.
 
         Raises:
-            UnavailableError: it has to be fetched first.
+            UnavailableError: it must be fetched first.
         """
         raise UnavailableError(f"put {put_id.hex()} is being fetched from the mirror; try again")
 
+    def record_of(self, put_id: bytes) -> PutStored:
+        """Return the record of a put whose bytes are in a file.
+
+        Raises:
+            TypeError: this backing has the bytes of puts in memory.
+        """
+        raise TypeError(f"put {put_id.hex()} has no record")
+
     def spill(self, put_id: bytes) -> bool:
-        """Have a put in here alone, unfetched; return whether that can be."""
+        """Make a put unfetched, so only this backing has its bytes; return whether that is possible."""
         return False
 
     def partition_of(self, put_id: bytes) -> str | None:
-        """Return the partition of a put that is known by name and owner alone, None for others."""
+        """Return the partition of a put of which only id and owner are in memory, or None for others."""
         return None
 
     def stat(self, spilled_bytes: int = 0) -> MirrorStatus | None:
-        """Return how the mirror is, with the bytes of the puts that its engine has spilled; None: this is none."""
+        """Return the mirror's status, with the bytes of puts spilled by its engine; None: this is not a mirror."""
         return None
 
-    # Puts that are not here until they are fetched
+    # Unfetched puts
 
     def is_unfetched(self, put_id: bytes) -> bool:
-        """Whether the tables of a put are not in memory until `check` has read or fetched it."""
+        """Whether the tables of a put are missing from memory until `check` has read or fetched it."""
         return put_id in self._unfetched
 
     async def check(self, put_ids: Collection[bytes]) -> None:
-        """Have the bytes of recovered puts here, and look at them, before they are read.
+        """Load the bytes of recovered puts and verify them, before they are read.
 
         Raises:
-            UnavailableError: that cannot be done now.
+            UnavailableError: that is not possible now.
         """
         if not self._unfetched:
             return
@@ -534,14 +542,14 @@ class Backing(Generic[SourceT]):
                 return
             was_under_way = not self._fetching.keys().isdisjoint(sources)
             await asyncio.wait([self._start_fetch(put_id, source) for source, put_id in sources.items()])
-            if not was_under_way:  # else once more: such a fetch may have passed a put that was spilled since
+            if not was_under_way:  # else retry: the running fetch may have missed a put that was spilled since
                 break
         for put_id in put_ids:
             if put_id in self._unfetched:
                 raise UnavailableError(f"put {put_id.hex()} cannot be read now ({self.fetch_error}); try again")
 
     async def scrub(self) -> None:
-        """Have the bytes of all recovered puts here, and look at them, slowly; those with cells to be freed at once."""
+        """Load and verify all recovered puts, slowly; those with cells to free come first, without pauses."""
         while waiting := self._to_free or self._to_scrub:
             self._has_to_free.clear()
             put_id = next(iter(waiting))
@@ -559,7 +567,7 @@ class Backing(Generic[SourceT]):
         return _LEAST_PAUSE_SECONDS
 
     def fetch_to_free(self, put_id: bytes) -> None:
-        """Have an unfetched put fetched next, in the background, since cells of it are to be freed."""
+        """Fetch an unfetched put next, in the background, because cells of it are to be freed."""
         self._to_free[put_id] = None
         self._has_to_free.set()
 
@@ -571,14 +579,14 @@ class Backing(Generic[SourceT]):
         return task
 
     async def _fetch(self, put_id: bytes, source: SourceT) -> None:
-        """Fetch what a source has; where that cannot be done now, it stays unfetched, and `fetch_error` says why."""
+        """Fetch the puts of a source; if that fails for now they stay unfetched, and `fetch_error` is set."""
 
     def _forget_unfetched(self, put_id: bytes) -> bool:
         self._to_free.pop(put_id, None)
         return self._unfetched.pop(put_id, None) is not None
 
     def mark_damaged(self, put_id: bytes, reason: str) -> None:
-        """Take note of a put that cannot be read."""
+        """Record that a put cannot be read."""
         if put_id not in self.damaged:
             _log.error(LogMessage("a put is damaged", put_id=put_id, reason=reason))
             self.damaged[put_id] = reason
@@ -589,11 +597,11 @@ class Backing(Generic[SourceT]):
         return self.damaged.pop(put_id, None) is not None
 
     async def close(self) -> None:
-        """End what it has in the background."""
+        """Stop its background work."""
 
 
 class ColumnRecord(NamedTuple):
-    """A column of a put: its spec, the bytes of all its values, and which of the sets of rows of the put it has."""
+    """A column of a put: its spec, the bytes of all its values, and the index of its row set in the put."""
 
     name: str
     dtype: str
@@ -606,19 +614,19 @@ class ColumnRecord(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PutStored:
-    """A put is complete, or this is what is left of it from now on.
+    """A put is complete, or was reduced to this.
 
     Attributes:
-        put_id: its name.
+        put_id: its id.
         partition_id: the partition it is for.
         row_count: number of rows that it was put with.
-        columns: those that are left.
-        row_sets: the sets of rows that its columns have in memory, ascending; None: all rows.
+        columns: the remaining columns.
+        row_sets: the sets of rows stored for its columns, ascending; None: all rows.
         freed_names: names of the columns that are gone.
         size_bytes: size of its tables and values.
-        segment: number of the file with these; 0: they follow the record, and nothing else does.
-        checksum: XXH3 of what is in the file.
-        for_existing_rows: whether no new samples may be made of it.
+        segment: number of the file that contains only these; 0: they follow the record.
+        checksum: XXH3 of the contents of the file.
+        for_existing_rows: whether it must not create new samples.
         owner: the controller that owns it.
     """
 
@@ -647,28 +655,28 @@ _KINDS: Final[dict[str, type[PutRecord]]] = {kind.__name__: kind for kind in (Pu
 _SIZE: Final = struct.Struct("<I")
 
 EncodedPut: TypeAlias = tuple[bytes, bytes | bytearray]
-"""The bytes of a record, and of a small put the values that follow them; neither ever changes."""
+"""The bytes of a record, and for a small put the values that follow; neither ever changes."""
 
 
 class PutLog(Protocol):
-    """Where an engine writes down what becomes of its puts."""
+    """The log to which an engine writes the changes of its puts."""
 
     @property
     def fatal(self) -> Callable[[str, BaseException], None]:
-        """Called with a reason and its cause where what is written down may not be what is in memory."""
+        """Called with a reason and its cause if the log may differ from memory."""
         ...
 
     def append_put(self, record: bytes, values: bytes | bytearray = b"") -> None:
-        """Take a record into memory; it becomes durable in order. The values must not change from now on."""
+        """Append a record in memory; records become durable in order. The values must not change afterwards."""
         ...
 
     def after_durable(self, callback: Callable[[], None]) -> None:
-        """Call something once all that was appended before cannot be lost any more."""
+        """Call something once everything appended before is durable."""
         ...
 
 
 class PutJournal(Backing[Blob]):
-    """Keeps puts on a disk: their records in a journal, their bytes in its store. It takes none before `recover`.
+    """Keeps puts on disk: their records in a journal, their bytes in its store. It accepts no puts before `recover`.
 
     Confined to the engine's event loop.
 
@@ -677,22 +685,22 @@ class PutJournal(Backing[Blob]):
     """
 
     is_volatile = False
-    _log: PutLog  # from `recover` on
+    _log: PutLog  # set by `recover`
 
     def __init__(self, store: SegmentBlobs) -> None:
         super().__init__(store)
         self._store = store
-        # Of puts that the engine does not keep packed: a packed put says all that its record does.
+        # For puts that the engine does not store packed: a packed put contains all that its record does.
         self._records: dict[bytes, EncodedPut | PackedPut] = {}
 
     # Taking puts
 
     async def flush(self, pending: PendingPut, deadline: float | None = None) -> None:
-        """Wait until the bytes of a put are where they outlive this process; see `StorageEngine.flush`."""
+        """Wait until the bytes of a put outlive this process; see `StorageEngine.flush`."""
         stored = pending.require_complete()
         values = stored.values
-        if values.store is not self._store:  # shared memory, which no other process will find
-            values.pin()  # a put that is aborted meanwhile frees its copy, too
+        if values.store is not self._store:  # shared memory, which no other process can find
+            values.pin()  # if the put is aborted during the wait, its copy is freed, too
             try:
                 values.copy = await self._store.allocate(stored.blob_bytes(self._store))
                 values.copy.charge = 0
@@ -705,11 +713,11 @@ class PutJournal(Backing[Blob]):
             await self._store.flush(values.copy or values)
         except OSError as error:
             raise UnavailableError(
-                f"the bytes of a put could not be written: {error}; put it again", reason="DISK_FAILED"
+                f"could not write the bytes of a put: {error}; put the data again", reason="DISK_FAILED"
             ) from error
 
     def record(self, put_id: bytes, put: StoredPut) -> None:
-        """Write down that a put is complete, or was moved."""
+        """Append the record of a put that is complete, or was moved."""
         blob = put.values.copy or put.values
         if blob.store is not self._store:
             raise RuntimeError(f"put {put_id.hex()} was finished before it was flushed")
@@ -722,7 +730,7 @@ class PutJournal(Backing[Blob]):
         self._log.append_put(*encoded)
 
     def pack(self, put_id: bytes, put: StoredPut) -> PackedPut | None:
-        """Return a committed put as it was recorded, if it was packed for that."""
+        """Return the packed form of a committed put that was recorded packed."""
         kept = self._records[put_id]
         if not isinstance(kept, PackedPut) or not put.may_be_packed:
             return None
@@ -730,29 +738,29 @@ class PutJournal(Backing[Blob]):
         return kept
 
     def unpack(self, put_id: bytes, packed: PackedPut) -> None:
-        """Keep the record of a put, which goes on being that of the whole put."""
+        """Keep the record of a put, which still describes all of its rows."""
         self._records[put_id] = packed
 
-    # Giving them back
+    # Dropping puts
 
     def delete(self, put_id: bytes, blob: Blob) -> None:
-        """Write down that a put is gone, and release its blob once that cannot be lost any more."""
+        """Record that a put is gone, and release its blob once that is durable."""
         self._records.pop(put_id, None)
         (blob.copy or blob).is_damaged = self.clear_damage(put_id)
         self._log.append_put(encode_put(PutDropped(put_id=put_id)))
         self._log.after_durable(blob.release)
 
     def move(self, put_id: bytes, old: Blob, moved: StoredPut) -> None:
-        """Write down a put that was compacted and flushed, and release its old blob once that cannot be lost."""
+        """Record a put that was compacted and flushed, and release its old blob once that is durable."""
         try:
             self.record(put_id, moved)
         except Exception as error:  # the put is in its new place already
-            self._log.fatal("a put was moved and could not be written down", error)
+            self._log.fatal("could not persist a put that was moved", error)
             raise
         self._log.after_durable(old.release)
 
     def records(self) -> Iterator[bytes]:
-        """Return what is written down of each put now, to be read once, by any thread."""
+        """Return the current record of each put, for a single pass by any thread."""
         own = zip(list(self._records), list(self._records.values()), strict=True)
         packed = ((put_id, each) for put_id, each in self.kept_puts() if isinstance(each, PackedPut))
         return (
@@ -763,16 +771,16 @@ class PutJournal(Backing[Blob]):
     # After a restart
 
     def recover(self, records: Iterable[bytes], log: PutLog) -> int:
-        """Find the bytes of puts that were written down, and write down what becomes of puts from now on.
+        """Find the bytes of recorded puts, and record changes of puts from now on.
 
-        A put whose blob is missing is damaged. What is in the blobs is not looked at yet.
+        A put whose blob is missing is damaged. The contents of the blobs are not verified yet.
 
         Args:
-            records: all that were written down, in order.
-            log: takes those to come.
+            records: all records so far, in order.
+            log: receives those to come.
 
         Returns:
-            How many puts there are.
+            The number of puts.
         """
         self._log = log
         left = left_puts(records)
@@ -782,8 +790,8 @@ class PutJournal(Backing[Blob]):
                 self._records[put_id] = encoded
             else:
                 recovered[put_id] = packed
-        # Newest first: where the end of a put was lost with a part of the journal, its blob may have the bytes of a
-        # later one.
+        # Newest first: if the record that dropped a put was lost with a part of the journal, its blob may contain the
+        # bytes of a later put.
         puts = [
             (put_id, record, values)
             for put_id, (record, (_, values)) in reversed(left.items())
@@ -805,25 +813,26 @@ class PutJournal(Backing[Blob]):
 
     def load(self, put_id: bytes, blob: Blob) -> StoredPut:
         """Return a recovered put."""
-        put = put_of(self._record_of(put_id))
+        put = put_of(self.record_of(put_id))
         put.place(blob, is_recovered=True)
         return put
 
-    def _record_of(self, put_id: bytes) -> PutStored:
+    def record_of(self, put_id: bytes) -> PutStored:
+        """Return the record of a put."""
         kept = self._records[put_id]
         record = kept if isinstance(kept, PackedPut) else decode_put(kept[0])[0]
         if not isinstance(record, PutStored):
-            raise TypeError(f"put {put_id.hex()} was written down as {type(record).__name__}")
+            raise TypeError(f"record of put {put_id.hex()} is {type(record).__name__}; expected PutStored")
         return record
 
     def _pause_after(self, source: Blob) -> float:
         return max(source.size / _SCRUB_BYTES_PER_SECOND, _LEAST_PAUSE_SECONDS)
 
     async def _fetch(self, put_id: bytes, source: Blob) -> None:
-        """Look at the bytes of a recovered put, and have its tables in memory."""
+        """Verify the bytes of a recovered put, and load its tables."""
         if put_id not in self._unfetched:
             return
-        record, reason = self._record_of(put_id), ""
+        record, reason = self.record_of(put_id), ""
         try:
             found = await self._store.checksum(source, put_of(record).tables_bytes)
             if found != record.checksum:
@@ -831,7 +840,7 @@ class PutJournal(Backing[Blob]):
         except OSError as error:
             if is_temporary(error):
                 self.fetch_error = str(error)
-                _log.warning(LogMessage("a recovered put cannot be looked at now", put_id=put_id, error=error))
+                _log.warning(LogMessage("could not verify a recovered put", put_id=put_id, error=error))
                 return
             reason = f"its segment cannot be read: {error}"
         if self._forget_unfetched(put_id):
@@ -841,7 +850,7 @@ class PutJournal(Backing[Blob]):
 
 
 def encode_put(record: PutRecord) -> bytes:
-    """Return the bytes of a record: its size (uint32) and the record. The values of a small put are to follow."""
+    """Return the bytes of a record: its size (uint32) and the record. The values of a small put must follow."""
     encoded = codec.encode_named(record)
     return _SIZE.pack(len(encoded)) + encoded
 
@@ -855,7 +864,7 @@ def encode_packed(put_id: bytes, put: PackedPut) -> EncodedPut:
 
 @lru_cache(maxsize=256)
 def _around_id(kind: PutKind, sizes: bytes, size_bytes: int) -> tuple[bytes, bytes]:
-    """Return what is before and after the name of a put in its record, which puts of one kind and size share."""
+    """Return the bytes before and after the put id in a record; puts of one kind and size share them."""
     columns = zip(kind.specs, unpack_sizes(sizes), strict=True)
     record = PutStored(
         put_id=_ANY_ID,
@@ -872,8 +881,8 @@ def _around_id(kind: PutKind, sizes: bytes, size_bytes: int) -> tuple[bytes, byt
 
 
 def _packed(record: PutStored, values: bytes | bytearray) -> PackedPut | None:
-    """Return a put that was written down whole, with its values; None for others."""
-    if record.segment or record.freed_names or record.row_sets != (None,):
+    """Return the packed form of a put recorded with all its rows and values, or None for others."""
+    if record.segment or record.freed_names or any(rows is not None for rows in record.row_sets):
         return None
     return packed_put(
         [(_spec_of(column), column.value_bytes) for column in record.columns],
@@ -886,18 +895,18 @@ def _packed(record: PutStored, values: bytes | bytearray) -> PackedPut | None:
 
 
 def decode_put(data: bytes) -> tuple[PutRecord, EncodedPut]:
-    """Return a record, and its bytes apart from the values that follow.
+    """Return a record, and separately its bytes and the values that follow.
 
     Raises:
         NewerVersionError: it has an unknown kind or field.
-        ValueError, TypeError, KeyError, struct.error: the bytes are not those of a record.
+        ValueError, TypeError, KeyError, struct.error: the bytes are not a record.
     """
     end = _SIZE.size + _SIZE.unpack_from(data)[0]
     return codec.decode_named(_KINDS, *codec.unpack(data[_SIZE.size : end])), (data[:end], data[end:])
 
 
 def left_puts(records: Iterable[bytes]) -> dict[bytes, tuple[PutStored, EncodedPut]]:
-    """Return the puts that records leave, in the order in which they were last written down."""
+    """Return the puts that remain after all records, in the order of their last record."""
     left: dict[bytes, tuple[PutStored, EncodedPut]] = {}
     for data in records:
         record, encoded = decode_put(data)
@@ -939,7 +948,7 @@ def _spec_of(column: ColumnRecord) -> FieldSpec:
 
 
 def put_of(record: PutStored) -> StoredPut:
-    """Return the put of a record, which is not placed yet."""
+    """Return the put of a record, not placed in a blob yet."""
     row_sets = [RowSet(record.row_count if rows is None else rows.size, rows) for rows in record.row_sets]
     columns: dict[str, StoredColumn | None] = dict.fromkeys(record.freed_names)
     for column in record.columns:

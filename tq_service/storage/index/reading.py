@@ -1,12 +1,12 @@
-"""Copying cells: reads, in the order asked for or as shared memory, and the compaction of a put to its live cells.
+"""Copies cells: reads, in the requested order or as shared memory, and compaction of a put to its live cells.
 
     runs of rows -> spans of blobs, with a header for each column -> views of local blobs, bytes that threads copy, or
     slices of shared memory that a client of the same host maps
 
-A read may touch thousands of puts of one row each. So what is done for each put is kept to a few attributes in a list;
-the rest is done for all puts at once whose columns are of one spec, with their tables joined where those are small.
+A read may touch thousands of puts of one row each. The work per put is therefore limited to collecting a few attributes
+in a list. The rest is done at once for all puts whose columns have the same spec; small tables are joined for it.
 
-A put is compacted in a store that can free parts: planned -> a blob allocated -> copied -> in place of the put, without
+A put is compacted in a store that can free parts: planned -> a blob allocated -> copied -> replaces the put, without
 the cells freed during the copy.
 """
 
@@ -28,7 +28,7 @@ from tq_service.errors import InvalidArgumentError, PutNotFoundError, TqError
 from tq_service.schema import FieldSpec, check_passed_on
 from tq_service.storage.blobs.memory import Blob, SharedMemory
 from tq_service.storage.index.put import PutCells, Rows, RowSet, StoredColumn, StoredPut
-from tq_service.v1.storage_service_pb2 import SharedColumn
+from tq_service.v1.storage_service_pb2 import RowSlice, SharedColumn
 from tq_service.wire.columns import (
     DEFAULT_FRAME_BYTES,
     MAX_ROWS,
@@ -41,20 +41,21 @@ from tq_service.wire.columns import (
     merge_specs,
 )
 from tq_service.wire.metadata import CellRuns, expand_runs
+from tq_service.wire.slices import RowCut, cut_rows
 
 _FEW_CELLS: Final = 1 << 16
 _SMALL_BYTES: Final = 1024
-_FEW_UNITS: Final = 128  # in a slice, up to which numpy copies it sooner unit by unit than Python in one piece
+_FEW_UNITS: Final = 128  # largest slice, in units, that numpy copies faster unit by unit than Python in one piece
 _FEW_SLICES: Final = 16
-_BLOCK_BYTES: Final = 256 << 10  # of scattered slices: some 2 ms
+_BLOCK_BYTES: Final = 256 << 10  # of scattered slices: about 2 ms
 _PIECE_BYTES: Final = 1 << 20
-_READ_BYTES: Final = 8 << 10  # take about as long to read as a read of their own costs
+_READ_BYTES: Final = 8 << 10  # reading this many more bytes costs about as much as a separate read
 _LARGEST_WINDOW_BYTES: Final = 8 << 20
-# Of reads alone: a slow disk keeps no other threads from their work.
+# For reads only, so a slow disk does not block other work.
 _THREADS: Final = ThreadPoolExecutor(4, thread_name_prefix="tq-read")
-# Tables of columns of up to so many rows are joined, which copies them; larger ones are looked into where they are.
+# Tables of columns with up to this many rows are joined, which copies them; larger tables are used in place.
 _SMALL_TABLE_ROWS: Final = 64
-# Below these, the bytes are sent sooner than a file descriptor is sent and mapped, or slices are copied one by
+# Below these, sending the bytes is faster than sending and mapping a file descriptor, or than copying slices one by
 # one.
 _LEAST_COLUMN_BYTES: Final = 64 << 10
 _LEAST_MEAN_SLICE_BYTES: Final = 4 << 10
@@ -65,44 +66,79 @@ Runs: TypeAlias = Rows | slice
 
 Octets: TypeAlias = NDArray[np.uint8]
 Unreadable: TypeAlias = Callable[[bytes, Blob, OSError], TqError]
-"""Takes note that the blob of a put cannot be read, and returns the error of the read."""
+"""Records that the blob of a put cannot be read, and returns the error for the read."""
 
 _ALL: Final = slice(None)
 
 
 def open_reading(
-    puts: Mapping[bytes, StoredPut], runs: Sequence[CellRuns], put_ids: Sequence[bytes], unreadable: Unreadable
+    puts: Mapping[bytes, StoredPut],
+    runs: Sequence[CellRuns],
+    put_ids: Sequence[bytes],
+    unreadable: Unreadable,
+    slices: Sequence[RowSlice] = (),
 ) -> Reading:
     """Find the cells of a read and pin their blobs; see `StorageEngine.open_read`."""
     row_count, owned = _owned(runs, len(put_ids))
+    cuts = _cuts(slices, runs, row_count)
     held = _held(puts, put_ids, owned)
-    return Reading(held, _find_spans(runs, held, put_ids, owned), row_count, put_ids, unreadable)
+    return Reading(held, _find_spans(runs, held, put_ids, owned, cuts), row_count, put_ids, unreadable)
 
 
 async def open_reading_in_thread(
-    puts: Mapping[bytes, StoredPut], runs: Sequence[CellRuns], put_ids: Sequence[bytes], unreadable: Unreadable
+    puts: Mapping[bytes, StoredPut],
+    runs: Sequence[CellRuns],
+    put_ids: Sequence[bytes],
+    unreadable: Unreadable,
+    slices: Sequence[RowSlice] = (),
 ) -> Reading:
-    """Do the same with turns for others: a thread finds the cells, as they are when it begins."""
+    """Do the same in a thread, so other tasks get a turn; finds the cells as they are when it begins."""
     loop = asyncio.get_running_loop()
     row_count, owned = await loop.run_in_executor(_THREADS, _owned, runs, len(put_ids))
+    cuts = await loop.run_in_executor(_THREADS, _cuts, slices, runs, row_count)
     held = {index: put.snapshot() for index, put in _held(puts, put_ids, owned).items()}
     for put in held.values():
         put.values.pin()
     try:
-        spans = await loop.run_in_executor(_THREADS, _find_spans, runs, held, put_ids, owned)
+        spans = await loop.run_in_executor(_THREADS, _find_spans, runs, held, put_ids, owned, cuts)
         return Reading(held, spans, row_count, put_ids, unreadable)
-    finally:  # the tables and snapshots that a thread may still look at are memory of their own
+    finally:  # the tables and snapshots that a thread may still read are separate memory
         for put in held.values():
             put.values.unpin()
 
 
-def is_light_read(runs: Sequence[CellRuns]) -> bool:
-    """Whether the cells of a read are so few that they are found at once."""
-    return sum(fields.row_count * len(fields.field_names) for fields in runs) <= _FEW_CELLS
+def is_light_read(runs: Sequence[CellRuns], slices: Sequence[RowSlice] = ()) -> bool:
+    """Whether a read has few enough cells to find them at once."""
+    if any(part.HasField("second") for part in slices):
+        return False  # each token is a piece
+    range_count = sum(max(len(part.starts), len(part.chunks)) for part in slices)
+    row_count = sum(fields.row_count * len(fields.field_names) for fields in runs)
+    return row_count * max(range_count, 1) <= _FEW_CELLS
+
+
+def _cuts(slices: Sequence[RowSlice], runs: Sequence[CellRuns], row_count: int) -> dict[str, RowCut]:
+    """Return the requested part of each row by field, for fields that are not read in full.
+
+    Raises:
+        InvalidArgumentError: a slice is invalid, or its field is not read or has two.
+    """
+    joined = [name for fields in runs if fields.extent_counts.size for name in fields.field_names]
+    cuts: dict[str, RowCut] = {}
+    if not slices and not joined:
+        return cuts
+    names = {name for fields in runs for name in fields.field_names}
+    for part in slices:
+        cut = RowCut.from_proto(part, row_count)
+        for name in part.field_names:
+            if name not in names or name in cuts:
+                problem = "has two slices; give one" if name in cuts else "has a slice and is not read; leave it out"
+                raise InvalidArgumentError(f"field {name!r} {problem}", field="slices", metadata={"field_name": name})
+            cuts[name] = cut
+    return dict.fromkeys(joined, RowCut()) | cuts
 
 
 def _owned(runs: Sequence[CellRuns], put_count: int) -> tuple[int, list[tuple[list[int], Rows]]]:
-    """Return the number of rows asked for, and for each group of fields the puts of its runs, see `_owners`."""
+    """Return the number of requested rows, and for each group of fields the puts of its runs, see `_owners`."""
     return _check_runs(runs, put_count), [_owners(fields.put_indexes) for fields in runs]
 
 
@@ -115,7 +151,7 @@ def _held(
         if put is None:
             check_passed_on("put_ids", put_ids[index])
             raise PutNotFoundError(
-                f"put {put_ids[index].hex()} is not here: never completed, expired without a commit, cleared or "
+                f"put {put_ids[index].hex()} does not exist: never completed, expired without a commit, cleared or "
                 "overwritten; locate the samples again",
                 metadata={"put_id": put_ids[index].hex()},
             )
@@ -128,16 +164,17 @@ def _find_spans(
     held: Mapping[int, StoredPut],
     put_ids: Sequence[bytes],
     owned: Sequence[tuple[list[int], Rows]],
+    cuts: Mapping[str, RowCut],
 ) -> list[Spans]:
     spans: list[Spans] = []
     for fields, (used, owners) in zip(runs, owned, strict=True):
         finder = SpanFinder(fields, [held[index] for index in used], [put_ids[index] for index in used], owners)
-        spans.extend(finder.find(name) for name in fields.field_names)
+        spans.extend(finder.find(name, cuts.get(name)) for name in fields.field_names)
     return spans
 
 
 def _check_runs(runs: Sequence[CellRuns], put_count: int) -> int:
-    """Return the number of rows asked for."""
+    """Return the number of requested rows."""
     names = [name for fields in runs for name in fields.field_names]
     if not names or len(set(names)) != len(names):
         raise InvalidArgumentError(f"expected at least one field, each once; got {names}", field="runs")
@@ -163,11 +200,24 @@ def _count_rows(fields: CellRuns, put_count: int) -> int:
         raise InvalidArgumentError(f"{what} name a put outside the {put_count} puts given", field="runs")
     if int(counts.min()) < 1 or int(counts.max()) > MAX_ROWS or int(counts.sum()) > MAX_ROWS:
         raise InvalidArgumentError(f"{what} must have 1 to {MAX_ROWS} rows each and together", field="runs")
-    return int(counts.sum())
+    return _count_cells(fields, what) if fields.extent_counts.size else int(counts.sum())
+
+
+def _count_cells(fields: CellRuns, what: str) -> int:
+    """Return the number of cells whose extents are the rows of the runs."""
+    counts, lengths = fields.extent_counts, fields.extent_lengths
+    row_count = int(fields.row_counts.sum())
+    if int(counts.min()) < 1 or int(counts.sum()) != row_count or len(lengths) != row_count:
+        raise InvalidArgumentError(
+            f"{what} have extent_counts of {int(counts.sum())} extents and {len(lengths)} extent_lengths; expected "
+            f"{row_count} of both, which is the number of rows, and at least 1 extent for each cell",
+            field="runs",
+        )
+    return len(counts)
 
 
 def _owners(put_indexes: Rows) -> tuple[list[int], Rows]:
-    """Return the puts of runs, each once, and for each run the position of its put among them."""
+    """Return the puts of runs, each once, and for each run the index of its put in that list."""
     if (put_indexes == put_indexes[0]).all():
         return [int(put_indexes[0])], np.zeros(len(put_indexes), np.int64)
     used, owners = np.unique(put_indexes, return_inverse=True)
@@ -175,11 +225,11 @@ def _owners(put_indexes: Rows) -> tuple[list[int], Rows]:
 
 
 class Reading(AbstractContextManager["Reading"]):
-    """Cells being read. What it reads stays as it is until `close`, whatever is freed or moved meanwhile.
+    """Cells being read. The bytes do not change until `close`, even if cells are freed or moved.
 
     Attributes:
         row_count: number of rows.
-        headers: the columns, in the order asked for.
+        headers: the columns, in the requested order.
     """
 
     def __init__(
@@ -201,10 +251,10 @@ class Reading(AbstractContextManager["Reading"]):
             blob.pin()
 
     async def parts(self, without: Collection[int] = ()) -> AsyncIterator[Iterable[memoryview]]:
-        """Yield the bytes of all columns in order, but for those left out, as chunks to be used before the next part.
+        """Yield the bytes of all columns but those in `without`, in order, as chunks to use before the next part.
 
-        Where all of them are in memory, in few slices, there is one part, and nothing is waited for. Threads read all
-        others.
+        If all blobs are in memory and the slices are few, there is one part and no wait. Otherwise threads read
+        the parts.
 
         Raises:
             DataLossError: bytes cannot be read.
@@ -228,17 +278,17 @@ class Reading(AbstractContextManager["Reading"]):
             yield part
 
     def chunks(self, without: Collection[int] = ()) -> Iterator[memoryview]:
-        """Yield the same, valid until `close`. It waits for files, if any of its blobs are in some."""
+        """Yield the same bytes, valid until `close`; blocks if any of its blobs are in files."""
         for index, span in enumerate(self._spans):
             if index not in without:
                 yield from self._column_chunks(span)
 
     def value_bytes(self, without: Collection[int] = ()) -> int:
-        """Return the bytes of all columns but for those left out."""
+        """Return the bytes of all columns but those in `without`."""
         return sum(column.value_bytes for index, column in enumerate(self.headers) if index not in without)
 
     async def gather_list(self, without: Collection[int] = ()) -> GatherList:
-        """Return the slices of all columns, but for those left out, for threads; they stay until `close`."""
+        """Return the slices of all columns but those in `without`, for threads; they are valid until `close`."""
         spans = [span for index, span in enumerate(self._spans) if index not in without]
         if sum(len(span.sizes) for span in spans) <= MOST_FRAME_PARTS:
             return GatherList(self._blobs, spans)
@@ -246,18 +296,18 @@ class Reading(AbstractContextManager["Reading"]):
         return await asyncio.shield(work)
 
     def note_unreadable(self, error: UnreadableError) -> TqError:
-        """Mark the put whose bytes could not be read, and return the error of the read."""
+        """Mark the put whose bytes could not be read, and return the error for the read."""
         put_id = next(self._put_ids[index] for index, blob in self._blobs.items() if blob is error.blob)
         return self._unreadable(put_id, error.blob, error.cause)
 
     def shared_part(self, *, with_regions: bool) -> tuple[list[SharedMemory], list[SharedColumn]]:
-        """Return the columns that lie in shared memory from end to end, in slices large enough to pay.
+        """Return the columns that are entirely in shared memory, in slices large enough to be worthwhile.
 
         Args:
             with_regions: whether regions count; else only sealed memory does.
 
         Returns:
-            Their memory, which stays as it is until `close`, and where in it the columns are.
+            Their memory, pinned until `close`, and the positions of the columns in it.
         """
         memories: dict[SharedMemory, int] = {}  # each with its index
         columns = []
@@ -279,7 +329,7 @@ class Reading(AbstractContextManager["Reading"]):
         return list(memories), columns
 
     def close(self) -> None:
-        """Let go of what was read; a second call does nothing."""
+        """Release the cells; a second call does nothing."""
         blobs, self._blobs, self._spans = self._blobs, {}, ()
 
         def unpin(work: asyncio.Future[Any] | None = None) -> None:
@@ -297,8 +347,7 @@ class Reading(AbstractContextManager["Reading"]):
         self.close()
 
     def _column_chunks(self, span: Spans) -> Iterator[memoryview]:
-        puts, starts, sizes = span.put_indexes, span.starts, span.sizes
-        unit = _unit_of(span.column.spec)
+        puts, starts, sizes, unit = span.put_indexes, span.starts, span.sizes, span.unit
         blobs = {put: self._blobs[put] for put in np.unique(puts).tolist()}
         if _are_scattered(sizes, unit) or not all(blob.is_local for blob in blobs.values()):
             for some in _blocks(puts, starts, sizes, unit):
@@ -310,12 +359,12 @@ class Reading(AbstractContextManager["Reading"]):
 
 
 class GatherList:
-    """The slices of memory or files that make up columns, one after the other; each range of bytes has some of them.
+    """The slices of memory or files that make up columns, concatenated; any range of bytes maps to some of them.
 
-    Any thread may use it while the blobs are pinned.
+    Safe in any thread while the blobs are pinned.
 
     Args:
-        blobs: of the slices, by put.
+        blobs: blobs of the slices, by put.
         spans: the columns.
 
     Attributes:
@@ -336,7 +385,7 @@ class GatherList:
             self._addresses = _integers(bases)[owners] + self._starts
 
     def _clip(self, values: Rows, start: int, end: int) -> tuple[Rows, Rows]:
-        """Return starts, or addresses, and sizes of the slices of a range; the first and the last may be shorter."""
+        """Return starts (or addresses) and sizes of the slices of a range; the first and the last are clipped."""
         first, last = self._between(start, end)
         values, sizes = values[first:last].copy(), self._sizes[first:last].copy()
         skipped = start - (int(self._ends[first]) - int(sizes[0]))
@@ -354,7 +403,7 @@ class GatherList:
         return self._clip(self._addresses, start, end)
 
     def chunks(self, start: int, end: int) -> Iterator[memoryview]:
-        """Yield the bytes of a range, copied together.
+        """Yield the bytes of a range, gathered into blocks.
 
         Raises:
             UnreadableError: they cannot be read.
@@ -365,7 +414,7 @@ class GatherList:
 
 
 def _next_part(chunks: Iterator[memoryview]) -> list[memoryview]:
-    """Return as many of the chunks as go into a frame, at least one until there are none left."""
+    """Return as many chunks as fit in a frame; empty when none are left."""
     part, size = [], 0
     for chunk in chunks:
         part.append(chunk)
@@ -376,7 +425,7 @@ def _next_part(chunks: Iterator[memoryview]) -> list[memoryview]:
 
 
 def _gathered(blobs: Mapping[int, Blob], puts: Rows, starts: Rows, sizes: Rows, unit: int) -> memoryview:
-    """Return slices copied together: those of each put at once, and after that in their order."""
+    """Return slices gathered into one buffer: first put by put, then in their order."""
     together = np.empty(int(sizes.sum()), np.uint8)
     by_put = np.argsort(puts, kind="stable")
     bounds = np.flatnonzero(np.diff(puts[by_put])) + 1
@@ -394,7 +443,7 @@ def _gathered(blobs: Mapping[int, Blob], puts: Rows, starts: Rows, sizes: Rows, 
 
 
 def _join_neighbours(puts: Rows, starts: Rows, sizes: Rows) -> tuple[Rows, Rows, Rows]:
-    """Return put, start and size of the slices to read: runs that follow each other in memory are one."""
+    """Return put, start and size of the slices to read, with adjacent runs joined."""
     if not sizes.all():
         full = sizes > 0
         puts, starts, sizes = puts[full], starts[full], sizes[full]
@@ -409,22 +458,26 @@ def _join_neighbours(puts: Rows, starts: Rows, sizes: Rows) -> tuple[Rows, Rows,
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Spans:
-    """The bytes of one column that is read: for each slice its put, and its first byte and size in the put's blob."""
+    """The bytes of one column to read: for each slice its put, and its first byte and size in the put's blob.
+
+    `unit` is a number of bytes that divides the sizes of slices and, within a put, the distances between their starts.
+    """
 
     column: ColumnShape
     put_indexes: Rows
     starts: Rows
     sizes: Rows
+    unit: int
 
 
 class SpanFinder:
-    """Finds the runs that some fields share.
+    """Finds the spans for runs that some fields share.
 
     Args:
-        runs: what is read.
-        puts: the puts that the runs are in, each once.
-        put_ids: their names, for errors.
-        owners: for each run its position in `puts`.
+        runs: the runs to read.
+        puts: the puts that contain the runs, each once.
+        put_ids: their ids, for errors.
+        owners: for each run the index of its put in `puts`.
 
     Raises:
         InvalidArgumentError: a run goes beyond the rows of its put.
@@ -448,13 +501,14 @@ class SpanFinder:
                 field="runs",
             )
 
-    def find(self, name: str) -> Spans:
-        """Return where the runs of a field are, with its header.
+    def find(self, name: str, cut: RowCut | None = None) -> Spans:
+        """Return the spans of a field's runs, or of the requested parts of its rows, with its header.
 
         Raises:
             FieldNotFoundError: a put never had the field.
             PutNotFoundError: a cell was freed.
-            FieldMismatchError: puts hold different kinds of it.
+            FieldMismatchError: its kind differs between puts.
+            InvalidArgumentError: its rows cannot be sliced like this.
         """
         columns = [put.column(name, put_id) for put, put_id in zip(self._puts, self._put_ids, strict=True)]
         merged = merge_specs(list({id(column.spec): column.spec for column in columns}.values()))
@@ -478,10 +532,22 @@ class SpanFinder:
                 extents[_ALL if some is _ALL else expand_runs(self._targets[some], counts)] = widened
         starts += self._of_runs([column.values_at for column in columns])
         shape = ColumnShape(spec=merged, row_count=self._row_count, extents=extents, value_bytes=int(sizes.sum()))
-        return Spans(shape, *_join_neighbours(self._runs.put_indexes, starts, sizes))
+        if cut is not None:
+            return self._cut_rows(shape, starts, cut)
+        return Spans(shape, *_join_neighbours(self._runs.put_indexes, starts, sizes), _unit_of(merged))
+
+    def _cut_rows(self, column: ColumnShape, starts: Rows, cut: RowCut) -> Spans:
+        """Return the requested parts of the rows of a column whose runs start at `starts`."""
+        runs = self._runs
+        pieces = cut_rows(column, cut, runs.extent_counts, runs.extent_lengths)
+        offsets = column.row_offsets()[:-1]
+        row_starts = np.repeat(starts - offsets[self._targets], runs.row_counts) + offsets
+        puts = np.repeat(runs.put_indexes, runs.row_counts)[pieces.rows]
+        found = _join_neighbours(puts, row_starts[pieces.rows] + pieces.starts, pieces.sizes)
+        return Spans(pieces.column, *found, pieces.unit)
 
     def _find_rows(self, name: str, row_sets: list[RowSet]) -> Rows:
-        """Return the position of each run among the stored rows; fields that were freed alike share the search."""
+        """Return the position of each run among the stored rows; fields with the same row sets share the search."""
         for known, found in self._positions:
             if known == row_sets:
                 return found
@@ -515,7 +581,7 @@ class SpanFinder:
     def _cut(
         self, columns: Sequence[StoredColumn], numbers: Sequence[int], some: Runs, positions: Rows
     ) -> tuple[Rows, Rows, Extents]:
-        """Return where runs begin in the values of their columns, their sizes, and the extents of their rows."""
+        """Return the start of each run in the values of its column, its size, and the extents of its rows."""
         tables = [columns[number].table(self._puts[number].tables()) for number in numbers]
         stored = [columns[number].row_set.stored_count for number in numbers]
         width = extent_count(columns[numbers[0]].spec)
@@ -537,7 +603,7 @@ class SpanFinder:
         return begins, sizes, joined[expand_runs(extents_at, counts * width)].reshape(-1, width)
 
     def _of_runs(self, values: list[int]) -> Rows | int:
-        """Return for each run the value of its put; one number where there is one put."""
+        """Return for each run the value of its put; a single number if there is one put."""
         return values[0] if len(values) == 1 else _integers(values)[self._owners]
 
     def _runs_of(self, numbers: Sequence[int]) -> Rows:
@@ -548,14 +614,14 @@ class SpanFinder:
 
     @cached_property
     def _by_put(self) -> tuple[Rows, list[int]]:
-        """The runs ordered by put, and where in this order those of each put begin and end."""
+        """The runs ordered by put, and the bounds of each put in this order."""
         order = np.argsort(self._owners, kind="stable")
         bounds = np.searchsorted(self._owners[order], np.arange(len(self._puts) + 1))
         return order, bounds.tolist()
 
 
 def _alike(columns: Sequence[StoredColumn]) -> list[list[int]]:
-    """Return the puts by number, together those whose columns have one spec and no large table."""
+    """Group the puts, by number: those whose columns have the same spec and no large table are together."""
     groups: dict[tuple[int, int], list[int]] = {}
     for number, column in enumerate(columns):
         is_large = column.row_set.stored_count > _SMALL_TABLE_ROWS and fixed_row_bytes(column.spec) is None
@@ -567,7 +633,7 @@ def _integers(values: list[int]) -> Rows:
     return np.array(values, np.int64)
 
 
-# Copying slices of blobs in a row: threads do it for files, and if it takes long.
+# Copying slices of blobs: done by threads for files, and if it takes long
 
 
 class UnreadableError(Exception):
@@ -586,22 +652,22 @@ def _unit_of(spec: FieldSpec) -> int:
 
 
 def _are_scattered(sizes: Rows, unit: int) -> bool:
-    """Whether slices are many and small: copying them together costs less than a view of each."""
+    """Whether slices are many and small: gathering them costs less than a view of each."""
     mean_most = min(_SMALL_BYTES, _FEW_UNITS * unit)
     return len(sizes) >= _FEW_SLICES and int(sizes.sum()) < mean_most * len(sizes)
 
 
 def _blocks(puts: Rows, starts: Rows, sizes: Rows, unit: int) -> Iterator[tuple[Rows, Rows, Rows]]:
-    """Cut slices into _blocks to be gathered in one step, large slices into several, none within a unit.
+    """Split slices into blocks, each gathered in one step. Large slices are cut between units.
 
     Args:
-        puts: which blob each slice is in.
-        starts: where each starts in it.
-        sizes: their bytes.
+        puts: the put of each slice.
+        starts: its start in the put's blob.
+        sizes: its size in bytes.
         unit: see `gather`.
 
     Yields:
-        The same of some slices.
+        The same three arrays for each block.
     """
     most_bytes = max((_BLOCK_BYTES if _are_scattered(sizes, unit) else _PIECE_BYTES) // unit, 1) * unit
     counts = -(-sizes // most_bytes)
@@ -618,14 +684,14 @@ def _blocks(puts: Rows, starts: Rows, sizes: Rows, unit: int) -> Iterator[tuple[
 
 
 def gather(blob: Blob, starts: Rows, sizes: Rows, target: Octets, unit: int = 1) -> None:
-    """Copy slices of a blob one after the other into `target`, which they fill; any thread may while it is pinned.
+    """Copy slices of a blob, concatenated, into `target`, which they fill; safe in any thread while it is pinned.
 
     Args:
         blob: the blob.
-        starts: where each slice starts, all of them multiples of `unit` apart.
-        sizes: their bytes, multiples of `unit`.
-        target: memory of as many bytes.
-        unit: bytes that divide the size of each slice.
+        starts: start of each slice, all multiples of `unit` apart.
+        sizes: their sizes in bytes, multiples of `unit`.
+        target: memory of the total size.
+        unit: number of bytes that divides the size of each slice.
 
     Raises:
         UnreadableError: they cannot be read.
@@ -644,19 +710,19 @@ def gather(blob: Blob, starts: Rows, sizes: Rows, target: Octets, unit: int = 1)
         ends = np.cumsum(sizes)
         targets = (target.data[end - size : end] for end, size in zip(ends.tolist(), sizes.tolist(), strict=True))
         blob.read_slices(zip(starts.tolist(), targets, strict=True))
-    except TqError:  # which may be an OSError too
+    except TqError:  # may be an OSError, too
         raise
     except OSError as error:
         raise UnreadableError(blob, error) from error
 
 
 def _gather_from(source: Octets, starts: Rows, sizes: Rows, target: Octets, unit: int) -> None:
-    """Copy slices of memory one after the other, see `gather`."""
+    """Copy slices of memory, concatenated; see `gather`."""
     if _are_scattered(sizes, unit):
         base = int(starts[0]) % unit
         table = source[base : base + (source.size - base) // unit * unit].reshape(-1, unit)
         rows = expand_runs((starts - base) // unit, sizes // unit)
-        # mode "raise" would copy once more
+        # mode "raise" would make another copy
         np.take(table, rows, axis=0, out=target.reshape(-1, unit), mode="clip")
         return
     at = 0
@@ -669,16 +735,16 @@ def _gather_from(source: Octets, starts: Rows, sizes: Rows, target: Octets, unit
 
 
 class Move:
-    """One put that is moved: its live cells are read, and become a smaller put. Threads plan and copy meanwhile.
+    """A put being moved: its live cells are read into a smaller put. Threads plan and copy.
 
     Args:
         put_id: the put.
-        put: what is there of it; its blob has to be pinned until the end.
+        put: its current state; its blob must be pinned until the end.
 
     Attributes:
         put_id: as above.
         freed: cells of the put that were freed during the move.
-        is_given_up: whether the put is gone, or the engine closed; the rest is not copied.
+        is_given_up: whether the put is gone, or the engine is closed; the rest is not copied.
     """
 
     def __init__(self, put_id: bytes, put: StoredPut) -> None:
@@ -689,7 +755,7 @@ class Move:
         self.is_given_up = False
 
     def plan(self) -> StoredPut:
-        """Find the live cells, and return the put with these only; it still has to be placed."""
+        """Find the live cells, and return a put with only these, not placed yet."""
         put = self._put
         columns: dict[str, StoredColumn | None] = dict.fromkeys(put.columns)
         for row_set in put.row_sets():
@@ -708,7 +774,7 @@ class Move:
         """Copy tables and values, until it is given up.
 
         Args:
-            smaller: what `plan` returned, placed.
+            smaller: the put returned by `plan`, placed.
 
         Raises:
             UnreadableError: the old blob cannot be read.
@@ -721,7 +787,7 @@ class Move:
             blob.write_from(smaller.tables(), 0)
         space = np.frombuffer(blob.view(), np.uint8) if blob.is_local else None
         for spans in found:
-            unit = _unit_of(spans.column.spec)
+            unit = spans.unit
             for _, starts, sizes in _blocks(spans.put_indexes, spans.starts, spans.sizes, unit):
                 if self.is_given_up:
                     return

@@ -1,1 +1,1 @@
-"""Puts a second time, as objects of an engine on other nodes."""
+"""Copies of puts, as objects in an object store on other nodes."""

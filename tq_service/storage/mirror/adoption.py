@@ -1,4 +1,4 @@
-"""Finding the puts that a storage service has left in its mirror, for another one to take over."""
+"""Finds the puts that a storage service left in its mirror, so another storage service can take them over."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tq_service.storage.mirror.layout import (
 
 _MOST_GENERATIONS: Final = 256
 _SECONDS_BACK: Final = 6 * 3600
-_SECONDS_AHEAD: Final = 600  # by which the clocks of two nodes may differ
+_SECONDS_AHEAD: Final = 600  # largest difference between the clocks of two nodes
 _NAMES_A_CALL: Final = 512
 _CALLS_AT_A_TIME: Final = 8
 _TRIES: Final = 5
@@ -31,11 +31,11 @@ T = TypeVar("T")
 
 
 class Left(NamedTuple):
-    """What a storage service has left.
+    """Objects left by a storage service.
 
     Attributes:
-        next_generation: that of the one that takes it over.
-        objects: what is there, oldest first.
+        next_generation: generation of the storage service that takes it over.
+        objects: the objects that exist, oldest first.
     """
 
     next_generation: int
@@ -49,17 +49,17 @@ async def find_left(
     copies: int,
     clock: Callable[[], float] = time.time,
 ) -> Left:
-    """Find the objects that an instance of a storage service has left, and those that took its puts over before.
+    """Find the objects left by an instance of a storage service, and by earlier successors of it.
 
     Args:
-        objects: the engine.
-        names: of the instance.
-        copies: copies that each object is to have; those with fewer are to be mirrored again.
-        clock: seconds since the epoch, as storage services have them.
+        objects: the object store.
+        names: names of the instance's objects.
+        copies: copies that each object should have; objects with fewer are to be mirrored again.
+        clock: seconds since the epoch, as on storage services.
 
     Raises:
-        NotFoundError: it has left nothing, or its last list is older than 6 hours.
-        UnavailableError: the engine did not answer.
+        NotFoundError: it left nothing, or its last list is older than 6 hours.
+        UnavailableError: the object store did not answer.
         DataLossError: its list is damaged.
     """
     search = _Search(objects, names)
@@ -67,24 +67,24 @@ async def find_left(
     newest = max((number for number, count in enumerate(begun, 1) if count), default=0)
     found: dict[tuple[int, int], PutObject] = {}
     has_list = False
-    # Of all generations: the writer of an early one may have come back, and have gone on after a later one began. What
-    # a later list says of an object is newer; what was dropped since is dropped again once the controller is asked.
+    # Search all generations: the writer of an early one may have continued after a later one began. For each object the
+    # later list counts. Puts dropped in the meantime are dropped again once the controller is asked.
     for generation in range(newest + 1):
         some = await search.of_generation(generation, int(clock()))
         has_list |= some is not None
         found |= {(each.generation, each.number): each for each in some or ()}
     if not has_list:
         raise NotFoundError(
-            f"the mirror has no list of puts of storage service {names.storage_id!r} under boot {names.boot_id.hex()}; "
-            "either it had no mirror, or it ended before its first put",
+            f"the mirror has no list of puts of storage service {names.storage_id!r} with instance id "
+            f"{names.boot_id.hex()}; either it had no mirror, or it ended before its first put",
         )
     return Left(newest + 1, await search.complete([found[key] for key in sorted(found)], copies))
 
 
 class _Search:
-    """An engine to search, and the names of what is looked for.
+    """An object store to search, and the names to look for.
 
-    Names are listed at once where the engine does that: with so many to be looked at, that is much cheaper.
+    If the object store can list names, they are listed once, which is much cheaper for many names.
     """
 
     def __init__(self, objects: ObjectStore, names: Names) -> None:
@@ -93,39 +93,40 @@ class _Search:
         self._listed: set[str] | None = None
 
     async def copies(self, names: Sequence[str], *, counted: bool = False) -> list[int]:
-        """Return how many copies each object has, 0: there is none; `counted`: by the engine, not by the list."""
+        """Return how many copies each object has, 0 if it does not exist; `counted`: ask the store, not the list."""
         if counted or not self._objects.abilities.lists_names:
             starts = range(0, len(names), _NAMES_A_CALL)
             calls = [self._objects.copies(names[start : start + _NAMES_A_CALL]) for start in starts]
             return [count for counts in await _at_a_time(calls) for count in counts]
         if self._listed is None:
             self._listed = {name async for name in self._objects.list_names(self._names.prefix)}
-        await asyncio.sleep(0)  # the caller looks at many
+        await asyncio.sleep(0)  # the caller checks many names
         return [int(name in self._listed) * (self._objects.abilities.fixed_copies or 1) for name in names]
 
     async def of_generation(self, generation: int, now: int) -> list[PutObject] | None:
-        """Return the objects that the last list of a generation leads to; None if it has no list: it wrote nothing."""
+        """Return the objects found through the last list of a generation; None if it wrote none, and so no objects."""
         for _ in range(_TRIES):
             second = await self._last_list(generation, now)
             if second is None:
                 return None
             try:
                 first, listed = unpack_list(await self._read_list(generation, second))
-            except ObjectMissingError:  # there is a newer one, and some names are gone
+            except ObjectMissingError:  # replaced by a newer list, and partly removed
                 self._listed = None
                 continue
-            # At most so many were written after the list.
+            # At most `WINDOW` objects were written after the list.
             numbers = range(first, first + WINDOW)
             counts = await self.copies(self._names.numbered(generation, numbers))
             there = [number for number, count in zip(numbers, counts, strict=True) if count]
             described = await _at_a_time([self._describe(PutObject(generation, number, b"", "")) for number in there])
             return [*listed, *(each for each in described if each is not None)]
         raise UnavailableError(
-            f"the lists of storage service {self._names.storage_id!r} in the mirror go before they are read; try again"
+            f"the lists of storage service {self._names.storage_id!r} in the mirror were replaced before they could be "
+            "read; try again"
         )
 
     async def _last_list(self, generation: int, now: int) -> int | None:
-        """Return the second of the last list of a generation, None where there is none."""
+        """Return the second of the last list of a generation, or None if there is none."""
         searched = range(now + _SECONDS_AHEAD, now - _SECONDS_BACK, -1)
         for at in range(0, len(searched), _NAMES_A_CALL):
             seconds = searched[at : at + _NAMES_A_CALL]
@@ -148,7 +149,7 @@ class _Search:
         return data
 
     async def _describe(self, stored: PutObject) -> PutObject | None:
-        """Learn from an object itself what is in it; None where it is gone."""
+        """Read the records of an object; return None if it does not exist."""
         name, heads = self._names.pieces(stored)[0], unpack_heads(b"")
         try:
             while isinstance(heads, int):
@@ -164,9 +165,9 @@ class _Search:
         return stored
 
     async def complete(self, found: Sequence[PutObject], copies: int) -> list[PutObject]:
-        """Return the objects that are there, and take note of those that are to be mirrored again.
+        """Return the objects that exist, marking those to be mirrored again.
 
-        Where the engine says nothing of where copies are, one may be on the node of the storage service that asks.
+        If the object store does not report the places of copies, one may be on the node of the calling service.
         """
         are_fixed = self._objects.abilities.fixed_copies is not None
         counts = await self.copies([self._names.pieces(each)[0] for each in found], counted=not are_fixed)

@@ -1,23 +1,23 @@
-"""How puts lie in objects, and what names the objects have.
+"""Layout of puts in objects, and the names of the objects.
 
     tq/<storage_id>/<boot>/g0-17/0              puts, written by the storage service itself
-    tq/<storage_id>/<boot>/list0-1790000000/0   which objects there are, as of that second
-    tq/<storage_id>/<boot>/heir/1               says that a storage service has taken the puts over
-    tq/<storage_id>/<boot>/g1-3/0               puts that this one has mirrored again
+    tq/<storage_id>/<boot>/list0-1790000000/0   list of the objects that existed at that second
+    tq/<storage_id>/<boot>/heir/1               marks that a successor has taken the puts over
+    tq/<storage_id>/<boot>/g1-3/0               puts that this successor has mirrored again
 
-The service, its instance (`boot_id` in its messages, as hex digits), the object, and the number of its piece. Numbers
-and seconds are never used twice, so a writer never meets what a killed one has left under a name.
+The parts of a name are the service, its instance id (`boot_id` in messages, as hex digits), the object, and the number
+of its piece. Numbers and seconds are never reused, so a writer never meets remains of a killed writer under a name.
 
-An object has whole puts of one owner and partition: how many, the sizes of each, their records, their tables and
-values. What is larger than an engine takes is cut into pieces, of which the first is written last: where that is there,
-all of them are.
+An object contains complete puts of one owner and partition: their count, the sizes of each, their records, and their
+tables and values. An object that is too large for the object store is cut into pieces. The first piece is written last:
+if it exists, all of them do.
 
-What there is is found through lists, since few engines find names by their beginning without a look at all that they
-have. Objects are numbered, and a list says which ones are there, and the number of the next one; at most `WINDOW`
-objects are written after a list before there is another one. So a list and the existence of so many names tell all that
-was ever acknowledged. Lists are named by the second they were written in, and searched for backwards from now. Every
-taking over begins a generation, with lists of its own; and the next heir looks at those of all generations, since the
-writer of an earlier one may have gone on.
+Objects are found through lists, because few object stores can find names by prefix without scanning all names. Objects
+are numbered; a list contains those that exist, and the number of the next one. At most `WINDOW` objects are written
+between two lists. So a list, plus the existence of that many names, covers everything that was ever acknowledged. Lists
+are named by the second they were written in; the search runs backwards from now. Every takeover begins a generation,
+with lists of its own. The next successor searches all generations, since the writer of an earlier one may have
+continued.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ WINDOW: Final = 8192
 """Most objects that are written after a list."""
 
 HEAD_BYTES: Final = 64 << 10
-"""Bytes of an object that have its records nearly always."""
+"""Bytes of an object that nearly always include all its records."""
 
 _COUNT: Final = struct.Struct("<I")
 _SIZES: Final = struct.Struct("<IQ")
@@ -51,15 +51,15 @@ class PutObject:
     """An object with puts of one owner and partition.
 
     Attributes:
-        generation: of the storage service that wrote it, see above.
-        number: its own within the generation.
+        generation: generation of the storage service that wrote it, see above.
+        number: its number within the generation.
         owner: controller that owns the puts.
-        partition_id: what they are for.
+        partition_id: partition of the puts.
         put_ids: those of its puts that are not dropped.
         piece_count: number of its pieces.
-        is_written: whether it is there.
-        is_short: whether it has fewer copies than asked for.
-        is_to_renew: whether its puts are to be written to other objects once they are in memory.
+        is_written: whether it exists.
+        is_short: whether it has fewer copies than requested.
+        is_to_renew: whether its puts should be written to other objects once they are in memory.
     """
 
     generation: int
@@ -78,7 +78,7 @@ class Names:
     """The names of all objects of one instance of a storage service.
 
     Raises:
-        InvalidArgumentError: the name of the storage service has characters that names of objects may not have.
+        InvalidArgumentError: the name of the storage service has characters not allowed in object names.
     """
 
     storage_id: str
@@ -88,13 +88,13 @@ class Names:
         if not _STORAGE_ID.fullmatch(self.storage_id):
             raise InvalidArgumentError(
                 f"storage_id: got {self.storage_id[:128]!r}, expected 1 to 128 letters, digits, '.', '_', ':' and '-', "
-                "the first a letter or digit",
+                "starting with a letter or digit",
                 field="storage_id",
             )
 
     @property
     def prefix(self) -> str:
-        """What all of them begin with."""
+        """Common prefix of all the names."""
         return f"tq/{self.storage_id}/{self.boot_id.hex()}/"
 
     def pieces(self, stored: PutObject) -> list[str]:
@@ -111,7 +111,7 @@ class Names:
         return self._name(f"list{generation}-{second}", piece)
 
     def heir(self, generation: int) -> str:
-        """Return the name of what says that a generation has begun."""
+        """Return the name of the object that marks the start of a generation."""
         return self._name("heir", generation)
 
     def _name(self, label: str, piece: int) -> str:
@@ -122,7 +122,7 @@ def pack_puts(puts: Sequence[tuple[bytes, Sequence[Buffer]]]) -> list[Buffer]:
     """Return the bytes of an object, in parts.
 
     Args:
-        puts: of each its record, and its tables and values in parts.
+        puts: the record of each put, and its tables and values in parts.
     """
     sizes = [_SIZES.pack(len(record), sum(map(len, parts))) for record, parts in puts]
     head = b"".join((_COUNT.pack(len(puts)), *sizes, *(record for record, _ in puts)))
@@ -130,9 +130,9 @@ def pack_puts(puts: Sequence[tuple[bytes, Sequence[Buffer]]]) -> list[Buffer]:
 
 
 def unpack_heads(data: Buffer) -> tuple[list[tuple[bytes, int, int]], int] | int:
-    """Return the records of an object, and where the bytes of each put start and end; and the size of it all.
+    """Return the records of an object, with the start and end of each put's bytes; and the object's size.
 
-    Where `data` ends before the records do, return how many bytes have them.
+    If `data` ends before the records do, return how many bytes include them.
     """
     if len(data) < _COUNT.size:
         return _COUNT.size
@@ -152,12 +152,12 @@ def unpack_heads(data: Buffer) -> tuple[list[tuple[bytes, int, int]], int] | int
 
 
 def piece_count_of(size: int) -> int:
-    """Return how many pieces an object of so many bytes has."""
+    """Return the number of pieces for an object of `size` bytes."""
     return max(1, -(-size // LARGEST_OBJECT_BYTES))
 
 
 def cut(parts: Iterable[Buffer], most: int = LARGEST_OBJECT_BYTES) -> list[list[Buffer]]:
-    """Return bytes in pieces of `most` bytes each, but for the last one."""
+    """Cut bytes into pieces of `most` bytes each; the last one may be smaller."""
     pieces: list[list[Buffer]] = [[]]
     free = most
     for part in parts:
@@ -174,11 +174,11 @@ def cut(parts: Iterable[Buffer], most: int = LARGEST_OBJECT_BYTES) -> list[list[
 
 
 def pack_list(next_number: int, objects: Iterable[PutObject]) -> bytes:
-    """Return a list of objects.
+    """Encode a list of objects.
 
     Args:
-        next_number: objects of this generation with this number and higher ones are not in it.
-        objects: those that are there or being written.
+        next_number: the first number of this generation that is not in the list.
+        objects: objects that exist or are being written.
     """
     rows = [
         (each.generation, each.number, each.piece_count, each.owner, each.partition_id, b"".join(each.put_ids))
@@ -189,15 +189,15 @@ def pack_list(next_number: int, objects: Iterable[PutObject]) -> bytes:
 
 
 def list_bytes(head: Buffer) -> int:
-    """Return the size of a list of which this is the beginning."""
+    """Return the size of a list that begins with these bytes."""
     return int(_SIZES.unpack_from(head)[1]) + _SIZES.size
 
 
 def unpack_list(data: Buffer) -> tuple[int, list[PutObject]]:
-    """Return what `pack_list` was given.
+    """Return the arguments that were given to `pack_list`.
 
     Raises:
-        DataLossError: it is no list.
+        DataLossError: the bytes are not a list.
     """
     try:
         next_number, rows = msgpack.unpackb(memoryview(data)[_SIZES.size :], use_list=False)

@@ -1,13 +1,13 @@
-"""A storage service's puts a second time, in an engine on other nodes. Memory of the service has the first ones.
+"""Copies of a storage service's puts, in an object store on other nodes. The originals are in the service's memory.
 
     bytes written -> mirrored with the copies required -> the put is complete
-    the put is dropped -> its memory is free at once, its object removed soon
+    put dropped -> its memory is freed at once, its object is removed soon
 
-Rows that are freed, and compaction, change memory alone: an object goes with the last of its puts. So a storage service
-that was taken for dead destroys nothing that another one has taken over.
+Freeing rows and compaction change memory only: an object is removed with the last of its puts. So a storage service
+that was wrongly declared dead destroys nothing that its successor has taken over.
 
-Puts that were taken over are unfetched: known by name, owner and partition. They are fetched when first read, and
-all of them in the background. Spilled ones, which have left memory, are fetched when they are read, or some of their
+Puts that were taken over are unfetched: only their id, owner and partition are known. They are fetched on first read,
+and all of them in the background. Spilled puts, which have left memory, are fetched on read, or when some of their
 cells are to be freed.
 """
 
@@ -44,18 +44,18 @@ _Kind: TypeAlias = tuple[bytes, str]
 
 @dataclass(slots=True, eq=False)
 class _Copy:
-    """One put in the mirror: being written, then in an object.
+    """Mirror state of one put: pending, then stored in an object.
 
     Attributes:
         put_id: the put.
-        stored: what it is in, once it is written.
-        record: what is written of it besides its bytes.
+        stored: its object, once written.
+        record: its record, written with its bytes.
         parts: its bytes, until they are written.
-        blob: what these are in, pinned until then.
-        size: of the bytes.
-        is_needed: whether the put is still there.
-        batch: what it is written with, until it is.
-        replaces: an older copy, dropped then.
+        blob: the blob of these bytes, pinned until then.
+        size: number of bytes.
+        is_needed: whether the put still exists.
+        batch: the batch it is written with, until it is.
+        replaces: an older copy, dropped once this one is written.
     """
 
     put_id: bytes
@@ -75,9 +75,9 @@ class _Batch:
 
     Attributes:
         kind: their owner and partition.
-        written: done once they are.
-        copies: of these puts.
-        made_count: copies that they got when they were last written without those required.
+        written: done once they are written.
+        copies: one for each put.
+        made_count: copies made by the last attempt, if fewer than required.
         task: writes them, once it has begun.
     """
 
@@ -89,13 +89,13 @@ class _Batch:
 
 
 class Mirror(Backing[PutObject]):
-    """Where the puts of an engine are a second time. Confined to the engine's event loop.
+    """Mirrors the puts of an engine in an object store. Confined to the engine's event loop.
 
     Args:
         writer: writes objects.
-        required: copies without which a put is not complete; 0: it is, and is mirrored after.
-        url: of the engine, as it is shown.
-        clock: what deadlines are measured with.
+        required: copies that a put needs to be complete; 0: it is complete first and mirrored afterwards.
+        url: URL of the object store, for display.
+        clock: time source for deadlines.
     """
 
     is_volatile = False
@@ -116,15 +116,15 @@ class Mirror(Backing[PutObject]):
         self._copies: dict[bytes, _Copy] = {}
         self._flushed: dict[bytes, _Copy] = {}  # until the put is finished, in the same step
         self._gathered: dict[_Kind, _Batch] = {}
-        self._small_count = 0  # batches of small puts that are being written
+        self._small_count = 0  # batches of small puts being written
         self._tasks: set[asyncio.Task[None]] = set()
-        # What was taken over is fetched though nobody reads it, as there is memory for it.
+        # Puts taken over are fetched even if they are not read, as long as memory is available.
         self._to_scrub: dict[bytes, None] = {}
         self._unmirrored_bytes = self._short_put_count = 0
         self._is_closed = False
 
     def stat(self, spilled_bytes: int = 0) -> MirrorStatus:
-        """Return how it is, with the bytes of the puts that its engine has spilled."""
+        """Return the mirror's status, with the bytes of the puts that its engine has spilled."""
         return MirrorStatus(
             url=self._url,
             is_reachable=self._writer.is_reachable,
@@ -135,11 +135,11 @@ class Mirror(Backing[PutObject]):
         )
 
     def on_unreachable(self, error: UnavailableError) -> None:
-        """Take note that the engine cannot be reached, so that `stat` says so before anything is written."""
+        """Record that the object store cannot be reached, so `stat` shows it before anything is written."""
         self._writer.on_error(error)
 
     async def run(self) -> None:
-        """Do what is done in the background until it is cancelled."""
+        """Run the background work until it is cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._writer.run())
             while True:
@@ -148,7 +148,7 @@ class Mirror(Backing[PutObject]):
                 await self.scrub()
 
     async def flush_all(self, seconds: float) -> int:
-        """Wait until all puts have their copies, for so long at most; return the bytes of those that have not."""
+        """Wait up to `seconds` for all puts to get their copies; return the bytes still without."""
         loop = asyncio.get_running_loop()
         end = loop.time() + seconds
         for batch in list(self._gathered.values()):
@@ -158,7 +158,7 @@ class Mirror(Backing[PutObject]):
         return self._unmirrored_bytes
 
     async def close(self) -> None:
-        """Write nothing any more; objects stay for the storage service that takes the puts over."""
+        """Stop writing; objects stay for the storage service that takes the puts over."""
         self._is_closed = True
         tasks = [*self._tasks, *self._fetching.values()]
         for task in tasks:
@@ -168,10 +168,10 @@ class Mirror(Backing[PutObject]):
     # Taking puts
 
     async def flush(self, pending: PendingPut, deadline: float | None) -> None:
-        """Wait until a put has the copies required; with none required begin to make them.
+        """Wait until a put has the required copies; if none are required, only start making them.
 
         Raises:
-            QuotaExceededError: it has not until the deadline.
+            QuotaExceededError: it does not have them by the deadline.
         """
         copy = self._begin(pending.put_id, pending.require_complete())
         try:
@@ -201,7 +201,7 @@ class Mirror(Backing[PutObject]):
             ) from None
 
     def _begin(self, put_id: bytes, put: StoredPut) -> _Copy:
-        """Begin to mirror a put as it is now, together with others where it is small."""
+        """Start to mirror a put in its current state, together with others if it is small."""
         copy = _Copy(put_id)
         copy.record = encode_put(describe_put(put_id, put))
         view = put.values.view()
@@ -216,7 +216,7 @@ class Mirror(Backing[PutObject]):
         batch = self._gathered.get(kind) if is_small else None
         if batch is None:
             batch = _Batch(kind, loop.create_future())
-            if is_small:  # at once where no small ones are being written, else soon
+            if is_small:  # at once if no small puts are being written, else soon
                 self._gathered[kind] = batch
                 loop.call_later(_GATHER_SECONDS if self._small_count else 0.0, self._send, batch)
         copy.batch = batch
@@ -228,7 +228,7 @@ class Mirror(Backing[PutObject]):
         return copy
 
     def _send(self, batch: _Batch) -> None:
-        """Begin to write small puts that were gathered, unless that has begun."""
+        """Start to write gathered small puts, unless that has begun."""
         if self._gathered.get(batch.kind) is batch and not self._is_closed:
             del self._gathered[batch.kind]
             self._small_count += 1
@@ -245,7 +245,7 @@ class Mirror(Backing[PutObject]):
         return task
 
     async def _write(self, batch: _Batch) -> None:
-        """Write an object again and again, until it has its copies or none of its puts is needed any more."""
+        """Write an object, retrying until it has its copies or none of its puts is needed any more."""
         pause = _FIRST_PAUSE_SECONDS
         while needed := [copy for copy in batch.copies if copy.is_needed]:
             parts = pack_puts([(copy.record, copy.parts) for copy in needed])
@@ -278,7 +278,7 @@ class Mirror(Backing[PutObject]):
                 copy.replaces = None
 
     def _abandon(self, copy: _Copy) -> None:
-        """Take note that a copy is not needed any more; one that is written with others goes once it is."""
+        """Record that a copy is not needed any more; one written with others is removed once all are written."""
         if not copy.is_needed:
             return
         copy.is_needed = False
@@ -299,17 +299,17 @@ class Mirror(Backing[PutObject]):
                 self._writer.remove(stored)
 
     def record(self, put_id: bytes, put: StoredPut) -> None:
-        """Take note that a flushed put is complete."""
+        """Record that a flushed put is complete."""
         self._copies[put_id] = self._flushed.pop(put_id)
 
     def pack(self, put_id: bytes, put: StoredPut) -> PackedPut | None:
-        """Return None: it is copied from its blob, may be spilled, and is fetched into another one."""
+        """Return None: puts stay unpacked, since they are mirrored from their blobs, spilled and fetched."""
         return None
 
-    # Giving them back
+    # Dropping puts
 
     def delete(self, put_id: bytes, blob: Blob) -> None:
-        """Free the memory of a put at once, and have its object removed soon."""
+        """Free the memory of a put at once, and schedule the removal of its object."""
         self.clear_damage(put_id)
         copy = self._copies.pop(put_id, None)
         if copy is not None:
@@ -319,7 +319,7 @@ class Mirror(Backing[PutObject]):
     # Puts that are not in memory
 
     def spill(self, put_id: bytes) -> bool:
-        """Have a put in the mirror alone, unfetched; return whether its copies there are complete."""
+        """Make a put unfetched, so only the mirror has its bytes; return whether its copies there are complete."""
         copy = self._copies.get(put_id)
         if copy is None or copy.stored is None or copy.blob is not None or put_id in self.damaged:
             return False
@@ -329,7 +329,7 @@ class Mirror(Backing[PutObject]):
         return True
 
     def fetch_to_free(self, put_id: bytes) -> None:
-        """Have a spilled put fetched in the background; one that was taken over is anyway, when there is memory."""
+        """Fetch a spilled put in the background; puts that were taken over are fetched anyway, as memory allows."""
         if put_id not in self._to_scrub:
             super().fetch_to_free(put_id)
 
@@ -338,10 +338,9 @@ class Mirror(Backing[PutObject]):
         return super()._forget_unfetched(put_id)
 
     def take_over(self, objects: Iterable[PutObject]) -> int:
-        """Take over the puts of an engine that is gone; return how many there are.
+        """Take over the puts of an engine that is gone; return their number.
 
-        Of a put that is in several objects, the last one counts. Their bytes are fetched when they are first read, and
-        by `scrub`.
+        If a put is in several objects, the last one counts. The bytes are fetched on first read, and by `scrub`.
         """
         puts: dict[bytes, RecoveredPut] = {}
         for stored in objects:
@@ -358,17 +357,17 @@ class Mirror(Backing[PutObject]):
         return len(puts)
 
     def partition_of(self, put_id: bytes) -> str | None:
-        """Return the partition of a put that is unfetched, None for others."""
+        """Return the partition of an unfetched put, or None for others."""
         stored = self._unfetched.get(put_id)
         return None if stored is None else stored.partition_id
 
     async def _fetch(self, put_id: bytes, source: PutObject) -> None:
-        """Fetch what an object has of the puts that are unfetched; what is lost of them is damaged."""
+        """Fetch the unfetched puts of an object; if its bytes are lost they are damaged."""
         try:
             data = await self._read(source)
             heads = unpack_heads(data)
             if isinstance(heads, int):
-                raise DataLossError(f"object {source.number} has {len(data)} bytes, its records end at {heads}")
+                raise DataLossError(f"object {source.number} has {len(data)} bytes, but its records end at {heads}")
         except DataLossError as error:
             for each in [each for each in source.put_ids if self._unfetched.get(each) is source]:
                 self._forget_unfetched(each)

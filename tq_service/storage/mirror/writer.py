@@ -1,4 +1,4 @@
-"""Writes objects under names never used before, keeps the list of them, and removes those that no put needs."""
+"""Writes objects under unique names, maintains the list of them, and removes those that no put needs."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from tq_service.storage.mirror.layout import WINDOW, Names, PutObject, cut, pack
 
 _log = logging.getLogger(__name__)
 _LIST_SECONDS: Final = 5.0
-_LIST_BYTES_PER_SECOND: Final = 4e6  # of lists, at most
-_IDLE_LIST_SECONDS: Final = 1800.0  # lists are searched for over hours
+_LIST_BYTES_PER_SECOND: Final = 4e6  # most bytes written for lists
+_IDLE_LIST_SECONDS: Final = 1800.0  # well below the hours over which lists are searched
 _RETRY_SECONDS: Final = 1.0
 _TOKEN_BYTES: Final = 16
 
 
 class ObjectWriter:
-    """The objects of one instance of a storage service, and the lists of them. Confined to one event loop.
+    """Objects of one instance of a storage service, and the lists of them. Confined to one event loop.
 
-    opened (by `run`) -> a first list is written -> objects are, and lists of them -> closed
+    opened (by `run`) -> a first list is written -> objects and more lists are written -> closed
 
     Args:
-        objects: the engine, shared with others.
-        names: of this instance.
-        copies: copies that each object is to have on other nodes.
+        objects: the object store, shared with others.
+        names: names of this instance's objects.
+        copies: copies that each object should have on other nodes.
         required: copies that it must have, at least 1.
         generation: see `layout`.
         may_remove: whether objects may be removed now: another storage service may have taken the puts over.
 
     Attributes:
-        live: objects that are there or being written.
-        is_reachable: whether the last call to the engine was answered; None: there was none yet.
+        live: objects that exist or are being written.
+        is_reachable: whether the last call to the object store was answered; None: not called yet.
         error: why not.
     """
 
@@ -62,7 +62,7 @@ class ObjectWriter:
         self.is_reachable: bool | None = None
         self.error = ""
         self._next_number = 1
-        self._listed_number: int | None = None  # that of the last list; None: there is none
+        self._listed_number: int | None = None  # next number in the last list; None: no list yet
         self._listed_at = 0.0
         self._list_bytes = 0
         self._list_second = 0
@@ -72,12 +72,12 @@ class ObjectWriter:
         self._remover = Remover(objects, may_remove=may_remove)
 
     async def run(self) -> None:
-        """Write lists and remove objects until it is cancelled."""
+        """Write lists and remove objects until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._remover.run())
             while True:
-                # Before it is looked whether one is due: to wait for what is set already would take no turn, so that
-                # puts that wait for a number never had theirs.
+                # Clear it before the check: waiting for an event that is set does not yield, so the puts that wait for
+                # a number would never run.
                 self._list_due.clear()
                 if not self._is_list_due() or await self._write_list():
                     with suppress(TimeoutError):
@@ -87,10 +87,10 @@ class ObjectWriter:
                     await asyncio.sleep(_RETRY_SECONDS)
 
     async def begin_generation(self) -> None:
-        """Say that this writer has taken the puts over, under a generation that no other one has.
+        """Mark that this writer has taken the puts over, under an unused generation.
 
         Raises:
-            UnavailableError, QuotaExceededError: that cannot be written.
+            UnavailableError, QuotaExceededError: the mark cannot be written.
         """
         while True:
             name, token = self.names.heir(self.generation), os.urandom(_TOKEN_BYTES)
@@ -111,12 +111,12 @@ class ObjectWriter:
 
         Args:
             owner: controller that owns the puts.
-            partition_id: what they are for.
+            partition_id: partition of the puts.
             put_ids: the puts.
-            parts: the bytes, which must not change meanwhile.
+            parts: the bytes, which must not change during the call.
 
         Returns:
-            The object, None where it did not get the copies that it must have and was discarded; and how many it got.
+            The object, or None if it did not get its required copies and was discarded; and the number of copies made.
         """
         pieces = cut(parts)
         stored = PutObject(self.generation, await self._take_number(), owner, partition_id, set(put_ids), len(pieces))
@@ -133,9 +133,9 @@ class ObjectWriter:
         return stored, made
 
     async def _put_all(self, names: Sequence[str], pieces: Sequence[Sequence[Buffer]]) -> int:
-        """Put pieces, the last one first; return the copies that each got at least.
+        """Put pieces, the last one first; return the minimum number of copies over all pieces.
 
-        With fewer than required, the rest was not put; it is 0 where the engine failed.
+        If it is below the required number, the remaining pieces were not put; it is 0 if the object store failed.
         """
         made = self.copies
         for name, piece in reversed(list(zip(names, pieces, strict=True))):
@@ -145,15 +145,15 @@ class ObjectWriter:
                 self.on_error(error)
                 return 0
             if made < self._required:
-                self.on_error(UnavailableError(f"an object got {made} copies, at least {self._required} are required"))
+                self.on_error(UnavailableError(f"an object got {made} copies; at least {self._required} are required"))
                 return made
         if self.is_reachable is False:
-            _log.info(LogMessage("the mirror takes objects again"))
+            _log.info(LogMessage("the mirror accepts objects again"))
         self.is_reachable, self.error = True, ""
         return made
 
     async def _take_number(self) -> int:
-        """Return a number that no object had, once a list leads to it."""
+        """Return an unused number, once a list covers it."""
         while self._listed_number is None or self._next_number >= self._listed_number + WINDOW:
             self._may_number.clear()
             self._list_due.set()
@@ -165,14 +165,14 @@ class ObjectWriter:
         return number
 
     def remove(self, stored: PutObject) -> None:
-        """Have an object removed, soon."""
+        """Schedule the removal of an object."""
         self.live.pop((stored.generation, stored.number), None)
         self._remover.remove(self.names.pieces(stored))
 
     def on_error(self, error: TqError) -> None:
-        """Take note that the engine did not take what it was given, or cannot be reached."""
+        """Record that the object store refused a write, or cannot be reached."""
         if self.is_reachable is not False:
-            _log.warning(LogMessage("the mirror does not take objects; puts wait", error=error.message))
+            _log.warning(LogMessage("the mirror does not accept objects; puts wait", error=error.message))
         self.is_reachable, self.error = False, error.message
 
     # Lists
@@ -187,7 +187,7 @@ class ObjectWriter:
         return max(_LIST_SECONDS, self._list_bytes / _LIST_BYTES_PER_SECOND)
 
     async def _write_list(self) -> bool:
-        """Write which objects there are; return whether that could be done."""
+        """Write the list of existing objects; return whether that succeeded."""
         number, packed = self._next_number, pack_list(self._next_number, self.live.values())
         pieces = cut([packed])
         second = max(int(time.time()), self._list_second + 1)

@@ -43,7 +43,7 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{- if gt (int .Values.storage.replicas) 0 }}true{{ end -}}
 {{- end -}}
 
-{{/* What clients and storage services are given: each of several controllers, else the Service of ready ones. Kubernetes
+{{/* Address for clients and storage services: each of several controllers, otherwise the Service of ready ones. Kubernetes
      resolves $(POD_NAMESPACE). */}}
 {{- define "tq.address" -}}
 {{- $full := include "tq.fullname" . -}}
@@ -54,12 +54,12 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{- ternary ($addresses | join ",") (printf "%s.$(POD_NAMESPACE).svc:50051" $full) (gt (len $addresses) 1) -}}
 {{- end -}}
 
-{{/* Whether no controller but the leader is ready, so that Kubernetes cannot count on readiness for anything else. */}}
+{{/* Whether only the leader is ready, so Kubernetes cannot rely on readiness for anything else. */}}
 {{- define "tq.isLeaderReadyAlone" -}}
 {{- if and (gt (int .Values.controller.replicas) 1) (eq .Values.controller.readiness "leader") }}true{{ end -}}
 {{- end -}}
 
-{{/* Settings that the chart sets itself, and by which of its values. */}}
+{{/* Settings that the chart sets itself, and the values that set them. */}}
 {{- define "tq.ownSettings" -}}
 role: storage.replicas
 host: host
@@ -105,13 +105,13 @@ mirror_offered_bytes: mirror.offeredGiB
 {{- define "tq.check" -}}
 {{- $v := .Values -}}
 {{- if eq (include "tq.fullname" .) "tq" -}}
-{{- fail "a Service named tq makes Kubernetes set TQ_PORT=tcp://... in other pods, which clients and services take for a setting: give the release another name, or set fullnameOverride" -}}
+{{- fail "a Service named tq makes Kubernetes set TQ_PORT=tcp://... in other pods, which clients and services would read as a setting: give the release another name, or set fullnameOverride" -}}
 {{- end -}}
 {{- if and $v.insecure (or $v.tls.enabled $v.auth.enabled) -}}
 {{- fail "insecure=true is for a service without TLS and tokens, but tls.enabled or auth.enabled is set: leave one of the two out" -}}
 {{- end -}}
 {{- if not (or $v.insecure (and $v.tls.enabled $v.auth.enabled)) -}}
-{{- fail "every pod that reaches the service could read and clear everything: set tls.enabled=true and auth.enabled=true (values-secured.yaml; README.md says how to make the Secrets), or insecure=true where the network itself is trusted" -}}
+{{- fail "every pod that reaches the service could read and clear everything: set tls.enabled=true and auth.enabled=true (values-secured.yaml; README.md shows how to create the Secrets), or insecure=true if the network is trusted" -}}
 {{- end -}}
 {{- $own := fromYaml (include "tq.ownSettings" .) -}}
 {{- range $where, $settings := dict "settings" $v.settings "controller.settings" $v.controller.settings "storage.settings" $v.storage.settings -}}
@@ -122,22 +122,22 @@ mirror_offered_bytes: mirror.offeredGiB
 {{- end -}}
 {{- end -}}
 {{- if and (gt (int $v.controller.replicas) 1) (not $v.journal.etcd) -}}
-{{- fail (printf "got controller.replicas %d without journal.etcd: controllers know of each other by a journal that they share; name etcd's members, or use 1" (int $v.controller.replicas)) -}}
+{{- fail (printf "got controller.replicas %d without journal.etcd: controllers find each other through a shared journal; set journal.etcd to the etcd members, or use 1" (int $v.controller.replicas)) -}}
 {{- end -}}
 {{- if and $v.journal.etcd (not (include "tq.isSplit" .)) -}}
-{{- fail "journal.etcd is for controllers that hold no bytes: set storage.replicas (values-ha.yaml)" -}}
+{{- fail "journal.etcd is for controllers without data: set storage.replicas (values-ha.yaml)" -}}
 {{- end -}}
 {{- if and $v.journal.etcd (not $v.controller.persistence.enabled) -}}
-{{- fail "journal.etcd needs controller.persistence.enabled: each controller keeps snapshots on a volume of its own, and etcd only what came after them" -}}
+{{- fail "journal.etcd needs controller.persistence.enabled: each controller keeps snapshots on its own volume, and etcd has only the changes after them" -}}
 {{- end -}}
 {{- if ne (empty $v.journal.user) (empty $v.journal.passwordSecretName) -}}
 {{- fail "got one of journal.user and journal.passwordSecretName; give both, or none" -}}
 {{- end -}}
 {{- if and $v.journal.clientCertificate (not $v.journal.tlsSecretName) -}}
-{{- fail "journal.clientCertificate needs journal.tlsSecretName, the Secret that has it" -}}
+{{- fail "journal.clientCertificate needs journal.tlsSecretName, the Secret that contains it" -}}
 {{- end -}}
 {{- if and $v.mirror.url (not (include "tq.isSplit" .)) -}}
-{{- fail "mirror.url is for storage services, of which another takes over: set storage.replicas to 2 or more" -}}
+{{- fail "mirror.url is for several storage services, one of which takes over: set storage.replicas to 2 or more" -}}
 {{- end -}}
 {{- if gt (int $v.mirror.required) (int $v.mirror.copies) -}}
 {{- fail (printf "mirror.required: got %d, expected at most mirror.copies, %d" (int $v.mirror.required) (int $v.mirror.copies)) -}}
@@ -146,7 +146,7 @@ mirror_offered_bytes: mirror.offeredGiB
 {{- fail "mirror.memoryGiB is for puts that the mirror has: set mirror.url, or leave it 0" -}}
 {{- end -}}
 {{- if gt (int $v.mirror.memoryGiB) (int $v.storage.quotaGiB) -}}
-{{- fail (printf "mirror.memoryGiB: got %d, expected at most storage.quotaGiB, %d: the quota of all puts is at least what is in memory of them" (int $v.mirror.memoryGiB) (int $v.storage.quotaGiB)) -}}
+{{- fail (printf "mirror.memoryGiB: got %d, expected at most storage.quotaGiB, %d: the quota covers all puts, including those in memory" (int $v.mirror.memoryGiB) (int $v.storage.quotaGiB)) -}}
 {{- end -}}
 {{- range $name, $part := dict "controller" $v.controller "storage" $v.storage -}}
 {{- $stores := or (eq $name "storage") (not (include "tq.isSplit" $)) -}}
@@ -166,7 +166,7 @@ mirror_offered_bytes: mirror.offeredGiB
 {{- fail "got both of checkpoint.existingClaim and checkpoint.persistence.enabled: leave one of the two out" -}}
 {{- end -}}
 {{- if and $v.checkpoint.enabled (not $v.controller.persistence.enabled) (not $v.checkpoint.persistence.enabled) (not $v.checkpoint.existingClaim) -}}
-{{- fail "checkpoint.enabled needs a place: controller.persistence.enabled, checkpoint.persistence.enabled or checkpoint.existingClaim" -}}
+{{- fail "checkpoint.enabled needs a place: set controller.persistence.enabled, checkpoint.persistence.enabled or checkpoint.existingClaim" -}}
 {{- end -}}
 {{- end -}}
 
@@ -185,7 +185,7 @@ readOnlyRootFilesystem: true
 capabilities: {drop: [ALL]}
 {{- end -}}
 
-{{/* Of every pod of this chart. */}}
+{{/* Common to every pod of this chart. */}}
 {{- define "tq.pod" -}}
 serviceAccountName: {{ include "tq.serviceAccountName" . }}
 automountServiceAccountToken: false
@@ -199,7 +199,7 @@ imagePullSecrets:
 {{- end }}
 {{- end -}}
 
-{{/* Where a service runs, from controller or storage. */}}
+{{/* Scheduling of a service, from controller or storage. */}}
 {{- define "tq.placement" -}}
 {{- with .part.nodeSelector }}
 nodeSelector: {{- toYaml . | nindent 2 }}
@@ -227,12 +227,12 @@ affinity:
 {{- end }}
 {{- end -}}
 
-{{/* Names of the pod that other variables are made of: first in `env`, since $(NAME) looks back only. */}}
+{{/* Pod names used in other variables: first in `env`, since $(NAME) refers only to earlier ones. */}}
 {{- define "tq.namespaceEnv" -}}
 - {name: POD_NAMESPACE, valueFrom: {fieldRef: {fieldPath: metadata.namespace}}}
 {{- end -}}
 
-{{/* What controller and storage services have in common. */}}
+{{/* Common to controller and storage services. */}}
 {{- define "tq.serviceEnv" -}}
 {{- $v := .root.Values -}}
 {{- include "tq.namespaceEnv" . }}
@@ -317,7 +317,7 @@ affinity:
 {{- end }}
 {{- end -}}
 
-{{/* Secrets of etcd and of the mirror, by the name of their volume. */}}
+{{/* Secrets of etcd and of the mirror, by volume name. */}}
 {{- define "tq.engineSecrets" -}}
 {{- $v := .root.Values -}}
 {{- if and .isMember $v.journal.tlsSecretName }}
@@ -331,7 +331,7 @@ mirror: {{ $v.mirror.secretName | quote }}
 {{- end }}
 {{- end -}}
 
-{{/* Secrets are directories, without subPath, so that files follow their changes; the service reads them again. */}}
+{{/* Secrets are mounted as directories without subPath, so changes reach the files and the service reloads them. */}}
 {{- define "tq.serviceMounts" -}}
 {{- $v := .root.Values -}}
 {{- if .hasDataDir }}
@@ -385,9 +385,8 @@ mirror: {{ $v.mirror.secretName | quote }}
 {{- end }}
 {{- end -}}
 
-{{/* Kubernetes' own probe of gRPC cannot do TLS. `alive` asks whether the process runs and takes connections: with TLS it
-     only connects, since a handshake fails once the certificate has expired, which a restart does not mend, and would
-     restart all pods at once. */}}
+{{/* Kubernetes' gRPC probe does not support TLS. `alive` checks that the process runs and accepts connections. With TLS it
+     only connects: a handshake would fail with an expired certificate and restart all pods at once, which would not help. */}}
 {{- define "tq.alive" -}}
 {{- if .root.Values.tls.enabled -}}
 tcpSocket: {port: grpc}
@@ -397,7 +396,7 @@ grpc: {port: 50051, service: ""}
 timeoutSeconds: 4
 {{- end -}}
 
-{{/* Readiness verifies the certificate as clients do, so that they are not sent to a pod that they cannot use. */}}
+{{/* Readiness verifies the certificate like clients do, so they are not sent to a pod that they cannot use. */}}
 {{- define "tq.ready" -}}
 {{- if .root.Values.tls.enabled -}}
 exec: {command: [tq-service, health, {{ with .ready }}--service, {{ . }}, {{ end }}--timeout, "4"]}
@@ -417,14 +416,14 @@ readinessProbe:
   {{- include "tq.ready" . | nindent 2 }}
   periodSeconds: {{ ternary 5 2 .root.Values.tls.enabled }}
   failureThreshold: 2
-livenessProbe:  # a minute, since what takes a service that long may also end by itself
+livenessProbe:  # one minute, since a shorter stall may resolve without a restart
   {{- include "tq.alive" . | nindent 2 }}
   periodSeconds: 10
   failureThreshold: 6
 {{- end -}}
 
-{{/* What a service may need, as a number of GiB: what it stores, the state of a controller, and 1 for the process and what
-     comes and is read at a time. */}}
+{{/* Memory of a service in GiB: stored data, the state of a controller, and 1 for the process and its in-flight puts and
+     reads. */}}
 {{- define "tq.memoryGiB" -}}
 {{- $v := .root.Values -}}
 {{- $state := ternary 0 $v.controller.memoryGiB (eq .role "storage") -}}
@@ -437,7 +436,7 @@ livenessProbe:  # a minute, since what takes a service that long may also end by
 {{- $sum := add 1 $state $stored $offered -}}
 {{- if eq .role "storage" -}}
 {{- if and $v.storage.memoryGiB (lt (int $v.storage.memoryGiB) (int $sum)) -}}
-{{- fail (printf "storage.memoryGiB: got %d, expected at least %d: what is stored, what is offered to the engine, and 1 GiB; or 0, which is that sum" (int $v.storage.memoryGiB) (int $sum)) -}}
+{{- fail (printf "storage.memoryGiB: got %d, expected at least %d: stored data, memory offered to the object store, and 1 GiB; or use 0, which is that sum" (int $v.storage.memoryGiB) (int $sum)) -}}
 {{- end -}}
 {{- default $sum $v.storage.memoryGiB -}}
 {{- else -}}
@@ -464,7 +463,7 @@ ports:
 {{- $resources := deepCopy .part.resources }}
 {{- $request := dig "requests" "memory" "" $resources }}
 {{- $limit := dig "limits" "memory" "" $resources }}
-{{- /* One that is given alone is both: beside the sum it could be a limit below the request. */}}
+{{- /* If only one is set, it is used for both: with the computed sum, the limit could be below the request. */}}
 {{- $memories := dict "requests" (dict "memory" (coalesce $request $limit $memory)) "limits" (dict "memory" (coalesce $limit $request $memory)) }}
 resources: {{- toYaml (merge $resources $memories) | nindent 2 }}
 securityContext: {{- include "tq.securityContext" . | nindent 2 }}
@@ -483,7 +482,7 @@ spec:
   resources: {requests: {storage: {{ .claim.sizeGiB }}Gi}}
 {{- end -}}
 
-{{/* Of the pods of clients: the test, the checkpoint, the page. `token` is a key of auth.clientSecretName. */}}
+{{/* Common to client pods: the test, the checkpoint, the page. `token` is a key of auth.clientSecretName. */}}
 {{- define "tq.clientEnv" -}}
 {{- $v := .root.Values -}}
 {{- include "tq.namespaceEnv" . }}

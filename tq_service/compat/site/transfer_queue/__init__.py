@@ -1,6 +1,6 @@
-"""TransferQueue's package, over tq_service: the same calls, kept by one service instead of Ray actors.
+"""TransferQueue's API on top of tq_service: the same calls, served by one service instead of Ray actors.
 
-To be put first on PYTHONPATH, in the driver and in every worker; see docs/integrations/transferqueue.md.
+Put it first on PYTHONPATH, in the driver and in every worker; see docs/integrations/transferqueue.md.
 """
 
 from transfer_queue.client import AsyncTransferQueueClient, TransferQueueClient
@@ -34,7 +34,7 @@ from transfer_queue.session import close, get_client, init
 from transfer_queue.storage import StorageKeyNotFoundError
 
 __version__ = "0.1.11"
-"""The version of TransferQueue whose calls these are, which callers compare with the least that they need."""
+"""The version of TransferQueue that defines these calls; callers compare it with their minimum."""
 
 __all__ = [
     "AsyncTransferQueueClient",

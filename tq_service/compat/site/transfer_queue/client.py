@@ -1,7 +1,7 @@
-"""`TransferQueueClient`: TransferQueue's calls, each one of the service's or few. Sync, and as `async_...` for asyncio.
+"""`TransferQueueClient`: TransferQueue's calls, sync and as `async_...`, each made of one or a few service calls.
 
-Each call is written once, as a coroutine of `Calls`: over an `AsyncClient` it is awaited; over a `Client`, whose
-calls never wait for a loop, `finished` runs it to its end.
+Each call is written once, as a coroutine of `Calls`. With an `AsyncClient` it is awaited; with a `Client`, whose calls
+never wait for an event loop, `finished` runs it to completion.
 """
 
 from __future__ import annotations
@@ -27,7 +27,12 @@ from transfer_queue.sampler import BaseSampler, service_samples
 from transfer_queue.storage import StorageKeyNotFoundError
 
 T = TypeVar("T")
-_CLEARED: Final = (tq.PartitionNotFoundError, tq.SampleNotFoundError, tq.CellNotFoundError, tq.StaleIncarnationError)
+_CLEARED: Final = (
+    tq.errors.PartitionNotFoundError,
+    tq.errors.SampleNotFoundError,
+    tq.errors.CellNotFoundError,
+    tq.errors.StaleIncarnationError,
+)
 _PAUSE_SECONDS: Final = 0.05
 Row = dict[str, Any]
 
@@ -40,7 +45,7 @@ def finished(coroutine: Coroutine[Any, Any, T]) -> T:
         result: T = end.value
         return result
     coroutine.close()
-    raise RuntimeError("a call of the sync client has waited for an event loop")
+    raise RuntimeError("a call of the sync client waited for an event loop")
 
 
 async def _at_once(function: Callable[..., T], *arguments: Any, **keywords: Any) -> T:
@@ -48,7 +53,7 @@ async def _at_once(function: Callable[..., T], *arguments: Any, **keywords: Any)
 
 
 class Awaitables:
-    """The calls of a sync client, or of a module, as such that can be awaited: they are done when they return."""
+    """The calls of a sync client, or of a module, as awaitables that are already complete."""
 
     def __init__(self, owner: Any) -> None:
         self._owner = owner
@@ -60,13 +65,13 @@ class Awaitables:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asking:
-    """How `get_meta` asks for the batches of tasks.
+    """Options of `get_meta` for the batches of tasks.
 
     Attributes:
         sampler: chooses the samples of a batch.
-        sample: has the controller ask a sampler of users for a batch; None: it cannot be reached from this process.
-        polling_mode: whether too few samples give an empty batch, and not an error.
-        wait_seconds: how long samples are waited for.
+        sample: requests a batch of a user's sampler from the controller; None: not available in this process.
+        polling_mode: whether too few samples result in an empty batch instead of an error.
+        wait_seconds: longest wait for samples.
     """
 
     sampler: BaseSampler
@@ -76,15 +81,15 @@ class Asking:
 
 
 class Calls:
-    """TransferQueue's calls over one client of the service.
+    """TransferQueue's calls on one client of the service.
 
     Args:
         client: an `AsyncClient`, or `Awaitables` of a `Client`.
-        asking: how batches are asked for.
-        run: calls a function, in a thread if others go on meanwhile.
+        asking: options of `get_meta`.
+        run: calls a function, in a thread if other calls run concurrently.
 
     Attributes:
-        wait_seconds: how long `get_meta` waits for samples, that of `asking` at first.
+        wait_seconds: longest wait of `get_meta` for samples; initially that of `asking`.
     """
 
     def __init__(self, client: Any, *, asking: Asking, run: Callable[..., Awaitable[Any]]) -> None:
@@ -104,11 +109,11 @@ class Calls:
         task_name: str | None = None,
         sampling_config: Mapping[str, Any] | None = None,
     ) -> BatchMeta:
-        """Return samples: a batch for a task ("fetch"), new ones ("insert"), or all there are ("force_fetch").
+        """Return samples: a batch for a task ("fetch"), new samples ("insert"), or all samples ("force_fetch").
 
         Raises:
-            RuntimeError: too few samples were ready in time, unless in polling mode: then the batch is empty.
-            StorageKeyNotFoundError: a rank asks again for a batch of which samples were cleared.
+            RuntimeError: too few samples were ready in time. In polling mode the batch is empty instead.
+            StorageKeyNotFoundError: a rank repeats its request for a batch, and samples of it were cleared.
         """
         if mode == "insert":
             return of_samples(await self._client.insert(partition_id, batch_size), data_fields)
@@ -128,7 +133,7 @@ class Calls:
                 batch = of_samples(meta, data_fields) if meta.status == "batch" else BatchMeta()
             else:
                 batch = await self._chosen(batch_size=batch_size, config=sampling_config or {}, **claim)
-        except tq.SamplesClearedError as error:
+        except tq.errors.SamplesClearedError as error:
             raise StorageKeyNotFoundError(str(error)) from error
         if not batch and not self._asking.polling_mode:
             raise RuntimeError(
@@ -138,10 +143,10 @@ class Calls:
         return batch
 
     async def _chosen(self, **wanted: Any) -> BatchMeta:
-        """Return the samples that a sampler of users chooses, as soon as it chooses some."""
+        """Wait until a user's sampler chooses samples, and return them."""
         sample = self._asking.sample
         if sample is None:
-            raise RuntimeError("a sampler of yours cannot be asked from this process; use num_workers=0")
+            raise RuntimeError("this process cannot call a custom sampler; use num_workers=0")
         batch: BatchMeta
         waited = time.monotonic() + self.wait_seconds
         while not (batch := await self._run(sample, **wanted)) and time.monotonic() < waited:
@@ -149,7 +154,7 @@ class Calls:
         return batch
 
     async def get_data(self, metadata: BatchMeta) -> TensorDict:
-        """Return the fields of a batch: rows of one dimension or more as nested tensors, objects as NonTensorStack.
+        """Return the fields of a batch: rows with dimensions as nested tensors, objects as NonTensorStack.
 
         Raises:
             StorageKeyNotFoundError: a sample was cleared.
@@ -164,7 +169,7 @@ class Calls:
             ]
         except _CLEARED as error:
             raise StorageKeyNotFoundError(str(error)) from error
-        except tq.FieldNotFoundError as error:  # a field goes with the last sample that has it
+        except tq.errors.FieldNotFoundError as error:  # a field disappears with the last sample that has it
             found = [
                 await self._lookup(samples.partition_id, global_indexes=samples.indexes) for _, samples in samples_of
             ]
@@ -187,9 +192,9 @@ class Calls:
 
         Args:
             data: the fields.
-            metadata: the samples; it has the fields afterwards.
-            partition_id: or the partition of new ones.
-            data_parser: changes a dict of the columns in place before they are put; here in the calling process.
+            metadata: the samples; the fields are added to it.
+            partition_id: the partition of new samples, if `metadata` is None.
+            data_parser: changes a dict of the columns in place before the put; runs in the calling process.
 
         Raises:
             ValueError: neither samples nor a partition is given.
@@ -198,11 +203,11 @@ class Calls:
         if metadata is None:
             if partition_id is None:
                 raise ValueError(
-                    "got neither metadata nor partition_id; give the samples, or the partition of new ones"
+                    "got neither metadata nor partition_id; pass the samples, or the partition of new samples"
                 )
             return of_samples(await self._put(data, partition_id=partition_id, return_meta="all"))
         if not metadata:
-            raise ValueError("metadata names no samples; give those that the rows of data are of")
+            raise ValueError("metadata is empty; pass the samples of the rows of data")
         for positions, samples in self._samples(metadata):
             rows = data if len(positions) == len(metadata) else _taken([data], positions)
             tags = [metadata.custom_meta[position] for position in positions]
@@ -210,15 +215,15 @@ class Calls:
         return metadata.add_fields(data)
 
     async def _put(self, data: TensorDict | None, **more: Any) -> tq.BatchMeta:
-        """Put columns, converted to their fields' dtypes, or to objects, if the fields are of others."""
+        """Put columns; if they do not match their fields, convert them to the fields' dtypes or to objects."""
         try:
             return await self._client.put(data, **more)
-        except tq.FieldMismatchError:
+        except tq.errors.FieldMismatchError:
             samples: tq.BatchMeta | None = more.get("metadata")
             partition_id = more["partition_id"] if samples is None else samples.partition_id
             try:
                 fields = (await self._client.describe_partition(partition_id)).fields
-            except tq.PartitionNotFoundError:  # cleared meanwhile
+            except tq.errors.PartitionNotFoundError:  # cleared since the put
                 fields = ()
             specs = {each.spec.name: each.spec for each in fields}
             return await self._client.put(_fitted(data, specs), **more)
@@ -230,7 +235,7 @@ class Calls:
             await self._client.set_custom_meta(samples, keeping_nulls(tags))
 
     async def clear_samples(self, metadata: BatchMeta) -> None:
-        """Remove samples; those that are gone are ignored."""
+        """Remove samples; missing ones are ignored."""
         for _, samples in self._samples(metadata):
             await self._client.clear_samples(samples, missing_ok=True)
 
@@ -247,17 +252,23 @@ class Calls:
     async def get_consumption_status(
         self, task_name: str, partition_id: str
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return the samples of a partition `(n,)` and which a task has consumed `(n,)`, 1 or 0; None without it."""
+        """Return a partition's samples `(n,)` and whether a task has consumed each `(n,)`, 1 or 0.
+
+        Both are None if the partition does not exist.
+        """
         meta = await self._lookup(partition_id, task_name=task_name)
         if not meta.incarnation:
             return None, None
-        consumed: Any = meta.consumed  # there, since the task was named
+        consumed: Any = meta.consumed  # not None, since a task was named
         return torch.from_numpy(meta.indexes.copy()), torch.from_numpy(consumed.astype(np.int8))
 
     async def get_production_status(
         self, data_fields: Sequence[str], partition_id: str
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return the samples of a partition `(n,)` and which fields they have `(n, f)`, 1 or 0; None without them."""
+        """Return a partition's samples `(n,)` and whether each has each field `(n, f)`, 1 or 0.
+
+        Both are None without `data_fields`, or if a field does not exist.
+        """
         meta = await self._lookup(partition_id)
         produced = meta.produced
         if not data_fields or not all(name in produced for name in data_fields):
@@ -266,39 +277,39 @@ class Calls:
         return torch.from_numpy(meta.indexes.copy()), torch.from_numpy(has_field.astype(np.int8))
 
     async def check_consumption_status(self, task_name: str, partition_id: str) -> bool:
-        """Return whether there are samples, and a task has consumed all of them; cleared ones need not be."""
+        """Return whether the partition has samples and a task has consumed all of them, except cleared ones."""
         status = await self._client.check_consumption(partition_id, task_name, missing_ok=True)
         return 0 < _expected(status.total_count - status.skipped_count) <= status.consumed_count
 
     async def check_production_status(self, data_fields: Sequence[str], partition_id: str) -> bool:
-        """Return whether there are samples, and all of them have these fields."""
+        """Return whether the partition has samples and all of them have these fields."""
         status = await self._client.check_production(partition_id, data_fields, missing_ok=True)
         return 0 < _expected(status.total_count) <= status.produced_count
 
     async def reset_consumption(self, partition_id: str, task_name: str | None = None) -> bool:
-        """Have a task, or all of them, consume a partition again."""
+        """Let a task, or all tasks, consume a partition again."""
         try:
             known = () if task_name else (await self._client.describe_partition(partition_id)).tasks
             for name in [task_name] if task_name else [task.task_name for task in known]:
                 await self._client.reset_consumption(partition_id, name)
-        except tq.NotFoundError:  # nothing was consumed that could be again
+        except tq.errors.NotFoundError:  # nothing was consumed
             pass
         return True
 
     # Keys
 
     async def kv_retrieve_meta(self, keys: Sequence[str] | str, partition_id: str, create: bool = False) -> BatchMeta:
-        """Return the samples of keys, with the fields that all have; unknown keys are left out, or made (`create`)."""
+        """Return the samples of keys, with their common fields; unknown keys are omitted, or created (`create`)."""
         names = _listed("keys", keys, str)
         if create:
             return of_samples(await self._client.put(partition_id=partition_id, keys=names, return_meta="all"))
         return of_samples(await self._lookup(partition_id, keys=names))
 
     async def kv_retrieve_keys(self, global_indexes: Sequence[int] | int, partition_id: str) -> list[str | None]:
-        """Return the keys of samples, None for one without.
+        """Return the keys of samples; None for samples without a key.
 
         Raises:
-            RuntimeError: there is no such partition.
+            RuntimeError: the partition does not exist.
         """
         indexes = _listed("global_indexes", global_indexes, int)
         meta = await self._lookup(partition_id, global_indexes=indexes)
@@ -308,7 +319,7 @@ class Calls:
         return [key_of.get(index) for index in indexes]
 
     async def kv_list(self, partition_id: str | None = None) -> dict[str, dict[str, Row]]:
-        """Return the keys of one partition, or of all, with their tags: by partition, then by key."""
+        """Return the tags of the samples of one partition or of all, by partition and key."""
         names = [partition_id] if partition_id is not None else await self.get_partition_list()
         metas = [await self._lookup(name) for name in names]
         listed = {name: meta for name, meta in zip(names, metas, strict=True) if meta.incarnation}
@@ -328,12 +339,12 @@ class Calls:
         """Put the fields of one sample, as a TensorDict of one row or a dict of values, and merge its tag.
 
         Raises:
-            ValueError: neither fields nor a tag is given, or fields are of several rows.
+            ValueError: neither fields nor a tag is given, or fields have several rows.
         """
         if isinstance(fields, dict):
             nested = [name for name, each in fields.items() if isinstance(each, torch.Tensor) and each.is_nested]
             if nested:
-                raise ValueError(f"field {nested[0]!r} is a nested tensor, of several rows; put it with kv_batch_put")
+                raise ValueError(f"field {nested[0]!r} is a nested tensor of several rows; put it with kv_batch_put")
             rows = {
                 name: value.unsqueeze(0) if isinstance(value, torch.Tensor) else NonTensorStack(value)
                 for name, value in fields.items()
@@ -351,22 +362,20 @@ class Calls:
         tags: Sequence[Row] | None = None,
         data_parser: Callable[[Row], Any] | None = None,
     ) -> KVBatchMeta:
-        """Put fields of samples by key, and merge their tags; unknown keys make samples.
+        """Put fields of samples by key, and merge their tags; unknown keys create samples.
 
         Returns:
-            The samples, with all their tags and the fields that all of them have by now.
+            The samples, with all their tags and their common fields after the put.
 
         Raises:
-            ValueError: neither fields nor tags are given, or they are for another number of keys.
+            ValueError: neither fields nor tags are given, or their number differs from that of the keys.
         """
         names = _listed("keys", keys, str)
         if fields is None and tags is None:
             raise ValueError("got neither fields nor tags; give one of them")
         for what, given in (("fields", fields), ("tags", tags)):
             if given is not None and len(given) != len(names):
-                raise ValueError(
-                    f"{what} is for {len(given)} samples, expected {len(names)}, as many as there are keys"
-                )
+                raise ValueError(f"{what} is for {len(given)} samples, expected {len(names)}, one for each key")
         meta = await self._put(
             None if fields is None else _parsed(fields, data_parser),
             partition_id=partition_id,
@@ -384,10 +393,10 @@ class Calls:
     async def kv_batch_get(
         self, keys: Sequence[str] | str, partition_id: str, select_fields: Sequence[str] | str | None = None
     ) -> TensorDict:
-        """Return fields of samples by key, those that all of them have; unknown keys are left out.
+        """Return fields of samples by key, by default their common fields; unknown keys are omitted.
 
         Raises:
-            ValueError: none of the keys is known, or the samples have no field in common.
+            ValueError: none of the keys exists, or the samples do not have a common field.
         """
         names = _listed("keys", keys, str)
         if select_fields is not None and not select_fields:
@@ -401,13 +410,13 @@ class Calls:
                 missing_fields="skip",
                 layout="jagged",
             )
-        except tq.PartitionNotFoundError as error:
+        except tq.errors.PartitionNotFoundError as error:
             raise ValueError(f"keys or partition were not found: {error}") from error
         if not data.batch_size[0]:
             raise ValueError(f"keys or partition were not found: partition {partition_id!r} has none of these keys")
         if data.is_empty():
             if not of_samples(await self._lookup(partition_id, keys=names)).field_names:
-                raise ValueError(f"the samples of partition {partition_id!r} have no field that all of them have")
+                raise ValueError(f"the samples of partition {partition_id!r} do not have a common field")
             return TensorDict({}, batch_size=0)
         return _as_transfer_queue(data)
 
@@ -417,11 +426,11 @@ class Calls:
         """Return fields of samples: those of `meta`, or some of them.
 
         Raises:
-            ValueError: `meta` has no partition, or not all of these fields.
+            ValueError: `meta` lacks a partition or a selected field.
         """
         fields = meta.fields if select_fields is None else _listed("select_fields", select_fields, str)
         if meta.partition_id is None:
-            raise ValueError("the meta names no partition; set its partition_id")
+            raise ValueError("the meta has no partition; set its partition_id")
         if unknown := set(fields or ()) - set(meta.fields or ()):
             raise ValueError(f"select_fields {sorted(unknown)} not found in the meta, which has {meta.fields}")
         return await self.kv_batch_get(meta.keys, meta.partition_id, fields)
@@ -437,7 +446,7 @@ class Calls:
         return meta
 
     def _samples(self, metadata: BatchMeta) -> list[tuple[list[int], tq.BatchMeta]]:
-        """Return for each partition of a batch the positions of its samples, and these."""
+        """Return the positions and the samples of each partition of a batch."""
         indexes = np.asarray(metadata.global_indexes, np.int64)
         return [
             (
@@ -454,7 +463,7 @@ class Calls:
 
 
 def of_samples(meta: tq.BatchMeta, data_fields: Sequence[str] | None = None) -> BatchMeta:
-    """Return samples with the fields asked for, or with those that all of them have."""
+    """Return samples with the requested fields; default: their common fields."""
     produced = meta.produced
     has_all = [name for name, column in produced.items() if column.all()]
     names = has_all if data_fields is None else data_fields
@@ -479,7 +488,7 @@ def _schema_of(spec: tq.FieldSpec | None) -> Row:
 
 
 def _expected(total_count: int) -> int:
-    """Return how many samples a partition is to have before it may be complete."""
+    """Return the number of samples that a partition needs to be complete."""
     return max(total_count, int(os.environ.get("TQ_PRE_ALLOC_SAMPLE_NUM", "1")))
 
 
@@ -487,7 +496,8 @@ def _listed(what: str, values: Any, kind: type) -> list[Any]:
     """Return the values, or the single value, as a list.
 
     Raises:
-        ValueError: it is empty. TypeError: it has other values.
+        ValueError: it is empty.
+        TypeError: it has values of another type.
     """
     listed = [values] if isinstance(values, kind) else values
     if not isinstance(listed, list | tuple) or not all(isinstance(value, kind) for value in listed):
@@ -498,10 +508,10 @@ def _listed(what: str, values: Any, kind: type) -> list[Any]:
 
 
 def _parsed(data: TensorDict, data_parser: Callable[[Row], Any] | None) -> TensorDict:
-    """Return data as a parser changes it: columns of tensors as they are, others and nested ones as lists.
+    """Return data after a parser has changed it, which gets dense tensors, and other columns as lists.
 
     Raises:
-        ValueError: it has other columns afterwards, or another number of rows.
+        ValueError: the parser changed the set of columns or their number of rows.
     """
     if data_parser is None:
         return data
@@ -514,18 +524,18 @@ def _parsed(data: TensorDict, data_parser: Callable[[Row], Any] | None) -> Tenso
     counts = {name: len(column) for name, column in columns.items()}
     data_parser(columns)
     if {name: len(column) for name, column in columns.items()} != counts:
-        raise ValueError("data_parser has changed which columns there are, or the number of their rows")
+        raise ValueError("data_parser changed the set of columns, or their number of rows")
     return TensorDict(
         {name: _column_of(column, ragged[name]) for name, column in columns.items()}, batch_size=data.batch_size
     )
 
 
 def _column_of(rows: Any, ragged_dimension: int = 1) -> Any:
-    """Return rows as a column of a TensorDict: tensors nested, as jagged as they can be, all else as objects.
+    """Return rows as a column of a TensorDict: tensors nested, with jagged layout if possible, all else as objects.
 
     Args:
         rows: one value for each sample.
-        ragged_dimension: of the column, 1 for the first of a row, if the rows differ in no other.
+        ragged_dimension: ragged dimension of the column if the rows differ in this one only; 1: first of a row.
     """
     if isinstance(rows, torch.Tensor):
         return rows
@@ -546,7 +556,7 @@ def _column_of(rows: Any, ragged_dimension: int = 1) -> Any:
 
 
 def _taken(parts: Sequence[TensorDict], places: Sequence[int]) -> TensorDict:
-    """Return the rows at these places of the parts, counted from the first to the last."""
+    """Return the rows at these places of the concatenated parts."""
     columns = {}
     for name in parts[0].keys():  # noqa: SIM118  (it iterates rows)
         of_parts = [part.get(name) for part in parts]
@@ -557,9 +567,9 @@ def _taken(parts: Sequence[TensorDict], places: Sequence[int]) -> TensorDict:
 
 
 def _fitted(data: TensorDict | None, specs: Mapping[str, tq.FieldSpec]) -> TensorDict | None:
-    """Return data as its fields take it: tensors of another dtype converted, tensors for objects as objects.
+    """Return data in the form of its fields: tensors converted to the field's dtype, or to objects.
 
-    A conversion to whole numbers or flags that would change a value is not made, nor one of complex numbers.
+    Tensors are not converted to integers or booleans if that changes a value; complex numbers are never converted.
     """
     if data is None:
         return None
@@ -584,7 +594,7 @@ def _unbound(column: Any) -> Any:
 
 
 def _as_transfer_queue(data: TensorDict) -> TensorDict:
-    """Return data with columns as TransferQueue has them: rows of tensors nested, however many dimensions differ."""
+    """Return data with TransferQueue's columns: rows of tensors are nested even if several dimensions differ."""
     for name in list(data.keys()):
         column = data.get(name)
         if not isinstance(column, torch.Tensor) and isinstance(column[0].data, torch.Tensor):
@@ -593,16 +603,16 @@ def _as_transfer_queue(data: TensorDict) -> TensorDict:
 
 
 class TransferQueueClient:
-    """TransferQueue's low-level calls, each as `name` and, to be awaited, as `async_name`.
+    """TransferQueue's low-level calls, each as `name` and as the awaitable `async_name`.
 
     Args:
-        address: where the service is.
-        asking: how batches are asked for.
-        **reached: what the service's own client is given besides: `namespace`, `timeout`, `token` and `insecure`.
+        address: address of the service.
+        asking: options of `get_meta`.
+        **reached: more arguments of the service's client: `namespace`, `timeout`, `token` and `insecure`.
 
     Attributes:
-        client_id: a name of this client, for logs of its user.
-        address: where the service is.
+        client_id: a name of this client, for its user's logs.
+        address: address of the service.
     """
 
     def __init__(self, address: str, *, asking: Asking, **reached: Any) -> None:
@@ -613,14 +623,14 @@ class TransferQueueClient:
         self.sync_calls = Calls(Awaitables(self.sync_client), asking=asking, run=_at_once)
         self.async_calls = Calls(self.async_client, asking=asking, run=asyncio.to_thread)
 
-    if TYPE_CHECKING:  # the methods are made below
+    if TYPE_CHECKING:  # the methods are added below
 
         def __getattr__(self, name: str) -> Callable[..., Any]: ...
 
     def polling(self) -> Callable[..., TransferQueueClient]:
-        """Return a factory of workers' clients, given an address: they answer an empty batch if too few are ready.
+        """Return a factory of workers' clients, given an address; they return an empty batch if too few are ready.
 
-        It can be pickled if the service samples.
+        It is picklable if the service implements the sampler.
         """
         asking = replace(self._options["asking"], polling_mode=True, wait_seconds=0.0)
         if service_samples(asking.sampler):
@@ -628,7 +638,7 @@ class TransferQueueClient:
         return partial(TransferQueueClient, **{**self._options, "asking": asking})
 
     def wait_at_most(self, seconds: float) -> None:
-        """Set how long `get_meta` waits for samples from now on."""
+        """Set the longest wait of later `get_meta` calls for samples."""
         self.sync_calls.wait_seconds = self.async_calls.wait_seconds = seconds
 
     def close(self) -> None:
@@ -637,7 +647,7 @@ class TransferQueueClient:
 
 
 def _add_forms(name: str) -> None:
-    """Give clients the method of a call, and the one to be awaited."""
+    """Add the sync method of a call and its awaitable form to the client."""
 
     def call(client: TransferQueueClient, *arguments: Any, **keywords: Any) -> Any:
         return finished(getattr(client.sync_calls, name)(*arguments, **keywords))

@@ -1,4 +1,4 @@
-"""What the processes of a run share: its service, which it may have started for itself, and how batches are chosen."""
+"""State shared by the processes of a run: its service, which the run may have started, and the choice of batches."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from transfer_queue.sampler import BaseSampler, Config, Indexes, Sampled, claim_
 from transfer_queue.storage import StorageKeyNotFoundError
 
 OWN_CHECKPOINT_DIR: Final = "/"
-"""Of a service that a run starts for itself: it writes checkpoints wherever its processes want them."""
+"""checkpoint_dir of a service started by a run: it may write checkpoints to any directory."""
 
 
 def setting(conf: Any, *names: str, default: Any = None) -> Any:
-    """Return a setting of a dict or DictConfig of sections, or its default where it has none."""
+    """Return a setting of a nested dict or DictConfig, or the default if it is not set."""
     for name in names:
         conf = conf.get(name) if conf is not None else None
     return default if conf is None else conf
@@ -33,15 +33,15 @@ def setting(conf: Any, *names: str, default: Any = None) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One use of a service, from `init()` to `close()`, by however many processes.
+    """One use of a service, from `init()` to `close()`, by any number of processes.
 
     Attributes:
-        conf: the configuration that it was begun with.
-        address: of the service; empty: one is to be started.
-        namespace: of its partitions; empty: none.
+        conf: the initial configuration.
+        address: address of the service; empty: start a service.
+        namespace: namespace of its partitions; empty: none.
         sampler: chooses the samples of a batch.
-        service: settings of a service that is to be started.
-        token: for the service; None: as the environment of each process says.
+        service: settings of a service to start.
+        token: token for the service; None: taken from the environment of each process.
         is_service_owned: whether the service was started for the run.
     """
 
@@ -54,7 +54,7 @@ class Run:
     is_service_owned: bool = False
 
     def client_options(self) -> dict[str, Any]:
-        """Return how the service's clients reach it."""
+        """Return the options of the service's clients."""
         reached: dict[str, Any] = {
             "address": self.address,
             "namespace": self.namespace or False,
@@ -72,44 +72,44 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class KnownPartition:
-    """The partition that samplers of users are given: its name, and the custom_meta of its samples."""
+    """The partition as passed to users' samplers: its name, and the custom_meta of its samples."""
 
     partition_id: str
     tags: Mapping[int, Mapping[str, Any]]
 
     def get_custom_meta(self, global_indices: Sequence[int]) -> dict[int, Mapping[str, Any]]:
-        """Return the custom_meta of those of these samples that have some."""
+        """Return the custom_meta of these samples, without samples that have none."""
         return {index: tags for index in global_indices if (tags := self.tags.get(index))}
 
 
 @dataclass(slots=True)
 class _Remembered:
-    """A partition in the state of a sampler; `last_given` is the highest index that it has ever chosen there."""
+    """A partition in the state of a sampler; `last_given` is the highest index that the sampler has chosen."""
 
     incarnation: bytes
     last_given: int = -1
 
 
 class TransferQueueController:
-    """Begins a run, and holds what its processes share: in the one that began it, or as a Ray actor of a known name.
+    """Begins a run and holds its shared state, in the process that began it or as a Ray actor of a known name.
 
     Args:
-        run: what is to begin.
-        host: where a service that is to be started listens; None: for this machine alone.
+        run: the run to begin.
+        host: host that a started service listens on; None: loopback only.
     """
 
     def __init__(self, run: Run, host: str | None = None) -> None:
         self._ending = ExitStack()
         self._run = run if run.address else self._with_own_service(run, host)
         self._sampling = threading.Lock()
-        self._client: tq.Client | None = None  # from the first time that the sampler is asked
+        self._client: tq.Client | None = None  # created when the sampler is first called
         self._remembered: dict[str, _Remembered] = {}
 
     def _with_own_service(self, run: Run, host: str | None) -> Run:
-        """Start a service as a process of its own, which ends with this process, however that ends.
+        """Start a service in a separate process, which ends with this process in any case.
 
-        On a host that others reach it asks for a token, which only the run knows; what travels is not encrypted, as
-        little as between the processes of a Ray cluster. On this machine's loopback address it needs none.
+        On a host that other machines can reach, it requires a token known only to the run. Traffic is not encrypted,
+        like that between the processes of a Ray cluster. On the loopback address no token is needed.
         """
         settings = {"grace_seconds": 1, "checkpoint_dir": OWN_CHECKPOINT_DIR, **run.service}
         flags, token = [part for name, value in settings.items() for part in _flag(name, value)], None
@@ -127,18 +127,19 @@ class TransferQueueController:
         return replace(run, address=process.address, token=token, is_service_owned=True)
 
     def run(self) -> Run:
-        """Return what the processes of the run share."""
+        """Return the state shared by the processes of the run."""
         return self._run
 
     def get_config(self) -> Any:
-        """Return the configuration of the run, as TransferQueue's actor does."""
+        """Return the configuration of the run, like TransferQueue's actor."""
         return self._run.filled_conf()
 
     def sample(self, batch_size: int, config: Config, **claim: Any) -> BatchMeta:
-        """Have the sampler choose samples of a batch, claim those that it says are consumed, and return the batch.
+        """Let the sampler choose the samples of a batch, claim those it consumes, and return the batch.
 
-        For one caller at a time, from the look-up to the claim: samplers may keep state. The sampler forgets a
-        partition once that was cleared, or once all that it chose there was cleared and it would choose it again.
+        Serves one caller at a time, from the look-up to the claim, since samplers may keep state. The sampler's cache
+        of a partition is reset after the partition was cleared. It is also reset if all samples it chose there were
+        cleared and it would choose them again.
 
         Args:
             batch_size: number of samples.
@@ -149,7 +150,7 @@ class TransferQueueController:
             The batch; empty if the sampler chooses nothing, or another consumer was faster.
 
         Raises:
-            StorageKeyNotFoundError: it chose samples of which some were cleared.
+            StorageKeyNotFoundError: some of the chosen samples were cleared.
         """
         sampler, partition_id, task_name = self._run.sampler, claim["partition_id"], claim["task_name"]
         with self._sampling:
@@ -170,7 +171,7 @@ class TransferQueueController:
 
             sampled, consumed = choose()
             if sampled and tags.keys().isdisjoint(sampled):
-                # Indexes only grow. Where all are higher than any that was chosen, all that was chosen is gone.
+                # Indexes only grow. If all are higher than any chosen one, all chosen samples are gone.
                 is_over = min(tags) > remembered.last_given
                 if is_over:
                     sampler.clear_cache(partition_id)
@@ -186,7 +187,7 @@ class TransferQueueController:
             return of_samples(known, claim["data_fields"]).select_samples(place_of[index] for index in sampled)
 
     def _recall(self, client: tq.Client, partition_id: str, incarnation: bytes) -> _Remembered:
-        """Return what is remembered of a partition; if it is new, have the sampler forget those that are gone."""
+        """Return the remembered state of a partition; for a new one, first forget partitions that are gone."""
         if partition_id not in self._remembered or self._remembered[partition_id].incarnation != incarnation:
             stored = {each.partition_id: each.incarnation for each in client.list_partitions()}
             for name in [name for name, each in self._remembered.items() if stored.get(name) != each.incarnation]:
@@ -195,14 +196,14 @@ class TransferQueueController:
         return self._remembered.setdefault(partition_id, _Remembered(incarnation))
 
     def stop(self) -> None:
-        """End the service that was started for the run, and the controller's own client."""
+        """Stop the service that was started for the run, and close the controller's client."""
         if self._client is not None:
             self._client.close()
         self._ending.close()
 
     @classmethod
     def options(cls, **options: Any) -> Any:
-        """Return the class as Ray's actor with these options."""
+        """Return the class as a Ray actor with these options."""
         return sys.modules["ray"].remote(cls).options(**options)
 
 
@@ -211,7 +212,7 @@ def _are_claimed(
 ) -> bool:
     if not rows:
         return True
-    # Replicas of a rank claim the same samples, by a name that no other samples ever get.
+    # Replicas of a rank claim the same samples, under a name that is never used for other samples.
     is_of_rank = config.get("dp_rank") is not None
     try:
         meta = client.get_meta(
@@ -223,7 +224,7 @@ def _are_claimed(
             incarnation=incarnation,
             max_wait=0.0,
         )
-    except (tq.StaleIncarnationError, tq.PartitionClearedError, tq.PartitionNotFoundError):
+    except (tq.errors.StaleIncarnationError, tq.errors.PartitionClearedError, tq.errors.PartitionNotFoundError):
         return False
     return meta.status == "batch"
 

@@ -1,4 +1,4 @@
-"""TransferQueue's calls by key, sync and as `async_...`, and its checkpoints."""
+"""TransferQueue's key-value calls, sync and as `async_...`, and its checkpoints."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Any, Final
 
 from transfer_queue.client import TransferQueueClient
 from transfer_queue.controller import OWN_CHECKPOINT_DIR, setting
-from transfer_queue.session import close, current, get_client, init  # noqa: F401  (TransferQueue has them here)
+from transfer_queue.session import close, current, get_client, init  # noqa: F401  (TransferQueue exports them here)
 
 METADATA_FILE: Final = "metadata.json"
 _LONGEST_NAME: Final = 200
 
 
 def _of_client(name: str) -> Callable[..., Any]:
-    """Return the function that makes a call of this process's client; one named `async_...` is to be awaited."""
+    """Return a function that calls a method of this process's client; `async_...` functions must be awaited."""
     method = getattr(TransferQueueClient, name)
 
     @wraps(method)
@@ -45,18 +45,19 @@ kv_clear, async_kv_clear = _of_client("kv_clear"), _of_client("async_kv_clear")
 def save_checkpoint(
     checkpoint_dir: str | Path, *, include_storage: bool = True, metadata: dict[str, Any] | None = None
 ) -> None:
-    """Write a checkpoint of the run's partitions, in place of one that is there.
+    """Write a checkpoint of the run's partitions, replacing an existing one.
 
-    The service writes it below its directory for checkpoints: into `checkpoint_dir` itself where that lies below
-    `controller.checkpoint_dir`, else under a name made of the path. `checkpoint_dir` gets a file that says so.
+    The service writes it below its directory for checkpoints: into `checkpoint_dir` itself if that is below
+    `controller.checkpoint_dir`, else under a name derived from the path. A file in `checkpoint_dir` records the name.
 
     Args:
-        checkpoint_dir: the directory; made if it does not exist.
-        include_storage: not looked at: the data is always included.
-        metadata: what `metadata.json` there has as "user_metadata".
+        checkpoint_dir: the directory; created if it does not exist.
+        include_storage: ignored; the data is always included.
+        metadata: stored as "user_metadata" in `metadata.json`.
 
     Raises:
-        RuntimeError: there is no run. PreconditionError: the service has no directory for checkpoints.
+        RuntimeError: this process has not joined a run.
+        PreconditionError: the service lacks a directory for checkpoints.
     """
     session = current()
     directory = Path(checkpoint_dir).absolute()
@@ -71,10 +72,11 @@ def save_checkpoint(
 
 
 def load_checkpoint(checkpoint_dir: str | Path) -> None:
-    """Put what a checkpoint holds in place of the run's partitions.
+    """Replace the run's partitions with those of a checkpoint.
 
     Raises:
-        FileNotFoundError: the directory has none. RuntimeError: there is no run.
+        FileNotFoundError: the directory does not contain a checkpoint.
+        RuntimeError: this process has not joined a run.
     """
     session = current()
     content = json.loads((Path(checkpoint_dir) / METADATA_FILE).read_text())
@@ -82,7 +84,7 @@ def load_checkpoint(checkpoint_dir: str | Path) -> None:
 
 
 def get_metrics_endpoint() -> str | None:
-    """Return `metrics.endpoint` of the configuration: host and port that serve metrics; None: none do, or no run."""
+    """Return `metrics.endpoint` of the configuration: host and port of the metrics; None if unset or without a run."""
     try:
         conf = current().run.conf
     except RuntimeError:
@@ -92,7 +94,7 @@ def get_metrics_endpoint() -> str | None:
 
 
 def _checkpoint_name(directory: Path, top: str | None) -> str:
-    """Return the name of a directory's checkpoint below the service's directory for checkpoints."""
+    """Return the name of a directory's checkpoint within the service's directory for checkpoints."""
     if top is not None and directory.is_relative_to(Path(top).absolute()):
         return str(directory.relative_to(Path(top).absolute()))
     name = "/".join(re.sub(r"[^A-Za-z0-9._=@+-]", "-", part).lstrip("._=@+-") or "x" for part in directory.parts[1:])

@@ -1,4 +1,4 @@
-"""What names samples in TransferQueue's calls: `BatchMeta` by index, `KVBatchMeta` by key. Mutable and picklable."""
+"""References to samples in TransferQueue's calls: `BatchMeta` by index, `KVBatchMeta` by key. Mutable and picklable."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from tensordict import TensorDict
 
 _log = logging.getLogger(__name__)
 
-# NeMo-RL's adapter corrects TransferQueue's schema of one-dimensional fields when it is imported, unless this says that
-# it is right: a row of theirs has shape () here.
+# NeMo-RL's adapter patches TransferQueue's schema of one-dimensional fields on import unless this is set. Rows of such
+# fields already have shape () here.
 _nrl_scalar_schema_patched = True
 _IMMUTABLE: Final = (str, int, float, bytes, type(None))
 
 
 class _Batch(ABC):
-    """Samples with attributes that have one value per sample; the first attribute names the samples."""
+    """Samples with attributes that have one value per sample; the first attribute identifies the samples."""
 
     _PER_SAMPLE: ClassVar[tuple[str, ...]]
 
@@ -44,7 +44,7 @@ class _Batch(ABC):
         """Put the samples into the order of these positions, in place.
 
         Raises:
-            ValueError: they are not each position once.
+            ValueError: the positions are not a permutation.
         """
         if sorted(indexes) != list(range(self.size)):
             raise ValueError(f"the order is {list(indexes)}, expected each of the positions 0 to {self.size - 1} once")
@@ -53,28 +53,28 @@ class _Batch(ABC):
             setattr(self, name, getattr(ordered, name))
 
     def chunk(self, chunks: int) -> list[Self]:
-        """Return `chunks` batches of neighbours, as equal as can be, the larger ones first."""
+        """Return `chunks` batches of consecutive samples, of nearly equal size, the larger ones first."""
         if self.size < chunks:
-            _log.warning("%d samples are cut into %d parts, some of which are empty", self.size, chunks)
+            _log.warning("split %d samples into %d parts; some are empty", self.size, chunks)
         return [self._of(part.tolist()) for part in np.array_split(np.arange(self.size), chunks)]
 
 
 class BatchMeta(_Batch):
-    """Samples by their indexes, and what is known of them.
+    """Samples by index, with their metadata.
 
     Attributes:
         global_indexes: the samples.
         partition_ids: the partition of each.
-        field_schema: of each field its `dtype`, the `shape` of a row (-1 where rows differ), `is_nested`,
+        field_schema: by field, its `dtype`, the `shape` of a row (-1 in dimensions that differ), `is_nested`,
             `is_non_tensor`.
-        production_status: `(n,)` int8, 1 where a sample has all of the fields.
-        extra_info: what is known of the batch as a whole.
+        production_status: `(n,)` int8, 1 if a sample has all of the fields.
+        extra_info: information about the batch.
         custom_meta: one mapping for each sample.
     """
 
     _PER_SAMPLE = ("global_indexes", "partition_ids", "production_status", "custom_meta")
 
-    # What the loader of tq_service asks of the meta of a batch.
+    # Attributes that the loader of tq_service reads.
     status = "batch"
     incarnation = b""
     epoch = 0
@@ -97,7 +97,7 @@ class BatchMeta(_Batch):
         )
         self.extra_info = dict(extra_info or {})
         self.custom_meta = [dict(each) for each in custom_meta or ({} for _ in self.global_indexes)]
-        # Of the partitions, as far as they are known, so that a later one of the same name is never taken for them.
+        # Known incarnations by partition, to detect a later partition of the same name.
         self.incarnations = dict(incarnations or {})
         for what in self._PER_SAMPLE[1:]:
             if (count := len(getattr(self, what))) != self.size:
@@ -115,7 +115,7 @@ class BatchMeta(_Batch):
 
     @property
     def is_ready(self) -> bool:
-        """Whether there are samples, and all have all of the fields."""
+        """Whether the batch has samples, and all of them have all of the fields."""
         return self.size > 0 and bool((self.production_status == 1).all())
 
     @property
@@ -136,7 +136,7 @@ class BatchMeta(_Batch):
 
     def _schema(self, field_name: str) -> dict[str, Any]:
         if field_name not in self.field_schema:
-            raise KeyError(f"the batch has no field {field_name!r}, it has {', '.join(self.field_names) or 'none'}")
+            raise KeyError(f"the batch has no field {field_name!r}, only {', '.join(self.field_names) or 'none'}")
         return self.field_schema[field_name]
 
     def get_extra_info(self, key: str, default: Any = None) -> Any:
@@ -152,7 +152,7 @@ class BatchMeta(_Batch):
         self.extra_info.update(info_dict)
 
     def remove_extra_info(self, key: str) -> Any:
-        """Take a value out of `extra_info`, None where there is none."""
+        """Remove a value from `extra_info` and return it, or None if it does not exist."""
         return self.extra_info.pop(key, None)
 
     def has_extra_info(self, key: str) -> bool:
@@ -172,10 +172,10 @@ class BatchMeta(_Batch):
         return _copied(self.custom_meta)
 
     def update_custom_meta(self, custom_meta: Sequence[Mapping[str, Any]] | None) -> None:
-        """Merge a mapping for each sample into `custom_meta`; `set_custom_meta` and `put` of a client write it.
+        """Merge a mapping for each sample into `custom_meta`; a client's `set_custom_meta` and `put` write it.
 
         Raises:
-            ValueError: it is for another number of samples.
+            ValueError: the number of mappings differs from the number of samples.
         """
         if custom_meta is None:
             return
@@ -189,7 +189,7 @@ class BatchMeta(_Batch):
         self.custom_meta = [{} for _ in self.global_indexes]
 
     def add_fields(self, tensor_dict: TensorDict, set_all_ready: bool = True) -> BatchMeta:
-        """Add the fields of a TensorDict of as many rows, in place.
+        """Add the fields of a TensorDict with one row per sample, in place.
 
         Raises:
             ValueError: it has another number of rows.
@@ -215,7 +215,7 @@ class BatchMeta(_Batch):
         return self._of(positions)
 
     def select_fields(self, field_names: Iterable[str]) -> BatchMeta:
-        """Return the batch with those of its fields that are named."""
+        """Return the batch with only the named fields."""
         selected = self.copy()
         selected.field_schema = {name: selected.field_schema[name] for name in field_names if name in self.field_schema}
         return selected
@@ -251,10 +251,10 @@ class BatchMeta(_Batch):
         return [self._of(positions) for positions in positions_of(self.partition_ids).values()]
 
     def union(self, other: BatchMeta) -> BatchMeta:
-        """Return the same samples with the fields of both; where both have one, as the other has it.
+        """Return the same samples with the fields of both; `other` has priority for common fields.
 
         Raises:
-            ValueError: the other has other samples.
+            ValueError: `other` has different samples.
         """
         if not other or not self:
             return (self or other).copy()
@@ -271,7 +271,7 @@ class BatchMeta(_Batch):
 
     @classmethod
     def concat(cls, data: Sequence[BatchMeta], validate: bool = True) -> BatchMeta:
-        """Return the samples of several batches one after the other; empty ones are left out.
+        """Concatenate batches; empty ones are omitted.
 
         Raises:
             ValueError: they differ in fields or in dtypes of fields (with `validate`), or in values of `extra_info`.
@@ -307,7 +307,7 @@ class BatchMeta(_Batch):
 
 
 class SampleView(NamedTuple):
-    """One sample of a batch, read-only.
+    """A read-only view of one sample of a batch.
 
     Attributes:
         global_index: its index.
@@ -326,14 +326,14 @@ class SampleView(NamedTuple):
 
 @dataclass
 class KVBatchMeta(_Batch):
-    """Samples of one partition by their keys.
+    """Samples of one partition by key.
 
     Attributes:
-        keys: of the samples, each once.
-        tags: one mapping for each.
-        partition_id: their partition, where it is known.
-        fields: names of the fields that all have; None where not known.
-        extra_info: what is known of the batch as a whole.
+        keys: unique keys of the samples.
+        tags: one mapping for each sample.
+        partition_id: their partition, if known.
+        fields: names of the common fields; None if unknown.
+        extra_info: information about the batch.
     """
 
     _PER_SAMPLE = ("keys", "tags")
@@ -349,8 +349,8 @@ class KVBatchMeta(_Batch):
             raise ValueError(f"got {len(self.keys)} keys and {len(self.tags)} tags, expected a tag for each key")
         for what, names in (("keys", self.keys), ("fields", self.fields or ())):
             if len(set(names)) != len(names):
-                raise ValueError(f"{what} has one twice; name each once")
-        # Parts of a batch are changed independently of it.
+                raise ValueError(f"{what} contains a duplicate; name each once")
+        # Copies: changes of a part must not affect the batch.
         self.tags = _copied(self.tags)
         self.extra_info = copy.deepcopy(self.extra_info)
 
@@ -369,7 +369,8 @@ class KVBatchMeta(_Batch):
         """Return the samples of these keys, in this order.
 
         Raises:
-            ValueError: a key comes twice. RuntimeError: the batch has no such key.
+            ValueError: a key is selected twice.
+            RuntimeError: the batch does not have a key.
         """
         if unknown := set(keys_to_select) - set(self.keys):
             raise RuntimeError(f"the batch has no keys {sorted(unknown)}")
@@ -378,7 +379,7 @@ class KVBatchMeta(_Batch):
 
     @classmethod
     def concat(cls, data: Sequence[KVBatchMeta]) -> KVBatchMeta:
-        """Return the samples of several batches one after the other; empty ones are left out.
+        """Concatenate batches; empty ones are omitted.
 
         Raises:
             ValueError: they differ in partition or fields, or in values of `extra_info`.
@@ -402,7 +403,7 @@ class KVBatchMeta(_Batch):
 
 
 def extract_field_schema(data: TensorDict) -> dict[str, dict[str, Any]]:
-    """Return the schema of each field of some data."""
+    """Return the schema of each field."""
     return {str(name): _schema_of_column(data.get(name)) for name in data.keys()}  # noqa: SIM118  (it iterates rows)
 
 
@@ -419,7 +420,7 @@ def schema_of(dtype: Any, shape: Any, *, is_nested: bool = False, is_non_tensor:
 
 
 def _common_shape(shapes: Iterable[Sequence[int]]) -> tuple[int, ...]:
-    """Return what shapes have in common, -1 where they differ."""
+    """Return the common shape, with -1 in dimensions that differ."""
     return tuple(sizes[0] if len(set(sizes)) == 1 else -1 for sizes in zip(*shapes, strict=True))
 
 
@@ -461,7 +462,7 @@ def _copied(rows: Sequence[Any]) -> list[Any]:
 
 
 def positions_of(names: Sequence[str]) -> dict[str, list[int]]:
-    """Return the positions of each name, in the order in which they first come."""
+    """Return the positions of each name, in the order of first occurrence."""
     positions: dict[str, list[int]] = {}
     for position, name in enumerate(names):
         positions.setdefault(name, []).append(position)

@@ -1,4 +1,4 @@
-"""This process's part in a run: `init` begins one or joins it, `close` leaves or ends it."""
+"""This process's participation in a run: `init` begins or joins a run, `close` leaves or ends it."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ ACTOR_NAMESPACE: Final = "transfer_queue"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Session:
-    """What a process has of a run.
+    """A process's participation in a run.
 
     Attributes:
-        run: what all its processes share.
-        client: to the service.
-        controller: of the run, where this process has begun it: a `TransferQueueController` or Ray's handle of one.
-        call: makes a call of the controller, given the name of its method and the arguments.
-        ray: the module, where the controller is an actor.
-        is_owner: whether this process has begun the run.
+        run: the state shared by all its processes.
+        client: client of the service.
+        controller: controller of the run: a `TransferQueueController` or Ray's handle of one.
+        call: calls a method of the controller, given its name and arguments.
+        ray: the module, if the controller is an actor.
+        is_owner: whether this process began the run.
     """
 
     run: Run
@@ -52,16 +52,16 @@ _changing = threading.RLock()
 
 
 def init(conf: Any = None) -> Any:
-    """Begin a run with a configuration, or join the one there is: in a Ray cluster that of the cluster.
+    """Begin a run with a configuration, or join an existing run: in a Ray cluster the run of the cluster.
 
     Args:
-        conf: a dict or DictConfig, see config.yaml; not looked at where there is a run.
+        conf: a dict or DictConfig, see config.yaml; ignored if a run exists.
 
     Returns:
-        The configuration of a run that was begun, with its defaults, address and namespace; else `conf`.
+        The configuration of a new run, with defaults, address and namespace; `conf` if the process joined a run.
 
     Raises:
-        ValueError: the configuration names no sampler.
+        ValueError: the configured sampler is invalid.
     """
     global _session  # noqa: PLW0603  (TransferQueue's calls are functions of the module)
     with _changing:
@@ -72,10 +72,10 @@ def init(conf: Any = None) -> Any:
 
 
 def current(*, joins: bool = True) -> Session:
-    """Return this process's part in the run; in a Ray cluster the process joins the run where it has not yet.
+    """Return this process's session; in a Ray cluster, join the cluster's run first if necessary.
 
     Raises:
-        RuntimeError: there is none.
+        RuntimeError: this process has not joined a run.
     """
     global _session  # noqa: PLW0603
     if _session is None and joins:
@@ -87,7 +87,7 @@ def current(*, joins: bool = True) -> Session:
 
 
 def close() -> None:
-    """Leave the run; the process that began it ends it: clears its namespace, and stops a service it has started."""
+    """Leave the run. The process that began it ends it: clears its namespace, and stops a service started for it."""
     global _session
     with _changing:
         session, _session = _session, None
@@ -104,13 +104,13 @@ def get_client() -> TransferQueueClient:
     """Return the client of this process.
 
     Raises:
-        RuntimeError: it has not called `init`.
+        RuntimeError: the process has not called `init`.
     """
     return current(joins=False).client
 
 
 def _join() -> Session | None:
-    """Return a part in the run of the Ray cluster, None where there is no run or no Ray."""
+    """Return a session of the Ray cluster's run; None without a run or without Ray."""
     ray = _ray()
     try:
         actor = ray and ray.get_actor(ACTOR_NAME, namespace=ACTOR_NAMESPACE)
@@ -157,7 +157,7 @@ def _end(session: Session) -> None:
     run = session.run
     is_cleared = setting(run.conf, "controller", "clear_on_close", default=True)
     if run.namespace and is_cleared and not run.is_service_owned:
-        client = session.client.polling()(run.address)  # users may have closed that of the run
+        client = session.client.polling()(run.address)  # users may have closed the session's client
         try:
             for partition in client.get_partition_list():
                 client.clear_partition(partition)
@@ -166,7 +166,7 @@ def _end(session: Session) -> None:
         finally:
             client.close()
     ray = session.ray
-    if ray is None or ray.is_initialized():  # else the actor has ended with its cluster
+    if ray is None or ray.is_initialized():  # else the actor ended with its cluster
         session.call("stop")
     if ray is not None and ray.is_initialized():
         ray.kill(session.controller)
@@ -185,9 +185,9 @@ def _run_of(conf: Any, *, in_cluster: bool) -> Run:
 
 
 def _with_defaults(conf: Any) -> Any:
-    """Return a configuration with what config.yaml has besides, as a DictConfig where OmegaConf is installed."""
+    """Return a configuration with the defaults of config.yaml, as a DictConfig; a plain copy without OmegaConf."""
     try:
-        from omegaconf import OmegaConf  # noqa: PLC0415  (programs without it give dicts)
+        from omegaconf import OmegaConf  # noqa: PLC0415  (programs without it pass dicts)
     except ImportError:
         return {name: dict(part) if isinstance(part, Mapping) else part for name, part in (conf or {}).items()}
     defaults = OmegaConf.load(str(resources.files("transfer_queue") / "config.yaml"))
@@ -195,10 +195,10 @@ def _with_defaults(conf: Any) -> Any:
 
 
 def _sampler_of(given: Any) -> BaseSampler:
-    """Return the sampler that is named or given.
+    """Return the sampler for a name, a class or an instance.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is not a sampler.
     """
     kind = getattr(transfer_queue.sampler, given, None) if isinstance(given, str) else given
     if isinstance(kind, type) and issubclass(kind, BaseSampler):
@@ -212,7 +212,7 @@ def _sampler_of(given: Any) -> BaseSampler:
 
 
 def _ray() -> Any:
-    """Return Ray, connected to its cluster, where this program uses it."""
+    """Return Ray, connected to its cluster, if this program uses it."""
     ray = sys.modules.get("ray")
     if ray is not None and not ray.is_initialized():
         ray.init()

@@ -503,6 +503,14 @@ function makeDetails() {
   return row;
 }
 
+function releasesOf(partition) {
+  const { when, tasks, ttl_seconds: age } = partition.release ?? { when: null, ttl_seconds: null };
+  return [
+    ...(when === null ? [] : [[`${when} by ${tasks.join(", ")}, released`, count(partition.released_count)]]),
+    ...(age === null ? [] : [[`${age} s old, released`, count(partition.expired_count)]]),
+  ];
+}
+
 function updateDetails(node, partition, waits) {
   const [facts, table, reasons] = node.firstChild.children;
   const shown = [
@@ -510,7 +518,9 @@ function updateDetails(node, partition, waits) {
     ["held", count(partition.held_count)],
     ["failed", count(partition.failed_count)],
     ["cleared", count(partition.summary.inserted_count - partition.summary.present_count)],
+    ...releasesOf(partition),
     ["groups", count(partition.group_count)],
+    ["rollouts", count(partition.rollout_count)],
     ["bytes", partition.max_bytes === null ? bytes(partition.used_bytes) : `${bytes(partition.used_bytes)} of at most ${bytes(partition.max_bytes)}`],
     ["incarnation", partition.summary.incarnation.slice(0, 8)],
     ["custom_meta", partition.custom_meta_columns.map((column) => column.name).join(", ") || "none"],
@@ -603,6 +613,24 @@ function renderBalances(status) {
   show(byId("balances-none"), balances.length === 0);
 }
 
+function renderSteps(status) {
+  list(
+    byId("steps"),
+    status.steps,
+    (step) => JSON.stringify([step.group, step.task]),
+    () => make("li", "", make("p", "pair", make("span"), make("span")), makeBar(["delivered", "leased", "failed"], "bar thin"), make("p", "advice"), make("p", "soft")),
+    (node, step) => {
+      const [pair, bar, advice, note] = node.children;
+      write(pair.children[0], `${step.task} of ${step.group}`);
+      write(pair.children[1], counted(step.rank_count, "rank", "ranks"));
+      updateBar(bar, [step.shares.work, step.shares.rollouts, step.data_plane_share], 1);
+      write(advice, step.advice);
+      write(note, step.text);
+    },
+  );
+  show(byId("steps-panel"), status.steps.length > 0);
+}
+
 function renderLimits(status) {
   const open = [...status.partitions].filter((partition) => !partition.summary.sealed).sort(inOrder); // the others get no samples
   const limits = open.flatMap((partition) =>
@@ -625,7 +653,9 @@ function renderLimits(status) {
       const waiting = partition.waiting_put_count ? counted(partition.waiting_put_count, "put waits", "puts wait") : "no put waits";
       const late = admission.max_staleness === null ? "" : `, at most ${counted(admission.max_staleness, "version", "versions")} late`;
       const running = admission.most_running ? `, ${count(held)} of ${count(admission.most_running)} held` : "";
-      write(note, `until ${admission.given_back}, ${waiting}${late}${running}`);
+      const drops = admission.overflow === "drop_lowest" ? ", then the lowest are dropped" : "";
+      const ratio = admission.samples_per_insert ? `, ${admission.samples_per_insert} deliveries per insert` : "";
+      write(note, `until ${admission.given_back}, ${waiting}${late}${running}${drops}${ratio}`);
     },
   );
   show(byId("admissions-panel"), limits.length > 0);
@@ -727,6 +757,7 @@ function render() {
   renderWaits(status, frame.interval_seconds);
   renderPartitions(status);
   renderBalances(status);
+  renderSteps(status);
   renderLimits(status);
   renderStorages(status);
 }

@@ -1,4 +1,4 @@
-"""TransferQueue's loaders of trainer ranks, over those of the service."""
+"""TransferQueue's data loaders for trainer ranks, based on tq_service.data."""
 
 from transfer_queue.dataloader.streaming_dataloader import StreamingDataLoader
 from transfer_queue.dataloader.streaming_dataset import StreamingDataset

@@ -1,4 +1,4 @@
-"""StreamingDataLoader: fetches the batches of a `StreamingDataset` ahead."""
+"""StreamingDataLoader: prefetches the batches of a `StreamingDataset`."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ _PREFETCHED_BATCHES = 2
 
 
 class StreamingDataLoader(data.StreamingDataLoader):
-    """Iterates a dataset, whose batches a thread or worker processes fetch ahead, each batch once.
+    """Iterates a dataset; a thread or worker processes prefetch its batches, each batch once.
 
     Args:
-        dataset: what is iterated.
+        dataset: the dataset to iterate.
         num_workers: worker processes; 0: a thread.
-        collate_fn: called with each micro-batch and its meta, of which it makes what is yielded.
-        pin_memory: whether tensors come in page-locked memory.
-        worker_init_fn: not called: workers run nothing but fetching.
+        collate_fn: called with each micro-batch and its meta; its result is yielded.
+        pin_memory: whether tensors are in page-locked memory.
+        worker_init_fn: not called: workers only fetch.
         multiprocessing_context: how workers are started.
-        prefetch_factor: batches fetched ahead by each worker; None: 2.
+        prefetch_factor: batches that each worker prefetches; None: 2.
         persistent_workers: keep workers between iterators.
-        pin_memory_device: not looked at.
+        pin_memory_device: ignored.
     """
 
     def __init__(

@@ -25,32 +25,31 @@ _FIRST_PAUSE_SECONDS: Final = 0.01
 TQ_STREAMING_DATASET_EMPTY_BATCH_SLEEP_INTERVAL: Final = float(
     os.environ.get("TQ_STREAMING_DATASET_EMPTY_BATCH_SLEEP_INTERVAL", "1")
 )
-"""Longest pause between two looks for a batch, in seconds; samples that become ready end it."""
+"""Longest pause between two checks for a batch, in seconds; ends early when samples become ready."""
 
 
 class StreamingDataset(data.StreamingDataset):
     """The micro-batches of one rank, and of its replicas, in the run that this process has joined.
 
     Args:
-        config: not looked at: the run has one.
-        batch_size: samples of a batch.
-        micro_batch_size: samples of a micro-batch.
-        data_fields: fields that make a sample ready and that are fetched.
+        config: ignored; the run has a configuration.
+        batch_size: samples per batch.
+        micro_batch_size: samples per micro-batch.
+        data_fields: fields to fetch; a sample is ready when it has all of them.
         partition_id: the partition.
         task_name: the consumer.
-        dp_rank: this rank; replicas of a rank give the same.
-        should_check_consumption_status: end when all samples are consumed; otherwise wait for more for ever.
-        fetch_batch_fn: fetches a batch instead of `default_fetch_batch_fn`, with its keywords.
-        process_batch_fn: makes micro-batches instead of `chunk_batch_fn`, called with batch, meta, and
-            `micro_batch_size` as a keyword.
+        dp_rank: this rank; replicas of a rank pass the same number.
+        should_check_consumption_status: end when all samples are consumed; otherwise wait for more forever.
+        fetch_batch_fn: replaces `default_fetch_batch_fn`; called with the same keywords.
+        process_batch_fn: replaces `chunk_batch_fn`; called with batch, meta, and `micro_batch_size` as a keyword.
 
     Attributes:
         config, batch_size, micro_batch_size, data_fields, task_name, dp_rank, should_check_consumption_status,
-            fetch_batch_fn, process_batch_fn: as they were given.
-        sampling_config: what `fetch_batch_fn` is given by this name.
+            fetch_batch_fn, process_batch_fn: the arguments of these names.
+        sampling_config: the `sampling_config` argument of `fetch_batch_fn`.
 
     Raises:
-        ValueError: an argument is wrong.
+        ValueError: an argument is invalid.
     """
 
     def __init__(
@@ -87,7 +86,7 @@ class StreamingDataset(data.StreamingDataset):
             partition_id=partition_id,
             task_name=task_name,
             dp_rank=dp_rank,
-            dp_size=dp_rank + 1,  # that of the run, if it has one, is for the sampler to know
+            dp_size=dp_rank + 1,  # only the sampler knows the run's dp_size, if any
             should_check_consumption_status=should_check_consumption_status,
             fetch_batch_fn=FetchBatch(self.fetch_batch_fn, self.sampling_config),
             process_batch_fn=self.process_batch_fn,
@@ -97,22 +96,22 @@ class StreamingDataset(data.StreamingDataset):
 
     @property
     def buffer(self) -> list[tuple[Any, Any]]:
-        """The batches fetched so far, which `reset` gives again."""
+        """The batches fetched so far, which `reset` replays."""
         return self.get_buffer()
 
 
 @dataclass(frozen=True, slots=True)
 class FetchBatch:
-    """The function that the service's loader calls to fetch a batch: it calls TransferQueue's function for it."""
+    """The function that tq_service's loader calls to fetch a batch; it calls TransferQueue's function."""
 
     fetch_batch_fn: Callable[..., Any]
     sampling_config: Mapping[str, Any]
 
     def __call__(self, *, client: TransferQueueClient, batch_index: int, finite: bool, **asked: Any) -> Any:
-        """Return a batch and its meta, or None for the batch if there is none yet, or at the end.
+        """Return a batch and its meta; the batch is None at the end or if it is not ready yet.
 
-        A pass that may end looks at once, and then after pauses that double: other ranks may take the last samples at
-        any time, and a replica that comes late still gets its last batch.
+        A finite pass checks at once, and then with pauses that double. Other ranks may take the last samples at any
+        time, but a late replica still gets its last batch.
         """
         pause, pauses_until = 0.0, time.monotonic() + TQ_STREAMING_DATASET_EMPTY_BATCH_SLEEP_INTERVAL
         if not finite:
@@ -128,7 +127,7 @@ class FetchBatch:
                 return batch, meta
             if finite and client.check_consumption_status(asked["task_name"], asked["partition_id"]):
                 return None, _END
-            time.sleep(max(0.0, asked_at + pause - time.monotonic()))  # a function of users may not have waited
+            time.sleep(max(0.0, asked_at + pause - time.monotonic()))  # a user's function may not have waited
             left = pauses_until - time.monotonic()
             if left <= 0:
                 return None, None
@@ -144,7 +143,7 @@ def default_fetch_batch_fn(
     sampling_config: Mapping[str, Any],
     batch_index: int,
 ) -> tuple[TensorDict | None, BatchMeta]:
-    """Return the next batch of a rank and its meta; None for the batch where too few samples are ready."""
+    """Return the next batch of a rank and its meta; the batch is None if too few samples are ready."""
     meta = tq_client.get_meta(
         data_fields=data_fields,
         batch_size=batch_size,
@@ -158,7 +157,7 @@ def default_fetch_batch_fn(
 def chunk_batch_fn(
     td: TensorDict, batch_meta: BatchMeta, micro_batch_size: int = 1
 ) -> list[tuple[TensorDict, BatchMeta]]:
-    """Return parts of `micro_batch_size` rows with their meta, the last one shorter where it does not divide.
+    """Return parts of `micro_batch_size` rows with their meta; the last one may be shorter.
 
     Raises:
         ValueError: the batch has fewer rows.

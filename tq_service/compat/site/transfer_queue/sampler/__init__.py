@@ -1,7 +1,7 @@
-"""TransferQueue's samplers. For the four of these names the service samples; those of users run where `init` did.
+"""TransferQueue's samplers. The service implements the four built-in ones; users' samplers run in the controller.
 
-A sampler of users is a subclass of `BaseSampler` with `sample`. It is called for one batch at a time: in a Ray cluster
-by the actor that all processes of a run know, else in the process that asks.
+A user's sampler is a subclass of `BaseSampler` with a method `sample`. It is called for one batch at a time. In a Ray
+cluster the actor shared by all processes of a run calls it, else the process that needs the batch.
 """
 
 from __future__ import annotations
@@ -21,37 +21,37 @@ _log = logging.getLogger(__name__)
 
 
 class BaseSampler(ABC):
-    """Chooses the samples of a batch, and which of them, or which others, are consumed by it.
+    """Chooses the samples of a batch, and the samples that the batch consumes, which may differ.
 
-    `_states` holds the choices by partition, task, rank and batch, for ranks that ask again, until the partition is
-    cleared.
+    `_states` keeps the choices by partition, task, rank and batch, for repeated requests of a rank, until the partition
+    is cleared.
     """
 
     claim: ClassVar[Callable[[Any, int, Config], dict[str, Any]] | None] = None
-    """Makes the arguments of the service's `get_meta`, where the service samples."""
+    """Returns the arguments of the service's `get_meta`, for samplers that the service implements."""
 
     def __init__(self) -> None:
         self._states: dict[str, dict[str, dict[Any, dict[Any, Any]]]] = {}
 
     @abstractmethod
     def sample(self, ready_indexes: Indexes, batch_size: int, *args: Any, **kwargs: Any) -> Sampled:
-        """Return the samples of a batch, and those that the task has consumed with it; none where too few are ready.
+        """Return the samples of a batch, and those that the task consumes with it; none if too few are ready.
 
         Args:
-            ready_indexes: samples that have all fields asked for, and that the task has not consumed.
-            batch_size: how many are asked for.
+            ready_indexes: samples that have all requested fields, and that the task has not consumed.
+            batch_size: number of requested samples.
             *args: none.
-            **kwargs: `partition`, with a `partition_id` and `get_custom_meta(indexes)`, a dict for each sample that has
-                some, and the `sampling_config` of the call: `task_name`, `partition_id`, `dp_rank`, `batch_index`, as
-                far as it is given.
+            **kwargs: `partition`, with a `partition_id` and `get_custom_meta(indexes)`, a dict of the samples that have
+                custom_meta; and the given parts of the call's `sampling_config`: `task_name`, `partition_id`,
+                `dp_rank`, `batch_index`.
         """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Sampled:
-        """Do what `sample` does."""
+        """Call `sample`."""
         return self.sample(*args, **kwargs)
 
     def has_cached_result(self, partition_id: str, task_name: str, sampling_config: Config | None = None) -> bool:
-        """Return whether `_states` has what a rank asks for again."""
+        """Return whether `_states` has the batch that a rank requests."""
         config = sampling_config or {}
         known = self._states.get(partition_id, {}).get(task_name, {}).get(config.get("dp_rank"), {})
         return config.get("batch_index") in known
@@ -61,11 +61,11 @@ class BaseSampler(ABC):
         self._states.pop(partition_id, None)
 
     def save_checkpoint(self) -> dict[str, Any]:
-        """Return what `load_checkpoint` takes."""
+        """Return the state for `load_checkpoint`."""
         return {"_states": self._states}
 
     def load_checkpoint(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `save_checkpoint` returned."""
+        """Restore the state that `save_checkpoint` returned."""
         self._states = state["_states"]
 
     def _batches(self, partition_id: str, task_name: str, dp_rank: Any) -> dict[Any, Sampled]:
@@ -74,7 +74,7 @@ class BaseSampler(ABC):
         return tasks.setdefault(task_name, {}).setdefault(dp_rank, {})
 
     def _recalled(self, batches: dict[Any, Sampled], batch_index: Any, choose: Callable[[], Indexes]) -> Sampled:
-        """Return the choice for a batch: that of before where the rank asks again, else a new one if there is one."""
+        """Return the choice for a batch: the recorded one if any, else a new one, or empty lists."""
         if batch_index not in batches and (chosen := choose()):
             batches[batch_index] = chosen, list(chosen)
         sampled, consumed = batches.get(batch_index, ((), ()))
@@ -82,22 +82,22 @@ class BaseSampler(ABC):
 
 
 class SequentialSampler(BaseSampler):
-    """Takes the first samples that are ready."""
+    """Takes the first ready samples."""
 
     def claim(self, batch_size: int, config: Config) -> dict[str, Any]:
-        """Return what asks the service for the next samples."""
+        """Return the arguments that claim the next samples from the service."""
         return {"batch_size": batch_size}
 
     def sample(self, ready_indexes: Indexes, batch_size: int, *args: Any, **kwargs: Any) -> Sampled:
-        """Return the first samples, fewer where fewer are ready."""
+        """Return the first samples; fewer if fewer are ready."""
         return ready_indexes[:batch_size], ready_indexes[:batch_size]
 
 
 class RankAwareSampler(BaseSampler):
-    """Gives each rank the next samples for each of its batches, and the replicas of a rank the same ones."""
+    """Gives each rank the next samples for each of its batches, and the same samples to all replicas of a rank."""
 
     def claim(self, batch_size: int, config: Config) -> dict[str, Any]:
-        """Return what asks the service for the next samples, the same whenever this rank asks for this batch."""
+        """Return the arguments that claim the next samples, the same ones for repeated requests of a rank and batch."""
         return {"batch_size": batch_size, "claim_name": claim_name(config)}
 
     def sample(
@@ -111,10 +111,10 @@ class RankAwareSampler(BaseSampler):
         *args: Any,
         **kwargs: Any,
     ) -> Sampled:
-        """Return the first samples, those of before where the rank asks again.
+        """Return the first samples, or the previous choice if the rank repeats its request.
 
         Raises:
-            ValueError: the rank is negative, or it or the batch is missing.
+            ValueError: the rank is negative, or rank or batch is missing.
         """
         claim_name({"dp_rank": dp_rank, "batch_index": batch_index})
         batches = self._batches(partition_id, task_name, dp_rank)
@@ -123,7 +123,7 @@ class RankAwareSampler(BaseSampler):
 
 
 class GRPOGroupNSampler(BaseSampler):
-    """Takes whole groups of n consecutive samples.
+    """Takes complete groups of n consecutive samples.
 
     Args:
         n_samples_per_prompt: n.
@@ -136,7 +136,7 @@ class GRPOGroupNSampler(BaseSampler):
         self.n_samples_per_prompt = n_samples_per_prompt
 
     def claim(self, batch_size: int, config: Config) -> dict[str, Any]:
-        """Return what asks the service for whole groups, the same ones where a rank asks again."""
+        """Return the arguments that claim complete groups; repeated requests of a rank get the same ones."""
         named = {} if config.get("dp_rank") is None else {"claim_name": claim_name(config)}
         return {"batch_size": batch_size, "sampler": "grpo_group_n", "sampler_config": self._groups(), **named}
 
@@ -152,10 +152,10 @@ class GRPOGroupNSampler(BaseSampler):
         *args: Any,
         **kwargs: Any,
     ) -> Sampled:
-        """Return whole groups in the order of their indexes, those of before where a rank asks again.
+        """Return complete groups in the order of their indexes, or the previous choice if a rank repeats its request.
 
         Raises:
-            ValueError: `batch_size` does not hold whole groups.
+            ValueError: `batch_size` is not a multiple of the group size.
         """
         if kwargs.get("dp_rank") is None:
             taken = self._take_groups(ready_indexes, batch_size)
@@ -168,7 +168,7 @@ class GRPOGroupNSampler(BaseSampler):
             raise ValueError(f"batch_size is {count}, expected a multiple of n_samples_per_prompt, {self._groups()}")
         taken: Indexes = []
         run: Indexes = []
-        for index in sorted(ready_indexes):  # groups are of consecutive indexes, from the lowest on
+        for index in sorted(ready_indexes):  # groups have consecutive indexes, from the lowest on
             run = [*run, index] if run and index == run[-1] + 1 else [index]
             if len(run) == self.n_samples_per_prompt:
                 taken += run
@@ -177,10 +177,10 @@ class GRPOGroupNSampler(BaseSampler):
 
 
 class SeqlenBalancedSampler(GRPOGroupNSampler):
-    """Takes whole groups for all ranks at once, and gives each of them as many tokens as the others (`total_lengths`).
+    """Takes complete groups for all ranks at once, and balances the tokens of the ranks (`total_lengths`).
 
     Args:
-        n_samples_per_prompt: samples of a group.
+        n_samples_per_prompt: samples per group.
         dp_size: number of ranks.
     """
 
@@ -191,7 +191,7 @@ class SeqlenBalancedSampler(GRPOGroupNSampler):
         self.dp_size = dp_size
 
     def claim(self, batch_size: int, config: Config) -> dict[str, Any]:
-        """Return what asks the service for this rank's share of a batch that it plans for all."""
+        """Return the arguments that claim this rank's share of a batch that the service plans for all ranks."""
         place = {"dp_rank": config.get("dp_rank") or 0, "batch_index": config.get("batch_index") or 0}
         return {
             "batch_size": batch_size, "sampler": "seqlen_balanced", "sampler_config": self._groups(),
@@ -207,7 +207,7 @@ class SeqlenBalancedSampler(GRPOGroupNSampler):
         *args: Any,
         **kwargs: Any,
     ) -> Sampled:
-        """Return the share of the rank that asks; that of the others is remembered until they do."""
+        """Return the share of the requesting rank, and remember those of the other ranks for their requests."""
         rank, batch_index = kwargs.get("dp_rank") or 0, kwargs.get("batch_index") or 0
         batches = self._batches(partition_id, task_name, rank)
         if batch_index not in batches:
@@ -220,7 +220,7 @@ class SeqlenBalancedSampler(GRPOGroupNSampler):
         if not taken:
             return []
         if partition is None:
-            _log.warning("SeqlenBalancedSampler was given no partition; the ranks get equal parts in their order")
+            _log.warning("SeqlenBalancedSampler got no partition; ranks get equally many samples, in order")
             return [taken[at : at + batch_size] for at in range(0, len(taken), batch_size)]
         groups = [taken[at : at + self.n_samples_per_prompt] for at in range(0, len(taken), self.n_samples_per_prompt)]
         known = partition.get_custom_meta(taken)
@@ -230,15 +230,15 @@ class SeqlenBalancedSampler(GRPOGroupNSampler):
 
 
 def service_samples(sampler: BaseSampler) -> bool:
-    """Return whether the service samples for it: it is one of the four, and none that a user has derived from them."""
+    """Return whether the service implements the sampler: it is one of the four classes, not a user's subclass."""
     return type(sampler) in (SequentialSampler, RankAwareSampler, GRPOGroupNSampler, SeqlenBalancedSampler)
 
 
 def claim_name(config: Config) -> str:
-    """Return the name of what a rank claims for a batch.
+    """Return the name of a rank's claim for a batch.
 
     Raises:
-        ValueError: it says not which.
+        ValueError: dp_rank or batch_index is missing, or dp_rank is negative.
     """
     rank, batch = config.get("dp_rank"), config.get("batch_index")
     if rank is None or batch is None or rank < 0:

@@ -1,4 +1,4 @@
-"""What callers import from TransferQueue's storage: the service stores, so nothing of it is to be configured."""
+"""Names that callers import from TransferQueue's storage; the service stores the data and needs no configuration."""
 
 from transfer_queue.storage.simple_storage import SimpleStorageUnit, StorageKeyNotFoundError
 

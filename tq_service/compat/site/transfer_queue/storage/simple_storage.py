@@ -1,4 +1,4 @@
-"""Names of TransferQueue's storage that callers know: its units, of which there are none, and an error."""
+"""Names that callers import from TransferQueue's storage: its units, which do not exist here, and an error."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from typing import Any, NoReturn
 
 
 class StorageKeyNotFoundError(KeyError):
-    """A sample was cleared before its data was read; callers that clear and read at a time catch it."""
+    """A sample was cleared before its data was read; callers that clear and read concurrently catch it."""
 
 
 class SimpleStorageUnit:
-    """Cannot be made: the service stores."""
+    """Cannot be created: the service stores the data."""
 
     @classmethod
     def options(cls, **options: Any) -> type[SimpleStorageUnit]:
-        """Return the class: there is nothing that options could be for."""
+        """Return the class; options are ignored."""
         return cls
 
     @classmethod
     def remote(cls, *arguments: Any, **keywords: Any) -> NoReturn:
         """Raise RuntimeError."""
-        raise RuntimeError("there are no storage units: the service of controller.address stores; leave them out")
+        raise RuntimeError("storage units do not exist: the service at controller.address stores the data; omit them")

@@ -1,1 +1,1 @@
-"""Names of TransferQueue's `utils` that its recipes import."""
+"""Names that recipes import from TransferQueue's `utils`."""

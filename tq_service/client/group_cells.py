@@ -1,0 +1,170 @@
+"""Fields shared by the samples of a group: each value is read once, and given to all samples of the group.
+
+locations of n samples --> SharedRows: m distinct cells, and the cell of each sample
+    --> m rows are read --> expand: n rows, sharing memory if possible
+                        --> or the m rows, and `group_index` (n,)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from tq_service.client.batch_meta import BatchMeta
+from tq_service.client.reads import RowPattern, StorageRead, plan_reads
+from tq_service.errors import InvalidArgumentError
+from tq_service.schema import FieldScope, FieldSpec
+from tq_service.wire.columns import has_torch
+from tq_service.wire.metadata import Indexes
+
+if TYPE_CHECKING:
+    import torch
+
+    from tq_service.client.landing import Landing
+
+GROUP_INDEX: Final = "group_index"
+"""Field added by `get_data(expand=False)`: for each sample its row in the group fields."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SharedRows:
+    """Rows of group fields over the samples of one batch.
+
+    Attributes:
+        names: names of the fields.
+        first: `(m,)`, for each distinct row the first sample that has it, in order.
+        order: `(n,)`, for each sample the number of its distinct row.
+    """
+
+    names: frozenset[str]
+    first: Indexes
+    order: Indexes
+
+    @classmethod
+    def of(cls, located: BatchMeta, fields: Sequence[FieldSpec]) -> SharedRows:
+        """Return the rows of the group fields among these; there must be at least one."""
+        shared = [spec.name for spec in fields if spec.scope is FieldScope.GROUP]
+        # All fields have rows of the same groups. A field put again between two look-ups has two rows for a group.
+        order = np.zeros(located.size, np.int64)
+        for runs in located.locations.select_fields(shared).runs:
+            puts, rows = runs.expand()
+            for each in (puts, rows):
+                distinct, codes = np.unique(each, return_inverse=True)
+                _, order = np.unique(order * distinct.size + codes, return_inverse=True)
+        _, first, order = np.unique(order, return_index=True, return_inverse=True)
+        by_place = np.argsort(first)
+        place_of = np.empty_like(by_place)
+        place_of[by_place] = np.arange(by_place.size)
+        return cls(names=frozenset(shared), first=first[by_place], order=place_of[order])
+
+    @classmethod
+    def of_none(cls, fields: Sequence[FieldSpec]) -> SharedRows:
+        """Return the rows for a batch without samples, see `of`."""
+        names = frozenset(spec.name for spec in fields if spec.scope is FieldScope.GROUP)
+        return cls(names=names, first=np.zeros(0, np.int64), order=np.zeros(0, np.int64))
+
+    def plan_reads(self, located: BatchMeta) -> list[StorageRead]:
+        """Return the reads that fetch each distinct row once."""
+        names = [spec.name for spec in located.fields if spec.name in self.names]
+        reads = plan_reads(located.locations.select_fields(names).select(self.first), names)
+        return [replace(read, owners=self.first[read.positions], order=self.order) for read in reads]
+
+    @property
+    def is_in_order(self) -> bool:
+        """Whether each sample has its own row, in the same order."""
+        return self.order.size == self.first.size and bool((self.order == np.arange(self.order.size)).all())
+
+    def expanded(self, data: dict[str, Any]) -> dict[str, Any]:
+        """Return decoded columns with the rows of group fields repeated for each sample."""
+        if self.is_in_order:
+            return data
+        patterns: dict[int, RowPattern] = {}
+        shared = {name: self._expand(values, patterns) for name, values in data.items() if name in self.names}
+        return {**data, **shared}
+
+    def indexed(self, data: dict[str, Any], device: Any = None) -> dict[str, Any]:
+        """Return decoded columns unchanged, and the row of each sample in the group fields."""
+        if not has_torch():
+            return {**data, GROUP_INDEX: self.order}
+        import torch  # noqa: PLC0415  (torch is optional and slow to import)
+
+        return {**data, GROUP_INDEX: torch.from_numpy(self.order).to(device)}
+
+    def _expand(self, values: Any, patterns: dict[int, RowPattern]) -> Any:
+        """Return one row of a column per sample: the same objects in a list, else views or a copy."""
+        count = self.order.size
+        if isinstance(values, list):
+            return [values[row] for row in self.order.tolist()]
+        if isinstance(values, np.ndarray):
+            return values[self.order]
+        if values.is_nested:
+            return self._expand_nested(values, patterns)
+        if self.first.size == 1:
+            return values.expand(count, *values.shape[1:])
+        import torch  # noqa: PLC0415  (torch is optional and slow to import)
+
+        order = torch.from_numpy(self.order).to(values.device)
+        return _as_integers(values).index_select(0, order).view(values.dtype)
+
+    def _expand_nested(self, nested: Any, patterns: dict[int, RowPattern]) -> torch.Tensor:
+        """Return a nested tensor of the rows, copied: torch does not support overlapping rows."""
+        import torch  # noqa: PLC0415  (torch is optional and slow to import)
+
+        values, offsets, dim = nested.values(), nested.offsets(), nested._ragged_idx - 1  # torch lacks a public name
+        bounds = RowPattern.of_offsets(offsets).bounds
+        starts, lengths = bounds[:-1][self.order], np.diff(bounds)[self.order]
+        if id(offsets) not in patterns:
+            patterns[id(offsets)] = RowPattern.of_lengths(lengths, dtype=offsets.dtype, beside=offsets)
+        integers = _as_integers(values)
+        parts = [integers.narrow(dim, *each) for each in zip(starts.tolist(), lengths.tolist(), strict=True)]
+        return patterns[id(offsets)].nested(torch.cat(parts, dim=dim).view(values.dtype), dim + 1)
+
+
+def _as_integers(values: torch.Tensor) -> torch.Tensor:
+    """View a tensor as integers of the same size: some operations of torch do not support float8 and other dtypes."""
+    import torch  # noqa: PLC0415  (torch is optional and slow to import)
+
+    sizes = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return values.view(sizes.get(values.dtype.itemsize, values.dtype))
+
+
+def arrangement(
+    shared: SharedRows, order: Indexes | None, landing: Landing | None, *, expand: bool
+) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Return a function that arranges the decoded columns of a batch.
+
+    Args:
+        shared: the rows of its group fields, over its distinct samples.
+        order: number of the distinct sample at each position of the batch `(n,)`; None: they are the batch.
+        landing: destinations of the fields; None: new host memory.
+        expand: see `get_data`.
+    """
+    if order is not None:
+        shared = replace(shared, order=shared.order[order])
+    return shared.expanded if expand else partial(shared.indexed, device=None if landing is None else landing.device)
+
+
+def check_not_expanded(fields: Sequence[FieldSpec], landing: Landing | None) -> None:
+    """Refuse combinations that `expand=False` does not support: a field named like the index, group fields in `out`.
+
+    Raises:
+        InvalidArgumentError: the batch has such a field, or `out` names a group field.
+    """
+    for spec in fields:
+        if spec.name == GROUP_INDEX:
+            raise InvalidArgumentError(
+                f"expand is False, and field {GROUP_INDEX!r} is fetched, expected no field of this name: the index has "
+                f"it; name other data_fields",
+                field="expand",
+            )
+        if spec.scope is FieldScope.GROUP and landing is not None and spec.name in landing.out:
+            raise InvalidArgumentError(
+                f"out has field {spec.name!r}, whose number of groups is not known in advance; leave it out with "
+                f"expand=False",
+                field="out",
+                metadata={"field_name": spec.name},
+            )

@@ -1,0 +1,67 @@
+"""Calls of a method at intervals, for as long as its object exists: in a task, or in a thread.
+
+Neither form keeps the object alive. The loop of a worker that has failed must not extend leases any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable
+from weakref import WeakMethod
+
+from tq_service.client.transport import logging_failure
+
+
+class AsyncHeartbeat:
+    """Awaits a bound method every `interval_seconds` in the running loop; logs its errors.
+
+    Args:
+        beat: the method; its object is held weakly.
+        interval_seconds: time between two calls.
+    """
+
+    def __init__(self, beat: Callable[[], Awaitable[None]], interval_seconds: float) -> None:
+        self._task = asyncio.get_running_loop().create_task(_beat_async(WeakMethod(beat), interval_seconds))
+
+    def stop(self) -> None:
+        """Make no further call; one that is running is cancelled."""
+        if not self._task.get_loop().is_closed():
+            self._task.cancel()
+
+
+async def _beat_async(method: WeakMethod[Callable[[], Awaitable[None]]], interval_seconds: float) -> None:
+    while True:
+        await asyncio.sleep(interval_seconds)
+        if (beat := method()) is None:
+            return
+        with logging_failure():
+            await beat()
+        del beat
+
+
+class Heartbeat:
+    """Calls a bound method every `interval_seconds` in a daemon thread; logs its errors.
+
+    Args:
+        beat: the method; its object is held weakly.
+        interval_seconds: time between two calls.
+    """
+
+    def __init__(self, beat: Callable[[], None], interval_seconds: float) -> None:
+        self._stopped = threading.Event()
+        arguments = (WeakMethod(beat), interval_seconds, self._stopped)
+        threading.Thread(target=_beat, args=arguments, name="tq-heartbeat", daemon=True).start()
+
+    def stop(self) -> None:
+        """Make no further call; one that is running ends by itself."""
+        self._stopped.set()
+
+
+def _beat(method: WeakMethod[Callable[[], None]], interval_seconds: float, stopped: threading.Event) -> None:
+    while not stopped.wait(interval_seconds):
+        if (beat := method()) is None:
+            return
+        with logging_failure():
+            beat()
+        del beat

@@ -1,0 +1,296 @@
+"""The form of the data of a call: parts of rows, layout, and padding."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from tq_service.client.padding import PaddedColumn, Padding
+from tq_service.client.slices import RowSlice, Slices
+from tq_service.dataplane.receiving import Received
+from tq_service.errors import InvalidArgumentError
+from tq_service.schema import FieldScope, FieldSpec, Layout, ReadLayout
+from tq_service.wire.columns import ColumnShape, ScatteredRows
+from tq_service.wire.mapping import Bytes
+from tq_service.wire.metadata import Indexes
+from tq_service.wire.slices import RowCut
+
+if TYPE_CHECKING:
+    from tq_service.client.landing import Landing
+    from tq_service.client.reads import StorageRead
+
+
+@dataclass(frozen=True, slots=True)
+class ReadForm:
+    """Parts of rows to fetch, and padding.
+
+    Attributes:
+        slices: the parts; None: full rows of all fields.
+        padding: padding options; None: no padding.
+    """
+
+    slices: Slices | None
+    padding: Padding | None
+
+    @classmethod
+    def of(cls, slices: Slices | None, padding: Padding | None, layout: ReadLayout | None) -> ReadForm:
+        """Return the form given by a caller.
+
+        Raises:
+            InvalidArgumentError: fields are requested both jagged and padded.
+        """
+        if padding is not None and layout == "jagged":
+            raise InvalidArgumentError(
+                "layout is 'jagged' and padded is given; expected one of the two. A padded field is dense",
+                field="layout",
+            )
+        return cls(slices, padding)
+
+    def check_rows_stay(self) -> None:
+        """Check that leaving out samples is supported.
+
+        Raises:
+            InvalidArgumentError: there are ranges by row, which would be applied to the wrong rows.
+        """
+        if self.slices is not None and self.slices.is_by_row:
+            raise InvalidArgumentError(
+                "missing is 'skip' and slices has ranges by row; expected missing='error', since it is not known whose "
+                "ranges remain. Look the samples up first",
+                field="missing",
+            )
+
+    def _check_own(self, shared: Sequence[str]) -> None:
+        named = [] if self.slices is None else list(self.slices.given)
+        for option, names in (("slices", named), ("padded", (self.padding and self.padding.fields) or ())):
+            found = [name for name in names if name in shared]
+            if found:
+                raise InvalidArgumentError(
+                    f"{option} has field {found[0]!r}, whose values are shared by groups; expected fields with one "
+                    f"row per sample. Leave it out, and fetch full rows",
+                    field=option,
+                    metadata={"field_name": found[0]},
+                )
+
+    def of_fields(self, specs: Sequence[FieldSpec]) -> FormOfFields:
+        """Return the form for the fetched fields.
+
+        Raises:
+            InvalidArgumentError: a named field is not fetched, cannot be cut, or is shared by groups.
+            FieldMismatchError: a field cannot be padded.
+        """
+        slices, padding, names = self.slices, self.padding, [spec.name for spec in specs]
+        positions: list[FieldSpec] = []
+        self._check_own([spec.name for spec in specs if spec.scope is FieldScope.GROUP])
+        if slices is not None:
+            slices.check(names)
+            positions = slices.position_specs(specs)
+        if padding is not None:
+            padding.check([*names, *(spec.name for spec in positions)])
+            heads = padding.heads(specs, [] if slices is None else list(slices.cuts))
+            if heads:
+                slices = (slices or Slices({}, {})).with_heads(heads)
+        cut = {spec.name: spec if slices is None else slices.cut_spec(spec) for spec in specs}
+        result = list(cut.values())
+        if slices is not None:
+            result += slices.position_specs(result)
+        return FormOfFields(
+            slices=slices,
+            padding=padding,
+            cut=cut,
+            result=result if padding is None else padding.specs(result),
+            padded=[] if padding is None else [spec.name for spec in specs if padding.pads(spec)],
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FormOfFields:
+    """The form of the fetched fields of a call.
+
+    Attributes:
+        slices: the parts of rows, including those for `truncate`; None: full rows of all fields.
+        padding: padding options; None: no padding.
+        cut: specs of the fields as received, by name.
+        result: specs of the fields of the result, as far as known before they are read.
+        padded: names of the padded fields, likewise.
+    """
+
+    slices: Slices | None
+    padding: Padding | None
+    cut: Mapping[str, FieldSpec]
+    result: Sequence[FieldSpec]
+    padded: Sequence[str]
+
+    @property
+    def cuts(self) -> Mapping[str, RowCut]:
+        """The requested part of each row, by field."""
+        return {} if self.slices is None else self.slices.cuts
+
+    @property
+    def is_by_row(self) -> bool:
+        """Whether ranges are given by row."""
+        return self.slices is not None and self.slices.is_by_row
+
+    def begin(self, reads: Sequence[StorageRead], row_count: int, landing: Landing | None) -> PaddedRead | None:
+        """Return the padding state for reads whose rows are those of the result; None without padding."""
+        if self.padding is None:
+            return None
+        # Extents that the client joins are received in full. Fields with fill values or positions are finished first.
+        later = {name for read in reads if read.has_extents for name in read.field_names}
+        if self.slices is not None:
+            later |= {name for name, each in self.slices.given.items() if each.fill is not None or each.positions}
+        device = None if landing is None else landing.device
+        counts = Counter(name for read in reads for name in read.field_names)
+        return PaddedRead(
+            padding=self.padding,
+            row_count=row_count,
+            device=device,
+            specs=self.cut,
+            columns={
+                name: PaddedColumn(self.padding, self.cut[name], row_count, device, is_one_answer=counts[name] == 1)
+                for name in self.padded
+                if name in counts and name not in later
+            },
+        )
+
+    def finish(self, received: Sequence[Received], wanted: Sequence[str], padded: PaddedRead | None) -> list[Received]:
+        """Return all columns: those in `wanted`, in this order, then positions, then masks."""
+        columns = list(received) if self.slices is None else self.slices.finish(received)
+        return columns if padded is None else padded.finish(columns, wanted)
+
+
+_OPTIONS: Final = ("slices", "padded", "pad_value", "length", "side", "mask", "truncate")
+CP_POSITIONS: Final = "cp_positions"
+"""The field with the positions of a context-parallel rank's share."""
+
+
+def check_read_options(options: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return arguments of `get_data` that apply to many batches.
+
+    Raises:
+        InvalidArgumentError: there are others, or one is invalid.
+    """
+    found = dict(options or {})
+    others = [name for name in found if name not in _OPTIONS]
+    if others:
+        raise InvalidArgumentError(
+            f"read_options has {others[0]!r}; expected some of {', '.join(_OPTIONS)}", field="read_options"
+        )
+    Padding.of(found.get("padded", False), **{name: found[name] for name in _OPTIONS[2:] if name in found})
+    slices = Slices.of(found.get("slices"), 0)
+    by_row = [] if slices is None else [name for name, each in slices.given.items() if each.by_row is not None]
+    if by_row:
+        raise InvalidArgumentError(
+            f"read_options has slices by row of field {by_row[0]!r}; expected slices that are the same for all rows, "
+            "since batches have other rows",
+            field="read_options",
+        )
+    return found
+
+
+def with_shares(
+    options: Mapping[str, Any],
+    data_fields: Sequence[str],
+    cp_fields: Sequence[str],
+    share: RowSlice,
+    fill: Any,
+    *,
+    positions: bool,
+) -> dict[str, Any]:
+    """Return arguments of `get_data` with the slices of a context-parallel rank.
+
+    Args:
+        options: the other options.
+        data_fields: the fetched fields.
+        cp_fields: the fields to share among the ranks.
+        share: the slice of the rank.
+        fill: fill value of the shares, or fill values by field.
+        positions: whether to add a field with the positions of the share.
+
+    Raises:
+        InvalidArgumentError: a field is not fetched, or has a slice already.
+    """
+    if isinstance(cp_fields, str):
+        raise InvalidArgumentError(f"cp_fields is {cp_fields!r}; expected a list of fields", field="cp_fields")
+    slices = dict(options.get("slices") or {})
+    shares: dict[str, RowSlice] = {}
+    for name in cp_fields:
+        if name not in data_fields or name in slices:
+            problem = "is in the slices of read_options too" if name in slices else "is not in data_fields"
+            raise InvalidArgumentError(
+                f"cp_fields has field {name!r}, which {problem}; expected fields that are fetched, and have no other "
+                "slice",
+                field="cp_fields",
+                metadata={"field_name": name},
+            )
+        value = fill.get(name, 0) if isinstance(fill, Mapping) else fill
+        slices[name] = shares.setdefault(
+            repr(value), replace(share, fill=value, positions=CP_POSITIONS if positions else "")
+        )
+    return {**options, "slices": slices}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PaddedRead:
+    """Padding state of one call.
+
+    Attributes:
+        padding: the options.
+        row_count: rows of the result.
+        device: device that padded columns are copied to later; None: the CPU.
+        specs: specs of the fields, as far as known before they are read.
+        columns: columns that are padded while they are received.
+        parts: received parts of these columns, by field.
+    """
+
+    padding: Padding
+    row_count: int
+    device: Any
+    specs: Mapping[str, FieldSpec]
+    columns: Mapping[str, PaddedColumn]
+    parts: dict[str, list[tuple[Indexes, ColumnShape, Bytes]]] = field(default_factory=dict)
+
+    def rows_of(self, read: StorageRead) -> _RowsOfRead:
+        """Return the placement of the rows of one read."""
+        return _RowsOfRead(self.columns, read.positions)
+
+    def take(self, reads: Sequence[StorageRead], answers: Sequence[Sequence[Received]]) -> list[list[Received]]:
+        """Store the columns that are padded while received, and return the others."""
+        for read, answer in zip(reads, answers, strict=True):
+            for column, values in answer:
+                if column.spec.name in self.columns:
+                    self.parts.setdefault(column.spec.name, []).append((read.positions, column, values))
+        return [[each for each in answer if each[0].spec.name not in self.columns] for answer in answers]
+
+    def finish(self, columns: Sequence[Received], wanted: Sequence[str]) -> list[Received]:
+        """Return all columns, padded: those padded while received, and the others."""
+        found = {name: column.assemble(self.parts[name]) for name, column in self.columns.items()}
+        names = [*wanted, *(column.spec.name for column, _ in columns if column.spec.name not in wanted)]
+        for column, values in columns:
+            spec = column.spec
+            known = self.specs.get(spec.name, spec)
+            is_shared = known.scope is FieldScope.GROUP
+            if known.layout is not Layout.JAGGED and self.padding.fields is None:
+                known = spec  # rows of a dense field cut to different lengths
+            if self.padding.pads(known) and not is_shared:
+                padded = PaddedColumn(self.padding, known, self.row_count, self.device)
+                found[spec.name] = padded.assemble([(np.arange(self.row_count), column, values)])
+            else:
+                found[spec.name] = [(column, values)]
+        return [*(found[name][0] for name in names), *(each for name in names for each in found[name][1:])]
+
+
+@dataclass(frozen=True, slots=True)
+class _RowsOfRead:
+    """Placement of the rows of one answer, as `RowPlacement`."""
+
+    columns: Mapping[str, PaddedColumn]
+    positions: Indexes
+
+    def place(self, column: ColumnShape) -> ScatteredRows | None:
+        """Return the places for the rows of a column of the answer."""
+        padded = self.columns.get(column.spec.name)
+        return None if padded is None else padded.place(column, self.positions)

@@ -1,0 +1,167 @@
+"""Changes of the cells shared by the samples of a group, and of groups created before their samples.
+
+put_groups before the samples --> group without members -- first sample --> group -- last one cleared --> removed
+                                      | clear_samples(groups=), seal
+                                      v
+                                   removed
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tq_service.errors import AlreadyExistsError, InvalidArgumentError, NotFoundError, PartitionSealedError
+from tq_service.machine.rows import begin_groups, remove_groups
+from tq_service.machine.samples import CHECKED_ONCE, FoundRows, Written
+from tq_service.machine.state_machine import Change, State, Step
+from tq_service.schema import FieldSpec
+from tq_service.state.cells import ColumnWrite, Put
+from tq_service.state.groups import CheckedNames
+from tq_service.state.partition import Partition
+from tq_service.state.plan import Indexes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckedGroupWrite:
+    """A put of groups validated against the current state of a partition.
+
+    Attributes:
+        partition: the partition.
+        named: the groups of the put.
+        specs: specs of the written fields after the put.
+    """
+
+    partition: Partition
+    named: CheckedNames
+    specs: Sequence[FieldSpec]
+
+
+class GroupsWritten(Change):
+    """Values shared by the samples of groups were written; groups may be new.
+
+    Attributes:
+        names: the groups, each once.
+        put: location of the columns, which have one row per group.
+        columns: the columns of the put.
+        must_exist: whether all groups must have samples.
+    """
+
+    partition_id: str
+    names: Sequence[str]
+    put: Put
+    columns: Sequence[ColumnWrite]
+    must_exist: bool = field(default=False, metadata=CHECKED_ONCE)
+
+    def prepare(self, state: State) -> CheckedGroupWrite:
+        """Find the groups and validate the values."""
+        partition = state.partition(self.partition_id)
+        _check_names(self.names)
+        named = partition.groups.named(self.names)
+        if self.must_exist and (missing := named.names_without_members):
+            raise NotFoundError(
+                f"partition {self.partition_id!r} has no samples of group {missing[0]!r} ({len(missing)} of "
+                f"{len(self.names)} have none), expected groups with samples; put these first, or use key_mode upsert",
+                reason="GROUP_NOT_FOUND",
+                metadata={"group": missing[0]},
+            )
+        if partition.sealed and (new := named.new_names):
+            raise PartitionSealedError(
+                f"partition {self.partition_id!r} is sealed without a group {new[0]!r} ({len(new)} of "
+                f"{len(self.names)} are new), expected existing groups; omit new ones, or put them before the seal",
+                metadata={"partition_id": self.partition_id},
+            )
+        for column in self.columns:
+            _check_field(partition, column.spec.name)
+        _check_write_once(partition, self.columns, self.names, named.slots)
+        specs = partition.cells.merged_specs(self.columns, named.slots)
+        return CheckedGroupWrite(partition=partition, named=named, specs=specs)
+
+    def apply(self, state: State, prepared: CheckedGroupWrite, step: Step) -> Written:
+        """Create the new groups and point the cells of all groups to the put."""
+        partition, groups = prepared.partition, prepared.partition.groups
+        had_groups = groups.in_use
+        slots = groups.open(prepared.named)
+        if groups.in_use and not had_groups:
+            begin_groups(partition)
+        count = len(self.names)
+        step.freed += partition.cells.write(self.put, self.columns, prepared.specs, slots, count)
+        members = groups.members_of(slots[prepared.named.has_members], partition.table)
+        indexes: Indexes = partition.table.index[members]
+        if indexes.size:
+            partition.notify_rows(indexes)
+            step.written.append((partition, indexes))
+        step.note_change(partition)
+        return Written(partition=partition, global_indexes=indexes, specs=prepared.specs)
+
+
+class GroupsRemoved(Change):
+    """Groups without samples were removed, with their cells."""
+
+    partition_id: str
+    names: Sequence[str]
+
+    def prepare(self, state: State) -> FoundRows | None:
+        """Find the groups without samples; return None if all have some."""
+        partition = state.partition(self.partition_id)
+        named = partition.groups.named(self.names)
+        slots = named.slots[(named.slots >= 0) & ~named.has_members]
+        return (partition, slots) if slots.size else None
+
+    def apply(self, state: State, prepared: FoundRows, step: Step) -> int:
+        """Remove the groups; return their number."""
+        partition, slots = prepared
+        remove_groups(partition, slots, step)
+        step.note_change(partition)
+        return slots.size
+
+
+def _check_names(names: Sequence[str]) -> None:
+    if not names or "" in names:
+        raise InvalidArgumentError(
+            f"groups has {len(names)} names{', one of them empty' if names else ''}; expected one group name per "
+            f"row of the put",
+            field="groups",
+        )
+    if len(set(names)) != len(names):
+        ((twice, count),) = Counter(names).most_common(1)
+        raise InvalidArgumentError(
+            f"group {twice!r} is given {count} times in one put, expected once; put one row per group",
+            field="groups",
+        )
+
+
+def _check_field(partition: Partition, name: str) -> None:
+    """Refuse a column of a field that groups do not share."""
+    if name not in partition.cells.shared:
+        shared = ", ".join(map(repr, sorted(partition.cells.shared))) or "none"
+        raise InvalidArgumentError(
+            f"field {name!r} of partition {partition.partition_id!r} does not have group scope (fields that do: "
+            f"{shared}); put it for samples, or declare it with group scope when the partition is created",
+            field="columns",
+            metadata={"field_name": name},
+        )
+
+
+def _check_write_once(
+    partition: Partition, columns: Sequence[ColumnWrite], names: Sequence[str], slots: Indexes
+) -> None:
+    """Refuse a second value of a write-once field for groups at `slots` (-1 for new ones)."""
+    for name in partition.cells.write_once.intersection(column.spec.name for column in columns):
+        is_there = (slots >= 0) & (partition.cells.fields[name].cell[slots] >= 0)
+        if is_there.any():
+            group = names[int(np.argmax(is_there))]
+            raise AlreadyExistsError(
+                f"field {name!r} is write-once, got a second value for group {group!r} of partition "
+                f"{partition.partition_id!r} ({np.count_nonzero(is_there)} of {slots.size} have one), expected groups "
+                f"without a value; omit these groups",
+                metadata={
+                    "resource_type": "cell",
+                    "resource_name": f"{name} of group {group}",
+                    "partition_id": partition.partition_id,
+                    "field_name": name,
+                },
+            )

@@ -1,0 +1,427 @@
+"""Writes the steps of a service to a recording as they are planned, and removes the oldest ones.
+
+    planned -> taken (bytes pinned, files kept) -> puts written or linked -> the step written -> removed by retention
+
+A step is taken when it is planned, in the same step of the event loop, without a copy. It is written later, in order. A
+recording never stops the service: a step is skipped if too many bytes wait already, and a lasting error ends the
+recording. Both are counted, logged, and shown in the status.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Final, TypeAlias, TypeVar
+
+import xxhash
+
+from tq_service.errors import DataLossError, TqError, UnavailableError
+from tq_service.log_message import LogMessage
+from tq_service.objects.base import LARGEST_OBJECT_BYTES, Buffer
+from tq_service.recording.layout import PUTS, STEPS, Pack, PutPlace, RecordedStep, encode_step, step_name, step_number
+from tq_service.recording.places import LINKED_SUFFIX, Place
+from tq_service.recording.reading import read_step
+from tq_service.results import RecordingStatus
+from tq_service.storage.engine import KeptPut
+from tq_service.storage.index.put_table import PutStored
+from tq_service.storage.mirror.layout import cut
+
+_log = logging.getLogger(__name__)
+MOST_PENDING_BYTES: Final = 1 << 30
+"""Bytes of puts in memory waiting to be written; until then they count in the quota of the storage service."""
+
+_PAUSES_SECONDS: Final = (0.2, 1.0, 3.0)  # before each retry, if the place does not answer
+_CLOSE_SECONDS: Final = 10.0
+T = TypeVar("T")
+TaskEpoch: TypeAlias = tuple[bytes, str, int]
+"""The incarnation of a partition, a task of the partition, and an epoch of the task."""
+
+_COMPRESSION: Final = 1  # of steps, which describe their puts in similar terms
+
+
+@dataclass(slots=True, eq=False)
+class _Put:
+    """A put that is recorded, or will be with a waiting step.
+
+    Attributes:
+        place: its place; None until it is written.
+        pack: the objects that are removed together with it.
+        step_count: number of steps that name it.
+    """
+
+    place: PutPlace | None = None
+    pack: Pack | None = None
+    step_count: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    """A step waiting to be written.
+
+    Attributes:
+        step: the step, without its number and puts.
+        put_ids: ids of its puts.
+        kept: those of its puts that no earlier step has.
+        size: size of these puts in memory, in bytes.
+    """
+
+    step: RecordedStep
+    put_ids: Sequence[bytes]
+    kept: Mapping[bytes, KeptPut]
+    size: int = 0
+
+    def release(self) -> None:
+        for each in self.kept.values():
+            each.release()
+
+
+@dataclass(slots=True, eq=False)
+class _Step:
+    """A written step: the name and size of its object, and its puts."""
+
+    name: str
+    size: int
+    puts: Sequence[bytes] = field(default_factory=tuple)
+
+
+class Recorder:
+    """Records the steps of a service. Confined to one event loop.
+
+    Args:
+        place: the place of the recording; closed with the recorder.
+        most_steps: maximum number of stored steps; None: unlimited.
+        most_bytes: maximum bytes of stored steps, except that the last step always stays. None: unlimited.
+        most_pending_bytes: maximum bytes in memory waiting to be written; above it, steps are skipped.
+        run: name of this start of the service; None: a new name.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        *,
+        most_steps: int | None = None,
+        most_bytes: int | None = None,
+        most_pending_bytes: int = MOST_PENDING_BYTES,
+        run: str | None = None,
+    ) -> None:
+        self._place = place
+        self._most_steps = most_steps
+        self._most_bytes = most_bytes
+        self._most_pending_bytes = most_pending_bytes
+        self._run = run or os.urandom(4).hex()
+        self._puts: dict[bytes, _Put] = {}
+        self._steps: deque[_Step] = deque()
+        self._waiting: deque[_Waiting] = deque()
+        self._has_waiting, self._is_idle = asyncio.Event(), asyncio.Event()
+        self._is_idle.set()
+        self._last_number = self._last_object = 0
+        self._bytes = self._pending_bytes = self._copied_bytes = self._linked_bytes = 0
+        self._recorded_count = self._skipped_count = self._removed_count = 0
+        self._processor_seconds = 0.0
+        self._error = ""
+
+    def status(self) -> RecordingStatus:
+        """Return the status of the recording."""
+        return RecordingStatus(
+            place=self._place.name,
+            is_recording=not self._error,
+            error=self._error,
+            step_count=len(self._steps),
+            stored_bytes=self._bytes,
+            recorded_step_count=self._recorded_count,
+            skipped_step_count=self._skipped_count,
+            removed_step_count=self._removed_count,
+            pending_bytes=self._pending_bytes,
+            copied_bytes=self._copied_bytes,
+            linked_bytes=self._linked_bytes,
+            processor_seconds=self._processor_seconds,
+        )
+
+    async def open(self) -> dict[TaskEpoch, int]:
+        """Open the place, continue its recording, and remove objects of a step interrupted by a kill.
+
+        Returns:
+            The last recorded batch_index of each task.
+
+        Raises:
+            TqError: the place cannot be used.
+        """
+        await self._place.open(for_writing=True)
+        last: dict[TaskEpoch, int] = {}
+        try:
+            for name in await self._place.names(STEPS):
+                self._last_number = max(self._last_number, step_number(name))
+                try:
+                    step, size = await read_step(self._place, name)
+                except DataLossError as error:
+                    _log.warning(LogMessage("skipped a damaged step of the recording", error=error))
+                    continue
+                self._take_over(name, size, step)
+                of = step.incarnation, step.task_name, step.epoch
+                last[of] = max(step.batch_index, last.get(of, -1))
+            packs = {each.pack for each in self._puts.values() if each.pack is not None}
+            needed = {name for pack in packs for name in pack.names}
+            if left := [name for name in await self._place.names(PUTS) if name not in needed]:
+                await self._place.remove(left)
+        except BaseException:
+            await self._place.close()
+            raise
+        return last
+
+    def _take_over(self, name: str, size: int, step: RecordedStep) -> None:
+        """Count a step recorded by an earlier start of the service."""
+        packs: dict[tuple[str, ...], Pack] = {}
+        for place in step.puts:
+            known = self._puts.get(place.record.put_id)
+            if known is None:
+                pack = packs.get(place.names)
+                if pack is None:
+                    pack = packs[place.names] = Pack(names=place.names)
+                self._add_put(place, pack)
+        self._add_step(_Step(name, size, [place.record.put_id for place in step.puts]))
+        for place in step.puts:
+            self._puts[place.record.put_id].step_count += 1
+
+    # Taking steps
+
+    def take(
+        self, step: RecordedStep, put_ids: Sequence[bytes], keep: Callable[[bytes], KeptPut | None]
+    ) -> Callable[[], None]:
+        """Take a step with the current bytes of its puts; return a callback that queues it for writing.
+
+        Args:
+            step: the step; its number and its puts are set here.
+            put_ids: the puts that it names, each once.
+            keep: pins the bytes of a put until they are released; returns None if they are not here.
+        """
+        kept: dict[bytes, KeptPut] = {}
+        for put_id in put_ids:
+            if put_id not in self._puts:
+                found = keep(put_id)
+                if found is None:
+                    return self._leave(kept, f"put {put_id.hex()} is not in this process, or damaged")
+                kept[put_id] = found
+        size = sum(len(part) for each in kept.values() for part in each.parts)
+        if self._pending_bytes and self._pending_bytes + size > self._most_pending_bytes:
+            return self._leave(
+                kept, f"{self._pending_bytes} bytes wait to be written; the limit is {self._most_pending_bytes}"
+            )
+        for put_id in put_ids:
+            self._puts.setdefault(put_id, _Put()).step_count += 1
+        self._pending_bytes += size
+        return partial(self._enqueue, _Waiting(step, put_ids, kept, size))
+
+    def _leave(self, kept: Mapping[bytes, KeptPut], reason: str) -> Callable[[], None]:
+        for each in kept.values():
+            each.release()
+        self.skip(reason)
+        return lambda: None
+
+    def _enqueue(self, waiting: _Waiting) -> None:
+        if self._error:
+            waiting.release()
+            return
+        self._waiting.append(waiting)
+        self._has_waiting.set()
+        self._is_idle.clear()
+
+    def count_seconds(self, seconds: float) -> None:
+        """Count the CPU time of taking steps."""
+        self._processor_seconds += seconds
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether steps are recorded: no error has ended the recording."""
+        return not self._error
+
+    def skip(self, reason: str) -> None:
+        """Count a step that cannot be recorded."""
+        self._skipped_count += 1
+        if self._skipped_count & (self._skipped_count - 1) == 0:  # the 1st, 2nd, 4th, 8th, ...
+            _log.warning(LogMessage("a step was not recorded", reason=reason, skipped_steps=self._skipped_count))
+
+    def fail(self, error: BaseException) -> None:
+        """End the recording because of an error."""
+        if self._error:
+            return
+        self._error = error.message if isinstance(error, TqError) else f"{type(error).__name__}: {error}"
+        _log.error(
+            LogMessage("recording has stopped; the service continues", place=self._place.name, error=self._error),
+            exc_info=None if isinstance(error, TqError) else error,
+        )
+        for each in self._waiting:
+            each.release()
+        self._waiting.clear()
+        self._pending_bytes = 0
+        self._is_idle.set()
+
+    # Writing
+
+    async def run(self) -> None:
+        """Write steps until cancelled; errors end the recording, never the caller."""
+        while True:
+            await self._has_waiting.wait()
+            self._has_waiting.clear()
+            while self._waiting:
+                try:
+                    await self._write(self._waiting[0])
+                    await self._remove_old()
+                except Exception as error:  # the service continues after any failure
+                    self.fail(error)
+                    break
+            self._is_idle.set()
+
+    async def _write(self, waiting: _Waiting) -> None:
+        """Write a step and its puts; retry if the place does not answer."""
+        for pause in (*_PAUSES_SECONDS, None):
+            try:
+                await self._write_once(waiting)
+                break
+            except UnavailableError as error:
+                if pause is None:
+                    raise
+                _log.warning(LogMessage("could not record a step; retrying", error=error))
+                await asyncio.sleep(pause)
+        self._waiting.popleft()
+        self._pending_bytes -= waiting.size
+        waiting.release()
+
+    async def _write_once(self, waiting: _Waiting) -> None:
+        missing = {put_id: each for put_id, each in waiting.kept.items() if self._puts[put_id].place is None}
+        await self._link({put_id: each for put_id, each in missing.items() if each.file is not None})
+        left = [each for put_id, each in missing.items() if self._puts[put_id].place is None]
+        for some in _packed(left):
+            await self._write_pack(some)
+        places = [place for put_id in waiting.put_ids if (place := self._puts[put_id].place) is not None]
+        self._last_number += 1
+        step = replace(waiting.step, number=self._last_number, puts=tuple(places))
+        encoded = await self._in_thread(lambda: zlib.compress(encode_step(step), _COMPRESSION))
+        name = step_name(step.number, self._run)
+        await self._place.write(name, [encoded])
+        self._add_step(_Step(name, len(encoded), waiting.put_ids))
+        self._recorded_count += 1
+
+    async def _link(self, kept: Mapping[bytes, KeptPut]) -> None:
+        """Link files of the data directory into the recording, if possible."""
+        names = {put_id: self._new_name() + LINKED_SUFFIX for put_id in kept}
+        files = [(names[put_id], each.file, each.record.size_bytes) for put_id, each in kept.items() if each.file]
+        if not files or not await self._place.link(files):
+            return
+        for put_id, name in names.items():
+            self._add_put(PutPlace(record=replace(kept[put_id].record, segment=0), names=(name,)), Pack(names=(name,)))
+            self._linked_bytes += kept[put_id].record.size_bytes
+
+    async def _write_pack(self, puts: Sequence[KeptPut]) -> None:
+        """Write puts to one object, or one large put to several."""
+        parts, records = await self._in_thread(lambda: _contents(puts))
+        names = []
+        for piece in cut(parts):
+            names.append(self._new_name())
+            await self._place.write(names[-1], piece)
+        pack, start = Pack(names=tuple(names)), 0
+        for record in records:
+            self._add_put(PutPlace(record=record, names=pack.names, start=start), pack)
+            self._copied_bytes += record.size_bytes
+            start += record.size_bytes
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        """Run `work` in a thread and return its result; count its CPU time."""
+
+        def timed() -> tuple[T, float]:
+            began_at = time.thread_time()
+            return work(), time.thread_time() - began_at
+
+        result, seconds = await asyncio.to_thread(timed)
+        self._processor_seconds += seconds
+        return result
+
+    def _new_name(self) -> str:
+        self._last_object += 1
+        return f"{PUTS}{self._run}-{self._last_object}"
+
+    # Bookkeeping
+
+    def _add_put(self, place: PutPlace, pack: Pack) -> None:
+        entry = self._puts.setdefault(place.record.put_id, _Put())
+        entry.place, entry.pack = place, pack
+        pack.put_count += 1
+        pack.size += place.record.size_bytes
+        self._bytes += place.record.size_bytes
+
+    def _add_step(self, written: _Step) -> None:
+        self._steps.append(written)
+        self._bytes += written.size
+
+    async def _remove_old(self) -> None:
+        """Remove the oldest steps beyond the limits, and puts that no other step names."""
+        while len(self._steps) > 1 and (
+            (self._most_steps is not None and len(self._steps) > self._most_steps)
+            or (self._most_bytes is not None and self._bytes > self._most_bytes)
+        ):
+            oldest = self._steps.popleft()
+            self._bytes -= oldest.size
+            self._removed_count += 1
+            await self._place.remove([oldest.name])  # before its puts: a stored step is complete
+            if unneeded := list(self._forget(oldest.puts)):
+                await self._place.remove(unneeded)
+
+    def _forget(self, put_ids: Sequence[bytes]) -> Iterator[str]:
+        """Count puts that one fewer step names; yield the objects that are no longer needed."""
+        for put_id in put_ids:
+            entry = self._puts[put_id]
+            entry.step_count -= 1
+            if entry.step_count or entry.pack is None:
+                continue
+            del self._puts[put_id]
+            entry.pack.put_count -= 1
+            if not entry.pack.put_count:
+                self._bytes -= entry.pack.size
+                yield from entry.pack.names
+
+    async def close(self) -> None:
+        """Write waiting steps, for at most a few seconds, and close the place; cancel `run` afterwards."""
+        try:
+            async with asyncio.timeout(_CLOSE_SECONDS):
+                await self._is_idle.wait()
+        except TimeoutError:
+            self.fail(UnavailableError(f"{len(self._waiting)} steps were not written before the service shut down"))
+        await self._place.close()
+
+
+def _packed(puts: Sequence[KeptPut]) -> Iterator[list[KeptPut]]:
+    """Yield groups of puts for one object each: some MiB together, or one larger put."""
+    some: list[KeptPut] = []
+    size = 0
+    for put in puts:
+        if some and size + put.record.size_bytes > LARGEST_OBJECT_BYTES:
+            yield some
+            some, size = [], 0
+        some.append(put)
+        size += put.record.size_bytes
+    if some:
+        yield some
+
+
+def _contents(puts: Sequence[KeptPut]) -> tuple[list[Buffer], list[PutStored]]:
+    """Return the bytes of puts, and their records with the checksums of the bytes."""
+    parts: list[Buffer] = []
+    records = []
+    for put in puts:
+        if put.file is not None:
+            with put.file.open("rb", buffering=0) as file:
+                parts.append(file.read(put.record.size_bytes))
+            records.append(replace(put.record, segment=0))
+            continue
+        digest = xxhash.xxh3_64()
+        for part in put.parts:
+            digest.update(part)
+        parts += put.parts
+        records.append(replace(put.record, checksum=digest.intdigest()))
+    return parts, records

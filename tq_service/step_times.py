@@ -1,0 +1,390 @@
+"""Breakdown of the time of a trainer's steps: `StepTimer` measures it, `StepReport` shows shares and advice.
+
+A step ends when the trainer gets its next data. Its time is split into the trainer's own work and the stages it waited
+for. A batch fetched while the trainer works costs nothing, so each stage only counts as far as it overlaps with the
+trainer's wait::
+
+    trainer   ── work ─────────────────────┐   waits   ┌── work ──
+    loader        rollouts ── plan ── transfer ── host ┘
+                                           └───────────┘ counted: the rest of transfer, and host
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from threading import Lock
+from typing import Any, Final
+
+from tq_service.client_probes import Collected, Span, Stage, collecting, probes, step_report
+from tq_service.errors import InvalidArgumentError
+
+_BATCHES: Final = 64
+_CALLS: Final = 256  # of each kind, for fitting costs
+_REPORT_SECONDS: Final = 2.0  # the refresh interval of the live page
+
+# Fitting two parameters to calls of one size would be meaningless.
+_LEAST_CALLS: Final = 8
+_LEAST_RATIO: Final = 1.5  # of the sizes of large calls to those of small ones
+_FIT_ROUNDS: Final = 30
+_HUBER: Final = 1.345  # standard deviations up to which residuals count fully: 95 % as efficient as least squares
+_SIGMA_OF_MEDIAN: Final = 1.4826  # standard deviation of a normal distribution per median absolute deviation
+
+_LITTLE: Final = 0.05  # share of a step below which a stage is not worth optimizing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTimes:
+    """Seconds of the last batches of trainer ranks, by stage; all but the first are waiting time.
+
+    Attributes:
+        work_seconds: the trainer's own work.
+        rollouts_seconds: the batch was not ready: too few samples were produced, or the claim waited for a version, a
+            staleness limit or capacity (see `explain`).
+        plan_seconds: calls to the controller: planning and the round trip.
+        transfer_seconds: transfer of bytes from storage services.
+        host_seconds: decoding, copying, splitting and packing on the host.
+        device_seconds: copies to a device, as far as the host waits for them.
+        loader_seconds: other work of the loader, such as waiting for a replica that fetches for this one.
+        put_seconds: puts made by the trainer itself.
+        batch_count: number of batches.
+        rank_count: number of ranks included.
+    """
+
+    work_seconds: float = 0.0
+    rollouts_seconds: float = 0.0
+    plan_seconds: float = 0.0
+    transfer_seconds: float = 0.0
+    host_seconds: float = 0.0
+    device_seconds: float = 0.0
+    loader_seconds: float = 0.0
+    put_seconds: float = 0.0
+    batch_count: int = 0
+    rank_count: int = 1
+
+    @classmethod
+    def of(cls, seconds: Mapping[Stage, float], batch_count: int) -> StepTimes:
+        """Return the times of one rank from seconds by stage."""
+        values: dict[str, Any] = {f"{stage}_seconds": each for stage, each in seconds.items()}
+        return cls(batch_count=batch_count, **values)
+
+    @classmethod
+    def sum(cls, ranks: Iterable[StepTimes]) -> StepTimes | None:
+        """Return the summed times of ranks; None for an empty list."""
+        found = list(ranks)
+        if not found:
+            return None
+        return cls(**{name: sum(getattr(each, name) for each in found) for name in cls.__slots__})
+
+    @property
+    def seconds(self) -> dict[Stage, float]:
+        """Seconds by stage."""
+        return {stage: getattr(self, f"{stage}_seconds") for stage in Stage}
+
+    @property
+    def total_seconds(self) -> float:
+        """Seconds of all stages."""
+        return sum(self.seconds.values())
+
+    @property
+    def shares(self) -> dict[Stage, float]:
+        """The share of each stage, from 0 to 1; all 0 if nothing was measured."""
+        total = self.total_seconds
+        return {stage: each / total if total else 0.0 for stage, each in self.seconds.items()}
+
+    @property
+    def data_plane_share(self) -> float:
+        """The share of all stages other than the trainer's work and the wait for rollouts."""
+        shares = self.shares
+        return sum(share for stage, share in shares.items() if stage not in {Stage.WORK, Stage.ROLLOUTS})
+
+    @property
+    def advice(self) -> str:
+        """A sentence with the most expensive stage, and how to reduce it."""
+        return advice_for(self)
+
+    def __str__(self) -> str:
+        if not self.total_seconds:
+            return "no step was measured"
+        shares = sorted(self.shares.items(), key=lambda each: -each[1])
+        text = ", ".join(f"{stage} {percent(share)}" for stage, share in shares if share)
+        return f"{_seconds(self.total_seconds / max(1, self.batch_count))} per batch: {text}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallCost:
+    """Cost of calls of one kind, in the thread or process that made them, regardless of whether the trainer waited.
+
+    Attributes:
+        stage: their kind: `plan` for claims, `transfer` and `host` for the two parts of a `get_data`.
+        call_count: number of calls, the last 256 at most.
+        mean_seconds: mean duration.
+        mean_bytes: mean size; 0 for claims.
+        fixed_seconds: fixed cost per call, independent of its size; None: the sizes vary too little to tell.
+        bytes_per_second: throughput in the remaining time; None likewise.
+    """
+
+    stage: Stage
+    call_count: int
+    mean_seconds: float
+    mean_bytes: float = 0.0
+    fixed_seconds: float | None = None
+    bytes_per_second: float | None = None
+
+    @classmethod
+    def of(cls, stage: Stage, calls: Sequence[tuple[int, float]]) -> CallCost:
+        """Return the cost of calls, given as pairs of bytes and seconds."""
+        sizes, seconds = zip(*calls, strict=True)
+        fixed, rate = fit_calls(sizes, seconds) or (None, None)
+        return cls(
+            stage=stage,
+            call_count=len(calls),
+            mean_seconds=sum(seconds) / len(calls),
+            mean_bytes=sum(sizes) / len(calls),
+            fixed_seconds=fixed,
+            bytes_per_second=rate,
+        )
+
+    def __str__(self) -> str:
+        text = f"{self.stage}: {self.call_count} calls of {_seconds(self.mean_seconds)}"
+        if self.mean_bytes:
+            text += f" and {_bytes(self.mean_bytes)}"
+        if self.fixed_seconds is not None and self.bytes_per_second is not None:
+            text += f"; {_seconds(self.fixed_seconds)} fixed per call, the rest at {_bytes(self.bytes_per_second)}/s"
+        return text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """Measurements of a `StepTimer` over its last batches; `str()` formats them.
+
+    Attributes:
+        times: seconds by stage.
+        calls: costs of calls by kind.
+    """
+
+    times: StepTimes
+    calls: tuple[CallCost, ...] = ()
+
+    @property
+    def advice(self) -> str:
+        """A sentence with the most expensive stage, and how to reduce it."""
+        return advice_for(self.times, self.calls)
+
+    def __str__(self) -> str:
+        if not self.times.total_seconds:
+            return str(self.times)
+        return "\n".join([str(self.times), self.advice, *map(str, self.calls)])
+
+
+class StepTimer:
+    """Splits the time of a trainer's steps by stage. Each loader has one; a loop without a loader creates its own.
+
+    ::
+
+        timer = tq.StepTimer()
+        for _ in range(steps):
+            with timer.step():
+                meta = client.get_meta(...)
+                train(client.get_data(meta))
+        print(timer.report())
+
+    Args:
+        batch_count: number of batches a report covers, counted from the last.
+        clock: returns the seconds of a clock shared by all processes of the host.
+
+    Raises:
+        InvalidArgumentError: the number of batches is not positive.
+    """
+
+    def __init__(self, batch_count: int = _BATCHES, *, clock: Callable[[], float] = time.perf_counter) -> None:
+        if batch_count < 1:
+            raise InvalidArgumentError(f"batch_count: got {batch_count}; expected at least 1", field="batch_count")
+        self.clock = clock
+        self._lock = Lock()  # the fetching thread reports measurements of the training thread
+        self._batches: deque[dict[Stage, float]] = deque(maxlen=batch_count)
+        self._calls: dict[Stage, deque[tuple[int, float]]] = {}
+        self._reported_at: float | None = None
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Measure a step: client calls inside are waits, and the rest is the trainer's own work.
+
+        This counts calls made by the block itself, in its thread or in asyncio tasks that it starts. A step that raises
+        is not counted.
+        """
+        reported = step_report.set(self.take_report)
+        began_at = self.clock()
+        try:
+            with collecting() as calls:
+                yield
+        finally:
+            step_report.reset(reported)
+        ended_at = self.clock()
+        self.add(began_at, ended_at, ended_at, calls=calls, waits=Collected(batch_count=1))
+
+    def add(self, began_at: float, asked_at: float, ended_at: float, *, calls: Collected, waits: Collected) -> None:
+        """Add a step or a part of one: the trainer works from `began_at`, and waits from `asked_at` until `ended_at`.
+
+        Args:
+            began_at: when the trainer got its last data.
+            asked_at: when it requested more.
+            ended_at: when it got them.
+            calls: calls made by the trainer during its work.
+            waits: all stages of the batch that it waited for, and how many batches begin with it.
+        """
+        seconds = dict.fromkeys(Stage, 0.0)
+        _split(seconds, began_at, asked_at, calls.spans, Stage.WORK)
+        _split(seconds, asked_at, ended_at, waits.spans, Stage.LOADER)
+        with self._lock:
+            for span in (*calls.spans, *waits.spans):
+                if span.is_call:
+                    calls_of_stage = self._calls.setdefault(span.stage, deque(maxlen=_CALLS))
+                    calls_of_stage.append((span.size_bytes, span.ended_at - span.began_at))
+            if waits.batch_count or not self._batches:
+                self._batches.append(seconds)
+            else:
+                batch = self._batches[-1]
+                for stage, each in seconds.items():
+                    batch[stage] += each
+        for probe in probes:
+            probe.stepped(tuple((stage.value, each) for stage, each in seconds.items() if each))
+
+    def report(self) -> StepReport:
+        """Return the measurements of the last batches."""
+        with self._lock:
+            calls = {stage: list(each) for stage, each in self._calls.items()}
+        return StepReport(times=self._times(), calls=tuple(CallCost.of(stage, each) for stage, each in calls.items()))
+
+    def take_report(self) -> StepTimes | None:
+        """Return the times to send to the service, which shows them to others; None if sent a moment ago."""
+        now = self.clock()
+        if not self._batches or (self._reported_at is not None and now - self._reported_at < _REPORT_SECONDS):
+            return None
+        self._reported_at = now
+        return self._times()
+
+    def reset(self) -> None:
+        """Drop all measurements, for example those of the first batches of a run."""
+        with self._lock:
+            self._batches.clear()
+            self._calls.clear()
+
+    def _times(self) -> StepTimes:
+        with self._lock:
+            batches = list(self._batches)
+            return StepTimes.of({stage: sum(batch[stage] for batch in batches) for stage in Stage}, len(batches))
+
+    def __str__(self) -> str:
+        return str(self.report())
+
+
+def _split(seconds: dict[Stage, float], begin: float, end: float, spans: Sequence[Span], rest: Stage) -> None:
+    """Attribute the time from `begin` to `end` to stages: to the last active one, or to `rest` if none is active."""
+    if end <= begin:
+        return
+    within = [span for span in spans if span.ended_at > begin and span.began_at < end]
+    if not within:
+        seconds[rest] += end - begin
+        return
+    times = sorted({begin, end, *(time for span in within for time in span[1:3] if begin < time < end)})
+    for since, until in pairwise(times):
+        stages = [span.stage for span in within if span.began_at <= since and span.ended_at >= until]
+        seconds[max(stages, key=_ORDER.__getitem__, default=rest)] += until - since
+
+
+_ORDER: Final = {stage: number for number, stage in enumerate(Stage)}
+
+
+def fit_calls(size_bytes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float] | None:
+    """Fit `seconds = fixed + bytes / rate` to calls, by least squares with reduced weights for outliers.
+
+    The weights are Huber's (Robust Estimation of a Location Parameter, 1964), found by iteration.
+
+    Returns:
+        Fixed seconds per call and bytes per second; None if there are too few calls, their sizes vary too little,
+        or larger ones take no longer.
+    """
+    import numpy as np  # noqa: PLC0415  (the command line reads results without numpy)
+
+    sizes, times = np.asarray(size_bytes, np.float64), np.asarray(seconds, np.float64)
+    if sizes.size < _LEAST_CALLS:
+        return None
+    small, large = np.percentile(sizes, (10, 90))
+    if large <= 0 or large < _LEAST_RATIO * small:
+        return None
+    weights = np.ones_like(times)
+    fixed = slope = 0.0
+    for _ in range(_FIT_ROUNDS):
+        total = weights.sum()
+        mean_size, mean_time = (weights * sizes).sum() / total, (weights * times).sum() / total
+        spread = sizes - mean_size
+        variance = (weights * spread * spread).sum()
+        if variance <= 0:
+            return None
+        slope = float((weights * spread * (times - mean_time)).sum() / variance)
+        fixed = float(mean_time - slope * mean_size)
+        residuals = np.abs(times - fixed - slope * sizes)
+        limit = _HUBER * _SIGMA_OF_MEDIAN * float(np.median(residuals))
+        if limit <= 0:
+            break
+        weights = np.minimum(1.0, limit / np.maximum(residuals, limit * 1e-9))
+    if slope <= 0:
+        return None
+    return max(fixed, 0.0), 1 / slope
+
+
+_REMEDIES: Final = {
+    Stage.ROLLOUTS: "waiting for rollouts is {share} of the step: add rollout workers, or raise max_staleness; the "
+    "data plane is {plane}",
+    Stage.PLAN: "waiting for plans is {share} of the step: fetch further ahead (prefetch_factor), or let one batch be "
+    "larger; a sampler that balances or packs costs most",
+    Stage.TRANSFER: "waiting for bytes is {share} of the step: ask for fewer data_fields, fetch further ahead "
+    "(prefetch_factor, num_workers), or add storage services",
+    Stage.HOST: "decoding and copying on the host is {share} of the step: use num_workers in the loader, and tensors "
+    "instead of objects",
+    Stage.DEVICE: "copies to the device are {share} of the step: give the loader device= and prefetch_factor, to "
+    "copy batches in advance",
+    Stage.LOADER: "the loader itself is {share} of the step: look at process_batch_fn and fetch_batch_fn; if a "
+    "replica gets its batches from another, see the report of the other",
+    Stage.PUT: "puts of the trainer are {share} of the step: put all columns in one call, or put from another thread",
+}
+
+
+def advice_for(times: StepTimes, calls: Sequence[CallCost] = ()) -> str:
+    """Return a sentence with the most expensive stage of steps, and how to reduce it."""
+    shares = times.shares
+    if not times.total_seconds:
+        return "no step was measured"
+    worst = max(_REMEDIES, key=lambda stage: shares[stage])
+    if shares[worst] < _LITTLE:
+        return (
+            f"the trainer's own work is {percent(shares[Stage.WORK])} of the step: neither rollouts "
+            f"({percent(shares[Stage.ROLLOUTS])}) nor the data plane ({percent(times.data_plane_share)}) hold it up"
+        )
+    text = _REMEDIES[worst].format(share=percent(shares[worst]), plane=percent(times.data_plane_share))
+    cost = next((each for each in calls if each.stage is worst and each.fixed_seconds is not None), None)
+    if cost is not None and cost.fixed_seconds is not None and cost.fixed_seconds > cost.mean_seconds / 2:
+        text += f". Most of it is the fixed {_seconds(cost.fixed_seconds)} of each call: fewer, larger ones cost less"
+    return text
+
+
+def percent(share: float) -> str:
+    """Return a share as text, such as "62 %"."""
+    return f"{share * 100:.1f} %" if 0 < share < _LITTLE else f"{share * 100:.0f} %"
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.1f} ms" if value >= 1e-3 else f"{value * 1e6:.0f} µs"
+
+
+def _bytes(value: float) -> str:
+    for unit in ("B", "kB", "MB"):
+        if value < 1000:
+            return f"{value:.3g} {unit}"
+        value /= 1000
+    return f"{value:.3g} GB"
