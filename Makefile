@@ -143,7 +143,7 @@ check: lint typecheck $(HELM)
 # Tests of one file stay together, in the order of the files: the long ones are among the first.
 test nightly: $(INSTALLED) $(NODE_PACKAGES) $(HELM) $(ETCD)
 	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder $(LINTS:%=--ignore=%) \
-		$(if $(filter test,$@),-m "not nightly")
+		$(if $(filter test,$@),-m "not nightly",--hypothesis-profile nightly)
 	$(if $(filter nightly,$@),$(MAKE) test-versions test-lowest)
 
 # Newest dependencies, without torch. Pythons that are not installed are skipped.

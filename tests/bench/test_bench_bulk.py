@@ -40,6 +40,7 @@ def test_numbers_of_clients_are_checked(text: str) -> None:
     assert bulk._counts("1,4,32") == (1, 4, 32)
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_puts_and_gets_of_clients_go_over_the_bulk_port_and_in_frames() -> None:
     report = bulk_by_clients.measure(BRIEFLY, [2], ["4 MiB, rows of 2-6 KiB"])
@@ -50,6 +51,7 @@ def test_puts_and_gets_of_clients_go_over_the_bulk_port_and_in_frames() -> None:
         assert [name for name, figure in figures.items() if not figure] == []
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_claims_are_made_beside_clients() -> None:
     report = bulk_by_claims.measure(BRIEFLY, [1])

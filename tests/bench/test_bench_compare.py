@@ -89,6 +89,7 @@ def git_is_there() -> bool:
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(not git_is_there(), reason="the base is a commit: needs git and a repository")
 def test_one_pair_of_one_figure(capsys: pytest.CaptureFixture[str]) -> None:
     assert compare.main(["HEAD", "--pairs", "1", "--seconds", "0", "--figures", "claims_queue", "--json"]) == 0

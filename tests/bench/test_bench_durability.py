@@ -18,6 +18,7 @@ from benchmarks.report import Report
 from tq_service.errors import UnavailableError
 
 
+@pytest.mark.nightly
 def test_a_mirror_is_measured_beside_memory() -> None:
     flags = ["--json", "--quick", "--columns", "mirror", "--engines", "file"]
     command = [sys.executable, "-m", "benchmarks.durability_cost", *flags]

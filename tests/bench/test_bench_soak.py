@@ -26,7 +26,7 @@ def test_the_last_third_is_compared_with_the_middle_one(values: tuple[float, ...
     assert [row[1] for row in found.rows] == ["resident memory, MB", "open files", "threads"]
 
 
-@pytest.mark.parametrize("mode", ["memory", "process"])
+@pytest.mark.parametrize("mode", ["memory", pytest.param("process", marks=pytest.mark.nightly)])
 def test_the_load_is_done_and_drawn(mode: str, tmp_path: Path) -> None:
     done = soak.soak(mode, 2.0)
     assert len(done.samples) == soak.SAMPLING_COUNT

@@ -7,12 +7,17 @@ from pathlib import Path
 import pytest
 from whole_runs import run_whole
 
-SEED = "36"  # one run of agents, one ordered run, and one that is both
-
 
 @pytest.mark.timeout(300)
-def test_runs(tmp_path: Path) -> None:
-    run = run_whole(["-m", "chaos.asynchronous", "--runs", "3", "--seed", SEED, "--output", str(tmp_path)])
+@pytest.mark.parametrize(
+    ("runs", "seed", "kinds"),
+    [
+        ("1", "60", "1 of agents, 1 ordered"),
+        pytest.param("3", "36", "2 of agents, 2 ordered", marks=pytest.mark.nightly, id="one of each kind, and both"),
+    ],
+)
+def test_runs(runs: str, seed: str, kinds: str, tmp_path: Path) -> None:
+    run = run_whole(["-m", "chaos.asynchronous", "--runs", runs, "--seed", seed, "--output", str(tmp_path)])
     assert run.returncode == 0, run.stdout
-    assert "3 runs (2 of agents, 2 ordered)" in run.stdout
+    assert f"{runs} runs ({kinds})" in run.stdout
     assert "0 violations" in run.stdout

@@ -21,6 +21,7 @@ WHY_NO_ETCD = why_no_etcd()
 pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(bool(WHY_NO_ETCD), reason=WHY_NO_ETCD)
 @pytest.mark.timeout(300)
 def test_two_rounds(tmp_path: Path) -> None:

@@ -13,8 +13,12 @@ async def service():
         yield f"127.0.0.1:{app.port}"
 
 
-@pytest.fixture(params=["async", "sync"])
+@pytest.fixture(params=["async", pytest.param("sync", marks=pytest.mark.nightly)])
 def kind(request):
+    """Each test runs with the async client; with the sync one, which is generated from it, in `make nightly`.
+
+    Files about what the generator does not make, such as threads and connections, run with both in `make test`.
+    """
     return request.param
 
 

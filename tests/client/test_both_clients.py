@@ -12,6 +12,11 @@ import tq_service as tq
 from tq_service.v1 import metadata_pb2
 
 
+@pytest.fixture(params=["async", "sync"])
+def kind(request):
+    return request.param
+
+
 def put_eight(client, partition_id="p", **more):
     data = {
         "ids": [torch.arange(i + 1) for i in range(8)],

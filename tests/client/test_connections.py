@@ -13,6 +13,12 @@ import tq_service as tq
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1 import metadata_pb2
 
+
+@pytest.fixture(params=["async", "sync"])
+def kind(request):
+    return request.param
+
+
 BATCH = pb.GetMetaResponse(meta=metadata_pb2.BatchMeta(status=metadata_pb2.BATCH_STATUS_BATCH, global_indexes=[4]))
 CHANNELS = {"async": "tq_service.client._async.calls", "sync": "tq_service.client._sync.calls"}
 

@@ -19,6 +19,12 @@ from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1 import storage_service_pb2 as storage_pb
 from tq_service.wire.columns import INLINE_BYTES
 
+
+@pytest.fixture(params=["async", "sync"])
+def kind(request):
+    return request.param
+
+
 DRAINING = tq.errors.UnavailableError("the server is draining")
 BATCH = pb.GetMetaResponse(meta=metadata_pb2.BatchMeta(status=metadata_pb2.BATCH_STATUS_BATCH, global_indexes=[4]))
 NOT_YET = pb.GetMetaResponse(meta=metadata_pb2.BatchMeta(status=metadata_pb2.BATCH_STATUS_NOT_YET))

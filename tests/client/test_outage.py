@@ -16,6 +16,12 @@ from tq_service.client import transport as module
 from tq_service.client.transport import Outage
 from tq_service.v1 import controller_service_pb2 as pb
 
+
+@pytest.fixture(params=["async", "sync"])
+def kind(request):
+    return request.param
+
+
 REFUSED = tq.errors.UnavailableError("cannot reach h:1: connection refused", metadata={"address": "h:1"})
 DRAINING = tq.errors.UnavailableError("the server is draining")
 

@@ -9,6 +9,12 @@ from client_support import next_item
 import tq_service as tq
 from tq_service.client import AsyncWork
 
+
+@pytest.fixture(params=["async", "sync"])
+def kind(request):
+    return request.param
+
+
 PARTITION = "train"
 TEXTS = [f"answer {number}" for number in range(7)]
 

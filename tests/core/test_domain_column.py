@@ -4,8 +4,9 @@ import threading
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_settings import examples
 
 from tq_service.state import table as column_memory
 from tq_service.state.table import BLOCK_ROWS, Column
@@ -106,7 +107,7 @@ def as_given(where, values, count):
     return values[:count] if not isinstance(where, int) else values[0]
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.lists(st.tuples(POSITIONS, st.sampled_from(["one", "none", "all"])), max_size=8))
 def test_objects_in_chunks_are_read_like_an_array_of_them(changes):
     column, plain = Column(np.object_, None, OBJECTS), np.full(OBJECTS, None, object)

@@ -34,16 +34,16 @@ def timers():
     return [timer for timer in asyncio.get_running_loop()._scheduled if not timer.cancelled()]
 
 
-async def test_20000_leases_have_one_timer_and_run_out_in_order():
+async def test_thousands_of_leases_have_one_timer_and_run_out_in_order():
     time, bench = SkippingTime(), Bench()
-    bench.insert(20_000)
-    for number in range(20_000):
+    bench.insert(4_000)
+    for number in range(4_000):
         await bench.planner.claim(asks(**leased(100.0 if number % 2 else 200.0)), 0)
-    assert bench.task.leased_count == 20_000
+    assert bench.task.leased_count == 4_000
     assert len(timers()) == 1
     await time.skip(150.0, turns=1000)
-    assert bench.task.leased_count == 10_000
-    assert set((bench.task.claim.data[:20_000] < 0).nonzero()[0] % 2) == {0}
+    assert bench.task.leased_count == 2_000
+    assert set((bench.task.claim.data[:4_000] < 0).nonzero()[0] % 2) == {0}
     await time.skip(100.0, turns=1000)
     assert bench.task.leased_count == 0
     assert not (timers() or bench.catalog._serving[bench.partition].lease_timer._deadlines)

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 from digest import digest
 from domain_support import BOOT, clear, insert, jagged, new_write, partition, write_to
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_settings import examples
 
 from tq_service.errors import PartitionSealedError
 from tq_service.machine.samples import PartitionSealed, SamplesCleared
@@ -71,7 +72,7 @@ def columns_of(table):
 
 
 @pytest.mark.timeout(600)  # 8 s on a machine without other work
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(st.lists(CHANGES, max_size=30), st.integers(1, 4000), st.booleans())
 def test_whatever_is_done_between_the_steps_rows_come_out_as_without_them(changes, count, has_cells):
     write = new_write(count, ["x", jagged("tokens", range(count))] if has_cells else ())

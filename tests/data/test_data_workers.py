@@ -41,7 +41,14 @@ def worker_pids() -> set[int]:
 
 
 # Each spawned worker takes seconds to import torch: `test_workers_with_live_clients_in_the_parent` spawns three.
-@pytest.mark.parametrize(("context", "num_workers"), [("fork", 1), ("fork", 2), ("fork", 3), ("spawn", 2), (None, 2)])
+@pytest.mark.parametrize(
+    ("context", "num_workers"),
+    [
+        ("fork", 3),
+        (None, 2),
+        *(pytest.param(*each, marks=pytest.mark.nightly) for each in [("fork", 1), ("fork", 2), ("spawn", 2)]),
+    ],
+)
 def test_workers_share_the_batches_in_order(context: str | None, num_workers: int) -> None:
     with loader_of(30, context=context, num_workers=num_workers) as loader:
         seen = list(loader)
@@ -209,7 +216,7 @@ def test_a_worker_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert worker.exitcode == -signal.SIGKILL
 
 
-@pytest.mark.parametrize("context", ["fork", "forkserver"])
+@pytest.mark.parametrize("context", [pytest.param("fork", marks=pytest.mark.nightly), "forkserver"])
 def test_workers_end_with_a_parent_that_is_killed(context: str) -> None:
     program = Path(__file__).parent / "orphans_program.py"
     with subprocess.Popen([sys.executable, str(program), context], stdout=subprocess.PIPE, text=True) as parent:

@@ -221,7 +221,10 @@ def test_columns_can_be_put_for_a_micro_batch(address: str, partition: str) -> N
         assert batch["double"].tolist() == [2 * index for index in batch["index"].tolist()]
 
 
-@pytest.mark.parametrize(("context", "numbers"), [("fork", [1, 2, 3]), ("spawn", [3]), ("default", [2])])
+@pytest.mark.parametrize(
+    ("context", "numbers"),
+    [("fork", [1, 2, 3]), ("default", [2]), pytest.param("spawn", [3], marks=pytest.mark.nightly)],
+)
 def test_workers_with_live_clients_in_the_parent(
     address: str, partition: str, context: str, numbers: list[int]
 ) -> None:

@@ -88,7 +88,10 @@ def consume(address: str, rank: int, expected: dict[str, Rollout]) -> list[tq.Ba
         pytest.param(
             recorded_rollouts,
             id="recorded",
-            marks=pytest.mark.skipif(not RECORDED.exists(), reason=f"needs the recorded rollouts of {RECORDED}"),
+            marks=[
+                pytest.mark.nightly,
+                pytest.mark.skipif(not RECORDED.exists(), reason=f"needs the recorded rollouts of {RECORDED}"),
+            ],
         ),
         pytest.param(made_rollouts, id="made"),
     ],

@@ -17,6 +17,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
+from property_settings import examples
 
 import tq_service as tq
 from tq_service.testing import ServiceProcess
@@ -145,7 +146,7 @@ def test_small_values_share_a_put_and_a_call(engine: Any, monkeypatch: pytest.Mo
     assert calls == ["put", "put", "get_data", "get_data"]
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(examples(40), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     values=st.lists(
         npst.arrays(
