@@ -23,7 +23,6 @@ def main() -> None:
             keys=[f"sample_{i}" for i in range(8)],
             groups=["prompt_a"] * 4 + ["prompt_b"] * 4,
             group_size=4,
-            custom_meta=[{"total_lengths": len(response)} for response in responses],
         )
         print(f"put samples {meta.global_indexes}")
 
@@ -38,8 +37,7 @@ def main() -> None:
                 task_name="update_actor",
                 data_fields=["input_ids", "reward"],
                 batch_size=4,
-                sampler="seqlen_balanced",
-                sampler_config={"n_samples_per_prompt": 4},
+                sampler=tq.samplers.SeqlenBalancedSampler(n_samples_per_prompt=4),
                 dp_rank=dp_rank,
                 dp_size=2,
                 batch_index=0,

@@ -34,11 +34,7 @@ def produce(address: str | None, steps: int) -> None:
         for step in range(steps):
             for _ in range(SAMPLES_PER_STEP // 8):
                 rollouts = [count_from(choose.randrange(VOCABULARY_SIZE), choose.randint(2, 12)) for _ in range(8)]
-                client.put(
-                    {"input_ids": rollouts},
-                    partition_id=partition_of(step),
-                    custom_meta=[{"total_lengths": len(rollout)} for rollout in rollouts],
-                )
+                client.put({"input_ids": rollouts}, partition_id=partition_of(step))
             client.seal_partition(partition_of(step))
 
 
@@ -84,7 +80,7 @@ def train(address: str | None, steps: int, num_workers: int) -> list[float]:
                 loss = next_token_loss(model, micro_batch["input_ids"])
                 (loss / 256).backward()
                 total += loss.item()
-                tokens += sum(row["total_lengths"] - 1 for row in meta.custom_meta)
+                tokens += micro_batch["input_ids"].values().numel() - meta.size
             optimizer.step()
             optimizer.zero_grad()
             losses.append(total / tokens)

@@ -35,7 +35,6 @@ def produce(client: tq.Client, batches: int) -> None:
         client.put(
             {"input_ids": samples, "labels": [sample[:1].repeat(len(sample)) for sample in samples]},
             partition_id=PARTITION,
-            custom_meta=[{"total_lengths": length} for length in lengths],
         )
     client.seal_partition(PARTITION)
 
@@ -76,8 +75,7 @@ def loader_of(address: str | None, dp_rank: int) -> StreamingDataLoader:
             task_name="update_actor",
             dp_rank=dp_rank,
             dp_size=DP_SIZE,
-            sampler="packed",
-            sampler_config={"optimizer_steps": STEPS_PER_BATCH, "pack_max_length": PACK_MAX_LENGTH},
+            sampler=tq.samplers.PackedSampler(optimizer_steps=STEPS_PER_BATCH, pack_max_length=PACK_MAX_LENGTH),
             pack=PackOptions(pack_max_length=PACK_MAX_LENGTH),
         )
     )

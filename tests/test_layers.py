@@ -27,9 +27,9 @@ LEAVES = {
     "wait_clock",
 }
 # What each layer may import besides itself and the leaves. `tq_service` itself stands for the client it exports;
-# it has `Tls` from `wire`, so that a health probe does without the client.
+# it has `samplers`, for `sampler=` of a claim, and `Tls` from `wire`, so that a health probe does without the client.
 ARROWS: dict[str, set[str]] = {
-    "__init__": {"client", "observe", "types", "wire"},
+    "__init__": {"client", "observe", "samplers", "types", "wire"},
     "addresses": set(),
     "admission_turn": set(),
     "client_probes": set(),

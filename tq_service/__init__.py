@@ -1,7 +1,8 @@
 """The data service for RL post-training of language models.
 
 Samples, columns and balanced batches for data-parallel ranks over gRPC: `Client` and `AsyncClient` talk to the service,
-`tq_service.data` feeds trainers. All errors are in `tq_service.errors`, the types of answers in `tq_service.types`.
+`tq_service.data` feeds trainers. Samplers are in `tq_service.samplers`, errors in `tq_service.errors`, the types of
+answers in `tq_service.types`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from tq_service.errors import TqError
 from tq_service.version import VERSION
 
 if TYPE_CHECKING:
-    from tq_service import errors, types
+    from tq_service import errors, samplers, types
     from tq_service.client import AsyncClient, BatchMeta, Client
     from tq_service.client.slices import RowSlice
     from tq_service.client.traces import trace
@@ -44,6 +45,7 @@ __all__ = [
     "errors",
     "instrument",
     "register_object_codec",
+    "samplers",
     "trace",
     "types",
 ]
@@ -61,12 +63,14 @@ _LAZY: Final = {
     "trace": "tq_service.client.traces",
     "register_object_codec": "tq_service.wire.objects",
 }
+_LAZY_MODULES: Final = frozenset({"samplers", "types"})
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LAZY and name != "types":
+    if name not in _LAZY and name not in _LAZY_MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = import_module(f"{__name__}.types") if name == "types" else getattr(import_module(_LAZY[name]), name)
+    is_module = name in _LAZY_MODULES
+    value = import_module(f"{__name__}.{name}") if is_module else getattr(import_module(_LAZY[name]), name)
     globals()[name] = value
     return value
 

@@ -66,7 +66,7 @@ class FieldMismatchError(InvalidArgumentError):
 
 
 class MissingLengthError(InvalidArgumentError):
-    """The `length_field` of a balancing sampler has scalars or objects, so samples lack a length."""
+    """A sampler needs the lengths of samples, and neither their fields nor their custom_meta have any."""
 
     reason = "MISSING_LENGTH"
 

@@ -11,6 +11,7 @@ import torch
 from tq_service.client.batch_meta import NO_NAMESPACE
 from tq_service.client.requests import get_meta_request, listed, request_of, write_message, write_of
 from tq_service.errors import InvalidArgumentError
+from tq_service.samplers import ChosenSampler, PackedSampler, ReplaySampler, SequentialSampler
 from tq_service.v1 import controller_service_pb2 as pb
 
 CLAIM: dict[str, Any] = {
@@ -34,6 +35,7 @@ CLAIM: dict[str, Any] = {
     "unmatched": "wait",
     "least_members": None,
 }
+PACKED = PackedSampler(optimizer_steps=2, pack_max_length=64)
 
 
 @pytest.mark.parametrize(
@@ -66,6 +68,13 @@ CLAIM: dict[str, Any] = {
         ({"where": [(3, "==", 1)]}, "column", "column is 3, expected a string"),
         ({"order_by": ["a", 3]}, "order_by", r"order_by\[1\] is 3, expected a string"),
         ({"sampler_config": {"a": object()}}, "sampler_config", "JSON-like"),
+        ({"sampler": 3}, "sampler", "sampler is 3; expected a name"),
+        ({"sampler": PackedSampler}, "sampler", "expected a name such as 'seqlen_balanced', or an object"),
+        (
+            {"sampler": PACKED, "sampler_config": {"align": 8}},
+            "sampler_config",
+            r"sampler_config is \{'align': 8\} and sampler is PackedSampler\(.*give the name 'packed'",
+        ),
     ],
 )
 def test_what_cannot_be_sent_is_named(arguments: dict[str, Any], field: str, message: str) -> None:
@@ -120,6 +129,26 @@ def test_a_wrong_argument_is_refused_beside_an_equal_right_one(wrong: dict[str, 
         with pytest.raises(InvalidArgumentError) as caught:
             get_meta_request(**{**CLAIM, **wrong})
         assert caught.value.field == next(iter(wrong))
+
+
+@pytest.mark.parametrize(
+    ("sampler", "name", "config"),
+    [
+        (SequentialSampler(), "sequential", None),
+        (PACKED, "packed", {"optimizer_steps": 2, "pack_max_length": 64}),
+        (PackedSampler(optimizer_steps=np.int64(1), pack_max_length=8, align=1, even_steps=False), "packed",
+         {"optimizer_steps": 1, "pack_max_length": 8, "even_steps": False}),
+        (ReplaySampler(fresh=0, max_uses=3), "replay", {"fresh": 0, "max_uses": 3}),
+        (ChosenSampler(rows=(4, 2)), "chosen", {"rows": [4, 2]}),
+    ],
+)  # fmt: skip
+def test_a_sampler_is_sent_by_its_name_with_the_options_that_are_set(
+    sampler: Any, name: str, config: dict[str, Any] | None
+) -> None:
+    request = get_meta_request(**{**CLAIM, "sampler": sampler})
+    expected = get_meta_request(**{**CLAIM, "sampler": name, "sampler_config": config})
+    expected.request_id = request.request_id
+    assert request == expected
 
 
 def test_conditions_have_the_types_of_their_values() -> None:

@@ -59,6 +59,7 @@ def test_the_package_exports_its_parts():
     for kind in ERROR_CLASSES:
         assert getattr(tq.errors, kind.__name__) is getattr(errors, kind.__name__)
     assert all(hasattr(tq.types, name) for name in tq.types.__all__)
+    assert tq.samplers.SequentialSampler.name == "sequential"
     assert {"Client", "AsyncClient", "BatchMeta"} <= set(dir(tq))
     with pytest.raises(AttributeError, match="Klient"):
         _ = tq.Klient

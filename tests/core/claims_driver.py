@@ -82,7 +82,7 @@ def sampler_of(asking):
         case "grpo_group_n":
             sampler = GRPOGroupNSampler(**options)
         case _:
-            sampler = SeqlenBalancedSampler(**options)
+            sampler = SeqlenBalancedSampler(**options, length_key="total_lengths")
     return SlowSampler(sampler, turns=4, turns_before=4) if asking.slow else sampler
 
 

@@ -191,7 +191,8 @@ async def test_a_sampler_that_hangs_ends_with_its_time(bench):
 @pytest.mark.parametrize("rank", [(0, 1, 0), None])
 async def test_lengths_that_come_later_are_waited_for(bench, rank, is_sealed):
     """Whether or not a sample has one yet: set_custom_meta gives them to samples of a sealed partition too."""
-    call = bench.ask(rank, sampler=SeqlenBalancedSampler(), batch_size=1)
+    sampler = SeqlenBalancedSampler(length_key="total_lengths")
+    call = bench.ask(rank, sampler=sampler, batch_size=1)
     bench.insert(2)
     if is_sealed:
         seal(bench.catalog)
@@ -199,15 +200,16 @@ async def test_lengths_that_come_later_are_waited_for(bench, rank, is_sealed):
     assert not call.done()
     set_meta(bench.catalog, np.array([1]), meta([{"total_lengths": 3}]))
     assert rows(await finished(call)) == [1]
-    last = bench.ask(rank and (0, 1, 1), sampler=SeqlenBalancedSampler(), batch_size=1)
+    last = bench.ask(rank and (0, 1, 1), sampler=sampler, batch_size=1)
     await turns()
     assert not last.done()
     update(bench.catalog, [0], meta=[{"total_lengths": 4}])
     assert rows(await finished(last)) == [0]
 
 
-async def test_lengths_that_a_field_never_has_are_an_error(bench):
-    sampler = SeqlenBalancedSampler(length_field="x")
+@pytest.mark.parametrize("field", ["x", None])
+async def test_lengths_that_a_field_never_has_are_an_error(bench, field):
+    sampler = SeqlenBalancedSampler(length_field=field)
     call = bench.ask((0, 1, 0), sampler=sampler, batch_size=1)
     bench.insert(1)
     await turns()

@@ -26,12 +26,18 @@ from domain_support import (
 from tq_service.errors import InvalidArgumentError, MissingLengthError, SamplerError
 from tq_service.planning.grouping import Grouping
 from tq_service.planning.view import NOT_LOOKED, PartitionView, Readiness, Scan, ScanStarts, ScanWatch, Search
+from tq_service.samplers import SeqlenBalancedSampler
+from tq_service.schema import FieldSpec, Layout
 from tq_service.state.plan import Condition, LengthSource, MustBeAwaited, Order, Plan
 
 
 @pytest.fixture
 def train():
-    train = partition()
+    return scanned()
+
+
+def scanned(**settings):
+    train = partition(**settings)
     train.scan_starts = ScanStarts(train, "t")
     return train
 
@@ -461,13 +467,91 @@ def test_a_length_field_without_lengths_is_an_error_once_rows_wait_for_nothing_e
     look(length)  # both lack data too
     insert(train, 4, [dense("x"), column])
     look(LengthSource(key="n"))
-    with pytest.raises(MissingLengthError, match=f"'ids', which has {kind}; .* for samples 2, 3, 4 and others"):
+    with pytest.raises(MissingLengthError, match=f"'ids', which has {kind}; .* of samples 2, 3, 4 and others"):
         look(length)
     consume(train, 2, 3, 4, 5)
     look(length)
     insert(train, 1, meta=[{"n": 3}])
     insert(train, 1)
     look(length)
+
+
+def lengths_of(train, *names):
+    """Return the lengths of all rows for a sampler that names no source."""
+    view = view_of(train, length=LengthSource(), data_fields=names)
+    assert view.ready().tolist() == view.rows().tolist()
+    return view.lengths(view.rows()).tolist()
+
+
+def test_a_length_is_that_of_the_longest_requested_sequence_unless_custom_meta_has_one(train):
+    """Scalars, objects and rows of several dimensions have none, and other samples do not matter."""
+    columns = [
+        dense("x"),
+        objects("text"),
+        dense("image", 90, 90),
+        jagged("ids", [4, 5, 6]),
+        jagged("answer", [1, 9, 2]),
+    ]
+    insert(train, 3, columns, meta=[{"total_lengths": 40}, {}, {"tokens": 70}])
+    names = [column.spec.name for column in columns]
+    assert lengths_of(train, *names) == lengths_of(train, *reversed(names)) == [40, 9, 6]
+    assert lengths_of(train, "image", "ids") == [40, 5, 6]
+    assert ready(train, length=LengthSource(), data_fields=("x", "image")) == [0]
+    assert ready(train, length=LengthSource(key="total_lengths"), data_fields=("ids",)) == [0]
+    assert view_of(train, length=LengthSource(field="ids"), data_fields=("answer",)).lengths(np.arange(3)).tolist() == [
+        40,
+        5,
+        6,
+    ]
+
+
+def test_lengths_stay_the_same_when_the_first_row_of_another_length_is_put(train):
+    insert(train, 2, [dense("ids", 7), jagged("answer", [2, 3])])
+    assert lengths_of(train, "answer", "ids") == [7, 7]
+    assert not train.cells.fields["ids"].spec.ragged_dims
+    insert(train, 1, [dense("ids", 5), jagged("answer", [6])])
+    assert train.cells.fields["ids"].spec.ragged_dims
+    assert lengths_of(train, "answer", "ids") == [7, 7, 6]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"default_layout": Layout.DENSE}, {"fields": (FieldSpec("vector", layout=Layout.DENSE),)}],
+    ids=["default_layout", "fields"],
+)
+def test_fields_declared_dense_have_no_lengths(settings):
+    train = scanned(**settings)
+    insert(train, 1, [dense("vector", 9), dense("x")])
+    with pytest.raises(MissingLengthError):
+        search_of(train, length=LengthSource(), data_fields=("vector",)).conclude(None)
+    if settings.get("fields"):
+        insert(train, 1, [dense("vector", 9), dense("ids", 3)])
+        assert ready(train, length=LengthSource(), data_fields=("ids", "vector")) == [1]
+        assert view_of(train, length=LengthSource(), data_fields=("ids", "vector")).lengths(np.array([1])).tolist() == [
+            3
+        ]
+
+
+def test_fields_without_sequences_are_an_error_once_rows_wait_for_nothing_else(train):
+    def look():
+        search_of(train, length=LengthSource(), data_fields=("x", "text"), sampler=SeqlenBalancedSampler()).conclude(
+            None
+        )
+
+    insert(train, 2, ("x",))
+    look()  # no sample has the text, which may be a tensor
+    insert(train, 4, [dense("x"), objects("text")])
+    with pytest.raises(
+        MissingLengthError,
+        match=r"data_fields is 'x', 'text', without a field .* of samples 2, 3, 4 and others, which sampler "
+        r"'seqlen_balanced' needs. .* with length_field, .* column 'total_lengths'",
+    ):
+        look()
+    consume(train, 2, 3, 4, 5)
+    look()
+    insert(train, 1, [dense("x"), objects("text")], meta=[{"total_lengths": 3}])
+    insert(train, 1, [dense("x"), objects("text")])
+    look()  # it may get a length as well
 
 
 def test_anything_else_about_rows(train):

@@ -11,6 +11,7 @@ from tq_service.client.batch_meta import BatchMeta
 from tq_service.data import StreamingDataLoader, StreamingDataset, fetch_batch, take_rows
 from tq_service.data.columns import flatten
 from tq_service.errors import InvalidArgumentError, StaleEpochError, StaleIncarnationError
+from tq_service.samplers import SeqlenBalancedSampler
 
 
 @pytest.fixture
@@ -264,7 +265,17 @@ def test_micro_batches_follow_the_packs_of_all_steps(service: FakeService, loade
     assert [meta.micro_batches for _, meta in seen] == [[[0, 1]], [[]], [[0, 1]]] * 2
 
 
-def test_a_custom_fetch_function_is_called_with_keywords(service: FakeService, loader_of: Any) -> None:
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        {"sampler": "seqlen_balanced", "sampler_config": {"n_samples_per_prompt": 2}},
+        {"sampler": SeqlenBalancedSampler(n_samples_per_prompt=2)},
+    ],
+    ids=["name", "object"],
+)
+def test_a_custom_fetch_function_is_called_with_keywords(
+    service: FakeService, loader_of: Any, sampler: dict[str, Any]
+) -> None:
     service.put("train@0", token_rows(8), seal=True)
     calls: list[dict[str, Any]] = []
 
@@ -279,8 +290,7 @@ def test_a_custom_fetch_function_is_called_with_keywords(service: FakeService, l
         return data, meta
 
     dataset = dataset_of(
-        service, fetch_batch_fn=fetch, sampler="seqlen_balanced", sampler_config={"n_samples_per_prompt": 2},
-        where=[("version", ">=", 3)], order_by=["version"],
+        service, fetch_batch_fn=fetch, **sampler, where=[("version", ">=", 3)], order_by=["version"],
     )  # fmt: skip
     seen = [micro_batch["doubled"].tolist() for micro_batch, _ in loader_of(dataset)]
     assert seen == [[0, 2], [4, 6], [8, 10], [12, 14]]

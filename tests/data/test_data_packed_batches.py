@@ -21,6 +21,7 @@ from tq_service.data import (
     split_packs,
 )
 from tq_service.errors import InvalidArgumentError
+from tq_service.samplers import PackedSampler
 
 LENGTHS = [5, 3, 8, 1, 4]
 SIZE = 10
@@ -142,11 +143,13 @@ def test_options_of_the_dataset_that_cannot_be_right() -> None:
     service = FakeService()
     with pytest.raises(InvalidArgumentError, match="pack: got a process_batch_fn as well; expected one of the two"):
         dataset_of(service, pack=options, process_batch_fn=lambda data, meta, micro_batch_size: [])
-    with pytest.raises(InvalidArgumentError, match="pack_max_length 6; expected 8, as in sampler_config"):
+    with pytest.raises(InvalidArgumentError, match="pack_max_length 6; expected 8, as for the sampler"):
         dataset_of(service, pack=options, sampler="packed", sampler_config={"pack_max_length": 8})
-    with pytest.raises(InvalidArgumentError, match="overlong 'error'; expected 'truncate', as in sampler_config"):
+    with pytest.raises(InvalidArgumentError, match="overlong 'error'; expected 'truncate', as for the sampler"):
         dataset_of(service, pack=options, sampler="packed", sampler_config={"overlong": "truncate"})
     dataset_of(service, pack=options, sampler="packed", sampler_config={"overlong": "drop", "pack_max_length": 6})
+    with pytest.raises(InvalidArgumentError, match="pack_max_length 6; expected 8, as for the sampler"):
+        dataset_of(service, pack=options, sampler=PackedSampler(optimizer_steps=1, pack_max_length=8))
 
 
 def test_options_and_packs_can_be_pickled() -> None:

@@ -105,6 +105,22 @@ def test_two_ranks_train_the_same_number_of_packs(address: str, partition: str, 
     assert {step_count for _, step_count, _, _ in places[0]} == {3}
 
 
+def test_packs_are_planned_by_the_rows_themselves(address: str, partition: str) -> None:
+    with tq.Client(address) as client:
+        client.put(columns(0, LENGTHS), partition_id=partition)
+        client.seal_partition(partition)
+    lengths: dict[int, int] = {}
+    for rank in range(2):
+        sampler = tq.samplers.PackedSampler(optimizer_steps=3, pack_max_length=SIZE)
+        dataset = dataset_of(
+            address, partition, rank, 2, sampler=sampler, sampler_config=None, data_fields=["index", "input_ids"],
+            pack=PackOptions(pack_max_length=SIZE),
+        )  # fmt: skip
+        for pack in dataset:
+            lengths |= zip(pack["index"].tolist(), pack.lengths, strict=True)
+    assert lengths == dict(enumerate(LENGTHS))
+
+
 @pytest.mark.parametrize(
     ("sampler", "config"),
     [

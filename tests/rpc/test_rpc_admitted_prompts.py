@@ -246,8 +246,9 @@ def test_the_seal_of_the_slots_is_the_end(client: AnyClient) -> None:
 
 def test_a_retry_gets_the_same(server: LiveServer, client: AnyClient) -> None:
     request = get_meta_request(
-        partition_id="prompts", task_name="rollout", data_fields=["x"], batch_size=1, sampler_config=None, where=(),
-        order_by=(), claim_name=None, lease=60.0, admit=GROUPS, max_deliveries=None, max_uses=None, least_members=None,
+        partition_id="prompts", task_name="rollout", data_fields=["x"], batch_size=1, sampler=None,
+        sampler_config=None, where=(), order_by=(), claim_name=None, lease=60.0, admit=GROUPS,
+        max_deliveries=None, max_uses=None, least_members=None,
     )  # fmt: skip
     first, again = (server.controller.GetMeta(request) for _ in range(2))
     assert list(first.admitted.global_indexes) == list(again.admitted.global_indexes) == [0, 1]

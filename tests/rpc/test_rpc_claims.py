@@ -169,3 +169,35 @@ def test_balanced_ranks_get_like_token_totals(client: AnyClient) -> None:
     totals = [sum(lengths[index] for index in part.global_indexes) for part in parts]
     assert sorted(index for part in parts for index in part.global_indexes) == list(range(64))
     assert max(totals) < 1.02 * min(totals)
+
+
+def test_ranks_are_balanced_by_the_rows_themselves(client: AnyClient) -> None:
+    """As if each sample had the length of its longest row in total_lengths."""
+    lengths = torch.randint(1, 1000, (64,), generator=torch.Generator().manual_seed(3)).tolist()
+    columns = {"x": torch.arange(64), "answer": [torch.zeros(length // 2) for length in lengths]}
+    columns["ids"] = [torch.zeros(length) for length in lengths]
+    fields = ["answer", "x", "ids"]
+    client.put(columns, partition_id="train")
+    client.put(columns, partition_id="named", custom_meta={"total_lengths": lengths})
+    asks: dict[str, Any] = {"task_name": "t", "batch_size": 16, "dp_size": 4, "batch_index": 0}
+    asks["sampler"] = tq.samplers.SeqlenBalancedSampler(n_samples_per_prompt=1)
+    for rank in range(4):
+        # Ranks may name the fields in any order.
+        part = client.get_meta(
+            partition_id="train", data_fields=fields[rank % 3 :] + fields[: rank % 3], dp_rank=rank, **asks
+        )
+        named = client.get_meta(partition_id="named", data_fields=["x"], dp_rank=rank, **asks)
+        assert part.global_indexes == named.global_indexes
+
+
+def test_a_sampler_with_its_options_is_the_same_as_its_name_and_these_options(client: AnyClient) -> None:
+    put_rows(client, 8, custom_meta={"total_lengths": [5, 1, 1, 1, 1, 1, 1, 1]})
+    asks: dict[str, Any] = {**ASKS, "batch_size": 4, "dp_size": 2, "batch_index": 0}
+    sampler = tq.samplers.SeqlenBalancedSampler(n_samples_per_prompt=2, cost="attention")
+    config = {"n_samples_per_prompt": 2, "cost": "attention"}
+    first = client.get_meta(**asks, dp_rank=0, sampler=sampler)
+    assert client.get_meta(**asks, dp_rank=0, sampler="seqlen_balanced", sampler_config=config) == first
+    _, second = client.get_batch(**asks, dp_rank=1, sampler=sampler)
+    assert {*first.global_indexes, *second.global_indexes} == {*range(8)}
+    with pytest.raises(tq.errors.RankDisagreementError, match="sampler_config"):
+        client.get_meta(**asks, dp_rank=0, sampler=tq.samplers.SeqlenBalancedSampler(n_samples_per_prompt=4))

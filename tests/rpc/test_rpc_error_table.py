@@ -447,15 +447,25 @@ def test_sealed_partitions_take_columns_of_samples_they_have(client: AnyClient) 
     assert client.get_data(partition_id="train", keys=["k3", "k2"], data_fields=["value"])["value"].tolist() == [0, 1]
 
 
-def test_a_length_field_without_lengths_is_an_error(client: AnyClient) -> None:
+@pytest.mark.parametrize(
+    ("sampler", "message"),
+    [
+        (tq.samplers.SeqlenBalancedSampler(length_field="x"), "length_field is 'x', which has scalars"),
+        (tq.samplers.SeqlenBalancedSampler(), "data_fields is 'x', without a field of one-dimensional rows"),
+    ],
+    ids=["length_field", "data_fields"],
+)
+def test_fields_without_lengths_are_an_error(
+    client: AnyClient, sampler: tq.samplers.SeqlenBalancedSampler, message: str
+) -> None:
     client.put({"x": torch.zeros(4)}, partition_id="bare")
     before = snapshot(client)
     asks: dict[str, Any] = {"partition_id": "bare", "task_name": "t", "data_fields": ["x"], "batch_size": 1, **RANK}
-    asks |= {"sampler": "seqlen_balanced", "sampler_config": {"length_field": "x"}}
+    asks["sampler"] = sampler
     with pytest.raises(MissingLengthError) as caught:
         client.get_meta(**asks)
     assert wire_code(caught.value) == CODE.INVALID_ARGUMENT
-    assert "length_field is 'x', which has scalars" in str(caught.value)
+    assert message in str(caught.value)
     assert snapshot(client) == before
 
 
@@ -463,7 +473,7 @@ def test_lengths_that_no_sample_has_yet_are_waited_for(client: AnyClient) -> Non
     meta = client.put({"x": torch.zeros(2)}, partition_id="late")
     client.seal_partition("late")
     asks: dict[str, Any] = {"partition_id": "late", "task_name": "t", "data_fields": ["x"], "batch_size": 1, **RANK}
-    asks["sampler"] = "seqlen_balanced"
+    asks["sampler"] = tq.samplers.SeqlenBalancedSampler(length_key="total_lengths")
     waiting = client.get_meta(**asks, max_wait=0, explain=True)
     assert waiting.status == "not_yet"
     assert "2 have no length for the sampler in the custom_meta column 'total_lengths'" in waiting.reason

@@ -210,7 +210,7 @@ def test_seqlen_balanced_serves_queue_workers():
 
 
 def test_seqlen_balanced_refuses_negative_lengths():
-    with pytest.raises(InvalidArgumentError, match=r"total_lengths: got -3 for sample 1, expected a token"):
+    with pytest.raises(InvalidArgumentError, match=r"length: got -3 for sample 1, expected a token"):
         SeqlenBalancedSampler().plan(view_of_samples(2, lengths=[5, -3]), ranked(1, 2))
 
 
@@ -227,6 +227,7 @@ def test_seqlen_balanced_by_attention_gives_the_longest_less_company():
 def test_seqlen_balanced_names_its_length():
     sampler = SeqlenBalancedSampler(length_key="tokens", length_field="input_ids")
     assert sampler.length == LengthSource(key="tokens", field="input_ids")
+    assert SeqlenBalancedSampler().length == LengthSource()
     assert SequentialSampler().length is None
 
 
@@ -240,7 +241,7 @@ def test_quick_plans_may_run_on_the_loop():
 
 @pytest.mark.parametrize("kind", [GRPOGroupNSampler, RankAwareSampler, SeqlenBalancedSampler])
 def test_options_that_mean_nothing_are_refused(kind):
-    with pytest.raises(ValueError, match="n_samples_per_prompt: got 0, expected at least 1"):
+    with pytest.raises(ValueError, match="n_samples_per_prompt: got 0, expected an integer of at least 1"):
         kind(n_samples_per_prompt=0)
     with pytest.raises(ValueError, match="incomplete_groups: got 'drop'"):
         kind(n_samples_per_prompt=2, incomplete_groups="drop")

@@ -1,5 +1,6 @@
 """The registry: names, options and their checks."""
 
+import asyncio
 import importlib.metadata
 import sys
 from collections.abc import Sequence
@@ -8,7 +9,10 @@ from importlib.metadata import EntryPoint
 from typing import ClassVar, Literal
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from tq_service.client.requests import name_and_options
 from tq_service.errors import InvalidArgumentError
 from tq_service.results import SamplerOption
 from tq_service.samplers import (
@@ -20,6 +24,7 @@ from tq_service.samplers import (
     SeqlenBalancedSampler,
     SequentialSampler,
 )
+from tq_service.samplers.service import BUILT_IN
 
 PLUG_IN = '''
 """A sampler of a user."""
@@ -106,6 +111,39 @@ def entry_point(plug_in, monkeypatch):
 )
 async def test_built_in_samplers_are_found_by_name(name, config, expected):
     assert await SamplerRegistry().resolve(name, config) == expected
+
+
+def values_of(option):
+    """Return values for an option of a built-in sampler, valid with any others."""
+    if option.type.startswith("one of "):
+        return st.sampled_from([word for word in option.type.removeprefix("one of ").split(", ") if word != "take"])
+    numbers = st.integers(1, 4) if option.name in ("n_samples_per_prompt", "packs_multiple_of") else st.just(64)
+    kinds = {
+        "text": st.text("abc", min_size=1), "number": st.floats(0, 1), "truth value": st.booleans(),
+        "whole number": numbers, "list of whole numbers": st.lists(st.integers(0, 9), min_size=1, unique=True),
+    }  # fmt: skip
+    kind, _, null = option.type.partition(" or ")
+    return kinds[kind] | st.none() if null else kinds[kind]
+
+
+@given(data=st.data(), info=st.sampled_from(SamplerRegistry().describe()))
+def test_an_object_and_its_name_with_options_are_the_same_sampler(data, info):
+    """So they make the same plans, and ranks may give either."""
+    config = {
+        option.name: data.draw(values_of(option), option.name)
+        for option in info.options
+        if option.default_json is None or data.draw(st.booleans())
+    }
+    kind = next(kind for kind in BUILT_IN if kind.name == info.name)
+    try:
+        sampler = kind(**config)
+    except ValueError:  # options that do not go together
+        return
+    name, options = name_and_options(sampler, None)
+    assert name == info.name
+    assert {option: config[option] for option in options} == options
+    assert asyncio.run(SamplerRegistry().resolve(name, options)) == sampler
+    assert asyncio.run(SamplerRegistry().resolve(name, config)) == sampler
 
 
 async def test_numbers_of_the_wire_become_integers():

@@ -6,10 +6,10 @@ import math
 import secrets
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache, lru_cache, partial
 from itertools import chain
-from typing import Any, Final, TypeAlias, TypeVar, cast
+from typing import Any, ClassVar, Final, Protocol, TypeAlias, TypeVar, cast
 
 import numpy as np
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
@@ -62,6 +62,21 @@ Request = TypeVar("Request", bound=Message)
 Changed = TypeVar("Changed", pb.ClearSamplesRequest, pb.FailSamplesRequest)
 Given = TypeVar("Given")
 Converter = Callable[[Any], Any]
+
+
+class ConfiguredSampler(Protocol):
+    """A sampler with its options: a dataclass, such as those of `tq_service.samplers`.
+
+    Attributes:
+        name: the name by which the service knows the sampler.
+    """
+
+    name: ClassVar[str]
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+
+# By name, or with its options.
+SamplerGiven: TypeAlias = str | ConfiguredSampler
 
 
 def request_of(kind: type[Request], **arguments: Any) -> Request:
@@ -222,6 +237,7 @@ def partition_of(namespace: Namespace, partition_id: str | None, metadata: Batch
 def get_meta_request(
     *,
     data_fields: Sequence[str],
+    sampler: SamplerGiven | None,
     sampler_config: Mapping[str, Any] | None,
     where: Iterable[tuple[str, str, Any]],
     order_by: Iterable[str],
@@ -272,6 +288,8 @@ def get_meta_request(
         own["batch_count"] = not_zero("batch_count", batch_count)
     if claim_name is not None:
         own["claim_name"] = not_zero("claim_name", claim_name)
+    if sampler is not None:
+        sampler, sampler_config = name_and_options(sampler, sampler_config)
     if sampler_config:
         own["sampler_config"] = _struct("sampler_config", sampler_config)
     if conditions := condition_messages(where, namespace):
@@ -279,12 +297,46 @@ def get_meta_request(
     if columns := listed("order_by", order_by):
         own["order_by"] = [_order(*each) for each in enumerate(columns)]
     request = request_of(pb.GetMetaRequest, **own)
-    alike["data_fields"] = tuple(listed("data_fields", data_fields))
+    alike |= {"sampler": sampler, "data_fields": tuple(listed("data_fields", data_fields))}
     try:
         request.MergeFromString(_serialized_claim(**alike))
     except TypeError:  # an argument is not hashable, as most invalid ones are
         request.MergeFromString(_serialized_claim.__wrapped__(**alike))
     return request
+
+
+def name_and_options(
+    sampler: SamplerGiven, sampler_config: Mapping[str, Any] | None
+) -> tuple[str, Mapping[str, Any] | None]:
+    """Return the name of a sampler and its options, whichever way they were given.
+
+    Options of an object are left out if they have their default. So a rank that gives an object agrees with one that
+    gives the name and the same options, and a service does not need to know options that are not used.
+
+    Raises:
+        InvalidArgumentError: `sampler` is neither a name nor a sampler, or has options beside `sampler_config`.
+    """
+    if isinstance(sampler, str):
+        return sampler, sampler_config
+    name = getattr(sampler, "name", None)
+    if isinstance(sampler, type) or not is_dataclass(sampler) or not isinstance(name, str):
+        raise InvalidArgumentError(
+            f"sampler is {sampler!r:.200}; expected a name such as 'seqlen_balanced', or an object such as "
+            "tq.samplers.SeqlenBalancedSampler()",
+            field="sampler",
+        )
+    if sampler_config is not None:
+        raise InvalidArgumentError(
+            f"sampler_config is {sampler_config!r:.200} and sampler is {sampler!r:.200}; expected options in one of "
+            f"the two. Set them in the object, or give the name {name!r}",
+            field="sampler_config",
+        )
+    options: dict[str, Any] = {}
+    for option in fields(sampler):
+        value = _plain(getattr(sampler, option.name))
+        if option.init and value != option.default:
+            options[option.name] = value
+    return name, options
 
 
 @lru_cache(maxsize=256, typed=True)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 from torch.utils.data import IterableDataset, get_worker_info
 
 from tq_service.client.read_form import check_read_options, with_shares
+from tq_service.client.requests import SamplerGiven, name_and_options
 from tq_service.client.slices import CpLayout, RowSlice
 from tq_service.client.transport import resolve_address, warn_of_wait
 from tq_service.client_probes import Stage, collected_here, timed
@@ -120,8 +121,9 @@ class StreamingDataset(IterableDataset[Any]):
         cp_align: multiple to which the length of each chunk is padded; with `pack` it follows from `pack.align`.
         cp_fill: fill value that makes all shares of a row equally long, for all of these fields or by field.
         read_options: more arguments of `Client.get_data`: slices, padded, pad_value, length, side, mask and truncate.
-        sampler: name of the sampler.
-        sampler_config: its options.
+        sampler: the sampler, by name or as an object with its options, such as
+            `tq.samplers.SeqlenBalancedSampler(n_samples_per_prompt=8)`.
+        sampler_config: options of a sampler that is given by name.
         should_check_consumption_status: finite mode: also end when everything inserted so far is consumed. Otherwise
             (streaming mode) the dataset waits for batches until the partition is sealed.
         fetch_batch_fn: replaces `fetch_batch`, whose docstring lists the keywords. It runs in the prefetching thread or
@@ -187,7 +189,7 @@ class StreamingDataset(IterableDataset[Any]):
         cp_align: int = 1,
         cp_fill: Any = 0,
         read_options: Mapping[str, Any] | None = None,
-        sampler: str = "sequential",
+        sampler: SamplerGiven = "sequential",
         sampler_config: Mapping[str, Any] | None = None,
         should_check_consumption_status: bool = False,
         fetch_batch_fn: FetchBatch | None = None,
@@ -226,6 +228,7 @@ class StreamingDataset(IterableDataset[Any]):
             "a list of at least one field name",
         )
         _require(len(set(data_fields)) == len(data_fields), "data_fields", list(data_fields), "each field once")
+        sampler_name, options = name_and_options(sampler, sampler_config)
         if address is not None and client_factory is None:
             address = resolve_address(address)
         is_shared = replica_group is not None or cp_group is not None or cp_size > 1
@@ -252,7 +255,7 @@ class StreamingDataset(IterableDataset[Any]):
         if pack is not None:
             _require(process_batch_fn is None, "pack", "a process_batch_fn as well", "one of the two")
             _require(not read_options, "pack", "read_options as well", "whole rows, or cp_fields")
-            _require_agreement(pack, sampler_config or {})
+            _require_agreement(pack, options or {})
             if share is not None:
                 chunks = share.chunk_count
                 _require(cp_align == 1, "cp_align", cp_align, "none with pack, which has align")
@@ -282,8 +285,8 @@ class StreamingDataset(IterableDataset[Any]):
                 micro_batch_size=micro_batch_size,
                 dp_rank=dp_rank,
                 dp_size=dp_size,
-                sampler=sampler,
-                sampler_config=sampler_config,
+                sampler=sampler_name,
+                sampler_config=options,
                 where=list(where),
                 order_by=list(order_by),
                 drop_last=drop_last,
@@ -677,21 +680,21 @@ def _require(holds: bool, name: str, got: object, expected: str) -> None:
         raise InvalidArgumentError(f"{name}: got {got}; expected {expected}", field=name)
 
 
-def _require_agreement(pack: PackOptions, sampler_config: Mapping[str, Any]) -> None:
-    """Raise InvalidArgumentError if the options differ from the packs that the sampler plans."""
-    planned = sampler_config.get("pack_max_length", pack.pack_max_length)
+def _require_agreement(pack: PackOptions, options: Mapping[str, Any]) -> None:
+    """Raise InvalidArgumentError if the packs differ from those planned by a sampler with these options."""
+    planned = options.get("pack_max_length", pack.pack_max_length)
     _require(
         planned == pack.pack_max_length,
         "pack",
         f"pack_max_length {pack.pack_max_length}",
-        f"{planned}, as in sampler_config",
+        f"{planned}, as for the sampler",
     )
-    truncates = sampler_config.get("overlong", pack.overlong) == "truncate"
+    truncates = options.get("overlong", pack.overlong) == "truncate"
     _require(
         truncates == (pack.overlong == "truncate"),
         "pack",
         f"overlong {pack.overlong!r}",
-        f"{'truncate' if truncates else 'error'!r}, as in sampler_config",
+        f"{'truncate' if truncates else 'error'!r}, as for the sampler",
     )
 
 

@@ -506,8 +506,8 @@ class _Packing:
             at = wrong[0]
             raise ValueError(
                 f"got length {planned[at]} of sample {at} of the pack; expected {expected[at]}, since "
-                f"{options.input_field!r} has {lengths[at]} tokens; plan with the lengths of the rows, and if the "
-                'sampler truncates, pack with overlong="truncate" too'
+                f"{options.input_field!r} has {lengths[at]} tokens; plan with the lengths of its rows (see the "
+                'length_field of the sampler), and if the sampler truncates, pack with overlong="truncate" too'
             )
         return planned
 

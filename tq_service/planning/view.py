@@ -27,6 +27,7 @@ from tq_service.state.evictions import Evicted
 from tq_service.state.ledger import RecordedPlan, TaskLedger
 from tq_service.state.partition import Partition
 from tq_service.state.plan import (
+    TOTAL_LENGTHS,
     BatchSpec,
     ClaimRequest,
     Condition,
@@ -96,6 +97,8 @@ class Readiness:
         self.values_of = partition.meta.typed
         where = partition.resolved(batch_spec.where)
         self.key = (batch_spec.data_fields, where, length, batch_spec.held)
+        # Samplers that need no length get statistics of the column.
+        self._length = LengthSource(key=TOTAL_LENGTHS) if length is None else length
         self._state = HELD if batch_spec.held else LIVE
         self._may_hold_later = [condition.may_hold_later(partition.policies) for condition in batch_spec.where]
         self.partition = partition
@@ -107,7 +110,7 @@ class Readiness:
         for each in where:
             self.requirements.append(Requirement(Lack.WHERE, each.column, partial(self._holds, each)))
         if length is not None:
-            self.requirements.append(Requirement(Lack.LENGTH, length.key, self.has_length))
+            self.requirements.append(Requirement(Lack.LENGTH, length.column, self.has_length))
 
     @property
     def at_once(self) -> int:
@@ -144,16 +147,27 @@ class Readiness:
         mask &= self.task.claim.data[rows] == UNCLAIMED
         return mask & self.excluded(rows) if self.key[1] else np.zeros(mask.size, np.bool_)
 
+    @property
+    def lacks_sequences(self) -> bool:
+        """Whether samples have all of the requested fields, and none of these has sequences."""
+        cells, names = self.partition.cells, self.key[0]
+        known = [cells.fields.get(name) for name in names]
+        is_put = all(field is not None and field.produced_count for field in known)
+        return is_put and not cells.sequence_fields(names)
+
     def has_length(self, rows: Rows) -> NDArray[np.bool_]:
         """Return a mask of the rows with a length for the sampler, even an invalid one.
 
-        An invalid token count fails only the claims that would deliver the row; see `lengths`.
+        An invalid token count fails only the claims that would deliver the row; see `lengths`. A row that lacks one of
+        the requested fields may lack its length with it, which is not counted as another reason.
         """
-        source = self.key[2] or LengthSource()
-        has_length = self.values_of(source.key, rows)[1]
+        source = self._length
+        if source.is_longest_sequence and not self.lacks_sequences:
+            return np.ones(self.table.index[rows].size, np.bool_)
+        has_length = self.values_of(source.column, rows)[1]
         if source.field is not None:
             has_length = has_length | (self.field_lengths(source.field, rows) >= 0)
-        texts = self.partition.meta.json_values(source.key, rows)
+        texts = self.partition.meta.json_values(source.column, rows)
         return has_length if texts is None else has_length | (texts != None)  # noqa: E711  (of each)
 
     def lengths(self, rows: Rows) -> Indexes:
@@ -162,22 +176,40 @@ class Readiness:
         Raises:
             InvalidArgumentError: the value of a row is not a token count.
         """
-        source = self.key[2] or LengthSource()
-        lengths = self.field_lengths(source.field, rows)
-        values, present = self.values_of(source.key, rows)
+        counts, present = self.counts(rows)
+        lengths = np.full(present.size, -1) if present.all() else self._row_lengths(rows)
+        lengths[present] = counts
+        return lengths
+
+    def counts(self, rows: Rows) -> tuple[NDArray[Any], NDArray[np.bool_]]:
+        """Return the token counts in the column of the length source `(m,)`, and a mask of the rows with one `(n,)`.
+
+        Raises:
+            InvalidArgumentError: the value of a row is not a token count.
+        """
+        column = self._length.column
+        values, present = self.values_of(column, rows)
         values = values[present]
         is_count = _is_token_count(values)
         if not is_count.all():
             self._refuse_length(rows, int(np.flatnonzero(present)[~is_count][0]), values[~is_count].tolist()[0])
-        texts = self.partition.meta.json_values(source.key, rows)
+        texts = self.partition.meta.json_values(column, rows)
         if texts is not None and (found := np.flatnonzero(texts != None)).size:  # noqa: E711  (of each)
             self._refuse_length(rows, int(found[0]), texts[found[0]])
-        lengths[present] = values
+        return values, present
+
+    def _row_lengths(self, rows: Rows) -> Indexes:
+        """Return the lengths of rows by their fields, -1 if unknown."""
+        if not self._length.is_longest_sequence:
+            return self.field_lengths(self._length.field, rows)
+        lengths = np.full(self.table.index[rows].size, -1)
+        for sequences in self.partition.cells.sequence_fields(self.key[0]):
+            np.maximum(lengths, sequences.lengths(rows), out=lengths)
         return lengths
 
     def _refuse_length(self, rows: Rows, position: int, value: object) -> NoReturn:
         """Refuse the length value of one row."""
-        column = (self.key[2] or LengthSource()).key
+        column = self._length.column
         raise InvalidArgumentError(
             f"custom_meta column {column!r} of sample {self.table.index[rows][position]} is {value!r:.80}; "
             f"expected a token count, an integer from 0 to 2**63 - 1. Put or set another value, or clear the "
@@ -491,7 +523,7 @@ class PartitionView:
     def _check_lengths(self, positions: Indexes) -> None:
         """Raise InvalidArgumentError if the length of a row is not a token count."""
         if self._rows.key[2] is not None:
-            self._rows.lengths(positions)
+            self._rows.counts(positions)
 
     def ready_groups(self, limit: int | None = None, *, unit: BatchUnit = "sample", block_size: int | None = None,
                      take_incomplete: bool = False, blocks: Blocks = "aligned") -> Groups:  # fmt: skip
@@ -864,7 +896,7 @@ class Search:
         Raises:
             InvalidArgumentError: see `check_batch`.
             SamplerError: the plan's rows were not ready although nothing has changed.
-            MissingLengthError: see `_check_length_field`.
+            MissingLengthError: see `_check_length_source`.
             InvalidArgumentError: see `with_totals`.
         """
         if (
@@ -923,7 +955,7 @@ class Search:
 
     def _miss(self) -> Miss:
         """Return a miss with the number of rows that must be written before another search can succeed."""
-        self._check_length_field()
+        self._check_length_source()
         missing, is_closed = 1, self._partition.sealed or self._spec.finite  # or soon closed, by a first sample
         # Read from the class, which runs no code of the sampler.
         needs_min_size = type(self._request.sampler).plans_below_min_size is not True
@@ -941,28 +973,40 @@ class Search:
             leased_by_all(self._partition) if self._spec.evicts else None,
         )
 
-    def _check_length_field(self) -> None:
-        """Refuse to wait for lengths if the field can never have any and no sample has one in custom_meta.
+    def _check_length_source(self) -> None:
+        """Refuse to wait for lengths if the fields can never have any and no sample has one in custom_meta.
 
         Otherwise claims wait: missing lengths can still arrive with a put or with SetCustomMeta.
         """
         rows = self._rows
         source = rows.key[2]
-        field = None if source is None else self._partition.cells.fields.get(source.field or "")
-        if source is None or field is None or not field.produced_count or field.has_lengths:
+        if source is None or self._partition.meta.has(source.column):
             return
-        if self._partition.meta.has(source.key):
-            return
+        if source.is_longest_sequence:
+            if not rows.lacks_sequences:
+                return
+        else:
+            field = self._partition.cells.fields.get(source.field or "")
+            if field is None or not field.produced_count or field.has_lengths:
+                return
         first = slice(0, min(self.view.scan.count, rows.at_once))
         lacking = np.flatnonzero(rows.ready_but_for(first, Lack.LENGTH) & ~rows.has_length(first))
         if not lacking.size:
             return
-        kind = "objects" if field.spec.layout is Layout.OBJECT else "scalars"
         named = ", ".join(map(str, rows.table.index[lacking[:_MOST_NAMED]].tolist()))
         raise MissingLengthError(
-            f"length_field is {source.field!r}, which has {kind}; expected a field of tensors with a length, for "
-            f"samples {named}{' and others' if lacking.size > _MOST_NAMED else ''}. Name another field, or put the "
-            f"number of tokens into the custom_meta column {source.key!r}.",
+            f"{self._why_no_lengths(source)}; expected the lengths of samples {named}"
+            f"{' and others' if lacking.size > _MOST_NAMED else ''}, which sampler {self._request.sampler.name!r} "
+            f"needs. Name a field of tensors that has them with length_field, or put the number of tokens into the "
+            f"custom_meta column {source.column!r}; a claim with length_key {source.column!r} waits for it.",
             field="sampler_config",
-            metadata={"partition_id": self._partition.partition_id, "column": source.key},
+            metadata={"partition_id": self._partition.partition_id, "column": source.column},
         )
+
+    def _why_no_lengths(self, source: LengthSource) -> str:
+        """Return why the fields of a length source have no lengths."""
+        if source.is_longest_sequence:
+            names = ", ".join(map(repr, self._spec.data_fields)) or "none"
+            return f"data_fields is {names}, without a field of one-dimensional rows that may differ in length"
+        is_objects = self._partition.cells.fields[source.field or ""].spec.layout is Layout.OBJECT
+        return f"length_field is {source.field!r}, which has {'objects' if is_objects else 'scalars'}"

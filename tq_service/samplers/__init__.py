@@ -1,4 +1,7 @@
-"""Samplers: which ready samples form a batch, and how they are spread over the ranks."""
+"""Samplers: which ready samples form a batch, and how they are spread over the ranks.
+
+A sampler is an object with its options, which `sampler=` of a claim takes, and its `plan` runs in the service.
+"""
 
 from tq_service.samplers.by_length import PackedSampler, SeqlenBalancedSampler, TokenBudgetSampler
 from tq_service.samplers.by_order import ChosenSampler, GRPOGroupNSampler, RankAwareSampler, SequentialSampler

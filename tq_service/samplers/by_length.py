@@ -32,21 +32,23 @@ class LengthSampler(GroupSampler):
     """A group sampler that needs the token count of each sample; samples without one are not ready.
 
     Attributes:
-        length_key: custom_meta column with the token count of a sample.
-        length_field: field whose row length is used if the column has no value; null: a sample needs the column.
+        length_key: custom_meta column with the token count of a sample; samples without a value in it are not ready,
+            unless `length_field` is given too. null: `total_lengths`, for samples that have a value in it.
+        length_field: field whose row length is used if the column has no value. null: without a `length_key`, the
+            longest row with one dimension among `data_fields`, except fields declared dense.
         align: each sample counts as its tokens rounded up to a multiple of this, as padded by `PackOptions(align=)`.
         cost: quantity balanced over the ranks: tokens, or their cost with attention, 24576 L + L**2 for a sample of L
             tokens.
     """
 
-    length_key: str = "total_lengths"
+    length_key: str | None = None
     length_field: str | None = None
     align: int = 1
     cost: CostName = "tokens"
 
     def __post_init__(self) -> None:
         GroupSampler.__post_init__(self)
-        if not self.length_key:
+        if self.length_key == "":
             raise ValueError("length_key: got an empty name, expected a custom_meta column")
         check_count("align", self.align)
         check_cost_name(self.cost)
@@ -66,10 +68,10 @@ class LengthSampler(GroupSampler):
         if lengths.min(initial=0) < 0:
             position = int(np.argmin(lengths))
             raise InvalidArgumentError(
-                f"{self.length_key}: got {lengths[position]} for sample {rows[position]}, expected a token count of at "
-                "least 0; fix it with SetCustomMeta",
+                f"length: got {lengths[position]} for sample {rows[position]}, expected a token count of at least 0; "
+                f"fix the custom_meta column {self.length.column!r} with SetCustomMeta",
                 field="sampler_config",
-                metadata={"column": self.length_key},
+                metadata={"column": self.length.column},
             )
         return lengths
 
@@ -313,10 +315,10 @@ class TokenBudgetSampler(LengthSampler):
             limit = f"tokens_per_micro_batch ({self.tokens_per_micro_batch})"
         rounded = f", each sample rounded up to a multiple of {self.align}" if self.align > 1 else ""
         return InvalidArgumentError(
-            f"{self.length_key}: {what} sample {groups.rows[0]}{rounded}, expected at most {limit}; raise it, clear "
+            f"length: {what} sample {groups.rows[0]}{rounded}, expected at most {limit}; raise it, clear "
             "the sample, or choose overlong 'drop'",
             field="sampler_config",
-            metadata={"column": self.length_key},
+            metadata={"column": self.length.column},
         )
 
     def _split(self, plan: Plan, lengths_of_ranks: list[Indexes], tokens_per_micro_batch: int) -> Plan:
@@ -435,11 +437,11 @@ class PackedSampler(LengthSampler):
             return
         first = int(np.argmax(lengths > self.pack_max_length))
         raise InvalidArgumentError(
-            f"{self.length_key}: got {lengths[first]} for sample {rows[first]}, expected at most pack_max_length "
+            f"length: got {lengths[first]} for sample {rows[first]}, expected at most pack_max_length "
             f"({self.pack_max_length}); raise pack_max_length, clear the sample, or choose "
             "overlong 'truncate' or 'drop'",
             field="sampler_config",
-            metadata={"column": self.length_key},
+            metadata={"column": self.length.column},
         )
 
 

@@ -12,6 +12,7 @@ from typing import ClassVar, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from tq_service.balancing.partitions import check_count
 from tq_service.errors import InvalidArgumentError
 from tq_service.schema import Blocks
 from tq_service.state.plan import Groups, Indexes, Plan, PlanRequest, Sampler, View
@@ -65,8 +66,8 @@ class GroupSampler(Sampler):
 
     # Subclasses call this through the class, since with `slots=True` a bare `super()` refers to the replaced class.
     def __post_init__(self) -> None:
-        if self.n_samples_per_prompt is not None and self.n_samples_per_prompt < 1:
-            raise ValueError(f"n_samples_per_prompt: got {self.n_samples_per_prompt}, expected at least 1")
+        if self.n_samples_per_prompt is not None:
+            check_count("n_samples_per_prompt", self.n_samples_per_prompt)
         if self.incomplete_groups not in ("skip", "take"):
             raise ValueError(f"incomplete_groups: got {self.incomplete_groups!r}, expected 'skip' or 'take'")
         if self.blocks not in ("aligned", "anywhere"):

@@ -267,7 +267,7 @@ class CellTable:
     Args:
         table: the rows.
         declared: fields that exist from the start.
-        default_layout: layout of fields that are not declared, or declared without one.
+        default_layout: layout of tensor fields that are not declared, or declared without one.
         groups: groups of the rows; they have the cells of fields declared with the scope "group".
 
     Attributes:
@@ -337,6 +337,20 @@ class CellTable:
         """Return the spec of a field in an empty batch, its last or present one; None if unknown."""
         field = self.fields.get(name)
         return self.former_specs.get(name) or (None if field is None else field.spec)
+
+    def sequence_fields(self, names: Iterable[str]) -> list[Field]:
+        """Return those fields of `names` whose cells are sequences: tensors of one dimension, and not declared dense.
+
+        A field that is dense only because its cells have been equally long so far is one, too: whether a field counts
+        must not change when the first cell of another length is put.
+        """
+        found = []
+        for name in names:
+            field, declared = self.fields.get(name), self._declared.get(name)
+            layout = (None if declared is None else declared.layout) or self._default_layout
+            if field is not None and len(field.spec.row_shape or ()) == 1 and layout is not Layout.DENSE:
+                found.append(field)
+        return found
 
     def produced(self, names: Sequence[str], rows: slice | Indexes) -> NDArray[np.bool_]:
         """Return which rows have cells of all these fields `(n,)`; an unknown field has no cells."""

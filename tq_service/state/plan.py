@@ -40,6 +40,8 @@ from tq_service.state.policies import Policies
 
 MAX_LEASE_SECONDS: Final = 86_400.0
 MOST_RANKS: Final = 65_536
+TOTAL_LENGTHS: Final = "total_lengths"
+"""The custom_meta column with the token counts of samples, unless a sampler names another."""
 _MOST_BATCHES: Final = 64  # per call
 _MOST_SUMS: Final = 4  # summed columns in the totals of a batch
 
@@ -52,15 +54,27 @@ _NO_ROWS = np.zeros(0, np.int64)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthSource:
-    """The source of a sample's token count.
+    """The source of a sample's token count: a custom_meta column, or the length of a row.
 
     Attributes:
-        key: custom_meta column with the count.
-        field: field whose row length is used if the column has no value; None: no fallback.
+        key: custom_meta column with the count; None: `total_lengths`.
+        field: field whose row length is used if the column has no value. None: without a `key` the longest sequence of
+            the sample among the requested fields, otherwise no field. Sequences are rows of one dimension, except those
+            of fields declared dense.
     """
 
-    key: str = "total_lengths"
+    key: str | None = None
     field: str | None = None
+
+    @property
+    def column(self) -> str:
+        """The custom_meta column with the count."""
+        return TOTAL_LENGTHS if self.key is None else self.key
+
+    @property
+    def is_longest_sequence(self) -> bool:
+        """Whether a sample without a value in the column counts as its longest sequence."""
+        return self.key is None and self.field is None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

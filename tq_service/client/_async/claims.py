@@ -12,6 +12,7 @@ from tq_service.client.requests import (
     GroupColumn,
     MetaGiven,
     NameColumn,
+    SamplerGiven,
     check_leased,
     check_word,
     get_meta_request,
@@ -54,7 +55,7 @@ class AsyncClaimCalls(AsyncBase):
         min_batch_size: int | None = None,
         batch_unit: BatchUnit = "sample",
         micro_batch_size: int | None = None,
-        sampler: str | None = None,
+        sampler: SamplerGiven | None = None,
         sampler_config: Mapping[str, Any] | None = None,
         dp_rank: int | None = None,
         dp_size: int | None = None,
@@ -95,7 +96,7 @@ class AsyncClaimCalls(AsyncBase):
         batch_size: int,
         batch_unit: BatchUnit = "sample",
         micro_batch_size: int | None = None,
-        sampler: str | None = None,
+        sampler: SamplerGiven | None = None,
         sampler_config: Mapping[str, Any] | None = None,
         dp_rank: int,
         dp_size: int,
@@ -131,7 +132,7 @@ class AsyncClaimCalls(AsyncBase):
         min_batch_size: int | None = None,
         batch_unit: BatchUnit = "sample",
         micro_batch_size: int | None = None,
-        sampler: str | None = None,
+        sampler: SamplerGiven | None = None,
         sampler_config: Mapping[str, Any] | None = None,
         dp_rank: int | None = None,
         dp_size: int | None = None,
@@ -174,8 +175,9 @@ class AsyncClaimCalls(AsyncBase):
             min_batch_size: queue workers: minimum batch size; None: `batch_size`.
             batch_unit: the unit of both: "sample", "rollout" or "group".
             micro_batch_size: samples per micro-batch; None: the batch is one micro-batch.
-            sampler: name of the sampler; None: "sequential".
-            sampler_config: options of the sampler.
+            sampler: the sampler, by name or as an object with its options, such as
+                `tq.samplers.SeqlenBalancedSampler(n_samples_per_prompt=8)`; None: "sequential".
+            sampler_config: options of a sampler that is given by name.
             dp_rank: this rank.
             dp_size: number of ranks.
             batch_index: index of the batch, counted from 0 in the epoch.
