@@ -32,7 +32,7 @@ OTHER_PYTHONS := 3.12 3.13
 # A test waits about half of its time, for timeouts and for other processes.
 TEST_PROCESSES ?= $(shell expr 2 \* $$(nproc 2> /dev/null || sysctl -n hw.ncpu) + 1)
 # Tests that only read the sources, or the site made of them: `make check` runs them, and `make test` does not run them again.
-LINTS := $(patsubst %,tests/test_%.py,error_metadata layers no_pickle pages site trace_path words)
+LINTS := $(patsubst %,tests/test_%.py,error_metadata layers no_pickle pages site trace_path typing words)
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed

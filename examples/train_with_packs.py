@@ -64,7 +64,7 @@ def block_diagonal(cu_seqlens: torch.Tensor) -> torch.Tensor:
     return (sequence_of[:, None] == sequence_of[None, :]).tril()
 
 
-def loader_of(address: str | None, dp_rank: int) -> StreamingDataLoader:
+def loader_of(address: str | None, dp_rank: int) -> StreamingDataLoader[PackedMicroBatch]:
     """Return the packs of one rank."""
     return StreamingDataLoader(
         StreamingDataset(

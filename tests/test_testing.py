@@ -96,7 +96,7 @@ def test_why_it_did_not_start_is_said(tmp_path: Path) -> None:
 
 
 def test_what_does_not_listen_in_time_is_not_left_behind() -> None:
-    silent = ListeningProcess(program("print('listening on'); import time; time.sleep(600)"), start_seconds=0.5)
+    silent = ListeningProcess(program("print('listening on'); import time; time.sleep(600)"), start_timeout=0.5)
     with pytest.raises(tq.errors.UnavailableError, match="does not listen after"):
         silent.start()
     assert not psutil.pid_exists(silent.pid)
@@ -149,7 +149,7 @@ def test_a_service_ends_with_the_program_that_started_it(command: list[str], num
 
 def test_what_does_not_end_is_killed() -> None:
     ignores = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
-    with ListeningProcess(program(ignores + SLEEPS), stop_seconds=0.1) as listening:
+    with ListeningProcess(program(ignores + SLEEPS), stop_timeout=0.1) as listening:
         assert listening.stop() == -signal.SIGKILL
 
 

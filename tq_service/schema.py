@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import KW_ONLY, asdict, dataclass, field
 from enum import IntEnum, StrEnum
-from typing import Final, Literal, get_args
+from typing import TYPE_CHECKING, Final, Literal, get_args
 
 from tq_service.errors import InvalidArgumentError
 
@@ -42,6 +42,13 @@ class SampleState(StrEnum):
     LIVE = "live"
     HELD = "held"
     FAILED = "failed"
+
+
+# Arguments of these types: members, or their values as text.
+LayoutGiven = Layout | Literal["auto", "dense", "jagged", "object"]
+EncodingGiven = Encoding | Literal["text", "msgpack", "bytes"]
+ScopeGiven = FieldScope | Literal["row", "group"]
+StateGiven = SampleState | Literal["live", "held", "failed"]
 
 
 class SampleConsumption(IntEnum):
@@ -126,8 +133,23 @@ class FieldSpec:
     layout: Layout | None = None
     row_shape: tuple[int, ...] | None = None
     encoding: Encoding | None = None
+    _: KW_ONLY
     write_once: bool = False
     scope: FieldScope = FieldScope.ROW
+
+    if TYPE_CHECKING:  # words are accepted for members of enums, and attributes are always members
+
+        def __init__(
+            self,
+            name: str,
+            dtype: str = "",
+            layout: LayoutGiven | None = None,
+            row_shape: Sequence[int] | None = None,
+            encoding: EncodingGiven | None = None,
+            *,
+            write_once: bool = False,
+            scope: ScopeGiven = FieldScope.ROW,
+        ) -> None: ...
 
     def __post_init__(self) -> None:
         if not self.name:

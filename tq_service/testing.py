@@ -45,8 +45,8 @@ class ListeningProcess:
         log: file to append its stderr to; None: the stderr of this process.
         start_new_session: whether only this process gets signals of the terminal, such as that of Ctrl-C, and decides
             when the program ends.
-        start_seconds: timeout for it to listen.
-        stop_seconds: time to end after SIGTERM before it is killed.
+        start_timeout: seconds within which it has to listen.
+        stop_timeout: seconds after SIGTERM until it is killed.
     """
 
     _stdin: int = subprocess.DEVNULL
@@ -59,16 +59,16 @@ class ListeningProcess:
         cwd: Path | None = None,
         log: Path | None = None,
         start_new_session: bool = False,
-        start_seconds: float = 60.0,
-        stop_seconds: float = _STOP_SECONDS,
+        start_timeout: float = 60.0,
+        stop_timeout: float = _STOP_SECONDS,
     ) -> None:
         self.command = tuple(command)
         self._env = env
         self._cwd = cwd
         self._log = log
         self._start_new_session = start_new_session
-        self._start_seconds = start_seconds
-        self._stop_seconds = stop_seconds
+        self._start_timeout = start_timeout
+        self._stop_timeout = stop_timeout
         self._process: subprocess.Popen[bytes] | None = None
         self._address = ""
 
@@ -116,12 +116,12 @@ class ListeningProcess:
 
     def _wait_until_listening(self, process: subprocess.Popen[bytes]) -> str:
         assert process.stdout is not None  # noqa: S101  (Popen was asked to make it)
-        give_up_at, said = time.monotonic() + self._start_seconds, b""
+        give_up_at, said = time.monotonic() + self._start_timeout, b""
         with selectors.DefaultSelector() as selector:
             selector.register(process.stdout, selectors.EVENT_READ)
             while (match := _LISTENING.search(said)) is None:
                 if not selector.select(max(0.0, give_up_at - time.monotonic())):
-                    raise self._unavailable(f"does not listen after {self._start_seconds:g} s")
+                    raise self._unavailable(f"does not listen after {self._start_timeout:g} s")
                 part = os.read(process.stdout.fileno(), _READ_BYTES)
                 if not part:
                     raise self._unavailable(f"ended with exit code {process.wait()} before it listened")
@@ -198,7 +198,7 @@ class ListeningProcess:
         """Terminate it with SIGTERM, or SIGKILL if that takes too long; return its exit code."""
         self.send_signal(signal.SIGTERM)
         try:
-            return self.wait(self._stop_seconds)
+            return self.wait(self._stop_timeout)
         except subprocess.TimeoutExpired:
             return self.kill()
 
@@ -233,8 +233,8 @@ class ServiceProcess(ListeningProcess):
         cwd: its working directory; None: that of this process.
         log: file to append its log to; None: the stderr of this process.
         start_new_session: see `ListeningProcess`.
-        start_seconds: timeout for it to listen.
-        stop_seconds: time to end after SIGTERM before it is killed.
+        start_timeout: seconds within which it has to listen.
+        stop_timeout: seconds after SIGTERM until it is killed.
     """
 
     # The service reads its end of this pipe. The other end closes with this process, even if that is killed.
@@ -249,8 +249,8 @@ class ServiceProcess(ListeningProcess):
         cwd: Path | None = None,
         log: Path | None = None,
         start_new_session: bool = False,
-        start_seconds: float = 60.0,
-        stop_seconds: float = _STOP_SECONDS,
+        start_timeout: float = 60.0,
+        stop_timeout: float = _STOP_SECONDS,
     ) -> None:
         # Bound for the lifetime of this object: no other program can get the port while the service is down.
         reserved = socket.socket()
@@ -266,8 +266,8 @@ class ServiceProcess(ListeningProcess):
             cwd=cwd,
             log=log,
             start_new_session=start_new_session,
-            start_seconds=start_seconds,
-            stop_seconds=stop_seconds,
+            start_timeout=start_timeout,
+            stop_timeout=stop_timeout,
         )
 
     def restart(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tq_service.client import AsyncWatch, AsyncWork, AsyncWorkItem, Watch, Work, WorkItem
 from tq_service.client.batch_meta import Pack, Step
+from tq_service.client.requests import ClaimOptions
 from tq_service.client.updates import PartitionUpdate, WatchUpdate
 from tq_service.results import (
     CheckpointCopy,
@@ -14,13 +15,18 @@ from tq_service.results import (
     EvictedUnit,
     EvictedUnits,
     FieldStatus,
+    MetaColumnStatus,
+    MirrorStatus,
+    NotReady,
     PartitionDescription,
     PartitionList,
     PartitionSummary,
     PartitionWait,
+    PolicyStatus,
     ProductionStatus,
     RecentBatch,
     RecordingStatus,
+    RestartedRanks,
     RestoredCheckpoint,
     Revision,
     SamplerDescription,
@@ -30,9 +36,11 @@ from tq_service.results import (
     StorageStat,
     StorageStatus,
     TaskStatus,
+    TrainerProgress,
+    WaitCode,
     WaitReason,
 )
-from tq_service.schema import EndCounts, FieldScope, Layout, SampleState, StepTotals
+from tq_service.schema import Encoding, EndCounts, FieldScope, Layout, SampleState, StepTotals
 from tq_service.step_times import StepReport, StepTimes
 
 __all__ = [
@@ -42,23 +50,30 @@ __all__ = [
     "CheckpointCopy",
     "CheckpointSummary",
     "ClaimLease",
+    "ClaimOptions",
     "ConsumptionStatus",
     "ControllerStatus",
+    "Encoding",
     "EndCounts",
     "EvictedUnit",
     "EvictedUnits",
     "FieldScope",
     "FieldStatus",
     "Layout",
+    "MetaColumnStatus",
+    "MirrorStatus",
+    "NotReady",
     "Pack",
     "PartitionDescription",
     "PartitionList",
     "PartitionSummary",
     "PartitionUpdate",
     "PartitionWait",
+    "PolicyStatus",
     "ProductionStatus",
     "RecentBatch",
     "RecordingStatus",
+    "RestartedRanks",
     "RestoredCheckpoint",
     "Revision",
     "SampleState",
@@ -73,6 +88,8 @@ __all__ = [
     "StorageStat",
     "StorageStatus",
     "TaskStatus",
+    "TrainerProgress",
+    "WaitCode",
     "WaitReason",
     "Watch",
     "WatchUpdate",

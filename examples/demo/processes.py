@@ -65,7 +65,7 @@ class ProcessGroup:
         """
         flags = () if record is None else ("--record", str(record))
         self._service = ServiceProcess(
-            *flags, data_dir=data_dir, log=self._log("service"), start_new_session=True, stop_seconds=_STOP_SECONDS
+            *flags, data_dir=data_dir, log=self._log("service"), start_new_session=True, stop_timeout=_STOP_SECONDS
         )
         self._service.start()
         return self._service.address

@@ -3,11 +3,12 @@
 import inspect
 import re
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 import tq_service as tq
-from tq_service import errors
+from tq_service import errors, schema
 from tq_service.server.rpc.methods import METHODS
 from tq_service.wire.error_table import ERROR_CLASSES
 
@@ -33,6 +34,28 @@ def test_signatures_agree():
         assert not inspect.iscoroutinefunction(method)
         assert inspect.iscoroutinefunction(asynchronous[name]) == (name not in ITERATORS), name
     assert inspect.signature(tq.Client) == inspect.signature(tq.AsyncClient)
+
+
+def test_options_of_claims_are_those_of_the_method():
+    options = {name: each.__forward_arg__ for name, each in inspect.get_annotations(tq.types.ClaimOptions).items()}
+    parameters = inspect.signature(tq.Client.claim).parameters
+    claim = {name: each.annotation for name, each in parameters.items() if each.kind is each.KEYWORD_ONLY}
+    del claim["batch_count"], claim["timeout"]
+    assert options == claim | {"batch_size": "Required[int]"}
+
+
+@pytest.mark.parametrize(
+    ("given", "kind"),
+    [
+        (schema.LayoutGiven, tq.types.Layout),
+        (schema.EncodingGiven, tq.types.Encoding),
+        (schema.ScopeGiven, tq.types.FieldScope),
+        (schema.StateGiven, tq.types.SampleState),
+    ],
+)
+def test_words_that_are_accepted_for_an_enum_are_its_values(given, kind):
+    enum, words = get_args(given)
+    assert (enum, get_args(words)) == (kind, tuple(kind))
 
 
 @pytest.mark.parametrize("kind", [tq.Client, tq.AsyncClient])

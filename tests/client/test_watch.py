@@ -31,7 +31,7 @@ async def now(client):
 async def test_each_change_is_seen_and_the_end_is_what_a_list_says(kind, client):
     await client.put(rows(1, 2), partition_id="early", keys=["a", "b"])
     table = WatchedTable()
-    async with watching(client.watch(progress_seconds=0.2)) as watch:
+    async with watching(client.watch(progress_interval=0.2)) as watch:
 
         async def check():
             await table.follow(watch, await now(client))
@@ -82,7 +82,7 @@ async def test_a_watch_goes_on_from_a_list(kind, client):
 
 
 async def test_a_watch_is_told_that_nothing_has_changed_and_ends_when_it_is_closed(kind, client):
-    async with watching(client.watch("train", progress_seconds=0.1)) as watch:
+    async with watching(client.watch("train", progress_interval=0.1)) as watch:
         assert (await next_update(watch)).is_reset
         await client.put(rows(1), partition_id="other")
         last = await now(client)
@@ -102,7 +102,7 @@ async def test_what_is_not_watched_is_not_sent(kind, client):
         await client.clear_samples(partition_id="train", keys=["d"])
         (changed,) = (await next_update(watch)).partitions
         assert changed.cleared_indexes.size == 0 and changed.summary.present_count == 3
-    async with watching(client.watch(revision=start, tasks=False, progress_seconds=0.1)) as watch:
+    async with watching(client.watch(revision=start, tasks=False, progress_interval=0.1)) as watch:
         (changed,) = (await next_update(watch)).partitions
         assert not changed.tasks and changed.cleared_keys == ("d",)
         await client.get_meta(**CLAIM)
@@ -139,7 +139,7 @@ async def test_a_revision_that_is_none_is_rejected(client, number):
     async with watching(client.watch(revision=revision)) as watch:
         with pytest.raises(tq.errors.InvalidArgumentError, match="revision"):
             await next_update(watch)
-    async with watching(client.watch(progress_seconds=0.01)) as watch:
+    async with watching(client.watch(progress_interval=0.01)) as watch:
         with pytest.raises(
             tq.errors.InvalidArgumentError, match=r"progress_interval is 0\.01 s, expected 0\.1 s or more"
         ):
@@ -154,7 +154,7 @@ async def test_after_a_restart_a_watch_starts_over_and_a_revision_is_compacted(k
         client = make_client(kind, f"127.0.0.1:{port}", timeout=20)
         await client.put(rows(1, 2), partition_id="train", keys=["a", "b"])
         table, before = WatchedTable(), await now(client)
-        watch = client.watch(progress_seconds=0.2)
+        watch = client.watch(progress_interval=0.2)
         await table.follow(watch, before)
     async with running(settings(**options).model_copy(update={"port": port})):
         await client.put(rows(3), partition_id="train", keys=["c"])
@@ -232,7 +232,7 @@ async def test_a_token_sees_what_it_is_for(kind, tmp_path):
     async with running(settings(auth_tokens_file=tokens)) as app:
         address = f"127.0.0.1:{app.port}"
         admin, reader, blind = (make_client(kind, address, timeout=20, token=each) for each in (everything, own, made))
-        async with watching(reader.watch(progress_seconds=0.1)) as watch:
+        async with watching(reader.watch(progress_interval=0.1)) as watch:
             assert not (await next_update(watch)).partitions
             for name in ("run-7/train", "run-8/train", "train"):
                 await admin.put(rows(1), partition_id=name, keys=[name])

@@ -322,7 +322,7 @@ def _use_all_of(client: tq.Client) -> None:
     client.lookup_samples("train", groups=["g0", "g1"], task_name="critic")
     client.reset_consumption("train", "critic", 0)
     client.requeue_dead_lettered("train", "scorer", [0])
-    with client.watch("tr", revision=client.list_partitions("tr").revision, progress_seconds=0.1) as watch:
+    with client.watch("tr", revision=client.list_partitions("tr").revision, progress_interval=0.1) as watch:
         next(watch)
     client.describe_partition("train")
     client.explain("train")

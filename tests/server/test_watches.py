@@ -48,7 +48,7 @@ class Follower:
 
     def __init__(self, client: tq.AsyncClient) -> None:
         self.client = client
-        self.watch: AsyncWatch = client.watch(progress_seconds=0.2)
+        self.watch: AsyncWatch = client.watch(progress_interval=0.2)
         self.state: dict[str, dict[Any, Any]] = {}
 
     async def read(self) -> None:
@@ -74,7 +74,7 @@ class Follower:
         """Go on in another watch from the last revision."""
         revision = self.watch.revision
         await self.watch.aclose()
-        self.watch = self.client.watch(revision=revision, progress_seconds=0.2)
+        self.watch = self.client.watch(revision=revision, progress_interval=0.2)
 
 
 async def change(client: tq.AsyncClient, rng: random.Random) -> None:

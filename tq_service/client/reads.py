@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapp
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,6 +52,7 @@ from tq_service.wire.slices import RowCut
 
 if TYPE_CHECKING:
     import torch
+    from tensordict import TensorDict
 
     from tq_service.client.landing import Landing
 
@@ -403,7 +404,7 @@ def to_batch(
     layout: ReadLayout | None = None,
     landing: Landing | None = None,
     arrange: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
-) -> Any:
+) -> TensorDict:
     """Return received columns as a TensorDict `[row_count]`, or as a dict if torch or tensordict is missing.
 
     Without torch, columns are numpy arrays and lists of them. `layout` is as in `get_data`; None: unchanged. Without a
@@ -423,7 +424,7 @@ def to_batch(
         data = arrange(data)
     if landing is not None:
         landing.fill(data)
-    return to_tensordict(data, row_count) if has_tensordict() else data
+    return to_tensordict(data, row_count) if has_tensordict() else cast("TensorDict", data)
 
 
 def _laid_out(column: ColumnShape, layout: ReadLayout) -> ColumnShape:
@@ -580,7 +581,7 @@ def decode_columns(
     }
 
 
-def to_tensordict(columns: Mapping[str, Any], row_count: int | None) -> Any:
+def to_tensordict(columns: Mapping[str, Any], row_count: int | None) -> TensorDict:
     """Return decoded columns as a TensorDict of batch size `[row_count]`; lists stay lists when read from it.
 
     Without a row count it lacks a batch dimension.

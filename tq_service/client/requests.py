@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache, lru_cache, partial
 from itertools import chain
-from typing import Any, ClassVar, Final, Protocol, TypeAlias, TypeVar, cast
+from typing import Any, ClassVar, Final, Protocol, Required, TypeAlias, TypedDict, TypeVar, cast
 
 import numpy as np
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
@@ -29,7 +29,19 @@ from tq_service.client.batch_meta import (
 )
 from tq_service.custom_meta import MetaColumn, MetaValue, concatenated
 from tq_service.errors import InvalidArgumentError
-from tq_service.schema import DEFAULT_POLICY, Admit, KeyMode, Published, SampleState, check_named_rows
+from tq_service.results import WaitReason
+from tq_service.schema import (
+    DEFAULT_POLICY,
+    Admission,
+    Admit,
+    BatchUnit,
+    KeyMode,
+    Published,
+    Release,
+    StateGiven,
+    Unmatched,
+    check_named_rows,
+)
 from tq_service.v1 import commit_pb2, metadata_pb2
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.wire.columns import ColumnShape
@@ -232,6 +244,96 @@ def partition_of(namespace: Namespace, partition_id: str | None, metadata: Batch
             field="partition_id",
         )
     return full_name
+
+
+def with_short_forms(
+    admissions: Iterable[Admission],
+    release: Release | None,
+    *,
+    clear_after: Iterable[str] | None,
+    max_staleness: int | None,
+    global_batch: int | None,
+    batch_unit: BatchUnit,
+) -> tuple[list[Admission], Release | None]:
+    """Return the admissions and the release of a new partition, including those given in their short forms.
+
+    Raises:
+        InvalidArgumentError: a short form is incomplete, a release is given in both forms, or one has another type.
+    """
+    found = all_of(Admission, "admissions", admissions)
+    tasks = listed("clear_after", clear_after)
+    if release is not None:
+        all_of(Release, "release", [release])
+    if clear_after is not None:
+        if release is not None:
+            raise InvalidArgumentError(
+                "clear_after and release are both given; expected one of them. Name the tasks in the release",
+                field="clear_after",
+            )
+        if not tasks:
+            raise InvalidArgumentError(
+                "clear_after is empty; expected at least one task. Leave it out to keep samples until they are cleared",
+                field="clear_after",
+            )
+        release = Release("trained", tasks)
+    if max_staleness is None:
+        if global_batch is not None or batch_unit != "sample":
+            name, value = ("batch_unit", batch_unit) if global_batch is None else ("global_batch", global_batch)
+            raise InvalidArgumentError(
+                f"{name} is {value!r} without max_staleness; expected both. Give max_staleness, or leave it out",
+                field=name,
+            )
+        return found, release
+    if len(tasks) != 1:
+        raise InvalidArgumentError(
+            f"max_staleness is {max_staleness} and clear_after names {len(tasks)} tasks; expected one, whose batches "
+            "are bounded. Name it in clear_after, or give an Admission for it in admissions",
+            field="max_staleness",
+        )
+    bound = Admission(tasks[0], max_staleness=max_staleness, global_batch=global_batch or 0, unit=batch_unit)
+    return [*found, bound], release
+
+
+class ClaimOptions(TypedDict, total=False):
+    """The options of `Client.claim`, without `batch_count` and `timeout`: the type of a dict that several calls share.
+
+        options: tq.types.ClaimOptions = {"batch_size": 8, "dp_rank": 0, "dp_size": 4}
+        data, batch = client.get_batch("train", "update_actor", ["input_ids"], **options | {"batch_index": 0})
+
+    Merge options that vary from call to call, as here: type checkers refuse a name that may be given twice.
+    """
+
+    batch_size: Required[int]
+    min_batch_size: int | None
+    batch_unit: BatchUnit
+    micro_batch_size: int | None
+    sampler: SamplerGiven | None
+    sampler_config: Mapping[str, Any] | None
+    dp_rank: int | None
+    dp_size: int | None
+    batch_index: int | None
+    drop_last: bool
+    where: Iterable[tuple[str, str, Any]]
+    order_by: Iterable[str]
+    finite: bool
+    incarnation: bytes
+    epoch: int | None
+    lease: float | None
+    max_deliveries: int | None
+    claim_name: str | None
+    max_uses: int | None
+    unmatched: Unmatched
+    least_members: int | None
+    refill: tuple[str, str] | None
+    max_refills: int
+    totals: Sequence[str]
+    held: bool
+    admit: Admit | None
+    not_before_version: int | None
+    policy: str
+    max_wait: float
+    explain: bool | None
+    on_wait: Callable[[WaitReason], object] | None
 
 
 def get_meta_request(
@@ -624,7 +726,7 @@ class Write:
     key_mode: KeyMode | None = None
     group_size: int | None = None
     ends_rollouts: bool = False
-    state: SampleState | str | None = None
+    state: StateGiven | None = None
     fenced: bool = True
     ack: bool = False
     append_at: Sequence[int] = ()

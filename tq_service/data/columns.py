@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Generic
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from tensordict import NonTensorData, NonTensorStack, TensorDict, is_tensor_collection
+from typing_extensions import TypeVar
 
 from tq_service.client.batch_meta import BatchMeta, Pack, Step
 from tq_service.client.reads import RowPattern, object_stack
@@ -26,8 +27,17 @@ from tq_service.wire.objects import is_image_type
 FieldKey = str | tuple[str, ...]
 Positions = NDArray[np.int64]
 
-ProcessBatch = Callable[..., Iterable[Any]]
+Item = TypeVar("Item", default=tuple[TensorDict, BatchMeta])
+"""The items of a loader: micro-batches with their samples, unless an option of the dataset determines others."""
+
+ProcessBatch = Callable[..., Iterable[Item]]
 """`process_batch_fn(data, meta, micro_batch_size=...)`: returns the items that the loader yields for one batch."""
+
+
+class ItemOptions(Generic[Item]):
+    """Options of a dataset that determine its items: from their type, type checkers infer that of the items."""
+
+    __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from multiprocessing.context import BaseContext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, get_args
+from typing import TYPE_CHECKING, Any, Final, Generic, Literal, Self, get_args
 
 from torch.utils.data import IterableDataset, get_worker_info
 
@@ -20,7 +20,7 @@ from tq_service.client.requests import SamplerGiven, name_and_options
 from tq_service.client.slices import CpLayout, RowSlice
 from tq_service.client.transport import resolve_address, warn_of_wait
 from tq_service.client_probes import Stage, collected_here, timed
-from tq_service.data.columns import ProcessBatch, micro_batch_count, split_micro_batches
+from tq_service.data.columns import Item, ItemOptions, ProcessBatch, micro_batch_count, split_micro_batches
 from tq_service.data.on_device import ArrivingItem, DeviceFeed, Split, UploadingFetcher, pinned
 from tq_service.data.packs import PackOptions, split_packs
 from tq_service.data.replicas import ReplicaGroup, ReplicaStream, rank_and_size, world_group
@@ -58,6 +58,7 @@ from tq_service.wire.device import find_device
 if TYPE_CHECKING:
     import torch
 
+    from tq_service.client.batch_meta import BatchMeta
     from tq_service.data.replicas import Ranks
     from tq_service.wire.connection import Tls
 
@@ -70,8 +71,11 @@ OpenRest = Callable[[BatchSource, int, StreamIdentity | None], BatchStream]
 """Opens a stream of a source, given the first batch_index and the identity required of its batches."""
 
 
-class StreamingDataset(IterableDataset[Any]):
+class StreamingDataset(IterableDataset[Item]):
     """The micro-batches of one DP rank.
+
+    Its items are `(micro_batch, meta)`: a TensorDict, and the `BatchMeta` of its samples. With `pack` they are
+    `PackedMicroBatch`es, with `process_batch_fn` the items that it returns; type checkers know this.
 
     Iterating it fetches in the consumer's thread; `StreamingDataLoader` fetches ahead. Lifecycle::
 
@@ -193,8 +197,8 @@ class StreamingDataset(IterableDataset[Any]):
         sampler_config: Mapping[str, Any] | None = None,
         should_check_consumption_status: bool = False,
         fetch_batch_fn: FetchBatch | None = None,
-        process_batch_fn: ProcessBatch | None = None,
-        pack: PackOptions | None = None,
+        process_batch_fn: ProcessBatch[Item] | None = None,
+        pack: ItemOptions[Item] | None = None,
         layout: ReadLayout | None = None,
         max_uses: int | None = None,
         unmatched: Unmatched = "wait",
@@ -221,13 +225,7 @@ class StreamingDataset(IterableDataset[Any]):
         on_wait: OnWait | None = None,
     ) -> None:
         super().__init__()
-        _require(
-            not isinstance(data_fields, str) and len(data_fields) > 0,
-            "data_fields",
-            repr(data_fields),
-            "a list of at least one field name",
-        )
-        _require(len(set(data_fields)) == len(data_fields), "data_fields", list(data_fields), "each field once")
+        _check_data_fields(data_fields)
         sampler_name, options = name_and_options(sampler, sampler_config)
         if address is not None and client_factory is None:
             address = resolve_address(address)
@@ -252,7 +250,9 @@ class StreamingDataset(IterableDataset[Any]):
         _require(0 <= cp_rank < cp_size, "cp_rank", cp_rank, f"0 to {cp_size - 1}, below cp_size")
         _require(cp_size == 1 or len(cp_fields) > 0, "cp_fields", "none with cp_size", "the fields that ranks share")
         share = RowSlice.share(cp_rank, cp_size, cp_layout, align=cp_align, fill=0) if len(cp_fields) else None
-        if pack is not None:
+        process_batch: ProcessBatch[Any] = process_batch_fn or split_micro_batches
+        _require(pack is None or isinstance(pack, PackOptions), "pack", repr(pack), "PackOptions")
+        if isinstance(pack, PackOptions):
             _require(process_batch_fn is None, "pack", "a process_batch_fn as well", "one of the two")
             _require(not read_options, "pack", "read_options as well", "whole rows, or cp_fields")
             _require_agreement(pack, options or {})
@@ -262,7 +262,7 @@ class StreamingDataset(IterableDataset[Any]):
                 _require(cp_fill == 0, "cp_fill", cp_fill, "none with pack, which has pad_values")
                 _require(pack.align % chunks == 0, "pack", f"align {pack.align}", f"a multiple of {chunks} chunks")
                 share = replace(share, align=pack.align // chunks)
-            process_batch_fn = partial(split_packs, options=pack, share=share)
+            process_batch = partial(split_packs, options=pack, share=share)
         read_options = check_read_options(read_options)
         if share is not None:
             read_options = with_shares(read_options, data_fields, cp_fields, share, cp_fill, positions=pack is None)
@@ -311,8 +311,8 @@ class StreamingDataset(IterableDataset[Any]):
             client_options=client_options,
             on_wait=on_wait or warn_of_wait,
         )
-        self._process_batch = process_batch_fn or split_micro_batches
-        self._follows_plan = self._process_batch is split_micro_batches
+        self._process_batch = process_batch
+        self._follows_plan = process_batch is split_micro_batches
         self._buffer = ReplayBuffer(replay_buffer_bytes)
         self._replicas = None if replica_group is None else ReplicaGroup(replica_group)
         self._batch_index = start_batch_index
@@ -350,7 +350,7 @@ class StreamingDataset(IterableDataset[Any]):
         """The partition that is consumed."""
         return self._source.request.partition_id
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Item]:
         if get_worker_info() is not None:
             raise RuntimeError(
                 "a StreamingDataset was iterated in a worker of torch's DataLoader, where every worker would yield the "
@@ -362,7 +362,7 @@ class StreamingDataset(IterableDataset[Any]):
         """Return a stream that fetches in the thread that reads it."""
         return InlineStream(source, batch_index, identity, self.step_timer.take_report)
 
-    def iterate(self, open_stream: Callable[[StreamingDataset], BatchStream], split: Split) -> Iterator[Any]:
+    def iterate(self, open_stream: Callable[[StreamingDataset[Item]], BatchStream], split: Split) -> Iterator[Item]:
         """Yield the micro-batches from the next batch on.
 
         Args:
@@ -371,7 +371,7 @@ class StreamingDataset(IterableDataset[Any]):
         """
         return timed(self._iterate(open_stream, split), self.step_timer)
 
-    def _iterate(self, open_stream: Callable[[StreamingDataset], BatchStream], split: Split) -> Iterator[Any]:
+    def _iterate(self, open_stream: Callable[[StreamingDataset[Item]], BatchStream], split: Split) -> Iterator[Item]:
         stream: BatchStream | None = None
         if self._delivered[0] < self._batch_index:  # another iterator began a batch: skip the rest of it
             self._delivered = (self._batch_index, 0)
@@ -641,7 +641,7 @@ class StreamingDataset(IterableDataset[Any]):
         self._identity = None
         self.reset()
 
-    def get_buffer(self) -> list[tuple[Any, Any]]:
+    def get_buffer(self) -> list[tuple[Any, BatchMeta]]:
         """Return `(data, meta)` of each batch kept for `reset()`, in order; see `replay_buffer_bytes`."""
         return self._buffer.pairs()
 
@@ -678,6 +678,13 @@ def _dp_rank_and_size(
 def _require(holds: bool, name: str, got: object, expected: str) -> None:
     if not holds:
         raise InvalidArgumentError(f"{name}: got {got}; expected {expected}", field=name)
+
+
+def _check_data_fields(data_fields: Sequence[str]) -> None:
+    """Raise InvalidArgumentError unless it is a list of at least one field name, each given once."""
+    is_list = not isinstance(data_fields, str) and len(data_fields) > 0
+    _require(is_list, "data_fields", repr(data_fields), "a list of at least one field name")
+    _require(len(set(data_fields)) == len(data_fields), "data_fields", list(data_fields), "each field once")
 
 
 def _require_agreement(pack: PackOptions, options: Mapping[str, Any]) -> None:
@@ -729,7 +736,7 @@ class ReplayBuffer:
         self._left_bytes -= size_bytes
         self._batches[batch.index] = replace(batch, micro_batches=None, on_consumed=None, spans=())
 
-    def pairs(self) -> list[tuple[Any, Any]]:
+    def pairs(self) -> list[tuple[Any, BatchMeta]]:
         """Return `(data, meta)` of each kept batch, ordered by batch_index."""
         return [(batch.data, batch.meta) for _, batch in sorted(self._batches.items())]
 
@@ -765,7 +772,7 @@ class ReplayStream:
         self._rest.close()
 
 
-class StreamingDataLoader:
+class StreamingDataLoader(Generic[Item]):
     """Iterates a `StreamingDataset` and fetches its batches ahead.
 
     ::
@@ -805,7 +812,7 @@ class StreamingDataLoader:
 
     def __init__(
         self,
-        dataset: StreamingDataset,
+        dataset: StreamingDataset[Item],
         num_workers: int = 0,
         prefetch_factor: int = 2,
         multiprocessing_context: str | BaseContext | None = None,
@@ -847,7 +854,7 @@ class StreamingDataLoader:
         """The batch after the last one delivered."""
         return self.dataset.batch_index
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Item]:
         """Yield micro-batches, from the batch after the last one delivered.
 
         Raises:
@@ -863,7 +870,7 @@ class StreamingDataLoader:
             if not self._persistent_workers:
                 self._end_workers()
 
-    def _open_stream(self, dataset: StreamingDataset) -> BatchStream:
+    def _open_stream(self, dataset: StreamingDataset[Item]) -> BatchStream:
         """Open the only stream of this loader; closes the stream of another iterator."""
         if self._stream is not None:
             self._stream.close()
@@ -918,7 +925,7 @@ class StreamingDataLoader:
         """Go to the first batch of another partition, with fresh state."""
         self.dataset.step(partition_id)
 
-    def get_buffer(self) -> list[tuple[Any, Any]]:
+    def get_buffer(self) -> list[tuple[Any, BatchMeta]]:
         """Return `(data, meta)` of each batch that the dataset's `replay_buffer_bytes` keeps, in order."""
         return self.dataset.get_buffer()
 
@@ -957,7 +964,7 @@ class StreamingDataLoader:
                 self.dataset.source.request.task_name, self.dataset.partition_id, count, self.batch_index,
             )  # fmt: skip
 
-    def __enter__(self) -> StreamingDataLoader:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:

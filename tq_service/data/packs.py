@@ -27,6 +27,7 @@ from tq_service.data.columns import (
     FieldKey,
     FlatBatch,
     FlatColumn,
+    ItemOptions,
     JaggedColumn,
     Positions,
     build,
@@ -51,7 +52,7 @@ _WHOLE: Final = RowSlice(chunks=(0,), chunk_count=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PackOptions:
+class PackOptions(ItemOptions["PackedMicroBatch"]):
     """How the samples of a pack become one sequence.
 
     Per-token fields are concatenated; all others are kept, one row per sample. These fields are per token:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from tq_service.client._async.calls import AsyncBase
 from tq_service.client.batch_meta import BatchMeta, StorageRef, in_parts, joined
@@ -44,6 +44,9 @@ from tq_service.schema import FieldScope, FieldSpec, ReadLayout
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.wire.metadata import Indexes
 
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+
 
 class AsyncFetchCalls(AsyncBase):
     """The part of the client that fetches data. See `AsyncClient`."""
@@ -70,7 +73,7 @@ class AsyncFetchCalls(AsyncBase):
         mask: bool = False,
         truncate: bool = False,
         timeout: float | None = None,
-    ) -> Any:
+    ) -> TensorDict:
         """Fetch the data of samples, in the order given; a sample named several times is fetched once.
 
         Args:
@@ -113,9 +116,10 @@ class AsyncFetchCalls(AsyncBase):
             timeout: seconds until the call fails; None: the client's.
 
         Returns:
-            A TensorDict of batch size `[n]`, or `[]` with `expand=False`; a dict of numpy arrays if torch is not
-            installed. Jagged fields are nested tensors, ragged in the dimension that differs, or lists of tensors
-            if they differ in several. Objects are lists.
+            A TensorDict of batch size `[n]`, or `[]` with `expand=False`. Jagged fields are nested tensors, ragged in
+            the dimension that differs, or lists of tensors if they differ in several. Objects are lists. If tensordict
+            is not installed: a dict of tensors and lists, or of numpy arrays and lists if torch is not installed
+            either; type checkers then take it as `Any`.
 
         Raises:
             PartitionNotFoundError, FieldNotFoundError, KeyNotFoundError, SampleNotFoundError: a name does not exist.
@@ -225,7 +229,7 @@ class AsyncFetchCalls(AsyncBase):
         landing: Landing | None,
         form: ReadForm | None,
         expand: bool,
-    ) -> Any:
+    ) -> TensorDict:
         specs = {spec.name: spec for spec in located.fields}
         wanted = list(specs) if fields is None else list(fields)
         if missing_fields == "skip":
@@ -274,7 +278,7 @@ class AsyncFetchCalls(AsyncBase):
         for probe in probes:
             probe.received(value_bytes)
 
-        def decode() -> Any:
+        def decode() -> TensorDict:
             parts = answers if padding is None else padding.take(reads, answers)
             left = wanted if padding is None else [name for name in wanted if name not in padding.columns]
             received = merge_answers(
@@ -308,7 +312,7 @@ class AsyncFetchCalls(AsyncBase):
         form: ReadForm | None,
         *,
         expand: bool,
-    ) -> Any:
+    ) -> TensorDict:
         arrange = None
         if _are_shared(specs):
             if not expand:

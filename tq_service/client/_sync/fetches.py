@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from tq_service.client._sync.calls import Base
 from tq_service.client.batch_meta import BatchMeta, StorageRef, in_parts, joined
@@ -45,6 +45,9 @@ from tq_service.schema import FieldScope, FieldSpec, ReadLayout
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.wire.metadata import Indexes
 
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+
 
 class FetchCalls(Base):
     """The part of the client that fetches data. See `Client`."""
@@ -71,7 +74,7 @@ class FetchCalls(Base):
         mask: bool = False,
         truncate: bool = False,
         timeout: float | None = None,
-    ) -> Any:
+    ) -> TensorDict:
         """Fetch the data of samples, in the order given; a sample named several times is fetched once.
 
         Args:
@@ -114,9 +117,10 @@ class FetchCalls(Base):
             timeout: seconds until the call fails; None: the client's.
 
         Returns:
-            A TensorDict of batch size `[n]`, or `[]` with `expand=False`; a dict of numpy arrays if torch is not
-            installed. Jagged fields are nested tensors, ragged in the dimension that differs, or lists of tensors
-            if they differ in several. Objects are lists.
+            A TensorDict of batch size `[n]`, or `[]` with `expand=False`. Jagged fields are nested tensors, ragged in
+            the dimension that differs, or lists of tensors if they differ in several. Objects are lists. If tensordict
+            is not installed: a dict of tensors and lists, or of numpy arrays and lists if torch is not installed
+            either; type checkers then take it as `Any`.
 
         Raises:
             PartitionNotFoundError, FieldNotFoundError, KeyNotFoundError, SampleNotFoundError: a name does not exist.
@@ -224,7 +228,7 @@ class FetchCalls(Base):
         landing: Landing | None,
         form: ReadForm | None,
         expand: bool,
-    ) -> Any:
+    ) -> TensorDict:
         specs = {spec.name: spec for spec in located.fields}
         wanted = list(specs) if fields is None else list(fields)
         if missing_fields == "skip":
@@ -273,7 +277,7 @@ class FetchCalls(Base):
         for probe in probes:
             probe.received(value_bytes)
 
-        def decode() -> Any:
+        def decode() -> TensorDict:
             parts = answers if padding is None else padding.take(reads, answers)
             left = wanted if padding is None else [name for name in wanted if name not in padding.columns]
             received = merge_answers(
@@ -307,7 +311,7 @@ class FetchCalls(Base):
         form: ReadForm | None,
         *,
         expand: bool,
-    ) -> Any:
+    ) -> TensorDict:
         arrange = None
         if _are_shared(specs):
             if not expand:

@@ -11,7 +11,7 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
 from tq_service.addresses import parse_address
 from tq_service.client._sync.calls import Base
-from tq_service.client.requests import all_of, listed, request_of
+from tq_service.client.requests import all_of, listed, request_of, with_short_forms
 from tq_service.results import (
     CheckpointCopy,
     CheckpointSummary,
@@ -24,7 +24,7 @@ from tq_service.results import (
     ServiceStatus,
     StorageStat,
 )
-from tq_service.schema import Admission, FieldSpec, Layout, Release
+from tq_service.schema import Admission, BatchUnit, FieldSpec, Layout, LayoutGiven, Release
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1.storage_service_pb2 import StatRequest, StatResponse
 from tq_service.wire.messages import read_message, to_message
@@ -43,13 +43,17 @@ class PartitionCalls(Base):
         partition_id: str,
         *,
         expected_samples: int | None = None,
-        default_layout: Layout | str = Layout.AUTO,
+        default_layout: LayoutGiven = Layout.AUTO,
         fields: Iterable[FieldSpec] = (),
         max_bytes: int | None = None,
         admissions: Iterable[Admission] = (),
         tasks: Iterable[str] = (),
         samples_per_round: int | None = None,
         release: Release | None = None,
+        clear_after: Iterable[str] | None = None,
+        max_staleness: int | None = None,
+        global_batch: int | None = None,
+        batch_unit: BatchUnit = "sample",
         timeout: float | None = None,
     ) -> bytes:
         """Create a partition, or confirm that it exists with these settings. Optional: its first samples create it too.
@@ -73,6 +77,13 @@ class PartitionCalls(Base):
                 `check_production` once they are full and produced. None: complete only after a seal.
             release: when the service clears samples automatically. None: only `clear_samples` and `clear_partition`
                 clear them.
+            clear_after: short form of `release`: samples are cleared once all of these tasks have trained or
+                acknowledged them, as by `Release("trained", clear_after)`.
+            max_staleness: short form of one of the `admissions`, for the only task in `clear_after`: maximum number of
+                versions published between the slot of a sample and its training. Samples are then created by `acquire`,
+                and versions are those of the default policy, see `Admission`. None: unbounded.
+            global_batch: with `max_staleness`: units that all ranks of the task take per version.
+            batch_unit: the unit of `global_batch`: "sample", "rollout" or "group", as in the claims of the ranks.
             timeout: seconds until the call fails; None: the client's.
 
         Returns:
@@ -80,7 +91,16 @@ class PartitionCalls(Base):
 
         Raises:
             AlreadyExistsError: it exists with other settings.
+            InvalidArgumentError: an argument is invalid, or a short form is incomplete or contradicts `release`.
         """
+        all_admissions, any_release = with_short_forms(
+            admissions,
+            release,
+            clear_after=clear_after,
+            max_staleness=max_staleness,
+            global_batch=global_batch,
+            batch_unit=batch_unit,
+        )
         answer = self._ask(
             pb.CreatePartitionResponse,
             timeout,
@@ -91,11 +111,11 @@ class PartitionCalls(Base):
             max_bytes=max_bytes,
             admissions=[
                 request_of(pb.Admission, **asdict(each) | {"policy": self._namespace.full_name(each.policy)})
-                for each in all_of(Admission, "admissions", admissions)
+                for each in all_admissions
             ],
             tasks=listed("tasks", tasks),
             samples_per_round=samples_per_round,
-            release=None if release is None else to_message(pb.Release, *all_of(Release, "release", [release])),
+            release=None if any_release is None else to_message(pb.Release, any_release),
         )
         return answer.incarnation
 

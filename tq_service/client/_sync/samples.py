@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import numpy as np
 from google.protobuf.message import Message
@@ -60,7 +60,7 @@ from tq_service.errors import (
     UnavailableError,
 )
 from tq_service.results import Revision
-from tq_service.schema import FieldSpec, KeyMode, SampleState
+from tq_service.schema import FieldSpec, KeyMode, StateGiven
 from tq_service.v1 import commit_pb2
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1.metadata_pb2 import MetaColumn
@@ -69,6 +69,9 @@ from tq_service.wire.columns import put_header
 from tq_service.wire.encoding import encode_appended, encode_columns, has_lists
 from tq_service.wire.messages import read_message, to_duration
 from tq_service.wire.metadata import encode_meta_columns
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
 
 _COMMIT_PATIENCE_SECONDS: Final = 5.0
 _MOST_LOSSES: Final = 3
@@ -98,7 +101,7 @@ class SampleCalls(Base):
         rollouts: GroupColumn | None = None,
         ends_rollouts: bool = False,
         custom_meta: MetaGiven | None = None,
-        state: SampleState | str | None = None,
+        state: StateGiven | None = None,
         fenced: bool = True,
         ack: bool = False,
         return_meta: Literal["written", "all"] = "written",
@@ -546,7 +549,7 @@ class SampleCalls(Base):
         partition_id: str,
         lengths: Mapping[str, ArrayLike] = MappingProxyType({}),
         timeout: float | None = None,
-    ) -> Any:
+    ) -> TensorDict:
         """Allocate columns to fill in place and put once. On the host of the service, that put copies nothing.
 
         Put all of them, in the same order, to the same partition. The put is then only a commit, and the columns are
@@ -605,7 +608,7 @@ class SampleCalls(Base):
         rollouts: GroupColumn | None = None,
         ends_rollouts: bool = False,
         custom_meta: MetaGiven | None = None,
-        state: SampleState | str | None = None,
+        state: StateGiven | None = None,
         timeout: float | None = None,
     ) -> BatchMeta:
         """Create `row_count` samples without data; `put(..., metadata=...)` adds columns.

@@ -114,7 +114,7 @@ class WatchCalls(Base):
         revision: Revision | None = None,
         samples: bool = True,
         tasks: bool = True,
-        progress_seconds: float = _PROGRESS_SECONDS,
+        progress_interval: float = _PROGRESS_SECONDS,
         timeout: float | None = None,
     ) -> Watch:
         """Return an iterator over changes of partitions (created, sealed, cleared), samples, their tags, and tasks.
@@ -130,7 +130,7 @@ class WatchCalls(Base):
                 restart of the service; such updates have `is_reset` set.
             samples: whether to watch samples.
             tasks: whether to watch tasks: claims then yield updates.
-            progress_seconds: seconds without a change after which an empty update is sent, 0.1 or more.
+            progress_interval: seconds without a change after which an empty update is sent, 0.1 or more.
             timeout: seconds that the service may be unavailable before the iterator fails; None: the client's.
 
         Raises, from the iterator:
@@ -142,7 +142,7 @@ class WatchCalls(Base):
             prefix=self._namespace.prefix + prefix,
             omit_samples=not samples,
             omit_tasks=not tasks,
-            progress_interval=to_duration(seconds("progress_seconds", progress_seconds)),
+            progress_interval=to_duration(seconds("progress_interval", progress_interval)),
         )
         if revision is not None:
             request.revision.CopyFrom(to_message(pb.Revision, revision))

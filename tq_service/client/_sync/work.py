@@ -7,17 +7,20 @@ import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self, Unpack
 
 from tq_service.client._sync.claims import ClaimCalls
 from tq_service.client._sync.fetches import FetchCalls
 from tq_service.client._sync.samples import SampleCalls
 from tq_service.client.batch_meta import BatchMeta
 from tq_service.client.heartbeats import Heartbeat
-from tq_service.client.requests import MetaGiven, not_zero, seconds
+from tq_service.client.requests import ClaimOptions, MetaGiven, not_zero, seconds
 from tq_service.errors import InvalidArgumentError, LeaseExpiredError, NotFoundError, PreconditionError
 from tq_service.log_message import LogMessage
 from tq_service.schema import BatchUnit
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
 
 _log = logging.getLogger(__name__)
 
@@ -35,7 +38,7 @@ class WorkItem:
         data: their fields, as `get_data` returns them.
     """
 
-    def __init__(self, client: WorkCalls, meta: BatchMeta, data: Any) -> None:
+    def __init__(self, client: WorkCalls, meta: BatchMeta, data: TensorDict) -> None:
         self.meta = meta
         self.data = data
         self._client = client
@@ -167,8 +170,8 @@ class WorkCalls(ClaimCalls, FetchCalls, SampleCalls):
         *,
         fetch: Sequence[str] | None = None,
         timeout: float | None = None,
-        **options: Any,
-    ) -> tuple[Any, BatchMeta]:
+        **options: Unpack[ClaimOptions],
+    ) -> tuple[TensorDict | None, BatchMeta]:
         """Claim a batch and fetch its data.
 
             data, batch = client.get_batch("train", "update_actor", ["input_ids"], batch_size=8, dp_rank=0, dp_size=4,
@@ -183,7 +186,8 @@ class WorkCalls(ClaimCalls, FetchCalls, SampleCalls):
             **options: as for `claim`: `batch_size` and others, except for `batch_count`.
 
         Returns:
-            The data, as `get_data` returns it, and the batch. The data is None unless `batch.status` is "batch".
+            The data, as `get_data` returns it, and the batch. If there is none, the data is None, and `batch.status`
+            is "not_yet" or "end".
 
         Raises:
             TqError: as `claim` and `get_data`.
@@ -192,7 +196,7 @@ class WorkCalls(ClaimCalls, FetchCalls, SampleCalls):
             raise InvalidArgumentError(
                 "get_batch has batch_count; expected one batch per call. Use claim for several", field="batch_count"
             )
-        batch: BatchMeta = self.claim(partition_id, task_name, data_fields, timeout=timeout, **options)
+        batch = self.claim(partition_id, task_name, data_fields, timeout=timeout, **options)
         if batch.status != "batch":
             return None, batch
         fetched = list(data_fields if fetch is None else fetch)

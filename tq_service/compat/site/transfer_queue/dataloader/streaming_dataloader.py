@@ -11,7 +11,7 @@ from transfer_queue.dataloader.streaming_dataset import StreamingDataset
 _PREFETCHED_BATCHES = 2
 
 
-class StreamingDataLoader(data.StreamingDataLoader):
+class StreamingDataLoader(data.StreamingDataLoader[Any]):
     """Iterates a dataset; a thread or worker processes prefetch its batches, each batch once.
 
     Args:

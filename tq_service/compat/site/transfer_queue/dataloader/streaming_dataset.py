@@ -28,7 +28,7 @@ TQ_STREAMING_DATASET_EMPTY_BATCH_SLEEP_INTERVAL: Final = float(
 """Longest pause between two checks for a batch, in seconds; ends early when samples become ready."""
 
 
-class StreamingDataset(data.StreamingDataset):
+class StreamingDataset(data.StreamingDataset[Any]):
     """The micro-batches of one rank, and of its replicas, in the run that this process has joined.
 
     Args:
