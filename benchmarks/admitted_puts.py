@@ -40,7 +40,7 @@ async def _seconds(client: tq.AsyncClient, admissions: tuple[tq.Admission, ...])
     await client.create_partition(partition_id, admissions=admissions)
     began_at = time.perf_counter()
     for number in range(_PUT_COUNT):
-        await client.put(data, partition_id=partition_id, groups=[str(number)] * _GROUP_SIZE, group_size=_GROUP_SIZE)
+        await client.put(partition_id, data, groups=[str(number)] * _GROUP_SIZE, group_size=_GROUP_SIZE)
     seconds = (time.perf_counter() - began_at) / _PUT_COUNT
     await client.clear_partition(partition_id)
     return seconds

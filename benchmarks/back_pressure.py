@@ -59,7 +59,7 @@ async def _produce(address: str, put_count: int, seen: _Seen) -> None:
     async with tq.AsyncClient(address, timeout=300.0) as client:
         for _ in range(put_count):
             began_at = time.perf_counter()
-            await client.put(row, partition_id=_PARTITION)
+            await client.put(_PARTITION, row)
             seen.call_seconds += time.perf_counter() - began_at
 
 
@@ -98,7 +98,7 @@ async def _watch(address: str, pid: int, seen: _Seen, *, is_shared: bool) -> Non
 async def _overload(case: _Case, address: str, pid: int, put_count: int) -> _Seen:
     seen = _Seen()
     async with tq.AsyncClient(address, timeout=60.0) as client:
-        await client.put({"x": np.zeros(1)}, partition_id="first")  # leaves out memory for the very first put
+        await client.put("first", {"x": np.zeros(1)})  # leaves out memory for the very first put
         await client.clear_partition("first")
         await client.create_partition(_PARTITION, max_bytes=case.max_bytes, admissions=case.admissions)
     watching = asyncio.create_task(_watch(address, pid, seen, is_shared="off" not in case.flags))

@@ -95,7 +95,7 @@ def _columns() -> dict[str, Any]:
 
 async def _async_round_trip(client: tq.AsyncClient, column: Any) -> PutAndGet:
     times = [time.perf_counter()]
-    meta = await client.put({"x": column}, partition_id=PARTITION)
+    meta = await client.put(PARTITION, {"x": column})
     times.append(time.perf_counter())
     back = await client.get_data(meta)
     times.append(time.perf_counter())
@@ -224,7 +224,7 @@ def _mixed_gets(client: tq.Client, storage_count: int) -> Callable[[], PutAndGet
     until = time.monotonic() + _LONGEST_SECONDS
     while True:  # storage services register soon after their start
         for _ in range(_PUT_COUNT):
-            client.put({"x": rows}, partition_id=PARTITION)
+            client.put(PARTITION, {"x": rows})
         batch = client.get_meta(
             partition_id=PARTITION, task_name="read", data_fields=["x"], batch_size=len(order)
         ).select_samples(order)

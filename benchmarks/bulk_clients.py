@@ -160,7 +160,7 @@ class _Client:
 
     def put(self, target: Target, count: int) -> None:
         client = self._clients[target]
-        self._metas += [client.put({"x": self._data}, partition_id=self._name) for _ in range(count)]
+        self._metas += [client.put(self._name, {"x": self._data}) for _ in range(count)]
 
     def get(self, target: Target) -> None:
         for meta in self._metas:
@@ -187,7 +187,7 @@ class _Client:
         """Put, get and clear at full rate; return the bytes moved in and out."""
         client, moved, until = self._clients[target], 0, time.perf_counter() + seconds
         while time.perf_counter() < until:
-            meta = client.put({"x": self._data}, partition_id=self._name)
+            meta = client.put(self._name, {"x": self._data})
             client.get_data(meta)
             client.clear_samples(meta)
             moved += 2 * len(self._memory)
@@ -245,7 +245,7 @@ class _Claimer:
     def claim(self, address: str, seconds: float) -> Claims:
         if address not in self._prepared:
             with tq.Client(address, timeout=LONGEST_SECONDS) as client:
-                client.put({"x": np.arange(_CLAIMED_SAMPLES)}, partition_id=_CLAIMS)
+                client.put(_CLAIMS, {"x": np.arange(_CLAIMED_SAMPLES)})
             self._prepared.add(address)
         return run_async(_claim(address, seconds)) if seconds else Claims([], 0.0)
 

@@ -54,8 +54,8 @@ async def _fill(client: tq.AsyncClient, count: int) -> None:
     for start in range(0, count, _PUT_COUNT):
         rows = range(start, start + _PUT_COUNT)
         await client.put(
+            _PARTITION,
             {"x": values},
-            partition_id=_PARTITION,
             keys=[f"prompt-{row // _GROUP_SIZE}-{row % _GROUP_SIZE}" for row in rows],
             groups=[f"prompt-{row // _GROUP_SIZE}" for row in rows],
             group_size=_GROUP_SIZE,

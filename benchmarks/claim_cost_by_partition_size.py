@@ -79,7 +79,7 @@ async def _fill(client: tq.AsyncClient, partition_id: str, count: int) -> None:
         x = np.arange(start, min(start + _PUT_COUNT, count))
         values = np.random.default_rng(start).integers(0, 1_000_000, x.size).tolist()
         entries = [dict(zip(_ORDERS, (value, f"sample-{value}"), strict=True)) for value in values]
-        await client.put({"x": x}, partition_id=partition_id, custom_meta=entries)
+        await client.put(partition_id, {"x": x}, custom_meta=entries)
 
 
 async def _in_new_task(client: tq.AsyncClient, partition_id: str, mode: str, order_by: Sequence[str] = ()) -> _Times:
@@ -115,7 +115,7 @@ class _LivedPartition:
         return _Times(first=None, others=times[1:])
 
     async def _put(self) -> tq.BatchMeta:
-        return await self._client.put({"x": np.arange(_LIVE_COUNT)}, partition_id=_LIVED)
+        return await self._client.put(_LIVED, {"x": np.arange(_LIVE_COUNT)})
 
 
 async def _measure(options: Options, address: str) -> Report:

@@ -260,7 +260,7 @@ def run(options: Options) -> Report:
         peer(TRANSFER_QUEUE, "benchmarks.transfer_queue_peer", options) as transfer_queue,
     ):
         with tq.Client(service.address) as client:
-            client.put({"x": np.arange(SAMPLE_COUNT)}, partition_id="claims")
+            client.put("claims", {"x": np.arange(SAMPLE_COUNT)})
         if transfer_queue.is_there:
             transfer_queue.ask("fill", partition_id="claims", sample_count=SAMPLE_COUNT)
         rows = [

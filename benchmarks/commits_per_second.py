@@ -101,12 +101,10 @@ async def _carry_out_all(orders: Connection, address: str, controller: str, echo
 
         def calls(partition_id: str) -> Mapping[str, Call]:
             return {
-                _PUT: lambda: client.put(_ROW, partition_id=partition_id),
-                _ALONE: lambda: alone.put(_ROW, partition_id=partition_id),
-                _REMOTE: lambda: remote.put(_ROW, partition_id=partition_id),
-                _INSERT: lambda: client.put(
-                    partition_id=partition_id, keys=[secrets.token_hex(8)], custom_meta=[{"version": 3}]
-                ),
+                _PUT: lambda: client.put(partition_id, _ROW),
+                _ALONE: lambda: alone.put(partition_id, _ROW),
+                _REMOTE: lambda: remote.put(partition_id, _ROW),
+                _INSERT: lambda: client.put(partition_id, keys=[secrets.token_hex(8)], custom_meta=[{"version": 3}]),
                 _ECHO: lambda: echo(request),
             }
 

@@ -127,7 +127,7 @@ class _Loads:
 
         async def producer(put_count: int) -> None:
             for _ in range(put_count):
-                await client.put({"x": values}, partition_id="train")
+                await client.put("train", {"x": values})
 
         async def rate(producer_count: int) -> float:
             began = time.perf_counter()

@@ -42,7 +42,7 @@ async def _count(sample_count: int) -> list[list[Cell]]:
     rows: list[list[Cell]] = []
     async with running(settings) as app, tq.AsyncClient(f"127.0.0.1:{app.port}", timeout=120.0) as client:
         assert app.storage is not None
-        meta = await client.put(_rows(sample_count), partition_id="p")
+        meta = await client.put("p", _rows(sample_count))
 
         async def fetched(fields: tuple[str, ...], **how: Any) -> int:
             await client.get_data(meta, data_fields=fields, **how)  # the first call also makes a small request

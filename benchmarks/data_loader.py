@@ -84,8 +84,8 @@ def _fill(client: tq.Client, batch_count: int) -> int:
     for first in range(0, lengths.size, BATCH_SIZE):
         part = lengths[first : first + BATCH_SIZE]
         client.put(
+            _PARTITION,
             _columns(part, first),
-            partition_id=_PARTITION,
             groups=[f"prompt-{(first + at) // 8}" for at in range(part.size)],
             custom_meta=[{"total_lengths": int(length)} for length in part],
         )

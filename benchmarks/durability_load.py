@@ -56,7 +56,7 @@ class Load:
 
     async def start(self) -> None:
         """Put the samples for claims."""
-        await self._client.put({"x": np.arange(_SAMPLE_COUNT)}, partition_id="claims")
+        await self._client.put("claims", {"x": np.arange(_SAMPLE_COUNT)})
 
     async def _clear(self, partition_id: str) -> None:
         if self._before_clear is not None:
@@ -100,7 +100,7 @@ class Load:
 
         async def produce(producer: int) -> None:
             for _ in range(producer, count, PRODUCER_COUNT):
-                await self._client.put(data, partition_id=partition_id)
+                await self._client.put(partition_id, data)
 
         async def consume(rank: int) -> None:
             for batch_index in range(count):
@@ -118,7 +118,7 @@ class Load:
 
         async def produce(_producer: int) -> None:
             for _ in range(count):
-                await self._client.put(data, partition_id=partition_id)
+                await self._client.put(partition_id, data)
 
         rate = await _rate(map(produce, range(PRODUCER_COUNT)), count * PRODUCER_COUNT)
         await self._clear(partition_id)
@@ -130,7 +130,7 @@ class Load:
 
         async def produce(_producer: int) -> None:
             for _ in range(self._large_puts_each):
-                await self._client.put({"x": self._tensor}, partition_id="large")
+                await self._client.put("large", {"x": self._tensor})
 
         amount = count * self._large_puts_each * self._tensor.nbytes / 1e9
         rate = await _rate(map(produce, range(count)), amount)

@@ -68,7 +68,7 @@ async def _load(address: str, watched: Watched, seconds: float) -> list[float]:
             began = time.monotonic()
             await client.insert("inserted", 1)  # one change without sample bytes: a single commit of the journal
             commit_seconds.append(time.monotonic() - began)
-            await client.put(data, partition_id="train")
+            await client.put("train", data)
 
     async def consume(client: tq.AsyncClient) -> None:
         while time.monotonic() < end:

@@ -65,7 +65,7 @@ class _Trip:
     def put(self) -> tq.BatchMeta:
         """Replace the data of the last put, as in the long run."""
         self._client.clear_partition(self._partition, missing_ok=True)
-        self._meta = self._client.put({"x": self._there}, partition_id=self._partition)
+        self._meta = self._client.put(self._partition, {"x": self._there})
         return self._meta
 
     def get(self) -> Any:
@@ -112,7 +112,7 @@ def _fill(client: tq.Client, batch_count: int) -> int:
         for name, dtype in _FIELDS.items()
     }
     for _ in range(batch_count):
-        client.put(columns, partition_id="train")
+        client.put("train", columns)
     client.seal_partition("train")
     return rows
 

@@ -60,9 +60,9 @@ async def put_rate(client: tq.AsyncClient, rows_a_put: int, put_count: int, *, w
         if with_keys:
             start = secrets.token_hex(8)
             keys = [f"{start}_{row}" for row in range(rows_a_put)]
-            await client.put(columns, partition_id=partition_id, keys=keys, custom_meta=lengths)
+            await client.put(partition_id, columns, keys=keys, custom_meta=lengths)
         else:
-            await client.put(columns, partition_id=partition_id)
+            await client.put(partition_id, columns)
 
     await client.create_partition(partition_id)
     if put_count == 1:

@@ -65,7 +65,7 @@ class _Requests:
 
     async def fill(self, sample_count: int) -> None:
         partition_id = str(sample_count)
-        await self._client.put({"x": np.arange(sample_count)}, partition_id=partition_id)
+        await self._client.put(partition_id, {"x": np.arange(sample_count)})
         if self._transfer_queue.is_there:
             self._transfer_queue.ask("fill", partition_id=partition_id, sample_count=sample_count)
 
@@ -120,7 +120,7 @@ class WakeUp:
             ]
             await asyncio.sleep(_PAUSE_SECONDS + _PAUSE_SECONDS_A_RANK * self._rank_count)
             started = time.perf_counter()
-            await self._worker.put(row, partition_id=partition_id)
+            await self._worker.put(partition_id, row)
             answered = time.perf_counter()
             last = max(await asyncio.gather(*waiting))
             handed_out.append(last - started)
@@ -182,7 +182,7 @@ async def _wake_up_rows(options: Options, ranks: tq.AsyncClient, echo: Any, tran
         return list(transfer_queue.ask("wake_up", count=_PEER_PUTS_A_REPEAT))
 
     async with tq.AsyncClient(ranks.address) as worker:
-        put = partial(worker.put, {"x": np.arange(1)}, partition_id="without-waiters")
+        put = partial(worker.put, "without-waiters", {"x": np.arange(1)})
         # Fewer puts for many ranks, as starting the ranks takes most of the time.
         wake_ups = {count: WakeUp(ranks, worker, count, put_count // min(count, 2)) for count in RANK_COUNTS}
         cases: dict[str, Callable[[], Awaitable[list[float]]]] = {

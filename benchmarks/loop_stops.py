@@ -118,7 +118,7 @@ def _get_status(address: str, *, explain: bool) -> None:
 def _lose_leases(address: str, rows: int) -> None:
     with Client(address, timeout=300.0) as client:
         for _ in range(0, rows, _STEP):
-            client.put({"x": np.zeros(_STEP, np.int8)}, partition_id=_PARTITION)
+            client.put(_PARTITION, {"x": np.zeros(_STEP, np.int8)})
         asked: dict[str, Any] = {"task_name": "task", "data_fields": ["x"], "batch_size": _STEP}
         for _ in range(0, rows // 2, _STEP):
             client.get_meta(partition_id=_PARTITION, **asked, lease=0.001, max_deliveries=1)
@@ -137,24 +137,24 @@ def _client(address: str) -> Client:
 
 def _put_rows(address: str, row_count: int, row_bytes: int) -> None:
     with _client(address) as client:
-        client.put({"x": np.zeros((row_count, row_bytes), np.uint8)}, partition_id="data")
+        client.put("data", {"x": np.zeros((row_count, row_bytes), np.uint8)})
 
 
 def _clear_data(address: str, row_count: int) -> None:
     with _client(address) as client:
-        client.clear_samples(partition_id="data", global_indexes=range(row_count))
+        client.clear_samples("data", global_indexes=range(row_count))
         time.sleep(1.0)  # the other rows are still copied after the answer
 
 
 def _put_texts(address: str, row_count: int) -> None:
     with _client(address) as client:
-        client.put({"t": [f"x{row % _TEXTS}" for row in range(row_count)]}, partition_id="texts")
+        client.put("texts", {"t": [f"x{row % _TEXTS}" for row in range(row_count)]})
 
 
 def _get_texts(address: str, row_count: int) -> None:
     order = np.random.default_rng(0).permutation(row_count)
     with _client(address) as client:
-        client.get_data(partition_id="texts", global_indexes=order.tolist(), data_fields=["t"])
+        client.get_data("texts", global_indexes=order.tolist(), data_fields=["t"])
 
 
 def _clear_named(address: str, name: str) -> None:
@@ -174,7 +174,7 @@ def _put_tagged(address: str, row_count: int) -> None:
         for start in range(0, row_count, _STEP):
             rows = np.arange(start, min(start + _STEP, row_count))
             tags = np.char.add("tag-", (rows % _TEXTS).astype("U4"))
-            client.put({"x": rows}, partition_id="tagged", custom_meta={"tag": tags})
+            client.put("tagged", {"x": rows}, custom_meta={"tag": tags})
 
 
 def _claim_tagged(address: str, condition: tuple[str, str, Any], task_name: str) -> None:
@@ -199,10 +199,10 @@ def _put_behind_group(address: str, row_count: int) -> None:
     """Put a member of an incomplete group, and samples behind it; all of these but the last ones are consumed."""
     asked: dict[str, Any] = {"partition_id": "groups", "task_name": "task", "data_fields": ["x"]}
     with _client(address) as client:
-        client.put({"x": np.zeros(1)}, partition_id="groups", groups=["open"], group_size=8)
+        client.put("groups", {"x": np.zeros(1)}, groups=["open"], group_size=8)
         for start in range(0, row_count + _STEP, _STEP):
             groups = [f"group-{(start + row) // 8}" for row in range(_STEP)]
-            client.put({"x": np.zeros(_STEP)}, partition_id="groups", groups=groups, group_size=8)
+            client.put("groups", {"x": np.zeros(_STEP)}, groups=groups, group_size=8)
         for _ in range(0, row_count, _STEP // 8):
             client.get_meta(
                 **asked, batch_size=_STEP // 8, sampler="grpo_group_n", sampler_config={"n_samples_per_prompt": 8}
@@ -338,10 +338,10 @@ async def _puts_of_an_async_client(watch: _Watch, options: Options) -> None:
     }
     with ListeningProcess((*COMMAND, "serve", "--port", "0", "--log-level", "error")) as service:
         async with AsyncClient(service.address, timeout=300.0) as client:
-            await client.put({"x": [1]}, partition_id="p")  # leaves out the connection and imports
+            await client.put("p", {"x": [1]})  # leaves out the connection and imports
             for what, make in columns.items():
                 data = {"x": make()}
-                await watch.do(f"async client: put of {what}", client.put(data, partition_id="p"))
+                await watch.do(f"async client: put of {what}", client.put("p", data))
                 await client.clear_partition("p")
 
 

@@ -60,9 +60,7 @@ def _samples(count: int, *, keys: bool = False, groups: bool = False, claimed: b
     async def load(client: tq.AsyncClient) -> None:
         more = {"groups": group_names, "group_size": _GROUP_SIZE} if groups else {}
         meta = [{"total_lengths": row, "score": 0.5} for row in range(count)] if groups else None
-        await client.put(
-            {"x": np.arange(count)}, partition_id=_PARTITION, keys=names if keys else None, custom_meta=meta, **more
-        )
+        await client.put(_PARTITION, {"x": np.arange(count)}, keys=names if keys else None, custom_meta=meta, **more)
         if claimed:
             asks = {"partition_id": _PARTITION, "task_name": "train", "data_fields": ["x"], "batch_size": 1_024}
             for batch_index in range(count // 1_024):
@@ -81,7 +79,7 @@ def _puts(size_bytes: int, count: int, worker_count: int) -> _Case:
     async def load(client: tq.AsyncClient) -> None:
         async def work(number: int) -> None:
             for _ in range(number, count, worker_count):
-                await client.put({"x": row}, partition_id=_PARTITION)
+                await client.put(_PARTITION, {"x": row})
 
         await asyncio.gather(*map(work, range(worker_count)))
 
@@ -94,7 +92,7 @@ async def _grow(case: _Case, address: str, pid: int) -> _Growth:
         return int(psutil.Process(pid).memory_info().rss)
 
     async with tq.AsyncClient(address, timeout=120.0) as client:
-        await client.put({"x": np.zeros(1)}, partition_id="first")  # leaves out memory for the very first put
+        await client.put("first", {"x": np.zeros(1)})  # leaves out memory for the very first put
         await client.get_meta(partition_id="first", task_name="t", data_fields=["x"], batch_size=1)
         before = await settled()
         seen = []

@@ -240,7 +240,7 @@ def _puts(count: int, size_bytes: int) -> Load:
     def load(service: _Service) -> None:
         data = {"x": np.ones((4, size_bytes // 4), np.uint8)}
         clients = [service.client(_PUT_SECONDS) for _ in range(count)]
-        _at_once(count, lambda number: clients[number].put(data, partition_id=f"p{number}"))
+        _at_once(count, lambda number: clients[number].put(f"p{number}", data))
         for client in clients:
             client.close()
 
@@ -254,7 +254,7 @@ def _cleared(count: int) -> Load:
         with service.client() as client:
             for number in range(count):
                 partition_id = f"step_{number}"
-                client.put({"x": np.zeros(64)}, partition_id=partition_id, keys=[f"k{row}" for row in range(64)])
+                client.put(partition_id, {"x": np.zeros(64)}, keys=[f"k{row}" for row in range(64)])
                 client.get_meta(partition_id=partition_id, task_name="t", data_fields=["x"], batch_size=64)
                 client.clear_partition(partition_id)
 
@@ -290,7 +290,7 @@ def _measured(load: Load) -> tuple[float, float, float, float]:
     """Return the resident MiB of an idle service, at the peak of a load and some seconds later, and its stored MiB."""
     with _service() as service:
         with service.client() as client:
-            client.put({"x": np.zeros(1)}, partition_id="first")  # memory for the very first put is not growth
+            client.put("first", {"x": np.zeros(1)})  # memory for the very first put is not growth
             client.clear_partition("first")
         idle = peak = service.resident()
         is_over = threading.Event()

@@ -126,7 +126,7 @@ async def _scrapes(options: Options) -> dict[str, float]:
             for number in range(PARTITION_COUNT // (8 if options.quick else 1)):
                 await client.create_partition(f"group-{number}@0", tasks=tasks)
                 versions = [{"version": version} for version in range(16)]
-                await client.put({"x": np.arange(16)}, partition_id=f"group-{number}@0", custom_meta=versions)
+                await client.put(f"group-{number}@0", {"x": np.arange(16)}, custom_meta=versions)
                 await client.get_meta(
                     partition_id=f"group-{number}@0", task_name=tasks[0], data_fields=["x"], batch_size=4
                 )

@@ -55,7 +55,7 @@ async def _seconds(client: tq.AsyncClient, data: Mapping[str, Any], named: Mappi
     partition_id = secrets.token_hex(8)
     await client.create_partition(partition_id)
     started = time.perf_counter()
-    await client.put(data, partition_id=partition_id, **named)
+    await client.put(partition_id, data, **named)
     seconds = time.perf_counter() - started
     await client.clear_partition(partition_id)
     return seconds

@@ -70,7 +70,7 @@ class _Service:
         count = _count(len(data))
         tensor = torch.from_numpy(np.frombuffer(data, np.uint8)).reshape(-1, 32 * KIB)
         times = [time.perf_counter()]
-        metas = [await self._client.put({"x": tensor}, partition_id=_PARTITION) for _ in range(count)]
+        metas = [await self._client.put(_PARTITION, {"x": tensor}) for _ in range(count)]
         times.append(time.perf_counter())
         for meta in metas:
             await self._client.get_data(meta)

@@ -71,8 +71,8 @@ async def _measure(options: Options, address: str) -> Report:
     async with tq.AsyncClient(address, timeout=60.0) as client:
         for start in range(0, _SAMPLES, 4_096):
             meta = [{"total_lengths": length} for length in lengths[start : start + 4_096].tolist()]
-            await client.put({"x": np.arange(len(meta))}, partition_id="large", custom_meta=meta)
-        await client.put({"x": np.arange(_CLAIMS_A_REPEAT * _BATCH_SIZE)}, partition_id="small")
+            await client.put("large", {"x": np.arange(len(meta))}, custom_meta=meta)
+        await client.put("small", {"x": np.arange(_CLAIMS_A_REPEAT * _BATCH_SIZE)})
         cases = {sampler: partial(_latencies, client, address, sampler) for sampler in LOADS}
         found = await interleave_async(cases, options.repeats)
     rows: list[list[Cell]] = []

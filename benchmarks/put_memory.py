@@ -42,14 +42,14 @@ async def _alone(client: tq.AsyncClient, count: int) -> None:
 
     async def work(first: int) -> None:
         for _ in range(first, count, _TASK_COUNT):
-            await client.put(row, partition_id=_PARTITION)
+            await client.put(_PARTITION, row)
 
     await asyncio.gather(*map(work, range(_TASK_COUNT)))
 
 
 async def _together(client: tq.AsyncClient, count: int) -> None:
     """Put all samples in one put."""
-    await client.put({"x": np.arange(count)}, partition_id=_PARTITION)
+    await client.put(_PARTITION, {"x": np.arange(count)})
 
 
 def _flags(durability: str, directory: str) -> dict[str, Any]:

@@ -55,7 +55,7 @@ class _Case:
     async def _step(self) -> None:
         client, self._number = self._client, self._number + 1
         name = f"train@{self._number}"
-        await asyncio.gather(*(client.put(self._columns, partition_id=name) for _ in range(_PUT_COUNT)))
+        await asyncio.gather(*(client.put(name, self._columns) for _ in range(_PUT_COUNT)))
 
         async def train(rank: int) -> None:
             meta = await client.get_meta(

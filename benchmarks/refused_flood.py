@@ -107,7 +107,7 @@ class _Flood:
 async def _claim(address: str, count: int) -> list[float]:
     seconds = []
     async with tq.AsyncClient(address, timeout=60.0) as client:
-        await client.put({"x": np.zeros(count + _UNCOUNTED)}, partition_id=_PARTITION)
+        await client.put(_PARTITION, {"x": np.zeros(count + _UNCOUNTED)})
         for number in range(count + _UNCOUNTED):
             began_at = time.perf_counter()
             await client.get_meta(partition_id=_PARTITION, task_name="t", data_fields=["x"], batch_size=1)

@@ -56,8 +56,8 @@ async def _keyed(client: tq.AsyncClient, part: int) -> int:
     async def put(number: int) -> None:
         rows = range(number * PUT_SAMPLES, (number + 1) * PUT_SAMPLES)
         await client.put(
+            "train",
             {"x": values},
-            partition_id="train",
             keys=[f"prompt-{row // _GROUP_SIZE}-{row % _GROUP_SIZE}" for row in rows],
             groups=[f"prompt-{row // _GROUP_SIZE}" for row in rows],
             group_size=_GROUP_SIZE,
@@ -77,7 +77,7 @@ async def _small(client: tq.AsyncClient, part: int) -> int:
     """Put single samples."""
     values = np.zeros((1, _SMALL_VALUES), np.int32)
     put_count = SMALL_PUT_COUNT // part
-    await _produce(lambda _: client.put({"x": values}, partition_id="train"), put_count)
+    await _produce(lambda _: client.put("train", {"x": values}), put_count)
     return put_count
 
 

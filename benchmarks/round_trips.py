@@ -66,7 +66,7 @@ class RoundTrips:
     def __call__(self) -> PutAndGet:
         """Make them."""
         times = [time.perf_counter()]
-        metas = [self._client.put({"x": self._column}, partition_id=PARTITION) for _ in range(self._count)]
+        metas = [self._client.put(PARTITION, {"x": self._column}) for _ in range(self._count)]
         times.append(time.perf_counter())
         for meta in metas:
             back = self._client.get_data(meta)

@@ -59,7 +59,7 @@ class RoundTrip:
         if reuse and self._has_put:
             self._client.clear_partition(partition_id)
         started = time.perf_counter()
-        self._client.put({"x": self._data}, partition_id=partition_id)
+        self._client.put(partition_id, {"x": self._data})
         put_seconds = time.perf_counter() - started
         self._has_put = self._has_put or reuse
         get_seconds, read_seconds, total = self._read(
@@ -82,11 +82,11 @@ class InPlace:
     def allocate_and_put(self) -> float:
         """Return the seconds of both calls, without the time to fill the columns."""
         started = time.perf_counter()
-        data = self._client.allocate(self._fields, ROW_COUNT, partition_id="in place")
+        data = self._client.allocate("in place", self._fields, ROW_COUNT)
         seconds = time.perf_counter() - started
         data["x"].fill_(1.0)
         started = time.perf_counter()
-        self._client.put(data, partition_id="in place")
+        self._client.put("in place", data)
         seconds += time.perf_counter() - started
         self._client.clear_partition("in place")
         return seconds

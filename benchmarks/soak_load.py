@@ -76,11 +76,11 @@ class Load:
             name = f"prompt-{producer}-{number}"
             lengths = [_ROW_LENGTH - 8 * row for row in range(GROUP_SIZE)]
             await self._client.put(
+                partition_id,
                 {
                     "input_ids": [row[:length] for row, length in zip(self._rows, lengths, strict=True)],
                     "text": [f"answer {row} to {name}" for row in range(GROUP_SIZE)],
                 },
-                partition_id=partition_id,
                 keys=[f"{name}-{row}" for row in range(GROUP_SIZE)],
                 groups=[name] * GROUP_SIZE,
                 group_size=GROUP_SIZE,
@@ -94,7 +94,7 @@ class Load:
                 partition_id=partition_id, task_name="reward", data_fields=["text"], batch_size=SAMPLES_OF_A_STEP,
                 min_batch_size=1, lease=60.0,
             )  # fmt: skip
-            await self._client.put({"reward": np.zeros(meta.size, np.float32)}, metadata=meta)
+            await self._client.put(meta, {"reward": np.zeros(meta.size, np.float32)})
             await self._client.ack(meta)
             done += meta.size
 
@@ -109,7 +109,7 @@ class Load:
 
     async def _replay(self) -> None:
         """Put into the long-lived partition and clear used samples."""
-        await self._client.put({"x": self._large_rows}, partition_id="replay")
+        await self._client.put("replay", {"x": self._large_rows})
         meta = await self._client.get_meta(
             partition_id="replay", task_name="train", data_fields=["x"], batch_size=_LARGE_ROW_COUNT
         )

@@ -92,7 +92,7 @@ async def _measure(options: Options) -> list[list[Cell]]:
         service = _Service(Path(directory))
         with service.process:
             async with tq.AsyncClient(service.process.address, gathers_puts=False) as client:
-                await client.put({"x": np.arange(call_count * _BATCH_SIZE)}, partition_id="claimed")
+                await client.put("claimed", {"x": np.arange(call_count * _BATCH_SIZE)})
 
                 async def seconds() -> Counter[Stage]:
                     own = Counter({("client", stage): spent for stage, (_, spent) in timers.totals().items()})
@@ -107,7 +107,7 @@ async def _measure(options: Options) -> list[list[Cell]]:
 
                 def puts() -> Callable[[int, int], Awaitable[object]]:
                     partition_id = secrets.token_hex(8)
-                    return lambda _task, _number: client.put(_ROW, partition_id=partition_id)
+                    return lambda _task, _number: client.put(partition_id, _ROW)
 
                 for kind, new_calls in (("claim", claims), ("put", puts)):
                     for round_number in range(options.repeats + 1):

@@ -125,7 +125,7 @@ class _Line:
         with self._probe.running() as health:
             for size in put_sizes:
                 starts += [time.monotonic()] * size
-                self._producer.put({"x": np.arange(size)}, partition_id=self._name)
+                self._producer.put(self._name, {"x": np.arange(size)})
                 time.sleep(pause_seconds)
             _until(lambda: self._crowd.got_count(self._name) >= total, f"{total} samples handed out")
         got = sorted(self._crowd.take(self._name))

@@ -57,7 +57,7 @@ class _Load:
         self._numbers = itertools.count()
 
     async def start(self) -> None:
-        await self._client.put({"x": np.arange(_SAMPLES)}, partition_id="claims")
+        await self._client.put("claims", {"x": np.arange(_SAMPLES)})
 
     async def stop(self) -> None:
         await self._client.aclose()
@@ -106,9 +106,7 @@ class _Load:
 
         async def put(worker: int) -> None:
             for number in range(count):
-                await self._client.put(
-                    row, partition_id=name, keys=[f"{worker}-{number}"], custom_meta=[{"number": number}]
-                )
+                await self._client.put(name, row, keys=[f"{worker}-{number}"], custom_meta=[{"number": number}])
 
         measured = await self._measured(lambda: asyncio.gather(*map(put, range(_WORKERS))), _WORKERS * count)
         await self._client.clear_partition(name)
@@ -140,7 +138,7 @@ class _Load:
             for _ in range(_QUIET_PUTS // self._scale):
                 await asyncio.sleep(_QUIET_SECONDS)
                 began_at = time.perf_counter()
-                await self._client.put({"x": np.zeros(1)}, partition_id="quiet")
+                await self._client.put("quiet", {"x": np.zeros(1)})
                 while not (await anext(watch)).partitions:
                     pass
                 delays.append(time.perf_counter() - began_at)

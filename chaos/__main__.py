@@ -46,7 +46,7 @@ def _prefill(cluster: Cluster, sample_count: int) -> None:
     with tq.Client(cluster.address, timeout=_START_SECONDS) as client:
         for start in range(0, sample_count, _PREFILL_PUT_ROWS):
             rows = np.arange(start, min(start + _PREFILL_PUT_ROWS, sample_count))
-            client.put({"x": rows}, partition_id="prefill", custom_meta=[{"version": 0}] * len(rows))
+            client.put("prefill", {"x": rows}, custom_meta=[{"version": 0}] * len(rows))
     _say(f"{sample_count:,} samples are stored before the first scenario")
 
 
@@ -56,7 +56,7 @@ def _prefill_violations(cluster: Cluster, sample_count: int) -> list[str]:
     with tq.Client(cluster.address, timeout=_START_SECONDS) as client:
         count = client.describe_partition("prefill").live_count
         rows = list(range(0, sample_count, max(1, sample_count // 100)))
-        batch = client.get_data(partition_id="prefill", global_indexes=rows)
+        batch = client.get_data("prefill", global_indexes=rows)
         wrong = count != sample_count or batch["x"].tolist() != rows
         return [f"of {sample_count} prefilled samples {count} are left, or some changed"] if wrong else []
 
@@ -69,7 +69,7 @@ def _trial(topology: Topology, given: argparse.Namespace, directory: Path) -> Re
     try:
         cluster.start()
         with tq.Client(cluster.address, timeout=_START_SECONDS) as client:
-            client.put({"x": np.zeros(1)}, partition_id="first")  # waits until every service is ready
+            client.put("first", {"x": np.zeros(1)})  # waits until every service is ready
             client.clear_partition("first")
         _prefill(cluster, given.prefill)
         for number, start in enumerate(range(0, given.rounds, given.rounds_per_scenario)):

@@ -95,8 +95,8 @@ class Producer(Actor):
         data = columns_of(keys) | ({REWARD: rewards_of(keys)} if has_reward else {})
         self.log.write("put", keys=keys, is_held=is_held, tag=tag)
         meta = await self.client.put(
+            self.partition_id,
             data,
-            partition_id=self.partition_id,
             keys=keys,
             key_mode="new",
             state="held" if is_held else "live",
@@ -104,7 +104,7 @@ class Producer(Actor):
         )
         self.log.write("put_done", keys=keys, indexes=list(meta.global_indexes))
         if not has_reward:
-            await self.client.put({REWARD: rewards_of(keys)}, metadata=meta)
+            await self.client.put(meta, {REWARD: rewards_of(keys)})
         self.log.write("reward_done", keys=keys)
         if self.rng.random() < 0.4:
             for other in self.rng.sample(range(len(TAGS)), 2):
@@ -205,7 +205,7 @@ class Worker(Actor):
             if grade is None:
                 await self.client.ack(meta)
             else:
-                await self.client.put({GRADE: np.full(meta.size, grade)}, metadata=meta, ack=True)
+                await self.client.put(meta, {GRADE: np.full(meta.size, grade)}, ack=True)
         except tq.errors.LeaseExpiredError as late:
             self.log.write("ack_late", indexes=indexes, error=str(late))
         else:

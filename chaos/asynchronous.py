@@ -187,7 +187,7 @@ async def _make_turn(client: tq.AsyncClient, slot: tq.BatchMeta, rng: random.Ran
     rollout, _, turn = str(slot.keys[0]).rpartition("/")
     is_last, following = int(turn) + 1 == _turns_of(rollout), None
     if is_last and _is_failing(rollout):
-        await client.put(metadata=slot, state="failed", ack=True)
+        await client.put(slot, state="failed", ack=True)
         return None
     if not is_last:
         with suppress(tq.errors.AlreadyExistsError):
@@ -211,14 +211,14 @@ async def _grow(client: tq.AsyncClient, slots: tq.BatchMeta, rng: random.Random)
         print(_CONTINUED, slots.global_indexes, lengths, flush=True)
     if rng.random() < 0.2:
         lengths = [rng.randint(0, length) for length in lengths]
-        await client.truncate(metadata=slots, to=lengths, data_fields=["tokens"])
+        await client.truncate(slots, to=lengths, data_fields=["tokens"])
     wanted = [_tokens_of(index) for index in slots.global_indexes]
     pause = rng.uniform(0.001, 0.01) * (20 if rng.random() < 0.08 else 1)
     while any(length < len(tokens) for length, tokens in zip(lengths, wanted, strict=True)):
         await asyncio.sleep(pause)
         ends = [length + rng.randint(0, _MOST_PER_STEP) for length in lengths]
         added = [tokens[start:end] for tokens, start, end in zip(wanted, lengths, ends, strict=True)]
-        await client.append({"tokens": added}, metadata=slots, at=lengths)
+        await client.append(slots, {"tokens": added}, at=lengths)
         lengths = [length + len(some) for length, some in zip(lengths, added, strict=True)]
 
 
@@ -227,7 +227,7 @@ async def _lengths(client: tq.AsyncClient, slots: tq.BatchMeta) -> list[int]:
     lengths = []
     for index in slots.global_indexes:
         found = await client.get_data(
-            partition_id=_TRAIN, global_indexes=[index], data_fields=["tokens"], missing="skip", missing_fields="skip"
+            _TRAIN, global_indexes=[index], data_fields=["tokens"], missing="skip", missing_fields="skip"
         )
         tokens = found["tokens"][0].tolist() if found and len(found["tokens"]) else []
         if tokens != _tokens_of(index)[: len(tokens)].tolist():
@@ -240,9 +240,9 @@ async def _finish(client: tq.AsyncClient, slots: tq.BatchMeta, **arguments: Any)
     names = [str(name) for name in dict.fromkeys(slots.groups) if name]
     images = np.array([_image_of(name) for name in names])
     with suppress(tq.errors.NotFoundError):  # evicted: the put below fails too
-        await client.put_groups({"image": images}, partition_id=_TRAIN, groups=names, existing=True)
+        await client.put_groups(_TRAIN, {"image": images}, groups=names, existing=True)
     indexes = np.array(slots.global_indexes)
-    await client.put({"x": indexes}, metadata=slots, custom_meta={"index": indexes}, ack=True, **arguments)
+    await client.put(slots, {"x": indexes}, custom_meta={"index": indexes}, ack=True, **arguments)
 
 
 def _tokens_of(index: int) -> NDArray[np.int64]:
@@ -405,7 +405,7 @@ class Run:
             names = self._names()
             numbers = np.arange(_PROMPT_COUNT)
             batches = {"batch": numbers // _GLOBAL_BATCH}
-            client.put({"x": numbers}, partition_id=_PROMPTS, keys=names, custom_meta=batches)
+            client.put(_PROMPTS, {"x": numbers}, keys=names, custom_meta=batches)
             client.seal_partition(_PROMPTS)
             for process in (*self._workers, self._trainer):
                 process.start()

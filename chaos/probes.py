@@ -109,7 +109,7 @@ class ReadProbe(Probe):
             self._generation += 1
             keys = [f"{self._generation}-{number}" for number in range(_READ_SAMPLES)]
             for number, key in enumerate(keys):  # one put each: all rows of a put are on one storage service
-                self._client.put({"x": _row(self._generation, number)}, partition_id=_READ, keys=[key])
+                self._client.put(_READ, {"x": _row(self._generation, number)}, keys=[key])
             self._keys = keys
 
     def clear(self) -> None:
@@ -128,7 +128,7 @@ class ReadProbe(Probe):
                     return
                 self._began = time.monotonic()
                 try:
-                    batch = self._client.get_data(partition_id=_READ, keys=[self._keys[number]], data_fields=["x"])
+                    batch = self._client.get_data(_READ, keys=[self._keys[number]], data_fields=["x"])
                     if not np.array_equal(np.asarray(batch["x"]), _row(generation, number)):
                         self.violations.append(f"read sample {generation}-{number} has wrong bytes")
                 except tq.TqError as error:

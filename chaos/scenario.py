@@ -237,9 +237,7 @@ class Scenario:
         for start in range(0, len(keys), _ROWS_A_READ):
             some = keys[start : start + _ROWS_A_READ]
             try:
-                batch = self._client.get_data(
-                    partition_id=self._name, keys=some, data_fields=data_fields, timeout=_ANSWER_SECONDS
-                )
+                batch = self._client.get_data(self._name, keys=some, data_fields=data_fields, timeout=_ANSWER_SECONDS)
             except tq.TqError as error:
                 clearing = Samples.recorded(self._directory).clearing
                 if clearing.isdisjoint(some):
@@ -316,13 +314,11 @@ class Scenario:
             lacking = [key for key in some if key in unrewarded]
             yield from (f"acknowledged reward of {key} is lost" for key in lacking if key in samples.rewarded)
             if lacking:
-                self._client.put(
-                    {REWARD: rewards_of(lacking)}, partition_id=self._name, keys=lacking, key_mode="existing"
-                )
+                self._client.put(self._name, {REWARD: rewards_of(lacking)}, keys=lacking, key_mode="existing")
 
     def _unrewarded(self, keys: Sequence[str]) -> set[str]:
         """Return the samples without a reward. One whose text is wrong counts too; the read finds it."""
-        batch = self._client.get_data(partition_id=self._name, keys=keys, data_fields=["text", REWARD], missing="skip")
+        batch = self._client.get_data(self._name, keys=keys, data_fields=["text", REWARD], missing="skip")
         keys_of_texts = dict(zip(columns_of(keys)["text"], keys, strict=True))
         return set(keys) - {keys_of_texts.get(text, "") for text in batch["text"]}
 
@@ -341,7 +337,7 @@ class Scenario:
         held = samples.held & self._present().keys()
         if held:
             meta, _ = self._client.lookup_samples(self._name, sorted(held))
-            self._client.put(metadata=meta, state="live")
+            self._client.put(meta, state="live")
 
     def _leaks(self) -> Iterator[str]:
         for name, before in self._stored_before.items():

@@ -259,7 +259,7 @@ def _say(text: str) -> None:
 
 def _wait_until_ready(address: str) -> None:
     with tq.Client(address, timeout=_START_SECONDS) as client:
-        client.put({"x": np.zeros(1)}, partition_id="first")
+        client.put("first", {"x": np.zeros(1)})
         client.clear_partition("first")
 
 

@@ -78,16 +78,16 @@ class Run:
         client.create_partition(self.train, admissions=[bound])
         prompts = make_prompts(self.steps * GLOBAL_BATCH, random.Random(f"{seed}/{self.name}"))
         tokens = [torch.tensor(encode(prompt)) for prompt in prompts]
-        client.put({"prompt": tokens}, partition_id=self.prompts, keys=[f"p{i}" for i in range(len(prompts))])
+        client.put(self.prompts, {"prompt": tokens}, keys=[f"p{i}" for i in range(len(prompts))])
         client.seal_partition(self.prompts)
 
     def publish(self, client: tq.Client, version: int, policy: Policy) -> None:
         """Publish the weights of a version to the rollout workers, which frees the slots of trained groups."""
         parameters = {"parameters": flat_weights(policy).unsqueeze(0)}
-        client.put(parameters, partition_id=self.weights, keys=[f"v{version}"])
+        client.put(self.weights, parameters, keys=[f"v{version}"])
         trained = {(self.train, UPDATE): version - 1} if version else None
         client.publish_version(version, policy=self.name, trained=trained)
-        client.clear_samples(partition_id=self.weights, keys=[f"v{version - 2}"])
+        client.clear_samples(self.weights, keys=[f"v{version - 2}"])
 
 
 def roll_out(run: Run, worker: int, seed: int) -> None:
@@ -114,13 +114,13 @@ def roll_out(run: Run, worker: int, seed: int) -> None:
             time.sleep(min(1.0, 0.02 * rng.paretovariate(1.2)))  # a few take much longer than most
             texts = [(decode(p.tolist()), decode(r.tokens.tolist())) for p, r in zip(prompts, responses, strict=True)]
             client.put(
+                claim.admitted,
                 {
                     "prompt": prompts,
                     "response": [response.tokens for response in responses],
                     "logprobs": [response.logprobs for response in responses],
                     "reward": torch.tensor([score(*text) for text in texts]),
                 },
-                metadata=claim.admitted,
                 ack=True,
             )
 
@@ -129,7 +129,7 @@ def load_weights(client: tq.Client, run: Run, policy: Policy, version: int) -> i
     """Load the weights of a version, or of a newer one if it was cleared; return the version."""
     while True:
         try:
-            flat = client.get_data(partition_id=run.weights, keys=[f"v{version}"])["parameters"][0]
+            flat = client.get_data(run.weights, keys=[f"v{version}"])["parameters"][0]
         except tq.errors.NotFoundError:
             version = client.get_version(policy=run.name)
             continue

@@ -56,8 +56,8 @@ def main() -> None:
     with tq.Client() as client:
         versions = [0, 1, 2, 3] * 2
         client.put(
+            PARTITION,
             {"value": torch.arange(8)},
-            partition_id=PARTITION,
             custom_meta=[{"version": version} for version in versions],
         )
         for batch_index in range(3):

@@ -115,8 +115,8 @@ def roll_out() -> None:
         for _ in range(ROUNDS):
             finished = [running.pop(rng.integers(len(running))) for _ in range(FINISHED_A_ROUND)]
             client.put(
+                PARTITION,
                 {"response": [np.arange(1 + number % 7) for number in finished]},
-                partition_id=PARTITION,
                 keys=[f"prompt-{number}" for number in finished],
                 custom_meta=[{"status": "finished", "length": 1 + number % 7} for number in finished],
                 key_mode="existing",
@@ -128,7 +128,7 @@ def main() -> None:
     """Train on prompts as they are finished."""
     with tq.Client() as client:
         keys = np.array([f"prompt-{number}" for number in range(PROMPTS)])
-        client.put(partition_id=PARTITION, keys=keys, custom_meta=[{"status": "running"}] * PROMPTS, state="held")
+        client.put(PARTITION, keys=keys, custom_meta=[{"status": "running"}] * PROMPTS, state="held")
         with FollowedTags(client, PARTITION) as tags:
             rollouts = threading.Thread(target=roll_out)
             rollouts.start()
@@ -142,10 +142,10 @@ def main() -> None:
                 if not tags.wait_for(lambda all_tags: len(finished(all_tags)) >= FINISHED_A_ROUND):
                     raise TimeoutError("timed out waiting for finished prompts")
                 batch = finished({PARTITION: tags.of(PARTITION)})[:FINISHED_A_ROUND]
-                client.get_data(partition_id=PARTITION, keys=batch, data_fields=["response"])  # a training step here
+                client.get_data(PARTITION, keys=batch, data_fields=["response"])  # a training step here
                 trained.update(batch)
             rollouts.join()
-            client.clear_samples(partition_id=PARTITION, keys=sorted(trained))
+            client.clear_samples(PARTITION, keys=sorted(trained))
             tags.wait_for(lambda all_tags: len(all_tags[PARTITION]) == PROMPTS - len(trained))
             listed, _ = client.lookup_samples(PARTITION)
             is_equal = tags.of(PARTITION) == dict(zip(listed.keys, listed.custom_meta, strict=True))

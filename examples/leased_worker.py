@@ -22,7 +22,7 @@ def main() -> None:
     """Put answers, and restart the worker whenever it crashes, like a scheduler."""
     answers = [f"{a} + {a} = {2 * a}" for a in range(9)] + [POISON]
     with tq.Client() as client:
-        client.put({"answer": answers}, partition_id=PARTITION)
+        client.put(PARTITION, {"answer": answers})
         client.seal_partition(PARTITION)
 
         while True:

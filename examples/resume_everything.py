@@ -42,8 +42,8 @@ def roll_out(address: str) -> None:
                 for length in range(0, 12, 4):
                     time.sleep(random.uniform(0.01, 0.05))
                     tokens = [[7, 8, 9, 10]] * GROUP_SIZE
-                    slots = client.append({"tokens": tokens}, metadata=slots, at=[length] * GROUP_SIZE)
-                client.put({"finished": [1] * GROUP_SIZE}, metadata=slots, ack=True)
+                    slots = client.append(slots, {"tokens": tokens}, at=[length] * GROUP_SIZE)
+                client.put(slots, {"finished": [1] * GROUP_SIZE}, ack=True)
 
 
 def score(address: str) -> None:
@@ -59,7 +59,7 @@ def score(address: str) -> None:
             if jobs.status == "batch":
                 rewards = [float(sum(tokens)) for tokens in client.get_data(jobs)["tokens"]]
                 with suppress(tq.errors.LeaseExpiredError):  # as above
-                    client.put({"reward": rewards}, metadata=jobs, ack=True)
+                    client.put(jobs, {"reward": rewards}, ack=True)
 
 
 def train(address: str, place: str, rank: str, dp_size: str) -> None:
@@ -121,7 +121,7 @@ def run(directory: Path, rng: random.Random) -> None:
         client.publish_version(0)
         client.create_partition(PROMPTS, release=tq.Release("trained", ["rollout"]))
         client.create_partition(TRAIN, admissions=[admission], release=tq.Release("saved", ["actor", "reward"]))
-        client.put({"prompt": names}, partition_id=PROMPTS, keys=names)
+        client.put(PROMPTS, {"prompt": names}, keys=names)
         client.seal_partition(PROMPTS)
         processes, kill_at = start(service.address, directory, dp_size=2), rng.randint(5, 8)
         while client.describe_partition(TRAIN).tasks[0].trained_batch_count < kill_at:

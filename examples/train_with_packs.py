@@ -33,8 +33,8 @@ def produce(client: tq.Client, batches: int) -> None:
         lengths = [min(int(choose.lognormvariate(2.5, 0.8)) + 2, 120) for _ in range(DP_SIZE * SAMPLES_PER_BATCH)]
         samples = [torch.randint(VOCABULARY_SIZE, (length,), generator=generator) for length in lengths]
         client.put(
+            PARTITION,
             {"input_ids": samples, "labels": [sample[:1].repeat(len(sample)) for sample in samples]},
-            partition_id=PARTITION,
         )
     client.seal_partition(PARTITION)
 

@@ -113,10 +113,10 @@ async def _one_round(client: tq.AsyncClient, recorder: Recorder) -> AsyncIterato
     """Do each operation once; yield the files that it entered."""
     rows = {FIELD: np.arange(ROW_COUNT)}
     recorder.start()
-    await client.put(rows, partition_id="not-consumed")
+    await client.put("not-consumed", rows)
     yield "put", await _stopped(recorder)
     recorder.start()
-    await client.put(rows, partition_id="consumed")
+    await client.put("consumed", rows)
     yield "put-consumed", await _stopped(recorder)
     recorder.start()
     meta = await client.get_meta(

@@ -45,7 +45,7 @@ def test_the_environment_is_for_other_services(monkeypatch: pytest.MonkeyPatch) 
         with tq.Client(service.address, tls=False) as client:
             assert client.list_partitions() == []
             with pytest.raises(tq.errors.UnavailableError, match="no storage service"):
-                client.put({"x": np.zeros(1)}, partition_id="train", timeout=0.1)
+                client.put("train", {"x": np.zeros(1)}, timeout=0.1)
 
 
 def test_it_is_started_again_on_its_port_with_what_it_kept(tmp_path: Path) -> None:
@@ -54,7 +54,7 @@ def test_it_is_started_again_on_its_port_with_what_it_kept(tmp_path: Path) -> No
         tq.Client(service.address, timeout=60.0) as client,
     ):
         address, pid = service.address, service.pid
-        client.put({"x": np.arange(3)}, partition_id="train")
+        client.put("train", {"x": np.arange(3)})
         assert service.kill() == -signal.SIGKILL
         assert service.exit_code == -signal.SIGKILL
         service.restart()

@@ -51,7 +51,7 @@ class StalenessManager:
 
     def on_rollout_accepted(self, slot: tq.BatchMeta, trajectory: dict[str, Any]) -> None:
         """Store the trajectory of a rollout; from then on trainer ranks can claim it."""
-        self._client.put(trajectory, metadata=slot, ack=True)
+        self._client.put(slot, trajectory, ack=True)
 
     def on_rollout_rejected(self, slot: tq.BatchMeta) -> None:
         """Free the slot of a rollout at once."""

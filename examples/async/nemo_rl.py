@@ -69,7 +69,7 @@ class PromptGroupSampler:
     async def evict(self, current: int) -> int:
         """Clear finished groups that no step will take; return the number of cleared samples."""
         column, oldest = self._oldest(current)
-        return await self._client.clear_samples(partition_id=PARTITION, where=[(column, "<", oldest)], task_name=TRAIN)
+        return await self._client.clear_samples(PARTITION, where=[(column, "<", oldest)], task_name=TRAIN)
 
     def should_abort_inflight(self, start_version: int, current: int) -> bool:
         """Return whether a group that is not finished can never be selected."""

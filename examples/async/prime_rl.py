@@ -44,7 +44,7 @@ class Orchestrator:
 
     async def finish(self, slots: tq.BatchMeta, traces: dict[str, Any]) -> None:
         """Store the traces of a group, whose advantages are known once all its traces are finished."""
-        await self._client.put(traces, metadata=slots, ack=True)
+        await self._client.put(slots, traces, ack=True)
 
     async def finalize_train_batch(self, data_fields: list[str], max_wait: float = 30.0) -> tq.BatchMeta | None:
         """Ship the next batch, without traces that are too stale for it; None if it cannot be shipped yet."""

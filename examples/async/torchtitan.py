@@ -54,8 +54,8 @@ class RolloutGroupWorkBuffer:
     async def add_work(self, group_id: int, sample: Any, timeout: float = 30.0) -> None:
         """Admit a group as WAITING once a slot is free; raises AdmissionLimitError after `timeout` seconds."""
         size, meta = self._group_size, [{"group_id": group_id}] * self._group_size
-        await self._client.put(
-            {"sample": [sample] * size}, partition_id=PARTITION, groups=[str(group_id)] * size, group_size=size,
+        await self._client.put(PARTITION,
+            {"sample": [sample] * size}, groups=[str(group_id)] * size, group_size=size,
             custom_meta=meta, state="held", timeout=timeout,
         )  # fmt: skip
 
@@ -66,7 +66,7 @@ class RolloutGroupWorkBuffer:
     async def finalize_work(self, work: tq.BatchMeta, rollouts: dict[str, Any]) -> None:
         """Store the result of a group, which becomes FINALIZED; drops the result if the buffer was closed."""
         with contextlib.suppress(tq.errors.SampleNotFoundError):
-            await self._client.put(rollouts, metadata=work, ack=True)
+            await self._client.put(work, rollouts, ack=True)
 
     async def take_finalized(self, data_fields: list[str], max_wait: float = 30.0) -> tq.BatchMeta | None:
         """Return the oldest FINALIZED group in the window; None on timeout, or if the buffer is closed."""
@@ -79,7 +79,7 @@ class RolloutGroupWorkBuffer:
     async def close(self) -> None:
         """Drop all groups of the buffer, and wake all waiting loops."""
         await self._client.seal_partition(PARTITION)
-        await self._client.clear_samples(partition_id=PARTITION, where=[("group_id", ">=", 0)])
+        await self._client.clear_samples(PARTITION, where=[("group_id", ">=", 0)])
 
     async def _claim(self, max_wait: float, **asks: Any) -> tq.BatchMeta | None:
         group = await self._client.get_meta(

@@ -25,7 +25,7 @@ class Reporter:
 
     def send(self, report: Report) -> None:
         """Send a report as one row."""
-        self._client.put({FIELD: [report]}, partition_id=REPORTS_PARTITION)
+        self._client.put(REPORTS_PARTITION, {FIELD: [report]})
 
     def send_event(self, text: str) -> None:
         """Send a text about an event."""

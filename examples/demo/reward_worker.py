@@ -54,7 +54,7 @@ def _score_partition(client: tq.Client, partition_id: str, is_stopped: Callable[
                 return False
             continue
         rewards = score_additions(client.get_data(meta))
-        client.put({"reward": torch.tensor(rewards, dtype=torch.float32)}, metadata=meta)
+        client.put(meta, {"reward": torch.tensor(rewards, dtype=torch.float32)})
 
 
 if __name__ == "__main__":

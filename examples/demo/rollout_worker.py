@@ -65,12 +65,12 @@ class RolloutWorker:
             prompts, end_token=END_TOKEN, max_tokens=MAX_RESPONSE_TOKENS, generator=self._generator
         )
         self._client.put(
+            step_partition(step),
             {
                 "prompt": prompts,
                 "response": [response.tokens for response in responses],
                 "logprobs": [response.logprobs for response in responses],
             },
-            partition_id=step_partition(step),
             groups=groups,
             group_size=self._settings.group_size,
             custom_meta=[

@@ -38,7 +38,7 @@ class WeightPublisher:
     def publish(self, version: int, flat: Tensor) -> None:
         """Publish a version to all rollout workers."""
         self._put(f"v{version}", version, flat)
-        self._client.clear_samples(partition_id=WEIGHTS_PARTITION, keys=[f"v{version - KEPT_VERSIONS}"])
+        self._client.clear_samples(WEIGHTS_PARTITION, keys=[f"v{version - KEPT_VERSIONS}"])
 
     def stop(self, version: int, flat: Tensor) -> None:
         """Tell rollout and reward workers that no step will follow."""
@@ -46,8 +46,8 @@ class WeightPublisher:
 
     def _put(self, key: str, version: int, flat: Tensor) -> None:
         self._client.put(
+            WEIGHTS_PARTITION,
             {FIELD: flat.unsqueeze(0)},
-            partition_id=WEIGHTS_PARTITION,
             keys=[key],
             custom_meta=[{"version": version, "stop": key == STOP_KEY}],
         )

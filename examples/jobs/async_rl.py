@@ -10,7 +10,7 @@ def roll_out() -> None:
     """Generate responses until the partition is sealed."""
     # Job of a rollout worker: wait for slots, and fill them.
     while (slots := client.acquire("train", "rollout", count=4, lease=60.0)).status == "batch":
-        client.put({"response": ["an answer"] * slots.size}, metadata=slots, ack=True)
+        client.put(slots, {"response": ["an answer"] * slots.size}, ack=True)
 
 
 with ServiceProcess() as service, tq.Client(service.address) as client, ThreadPoolExecutor() as pool:

@@ -8,7 +8,7 @@ from tq_service.testing import ServiceProcess
 tokens = [torch.arange(length) for length in (90, 60, 10, 40, 30, 50, 70, 50)]
 
 with ServiceProcess() as service, tq.Client(service.address) as client:
-    client.put({"tokens": tokens}, partition_id="train", groups=list("aabbccdd"), group_size=2)
+    client.put("train", {"tokens": tokens}, groups=list("aabbccdd"), group_size=2)
     for rank in range(2):  # usually a process each
         # Job: get the part of one rank. Replicas and retries get the same one.
         data, batch = client.get_batch(

@@ -7,7 +7,7 @@ from tq_service.data import StreamingDataLoader, StreamingDataset
 from tq_service.testing import ServiceProcess
 
 with ServiceProcess() as service, tq.Client(service.address) as client:
-    client.put({"tokens": [torch.arange(length) for length in range(1, 9)]}, partition_id="train")
+    client.put("train", {"tokens": [torch.arange(length) for length in range(1, 9)]})
     client.seal_partition("train")  # no more samples: the loop ends
 
     # Job: train on all samples. The rank and the number of ranks are those of torch.distributed.

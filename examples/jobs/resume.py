@@ -5,7 +5,7 @@ from tq_service.data import StreamingDataLoader, StreamingDataset
 from tq_service.testing import ServiceProcess
 
 with ServiceProcess() as service, tq.Client(service.address) as client:
-    client.put({"x": list(range(8))}, partition_id="train")
+    client.put("train", {"x": list(range(8))})
     client.seal_partition("train")
     loader = StreamingDataLoader(
         StreamingDataset(service.address, partition_id="train", task_name="actor", data_fields=["x"], batch_size=2)

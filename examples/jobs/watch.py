@@ -10,7 +10,7 @@ async def main(address: str) -> None:
     """Follow the tags until there are two. `tq-service status --watch 1` shows counts of all partitions instead."""
     tags: dict[str | None, dict[str, int]] = {}
     async with tq.AsyncClient(address) as client, client.watch("train") as watch:
-        await client.put({"x": [1, 2]}, partition_id="train", keys=["a", "b"], custom_meta=[{"score": 1}, {"score": 0}])
+        await client.put("train", {"x": [1, 2]}, keys=["a", "b"], custom_meta=[{"score": 1}, {"score": 0}])
         # Job: keep the tags up to date.
         async for update in watch:
             for samples in (each.samples for each in update.partitions if each.samples is not None):

@@ -55,7 +55,7 @@ def waiting(client: tq.Client, partition_id: str) -> Iterator[None]:
         while not client.explain(partition_id):
             assert not claimed.done()
         yield
-        client.put({"x": np.zeros(4)}, partition_id=partition_id)
+        client.put(partition_id, {"x": np.zeros(4)})
         assert claimed.result().status == "batch"
 
 
@@ -63,8 +63,8 @@ def waiting(client: tq.Client, partition_id: str) -> Iterator[None]:
 def filled(client: tq.Client) -> tq.Client:
     """Hold two partitions: one with 6 samples of which a task has taken 4, and one that is empty."""
     client.put(
+        "train@0",
         {"reward": np.arange(6, dtype=np.float32), "text": [f"t{row}" for row in range(6)]},
-        partition_id="train@0",
         keys=[f"k{row}" for row in range(6)],
         groups=["a", "a", "b", "b", "c", "c"],
         group_size=2,
@@ -108,7 +108,7 @@ def test_explain_says_why_claims_wait(client: tq.Client, address: str, monkeypat
             "task update: 1 call waits: there is no partition 'train'; none is known yet (PARTITION_NOT_FOUND)\n"
         )
     client.clear_partition("train")
-    client.put({"x": np.zeros(3)}, partition_id="train", state="held")
+    client.put("train", {"x": np.zeros(3)}, state="held")
     with waiting(client, "train"):
         assert invoke("explain", "train", "rewards", "-a", address) == "no claim waits for partition 'train'\n"
         shown = invoke("explain", "train", "update", "-a", address)
@@ -151,7 +151,7 @@ def test_status_for_people(filled: tq.Client, address: str) -> None:
 
 def test_status_shows_what_waits_for_partitions_that_do_not_exist(client: tq.Client) -> None:
     long = "x" * 90
-    client.put({"x": np.zeros(3)}, partition_id=long)
+    client.put(long, {"x": np.zeros(3)})
     assert invoke("status").splitlines()[6] == long
     with waiting(client, "trian"):
         lines = lines_of("status")
@@ -234,8 +234,8 @@ def test_partitions_are_listed_shown_sealed_and_cleared(filled: tq.Client) -> No
 
 def test_a_release_is_shown_with_what_it_has_released(client: tq.Client) -> None:
     client.create_partition("p", release=tq.Release("saved", ["actor", "critic"], 90.0))
-    client.put({"x": np.zeros(2)}, partition_id="p")
-    client.fail_samples(partition_id="p", global_indexes=[1])  # which no task waits for
+    client.put("p", {"x": np.zeros(2)})
+    client.fail_samples("p", global_indexes=[1])  # which no task waits for
     lines = lines_of("partition", "show", "p")
     assert ["saved", "by", "actor,", "critic", "1"] in lines
     assert ["90", "s", "old", "0"] in lines
@@ -274,13 +274,13 @@ def test_samples_can_be_peeked_at(filled: tq.Client) -> None:
 def test_samples_that_are_cleared_while_they_are_peeked_at_are_looked_up_again(
     client: tq.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = client.put({"x": np.arange(2)}, partition_id="train")
+    first = client.put("train", {"x": np.arange(2)})
     get_data, got = tq.Client.get_data, list[Any]()
 
     def cleared_before_it_is_read(self: tq.Client, *args: Any, **given: Any) -> Any:
         got.append(args)
         if len(got) == 1:
-            client.put({"x": np.arange(2, 4)}, partition_id="train")
+            client.put("train", {"x": np.arange(2, 4)})
             client.clear_samples(first)
         return get_data(self, *args, **given)
 
@@ -293,7 +293,7 @@ def test_samples_that_are_cleared_while_they_are_peeked_at_are_looked_up_again(
 def test_a_partition_of_which_all_is_cleared_while_it_is_peeked_at(
     client: tq.Client, clear: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    meta = client.put({"x": np.arange(2)}, partition_id="train")
+    meta = client.put("train", {"x": np.arange(2)})
     get_data = tq.Client.get_data
 
     def cleared_before_it_is_read(self: tq.Client, *args: Any, **given: Any) -> Any:
@@ -320,13 +320,13 @@ def test_a_status_that_is_watched_through_a_pipe_comes_line_by_line(filled: tq.C
 
 
 def test_titles_stay_on_one_line_over_short_names(client: tq.Client) -> None:
-    client.put({"x": np.arange(2)}, partition_id="p")
+    client.put("p", {"x": np.arange(2)})
     client.get_meta(partition_id="p", task_name="t", data_fields=["x"], batch_size=2)
     assert ["TASK", "DELIVERED", "RATE", "WAITING", "FOR"] in lines_of("status")
 
 
 def test_where_the_time_of_steps_goes_is_shown(client: tq.Client) -> None:
-    client.put({"x": np.arange(2)}, partition_id="p")
+    client.put("p", {"x": np.arange(2)})
     timer = tq.StepTimer()
     with timer.step():
         pass
@@ -354,7 +354,7 @@ def test_tasks_are_shown_and_start_over(filled: tq.Client) -> None:
 
 
 def test_a_task_is_shown_with_the_claims_that_hold_leases(client: tq.Client) -> None:
-    client.put({"x": np.arange(30)}, partition_id="p")
+    client.put("p", {"x": np.arange(30)})
     asked: dict[str, Any] = {"partition_id": "p", "task_name": "t", "data_fields": ["x"], "batch_size": 1}
     for number in range(22):
         client.get_meta(**asked, lease=600.0, claim_name=f"w{number}")
@@ -366,7 +366,7 @@ def test_a_task_is_shown_with_the_claims_that_hold_leases(client: tq.Client) -> 
 
 
 def test_evicted_samples_are_listed_and_counted(client: tq.Client) -> None:
-    client.put({"x": np.arange(3)}, partition_id="p", keys=["a", "b", "c"], custom_meta={"v": np.array([0, 0, 1])})
+    client.put("p", {"x": np.arange(3)}, keys=["a", "b", "c"], custom_meta={"v": np.array([0, 0, 1])})
     asked: dict[str, Any] = {"partition_id": "p", "task_name": "t", "data_fields": ["x"], "batch_size": 4}
     client.get_meta(**asked, max_wait=0)
     assert "have evicted nothing after serial 0" in invoke("task", "evicted", "p", "t")
@@ -384,7 +384,7 @@ def test_a_replay_buffer_is_shown_with_what_it_dropped(client: tq.Client) -> Non
     bound = tq.Admission("t", 2, overflow="drop_lowest", samples_per_insert=2.0, error_buffer=4)
     client.create_partition("p", admissions=[bound])
     for _ in range(3):
-        client.put({"x": np.arange(1)}, partition_id="p")
+        client.put("p", {"x": np.arange(1)})
     asked: dict[str, Any] = {"partition_id": "p", "task_name": "t", "data_fields": ["x"], "batch_size": 4}
     client.get_meta(**asked, sampler="replay", sampler_config={"fresh": 0}, dp_rank=0, dp_size=1, batch_index=0)
     shown = invoke("task", "show", "p", "t")
@@ -396,7 +396,7 @@ def test_a_replay_buffer_is_shown_with_what_it_dropped(client: tq.Client) -> Non
 
 def test_dead_lettered_samples_are_listed_and_delivered_again(client: tq.Client) -> None:
     assert invoke("deadletter", "ls") == "no samples are dead-lettered\n"
-    client.put({"x": np.arange(3)}, partition_id="p")
+    client.put("p", {"x": np.arange(3)})
     asked: dict[str, Any] = {"partition_id": "p", "task_name": "t", "data_fields": ["x"], "batch_size": 3}
     client.get_meta(**asked, lease=0.01, max_deliveries=1)
     while client.check_consumption("p", "t").dead_lettered_count < 3:

@@ -40,8 +40,8 @@ def test_it_shows_what_its_token_may_see_and_neither_token_nor_paths(tmp_path: P
     command += ["--token-file", str(tmp_path / "reader.token")]
     with ServiceProcess(*flags) as service:
         with tq.Client(service.address, token=writer, tls=tq.Tls(ca=authority.ca)) as client:
-            client.put({"x": np.zeros(3)}, partition_id="train@0")
-            client.put({"x": np.zeros(3)}, partition_id="secret")
+            client.put("train@0", {"x": np.zeros(3)})
+            client.put("secret", {"x": np.zeros(3)})
         with ListeningProcess([*command, "--address", service.address], env=ENV, log=tmp_path / "log") as page:
             text = next(frames(page, "/tq/events"))
             frame = json.loads(text)

@@ -96,14 +96,12 @@ def seen(outcome):
 
 
 async def with_known_keys(client, name):
-    return await client.put(
-        {"x": np.arange(COUNT)}, partition_id=name, keys=[f"known{number}" for number in range(COUNT)]
-    )
+    return await client.put(name, {"x": np.arange(COUNT)}, keys=[f"known{number}" for number in range(COUNT)])
 
 
 async def with_groups(client, name):
     return await client.put(
-        {"x": np.arange(3)}, partition_id=name, keys=["a", "b", "c"], groups=["full", "full", "odd"], group_size=2
+        name, {"x": np.arange(3)}, keys=["a", "b", "c"], groups=["full", "full", "odd"], group_size=2
     )
 
 
@@ -115,7 +113,7 @@ async def with_a_cleared_sample(client, name):
 
 async def with_a_failed_sample(client, name):
     meta = await with_known_keys(client, name)
-    await client.put(metadata=meta.select_samples([REFUSED]), state="failed")
+    await client.put(meta.select_samples([REFUSED]), state="failed")
     return meta
 
 
@@ -135,24 +133,24 @@ async def leased(client, name):
 async def with_a_written_cell(client, name):
     await client.create_partition(name, fields=[tq.FieldSpec("y", write_once=True)])
     meta = await with_known_keys(client, name)
-    await client.put({"y": np.zeros((1, 2), np.int64)}, metadata=meta.select_samples([REFUSED]))
+    await client.put(meta.select_samples([REFUSED]), {"y": np.zeros((1, 2), np.int64)})
     return meta
 
 
 async def with_y(client, name):
     meta = await with_known_keys(client, name)
-    await client.put({"y": np.zeros((1, 2), np.int64)}, metadata=meta.select_samples([REFUSED]))
+    await client.put(meta.select_samples([REFUSED]), {"y": np.zeros((1, 2), np.int64)})
     await client.seal_partition(name)
     return meta
 
 
 async def with_a_closed_group(client, name):
-    await client.put({"x": np.arange(1)}, partition_id=name, groups=["closed"])
+    await client.put(name, {"x": np.arange(1)}, groups=["closed"])
     await client.close_groups(name, ["closed"])
 
 
 async def with_a_larger_group(client, name):
-    await client.put({"x": np.arange(1)}, partition_id=name, groups=["larger"], group_size=3)
+    await client.put(name, {"x": np.arange(1)}, groups=["larger"], group_size=3)
 
 
 async def with_a_declared_field(client, name):
@@ -161,7 +159,7 @@ async def with_a_declared_field(client, name):
 
 async def with_an_admission(client, name):
     await client.create_partition(name, admissions=[tq.Admission("t", 1, "group")])
-    await client.put({"x": np.arange(1)}, partition_id=name, groups=["begun"])
+    await client.put(name, {"x": np.arange(1)}, groups=["begun"])
 
 
 def row(number):
@@ -205,13 +203,13 @@ REFUSALS = {
             "timeout": 60 if n != REFUSED else 3,  # it waits for the limit; a quarter is left for the answer
         },
     ),
-    "cleared": (with_a_cleared_sample, lambda n, meta: {"metadata": meta.select_samples([n])}),
-    "failed": (with_a_failed_sample, lambda n, meta: {"metadata": meta.select_samples([n]), "state": "live"}),
+    "cleared": (with_a_cleared_sample, lambda n, meta: {"target": meta.select_samples([n])}),
+    "failed": (with_a_failed_sample, lambda n, meta: {"target": meta.select_samples([n]), "state": "live"}),
     "sealed": (sealed, lambda n, meta: {"keys": [f"known{n}" if n != REFUSED else "new"]}),
     "sealed field": (with_y, lambda n, meta: {"keys": [f"known{n}"]}),
-    "second value": (with_a_written_cell, lambda n, meta: {"metadata": meta.select_samples([n])}),
-    "lease": (leased, lambda n, meta: {"metadata": meta.select_samples([n])}),
-    "acknowledgement": (leased, lambda n, meta: {"metadata": meta.select_samples([n]), "ack": True}),
+    "second value": (with_a_written_cell, lambda n, meta: {"target": meta.select_samples([n])}),
+    "lease": (leased, lambda n, meta: {"target": meta.select_samples([n])}),
+    "acknowledgement": (leased, lambda n, meta: {"target": meta.select_samples([n]), "ack": True}),
 }
 
 
@@ -220,7 +218,7 @@ async def outcomes_of(client, name, partition_id, return_meta, *, gathers):
     prepare, call = REFUSALS[name]
     meta = await prepare(client, partition_id)
     calls = [
-        {"data": row(number), "return_meta": return_meta, "partition_id": partition_id, **call(number, meta)}
+        {"data": row(number), "return_meta": return_meta, "target": partition_id, **call(number, meta)}
         for number in range(COUNT)
     ]
     getattr(client, "client", client).gathers_puts = gathers

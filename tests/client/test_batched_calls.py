@@ -56,7 +56,7 @@ async def app():
 @pytest.fixture
 async def client(app):
     async with tq.AsyncClient(f"127.0.0.1:{app.port}", timeout=20) as client:
-        await client.put({"x": np.arange(64)}, partition_id="train")
+        await client.put("train", {"x": np.arange(64)})
         yield client
 
 
@@ -68,7 +68,7 @@ async def until(condition):
 
 async def test_one_call_goes_alone_and_several_go_together(client):
     await client.get_meta(**rank(0))
-    await client.put({"x": np.arange(2)}, partition_id="other")
+    await client.put("other", {"x": np.arange(2)})
     assert streams_of(client) == []
     metas = await asyncio.gather(*(client.get_meta(**rank(number)) for number in range(RANKS)))
     assert sorted(index for meta in metas for index in meta.global_indexes) == list(range(16))
@@ -128,7 +128,7 @@ async def test_errors_are_those_of_calls_by_themselves(app, name):
     for is_alone in (True, False):
         async with tq.AsyncClient(f"127.0.0.1:{app.port}", timeout=20) as client:
             if is_alone:
-                await client.put({"x": np.arange(64)}, partition_id="train")
+                await client.put("train", {"x": np.arange(64)})
             async with contextlib.AsyncExitStack() as stack:
                 if not is_alone:
                     await stack.enter_async_context(beside_one_that_waits(client))
@@ -262,7 +262,7 @@ async def test_a_new_token_opens_another_stream_and_the_old_one_ends_with_its_ca
     token.write_text(add_token(tokens, "first", ["consume", "produce"]))
     settings = ServeSettings(host="127.0.0.1", port=0, auth_tokens_file=str(tokens))
     async with running(settings) as app, tq.AsyncClient(f"127.0.0.1:{app.port}", timeout=20, token=token) as client:
-        await client.put({"x": np.arange(64)}, partition_id="train")
+        await client.put("train", {"x": np.arange(64)})
         async with beside_one_that_waits(client):
             await client.get_meta(**QUEUE)
             second = add_token(tokens, "second", ["consume", "produce"])
@@ -281,7 +281,7 @@ async def test_a_claim_that_was_durable_but_not_answered_is_answered_by_the_retr
     command = (sys.executable, str(Path(__file__).with_name("service_killed_before_answering.py")), str(marker))
     with ServiceProcess("--durability", "process", data_dir=tmp_path / "data", command=command) as server:
         async with tq.AsyncClient(server.address, timeout=60) as client:
-            await client.put({"x": np.arange(64)}, partition_id="train")
+            await client.put("train", {"x": np.arange(64)})
             waits = asyncio.ensure_future(client.get_meta(**WAITS))
             await asyncio.sleep(0.2)
             marker.touch()
@@ -305,7 +305,7 @@ async def test_a_claim_that_was_durable_but_not_answered_is_answered_by_the_retr
 async def test_queue_claims_are_delivered_once_while_the_service_is_killed(tmp_path):
     with ServiceProcess("--durability", "process", data_dir=tmp_path) as server:
         async with tq.AsyncClient(server.address, timeout=60) as client:
-            await client.put({"x": np.arange(2_000)}, partition_id="train")
+            await client.put("train", {"x": np.arange(2_000)})
             taken = []
 
             async def work():

@@ -24,7 +24,7 @@ def put_eight(client, partition_id="p", **more):
         "text": [f"text {i}" for i in range(8)],
     }
     arguments = {"keys": [f"k{i}" for i in range(8)], "groups": [f"g{i // 2}" for i in range(8)], "group_size": 2}
-    return client.put(data, partition_id=partition_id, **(arguments | more))
+    return client.put(partition_id, data, **(arguments | more))
 
 
 async def test_put_answers_what_was_sent_and_get_data_gives_it_back(client):
@@ -44,17 +44,17 @@ async def test_put_answers_what_was_sent_and_get_data_gives_it_back(client):
 async def test_columns_metadata_and_state_of_existing_samples(client):
     meta = await put_eight(client, custom_meta=[{"n": i} for i in range(8)])
     part = meta.select_samples([3, 1])
-    more = await client.put({"reward": torch.tensor([3.0, 1.0])}, metadata=part)
+    more = await client.put(part, {"reward": torch.tensor([3.0, 1.0])})
     assert more.global_indexes == [3, 1]
     assert set(more.data_fields) == {"ids", "score", "text", "reward"}
     assert (await client.get_data(more, data_fields=["reward"]))["reward"].tolist() == [3.0, 1.0]
-    tagged = await client.put(metadata=more, custom_meta=[{"tag": "x"}, {"tag": "y"}], state="held")
+    tagged = await client.put(more, custom_meta=[{"tag": "x"}, {"tag": "y"}], state="held")
     assert tagged.custom_meta == [{"n": 3, "tag": "x"}, {"n": 1, "tag": "y"}]
     await client.set_custom_meta(part, [{"n": 33}, {"n": 11}])
     found, missing = await client.lookup_samples("p", ["k1", "nobody", "k3"])
     assert found.custom_meta == [{"n": 11, "tag": "y"}, {"n": 33, "tag": "x"}]
     assert missing == ["nobody"]
-    by_key = await client.put({"reward": torch.zeros(1)}, partition_id="p", keys=["k7"], key_mode="existing")
+    by_key = await client.put("p", {"reward": torch.zeros(1)}, keys=["k7"], key_mode="existing")
     assert by_key.global_indexes == [7]
     assert (await client.describe_partition("p")).held_count == 2
     assert (await client.check_production("p", ["reward"])).produced_count == 3
@@ -66,23 +66,23 @@ async def test_columns_of_other_samples_than_the_metadata_are_refused_before_the
     with pytest.raises(
         tq.errors.InvalidArgumentError, match=r"^metadata has 2 samples, field 'reward' has 5"
     ) as raised:
-        await client.put({"reward": torch.zeros(5)}, metadata=tq.BatchMeta.from_proto(batch))
+        await client.put(tq.BatchMeta.from_proto(batch), {"reward": torch.zeros(5)})
     await client.aclose()
     assert raised.value.field == "data"
 
 
 async def test_data_by_key_and_by_index(client):
     await put_eight(client)
-    by_key = await client.get_data(partition_id="p", keys=["k2", "k0"], data_fields=["score"])
+    by_key = await client.get_data("p", keys=["k2", "k0"], data_fields=["score"])
     assert by_key["score"].tolist() == [2, 0]
-    by_index = await client.get_data(partition_id="p", global_indexes=np.array([4, 1]), data_fields=["score"])
+    by_index = await client.get_data("p", global_indexes=np.array([4, 1]), data_fields=["score"])
     assert by_index["score"].tolist() == [4, 1]
-    skipped = await client.get_data(partition_id="p", keys=["k2", "no"], data_fields=["score"], missing="skip")
+    skipped = await client.get_data("p", keys=["k2", "no"], data_fields=["score"], missing="skip")
     assert skipped["score"].tolist() == [2]
     with pytest.raises(tq.errors.KeyNotFoundError):
-        await client.get_data(partition_id="p", keys=["k2", "no"])
+        await client.get_data("p", keys=["k2", "no"])
     with pytest.raises(tq.errors.FieldNotFoundError, match="score"):
-        await client.get_data(partition_id="p", keys=["k2"], data_fields=["scores"])
+        await client.get_data("p", keys=["k2"], data_fields=["scores"])
 
 
 async def test_located_data_that_was_overwritten_meanwhile_is_found_again(client):
@@ -90,7 +90,7 @@ async def test_located_data_that_was_overwritten_meanwhile_is_found_again(client
     claim = await client.get_meta(partition_id="p", task_name="t", data_fields=["score"], batch_size=4)
     assert claim.locations is not None
     for value in range(3):
-        await client.put({"score": torch.full((4,), value, dtype=torch.bfloat16)}, metadata=claim)
+        await client.put(claim, {"score": torch.full((4,), value, dtype=torch.bfloat16)})
     assert (await client.get_data(claim))["score"].tolist() == [2] * 4
 
 
@@ -106,16 +106,16 @@ async def test_empty_batch_is_typed_and_takes_no_call(kind, service):
     assert batch["ids"].size(0) == 0
     assert batch["ids"].dtype == torch.int64
     assert list(batch["text"]) == []
-    assert await down.put({"reward": torch.zeros(0)}, metadata=empty) == empty
+    assert await down.put(empty, {"reward": torch.zeros(0)}) == empty
     assert await down.clear_samples(empty) == 0
     with pytest.raises(tq.errors.InvalidArgumentError, match="names no samples"):
-        await down.put({"reward": torch.zeros(1)}, metadata=empty)
+        await down.put(empty, {"reward": torch.zeros(1)})
     await down.aclose()
 
 
 async def test_rows_put_dense_into_a_jagged_field_come_back_jagged(client):
     await client.create_partition("p", fields=[tq.FieldSpec("ids", dtype="int64", layout="jagged")])
-    meta = await client.put({"ids": torch.ones(3, 4, dtype=torch.int64)}, partition_id="p")
+    meta = await client.put("p", {"ids": torch.ones(3, 4, dtype=torch.int64)})
     batch = await client.get_data(meta)
     assert batch["ids"].is_nested
     assert [row.tolist() for row in batch["ids"].unbind()] == [[1] * 4] * 3
@@ -167,7 +167,7 @@ async def test_partitions_and_services(client):
     assert (inserted.global_indexes, inserted.keys, inserted.groups) == ([0, 1], ["a", "b"], ["g", "g"])
     assert inserted.incarnation == incarnation
     await client.close_groups("p", ["g"])
-    assert await client.clear_samples(partition_id="p", keys=["a", "nobody"]) == 1
+    assert await client.clear_samples("p", keys=["a", "nobody"]) == 1
     assert await client.clear_samples(inserted) == 1
     (summary,) = await client.list_partitions("p")
     assert (summary.inserted_count, summary.present_count) == (2, 0)
@@ -182,13 +182,13 @@ async def test_partitions_and_services(client):
 @pytest.mark.parametrize(
     ("arguments", "kind_of_error", "words"),
     [
-        ({}, tq.errors.InvalidArgumentError, "partition_id"),
-        ({"partition_id": "p", "keys": "k0"}, tq.errors.InvalidArgumentError, "list of strings"),
-        ({"partition_id": "p", "state": "alive"}, tq.errors.InvalidArgumentError, "live, held, failed"),
-        ({"partition_id": "p", "key_mode": "old"}, tq.errors.InvalidArgumentError, "upsert, new, existing"),
-        ({"partition_id": "p", "custom_meta": [{"a": 1}]}, tq.errors.InvalidArgumentError, "for 1 samples, expected 2"),
-        ({"partition_id": "p", "timeout": float("inf")}, tq.errors.InvalidArgumentError, "finite"),
-        ({"partition_id": "p", "data": {"o": [object(), 1]}}, TypeError, "object"),
+        ({"target": 7}, tq.errors.InvalidArgumentError, "got int, expected the name of a partition"),
+        ({"target": "p", "keys": "k0"}, tq.errors.InvalidArgumentError, "list of strings"),
+        ({"target": "p", "state": "alive"}, tq.errors.InvalidArgumentError, "live, held, failed"),
+        ({"target": "p", "key_mode": "old"}, tq.errors.InvalidArgumentError, "upsert, new, existing"),
+        ({"target": "p", "custom_meta": [{"a": 1}]}, tq.errors.InvalidArgumentError, "for 1 samples, expected 2"),
+        ({"target": "p", "timeout": float("inf")}, tq.errors.InvalidArgumentError, "finite"),
+        ({"target": "p", "data": {"o": [object(), 1]}}, TypeError, "object"),
     ],
 )
 async def test_what_cannot_be_sent_is_refused_before_anything_is_sent(kind, arguments, kind_of_error, words):

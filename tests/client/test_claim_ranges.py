@@ -20,7 +20,7 @@ def indexes(metas):
 
 
 async def test_a_range_is_a_list_of_the_batches_that_single_claims_get(client):
-    written = await client.put({"x": np.arange(5)}, partition_id="train", keys=list("abcde"))
+    written = await client.put("train", {"x": np.arange(5)}, keys=list("abcde"))
     metas = await client.get_meta(**ASKS, batch_index=0, batch_count=3)
     assert indexes(metas) == [[0, 1], [2, 3]]
     singles = [await client.get_meta(**ASKS, batch_index=index) for index in range(2)]
@@ -37,7 +37,7 @@ async def test_a_range_is_a_list_of_the_batches_that_single_claims_get(client):
 
 
 async def test_a_range_of_one_is_a_list(client):
-    await client.put({"x": np.arange(5)}, partition_id="train")
+    await client.put("train", {"x": np.arange(5)})
     assert indexes(await client.get_meta(**ASKS, batch_index=0, batch_count=1)) == [[0, 1]]
 
 
@@ -50,7 +50,7 @@ async def test_a_range_of_one_is_a_list(client):
     ],
 )
 async def test_a_range_that_cannot_be_is_refused_and_claims_nothing(client, arguments, message):
-    await client.put({"x": np.arange(5)}, partition_id="train")
+    await client.put("train", {"x": np.arange(5)})
     with pytest.raises(InvalidArgumentError, match=message) as caught:
         await client.get_meta(**{**ASKS, "batch_index": 0, **arguments})
     assert caught.value.field == "batch_count"
@@ -58,7 +58,7 @@ async def test_a_range_that_cannot_be_is_refused_and_claims_nothing(client, argu
 
 
 async def test_a_range_ends_before_its_answer_has_more_than_a_mebibyte(client):
-    await client.put({"x": np.arange(6_000)}, partition_id="train", keys=[f"{row:0400}" for row in range(6_000)])
+    await client.put("train", {"x": np.arange(6_000)}, keys=[f"{row:0400}" for row in range(6_000)])
     found = []
     while len(found) < 6:
         asks = {**ASKS, "batch_size": 1_000, "batch_index": len(found)}
@@ -73,7 +73,7 @@ async def test_a_range_that_was_durable_but_not_answered_is_answered_by_the_retr
     command = (sys.executable, str(Path(__file__).with_name("service_killed_before_answering.py")), str(marker))
     with ServiceProcess("--durability", "process", data_dir=tmp_path / "data", command=command) as server:
         client = make_client(kind, server.address, timeout=60)
-        await client.put({"x": np.arange(6)}, partition_id="train")
+        await client.put("train", {"x": np.arange(6)})
         marker.touch()
         claiming = asyncio.ensure_future(client.get_meta(**ASKS, batch_index=0, batch_count=2))
         await asyncio.to_thread(server.wait, 60)

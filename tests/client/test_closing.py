@@ -15,7 +15,7 @@ QUEUE = {"partition_id": "later", "task_name": "t", "data_fields": ["x"], "batch
 CALLS = {
     "list_partitions": lambda client, meta: client.list_partitions(),
     "get_data": lambda client, meta: client.get_data(meta),
-    "put": lambda client, meta: client.put(LARGE, partition_id="p"),
+    "put": lambda client, meta: client.put("p", LARGE),
     "get_meta": lambda client, meta: client.get_meta(**QUEUE),
 }
 
@@ -23,7 +23,7 @@ CALLS = {
 @pytest.fixture
 async def meta(service):
     async with tq.AsyncClient(service, timeout=60) as client:
-        return await client.put(LARGE, partition_id="p")
+        return await client.put("p", LARGE)
 
 
 async def until_it_fails(call):
@@ -62,13 +62,13 @@ async def test_sync_calls_end_when_their_client_is_closed_by_another_thread(serv
 async def test_a_put_that_is_cancelled_is_cancelled_and_its_client_goes_on(service, steps):
     async with tq.AsyncClient(service, timeout=60) as client:
         await client.list_partitions()
-        call = asyncio.ensure_future(client.put(LARGE, partition_id="p", keys=["k"]))
+        call = asyncio.ensure_future(client.put("p", LARGE, keys=["k"]))
         for _ in range(steps):
             await asyncio.sleep(0)
         assert call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await call
-        assert (await client.put(LARGE, partition_id="p", keys=["k"])).keys == ["k"]
+        assert (await client.put("p", LARGE, keys=["k"])).keys == ["k"]
 
 
 @pytest.mark.parametrize("kind", ["sync", "async"])

@@ -61,7 +61,7 @@ async def async_client():
 
 @pytest.mark.parametrize("field", LARGE)
 async def test_large_columns_are_encoded_and_decoded_by_a_thread(async_client, threads, field):
-    meta = await async_client.put({"x": LARGE[field]}, partition_id="p")
+    meta = await async_client.put("p", {"x": LARGE[field]})
     back = await async_client.get_data(meta)
     assert len(back["x"]) == MANY
     here = threading.get_ident()
@@ -75,7 +75,7 @@ async def test_tensors_on_a_device_are_encoded_by_a_thread_in_the_order_of_the_c
     with standing_in(monkeypatch) as stand_in:
         side = stand_in.new_stream(torch.device("cpu"))
         with stand_in.using(side):
-            meta = await async_client.put({"x": stand_in.later(torch.arange(4))}, partition_id="p")
+            meta = await async_client.put("p", {"x": stand_in.later(torch.arange(4))})
     assert threading.get_ident() not in threads["encode_columns"]
     back = await async_client.get_data(meta)
     assert back["x"].tolist() == [0, 1, 2, 3]
@@ -85,13 +85,13 @@ async def test_many_names_and_values_are_encoded_by_a_thread(async_client, threa
     meta = [{"step": number} for number in range(MANY)]
     batch = await async_client.insert("p", keys=[f"k{number}" for number in range(MANY)], custom_meta=meta)
     await async_client.set_custom_meta(batch, meta)
-    await async_client.put({"x": np.arange(MANY)}, partition_id="q", custom_meta=meta)
+    await async_client.put("q", {"x": np.arange(MANY)}, custom_meta=meta)
     assert threading.get_ident() not in threads["write_message"] | threads["encode_meta_columns"]
 
 
 async def test_small_puts_are_encoded_at_once(async_client, threads):
     data = {"x": np.arange(4), "t": ["a", "b", "c", "d"], "large": torch.ones(4, 1 << 16), "o": [{"a": 1}] * 4}
-    batch = await async_client.put(data, partition_id="p", keys=list("abcd"), custom_meta=[{"s": 1}] * 4)
+    batch = await async_client.put("p", data, keys=list("abcd"), custom_meta=[{"s": 1}] * 4)
     await async_client.set_custom_meta(batch, {"s": np.arange(4)})
     back = await async_client.get_data(batch, data_fields=["x", "t"])
     assert back["x"].tolist() == [0, 1, 2, 3]

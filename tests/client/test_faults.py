@@ -224,7 +224,7 @@ async def test_an_interrupted_put_is_sent_whole_again_under_its_ids(kind, row_co
     controller = FakeController(PlacePut=Script(EMBEDDED))
     async with serving(controller, storage) as address:
         client = make_client(kind, address, timeout=20)
-        meta = await client.put({"x": data.reshape(1, -1)}, partition_id="p", keys=["k"])
+        meta = await client.put("p", {"x": data.reshape(1, -1)}, keys=["k"])
         await client.aclose()
     assert meta.keys == ["k"]
     assert storage.put_sizes == [data.nbytes]
@@ -241,7 +241,7 @@ async def test_puts_up_to_a_limit_are_one_message(kind, more_bytes):
     data = torch.zeros(1, INLINE_BYTES - 8 + more_bytes, dtype=torch.uint8)
     async with serving(controller, storage) as address:
         client = make_client(kind, address, timeout=20)
-        await client.put({"x": data, "y": torch.arange(1)}, partition_id="p")
+        await client.put("p", {"x": data, "y": torch.arange(1)})
         await client.aclose()
     assert storage.put_sizes == [INLINE_BYTES + more_bytes]
     assert storage.whole_put_count == (0 if more_bytes else 1)
@@ -253,7 +253,7 @@ async def test_small_puts_into_the_controllers_own_storage_take_one_call(kind):
     async with serving(FakeController(PlacePut=place), storage) as address:
         client = make_client(kind, address, timeout=20)
         for _ in range(3):
-            await client.put({"x": torch.zeros(4)}, partition_id="p")
+            await client.put("p", {"x": torch.zeros(4)})
         await client.aclose()
     assert len(place.requests) == 1
     assert len(storage.put_headers) == storage.whole_put_count == 3
@@ -274,7 +274,7 @@ async def test_large_puts_are_placed_each_unless_there_is_only_one_storage(kind,
     async with serving(FakeController(PlacePut=place), storage) as address:
         client = make_client(kind, address, timeout=20)
         for _ in range(3):
-            await client.put({"x": torch.zeros(1, 1 << 18)}, partition_id="p")
+            await client.put("p", {"x": torch.zeros(1, 1 << 18)})
         await client.aclose()
     assert len(place.requests) == (1 if only_one else 3)
     assert len(storage.put_headers) == 3
@@ -301,7 +301,7 @@ async def test_puts_go_to_the_storage_services_of_a_grant_in_turn_for_as_long_as
         async with serving(FakeController(PlacePut=place, Commit=commit)) as address:
             client = make_client(kind, address, timeout=20)
             for _ in range(6):
-                await client.put({"x": torch.zeros(4)}, partition_id="p")
+                await client.put("p", {"x": torch.zeros(4)})
             await client.aclose()
     assert len(place.requests) == place_count
     counts = [len(remote.put_headers) for remote in remotes]
@@ -318,13 +318,13 @@ async def test_a_storage_service_that_fails_is_left_at_once(kind, failure):
         place = Script(grant_of(endpoint("one", first)), grant_of(endpoint("two", second)))
         async with serving(FakeController(PlacePut=place, Commit=Script(commit_pb2.CommitResponse()))) as address:
             client = make_client(kind, address, timeout=20)
-            await client.put({"x": torch.zeros(4)}, partition_id="p")
+            await client.put("p", {"x": torch.zeros(4)})
             if failure is DRAINING:
-                await client.put({"x": torch.zeros(4)}, partition_id="p")
+                await client.put("p", {"x": torch.zeros(4)})
             else:
                 with pytest.raises(tq.errors.QuotaExceededError):
-                    await client.put({"x": torch.zeros(4)}, partition_id="p")
-            await client.put({"x": torch.zeros(4)}, partition_id="p")
+                    await client.put("p", {"x": torch.zeros(4)})
+            await client.put("p", {"x": torch.zeros(4)})
             await client.aclose()
     assert len(place.requests) == 2
     assert len(gone.put_headers) == 2
@@ -337,9 +337,9 @@ async def test_a_put_into_another_storage_is_committed_after_it(kind):
         commit = Script(commit_pb2.CommitResponse(), tq.errors.PutNotFoundError("the put has expired"))
         async with serving(FakeController(PlacePut=place, Commit=commit)) as address:
             client = make_client(kind, address, timeout=20)
-            await client.put({"x": torch.zeros(4)}, partition_id="p")
+            await client.put("p", {"x": torch.zeros(4)})
             with pytest.raises(tq.errors.PutNotFoundError, match="expired"):
-                await client.put({"x": torch.zeros(4)}, partition_id="p")
+                await client.put("p", {"x": torch.zeros(4)})
             await client.aclose()
     request = commit.requests[0]
     assert request.placement.storage.boot_id == b"2" * 16
@@ -361,7 +361,7 @@ async def test_a_put_that_was_lost_before_its_commit_is_sent_again_under_another
         commit = Script(failure, commit_pb2.CommitResponse(meta=metadata_pb2.BatchMeta(global_indexes=[3])))
         async with serving(FakeController(PlacePut=place, Commit=commit)) as address:
             client = make_client(kind, address, timeout=20)
-            meta = await client.put({"x": torch.zeros(1)}, partition_id="p")
+            meta = await client.put("p", {"x": torch.zeros(1)})
             await client.aclose()
     assert meta.global_indexes == [3]
     assert remote.put_sizes == [4, 4]
@@ -380,7 +380,7 @@ async def test_a_commit_that_is_never_answered_tells_of_the_whole_put(kind, monk
             # The last try may have begun too late for an answer.
             said = rf"tried for {FAULT_SECONDS:g} s \(\d+ times(, and once more without an answer)?\)$"
             with pytest.raises(tq.errors.UnavailableError, match=f"^the server is draining; {said}") as raised:
-                await client.put({"x": torch.zeros(2)}, partition_id="p")
+                await client.put("p", {"x": torch.zeros(2)})
             await client.aclose()
     assert raised.value.message.count("tried") == 1
     assert len({header.put_id for header in storage.put_headers}) == 1
@@ -397,7 +397,7 @@ async def test_small_gets_are_one_message_large_ones_streams_from_the_second_on(
     ) as address:
         client = make_client(kind, address, timeout=20)
         for storage.inline_get_answer in (small, large, small, large):
-            batch = await client.get_data(partition_id="p", keys=["k"], data_fields=["x"])
+            batch = await client.get_data("p", keys=["k"], data_fields=["x"])
             assert batch["x"].tolist() == [7]
             calls.append((len(storage.inline_get_requests), len(storage.get_requests)))
         await client.aclose()
@@ -419,7 +419,7 @@ async def test_a_get_of_known_size_goes_at_once_the_way_that_suits_it(kind, more
     async with serving(FakeController(Locate=Script(pb.LocateResponse(meta=meta))), storage) as address:
         client = make_client(kind, address, timeout=20)
         for _ in range(2):
-            batch = await client.get_data(partition_id="p", keys=["k"], data_fields=["x"])
+            batch = await client.get_data("p", keys=["k"], data_fields=["x"])
             assert batch["x"].flatten().tolist() == list(range(row_count * 1024))
         await client.aclose()
     calls = (len(storage.inline_get_requests), len(storage.get_requests))
@@ -447,7 +447,7 @@ async def test_a_batch_in_two_storages_comes_back_in_order(kind):
         controller = FakeController(Locate=Script(pb.LocateResponse(meta=meta)))
         async with serving(controller, one) as address:
             client = make_client(kind, address, timeout=20)
-            batch = await client.get_data(partition_id="p", global_indexes=range(10, 15), data_fields=["x"])
+            batch = await client.get_data("p", global_indexes=range(10, 15), data_fields=["x"])
             await client.aclose()
     assert batch["x"].tolist() == [0, 1, 2, 3, 4]
     assert list(one.get_requests[0].put_ids) == [b"\0" * 16]
@@ -470,7 +470,7 @@ async def test_storages_are_read_at_the_same_time(kind):
         )
         async with serving(controller, one) as address:
             client = make_client(kind, address, timeout=20)
-            batch = await client.get_data(partition_id="p", global_indexes=range(10, 14), data_fields=["x"])
+            batch = await client.get_data("p", global_indexes=range(10, 14), data_fields=["x"])
             await client.aclose()
     assert batch["x"].tolist() == [0, 1, 2, 3]
 
@@ -480,10 +480,10 @@ async def test_cells_that_moved_are_located_again_once(kind):
     locate = Script(pb.LocateResponse(meta=located([endpoint("one")], [0])))
     async with serving(FakeController(Locate=locate), storage) as address:
         client = make_client(kind, address, timeout=20)
-        assert (await client.get_data(partition_id="p", keys=["k"], data_fields=["x"]))["x"].tolist() == [7]
+        assert (await client.get_data("p", keys=["k"], data_fields=["x"]))["x"].tolist() == [7]
         storage.get_answers = [tq.errors.PutNotFoundError("gone for good")]
         with pytest.raises(tq.errors.PutNotFoundError, match="for good"):
-            await client.get_data(partition_id="p", keys=["k"], data_fields=["x"])
+            await client.get_data("p", keys=["k"], data_fields=["x"])
         await client.aclose()
     assert len(locate.requests) == 4
 
@@ -496,7 +496,7 @@ async def test_cells_that_move_again_and_again_are_followed(kind):
     locate = Script(*(pb.LocateResponse(meta=place) for place in places))
     async with serving(FakeController(Locate=locate), storage) as address:
         client = make_client(kind, address, timeout=20)
-        assert (await client.get_data(partition_id="p", keys=["k"], data_fields=["x"]))["x"].tolist() == [7]
+        assert (await client.get_data("p", keys=["k"], data_fields=["x"]))["x"].tolist() == [7]
         await client.aclose()
     assert len(locate.requests) == 4
 
@@ -509,7 +509,7 @@ async def test_lost_bytes_name_the_samples_that_were_there(kind):
         async with serving(FakeController(Locate=Script(pb.LocateResponse(meta=meta))), one) as address:
             client = make_client(kind, address, timeout=20)
             with pytest.raises(tq.errors.DataLossError, match=r"11 \(k1\), 12 \(k2\) of partition 'p'") as raised:
-                await client.get_data(partition_id="p", global_indexes=range(10, 14), data_fields=["x"])
+                await client.get_data("p", global_indexes=range(10, 14), data_fields=["x"])
             await client.aclose()
     assert raised.value.metadata["global_indexes"] == "11,12"
 
@@ -522,7 +522,7 @@ async def test_a_storage_service_that_takes_its_own_puts_over_again_is_believed_
     locate = Script(*(pb.LocateResponse(meta=each) for each in (here, here, away, here)))
     async with serving(FakeController(Locate=locate), storage) as address:
         client = make_client(kind, address, timeout=20)
-        assert (await client.get_data(partition_id="p", keys=["k"], data_fields=["x"]))["x"].tolist() == [7]
+        assert (await client.get_data("p", keys=["k"], data_fields=["x"]))["x"].tolist() == [7]
         await client.aclose()
 
 
@@ -538,9 +538,7 @@ async def test_a_storage_service_out_of_reach_is_named_with_what_lies_there(kind
             kind_of_error = tq.errors.DeadlineError if fault == "hung" else tq.errors.UnavailableError
             words = rf"'two'.*{address_of_two}.* did not answer within {FAULT_SECONDS:g} s; it holds 'x' of 2 of the 4"
             with pytest.raises(kind_of_error, match=words) as raised:
-                await client.get_data(
-                    partition_id="p", global_indexes=range(10, 14), data_fields=["x"], timeout=FAULT_SECONDS
-                )
+                await client.get_data("p", global_indexes=range(10, 14), data_fields=["x"], timeout=FAULT_SECONDS)
             await client.aclose()
     assert raised.value.metadata["storage_id"] == "two"
     assert raised.value.metadata["address"] == address_of_two
@@ -554,7 +552,7 @@ async def test_a_storage_service_out_of_reach_is_named_where_the_controller_hang
         client = make_client(kind, address)
         words = rf"'two'.* did not answer within {FAULT_SECONDS:g} s; it holds 'x' of 1 of the 2"
         with pytest.raises(tq.errors.UnavailableError, match=words):
-            await client.get_data(partition_id="p", global_indexes=[10, 11], data_fields=["x"], timeout=FAULT_SECONDS)
+            await client.get_data("p", global_indexes=[10, 11], data_fields=["x"], timeout=FAULT_SECONDS)
         await client.aclose()
     assert len(locate.requests) == 2
 
@@ -568,7 +566,7 @@ async def test_a_storage_service_that_came_back_at_another_address_is_found_ther
         )
         async with serving(FakeController(Locate=locate)) as address:
             client = make_client(kind, address, timeout=20)
-            batch = await client.get_data(partition_id="p", keys=["k"], data_fields=["x"])
+            batch = await client.get_data("p", keys=["k"], data_fields=["x"])
             await client.aclose()
     assert batch["x"].tolist() == [7]
     assert len(locate.requests) == 2
@@ -583,7 +581,7 @@ async def test_cells_that_moved_away_from_a_dead_storage_service_are_read_where_
     locate = Script(*(pb.LocateResponse(meta=meta) for meta in metas))
     async with serving(FakeController(Locate=locate), storage) as address:
         client = make_client(kind, address, timeout=20)
-        assert (await client.get_data(partition_id="p", keys=["k"], data_fields=["x"]))["x"].tolist() == [7]
+        assert (await client.get_data("p", keys=["k"], data_fields=["x"]))["x"].tolist() == [7]
         await client.aclose()
     assert list(storage.get_requests[0].put_ids) == [b"again" * 3 + b"!"]
 
@@ -606,7 +604,7 @@ async def test_answers_that_do_not_agree_are_errors(kind, parts, words):
     async with serving(FakeController(Locate=locate), storage) as address:
         client = make_client(kind, address, timeout=20)
         with pytest.raises(tq.errors.InternalError, match=words):
-            await client.get_data(partition_id="p", keys=["a", "b"], data_fields=["x"])
+            await client.get_data("p", keys=["a", "b"], data_fields=["x"])
         await client.aclose()
 
 

@@ -50,7 +50,7 @@ CALLS = st.fixed_dictionaries(
 def call_of(drawn, number, partition):
     rows = drawn.get("rows", 1)
     names = {"new": f"new{number}-{{}}", "known": f"known{number}-{{}}", "unknown": f"unknown{number}-{{}}"}
-    call = {"data": {"x": np.full((rows, 1), number)}, "partition_id": partition}
+    call = {"data": {"x": np.full((rows, 1), number)}, "target": partition}
     if drawn.get("text"):
         call["data"]["text"] = [f"{number}-{place}" for place in range(rows)]
     if "length" in drawn:
@@ -83,7 +83,7 @@ def test_whatever_is_put_at_once_ends_as_it_would_one_after_the_other(live_servi
         partition = new_id().hex()
         async with tq.AsyncClient(live_service.address, timeout=60, gathers_puts=gathers) as client:
             known = [f"known{number}-{place}" for number in range(len(drawn)) for place in range(2)]
-            await client.put({"x": np.zeros((len(known), 1), np.int64)}, partition_id=partition, keys=known)
+            await client.put(partition, {"x": np.zeros((len(known), 1), np.int64)}, keys=known)
             calls = [client.put(**call_of(each, number, partition)) for number, each in enumerate(drawn)]
             if gathers:
                 outcomes = await asyncio.gather(*calls, return_exceptions=True)
@@ -102,8 +102,7 @@ def test_whatever_is_put_at_once_ends_as_it_would_one_after_the_other(live_servi
 
 async def test_two_callers_with_one_new_key_are_told_apart(client):
     calls = [
-        {"data": row(number), "partition_id": "p", "keys": [f"k{number % 11}"], "key_mode": "new"}
-        for number in range(COUNT)
+        {"data": row(number), "target": "p", "keys": [f"k{number % 11}"], "key_mode": "new"} for number in range(COUNT)
     ]
     _, outcomes = await at_once(client, calls)
     refused = [number for number, each in enumerate(outcomes) if isinstance(each, tq.errors.AlreadyExistsError)]
@@ -114,31 +113,31 @@ async def test_two_callers_with_one_new_key_are_told_apart(client):
 
 async def test_a_put_alone_is_sent_at_once_and_puts_that_differ_are_not_mixed(client):
     sent = Sent(client)
-    await client.put({"x": [1]}, partition_id="p")
+    await client.put("p", {"x": [1]})
     assert sent.row_counts == [1]
     calls = [
-        {"data": {"x": [1]}, "partition_id": "p"},
-        {"data": {"x": [1]}, "partition_id": "q"},
-        {"data": {"x": [1, 2]}, "partition_id": "p"},
-        {"data": {"y": [1]}, "partition_id": "p"},
-        {"data": {"x": [1]}, "partition_id": "p", "keys": ["a"]},
-        {"data": {"x": [1]}, "partition_id": "p", "state": "held"},
-        {"data": {"x": [1]}, "partition_id": "p", "custom_meta": [{"a": 1}]},
-        {"data": {"x": [1]}, "partition_id": "p", "custom_meta": [{"a": "text"}]},
-        {"data": {"x": [1]}, "partition_id": "p", "custom_meta": [{"a": None}]},
-        {"data": {"x": [1]}, "partition_id": "p", "return_meta": "all"},
+        {"data": {"x": [1]}, "target": "p"},
+        {"data": {"x": [1]}, "target": "q"},
+        {"data": {"x": [1, 2]}, "target": "p"},
+        {"data": {"y": [1]}, "target": "p"},
+        {"data": {"x": [1]}, "target": "p", "keys": ["a"]},
+        {"data": {"x": [1]}, "target": "p", "state": "held"},
+        {"data": {"x": [1]}, "target": "p", "custom_meta": [{"a": 1}]},
+        {"data": {"x": [1]}, "target": "p", "custom_meta": [{"a": "text"}]},
+        {"data": {"x": [1]}, "target": "p", "custom_meta": [{"a": None}]},
+        {"data": {"x": [1]}, "target": "p", "return_meta": "all"},
     ]
     await asyncio.gather(*(client.put(**call) for call in calls))
     assert len(sent.joints) == 1 + len(calls)
 
 
 async def test_a_batch_is_bounded_in_rows_and_bytes(client):
-    sent, _ = await at_once(client, [{"data": {"x": np.arange(100)}, "partition_id": "p"}] * 20)
+    sent, _ = await at_once(client, [{"data": {"x": np.arange(100)}, "target": "p"}] * 20)
     assert max(sent.row_counts) == MOST_ROWS // 100 * 100
     size = INLINE_BYTES // 3
-    sent, _ = await at_once(client, [{"data": {"x": np.zeros((1, size), np.uint8)}, "partition_id": "q"}] * 20)
+    sent, _ = await at_once(client, [{"data": {"x": np.zeros((1, size), np.uint8)}, "target": "q"}] * 20)
     assert max(sent.row_counts) == 3
-    sent, _ = await at_once(client, [{"data": {"x": np.zeros((1, size), np.uint8)}, "partition_id": "q"}])
+    sent, _ = await at_once(client, [{"data": {"x": np.zeros((1, size), np.uint8)}, "target": "q"}])
     assert sent.row_counts == [1]
 
 
@@ -148,7 +147,7 @@ async def test_a_client_that_does_not_gather_says_so_and_sends_each_put_by_itsel
         assert not pickle.loads(pickle.dumps(client)).gathers_puts
         assert pickle.loads(pickle.dumps(tq.AsyncClient(service))).gathers_puts
         sent = Sent(client)
-        await asyncio.gather(*(client.put({"x": [1]}, partition_id="p") for _ in range(20)))
+        await asyncio.gather(*(client.put("p", {"x": [1]}) for _ in range(20)))
         assert sent.row_counts == [1] * 20
         assert {joint.request.write.rows_per_put for joint in sent.joints} == {0}
 
@@ -157,7 +156,7 @@ async def test_samples_without_data_and_inserts_are_gathered_too(client):
     many_threads()
     sent = Sent(client, is_held=True)
     puts = [
-        asyncio.ensure_future(client.put(partition_id="p", keys=[f"k{number}"], custom_meta=[{"n": number}]))
+        asyncio.ensure_future(client.put("p", keys=[f"k{number}"], custom_meta=[{"n": number}]))
         for number in range(COUNT)
     ]
     inserts = [asyncio.ensure_future(client.insert("q", keys=[f"k{number}"])) for number in range(COUNT)]
@@ -182,7 +181,7 @@ def number_of(member):
 async def test_a_caller_that_is_cancelled_before_it_is_sent_leaves_the_batch(service):
     async with tq.AsyncClient(service, timeout=30) as client:
         sent = Sent(client, is_held=True)
-        calls = [asyncio.ensure_future(client.put({"x": [number]}, partition_id="p")) for number in range(COUNT)]
+        calls = [asyncio.ensure_future(client.put("p", {"x": [number]})) for number in range(COUNT)]
         await sent.until_sent(2)
         leaving = [number_of(member) for member in list(sent.line().waiting)[:2]]
         for number in leaving:
@@ -198,7 +197,7 @@ async def test_a_caller_that_is_cancelled_before_it_is_sent_leaves_the_batch(ser
 async def test_a_caller_that_is_cancelled_afterwards_leaves_the_others_their_answer(service, is_leader):
     async with tq.AsyncClient(service, timeout=30) as client:
         sent = Sent(client, is_held=True)
-        calls = [asyncio.ensure_future(client.put({"x": [number]}, partition_id="p")) for number in range(COUNT)]
+        calls = [asyncio.ensure_future(client.put("p", {"x": [number]})) for number in range(COUNT)]
         await sent.until_sent(2)
         batch = max(sent.line().batches, key=lambda batch: len(batch.members))
         number = number_of(next(member for member in batch.members if member.leads == is_leader))
@@ -250,7 +249,7 @@ async def test_after_an_unknown_outcome_the_same_bytes_are_sent_again(kind):
     storage = SlowStorage(behave)
     async with embedded(storage) as address:
         client = make_client(kind, address, timeout=30)
-        metas = await asyncio.gather(*(client.put({"x": [number]}, partition_id="p") for number in range(COUNT)))
+        metas = await asyncio.gather(*(client.put("p", {"x": [number]}) for number in range(COUNT)))
         await client.aclose()
     assert [meta.size for meta in metas] == [1] * COUNT
     times = Counter(storage.requests)
@@ -268,7 +267,7 @@ async def test_an_outcome_that_stays_unknown_is_not_put_again_by_itself(kind):
     storage = SlowStorage(behave)
     async with embedded(storage) as address:
         client = make_client(kind, address, timeout=30)
-        calls = [client.put({"x": [number]}, partition_id="p") for number in range(COUNT)]
+        calls = [client.put("p", {"x": [number]}) for number in range(COUNT)]
         outcomes = await asyncio.gather(*calls, return_exceptions=True)
         await client.aclose()
     assert set(map(type, outcomes)) == {tq.errors.InternalError}
@@ -288,7 +287,7 @@ async def test_a_call_that_is_not_let_in_does_not_say_what_became_of_the_try_bef
     storage = SlowStorage(behave)
     async with embedded(storage) as address:
         client = make_client(kind, address, timeout=30)
-        calls = [client.put({"x": [number]}, partition_id="p") for number in range(COUNT)]
+        calls = [client.put("p", {"x": [number]}) for number in range(COUNT)]
         outcomes = await asyncio.gather(*calls, return_exceptions=True)
         await client.aclose()
     assert {type(each) for each in outcomes} == {type(refusal)}
@@ -305,8 +304,8 @@ async def test_a_put_without_capacity_is_sent_by_itself_and_so_are_those_that_fo
     async with embedded(storage) as address:
         client = make_client(kind, address, timeout=30)
         for _ in range(3):
-            await client.put({"x": [1]}, partition_id="p")
-        await client.put({"x": [1]}, partition_id="q")
+            await client.put("p", {"x": [1]})
+        await client.put("q", {"x": [1]})
         await client.aclose()
     headers = [storage_pb.PutInlineRequest.FromString(request).header for request in storage.requests]
     assert [header.never_waits for header in headers] == [True, False, False, False, True, False]
@@ -323,10 +322,10 @@ async def test_each_caller_has_its_own_deadline(kind):
     async with embedded(SlowStorage(behave)) as address:
         client = make_client(kind, address, timeout=60)
         sent = Sent(client)
-        patient = [asyncio.ensure_future(client.put({"x": [number]}, partition_id="p")) for number in range(4)]
+        patient = [asyncio.ensure_future(client.put("p", {"x": [number]})) for number in range(4)]
         await sent.until(4)
         await sent.until_sent(2)
-        hasty = [asyncio.ensure_future(client.put({"x": [9]}, partition_id="p", timeout=0.2)) for _ in range(4)]
+        hasty = [asyncio.ensure_future(client.put("p", {"x": [9]}, timeout=0.2)) for _ in range(4)]
         for call in hasty:
             with pytest.raises(tq.errors.DeadlineError, match=r"0\.2 s"):
                 await call
@@ -340,9 +339,7 @@ async def test_each_caller_has_its_own_deadline(kind):
 async def test_during_an_outage_each_caller_is_told_why(kind):
     many_threads()
     client = make_client(kind, "127.0.0.1:1", timeout=8)
-    outcomes = await asyncio.gather(
-        *(client.put({"x": [1]}, partition_id="p") for _ in range(COUNT)), return_exceptions=True
-    )
+    outcomes = await asyncio.gather(*(client.put("p", {"x": [1]}) for _ in range(COUNT)), return_exceptions=True)
     assert set(map(type, outcomes)) == {tq.errors.UnavailableError}
     assert all("cannot reach 127.0.0.1:1" in str(each) and "tried for 8 s" in str(each) for each in outcomes)
     await client.aclose()
@@ -368,7 +365,7 @@ async def test_a_caller_that_goes_on_in_its_last_moment_is_told_of_the_tries_bef
     real = getattr(client, "client", client)
     real._send = send_async if real is client else send
     sent = Sent(client, is_held=True)
-    calls = [asyncio.ensure_future(client.put({"x": [1]}, partition_id="p")) for _ in range(COUNT)]
+    calls = [asyncio.ensure_future(client.put("p", {"x": [1]})) for _ in range(COUNT)]
     await sent.until(COUNT)
     sent.let_go()
     outcomes = await asyncio.gather(*calls, return_exceptions=True)
@@ -382,7 +379,7 @@ async def test_closing_a_client_sends_what_was_gathered(kind, service):
     many_threads()
     client = make_client(kind, service, timeout=30)
     sent = Sent(client, is_held=True)
-    calls = [asyncio.ensure_future(client.put({"x": [number]}, partition_id="p")) for number in range(COUNT)]
+    calls = [asyncio.ensure_future(client.put("p", {"x": [number]})) for number in range(COUNT)]
     await sent.until(COUNT)
     closing = asyncio.ensure_future(client.aclose())
     await asyncio.sleep(0)
@@ -390,7 +387,7 @@ async def test_closing_a_client_sends_what_was_gathered(kind, service):
     await closing
     assert [meta.size for meta in await asyncio.gather(*calls)] == [1] * COUNT
     with pytest.raises(tq.errors.PreconditionError):
-        await client.put({"x": [1]}, partition_id="p")
+        await client.put("p", {"x": [1]})
 
 
 async def test_closing_a_client_awaits_puts_that_are_answered_after_what_was_gathered(kind):
@@ -411,7 +408,7 @@ async def test_closing_a_client_awaits_puts_that_are_answered_after_what_was_gat
     async with embedded(storage) as address:
         client = make_client(kind, address, timeout=30)
         sent = Sent(client)
-        calls = [asyncio.ensure_future(client.put({"x": [number]}, partition_id="p")) for number in range(COUNT)]
+        calls = [asyncio.ensure_future(client.put("p", {"x": [number]})) for number in range(COUNT)]
         await sent.until(COUNT)
         await is_second_there.wait()
         closing = asyncio.ensure_future(client.aclose())
@@ -430,7 +427,7 @@ async def test_a_closed_client_does_not_wait_for_puts_that_nobody_answers(kind):
     async with embedded(SlowStorage(behave)) as address:
         client = make_client(kind, address, timeout=600)
         sent = Sent(client)
-        calls = [asyncio.ensure_future(client.put({"x": [number]}, partition_id="p")) for number in range(COUNT)]
+        calls = [asyncio.ensure_future(client.put("p", {"x": [number]})) for number in range(COUNT)]
         await sent.until(COUNT)
         await client.aclose()
         outcomes = await asyncio.gather(*calls, return_exceptions=True)
@@ -444,10 +441,7 @@ async def test_puts_that_wait_for_capacity_do_not_wait_for_each_other(client):
     limit = tq.Admission("t", 3)
     await client.create_partition("p", admissions=[limit])
     many_threads()
-    calls = [
-        asyncio.ensure_future(client.put({"x": [number]}, partition_id="p", groups=[f"g{number}"]))
-        for number in range(COUNT)
-    ]
+    calls = [asyncio.ensure_future(client.put("p", {"x": [number]}, groups=[f"g{number}"])) for number in range(COUNT)]
     taken = []
     while len(taken) < COUNT:
         meta = await client.get_meta(
@@ -462,21 +456,20 @@ async def test_a_member_of_a_group_passes_puts_without_capacity(client):
     limit = tq.Admission("t", 2)
     await client.create_partition("p", admissions=[limit])
     many_threads()
-    await client.put({"x": [0]}, partition_id="p", groups=["begun"])
+    await client.put("p", {"x": [0]}, groups=["begun"])
     waiting = [
-        asyncio.ensure_future(client.put({"x": [1]}, partition_id="p", groups=[f"g{number}"], timeout=60))
-        for number in range(COUNT)
+        asyncio.ensure_future(client.put("p", {"x": [1]}, groups=[f"g{number}"], timeout=60)) for number in range(COUNT)
     ]
     while (await client.describe_partition("p")).waiting_put_count < COUNT - 1:
         pass
-    assert (await client.put({"x": [2]}, partition_id="p", groups=["begun"], timeout=20)).size == 1
+    assert (await client.put("p", {"x": [2]}, groups=["begun"], timeout=20)).size == 1
     await client.clear_partition("p")
     await asyncio.gather(*waiting, return_exceptions=True)
 
 
 async def test_a_partition_is_sealed_by_the_put_that_reaches_its_size(client):
     await client.create_partition("p", expected_samples=8)
-    _, outcomes = await at_once(client, [{"data": {"x": [1]}, "partition_id": "p"}] * COUNT)
+    _, outcomes = await at_once(client, [{"data": {"x": [1]}, "target": "p"}] * COUNT)
     refused = [each for each in outcomes if isinstance(each, tq.errors.PartitionSealedError)]
     assert len(refused) == COUNT - 8
     assert (await client.describe_partition("p")).summary.inserted_count == 8

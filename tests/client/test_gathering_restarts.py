@@ -39,7 +39,7 @@ async def test_callers_of_a_put_that_was_durable_but_not_answered_get_the_answer
     command = (sys.executable, str(Path(__file__).with_name("service_killed_before_answering.py")), str(marker))
     with ServiceProcess("--durability", "process", data_dir=tmp_path / "data", command=command) as server:
         client = make_client(kind, server.address, timeout=60)
-        calls = [{"data": {"x": np.array([number])}, "partition_id": "p"} for number in range(COUNT)]
+        calls = [{"data": {"x": np.array([number])}, "target": "p"} for number in range(COUNT)]
         putting = asyncio.ensure_future(at_once(client, calls))
         await asyncio.to_thread(server.wait, 60)
         assert not marker.exists()

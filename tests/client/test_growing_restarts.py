@@ -16,15 +16,15 @@ async def test_an_append_that_was_durable_but_not_answered_is_made_once(kind, tm
         client = make_client(kind, server.address, timeout=60)
         await client.create_partition("p")
         slots = await client.acquire("p", "rollout", count=2, lease=600.0)
-        slots = await client.append({"tokens": [[1], [2]]}, metadata=slots, at=[0, 0])
+        slots = await client.append(slots, {"tokens": [[1], [2]]}, at=[0, 0])
         marker.touch()
-        appending = asyncio.ensure_future(client.append({"tokens": [[3], [4]]}, metadata=slots, at=[1, 1]))
+        appending = asyncio.ensure_future(client.append(slots, {"tokens": [[3], [4]]}, at=[1, 1]))
         await asyncio.to_thread(server.wait, 60)
         assert not marker.exists()
         await asyncio.to_thread(server.start)
         meta = await appending
         assert [row.tolist() for row in (await client.get_data(meta))["tokens"].unbind()] == [[1, 3], [2, 4]]
-        meta = await client.append({"tokens": [[5], []]}, metadata=meta, at=[2, 2])
+        meta = await client.append(meta, {"tokens": [[5], []]}, at=[2, 2])
         await asyncio.to_thread(server.restart)
         assert [row.tolist() for row in (await client.get_data(meta))["tokens"].unbind()] == [[1, 3, 5], [2, 4]]
         await client.aclose()

@@ -17,7 +17,7 @@ DONE = [("status", "==", "done")]
 
 def put(client, keys, status="running", **more):
     custom_meta = [{"status": status} for _ in keys]
-    return client.put({"x": torch.arange(len(keys))}, partition_id="p", keys=keys, custom_meta=custom_meta, **more)
+    return client.put("p", {"x": torch.arange(len(keys))}, keys=keys, custom_meta=custom_meta, **more)
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ async def test_it_answers_when_so_many_samples_have_their_metadata(client, other
     meta = await put(client, ["a", "b", "c", "d"])
     call = await waiting(other, "p", where=DONE, min_count=2)
     await client.set_custom_meta(meta.select_samples([2]), [{"status": "done"}])
-    await client.put({"y": torch.zeros(1)}, metadata=meta.select_samples([0]), custom_meta=[{"status": "done"}])
+    await client.put(meta.select_samples([0]), {"y": torch.zeros(1)}, custom_meta=[{"status": "done"}])
     found, missing = await call
     assert (found.keys, missing) == (["a", "c"], [])
     assert (await other.get_data(found, data_fields=["y"], missing="skip"))["y"].tolist() == [0.0]

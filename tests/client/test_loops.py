@@ -21,7 +21,7 @@ async def use(client, partition_id, count=1, size=4):
     """Put and get samples, and check them."""
     for number in range(count):
         values = np.full((4, size), number)
-        meta = await client.put({"x": values}, partition_id=partition_id)
+        meta = await client.put(partition_id, {"x": values})
         assert (await client.get_data(meta))["x"].tolist() == values.tolist()
     return threading.get_ident()
 
@@ -145,7 +145,7 @@ def test_a_claim_is_released_by_the_loop_that_gave_it_up(loop_service):
         await client._background_calls.drain()
 
     async def claim():
-        await client.put({"x": np.arange(1)}, partition_id="later")
+        await client.put("later", {"x": np.arange(1)})
         meta = await client.get_meta(**QUEUE, max_wait=30.0)
         await client.aclose()
         return meta.size

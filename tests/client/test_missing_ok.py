@@ -12,12 +12,12 @@ NOTHING_CONSUMED = ConsumptionStatus(
 
 
 async def put_four(client):
-    return await client.put({"x": torch.arange(4)}, partition_id="p", keys=["a", "b", "c", "d"])
+    return await client.put("p", {"x": torch.arange(4)}, keys=["a", "b", "c", "d"])
 
 
 async def test_a_partition_that_is_not_there_has_nothing(client):
-    assert await client.clear_samples(partition_id="p", keys=["a"], missing_ok=True) == 0
-    assert await client.clear_samples(partition_id="p", global_indexes=[3], missing_ok=True) == 0
+    assert await client.clear_samples("p", keys=["a"], missing_ok=True) == 0
+    assert await client.clear_samples("p", global_indexes=[3], missing_ok=True) == 0
     assert await client.clear_partition("p", missing_ok=True) == 0
     samples, missing = await client.lookup_samples("p", ["a", "b"], missing_ok=True)
     assert (samples.status, samples.size, samples.partition_id, missing) == ("batch", 0, "p", ["a", "b"])
@@ -39,7 +39,7 @@ async def test_names_that_cannot_be_are_refused_all_the_same(client):
     calls = {
         "partition_id": [
             lambda: client.clear_partition("", missing_ok=True),
-            lambda: client.clear_samples(partition_id="", keys=["a"], missing_ok=True),
+            lambda: client.clear_samples("", keys=["a"], missing_ok=True),
             lambda: client.lookup_samples("", missing_ok=True),
             lambda: client.check_consumption("", "t", missing_ok=True),
             lambda: client.check_production("", ["x"], missing_ok=True),
@@ -56,7 +56,7 @@ async def test_names_that_cannot_be_are_refused_all_the_same(client):
 
 async def test_a_task_that_has_not_asked_has_consumed_nothing(client):
     meta = await put_four(client)
-    await client.put(metadata=meta.select_samples([1]), state="failed")
+    await client.put(meta.select_samples([1]), state="failed")
     assert (await client.clear_samples(meta.select_samples([2]))) == 1
     status = await client.check_consumption("p", "t", missing_ok=True)
     expected = {"consumed_count": 0, "total_count": 4, "skipped_count": 2, "sealed": False, "complete": False}
@@ -99,6 +99,6 @@ async def test_what_is_there_is_cleared_and_found_as_without(client):
     await put_four(client)
     samples, missing = await client.lookup_samples("p", ["d", "e"], missing_ok=True)
     assert (samples.keys, missing) == (["d"], ["e"])
-    assert await client.clear_samples(partition_id="p", keys=["a", "e"], missing_ok=True) == 1
+    assert await client.clear_samples("p", keys=["a", "e"], missing_ok=True) == 1
     assert await client.clear_partition("p", missing_ok=True) == 3
     assert await client.list_partitions() == []

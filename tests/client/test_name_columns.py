@@ -40,8 +40,8 @@ def said(meta):
 async def test_columns_say_what_lists_say(client, count):
     given = lists(count)
     data = {"x": np.arange(count)}
-    listed = await client.put(data, partition_id="listed", **given)
-    columnar = await client.put(data, partition_id="columnar", **columns(given))
+    listed = await client.put("listed", data, **given)
+    columnar = await client.put("columnar", data, **columns(given))
     inserted = await client.insert("inserted", **columns(given))
     expected = (given["keys"], given["groups"], given["custom_meta"])
     assert said(listed) == said(columnar) == said(inserted) == expected
@@ -54,7 +54,7 @@ async def test_columns_say_what_lists_say(client, count):
 
 async def test_what_a_put_answers_is_a_batch_like_any_other(client):
     given = lists(200)
-    meta = await client.put({"x": np.arange(200)}, partition_id="p", **columns(given))
+    meta = await client.put("p", {"x": np.arange(200)}, **columns(given))
     again = pickle.loads(pickle.dumps(meta))
     looked_up, _ = await client.lookup_samples("p", given["keys"])
     assert again == meta
@@ -66,7 +66,7 @@ async def test_what_a_put_answers_is_a_batch_like_any_other(client):
 
 
 async def test_an_array_without_any_group_names_none(client):
-    meta = await client.put({"x": np.arange(100)}, partition_id="p", groups=np.full(100, ""))
+    meta = await client.put("p", {"x": np.arange(100)}, groups=np.full(100, ""))
     assert meta.groups == [None] * 100
 
 
@@ -90,7 +90,7 @@ async def test_an_array_without_any_group_names_none(client):
     ],
 )
 async def test_values_of_a_column_are_those_of_its_array(client, values, expected):
-    meta = await client.put({"x": np.arange(3)}, partition_id="p", custom_meta={"c": values, "d": [7, 8, 9]})
+    meta = await client.put("p", {"x": np.arange(3)}, custom_meta={"c": values, "d": [7, 8, 9]})
     (found, _) = await client.lookup_samples("p")
     rows = [{"c": value, "d": 7 + at} if value is not None else {"d": 7 + at} for at, value in enumerate(expected)]
     assert found.custom_meta == meta.custom_meta == rows
@@ -101,15 +101,15 @@ async def test_values_of_a_column_are_those_of_its_array(client, values, expecte
 
 async def test_a_batch_does_not_change_with_the_arrays_it_was_put_with(client):
     values = np.arange(3)
-    meta = await client.put({"x": np.arange(3)}, partition_id="p", custom_meta={"c": values})
+    meta = await client.put("p", {"x": np.arange(3)}, custom_meta={"c": values})
     values[:] = 9
     assert meta.custom_meta == [{"c": 0}, {"c": 1}, {"c": 2}]
 
 
 async def test_columns_merge_with_what_is_there(client):
-    meta = await client.put({"x": np.arange(100)}, partition_id="p", custom_meta={"a": np.arange(100)})
+    meta = await client.put("p", {"x": np.arange(100)}, custom_meta={"a": np.arange(100)})
     await client.set_custom_meta(meta, {"b": np.arange(100) / 4, "a": [None, *range(99)]})
-    again = await client.put(metadata=meta, custom_meta={"c": np.full(100, "text")})
+    again = await client.put(meta, custom_meta={"c": np.full(100, "text")})
     (found, _) = await client.lookup_samples("p")
     assert found.custom_meta[0] == {"b": 0.0, "c": "text"}
     assert found.custom_meta[99] == {"a": 98, "b": 24.75, "c": "text"}
@@ -156,27 +156,27 @@ WRONG = [
 async def test_what_is_wrong_is_named_and_changes_nothing(client, given, field, message):
     await client.create_partition("p")
     with pytest.raises(InvalidArgumentError, match=message) as caught:
-        await client.put({"x": np.arange(3)}, partition_id="p", **given)
+        await client.put("p", {"x": np.arange(3)}, **given)
     assert caught.value.field == field
     assert (await client.describe_partition("p")).summary.inserted_count == 0
 
 
 async def test_many_keys_are_looked_at_as_few_are(client):
     keys = np.array([f"prompt {number}" for number in range(1000)])
-    await client.put({"x": np.arange(1000)}, partition_id="p", keys=keys)
+    await client.put("p", {"x": np.arange(1000)}, keys=keys)
     twice, empty = keys.copy(), keys.copy()
     twice[998], empty[5] = keys[3], ""
     for wrong, message in ((twice, "key 'prompt 3' is given twice"), (empty, "a key is empty")):
         with pytest.raises(InvalidArgumentError, match=message):
-            await client.put({"x": np.arange(1000)}, partition_id="p", keys=wrong)
+            await client.put("p", {"x": np.arange(1000)}, keys=wrong)
     other = np.array(["new", *keys[1:].tolist()])
     with pytest.raises(KeyNotFoundError, match="has no key 'new'"):
-        await client.put({"x": np.arange(1000)}, partition_id="p", keys=other, key_mode="existing")
+        await client.put("p", {"x": np.arange(1000)}, keys=other, key_mode="existing")
     with pytest.raises(AlreadyExistsError, match="key 'prompt 1' is known"):
-        await client.put({"x": np.arange(1000)}, partition_id="p", keys=other, key_mode="new")
-    meta = await client.put({"x": -np.arange(1000)}, partition_id="p", keys=other[::-1])
+        await client.put("p", {"x": np.arange(1000)}, keys=other, key_mode="new")
+    meta = await client.put("p", {"x": -np.arange(1000)}, keys=other[::-1])
     assert meta.global_indexes == [*range(999, 0, -1), 1000]
-    assert (await client.get_data(partition_id="p", keys=["new", "prompt 0", "prompt 7"]))["x"].tolist() == [
+    assert (await client.get_data("p", keys=["new", "prompt 0", "prompt 7"]))["x"].tolist() == [
         -999,
         0,
         -992,

@@ -33,7 +33,7 @@ async def run(kind, service):
 async def test_runs_share_a_service_and_not_their_samples(run, client, kind, service):
     other = make_client(kind, service, timeout=20, namespace="run-8")
     for value, each in enumerate((run, other, client)):
-        await each.put(rows(value, value), partition_id="train", keys=["a", "b"])
+        await each.put("train", rows(value, value), keys=["a", "b"])
     for value, each in enumerate((run, other, client)):
         meta = await each.get_meta(**CLAIM, max_wait=5)
         assert (meta.partition_id, meta.size) == ("train", 2)
@@ -100,7 +100,7 @@ async def test_every_call_is_about_partitions_of_the_namespace(kind, tmp_path):
         grown = await call("append", {"tokens": [[1, 2]]}, metadata=slots, at=[0])
         await call("truncate", metadata=grown, to=[1], data_fields=["tokens"])
         assert (await client.get_data(grown))["tokens"][0].tolist() == [1]
-        await client.put(rows(1), partition_id="prompts", keys=["p"])
+        await client.put("prompts", rows(1), keys=["p"])
         asked = {"partition_id": "prompts", "task_name": "rollout", "data_fields": FIELDS, "batch_size": 1}
         prompt = await client.get_meta(**asked, lease=60, admit=tq.Admit("train", group_size=2, policy="default"))
         assert prompt.admitted.full_partition_id == "run-7/train"
@@ -133,7 +133,7 @@ async def test_every_call_is_about_partitions_of_the_namespace(kind, tmp_path):
 
 
 async def test_a_batch_is_taken_for_what_it_is_by_clients_of_any_namespace(run, client):
-    meta = await run.put(rows(1, 2), partition_id="train", keys=["a", "b"])
+    meta = await run.put("train", rows(1, 2), keys=["a", "b"])
     seen, _ = await client.lookup_samples("run-7/train")
     assert seen.partition_id == "run-7/train"
     assert pickle.loads(pickle.dumps(meta)) == meta
@@ -141,17 +141,15 @@ async def test_a_batch_is_taken_for_what_it_is_by_clients_of_any_namespace(run, 
         assert (await each.get_data(meta))["x"].tolist() == (await each.get_data(seen, data_fields=FIELDS))[
             "x"
         ].tolist()
-    again = await run.put(rows(5, 6), metadata=seen)
+    again = await run.put(seen, rows(5, 6))
     assert again.full_partition_id == "run-7/train"
-    assert (await client.put(rows(7, 8), partition_id="run-7/train", metadata=meta)).partition_id == "train"
-    with pytest.raises(tq.errors.InvalidArgumentError, match="partition_id is 'val', but metadata belongs to 'train'"):
-        await run.put(rows(5, 6), partition_id="val", metadata=meta)
+    assert (await client.put(meta, rows(7, 8))).partition_id == "train"
     with pytest.raises(tq.errors.InvalidArgumentError, match="differ in full_partition_id"):
-        tq.BatchMeta.concat([meta, await client.put(rows(1, 2), partition_id="train")])
+        tq.BatchMeta.concat([meta, await client.put("train", rows(1, 2))])
 
 
 async def test_errors_name_the_partition_as_the_client_does_and_show_the_namespace(run):
-    await run.put(rows(1), partition_id="train")
+    await run.put("train", rows(1))
     with pytest.raises(tq.errors.PartitionNotFoundError) as error:
         await run.seal_partition("trian")
     assert error.value.metadata["partition_id"] == "trian"
@@ -191,7 +189,7 @@ def test_names_that_are_none(name):
 
 @pytest.mark.parametrize("kind", ["sync"])
 async def test_a_dataset_reads_its_namespace(run, service):
-    await run.put(rows(1, 2, 3, 4), partition_id="train")
+    await run.put("train", rows(1, 2, 3, 4))
     await run.seal_partition("train")
     asked = {"batch_size": 2, "data_fields": FIELDS, "partition_id": "train", "task_name": "trainer"}
     dataset = StreamingDataset(service, **asked, namespace="run-7")

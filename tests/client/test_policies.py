@@ -18,7 +18,7 @@ RANK = {**CLAIM, "dp_rank": 0, "dp_size": 1}
 
 def put(client, *versions, **arguments):
     meta = [{"start_version": version} for version in versions]
-    return client.put({"x": torch.arange(len(versions))}, partition_id="p", custom_meta=meta, **arguments)
+    return client.put("p", {"x": torch.arange(len(versions))}, custom_meta=meta, **arguments)
 
 
 async def explained(client):
@@ -182,7 +182,7 @@ async def test_look_ups_and_clears_take_the_published_version(client):
     await client.publish_version(2)
     old = [("start_version", "<", tq.Published())]
     assert (await client.lookup_samples("p", where=old))[0].global_indexes == [0, 1]
-    assert await client.clear_samples(partition_id="p", where=old) == 2
+    assert await client.clear_samples("p", where=old) == 2
     assert (await client.lookup_samples("p"))[0].global_indexes == [2]
 
 

@@ -17,7 +17,7 @@ SAVED = tq.Release("saved", ["train"])
 
 
 async def put(client, count, **arguments):
-    return await client.put({"x": torch.arange(count)}, partition_id="p", **arguments)
+    return await client.put("p", {"x": torch.arange(count)}, **arguments)
 
 
 async def batch(client, index, **arguments):
@@ -85,7 +85,7 @@ async def test_a_queue_worker_has_to_lease_and_releases_by_its_acknowledgement(c
     await batch(client, 0)
     await client.advance("p", "train", trained=0)
     leased = await client.get_meta(**jobs, lease=60.0)
-    await client.put({"y": torch.arange(2)}, metadata=leased, ack=True)
+    await client.put(leased, {"y": torch.arange(2)}, ack=True)
     assert await counts(client) == (1, 1, 0)
     await client.ack(leased)  # a retry finds nothing to do
     assert (await client.lookup_samples("p"))[0].global_indexes == [1]

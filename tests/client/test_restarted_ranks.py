@@ -12,7 +12,7 @@ CLAIM = {"partition_id": "p", "task_name": "train", "data_fields": ["x"], "max_w
 
 
 async def put(client, count, **arguments):
-    await client.put({"x": torch.arange(count)}, partition_id="p", **arguments)
+    await client.put("p", {"x": torch.arange(count)}, **arguments)
     await client.seal_partition("p")
 
 
@@ -86,7 +86,7 @@ async def test_they_may_go_back_behind_what_was_trained_while_its_samples_are_st
     for index in range(4):
         await batch(client, index, 1, 2)
     await client.advance("p", "train", trained=3, saved=2)
-    await client.clear_samples(partition_id="p", global_indexes=[0, 1, 2])
+    await client.clear_samples("p", global_indexes=[0, 1, 2])
     restarted = await client.restart_ranks("p", "train", dp_size=2, trained=0)
     assert restarted.batch_index == 1
     assert await batch(client, 1, 2, 1) == [[3], [4]]

@@ -11,8 +11,8 @@ from tq_service.v1 import controller_service_pb2 as pb
 
 async def put_eight(client):
     return await client.put(
+        "p",
         {"x": torch.arange(8)},
-        partition_id="p",
         keys=[f"k{number}" for number in range(8)],
         groups=["a", "a", "b", "b", None, "c", "a", "c"],
         custom_meta=[{"version": number // 2, "tag": "even" if number % 2 == 0 else "odd"} for number in range(8)],
@@ -39,12 +39,12 @@ async def test_members_of_groups_are_found_in_the_order_of_insertion(client):
     assert await found(client, groups=["c", "a"]) == ([0, 1, 5, 6, 7], [])
     assert await found(client, groups=["nowhere", "b"]) == ([2, 3], ["nowhere"])
     assert await found(client, groups=[]) == ([], [])
-    await client.clear_samples(partition_id="p", groups=["b"])
+    await client.clear_samples("p", groups=["b"])
     assert await found(client, groups=["b"]) == ([], ["b"])
 
 
 async def test_groups_where_no_sample_has_one(client):
-    await client.put({"x": torch.arange(2)}, partition_id="p")
+    await client.put("p", {"x": torch.arange(2)})
     assert await found(client, groups=["a"]) == ([], ["a"])
 
 
@@ -66,9 +66,9 @@ async def test_what_cannot_be_asked_is_refused(client):
         await client.lookup_samples("p", where=[("version", "==", "x")])
     assert raised.value.field == "where"
     with pytest.raises(tq.errors.InvalidArgumentError, match="holds int64 values"):
-        await client.clear_samples(partition_id="p", where=[("version", "==", "x")])
+        await client.clear_samples("p", where=[("version", "==", "x")])
     with pytest.raises(tq.errors.InvalidArgumentError, match="groups and samples are both named"):
-        await client.clear_samples(partition_id="p", keys=["k0"], groups=["a"])
+        await client.clear_samples("p", keys=["k0"], groups=["a"])
     with pytest.raises(tq.errors.InvalidArgumentError, match="task_name is ''"):
         await client.lookup_samples("p", task_name="")
     assert (await client.list_partitions())[0].present_count == 8
@@ -76,11 +76,11 @@ async def test_what_cannot_be_asked_is_refused(client):
 
 async def test_samples_are_cleared_by_group_and_by_condition(client):
     meta = await put_eight(client)
-    assert await client.clear_samples(partition_id="p", groups=["a", "none"], where=[("version", "<", 3)]) == 2
+    assert await client.clear_samples("p", groups=["a", "none"], where=[("version", "<", 3)]) == 2
     assert await client.clear_samples(meta.select_samples([4, 5]), where=[("tag", "==", "odd")]) == 1
     assert await found(client) == ([2, 3, 4, 6, 7], [])
-    assert await client.clear_samples(partition_id="p", where=[("version", "<=", 1)]) == 2
-    assert await client.clear_samples(partition_id="p", groups=["c"]) == 1
+    assert await client.clear_samples("p", where=[("version", "<=", 1)]) == 2
+    assert await client.clear_samples("p", groups=["c"]) == 1
     assert await found(client) == ([4, 6], [])
 
 
@@ -95,7 +95,7 @@ async def test_where_nothing_is_named_nothing_is_cleared(client):
         {"groups": [], "where": every},
         {"groups": []},
     ):
-        assert await client.clear_samples(partition_id="p", **arguments) == 0
+        assert await client.clear_samples("p", **arguments) == 0
     assert await client.clear_samples(meta.select_samples([]), where=every) == 0
     assert (await client.list_partitions())[0].present_count == 8
 
@@ -108,8 +108,8 @@ async def test_thousands_are_found_and_cleared_part_by_part(client, monkeypatch)
     count = 20_000
     for some in np.array_split(np.arange(count), 2):
         await client.put(
+            "p",
             {"x": some},
-            partition_id="p",
             groups=[f"g{number // 5}" for number in some],
             custom_meta=[{"version": int(number % 10)} for number in some],
         )
@@ -123,8 +123,8 @@ async def test_thousands_are_found_and_cleared_part_by_part(client, monkeypatch)
     samples, missing = await client.lookup_samples("p", global_indexes=range(count + 5, 0, -1))
     assert samples.global_indexes == list(range(count - 1, 0, -1))
     assert missing == list(range(count + 5, count - 1, -1))
-    assert await client.clear_samples(partition_id="p", where=[("version", ">=", 5)]) == count // 2
-    assert await client.clear_samples(partition_id="p", groups=[f"g{number}" for number in range(0, 4000, 2)]) == 10_000
+    assert await client.clear_samples("p", where=[("version", ">=", 5)]) == count // 2
+    assert await client.clear_samples("p", groups=[f"g{number}" for number in range(0, 4000, 2)]) == 10_000
     assert (await client.list_partitions())[0].present_count == 0
 
 

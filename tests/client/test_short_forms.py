@@ -30,7 +30,7 @@ async def test_samples_are_trained_within_the_bound_and_cleared(client):
     for version in range(3):
         slots = await client.acquire("train", "rollout", count=2, lease=30.0)
         assert (await client.acquire("train", "rollout", lease=30.0, max_wait=0.0)).status == "not_yet"
-        await client.put({"response": [1, 2]}, metadata=slots, ack=True)
+        await client.put(slots, {"response": [1, 2]}, ack=True)
         data, batch = await client.get_batch(
             "train", "actor", ["response"], batch_size=2, dp_rank=0, dp_size=1, batch_index=version
         )

@@ -12,7 +12,7 @@ CLAIM = {"partition_id": "p", "data_fields": ["x"], "max_wait": 0.0}
 
 
 def put(client, count, first=0):
-    return client.put({"x": torch.arange(first, first + count)}, partition_id="p")
+    return client.put("p", {"x": torch.arange(first, first + count)})
 
 
 async def test_a_declared_task_has_consumed_nothing_before_it_asks(client):

@@ -29,7 +29,7 @@ async def now(client):
 
 
 async def test_each_change_is_seen_and_the_end_is_what_a_list_says(kind, client):
-    await client.put(rows(1, 2), partition_id="early", keys=["a", "b"])
+    await client.put("early", rows(1, 2), keys=["a", "b"])
     table = WatchedTable()
     async with watching(client.watch(progress_interval=0.2)) as watch:
 
@@ -40,11 +40,9 @@ async def test_each_change_is_seen_and_the_end_is_what_a_list_says(kind, client)
         await check()
         assert table.samples["early"][0] == (("a", None, {}), {"x"})
         tags = [{"s": 1}, {"s": "two"}, {"s": [3]}, {}]
-        meta = await client.put(
-            rows(1, 2, 3, 4), partition_id="train", keys=list("abcd"), groups=list("gghh"), custom_meta=tags
-        )
+        meta = await client.put("train", rows(1, 2, 3, 4), keys=list("abcd"), groups=list("gghh"), custom_meta=tags)
         await check()
-        await client.put({"y": np.zeros(2)}, metadata=meta.select_samples([0, 1]))
+        await client.put(meta.select_samples([0, 1]), {"y": np.zeros(2)})
         await client.set_custom_meta(meta, [{"s": None, "u": 1}] * 4)
         await client.insert("train", 3, keys=list("efg"), state="held")
         await check()
@@ -53,25 +51,25 @@ async def test_each_change_is_seen_and_the_end_is_what_a_list_says(kind, client)
         await check()
         assert table.tasks["train"]["t"][1] == 2
         await client.ack(leased)
-        await client.put(metadata=meta.select_samples([3]), state="failed")
+        await client.put(meta.select_samples([3]), state="failed")
         await client.reset_consumption("train", "t")
         await check()
-        assert await client.clear_samples(partition_id="train", keys=["a", "f"]) == 2
+        assert await client.clear_samples("train", keys=["a", "f"]) == 2
         await client.seal_partition("train")
         await check()
         assert table.summaries["train"].sealed
         await client.clear_partition("train")
-        await client.put(rows(9), partition_id="train")
+        await client.put("train", rows(9))
         await check()
         assert table.reset_count == 1
 
 
 async def test_a_watch_goes_on_from_a_list(kind, client):
-    await client.put(rows(1, 2, 3), partition_id="train", keys=list("abc"))
+    await client.put("train", rows(1, 2, 3), keys=list("abc"))
     listed = (await client.lookup_samples("train"))[0].revision
     assert (await client.describe_partition("train")).revision == listed == await now(client)
-    await client.clear_samples(partition_id="train", keys=["b"])
-    await client.put({"y": np.zeros(1)}, partition_id="train", keys=["c"])
+    await client.clear_samples("train", keys=["b"])
+    await client.put("train", {"y": np.zeros(1)}, keys=["c"])
     async with watching(client.watch("train", revision=listed)) as watch:
         update = await next_update(watch)
         (changed,) = update.partitions
@@ -84,7 +82,7 @@ async def test_a_watch_goes_on_from_a_list(kind, client):
 async def test_a_watch_is_told_that_nothing_has_changed_and_ends_when_it_is_closed(kind, client):
     async with watching(client.watch("train", progress_interval=0.1)) as watch:
         assert (await next_update(watch)).is_reset
-        await client.put(rows(1), partition_id="other")
+        await client.put("other", rows(1))
         last = await now(client)
         while (update := await next_update(watch)).revision != last:
             assert not update.partitions and not update.is_reset
@@ -92,14 +90,14 @@ async def test_a_watch_is_told_that_nothing_has_changed_and_ends_when_it_is_clos
 
 
 async def test_what_is_not_watched_is_not_sent(kind, client):
-    await client.put(rows(1, 2, 3, 4), partition_id="train", keys=list("abcd"))
+    await client.put("train", rows(1, 2, 3, 4), keys=list("abcd"))
     start = await now(client)
     await client.get_meta(**CLAIM)
     async with watching(client.watch(revision=start, samples=False)) as watch:
         (changed,) = (await next_update(watch)).partitions
         assert changed.samples is None and changed.summary.present_count == 4
         assert [(task.task_name, task.consumed_count) for task in changed.tasks] == [("t", 2)]
-        await client.clear_samples(partition_id="train", keys=["d"])
+        await client.clear_samples("train", keys=["d"])
         (changed,) = (await next_update(watch)).partitions
         assert changed.cleared_indexes.size == 0 and changed.summary.present_count == 3
     async with watching(client.watch(revision=start, tasks=False, progress_interval=0.1)) as watch:
@@ -111,7 +109,7 @@ async def test_what_is_not_watched_is_not_sent(kind, client):
 
 async def test_a_partition_that_came_and_went_unseen_is_not_mentioned(client):
     start = await now(client)
-    await client.put(rows(1), partition_id="short")
+    await client.put("short", rows(1))
     await client.clear_partition("short")
     async with watching(client.watch(revision=start)) as watch:
         assert not (await next_update(watch)).partitions
@@ -120,7 +118,7 @@ async def test_a_partition_that_came_and_went_unseen_is_not_mentioned(client):
 async def test_many_samples_come_in_parts(client):
     keys = np.array([f"sample-{number}" for number in range(20_000)])
     for some in np.array_split(keys, 2):
-        await client.put({"x": np.arange(some.size)}, partition_id="train", keys=some)
+        await client.put("train", {"x": np.arange(some.size)}, keys=some)
     async with watching(client.watch()) as watch:
         table, count = WatchedTable(), 0
         while table.revision is None:
@@ -128,7 +126,7 @@ async def test_many_samples_come_in_parts(client):
             count += 1
         assert count > 3
         assert [row[0][0] for row in table.samples["train"].values()] == keys.tolist()
-        await client.clear_samples(partition_id="train", keys=keys[:9_000])
+        await client.clear_samples("train", keys=keys[:9_000])
         await table.follow(watch, await now(client))
         assert sorted(table.samples["train"]) == list(range(9_000, 20_000))
 
@@ -152,12 +150,12 @@ async def test_after_a_restart_a_watch_starts_over_and_a_revision_is_compacted(k
     async with running(settings(**options)) as app:
         port = app.port
         client = make_client(kind, f"127.0.0.1:{port}", timeout=20)
-        await client.put(rows(1, 2), partition_id="train", keys=["a", "b"])
+        await client.put("train", rows(1, 2), keys=["a", "b"])
         table, before = WatchedTable(), await now(client)
         watch = client.watch(progress_interval=0.2)
         await table.follow(watch, before)
     async with running(settings(**options).model_copy(update={"port": port})):
-        await client.put(rows(3), partition_id="train", keys=["c"])
+        await client.put("train", rows(3), keys=["c"])
         table.revision = None
         async with watching(watch):
             while table.revision is None or table.revision.instance_id == before.instance_id:
@@ -177,11 +175,11 @@ async def test_a_watch_that_missed_too_much_starts_over_or_fails_as_compacted(ki
     async with running(settings()) as app:
         calls = app.controller.watches.calls
         client = make_client(kind, f"127.0.0.1:{app.port}", timeout=20)
-        await client.put(rows(*range(100)), partition_id="train")
+        await client.put("train", rows(*range(100)))
         table, listed = WatchedTable(), await now(client)
         async with watching(client.watch()) as watch:
             await table.follow(watch, listed)
-            await client.clear_samples(partition_id="train", global_indexes=range(1, 90))
+            await client.clear_samples("train", global_indexes=range(1, 90))
             await table.follow(watch, await now(client))  # the partition comes anew
             assert table.reset_count == 1
             assert table.state() == await listed_state(client)
@@ -189,7 +187,7 @@ async def test_a_watch_that_missed_too_much_starts_over_or_fails_as_compacted(ki
             while calls.count:  # noqa: ASYNC110  (that a call has ended is told by no event)
                 await asyncio.sleep(0.01)
             for _ in range(10):
-                await client.put(rows(1, 2), partition_id="other")
+                await client.put("other", rows(1, 2))
                 await client.clear_partition("other")
             await table.follow(watch, await now(client))
             assert table.reset_count == 2
@@ -203,13 +201,13 @@ async def test_a_watch_that_missed_too_much_starts_over_or_fails_as_compacted(ki
 async def test_what_is_restored_is_seen_in_place_of_what_was_there(kind, tmp_path):
     async with running(settings(checkpoint_dir=tmp_path)) as app:
         client = make_client(kind, f"127.0.0.1:{app.port}", timeout=20)
-        await client.put(rows(1, 2), partition_id="train", keys=["a", "b"])
+        await client.put("train", rows(1, 2), keys=["a", "b"])
         await client.get_meta(**CLAIM)
         await client.checkpoint("one")
         table = WatchedTable()
         async with watching(client.watch()) as watch:
-            await client.put(rows(3), partition_id="train", keys=["c"])
-            await client.put(rows(3), partition_id="other", keys=["c"])
+            await client.put("train", rows(3), keys=["c"])
+            await client.put("other", rows(3), keys=["c"])
             await table.follow(watch, await now(client))
             for clears in (False, True):
                 if clears:
@@ -235,7 +233,7 @@ async def test_a_token_sees_what_it_is_for(kind, tmp_path):
         async with watching(reader.watch(progress_interval=0.1)) as watch:
             assert not (await next_update(watch)).partitions
             for name in ("run-7/train", "run-8/train", "train"):
-                await admin.put(rows(1), partition_id=name, keys=[name])
+                await admin.put(name, rows(1), keys=[name])
             table = WatchedTable()
             await table.follow(watch, await now(admin))
             await admin.clear_partition("run-8/train")

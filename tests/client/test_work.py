@@ -21,7 +21,7 @@ TEXTS = [f"answer {number}" for number in range(7)]
 
 @pytest.fixture
 async def filled(client):
-    await client.put({"text": TEXTS}, partition_id=PARTITION)
+    await client.put(PARTITION, {"text": TEXTS})
     await client.seal_partition(PARTITION)
     return client
 
@@ -178,7 +178,7 @@ async def test_closing_a_loop_that_has_not_begun_does_nothing(filled):
 async def test_the_sync_loop_reads_as_a_loop(service):
     def run():
         with tq.Client(service, timeout=20) as client:
-            client.put({"text": TEXTS}, partition_id="sync")
+            client.put("sync", {"text": TEXTS})
             client.seal_partition("sync")
             for item in client.work("sync", "reward", ["text"], batch_size=2):
                 item.put({"reward": [float(len(text)) for text in item.data["text"]]})
@@ -198,7 +198,7 @@ async def test_a_batch_comes_with_its_data(filled):
 
 async def test_a_batch_has_the_fields_that_are_asked_for(filled):
     everything, _ = await filled.lookup_samples(PARTITION)
-    await filled.put({"reward": [0.5] * len(TEXTS)}, metadata=everything)
+    await filled.put(everything, {"reward": [0.5] * len(TEXTS)})
     ask = {"batch_size": 7, "dp_rank": 0, "dp_size": 1, "batch_index": 0}
     data, _ = await filled.get_batch(PARTITION, "train", ["text", "reward"], fetch=["reward"], **ask)
     assert set(data.keys()) == {"reward"}
@@ -207,8 +207,8 @@ async def test_a_batch_has_the_fields_that_are_asked_for(filled):
 
 
 async def test_tags_are_the_custom_meta_of_samples_by_key(client):
-    await client.put({"x": [1, 2]}, partition_id="p", keys=["a", "b"], custom_meta=[{"score": 1}, {"score": 2}])
-    await client.put({"x": [3]}, partition_id="p")
+    await client.put("p", {"x": [1, 2]}, keys=["a", "b"], custom_meta=[{"score": 1}, {"score": 2}])
+    await client.put("p", {"x": [3]})
     assert await client.tags("p") == {"a": {"score": 1}, "b": {"score": 2}}
     assert await client.tags("p", ["b", "c"]) == {"b": {"score": 2}}
     with pytest.raises(tq.errors.PartitionNotFoundError):

@@ -128,9 +128,7 @@ def start_two(start_controller: StartController) -> tuple[LiveServer, LiveServer
 
 
 def put(client: Any, number: int, rows: int = 4) -> Any:
-    return client.put(
-        {"x": np.full((rows, 2), number)}, partition_id="train", keys=[f"{number}_{row}" for row in range(rows)]
-    )
+    return client.put("train", {"x": np.full((rows, 2), number)}, keys=[f"{number}_{row}" for row in range(rows)])
 
 
 def test_a_standby_lives_refuses_calls_and_says_where_the_leader_is(start_controller: StartController) -> None:
@@ -174,7 +172,7 @@ def test_a_standby_takes_over_what_was_acknowledged_and_the_storage_service_goes
     assert [client.get_meta(**claim, batch_index=index) for index in range(2)] == batches
     assert client.get_meta(**claim, batch_index=0, batch_count=2) == batches
     put(client, 3)
-    got = client.get_data(partition_id="train", keys=["1_0", "3_3"], data_fields=["x"])
+    got = client.get_data("train", keys=["1_0", "3_3"], data_fields=["x"])
     assert np.asarray(got["x"]).tolist() == [[1, 1], [3, 3]]
     client.clear_partition("train")
     wait_for(lambda: storage.client().storage_stat(storage.address).put_count == 0)
@@ -189,23 +187,23 @@ def test_a_standby_takes_over_versions_slots_and_rows_that_grow(
     client.publish_version(3)
     bound = tq.Admission("train", max_staleness=1, global_batch=2)
     client.create_partition("train", admissions=[bound])
-    client.put({"x": np.arange(1)}, partition_id="prompts", keys=["p"])
+    client.put("prompts", {"x": np.arange(1)}, keys=["p"])
     claim = {"task_name": "rollout", "data_fields": ["x"], "batch_size": 1, "lease": 60.0, "max_wait": 20.0}
     prompts = client.get_meta(partition_id="prompts", **claim, admit=tq.Admit("train", group_size=2))
-    slots = client.append({"tokens": [[1, 2], [3]]}, metadata=prompts.admitted, at=[0, 0])
+    slots = client.append(prompts.admitted, {"tokens": [[1, 2], [3]]}, at=[0, 0])
     kill(leader, etcd)
     wait_for(lambda: leads(standby))
 
     client = standby.client(timeout=60.0)
     assert client.get_version() == 3
     with pytest.raises(tq.errors.PreconditionError, match="2"):
-        client.append({"tokens": [[9], [9]]}, metadata=slots, at=[0, 0])
-    slots = client.append({"tokens": [[4], [5, 6]]}, metadata=slots, at=[2, 1])
-    client.truncate(metadata=slots, to=[3, 2], data_fields=["tokens"])
+        client.append(slots, {"tokens": [[9], [9]]}, at=[0, 0])
+    slots = client.append(slots, {"tokens": [[4], [5, 6]]}, at=[2, 1])
+    client.truncate(slots, to=[3, 2], data_fields=["tokens"])
     with pytest.raises(tq.errors.AdmissionLimitError):  # 4 places, of which the slots have 2
         client.acquire("train", "rollout", count=5, lease=60.0)
     assert client.acquire("train", "rollout", count=3, lease=60.0, max_wait=0.1).status == "not_yet"
-    client.put({"reward": np.ones(2)}, metadata=slots, ack=True)
+    client.put(slots, {"reward": np.ones(2)}, ack=True)
     assert client.check_consumption("prompts", "rollout").consumed_count == 1
     batch = client.get_meta(
         partition_id="train", task_name="train", data_fields=["tokens", "reward"], batch_size=2, dp_rank=0, dp_size=1,
@@ -224,8 +222,8 @@ def test_a_standby_takes_over_rollouts_totals_and_draws(
     client = leader.client(timeout=60.0)
 
     def turn(rollout: str, **more: Any) -> None:
-        client.put(
-            {"x": np.zeros(1)}, partition_id="turns", rollouts=[rollout], groups=["g"], group_size=2,
+        client.put("turns",
+            {"x": np.zeros(1)}, rollouts=[rollout], groups=["g"], group_size=2,
             custom_meta=[{"loss_tokens": 3}], **more,
         )  # fmt: skip
 
@@ -241,7 +239,7 @@ def test_a_standby_takes_over_rollouts_totals_and_draws(
     client.create_partition("buffer", admissions=[drops])
     for first in (0, 4):  # of which the first two go
         priorities = [{"priority": float(number)} for number in range(first, first + 4)]
-        client.put({"x": np.zeros(4)}, partition_id="buffer", custom_meta=priorities)
+        client.put("buffer", {"x": np.zeros(4)}, custom_meta=priorities)
     drawn = [draw(index).global_indexes for index in range(3)]
     kill(leader, etcd)
     wait_for(lambda: leads(standby))
@@ -268,20 +266,20 @@ def test_a_standby_takes_over_what_groups_share(
     start_storage(start_server, secret, leader, standby)
     client = leader.client(timeout=60.0)
     client.create_partition("shared", fields=[tq.FieldSpec("image", scope="group")])
-    client.put_groups({"image": np.arange(6).reshape(2, 3)}, partition_id="shared", groups=["a", "b"])
-    client.put({"x": np.arange(3)}, partition_id="shared", groups=["a", "b", "a"], group_size=2)
+    client.put_groups("shared", {"image": np.arange(6).reshape(2, 3)}, groups=["a", "b"])
+    client.put("shared", {"x": np.arange(3)}, groups=["a", "b", "a"], group_size=2)
     kill(leader, etcd)
     wait_for(lambda: leads(standby))
 
     client = standby.client(timeout=60.0)
-    batch = client.get_data(partition_id="shared", global_indexes=[0, 1, 2])
+    batch = client.get_data("shared", global_indexes=[0, 1, 2])
     assert batch["image"].tolist() == [[0, 1, 2], [3, 4, 5], [0, 1, 2]]
-    client.put({"x": np.arange(1)}, partition_id="shared", groups=["b"], group_size=2)
-    client.put_groups({"image": np.zeros((1, 3), np.int64)}, partition_id="shared", groups=["b"], existing=True)
+    client.put("shared", {"x": np.arange(1)}, groups=["b"], group_size=2)
+    client.put_groups("shared", {"image": np.zeros((1, 3), np.int64)}, groups=["b"], existing=True)
     claim = {"partition_id": "shared", "task_name": "train", "data_fields": ["x", "image"], "batch_size": 2}
     meta = client.get_meta(**claim, batch_unit="group", dp_rank=0, dp_size=1, batch_index=0)
     assert client.get_data(meta, expand=False)["image"].tolist() == [[0, 1, 2], [0, 0, 0]]
-    client.clear_samples(partition_id="shared", groups=["a", "b"])
+    client.clear_samples("shared", groups=["a", "b"])
     assert client.describe_partition("shared").used_bytes == 0
 
 

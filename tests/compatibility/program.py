@@ -32,12 +32,12 @@ def write(client: Any) -> None:
     """Fill a service."""
     client.create_partition("train", fields=[tq.FieldSpec("input_ids", layout="jagged")])
     samples = client.put(
+        "train",
         {
             "input_ids": [np.arange(length) for length in LENGTHS],
             "pixels": np.arange(ROWS * 4, dtype=np.float32).reshape(ROWS, 2, 2),
             "text": [f"answer {row}" for row in range(ROWS)],
         },
-        partition_id="train",
         keys=[f"k{row}" for row in range(ROWS)],
         groups=[f"g{row // 2}" for row in range(ROWS)],
         group_size=2,
@@ -46,18 +46,18 @@ def write(client: Any) -> None:
             for row, length in enumerate(LENGTHS)
         ],
     )
-    client.put({"reward": np.arange(ROWS, dtype=np.float32)}, metadata=samples)
+    client.put(samples, {"reward": np.arange(ROWS, dtype=np.float32)})
     client.insert("train", 2, keys=["h0", "h1"], state="held")
     for dp_rank in range(2):
         client.get_meta(**TRAIN, dp_rank=dp_rank, batch_index=0)
     client.ack(client.get_meta(**QUEUE, batch_size=2))
     client.get_meta(**QUEUE, batch_size=2, claim_name="unfinished")
     client.get_meta(**NAMED, claim_name="first")
-    client.put({"x": tiled(TILED_BYTES)}, partition_id="tiled")
+    client.put("tiled", {"x": tiled(TILED_BYTES)})
     client.publish_version(3, policy="policy")
     client.checkpoint("all")
     client.set_custom_meta(samples, [{"late": row} for row in range(ROWS)])
-    client.clear_samples(partition_id="train", keys=["h1"])
+    client.clear_samples("train", keys=["h1"])
     client.seal_partition("train")
 
 
@@ -75,7 +75,7 @@ def read(client: Any) -> dict[str, Any]:
         "samples": {
             "indexes": found.global_indexes, "keys": found.keys, "groups": found.groups, "missing": missing,
             "custom_meta": found.custom_meta,
-            "data": plain(client.get_data(partition_id="train", keys=keys)),
+            "data": plain(client.get_data("train", keys=keys)),
         },
         "ranks": ranks,
         "queue": {
@@ -102,7 +102,7 @@ def exchange(client: Any) -> dict[str, Any]:
     """Return what calls of many kinds return on an empty service."""
     write(client)
     large = tiled(LARGE_BYTES)
-    meta = client.put({"x": large}, partition_id="large")
+    meta = client.put("large", {"x": large})
     fetched = client.get_data(meta)["x"]
     status = client.status()
     try:

@@ -76,7 +76,7 @@ def test_a_cluster_is_upgraded_process_by_process_and_back(etcd: str, tmp_path: 
         first.start()  # the older controller follows the newer one's journal, and takes over
         wait_for(lambda: follows(client, 2))
         before = consumed(client)
-        client.put({"x": [1, 2]}, partition_id="of_the_newer")
+        client.put("of_the_newer", {"x": [1, 2]})
         second.stop()
         assert client.lookup_samples("of_the_newer")[0].global_indexes == [0, 1]
         assert consumed(client) == before

@@ -43,7 +43,7 @@ def equal(left: Any, right: Any) -> bool:
 @pytest.mark.parametrize("count", [4, 4000])
 def test_tensors_go_into_the_service_and_back_as_they_are(client: AnyClient, count: int) -> None:
     data = rows(count)
-    meta = client.put(data, partition_id="p")
+    meta = client.put("p", data)
     for got in (client.get_data(meta, device="cuda"), client.get_data(meta, device="cuda:0")):
         for name, tensor in data.items():
             assert got[name].device == tensor.device
@@ -63,11 +63,11 @@ def test_a_put_waits_for_the_callers_stream_and_for_no_other(client: AnyClient) 
         with torch.cuda.stream(side):
             torch.cuda._sleep(LONG // 10)
             values.fill_(7)
-            meta = client.put({"x": values.reshape(4, -1)}, partition_id="p")
+            meta = client.put("p", {"x": values.reshape(4, -1)})
     else:
         torch.cuda._sleep(LONG // 10)
         values.fill_(7)
-        meta = client.put({"x": values.reshape(4, -1)}, partition_id="p")
+        meta = client.put("p", {"x": values.reshape(4, -1)})
     assert not later.query()
     got = client.get_data(meta, device="cuda")["x"]
     assert not later.query()
@@ -76,7 +76,7 @@ def test_a_put_waits_for_the_callers_stream_and_for_no_other(client: AnyClient) 
 
 
 def test_memory_is_flat_over_many_gets(client: AnyClient) -> None:
-    meta = client.put(rows(4000), partition_id="p")
+    meta = client.put("p", rows(4000))
     seen = []
     for number in range(300):
         got = client.get_data(meta, device="cuda")
@@ -93,11 +93,11 @@ def test_regions_are_pinned_and_copied_to_and_from_as_they_are(
     client = start_server(shared_memory="on", max_bytes=1 << 30).client(client_kind)
     for number in range(6):
         values = torch.full((64, 1 << 16), number, device="cuda")  # 32 MiB
-        meta = client.put({"x": values}, partition_id="p")
+        meta = client.put("p", {"x": values})
         got = client.get_data(meta, device="cuda")["x"]
         client.clear_partition("p")  # the next put must not reach what is still on its way up
         assert torch.equal(got, values)
-        assert bool((client.get_data(client.put({"x": got}, partition_id="p"))["x"] == number).all())
+        assert bool((client.get_data(client.put("p", {"x": got}))["x"] == number).all())
         client.clear_partition("p")
     assert any(pinned.is_shared for pinned in host_memory.PINNED._pinned.values())
     assert host_memory.PINNED.pinned_bytes <= 1 << 30

@@ -18,7 +18,7 @@ def main(address: str, partition: str, num_workers: int) -> None:
         "text": ["a", "b", "c"],
     }
     with tq.Client(address) as client:
-        meta = client.put(data, partition_id=partition)
+        meta = client.put(partition, data)
         client.get_data(meta)
         client.seal_partition(partition)
     dataset = StreamingDataset(

@@ -53,8 +53,8 @@ def fill(address: str, partition: str, count: int, *, part: int = 16, seal: bool
         for start in range(0, count, part):
             indexes = range(start, min(count, start + part))
             client.put(
+                partition,
                 columns(indexes),
-                partition_id=partition,
                 custom_meta=[{"total_lengths": 1 + index % 4} for index in indexes],
             )
         if seal:

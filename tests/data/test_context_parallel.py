@@ -22,13 +22,13 @@ def filled(server: LiveServer) -> LiveServer:
     client.create_partition("train", fields=[tq.FieldSpec(name, layout="jagged") for name in FIELDS[:3]])
     rows = [torch.arange(length) + 100 * at for at, length in enumerate(LENGTHS)]
     client.put(
+        "train",
         {
             "input_ids": rows,
             "labels": [row.to(torch.float32) for row in rows],
             "experts": [row.to(torch.int16).reshape(-1, 1, 1).expand(-1, 3, 2) for row in rows],
             "index": torch.arange(len(LENGTHS)),
         },
-        partition_id="train",
     )
     client.seal_partition("train")
     return server
@@ -79,7 +79,7 @@ def test_a_group_shares_the_rows_of_its_batches(filled: LiveServer, layout: Any,
 def test_a_group_of_four_fetches_a_quarter_each(filled: LiveServer) -> None:
     client = filled.client()
     rows = [torch.arange(length) for length in (4096, 2000, 8192, 512)]
-    client.put({"x": rows, "y": [row.to(torch.bfloat16) for row in rows]}, partition_id="long")
+    client.put("long", {"x": rows, "y": [row.to(torch.bfloat16) for row in rows]})
     client.seal_partition("long")
     stat = filled.app.storage.engine.stat
     fetched = []
@@ -112,8 +112,8 @@ def test_a_step_of_shared_images_takes_a_seventh_of_whole_rows(filled: LiveServe
         if partition == "whole":
             data["pixels"] = images.repeat_interleave(size, dim=0)
         else:
-            client.put_groups({"pixels": images}, partition_id="shared", groups=[f"p{each}" for each in range(prompts)])
-        client.put(data, partition_id=partition, groups=groups, group_size=size)
+            client.put_groups("shared", {"pixels": images}, groups=[f"p{each}" for each in range(prompts)])
+        client.put(partition, data, groups=groups, group_size=size)
         client.seal_partition(partition)
         stored[partition], before = stat().used_bytes - before, stat().read_bytes
         for rank in range(cp_size):
@@ -144,7 +144,7 @@ def test_empty_micro_batches_of_a_group_have_the_same_columns(filled: LiveServer
     )  # fmt: skip
     client = filled.client()
     client.create_partition("few", fields=[tq.FieldSpec("input_ids", layout="jagged")])
-    client.put({"input_ids": [torch.arange(3)], "index": torch.arange(1)}, partition_id="few")
+    client.put("few", {"input_ids": [torch.arange(3)], "index": torch.arange(1)})
     client.seal_partition("few")
     ((micro_batch, meta),) = list(StreamingDataLoader(dataset))
     assert meta.size == 0

@@ -32,7 +32,7 @@ def client(address: str) -> Iterator[tq.Client]:
 
 
 def put(client: tq.Client, partition: str, count: int, **options: Any) -> tq.BatchMeta:
-    return client.put({"index": torch.arange(count)}, partition_id=partition, **options)
+    return client.put(partition, {"index": torch.arange(count)}, **options)
 
 
 def loader_of(address: str, partition: str, num_workers: int = 0, rank: int = 0, **changes: Any) -> StreamingDataLoader:
@@ -56,7 +56,7 @@ def skip_in_groups(client: tq.Client, partition: str) -> dict[str, Any]:
     """Three groups of which none is whole: one is short, one has a failed and one a cleared member."""
     put(client, partition, 3, groups=["short"] * 3, group_size=4)
     meta = put(client, partition, 8, groups=["failed"] * 4 + ["cleared"] * 4, group_size=4)
-    client.put(metadata=meta.select_samples([0]), state="failed")
+    client.put(meta.select_samples([0]), state="failed")
     client.clear_samples(meta.select_samples([4]))
     return GROUPS_OF_4
 
@@ -73,7 +73,7 @@ def skip_by_drop_last(client: tq.Client, partition: str) -> dict[str, Any]:
 
 def skip_failed_and_cleared(client: tq.Client, partition: str) -> dict[str, Any]:
     meta = put(client, partition, 6)
-    client.put(metadata=meta.select_samples([0, 1]), state="failed")
+    client.put(meta.select_samples([0, 1]), state="failed")
     client.clear_samples(meta.select_samples([2, 3, 4, 5]))
     return {}
 
@@ -171,7 +171,7 @@ def test_a_restart_behind_the_last_batch_is_no_error(
 ) -> None:
     """Also with samples skipped: the task was given others before, so nothing says that this rank should get any."""
     meta = put(client, partition, 8)
-    client.put(metadata=put(client, partition, 3), state="failed")
+    client.put(put(client, partition, 3), state="failed")
     client.seal_partition(partition)
     assert sizes(loader_of(address, partition)) == [4, 4]
     if cleared:
@@ -263,7 +263,7 @@ def test_a_partition_of_dropped_samples_is_an_error_on_all_ranks(
         with pytest.raises(tq.errors.NothingDeliveredError, match="8 longer than the sampler's limit") as caught:
             sizes(loader_of(address, partition, rank=rank, **options))
         assert caught.value.metadata["overlong_count"] == "8"
-    assert client.clear_samples(partition_id=partition, skipped_by="update_actor") == 8
+    assert client.clear_samples(partition, skipped_by="update_actor") == 8
 
 
 def test_samples_kept_from_an_earlier_epoch_are_warned_of(

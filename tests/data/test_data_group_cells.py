@@ -30,13 +30,13 @@ def shared() -> dict[str, Any]:
 def fill(address: str, partition: str) -> None:
     with tq.Client(address) as client:
         client.create_partition(partition, fields=FIELDS)
-        client.put_groups(shared(), partition_id=partition, groups=[f"g{group}" for group in range(GROUPS)])
+        client.put_groups(partition, shared(), groups=[f"g{group}" for group in range(GROUPS)])
         client.put(
+            partition,
             {
                 "index": torch.arange(GROUPS * SIZE),
                 "input_ids": [torch.arange(3 + row % 5) for row in range(GROUPS * SIZE)],
             },
-            partition_id=partition,
             groups=[f"g{group}" for group in range(GROUPS) for _ in range(SIZE)],
             group_size=SIZE,
             custom_meta=[{"total_lengths": 3 + row % 5} for row in range(GROUPS * SIZE)],

@@ -35,7 +35,7 @@ def partition(request: pytest.FixtureRequest, address: str) -> Iterator[str]:
         for first in range(0, len(ROW_LENGTHS), 10):
             data = columns_of(ROW_LENGTHS[first : first + 10], first)
             data["index"] = torch.arange(first, first + 10)
-            client.put(data, partition_id=name)
+            client.put(name, data)
         client.seal_partition(name)
         yield name
         client.clear_partition(name)

@@ -334,7 +334,7 @@ def test_ranks_resume_from_the_same_state_again_and_again(address: str) -> None:
         client.publish_version(0, policy=policy)
         client.create_partition(partition, admissions=[admission], release=tq.Release("saved", ["update_actor"]))
         slots = client.acquire(partition, "rollout", count=8, lease=60.0)
-        client.put({"index": torch.arange(8)}, metadata=slots, ack=True)
+        client.put(slots, {"index": torch.arange(8)}, ack=True)
 
         def ranks() -> list[StreamingDataset]:
             return [

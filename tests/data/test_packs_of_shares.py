@@ -110,7 +110,7 @@ def filled(server: LiveServer) -> LiveServer:
         "labels": [row.to(torch.int32) for row in rows],
         "advantage": torch.arange(len(rows)) / 4,
     }
-    client.put(data, partition_id="train", custom_meta={"total_lengths": LENGTHS})
+    client.put("train", data, custom_meta={"total_lengths": LENGTHS})
     client.seal_partition("train")
     return server
 

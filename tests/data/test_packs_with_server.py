@@ -58,7 +58,7 @@ def fill(address: str, partition: str, lengths: list[int]) -> None:
         for first in range(0, len(lengths), 8):
             part = lengths[first : first + 8]
             meta = [{"total_lengths": length} for length in part]
-            client.put(columns(first, part), partition_id=partition, custom_meta=meta)
+            client.put(partition, columns(first, part), custom_meta=meta)
         client.seal_partition(partition)
 
 
@@ -107,7 +107,7 @@ def test_two_ranks_train_the_same_number_of_packs(address: str, partition: str, 
 
 def test_packs_are_planned_by_the_rows_themselves(address: str, partition: str) -> None:
     with tq.Client(address) as client:
-        client.put(columns(0, LENGTHS), partition_id=partition)
+        client.put(partition, columns(0, LENGTHS))
         client.seal_partition(partition)
     lengths: dict[int, int] = {}
     for rank in range(2):
@@ -152,7 +152,7 @@ def test_samples_that_are_all_of_one_length_are_packed_like_others(address: str,
     """Their fields are dense, as no row differs; what has a value for each token is concatenated all the same."""
     with tq.Client(address) as client:
         for first in range(0, 12, 4):
-            client.put(columns(first, [9] * 4), partition_id=partition, custom_meta=[{"total_lengths": 9}] * 4)
+            client.put(partition, columns(first, [9] * 4), custom_meta=[{"total_lengths": 9}] * 4)
         client.seal_partition(partition)
         specs = {field.spec.name: field.spec for field in client.describe_partition(partition).fields}
     assert specs["input_ids"].layout == specs["logprobs"].layout == "dense"
@@ -177,7 +177,7 @@ def test_position_ids_put_one_trajectory_after_the_other_are_packed(
         for index, length in enumerate(lengths):
             data = columns(index, [length])
             data["position_ids"] = torch.nested.as_nested_tensor(data["position_ids"].unbind(), layout=torch.jagged)
-            client.put(data, partition_id=partition, custom_meta=[{"total_lengths": length}])
+            client.put(partition, data, custom_meta=[{"total_lengths": length}])
         client.seal_partition(partition)
     seen = []
     for pack in StreamingDataLoader(dataset_of(address, partition)):
@@ -249,7 +249,7 @@ def test_what_a_model_says_of_tokens_goes_back_to_the_samples(address: str, part
         for pack in loader:
             doubled = pack["input_ids"] * 2
             if pack.meta.size:
-                client.put({"doubled": pack.split_tokens(doubled)}, metadata=pack.meta)
+                client.put(pack.meta, {"doubled": pack.split_tokens(doubled)})
         found = client.get_meta(
             partition_id=partition, task_name="read", data_fields=["doubled", "input_ids"], batch_size=len(LENGTHS)
         )

@@ -57,7 +57,7 @@ def test_ranks_that_start_first_end_together(address: str, partition: str, sampl
 def test_a_dataset_asks_for_a_layout(address: str, partition: str) -> None:
     """Rows that all are alike, in a field that is not declared: the batches are of the layout that the trainer says."""
     with tq.Client(address) as client:
-        client.put({"x": torch.arange(8).reshape(4, 2), "score": torch.zeros(4)}, partition_id=partition)
+        client.put(partition, {"x": torch.arange(8).reshape(4, 2), "score": torch.zeros(4)})
         client.seal_partition(partition)
     for layout in (None, "jagged", "dense"):
         dataset = dataset_of(
@@ -213,7 +213,7 @@ def test_columns_can_be_put_for_a_micro_batch(address: str, partition: str) -> N
     fill(address, partition, 10)
     with tq.Client(address) as client:
         for micro_batch, meta in StreamingDataLoader(dataset_of(address, partition)):
-            client.put({"double": micro_batch["index"] * 2}, metadata=meta)
+            client.put(meta, {"double": micro_batch["index"] * 2})
         found = client.get_meta(
             partition_id=partition, task_name="read", data_fields=["index", "double"], batch_size=10
         )
@@ -338,7 +338,7 @@ def test_a_dataset_takes_a_token_as_a_client_does(tmp_path: Path, num_workers: i
     replace_file(path, secret.encode())
     with ServiceProcess("--auth-tokens-file", str(tokens)) as service:
         with tq.Client(service.address, token=secret) as client:
-            client.put({"index": torch.arange(4)}, partition_id="train")
+            client.put("train", {"index": torch.arange(4)})
             client.seal_partition("train")
         for number, token in enumerate((secret, path)):
             dataset = StreamingDataset(
@@ -368,7 +368,7 @@ def test_ranks_of_another_number_resume_with_every_sample_trained_once(tmp_path:
 
     flags = ("--checkpoint-dir", str(tmp_path))
     with ServiceProcess(*flags) as service, tq.Client(service.address) as client:
-        client.put({"index": torch.arange(64)}, partition_id="train")
+        client.put("train", {"index": torch.arange(64)})
         client.seal_partition("train")
         loaders = [loader_of(service, rank, 4) for rank in range(4)]
         iterators = [iter(loader) for loader in loaders]
@@ -405,7 +405,7 @@ def test_dropped_samples_stay_dropped_after_a_restart_and_a_restore(tmp_path: Pa
     ranks = [{"dp_rank": rank, "dp_size": 2, "batch_size": 2, "batch_index": 0} for rank in (0, 1)]
     service = ServiceProcess("--checkpoint-dir", str(tmp_path / "checkpoints"), data_dir=tmp_path / "data")
     with service, tq.Client(service.address) as client:
-        client.put({"index": torch.arange(4)}, partition_id="train", custom_meta={"total_lengths": [20, 5, 5, 20]})
+        client.put("train", {"index": torch.arange(4)}, custom_meta={"total_lengths": [20, 5, 5, 20]})
         client.seal_partition("train")
         answers = [client.get_meta(**request, **rank) for rank in ranks]
         assert sorted(row for meta in answers for row in meta.dropped_indexes.tolist()) == [0, 3]
@@ -417,6 +417,6 @@ def test_dropped_samples_stay_dropped_after_a_restart_and_a_restore(tmp_path: Pa
         for _ in ("recovered", "restored"):
             assert [client.get_meta(**request, **rank) for rank in ranks] == answers
             assert client.check_consumption("train", "update_actor") == status
-            assert client.clear_samples(partition_id="train", skipped_by="update_actor") == 2
+            assert client.clear_samples("train", skipped_by="update_actor") == 2
             client.clear_partition("train")
             client.restore("here")

@@ -16,7 +16,7 @@ def fetch_by_main(**keywords: Any) -> Any:
 
 address, partition, context = sys.argv[1:4]
 with tq.Client(address) as client:
-    client.put({"index": torch.arange(8)}, partition_id=partition)
+    client.put(partition, {"index": torch.arange(8)})
 dataset = StreamingDataset(
     address, batch_size=4, data_fields=["index"], partition_id=partition, task_name="update_actor",
     fetch_batch_fn=fetch_by_main if "main" in sys.argv else None,

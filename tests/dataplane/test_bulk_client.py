@@ -63,7 +63,7 @@ def round_trips(client: AnyClient, count: int = 3) -> None:
     """Put and get, the first time before the port is found."""
     for number in range(count):
         put = samples(number)
-        meta = client.put(put, partition_id="train")
+        meta = client.put("train", put)
         assert same(client.get_data(meta), put)
         client.clear_partition("train")
         if not number:
@@ -387,7 +387,7 @@ def test_puts_in_files_outlive_the_service(start_server: StartServer, moved: lis
     server = start_server(**settings)
     client = server.client("sync")
     for number in range(3):
-        meta = client.put(samples(number), partition_id=f"p{number}")
+        meta = client.put(f"p{number}", samples(number))
         assert same(client.get_data(meta), samples(number))
         time.sleep(0.3)
     assert len(moved) >= 4

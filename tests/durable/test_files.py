@@ -129,7 +129,7 @@ def test_a_checkpoint(directory: Path, start_server: StartServer) -> None:
     assert meta.keys == list("abcd")
     assert meta.groups == ["g", "g", "h", "h"]
     assert [each["total_lengths"] for each in meta.custom_meta] == [0, 1, 2, 3]
-    data = client.get_data(partition_id="train", keys=list("abcd"))
+    data = client.get_data("train", keys=list("abcd"))
     assert np.array_equal(data["dense"].numpy(), DATA["dense"])
     assert [row.tolist() for row in data["jagged"].unbind()] == [row.tolist() for row in DATA["jagged"]]
     assert [getattr(row, "data", row) for row in data["object"]] == DATA["object"]

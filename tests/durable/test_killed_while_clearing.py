@@ -26,8 +26,8 @@ async def test_what_was_not_given_back_goes_after_the_restart_and_what_is_kept_s
     async with asyncio.timeout(60), running(settings) as app:
         async with tq.AsyncClient(f"127.0.0.1:{app.port}") as client:
             for _ in range(PUT_COUNT):
-                await client.put(VALUES, partition_id="cleared")
-            kept = await client.put(VALUES, partition_id="kept")
+                await client.put("cleared", VALUES)
+            kept = await client.put("kept", VALUES)
         app.controller.catalog.remove("cleared", b"")
         app.controller.storages.puts._freeing.cancel()  # as if it had died between two steps
         await durable(app)
@@ -54,7 +54,7 @@ async def test_what_was_not_given_back_goes_when_the_service_stops(tmp_path):
     async with asyncio.timeout(60), running(settings) as app:
         async with tq.AsyncClient(f"127.0.0.1:{app.port}") as client:
             for _ in range(PUT_COUNT):
-                await client.put(VALUES, partition_id="cleared")
+                await client.put("cleared", VALUES)
         app.controller.catalog.remove("cleared", b"")
         assert app.storage.engine.stat().put_count > 0
     async with asyncio.timeout(60), running(settings) as app:

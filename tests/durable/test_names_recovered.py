@@ -18,8 +18,8 @@ def test_names_that_were_put_as_columns_come_back(tmp_path: Path) -> None:
     groups = np.char.add("g", (numbers // 8).astype(str))
     with ServiceProcess("--data-dir", str(tmp_path)) as server, tq.Client(server.address) as client:
         client.put(
+            "p",
             {"x": numbers},
-            partition_id="p",
             keys=keys,
             groups=groups,
             group_size=8,
@@ -31,8 +31,8 @@ def test_names_that_were_put_as_columns_come_back(tmp_path: Path) -> None:
         assert (found.global_indexes, missing) == (numbers[::-1].tolist(), ["none"])
         assert (found.keys, found.groups) == (keys[::-1].tolist(), groups[::-1].tolist())
         assert found.custom_meta[0] == {"n": COUNT - 1, "s": (COUNT - 1) / 2, "t": groups[-1]}
-        again = client.put({"x": -numbers}, partition_id="p", keys=keys, groups=groups, key_mode="existing")
+        again = client.put("p", {"x": -numbers}, keys=keys, groups=groups, key_mode="existing")
         assert again.global_indexes == numbers.tolist()
-        client.clear_samples(partition_id="p", keys=keys[:1500].tolist())
+        client.clear_samples("p", keys=keys[:1500].tolist())
         left, missing = client.lookup_samples("p", keys.tolist())
         assert (left.keys, missing) == (keys[1500:].tolist(), keys[:1500].tolist())

@@ -210,18 +210,18 @@ async def test_a_fault_of_the_log_is_fatal_and_its_cause_is_named(
 
 
 def put(client: Any, number: int, rows: int = ROWS) -> Any:
-    return client.put({"x": torch.full((rows, 3), MARK) + number}, partition_id="train")
+    return client.put("train", {"x": torch.full((rows, 3), MARK) + number})
 
 
 def live(client: Any) -> None:
     """Put, overwrite and clear, so that puts come and go."""
     metas = [put(client, number) for number in range(6)]
-    client.put({"y": torch.arange(ROWS)}, metadata=metas[0])
-    client.put({"x": torch.full((ROWS, 3), MARK)}, metadata=metas[1])  # its first put is free
+    client.put(metas[0], {"y": torch.arange(ROWS)})
+    client.put(metas[1], {"x": torch.full((ROWS, 3), MARK)})  # its first put is free
     client.clear_samples(metas[2])
     client.clear_samples(metas[3].select_samples([0]))
     put(client, 6, rows=3000)  # of a segment
-    client.put({"x": torch.full((2, 3), MARK)}, partition_id="other")
+    client.put("other", {"x": torch.full((2, 3), MARK)})
     client.clear_partition("other")
 
 

@@ -24,7 +24,7 @@ def put_turn(client: tq.Client, rollout: str, turn: int, *, ends: bool = False) 
     first = {"groups": [rollout.partition("/")[0]], "group_size": 2} if turn == 0 else {}
     meta = {"total_lengths": [turn + 1], "reward": [0.5]}
     data = {"tokens": [list(range(turn + 1))]}
-    client.put(data, partition_id="agents", rollouts=[rollout], ends_rollouts=ends, custom_meta=meta, **first)
+    client.put("agents", data, rollouts=[rollout], ends_rollouts=ends, custom_meta=meta, **first)
 
 
 def batch_of(client: tq.Client, batch_index: int) -> list[tuple[Any, ...]]:
@@ -67,7 +67,7 @@ def test_rollouts_go_on_where_they_were(tmp_path: Path, saves: bool) -> None:
         assert (described.group_count, described.rollout_count, described.tasks[0].outstanding_count) == (2, 4, 4)
         client.advance("agents", "train", trained=0)
         assert client.describe_partition("agents").tasks[0].outstanding_count == 2
-        assert client.clear_samples(partition_id="agents", rollouts=["p0/0", "p0/1"]) == 5
+        assert client.clear_samples("agents", rollouts=["p0/0", "p0/1"]) == 5
         described = client.describe_partition("agents")
         assert (described.group_count, described.rollout_count) == (1, 2)
 
@@ -80,14 +80,14 @@ def run_agents(address: str, number: int) -> dict[str, int]:
             rollout, count, fails = f"p{prompt}/{number}", rng.randint(1, 4), rng.random() < 0.2
             for turn in range(count):
                 meta = {"total_lengths": [turn + 1], "reward": [0.5]}
-                client.put(
-                    {"tokens": [list(range(turn + 1))]}, partition_id="agents", keys=[f"{rollout}/{turn}"],
+                client.put("agents",
+                    {"tokens": [list(range(turn + 1))]}, keys=[f"{rollout}/{turn}"],
                     rollouts=[rollout], groups=[f"p{prompt}"], group_size=4, custom_meta=meta,
                     ends_rollouts=turn == count - 1 and not fails,
                 )  # fmt: skip
                 time.sleep(rng.uniform(0.0, 0.05))
             if fails:
-                client.fail_samples(partition_id="agents", rollouts=[rollout])
+                client.fail_samples("agents", rollouts=[rollout])
             else:
                 counts[rollout] = count
     return counts

@@ -72,11 +72,11 @@ def test_the_way_of_a_sample(deployment: Deployment, client_kind: ClientKind, lo
     producer = deployment.client(client_kind, loop_thread, add_token(deployment.tokens, "p", ["produce"], ("train@",)))
     consumer = deployment.client(client_kind, loop_thread, add_token(deployment.tokens, "c", ["consume"], ("train@",)))
     large = np.arange(1 << 20, dtype=np.float32).reshape(16, -1)
-    until(lambda: _works(lambda: producer.put({"x": large}, partition_id="train@0")))  # the storage service is known
-    producer.put({"x": large + 1}, partition_id="train@0")
-    producer.put({"x": large[:1] + 2}, partition_id="train@0")
+    until(lambda: _works(lambda: producer.put("train@0", {"x": large})))  # the storage service is known
+    producer.put("train@0", {"x": large + 1})
+    producer.put("train@0", {"x": large[:1] + 2})
     with pytest.raises(tq.errors.PermissionDeniedError, match="begin with 'train@'; got 'eval'"):
-        producer.put({"x": large}, partition_id="eval")
+        producer.put("eval", {"x": large})
     meta = consumer.get_meta(
         partition_id="train@0", task_name="t", data_fields=["x"], batch_size=33, min_batch_size=33, max_wait=20.0
     )
@@ -136,7 +136,7 @@ def test_certificates_are_renewed_without_a_restart(
     deployment = Deployment(tmp_path / "old", start_server)
     token = add_token(deployment.tokens, "boss", ["admin"])
     client, prober = (deployment.client(client_kind, loop_thread, token) for _ in range(2))
-    until(lambda: _works(lambda: client.put({"x": np.arange(4)}, partition_id="a")))
+    until(lambda: _works(lambda: client.put("a", {"x": np.arange(4)})))
     assert prober.health()
     # All are of a new authority from now on, whose files take the place of those of the old one.
     new = Authority(tmp_path / "new")
@@ -158,7 +158,7 @@ def test_certificates_are_renewed_without_a_restart(
     old = tmp_path / "old"
     renewed = tq.Tls(ca=old / "ca.pem", cert=old / "controller.pem", key=old / "controller.key")
     again = start_server(role="controller", port=port, **deployment.settings_of(renewed, old / "service.token"))
-    until(lambda: _works(lambda: client.put({"x": np.arange(4)}, partition_id="b")))
+    until(lambda: _works(lambda: client.put("b", {"x": np.arange(4)})))
     until(lambda: _works(prober.health))  # which is one try each time
     assert again.app.port == port
     client.close()

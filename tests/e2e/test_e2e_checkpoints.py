@@ -31,8 +31,8 @@ def put(client, first, count, **arguments):
         "text": [{"answer": f"a{first + row}", "scores": np.arange(row % 3)} for row in range(count)],
     }
     return client.put(
+        PARTITION,
         data,
-        partition_id=PARTITION,
         keys=[f"k{first + row}" for row in range(count)],
         groups=[f"g{(first + row) // 4}" for row in range(count)],
         group_size=4,
@@ -99,12 +99,12 @@ def lived_in(client):
         for dp_rank in range(2):
             claim(client, batch_index, dp_rank)
     take(client)
-    client.put({"image": torch.zeros(3, 2, 2, dtype=torch.bfloat16)}, partition_id=PARTITION,
+    client.put(PARTITION, {"image": torch.zeros(3, 2, 2, dtype=torch.bfloat16)},
                keys=["k1", "k9", "k30"], key_mode="existing")  # fmt: skip
-    client.put({"late": torch.arange(6)}, partition_id=PARTITION, keys=[f"k{row}" for row in range(20, 26)],
+    client.put(PARTITION, {"late": torch.arange(6)}, keys=[f"k{row}" for row in range(20, 26)],
                key_mode="existing")  # fmt: skip
-    client.put({"forgotten": torch.arange(2)}, partition_id=PARTITION, keys=["k40", "k43"], key_mode="existing")
-    client.clear_samples(partition_id=PARTITION, keys=["k40", "k41", "k42", "k43"])
+    client.put(PARTITION, {"forgotten": torch.arange(2)}, keys=["k40", "k43"], key_mode="existing")
+    client.clear_samples(PARTITION, keys=["k40", "k41", "k42", "k43"])
 
 
 @pytest.fixture
@@ -152,7 +152,7 @@ def test_everything_comes_back_wherever_there_is_space(cluster, tmp_path, before
     assert (restored.sample_count, restored.value_bytes) == (copy.sample_count, copy.value_bytes)
     assert facts(client) == expected
     assert (claim(client, 2).global_indexes, take(client).global_indexes) == next_batch
-    late = client.get_data(partition_id=PARTITION, keys=["k22", "k20"], data_fields=["late"])["late"]
+    late = client.get_data(PARTITION, keys=["k22", "k20"], data_fields=["late"])["late"]
     assert late.tolist() == [2, 0]
     client.clear_partition(PARTITION)
     put(client, 0, 8)
@@ -167,7 +167,7 @@ def test_a_restored_service_frees_what_is_cleared(cluster, tmp_path):
     client = other.client()
     client.restore("one")
     assert client.storage_stat().used_bytes > 0
-    client.clear_samples(partition_id=PARTITION, keys=[f"k{row}" for row in range(16)])
+    client.clear_samples(PARTITION, keys=[f"k{row}" for row in range(16)])
     assert client.storage_stat().used_bytes == 0
 
 
@@ -192,7 +192,7 @@ def test_a_checkpoint_under_load_is_one_moment_of_the_history(cluster, tmp_path)
                                     dp_rank=0, dp_size=1, batch_index=claimed, max_wait=10.0)  # fmt: skip
                     claimed += 1
                 case 2:
-                    driver.clear_samples(partition_id=PARTITION, keys=[f"k{cleared}", f"k{cleared + 1}"])
+                    driver.clear_samples(PARTITION, keys=[f"k{cleared}", f"k{cleared + 1}"])
                     cleared += 2
             history.append((inserted, claimed, cleared))
 
@@ -359,7 +359,7 @@ def test_damaged_files_are_refused_and_nothing_changes(cluster, tmp_path):
 
 def test_without_space_nothing_is_restored(cluster, tmp_path):
     client = cluster(0).client()
-    client.put({"x": torch.zeros(8, 1 << 18)}, partition_id=PARTITION)
+    client.put(PARTITION, {"x": torch.zeros(8, 1 << 18)})
     client.checkpoint("one")
     client = cluster(0, max_bytes=6 << 20).client()
     with pytest.raises(tq.errors.QuotaExceededError):
@@ -438,10 +438,10 @@ def test_a_killed_checkpoint_leaves_the_one_before_it(tmp_path):
     directory = tmp_path / "one"
     flags = ("--checkpoint-dir", str(tmp_path))
     with ServiceProcess(*flags) as server, tq.Client(server.address, timeout=60) as client:
-        client.put({"x": torch.arange(8)}, partition_id="small")
+        client.put("small", {"x": torch.arange(8)})
         client.checkpoint("one")
         for number in range(4):
-            client.put({"x": torch.full((8, 1 << 20), number)}, partition_id="large")
+            client.put("large", {"x": torch.full((8, 1 << 20), number)})
         with pytest.raises(tq.TqError), tq.Client(server.address, timeout=20) as doomed:
             killer = threading.Thread(target=_kill_when_under_way, args=(server, directory, doomed))
             killer.start()
@@ -478,7 +478,7 @@ def test_what_a_durable_service_restored_outlives_it(tmp_path):
 
 def test_a_lease_runs_out_in_the_restored_service_though_nobody_asks(start_server, tmp_path):
     before = start_server(checkpoint_dir=tmp_path).client()
-    before.put({"x": torch.arange(4)}, partition_id="train")
+    before.put("train", {"x": torch.arange(4)})
     before.get_meta(partition_id="train", task_name="t", data_fields=["x"], batch_size=4, lease=0.5)
     before.checkpoint("one")
     after = start_server(checkpoint_dir=tmp_path).client()

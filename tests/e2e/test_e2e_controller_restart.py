@@ -14,13 +14,13 @@ def test_a_storage_service_drops_what_a_former_controller_committed() -> None:
         ServiceProcess("--role", "storage", "--controller", controller.address) as storage,
         tq.Client(controller.address, timeout=30.0) as client,
     ):
-        client.put({"x": torch.zeros(1000)}, partition_id="train")
+        client.put("train", {"x": torch.zeros(1000)})
         while client.storage_stat(storage.address).uncommitted_put_count:  # it hears of commits a short time later
             pass
 
         controller.restart()
         # Waits, with the retries of the client, until the storage service is known to the new controller.
-        meta = client.put({"x": torch.ones(10)}, partition_id="train")
+        meta = client.put("train", {"x": torch.ones(10)})
 
         while client.storage_stat(storage.address).put_count > 1:
             pass

@@ -61,7 +61,7 @@ def put_until_full(client: tq.Client) -> int:
     """Put 2 MiB at a time until there is no space; return how many were put."""
     for count in range(DISK_BYTES // (2 * MIB) + 1):
         try:
-            client.put({"x": torch.full((1, 1 << 19), float(count))}, partition_id="train")
+            client.put("train", {"x": torch.full((1, 1 << 19), float(count))})
         except tq.errors.DiskFullError as error:
             assert error.retry_after_seconds is not None
             return count
@@ -75,8 +75,8 @@ def test_consumers_go_on_and_what_they_clear_frees_space(server: ServiceProcess)
         for number in range(count):
             meta = client.get_meta(partition_id="train", task_name="t", data_fields=["x"], batch_size=1)
             assert bool((client.get_data(meta)["x"] == number).all())
-        assert client.clear_samples(partition_id="train", global_indexes=range(count - 1)) == count - 1
-        again = client.put({"x": torch.full((1, 1 << 19), 7.0)}, partition_id="train")
+        assert client.clear_samples("train", global_indexes=range(count - 1)) == count - 1
+        again = client.put("train", {"x": torch.full((1, 1 << 19), 7.0)})
         assert bool((client.get_data(again)["x"] == 7.0).all())
         server.restart()
         assert bool((client.get_data(again)["x"] == 7.0).all())
@@ -86,10 +86,10 @@ def test_consumers_go_on_and_what_they_clear_frees_space(server: ServiceProcess)
 @pytest.mark.parametrize("durability", ["process", "disk"])
 def test_it_goes_on_by_itself_once_there_is_space(server: ServiceProcess, small_disk: Path) -> None:
     with tq.Client(server.address, timeout=30.0) as client:
-        first = client.put({"x": torch.arange(4)}, partition_id="train")
+        first = client.put("train", {"x": torch.arange(4)})
         somebody_elses = fill(small_disk)
         with pytest.raises(tq.errors.DiskFullError) as caught:
-            client.put({"x": torch.zeros(1, 1 << 19)}, partition_id="large")
+            client.put("large", {"x": torch.zeros(1, 1 << 19)})
         assert caught.value.retry_after_seconds is not None
         assert client.get_data(first)["x"].tolist() == [0, 1, 2, 3]
         claimed = client.get_meta(partition_id="train", task_name="t", data_fields=["x"], batch_size=4)
@@ -98,7 +98,7 @@ def test_it_goes_on_by_itself_once_there_is_space(server: ServiceProcess, small_
         somebody_elses.unlink()
         while True:
             try:
-                large = client.put({"x": torch.ones(1, 1 << 19)}, partition_id="large")
+                large = client.put("large", {"x": torch.ones(1, 1 << 19)})
                 break
             except tq.errors.DiskFullError as error:
                 assert error.retry_after_seconds is not None

@@ -45,8 +45,8 @@ def rollouts(first, count, *, scale=1):
 def put(client, first, count, *, scale=1):
     data = rollouts(first, count, scale=scale)
     meta = client.put(
+        "train@0",
         data,
-        partition_id="train@0",
         keys=[f"u{first + row}" for row in range(count)],
         groups=[f"g{(first + row) // 4}" for row in range(count)],
         group_size=4,
@@ -92,8 +92,8 @@ def test_all_that_was_acknowledged_is_there_after_a_kill(server):
         worker = client.get_meta(
             partition_id="train@0", task_name="reward", data_fields=["text"], batch_size=8, min_batch_size=8
         )
-        client.put({"reward": torch.arange(8.0)}, metadata=worker)
-        client.put({"forgotten": torch.arange(2)}, metadata=large_meta.select_samples([0, 3]))
+        client.put(worker, {"reward": torch.arange(8.0)})
+        client.put(large_meta.select_samples([0, 3]), {"forgotten": torch.arange(2)})
         client.clear_samples(large_meta.select_samples([0, 1, 2, 3]))
         client.set_custom_meta(late.select_samples([1]), [{"any": tq.JSON_NULL}])
         tags = client.lookup_samples("train@0")[0].custom_meta
@@ -114,7 +114,7 @@ def test_all_that_was_acknowledged_is_there_after_a_kill(server):
                 assert claim(client, index, rank) == meta
         whole = {name: [*small[name], *large[name]] for name in small}
         left = [row for row in range(32) if not 16 <= row < 20]
-        found = client.get_data(partition_id="train@0", keys=[f"u{row}" for row in left], data_fields=list(whole))
+        found = client.get_data("train@0", keys=[f"u{row}" for row in left], data_fields=list(whole))
         for name, rows in whole.items():
             assert same([rows[row] for row in left], rows_of(found[name])), name
         rewards = client.get_data(worker, data_fields=["reward"])
@@ -134,7 +134,7 @@ def test_a_retry_after_a_kill_gets_the_answer_of_before(server):
     with grpc.insecure_channel(server.address) as channel, tq.Client(server.address, timeout=30.0) as client:
         stub = ControllerServiceStub(channel)
         inserted = stub.Insert(insert, timeout=10)
-        client.put({"x": torch.arange(4.0)}, partition_id="train@0")
+        client.put("train@0", {"x": torch.arange(4.0)})
         claimed = stub.GetMeta(ask, timeout=10)
         seal = pb.SealPartitionRequest(request_id=os.urandom(16), partition_id="train@0")
         sealed = stub.SealPartition(seal, timeout=10)
@@ -150,7 +150,7 @@ def test_a_retry_after_a_kill_gets_the_answer_of_before(server):
 def test_a_partition_that_was_cleared_stays_cleared(server):
     with tq.Client(server.address, timeout=30.0) as client:
         for life in range(3):
-            meta = client.put({"x": torch.full((4, 20_000), float(life))}, partition_id="train")
+            meta = client.put("train", {"x": torch.full((4, 20_000), float(life))})
             if life < 2:
                 client.clear_partition("train")
         kill(server)
@@ -163,7 +163,7 @@ def test_it_comes_back_as_often_as_it_is_killed(server):
     with tq.Client(server.address, timeout=30.0) as client:
         metas = []
         for life in range(4):
-            metas.append(client.put({"x": torch.full((3, 5), float(life))}, partition_id="train"))
+            metas.append(client.put("train", {"x": torch.full((3, 5), float(life))}))
             kill(server)
         for life, meta in enumerate(metas):
             assert torch.equal(client.get_data(meta)["x"], torch.full((3, 5), float(life)))

@@ -30,12 +30,12 @@ def state(client, meta):
 def test_a_fault_ends_the_process_and_the_next_one_has_what_was_answered(server, saboteur, tmp_path):
     asks = {"partition_id": "train", "task_name": "t", "data_fields": ["x"], "batch_size": 2}
     with tq.Client(server.address, timeout=20.0) as client:
-        meta = client.put({"x": np.arange(4.0)[:, None]}, partition_id="train")
+        meta = client.put("train", {"x": np.arange(4.0)[:, None]})
         assert client.get_meta(**asks, max_wait=0, sampler=f"e2e_saboteurs:{saboteur}").status == "not_yet"
         before = state(client, meta)
     with tq.Client(server.address, timeout=2 * FAULT_SECONDS) as client, pytest.raises(tq.TqError):
         if saboteur == "LosesAnswers":
-            client.put({"x": np.full((3, 1), 9.0)}, partition_id="train")
+            client.put("train", {"x": np.full((3, 1), 9.0)})
         else:
             client.get_meta(**asks, max_wait=1.0)
     assert server.wait(timeout=60) == FAILED_EXIT_CODE
@@ -45,7 +45,7 @@ def test_a_fault_ends_the_process_and_the_next_one_has_what_was_answered(server,
     server.restart()
     with tq.Client(server.address, timeout=20.0) as client:
         assert state(client, meta) == before
-        client.put({"x": np.full((3, 1), 9.0)}, partition_id="train")
+        client.put("train", {"x": np.full((3, 1), 9.0)})
         assert client.get_meta(**asks).global_indexes == [0, 1]
 
 

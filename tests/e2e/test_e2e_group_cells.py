@@ -40,7 +40,7 @@ def image_of(group: int) -> torch.Tensor:
 def put_shared(client: tq.Client, first: int, count: int) -> None:
     groups = range(first, first + count)
     data = {"image": [image_of(group) for group in groups], "prompt": [f"prompt {group}" for group in groups]}
-    client.put_groups(data, partition_id="train", groups=names(first, count))
+    client.put_groups("train", data, groups=names(first, count))
 
 
 def put(client: tq.Client, first: int, count: int) -> None:
@@ -48,14 +48,14 @@ def put(client: tq.Client, first: int, count: int) -> None:
     put_shared(client, first, count // 2)
     groups = [name for name in names(first, count) for _ in range(SIZE)]
     tokens = torch.arange(first * SIZE, (first + count) * SIZE)
-    client.put({"tokens": tokens}, partition_id="train", groups=groups, group_size=SIZE)
+    client.put("train", {"tokens": tokens}, groups=groups, group_size=SIZE)
     put_shared(client, first + count // 2, count - count // 2)
 
 
 def check(client: tq.Client, first: int, count: int) -> None:
     """Read the samples of groups, and compare them bit for bit."""
     rows = range(first * SIZE, (first + count) * SIZE)
-    batch = client.get_data(partition_id="train", global_indexes=list(rows))
+    batch = client.get_data("train", global_indexes=list(rows))
     assert batch["tokens"].tolist() == list(rows)
     assert list(batch["prompt"]) == [f"prompt {row // SIZE}" for row in rows]
     for row, image in zip(rows, batch["image"].unbind(), strict=True):
@@ -73,22 +73,22 @@ def test_it_is_there_after_kills_and_goes_with_its_samples(tmp_path: Path) -> No
         put(client, 0, GROUPS)
         first = client.get_meta(**CLAIM, **RANKS, batch_index=0)
         put_shared(client, GROUPS, 1)  # of a group whose samples are still to come
-        client.put_groups({"prompt": ["prompt 0"]}, partition_id="train", groups=["g0"], existing=True)
+        client.put_groups("train", {"prompt": ["prompt 0"]}, groups=["g0"], existing=True)
         before = facts(client)
         service.kill()
         service.restart()
         assert facts(client) == before
         check(client, 0, GROUPS)
         assert client.get_meta(**CLAIM, **RANKS, batch_index=0).global_indexes == first.global_indexes
-        client.put({"tokens": torch.arange(SIZE)}, partition_id="train", groups=names(GROUPS, 1) * SIZE)
-        found = client.get_data(partition_id="train", global_indexes=[GROUPS * SIZE])
+        client.put("train", {"tokens": torch.arange(SIZE)}, groups=names(GROUPS, 1) * SIZE)
+        found = client.get_data("train", global_indexes=[GROUPS * SIZE])
         assert torch.equal(found["image"].unbind()[0], image_of(GROUPS))
-        client.clear_samples(partition_id="train", global_indexes=range(2, (GROUPS + 1) * SIZE))
+        client.clear_samples("train", global_indexes=range(2, (GROUPS + 1) * SIZE))
         service.kill()
         service.restart()
-        check_one = client.get_data(partition_id="train", global_indexes=[0, 1])
+        check_one = client.get_data("train", global_indexes=[0, 1])
         assert list(check_one["prompt"]) == ["prompt 0"] * 2
-        client.clear_samples(partition_id="train", global_indexes=[0, 1])
+        client.clear_samples("train", global_indexes=[0, 1])
         assert client.describe_partition("train").used_bytes == 0
         until(lambda: client.storage_stat().used_bytes == 0)
 
@@ -112,7 +112,7 @@ def test_a_checkpoint_has_it_once(loop_thread: LoopThread, tmp_path: Path, befor
         put(client, 0, GROUPS)
         put_shared(client, GROUPS, 2)
         fields, value_bytes = facts(client)
-        client.put_groups({"image": [image_of(1)]}, partition_id="train", groups=["g1"])  # in a put of its own
+        client.put_groups("train", {"image": [image_of(1)]}, groups=["g1"])  # in a put of its own
         assert client.checkpoint("one").value_bytes == value_bytes
         client = start(after)
         client.restore("one")
@@ -121,9 +121,9 @@ def test_a_checkpoint_has_it_once(loop_thread: LoopThread, tmp_path: Path, befor
         batch = client.get_meta(**CLAIM, **RANKS, batch_index=0)
         assert batch.global_indexes == list(range(8))
         tokens = torch.arange(2 * SIZE)
-        client.put({"tokens": tokens}, partition_id="train", groups=[*names(GROUPS, 2)] * SIZE, group_size=SIZE)
-        assert client.get_data(partition_id="train", global_indexes=[25])["prompt"][0] == f"prompt {GROUPS + 1}"
-        client.clear_samples(partition_id="train", global_indexes=range(0, (GROUPS + 2) * SIZE))
+        client.put("train", {"tokens": tokens}, groups=[*names(GROUPS, 2)] * SIZE, group_size=SIZE)
+        assert client.get_data("train", global_indexes=[25])["prompt"][0] == f"prompt {GROUPS + 1}"
+        client.clear_samples("train", global_indexes=range(0, (GROUPS + 2) * SIZE))
         assert client.describe_partition("train").used_bytes == 0
 
 
@@ -140,10 +140,10 @@ def test_a_storage_service_that_takes_puts_over_has_it(tmp_path: Path) -> None:
         stack.enter_context(ServiceProcess(*role, "--storage-id", "two", *mirror))
         one.kill()
         check(client, 0, GROUPS)
-        client.clear_samples(partition_id="train", global_indexes=[0, 1, 2])
+        client.clear_samples("train", global_indexes=[0, 1, 2])
         put_shared(client, 1, 1)
         controller.kill()
         controller.restart()
         check(client, 1, GROUPS - 1)
         assert client.describe_partition("train").used_bytes == used_bytes - 3 * 8
-        assert client.get_data(partition_id="train", global_indexes=[3])["prompt"][0] == "prompt 0"
+        assert client.get_data("train", global_indexes=[3])["prompt"][0] == "prompt 0"

@@ -17,7 +17,7 @@ ASKS: dict[str, Any] = {"partition_id": "train", "task_name": "t", "data_fields"
 def test_leases_outlive_a_crash_of_the_service(tmp_path: Path) -> None:
     flags = ("--data-dir", str(tmp_path), "--durability", "process")
     with ServiceProcess(*flags) as server, tq.Client(server.address, timeout=60.0) as client:
-        client.put({"x": torch.arange(8)}, partition_id="train")
+        client.put("train", {"x": torch.arange(8)})
         client.seal_partition("train")
         kept = client.get_meta(**ASKS, batch_size=4, lease=600.0)
         crashed = client.get_meta(**ASKS, batch_size=4, lease=600.0, max_deliveries=2)

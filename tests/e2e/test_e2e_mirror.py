@@ -64,13 +64,13 @@ def rows_of(first: int) -> dict[str, object]:
 
 def put(client: tq.Client, first: int) -> None:
     """Put rows under their names."""
-    client.put(rows_of(first), partition_id="train", keys=[f"k{index}" for index in range(first, first + _ROWS)])
+    client.put("train", rows_of(first), keys=[f"k{index}" for index in range(first, first + _ROWS)])
 
 
 def check(client: tq.Client, first: int, skipped: int = 0) -> None:
     """Read rows back, but for some, and compare them bit for bit."""
     keys = [f"k{index}" for index in range(first + skipped, first + _ROWS)]
-    back = client.get_data(partition_id="train", keys=keys, data_fields=["x", "text"], layout="dense")
+    back = client.get_data("train", keys=keys, data_fields=["x", "text"], layout="dense")
     expected = rows_of(first)
     assert torch.equal(back["x"], expected["x"][skipped:])
     assert list(back["text"]) == expected["text"][skipped:]
@@ -172,7 +172,7 @@ def test_a_controller_that_starts_in_the_middle_has_the_puts_taken_over(cluster:
     cluster.controller.restart()
     for first in firsts:
         check(client, first)
-    client.clear_samples(partition_id="train", keys=[f"k{index}" for index in range(2)])
+    client.clear_samples("train", keys=[f"k{index}" for index in range(2)])
     cluster.controller.kill()
     cluster.controller.restart()
     for first in firsts:

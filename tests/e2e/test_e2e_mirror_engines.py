@@ -71,14 +71,12 @@ def test_what_a_killed_storage_service_held_is_read_from_another_one(engine: Eng
         }  # fmt: skip
         client = stack.enter_context(tq.Client(controller.address, timeout=_TIMEOUT_SECONDS))
         for number in range(_PUTS):
-            client.put(rows_of(number), partition_id="train", keys=keys_of(number))
+            client.put("train", rows_of(number), keys=keys_of(number))
         storages[fullest(client)].kill()
         for number in range(_PUTS):
-            back = client.get_data(
-                partition_id="train", keys=keys_of(number), data_fields=["x", "text"], layout="dense"
-            )
+            back = client.get_data("train", keys=keys_of(number), data_fields=["x", "text"], layout="dense")
             expected = rows_of(number)
             assert torch.equal(back["x"], expected["x"])
             assert list(back["text"]) == expected["text"]
-        client.put(rows_of(_PUTS), partition_id="train", keys=keys_of(_PUTS))
+        client.put("train", rows_of(_PUTS), keys=keys_of(_PUTS))
         client.clear_partition("train")

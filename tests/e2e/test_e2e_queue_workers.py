@@ -51,7 +51,7 @@ def test_32_workers_on_20000_samples_take_each_once() -> None:
     def produce(address: str) -> None:
         with tq.Client(address) as client:
             for start in range(0, 20_000, 400):
-                client.put({"x": torch.arange(start, start + 400) * 3}, partition_id="train")
+                client.put("train", {"x": torch.arange(start, start + 400) * 3})
             client.seal_partition("train")
 
     with ServiceProcess() as server, ThreadPoolExecutor(33) as pool:
@@ -97,7 +97,7 @@ def test_50_clients_that_give_up_leave_nothing_claimed(server: LiveServer) -> No
         leaver.send_signal(signal.SIGKILL)
         leaver.wait()
     wait_until_waiting(client, 0)
-    client.put({"x": torch.arange(40)}, partition_id="train")
+    client.put("train", {"x": torch.arange(40)})
     assert client.check_consumption("train", "reward").consumed_count == 0
     assert client.get_meta(**ASKS, batch_size=40, max_wait=0).size == 40
 
@@ -109,7 +109,7 @@ def test_those_that_leave_in_the_moment_of_a_commit_lose_nothing(server: LiveSer
     async def race(round_: int) -> list[int]:
         waiting = tq.AsyncClient(server.address)
         claims = [asyncio.ensure_future(waiting.get_meta(**ASKS, batch_size=1, max_wait=60.0)) for _ in range(50)]
-        putting = asyncio.ensure_future(waiting.put({"x": torch.arange(30)}, partition_id="train"))
+        putting = asyncio.ensure_future(waiting.put("train", {"x": torch.arange(30)}))
         await asyncio.wait(claims, return_when=asyncio.FIRST_COMPLETED)
         for _ in range(round_):  # the later, the more have their answer
             await asyncio.sleep(0)
@@ -150,5 +150,5 @@ with tq.Client({server.address!r}) as client:
         worker.send_signal(signal.SIGINT)
         assert worker.communicate(timeout=60)[0] == "interrupted\n"
     wait_until_waiting(client, 0)
-    client.put({"x": torch.arange(1)}, partition_id="train")
+    client.put("train", {"x": torch.arange(1)})
     assert client.get_meta(**ASKS, batch_size=1, max_wait=0).size == 1

@@ -86,7 +86,7 @@ def put_varied(client: Any, partition_id: str, seed: int = 0) -> None:
         named: dict[str, Any] = {"groups": [f"g{put}"] * count, "group_size": count} if put % 2 else {}
         if put % 4 == 1:
             named["keys"] = [f"{put}-{row}" for row in range(count)]
-        client.put(columns, partition_id=partition_id, custom_meta=meta, **named)
+        client.put(partition_id, columns, custom_meta=meta, **named)
     client.seal_partition(partition_id)
 
 
@@ -134,10 +134,10 @@ def test_what_groups_share_and_parts_of_rows_are_replayed(tmp_path: Path) -> Non
 
     with ServiceProcess("--record", str(recording)) as service, tq.Client(service.address) as client:
         client.create_partition("train", fields=[tq.FieldSpec("pixels", scope="group")])
-        client.put_groups({"pixels": torch.rand(4, 3, 50)}, partition_id="train", groups=["a", "b", "c", "d"])
+        client.put_groups("train", {"pixels": torch.rand(4, 3, 50)}, groups=["a", "b", "c", "d"])
         tokens = [torch.arange(length) for length in (3, 1, 4, 1, 5, 9, 2, 6)]
         groups = [name for name in "abcd" for _ in range(2)]
-        client.put({"tokens": tokens}, partition_id="train", groups=groups, group_size=2)
+        client.put("train", {"tokens": tokens}, groups=groups, group_size=2)
         got = [claim(client, rank) for rank in range(DP_SIZE)]
         client.clear_partition("train")
     with replayed(recording) as address, tq.Client(address) as client:
@@ -174,7 +174,7 @@ def test_each_rank_gets_what_it_got_although_all_was_cleared(
         assert replay.get_version() == 5
         assert [each.partition_id for each in replay.list_partitions()] == ["train"]
         meta, data = got["packed", 0, 1]
-        found = replay.get_data(partition_id="train", global_indexes=meta.global_indexes[:1], data_fields=["text"])
+        found = replay.get_data("train", global_indexes=meta.global_indexes[:1], data_fields=["text"])
         assert found["text"] == [data["text"][0]]
         replay.close()
 
@@ -210,11 +210,11 @@ def test_a_replay_refuses_what_it_has_not(tmp_path: Path) -> None:
         meta, _ = claim_from(client, "sequential", 0, 0)
         claim: dict[str, Any] = {"partition_id": "train", "task_name": "sequential", "batch_size": 5}
         changes: list[Callable[[], Any]] = [
-            lambda: client.put({"text": ["a"]}, partition_id="train"),
-            lambda: client.put({"text": ["a"] * meta.size}, metadata=meta),
+            lambda: client.put("train", {"text": ["a"]}),
+            lambda: client.put(meta, {"text": ["a"] * meta.size}),
             lambda: client.set_custom_meta(meta, {"a": [1] * meta.size}),
             lambda: client.clear_partition("train"),
-            lambda: client.clear_samples(metadata=meta),
+            lambda: client.clear_samples(meta),
             lambda: client.reset_consumption("train", "sequential"),
             lambda: client.advance("train", "sequential", trained=0),
             lambda: client.publish_version(6),

@@ -28,8 +28,8 @@ ASK = {"data_fields": ["x"], "max_wait": 0.0}
 
 def put(client, partition_id, first, count):
     return client.put(
+        partition_id,
         {"x": torch.arange(first, first + count)},
-        partition_id=partition_id,
         keys=[f"k{number}" for number in range(first, first + count)],
         custom_meta=[{"version": number} for number in range(first, first + count)],
     )
@@ -44,7 +44,7 @@ def fill(client):
     then = facts(client)
     put(client, "train", 8, 4)
     client.get_meta(partition_id="train", task_name="t", batch_size=4, lease=600.0, **ASK)
-    client.clear_samples(partition_id="train", keys=["k0", "k1"])
+    client.clear_samples("train", keys=["k0", "k1"])
     client.clear_partition("kept")
     put(client, "late", 0, 5)
     return then, facts(client)
@@ -118,7 +118,7 @@ def test_what_is_of_the_old_state_is_stale(server, client):
     client.restore("one", replace=True)
     for call in (
         lambda: client.get_data(meta, data_fields=["x"], missing="skip"),
-        lambda: client.put({"y": torch.zeros(meta.size)}, metadata=meta),
+        lambda: client.put(meta, {"y": torch.zeros(meta.size)}),
         lambda: client.set_custom_meta(meta, [{"version": 1}] * meta.size),
         lambda: client.clear_samples(meta),
         lambda: client.ack(leased),
@@ -356,7 +356,7 @@ def test_a_checkpoint_of_a_namespace_is_that_of_its_run(server, client):
     assert {name: now[name] for name in untouched} == {name: incarnations[name] for name in untouched}
     assert {name: found for name, found in facts(client).items() if not name.startswith("run-7/")} == untouched
     put(other, "train", 4, 1)
-    assert run.put({"x": torch.zeros(1, dtype=torch.int64)}, partition_id="train", keys=["new"]).size == 1
+    assert run.put("train", {"x": torch.zeros(1, dtype=torch.int64)}, keys=["new"]).size == 1
 
 
 def test_a_checkpoint_comes_back_in_another_namespace_or_none(server, client):

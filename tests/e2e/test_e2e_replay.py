@@ -33,7 +33,7 @@ def run(directory: Path, *, is_killed: bool) -> tuple[list[list[int]], int, list
         for index in range(5):
             count = 8 if index == 0 else 4
             meta = [{"priority": (index * 7 + row * 3) % 5 + 0.5} for row in range(count)]
-            client.put({"x": torch.arange(count)}, partition_id="replay", custom_meta=meta)
+            client.put("replay", {"x": torch.arange(count)}, custom_meta=meta)
             if is_killed and index == 2:
                 service.restart()
             batches.append(claim(client, index, 0))

@@ -64,7 +64,7 @@ def test_a_long_poll_goes_on_over_a_restart(
             assert not queue_worker.done()
             assert not rank.done()
         kill_and_restart(server)
-        client.put({"x": torch.arange(2)}, partition_id="train")
+        client.put("train", {"x": torch.arange(2)})
         for waiting in (queue_worker, rank):
             meta = waiting.result(TIMEOUT_SECONDS)
             assert client.get_data(meta)["x"].tolist() == [0, 1]
@@ -76,7 +76,7 @@ def test_a_data_loader_neither_loses_nor_repeats_a_batch(
 ) -> None:
     sample_count, batch_size = 128, 4
     with tq.Client(server.address, timeout=TIMEOUT_SECONDS) as client:
-        client.put({"x": torch.arange(sample_count)}, partition_id="train")
+        client.put("train", {"x": torch.arange(sample_count)})
         client.seal_partition("train")
     dataset = StreamingDataset(
         server.address, batch_size=batch_size, data_fields=["x"], partition_id="train", task_name="t",
@@ -123,7 +123,7 @@ def put_in_both(fleet: Fleet, client: tq.Client) -> tuple[tq.BatchMeta, torch.Te
     """Put rows until both storage services hold some."""
     count = 0
     while not all(client.storage_stat(storage.address).put_count for storage in fleet.storages.values()):
-        client.put({"x": rows(count, 4)}, partition_id="train")
+        client.put("train", {"x": rows(count, 4)})
         count += 4
     everything, _ = client.lookup_samples("train")
     return everything, rows(0, count)
@@ -202,10 +202,9 @@ class Work:
             count = 0
             while not self._stop.is_set() or count % 2:
                 values = rows(number * 1_000_000 + 2 * count, 2)
-                meta = client.put(
-                    {"x": values, "y": [str(int(row[0])) for row in values]},
-                    partition_id="train", keys=[f"{number}-{count}-{row}" for row in range(2)], key_mode="new",
-                )  # fmt: skip
+                keys = [f"{number}-{count}-{row}" for row in range(2)]
+                data = {"x": values, "y": [str(int(row[0])) for row in values]}
+                meta = client.put("train", data, keys=keys, key_mode="new")
                 self.put += meta.global_indexes
                 count += 1
 
@@ -264,10 +263,10 @@ def test_shared_memory_is_used_again_after_a_restart(
     client = AnyClient(client_kind, server.address, loop_thread, timeout=TIMEOUT_SECONDS)
     try:
         values = torch.arange(1 << 18, dtype=torch.float64).reshape(8, -1)
-        first = client.put({"x": values}, partition_id="train")
+        first = client.put("train", {"x": values})
         kill_and_restart(server)
         assert torch.equal(client.get_data(first)["x"], values)
-        second = client.put({"x": values + 1}, partition_id="train")
+        second = client.put("train", {"x": values + 1})
         assert torch.equal(client.get_data(second)["x"], values + 1)
     finally:
         client.close()

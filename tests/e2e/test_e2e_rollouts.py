@@ -37,15 +37,15 @@ def produce(address: str, rollouts: list[Rollout], *, with_reward: bool) -> None
             part = rollouts[start : start + CHUNK]
             rows = [one.input_ids for one in part]
             meta = client.put(
+                PARTITION,
                 {"input_ids": rows, "text": [one.text for one in part]},
-                partition_id=PARTITION,
                 keys=[one.key for one in part],
                 groups=[one.group for one in part],
                 group_size=GROUP_SIZE,
                 custom_meta=[{"total_lengths": len(row)} for row in rows],
             )
             if with_reward:
-                client.put({"reward": torch.tensor([one.reward for one in part])}, metadata=meta)
+                client.put(meta, {"reward": torch.tensor([one.reward for one in part])})
 
 
 def reward(address: str) -> int:
@@ -58,7 +58,7 @@ def reward(address: str) -> int:
             if meta.status == "end":
                 return rewarded
             values = [len(text) % 7 for text in client.get_data(meta)["text"]]
-            client.put({"length_reward": torch.tensor(values)}, metadata=meta)
+            client.put(meta, {"length_reward": torch.tensor(values)})
             rewarded += meta.size
 
 

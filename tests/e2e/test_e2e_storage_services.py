@@ -65,13 +65,13 @@ def put_in_both(cluster: Cluster) -> dict[str, list[int]]:
     while not all(held.values()):
         start = sum(map(len, held.values()))
         meta = cluster.client.put(
+            "train",
             {
                 "x": torch.arange(start, start + 4).reshape(4, 1).expand(4, MIB // 4),
                 "j": [torch.arange(index) for index in range(start, start + 4)],
                 "dense": torch.stack([dense_row(index) for index in range(start, start + 4)]),
                 "o": [f"text {index}" for index in range(start, start + 4)],
             },
-            partition_id="train",
             keys=[f"k{index}" for index in range(start, start + 4)],
         )
         assert meta.global_indexes == list(range(start, start + 4))
@@ -89,7 +89,7 @@ def dense_row(index: int) -> torch.Tensor:
 
 
 def check_rows(cluster: Cluster, indexes: list[int]) -> None:
-    batch = cluster.client.get_data(partition_id="train", global_indexes=indexes)
+    batch = cluster.client.get_data("train", global_indexes=indexes)
     assert batch["x"][:, 0].tolist() == indexes
     assert_pads_like(batch["j"], [torch.arange(index) for index in indexes])
     assert bool((batch["x"] == batch["x"][:, :1]).all())
@@ -107,7 +107,7 @@ def test_storage_services_share_the_puts_and_may_be_lost(cluster: Cluster) -> No
     check_rows(cluster, everything[1::3])
 
     # Rewards of samples in both, in one put: columns of a sample may be in different storage services.
-    rewards = client.put({"reward": torch.tensor(everything)}, partition_id="train", keys=[f"k{i}" for i in everything])
+    rewards = client.put("train", {"reward": torch.tensor(everything)}, keys=[f"k{i}" for i in everything])
     assert client.get_data(rewards)["reward"].tolist() == everything
     reward_on = "one" if held_rewards(cluster, "one") else "two"
     lost, kept = ("two", "one") if reward_on == "one" else ("one", "two")
@@ -116,7 +116,7 @@ def test_storage_services_share_the_puts_and_may_be_lost(cluster: Cluster) -> No
     cluster.storages[lost].restart()
     wait_for_new_boot(cluster, lost, boot_id)
     with pytest.raises(tq.errors.DataLossError) as caught:
-        client.get_data(partition_id="train", global_indexes=everything, data_fields=["x"])
+        client.get_data("train", global_indexes=everything, data_fields=["x"])
     named = caught.value.metadata["global_indexes"].split(",")
     assert sorted(map(int, named)) == held[lost]
     assert f"{held[lost][0]} (k{held[lost][0]})" in str(caught.value)
@@ -126,13 +126,13 @@ def test_storage_services_share_the_puts_and_may_be_lost(cluster: Cluster) -> No
     assert client.get_data(rewards)["reward"].tolist() == everything
     again = held[lost]
     client.put(
+        "train",
         {
             "x": torch.tensor(again).reshape(-1, 1).expand(-1, MIB // 4),
             "j": [torch.arange(index) for index in again],
             "dense": [dense_row(index) for index in again],
             "o": [f"text {index}" for index in again],
         },
-        partition_id="train",
         keys=[f"k{index}" for index in again],
         key_mode="existing",
     )
@@ -143,7 +143,7 @@ def test_storage_services_share_the_puts_and_may_be_lost(cluster: Cluster) -> No
 
 def test_puts_of_several_clients_at_once_use_both_storage_services(cluster: Cluster) -> None:
     """One of them holds more already: all the puts went to the other."""
-    cluster.client.put({"x": torch.zeros(16, MIB, dtype=torch.uint8)}, partition_id="large")
+    cluster.client.put("large", {"x": torch.zeros(16, MIB, dtype=torch.uint8)})
     addresses = [storage.address for storage in cluster.storages.values()]
     before = [cluster.client.storage_stat(address).used_bytes for address in addresses]
     assert sorted(before) == [0, 16 * MIB]
@@ -151,7 +151,7 @@ def test_puts_of_several_clients_at_once_use_both_storage_services(cluster: Clus
     def put(number: int) -> None:
         with tq.Client(cluster.controller.address, timeout=60.0) as client:
             for _ in range(3):
-                client.put({"x": torch.full((5, MIB // 4), number, dtype=torch.uint8)}, partition_id=f"p{number}")
+                client.put(f"p{number}", {"x": torch.full((5, MIB // 4), number, dtype=torch.uint8)})
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(put, range(4)))
@@ -186,7 +186,7 @@ def wait_until_empty(cluster: Cluster) -> None:
 def test_a_put_larger_than_any_quota_is_refused_at_once(cluster: Cluster) -> None:
     put_in_both(cluster)
     with pytest.raises(tq.errors.QuotaExceededError) as caught:
-        cluster.client.put({"x": torch.zeros(65, MIB // 4)}, partition_id="large")
+        cluster.client.put("large", {"x": torch.zeros(65, MIB // 4)})
     assert caught.value.retry_after_seconds is None
     assert [one.partition_id for one in cluster.client.list_partitions()] == ["train"]
 
@@ -200,7 +200,7 @@ def test_a_loop_of_put_and_clear_keeps_memory_flat(layout: str) -> None:
 
         def loop(count: int) -> int:
             for _ in range(count):
-                meta = client.put(data, partition_id="train")
+                meta = client.put("train", data)
                 client.get_data(meta)
                 client.clear_partition("train")
                 assert client.storage_stat().used_bytes == 0
@@ -218,7 +218,7 @@ def test_a_partition_that_lives_on_keeps_memory_flat() -> None:
 
         def loop(count: int) -> int:
             for _ in range(count):
-                client.put({"x": torch.zeros(500, 8)}, partition_id="train", custom_meta=[{"version": 1}] * 500)
+                client.put("train", {"x": torch.zeros(500, 8)}, custom_meta=[{"version": 1}] * 500)
                 meta = client.get_meta(partition_id="train", task_name="t", data_fields=["x"], batch_size=500)
                 assert meta.size == 500
                 assert client.clear_samples(meta) == 500
@@ -241,5 +241,5 @@ def test_services_started_at_once_on_one_machine_know_each_other(tmp_path, monke
             flags = ("--controller", controller.address.replace("127.0.0.1", "localhost"), "--storage-id", f"s{number}")
             stack.enter_context(ServiceProcess("--role", "storage", *flags))
             with tq.Client(controller.address, timeout=60) as client:
-                meta = client.put({"x": torch.arange(4)}, partition_id="train")
+                meta = client.put("train", {"x": torch.arange(4)})
                 assert client.get_data(meta)["x"].tolist() == [0, 1, 2, 3]

@@ -53,13 +53,13 @@ def produce(address: str, lengths: Lengths) -> None:
             responses = [tokens_of(2 * number + 1, lengths[number][1]) for number in burst]
             pairs = list(zip(prompts, responses, strict=True))
             client.put(
+                "trace",
                 {
                     "number": torch.tensor(burst),
                     "prompt": prompts,
                     "response": responses,
                     "checksum": torch.tensor([checksum_of(*pair) for pair in pairs]),
                 },
-                partition_id="trace",
                 custom_meta=[{"total_lengths": prompt.numel() + response.numel()} for prompt, response in pairs],
             )
             start = burst.stop

@@ -55,10 +55,10 @@ def test_ranks_are_served_by_the_commit_in_one_call_each(
         ranks = [pool.submit(client.get_meta, **asks, dp_rank=rank) for rank in range(4)]
         wait_until_waiting(client, 4)
         for _ in range(7):  # none of which is enough
-            client.put({"x": torch.zeros(1)}, partition_id="train")
+            client.put("train", {"x": torch.zeros(1)})
         assert not any(rank.done() for rank in ranks)
         wait_until_waiting(client, 4)
-        client.put({"x": torch.zeros(1)}, partition_id="train")
+        client.put("train", {"x": torch.zeros(1)})
         taken = [index for rank in ranks for index in rank.result(60).global_indexes]
     assert sorted(taken) == list(range(8))
     assert get_meta_calls == Counter(dict.fromkeys(range(4), 1))
@@ -94,7 +94,7 @@ def test_sigterm_ends_waits_and_clients_go_on_with_the_next_server(loop_thread: 
         assert server.wait(30) == 0  # the waits have been answered, or it would take the whole grace
         assert not any(one.done() for one in waiting)  # UNAVAILABLE: they try again
         server.restart()
-        clients[0].put({"x": torch.arange(6)}, partition_id="train")
+        clients[0].put("train", {"x": torch.arange(6)})
         taken = [index for one in waiting for index in one.result(60).global_indexes]
         assert sorted(taken) == list(range(6))
         for client in clients:
@@ -142,7 +142,7 @@ def test_many_waiting_calls_are_served_in_the_order_of_their_arrival(server: Liv
                 claims.append(asyncio.ensure_future(waiting.get_meta(**ASKS, batch_size=2, max_wait=60.0)))
                 while sum(one.waiting_count for one in (await waiting.describe_partition("train")).tasks) < count:
                     pass
-            await waiting.put({"x": torch.zeros(50)}, partition_id="train")
+            await waiting.put("train", {"x": torch.zeros(50)})
             served = [one.global_indexes for one in await asyncio.gather(*claims[:25])]
             assert not any(claim.done() for claim in claims[25:])
             for claim in claims[25:]:
@@ -177,7 +177,7 @@ def test_hundreds_wait_for_a_partition_and_all_are_served_once_and_see_the_end(
             while [task.waiting_count for task in (await producer.describe_partition("train")).tasks] != [count]:
                 pass
             for size in (count, 10, count - 10):
-                await producer.put({"x": torch.zeros(size)}, partition_id="train")
+                await producer.put("train", {"x": torch.zeros(size)})
             await producer.seal_partition("train")
             return await asyncio.gather(*consumers)
 

@@ -179,7 +179,7 @@ def test_torchtitan_close_ends_all_waits(address: str) -> None:
 
 def put_prompts(client: tq.Client, count: int) -> None:
     names = [f"p{number}" for number in range(count)]
-    client.put({"prompt": list(range(count))}, partition_id="prompts", keys=names)
+    client.put("prompts", {"prompt": list(range(count))}, keys=names)
 
 
 def start(client: tq.Client, rollout_n: int = 2) -> tq.BatchMeta:
@@ -193,9 +193,7 @@ def start(client: tq.Client, rollout_n: int = 2) -> tq.BatchMeta:
 def finish(client: tq.Client, prompt: tq.BatchMeta, **meta: float) -> None:
     assert prompt.admitted is not None
     size = prompt.admitted.size
-    client.put(
-        {"response": [0] * size}, metadata=prompt.admitted, custom_meta=[meta] * size if meta else None, ack=True
-    )
+    client.put(prompt.admitted, {"response": [0] * size}, custom_meta=[meta] * size if meta else None, ack=True)
 
 
 def make_buffer(client: tq.Client, strategy: str, threshold: int, **options: Any) -> Any:
@@ -254,9 +252,9 @@ def test_verl_replaces_failed_and_filtered_groups(client: tq.Client) -> None:
     put_prompts(client, 3)
     failed, equal, good = (start(client) for _ in range(3))
     assert failed.admitted is not None
-    client.put(metadata=failed.admitted.select_samples([0]), state="failed")
+    client.put(failed.admitted.select_samples([0]), state="failed")
     rest = failed.admitted.select_samples([1])
-    client.put({"response": [0]}, metadata=rest, custom_meta=[{"reward_std": 1.0}], ack=True)
+    client.put(rest, {"response": [0]}, custom_meta=[{"reward_std": 1.0}], ack=True)
     client.ack(failed)  # with a failed slot it is not finished by itself
     finish(client, equal, reward_std=0.0)
     finish(client, good, reward_std=0.5)
@@ -326,7 +324,7 @@ def test_prime_rl_sweeps_traces_that_are_too_stale(address: str) -> None:
 
 async def generated(client: tq.AsyncClient, sampler: Any, group: str, target_step: int | None = None) -> None:
     slots = await sampler.reserve(group, 2, target_step)
-    await client.put({"x": [0, 0]}, metadata=slots, ack=True)
+    await client.put(slots, {"x": [0, 0]}, ack=True)
 
 
 async def selected(sampler: Any, current: int, most: int = 9) -> list[str | None]:
@@ -407,7 +405,7 @@ def test_nemo_rl_weight_fifo_drains_one_version_after_the_other(address: str) ->
             await generated(client, sampler, "new")
             assert await selected(sampler, 1) == ["old"]
             assert await selected(sampler, 1) == []  # "slow" is of the oldest version, and not ready
-            await client.put({"x": [0, 0]}, metadata=slow, ack=True)
+            await client.put(slow, {"x": [0, 0]}, ack=True)
             assert await selected(sampler, 1) == ["slow"]
             assert await selected(sampler, 1) == ["new"]
             await client.publish_version(2)

@@ -66,7 +66,7 @@ def test_the_code_of_the_concepts_runs(server: ServiceProcess) -> None:
     for part in re.findall(r"^```py\n(.*?)^```$", page, re.DOTALL | re.MULTILINE):
         compile(part, "docs/concepts.md", "exec")
     with tq.Client(server.address) as client:
-        client.put({"text": [f"answer {number}" for number in range(32)]}, partition_id="train@0")
+        client.put("train@0", {"text": [f"answer {number}" for number in range(32)]})
         names = {"tq": tq, "client": client, "score": lambda batch: torch.tensor([len(text) for text in batch["text"]])}
         for program in programs:
             exec(compile(program, "docs/concepts.md", "exec"), names)
@@ -82,8 +82,8 @@ def test_the_code_of_the_page_on_asynchronous_rl_runs(server: ServiceProcess) ->
     page = (EXAMPLES.parent / "docs" / "asynchronous_rl.md").read_text()
     programs = re.findall(r"(?<!<!-- not run -->\n)^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
     with tq.Client(server.address) as client:
-        client.put({"x": torch.arange(44)}, partition_id="train", custom_meta={"start_version": torch.arange(44)})
-        client.put({"x": torch.arange(2)}, partition_id="jobs")
+        client.put("train", {"x": torch.arange(44)}, custom_meta={"start_version": torch.arange(44)})
+        client.put("jobs", {"x": torch.arange(2)})
         asks = {"partition_id": "train", "task_name": "update_actor", "data_fields": ["x"], "batch_size": 1}
         for index in range(43):
             client.get_meta(**asks, batch_index=index, dp_rank=0, dp_size=1)

@@ -97,9 +97,9 @@ def test_it_reads_objects_of_all_encodings(address: str) -> None:
         return [shown(each) for each in value] if isinstance(value, list) else value
 
     with tq.Client(address) as client:
-        client.put({"x": OBJECTS[:2]}, partition_id="objects")
-        client.put({"x": OBJECTS[2:4]}, partition_id="objects")
-        client.put({"x": OBJECTS[4:]}, partition_id="objects")
+        client.put("objects", {"x": OBJECTS[:2]})
+        client.put("objects", {"x": OBJECTS[2:4]})
+        client.put("objects", {"x": OBJECTS[4:]})
     found = run_node(address, "--input-type=module", "--eval", READER % len(OBJECTS))
     assert json.loads(found) == [shown(value) for value in OBJECTS]
 
@@ -113,10 +113,10 @@ def test_cells_that_have_grown_are_read_as_one(address: str) -> None:
         client.create_partition("grown")
         slots = client.acquire("grown", "rollout", count=2, lease=60.0)
         for at, rows in (([0, 0], [[[1, 2], [3, 4]], [[5, 6]]]), ([2, 1], [[[7, 8]], [[9, 10], [11, 12]]])):
-            client.append({"x": [np.array(row, np.int32) for row in rows]}, metadata=slots, at=at)
-        client.truncate(metadata=slots, to=[3, 2], data_fields=["x"])
-        client.append({"x": [np.array([[row, row]], np.int32) for row in (13, 14)]}, metadata=slots, at=[3, 2])
-        client.put({"y": np.arange(2)}, metadata=slots, ack=True)
+            client.append(slots, {"x": [np.array(row, np.int32) for row in rows]}, at=at)
+        client.truncate(slots, to=[3, 2], data_fields=["x"])
+        client.append(slots, {"x": [np.array([[row, row]], np.int32) for row in (13, 14)]}, at=[3, 2])
+        client.put(slots, {"y": np.arange(2)}, ack=True)
     script = """
         import { Client } from "./tq.mjs";
         const client = new Client(process.env.TQ_ADDRESS, { protos: "../../protos" });

@@ -271,11 +271,11 @@ def _with_tokens(data: bytes, tokens: dict[bytes, bytes]) -> bytes:
 def _use_all_of(client: tq.Client) -> None:
     """Make the calls of a short training; what comes of it does not matter here."""
     client.create_partition("train@1", expected_samples=100, fields=[tq.FieldSpec("x", dtype="int64", layout="dense")])
-    meta = client.put({"x": np.arange(4)}, partition_id="train@1", keys=list("abcd"), groups=list("gghh"), group_size=2)
-    client.put({"y": np.zeros((4, 100_000))}, metadata=meta)
-    client.put({"score": np.zeros((2, 3), np.float32)}, partition_id="train", keys=["n5", "n6"])
-    client.put(metadata=meta, custom_meta=[{"version": 1}] * 4)
-    client.put({"score": np.ones((2, 3), np.float32)}, partition_id="train", keys=["k0", "n7"], return_meta="all")
+    meta = client.put("train@1", {"x": np.arange(4)}, keys=list("abcd"), groups=list("gghh"), group_size=2)
+    client.put(meta, {"y": np.zeros((4, 100_000))})
+    client.put("train", {"score": np.zeros((2, 3), np.float32)}, keys=["n5", "n6"])
+    client.put(meta, custom_meta=[{"version": 1}] * 4)
+    client.put("train", {"score": np.ones((2, 3), np.float32)}, keys=["k0", "n7"], return_meta="all")
     client.insert("train", 2, keys=["i0", "i1"], state="held")
     client.set_custom_meta(meta, [{"tag": "t"}, {"tag": ["t", None]}, {"tag": tq.JSON_NULL}, {"tag": None}])
     client.close_groups("train", ["g0"])
@@ -283,8 +283,8 @@ def _use_all_of(client: tq.Client) -> None:
     client.get_data(client.lookup_samples("train", ["k0", "k1"])[0])
     client.lookup_samples("train", global_indexes=[0, 3], where=[("version", ">=", 1)])
     client.lookup_samples("train", where=[("version", ">=", 1)], min_count=2, max_wait=0.01)
-    client.get_data(partition_id="train@1", keys=["a", "d"], data_fields=["y"])
-    client.get_data(partition_id="train", keys=["k0", "k1"], missing_fields="skip")
+    client.get_data("train@1", keys=["a", "d"], data_fields=["y"])
+    client.get_data("train", keys=["k0", "k1"], missing_fields="skip")
     asked = {"partition_id": "train", "data_fields": ["score"], "max_wait": 0.0}
     client.get_meta(**asked, task_name="critic", batch_size=1, dp_rank=0, dp_size=2, batch_index=0,
                     where=[("version", ">=", 1)], order_by=["-version"])  # fmt: skip
@@ -300,12 +300,12 @@ def _use_all_of(client: tq.Client) -> None:
         client.advance("train", "ranked", trained=0, saved=0)
     client.restart_ranks("train", "ranked", dp_size=2)
     client.take_evicted("train", "ranked")
-    client.fail_samples(partition_id="train", keys=["not there"])
+    client.fail_samples("train", keys=["not there"])
     slots = client.acquire("train", "rollout", lease=8e4)
-    client.append({"tokens": [[1, 2]]}, metadata=slots, at=[0])
-    client.append({"tokens": [[3]]}, metadata=slots, at=[2])
-    client.truncate(metadata=slots, to=[1], data_fields=["tokens"])
-    client.truncate(metadata=slots, to=[0], data_fields=["tokens"])
+    client.append(slots, {"tokens": [[1, 2]]}, at=[0])
+    client.append(slots, {"tokens": [[3]]}, at=[2])
+    client.truncate(slots, to=[1], data_fields=["tokens"])
+    client.truncate(slots, to=[0], data_fields=["tokens"])
     client.release(slots)
     client.create_partition("train@4", admissions=[tq.Admission("critic", most=8, unit="group", most_running=4)])
     client.create_partition("train@5", tasks=["critic"], release=tq.Release("saved", ttl_seconds=600.0))
@@ -330,8 +330,8 @@ def _use_all_of(client: tq.Client) -> None:
     client.list_samplers()
     client.storage_stat()
     client.seal_partition("train@1")
-    client.clear_samples(partition_id="train", keys=["k3"])
-    client.clear_samples(partition_id="train", groups=["g1"], where=[("version", ">", 100)])
+    client.clear_samples("train", keys=["k3"])
+    client.clear_samples("train", groups=["g1"], where=[("version", ">", 100)])
     client.clear_partition("train@1")
 
 

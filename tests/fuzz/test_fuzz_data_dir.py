@@ -42,7 +42,7 @@ def image(loop_thread: LoopThread, tmp_path_factory: pytest.TempPathFactory) -> 
         client = server.client()
         claims = []
         for index in range(SAMPLES):
-            client.put({"x": [value(index)]}, partition_id="train", keys=[f"k{index}"])
+            client.put("train", {"x": [value(index)]}, keys=[f"k{index}"])
             if index % 4 == 3:
                 claims.append(client.get_meta(**RANKED, batch_index=index // 4))
             if index in {9, 17}:
@@ -59,7 +59,7 @@ def check(client: AnyClient, claims: list[tq.BatchMeta], is_told: bool) -> None:
     lost = set()
     for index in range(len(found.keys)):
         try:
-            batch = client.get_data(partition_id="train", keys=[f"k{index}"])
+            batch = client.get_data("train", keys=[f"k{index}"])
         except tq.errors.DataLossError as error:
             assert error.metadata["global_indexes"] == str(index)
             lost.add(index)

@@ -59,7 +59,7 @@ def scenarios() -> None:
         assert time.monotonic() - begun < 30, "calls took far longer than their deadline"
         assert not claim.done()
         cable("up")
-        far.put({"x": np.arange(4)}, partition_id="train")
+        far.put("train", {"x": np.arange(4)})
         assert claim.result(60).global_indexes == [0, 1, 2, 3]
 
         rows = np.arange(8 << 20, dtype=np.uint8).reshape(8, -1)

@@ -51,7 +51,7 @@ def test_a_long_poll_goes_on_after_a_cut(server: LiveServer, network: Network, f
         for _ in range(3):
             network.cut()
             wait_until_waiting(near, 1)
-        near.put({"x": torch.arange(4)}, partition_id="train")
+        near.put("train", {"x": torch.arange(4)})
         assert claim.result(60).global_indexes == [0, 1, 2, 3]
     assert near.check_consumption("train", "t").consumed_count == 4
 
@@ -63,7 +63,7 @@ def test_an_answer_that_a_cut_has_taken_comes_again(server: LiveServer, network:
         claim = pool.submit(far.get_meta, **ASKS, max_wait=60.0)
         wait_until_waiting(near, 1)
         network.freeze()
-        near.put({"x": torch.arange(8)}, partition_id="train")
+        near.put("train", {"x": torch.arange(8)})
         while near.check_consumption("train", "t").consumed_count != 4:  # it is claimed, and the answer on its way
             pass
         network.cut()
@@ -81,7 +81,7 @@ def test_a_put_that_is_cut_is_whole_and_there_once(
     rows = torch.arange(4 * MIB, dtype=torch.int32).reshape(16, -1)
     far.create_partition("train")
     network.cut_after_bytes = network.passed_bytes + int(share * rows.nbytes)
-    meta = far.put({"x": rows}, partition_id="train", keys=[str(row) for row in range(16)])
+    meta = far.put("train", {"x": rows}, keys=[str(row) for row in range(16)])
     assert network.cut_after_bytes is None
     near = server.client()
     assert near.describe_partition("train").live_count == 16
@@ -115,13 +115,13 @@ def test_calls_end_by_their_deadline_where_nothing_comes_through(
     server: LiveServer, network: Network, far: AnyClient
 ) -> None:
     near = server.client()
-    meta = near.put({"x": torch.zeros(4, MIB)}, partition_id="train")
+    meta = near.put("train", {"x": torch.zeros(4, MIB)})
     assert far.list_partitions()  # connected
     network.freeze()
     calls: list[Any] = [
         lambda: far.list_partitions(timeout=0.5),
         lambda: far.get_meta(**ASKS, max_wait=0.2, timeout=0.3),
-        lambda: far.put({"x": torch.zeros(1, MIB)}, partition_id="train", timeout=0.5),
+        lambda: far.put("train", {"x": torch.zeros(1, MIB)}, timeout=0.5),
         lambda: far.get_data(meta, timeout=0.5),
     ]
     for call in calls:
@@ -140,7 +140,7 @@ def test_a_slow_network_with_delays_changes_nothing(network: Network, far: AnyCl
     network.delay_seconds = 0.02
     network.bytes_per_second = 8 * MIB
     rows = [torch.arange(index * 1000) for index in range(12)]
-    meta = far.put({"x": rows, "o": [f"text {index}" for index in range(12)]}, partition_id="train")
+    meta = far.put("train", {"x": rows, "o": [f"text {index}" for index in range(12)]})
     claimed = far.get_meta(**{**ASKS, "data_fields": ["x", "o"], "batch_size": 12})
     assert claimed.global_indexes == meta.global_indexes
     batch = far.get_data(claimed)

@@ -30,7 +30,7 @@ def test_a_service_that_is_killed_between_commit_and_answer(kind: str, durabilit
         client = (tq.Client if kind == "sync" else tq.AsyncClient)(network.address, timeout=TIMEOUT_SECONDS)
 
         def put(number: int) -> tq.BatchMeta:
-            call = client.put({"x": [number]}, partition_id="p", custom_meta=[{"number": number}])
+            call = client.put("p", {"x": [number]}, custom_meta=[{"number": number}])
             return call if kind == "sync" else loop.run(call)
 
         put(-1)

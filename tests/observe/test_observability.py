@@ -58,7 +58,7 @@ def live(loop_thread: LoopThread, tmp_path_factory: pytest.TempPathFactory) -> I
     with LiveServer(loop_thread, metrics_port=0, data_dir=str(place), record=f"{place}-recording") as started:
         client = started.client()
         entries = [{"total_lengths": 3, "version": 1}] * 4
-        client.put({"x": np.arange(4)}, partition_id="train@0", custom_meta=entries)
+        client.put("train@0", {"x": np.arange(4)}, custom_meta=entries)
         rank = {"dp_rank": 0, "dp_size": 1, "batch_index": 0}
         client.get_meta(partition_id="train@0", task_name="t", data_fields=["x"], batch_size=2, **rank)
         client.publish_version(1)
@@ -82,7 +82,7 @@ def mirrored(loop_thread: LoopThread, tmp_path_factory: pytest.TempPathFactory) 
             loop_thread, metrics_port=0, role="storage", controller=controller.address, mirror=mirror
         ) as storage,
     ):
-        controller.client().put({"x": np.arange(4)}, partition_id="train")
+        controller.client().put("train", {"x": np.arange(4)})
         until = time.monotonic() + 60.0
         while "mirror_answers" not in scrape(storage):
             assert time.monotonic() < until
@@ -219,7 +219,7 @@ def recorder() -> Iterator[Recorder]:
 
 def test_calls_of_clients_are_measured(live: LiveServer, client_kind: Any, recorder: Recorder) -> None:
     client = live.client(client_kind)
-    client.put({"x": np.arange(8)}, partition_id=f"measured-{client_kind}")
+    client.put(f"measured-{client_kind}", {"x": np.arange(8)})
     meta = client.get_meta(
         partition_id=f"measured-{client_kind}", task_name="t", data_fields=["x"], batch_size=4, max_wait=5.0
     )
@@ -235,7 +235,7 @@ def test_waits_for_a_loader_are_measured(live: LiveServer, recorder: Recorder) -
     from tq_service.data import StreamingDataLoader, StreamingDataset
 
     client = live.client()
-    client.put({"x": np.arange(8)}, partition_id="loaded")
+    client.put("loaded", {"x": np.arange(8)})
     client.seal_partition("loaded")
     dataset = StreamingDataset(
         live.address, batch_size=4, micro_batch_size=2, data_fields=["x"], partition_id="loaded", task_name="t",
@@ -255,7 +255,7 @@ def test_what_workers_of_a_loader_fetch_counts_in_their_parent(
     pytest.importorskip("torch")
     from tq_service.data import StreamingDataLoader, StreamingDataset
 
-    live.client().put({"x": np.arange(8)}, partition_id=f"loaded-{method}")
+    live.client().put(f"loaded-{method}", {"x": np.arange(8)})
     live.client().seal_partition(f"loaded-{method}")
     dataset = StreamingDataset(
         live.address, batch_size=4, micro_batch_size=2, data_fields=["x"], partition_id=f"loaded-{method}",

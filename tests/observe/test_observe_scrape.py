@@ -37,7 +37,7 @@ def live(loop_thread: LoopThread) -> Iterator[LiveServer]:
         client = started.client()
         lengths = [{"total_lengths": length, "version": 3} for length in (30, 10, 10, 10)]
         for step in (0, 1):
-            client.put({"x": np.arange(4.0)}, partition_id=f"train@{step}", custom_meta=lengths)
+            client.put(f"train@{step}", {"x": np.arange(4.0)}, custom_meta=lengths)
             claim = {"partition_id": f"train@{step}", "data_fields": ["x"]}
             for rank in (0, 1):
                 ranked = {"dp_rank": rank, "dp_size": 2, "batch_index": 0, "batch_size": 1}
@@ -155,14 +155,14 @@ def test_a_scrape_has_no_more_lines_than_it_may(start_server: StartServer) -> No
 def test_names_that_need_escapes_can_be_read(start_server: StartServer) -> None:
     live = start_server(metrics_port=0)
     name = 'a "name"\\ of {words}, é'
-    live.client().put({"x": np.arange(2)}, partition_id=name)
+    live.client().put(name, {"x": np.arange(2)})
     assert scrape(live)["tq_service_samples", name, "live"] == 2
 
 
 def test_a_log_is_in_it_and_counts_begin_again_after_a_start(start_server: StartServer, tmp_path: Path) -> None:
     flags = {"metrics_port": 0, "data_dir": str(tmp_path / "data")}
     live = start_server(**flags)
-    live.client().put({"x": np.arange(4)}, partition_id="train")
+    live.client().put("train", {"x": np.arange(4)})
     assert scrape(live)["tq_service_samples_inserted_total", "train"] == 4
     live.stop()
     again = start_server(**flags)
@@ -205,7 +205,7 @@ def test_a_mirror_is_in_it_and_what_was_taken_over(start_server: StartServer, tm
             time.sleep(0.05)
 
     one = start_server(**flags)
-    controller.client().put({"x": np.arange(4)}, partition_id="train")
+    controller.client().put("train", {"x": np.arange(4)})
     counts = {"unmirrored_bytes": 0, "short_puts": 0, "adopted_puts": 0, "unfetched_puts": 0, "spilled_bytes": 0}
     wait_for(lambda: mirror_of(one) == {"answers": 1, **counts})
     one.stop()
@@ -214,7 +214,7 @@ def test_a_mirror_is_in_it_and_what_was_taken_over(start_server: StartServer, tm
     wait_for(lambda: scrape(controller)["tq_service_storages_taken_over_total",] == 1)
     assert scrape(controller)["tq_service_storages_lost_total",] == 1
     assert scrape(one)["tq_service_storage_puts", "one"] == 0
-    back = controller.client().get_data(partition_id="train", global_indexes=range(4), data_fields=["x"])
+    back = controller.client().get_data("train", global_indexes=range(4), data_fields=["x"])
     assert list(back["x"]) == [0, 1, 2, 3]
 
 

@@ -81,7 +81,7 @@ def test_calls_of_the_service_are_below_those_of_the_client(
     client: AnyClient, live: LiveServer, spans: InMemorySpanExporter
 ) -> None:
     name = f"traced-{client.kind}"
-    client.put({"x": np.arange(4)}, partition_id=name)
+    client.put(name, {"x": np.arange(4)})
     meta = client.get_meta(partition_id=name, **ASKS)
     client.get_data(meta)
     found = ended(spans, live, calls=3)

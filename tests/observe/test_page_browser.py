@@ -167,10 +167,10 @@ def test_an_empty_service_says_what_to_do_and_a_load_is_followed(
     assert page.one("#empty").is_displayed()
     assert f'tq.Client("{service.address}")' in page.text("#empty-code")
     client.create_partition("train@10", expected_samples=8)
-    client.put({"x": np.zeros(4)}, partition_id="train@10")
+    client.put("train@10", {"x": np.zeros(4)})
     page.wait(lambda: "4 / 8" in page.row("train@10"), "4 of 8 samples")
     assert not page.one("#empty").is_displayed()
-    client.put({"x": np.zeros(4), "y": np.ones(4)}, partition_id="train@10")
+    client.put("train@10", {"x": np.zeros(4), "y": np.ones(4)})
     page.wait(lambda: "8 / 8" in page.row("train@10") and "sealed" in page.row("train@10"), "sealed")
     client.get_meta(partition_id="train@10", task_name="reward", data_fields=["x"], batch_size=6, lease=60.0)
     page.wait(lambda: "6 / 8" in page.row("reward"), "6 delivered")
@@ -186,7 +186,7 @@ def test_an_empty_service_says_what_to_do_and_a_load_is_followed(
 def test_waits_are_said_in_words_and_names_are_only_text(
     page: Page, client: tq.Client, service: ServiceProcess
 ) -> None:
-    client.put({"reward": np.zeros(3)}, partition_id=HOSTILE)
+    client.put(HOSTILE, {"reward": np.zeros(3)})
     claim = {"partition_id": HOSTILE, "task_name": "<b>judge</b>", "data_fields": ["rewrd"]}
     with waiting(service, **claim), waiting(service, **claim, min_batch_size=2):
         page.wait(lambda: len(page.texts("#waits li")) == 2, "a line for each way of waiting")
@@ -201,7 +201,7 @@ def test_waits_are_said_in_words_and_names_are_only_text(
 
 def test_it_is_worked_by_keyboard_and_what_has_focus_keeps_it(page: Page, client: tq.Client) -> None:
     for number in range(3):
-        client.put({"x": np.zeros(1)}, partition_id=f"train@{number}")
+        client.put(f"train@{number}", {"x": np.zeros(1)})
     page.wait(lambda: len(page.texts(".partition")) == 3, "three partitions")
     body = page.one("body")
     body.send_keys("/")
@@ -215,8 +215,8 @@ def test_it_is_worked_by_keyboard_and_what_has_focus_keeps_it(page: Page, client
     assert (focused.text, focused.get_attribute("aria-expanded")) == ("train@2", "false")
     focused.send_keys(Keys.ENTER)
     page.wait(lambda: focused.get_attribute("aria-expanded") == "true", "the details")
-    client.put({"x": np.zeros(4)}, partition_id="train@2")
-    client.put({"x": np.zeros(4)}, partition_id="train@10")  # stands before it
+    client.put("train@2", {"x": np.zeros(4)})
+    client.put("train@10", {"x": np.zeros(4)})  # stands before it
     page.wait(lambda: len(page.texts(".partition")) == 4 and page.text(".fields").endswith("5 / 5"), "the next frame")
     assert page.browser.switch_to.active_element == focused
     assert page.script("return getComputedStyle(document.activeElement).outlineStyle") != "none"
@@ -249,7 +249,7 @@ def test_light_and_dark_follow_the_system_until_a_theme_is_chosen(page: Page) ->
 
 
 def test_a_narrow_screen_shows_all_of_it_without_scrolling_sideways(page: Page, client: tq.Client) -> None:
-    client.put({"x": np.zeros(3)}, partition_id=LONG)
+    client.put(LONG, {"x": np.zeros(3)})
     client.get_meta(partition_id=LONG, task_name="reward-" * 12, data_fields=["x"], batch_size=1)
     page.wait(lambda: "1 / 3" in page.row("reward-"), "the task")
     for width in (320, 400, 800, 1000, 1400, 2200):
@@ -263,7 +263,7 @@ def test_a_narrow_screen_shows_all_of_it_without_scrolling_sideways(page: Page, 
 def test_a_restart_of_the_service_is_survived_and_told_apart_from_an_outage(
     page: Page, client: tq.Client, service: ServiceProcess
 ) -> None:
-    client.put({"x": np.zeros(5)}, partition_id="train@0")
+    client.put("train@0", {"x": np.zeros(5)})
     page.wait(lambda: "5" in page.row("train@0"), "5 samples")
     assert not page.one("#banner").is_displayed()
     service.kill()
@@ -278,20 +278,20 @@ def test_a_restart_of_the_service_is_survived_and_told_apart_from_an_outage(
     assert "5" in page.row("train@0")
     events = page.text("#events")
     assert "is away" in events and "is back after" in events and "was restarted; it has 1 partition" in events
-    client.put({"x": np.zeros(2)}, partition_id="train@0")
+    client.put("train@0", {"x": np.zeros(2)})
     page.wait(lambda: "7" in page.row("train@0"), "it follows on")
 
 
 def test_how_far_producers_are_ahead_is_seen(page: Page, client: tq.Client) -> None:
     client.create_partition("train", admissions=[tq.Admission("update", 4, given_back="published")], tasks=["update"])
-    client.put({"x": np.zeros(3)}, partition_id="train", custom_meta=[{"version": version} for version in (5, 6, 8)])
+    client.put("train", {"x": np.zeros(3)}, custom_meta=[{"version": version} for version in (5, 6, 8)])
     page.wait(lambda: "3 of 4 samples outstanding" in page.text("#limits"), "the limit")
     assert "until published" in page.text("#limits")
     assert "oldest version 5, producers 3 ahead" in page.row("update")
 
 
 def test_the_claims_that_hold_leases_are_in_the_details(page: Page, client: tq.Client) -> None:
-    client.put({"x": np.zeros(30)}, partition_id="train")
+    client.put("train", {"x": np.zeros(30)})
     for number in range(22):
         client.get_meta(
             partition_id="train", task_name="t", data_fields=["x"], batch_size=1, lease=600.0, claim_name=f"w{number}"
@@ -303,7 +303,7 @@ def test_the_claims_that_hold_leases_are_in_the_details(page: Page, client: tq.C
 
 
 def test_where_the_time_of_steps_goes_is_seen(page: Page, client: tq.Client) -> None:
-    client.put({"x": np.zeros(2)}, partition_id="train@0")
+    client.put("train@0", {"x": np.zeros(2)})
     timer = tq.StepTimer()
     with timer.step():
         pass
@@ -318,8 +318,8 @@ def test_where_the_time_of_steps_goes_is_seen(page: Page, client: tq.Client) -> 
 
 def test_what_a_partition_has_released_is_in_the_details(page: Page, client: tq.Client) -> None:
     client.create_partition("train", release=tq.Release("saved", ["actor"], 90.0))
-    client.put({"x": np.zeros(2)}, partition_id="train")
-    client.fail_samples(partition_id="train", global_indexes=[1])
+    client.put("train", {"x": np.zeros(2)})
+    client.fail_samples("train", global_indexes=[1])
     page.wait(lambda: page.texts(".more"), "the partition")
     page.one(".more").click()
     page.wait(lambda: "saved by actor, released" in page.text(".details"), "the rule")

@@ -353,7 +353,7 @@ def filled_soon(live: LiveServer, partition_id: str, waiting_for: str = "t") -> 
     def fill() -> None:
         while not any(reason.waiting_count for reason in client.explain(partition_id, waiting_for)):
             time.sleep(0.01)
-        client.put({"x": np.arange(80_000, dtype=np.int64).reshape(8, -1)}, partition_id=partition_id)
+        client.put(partition_id, {"x": np.arange(80_000, dtype=np.int64).reshape(8, -1)})
         client.seal_partition(partition_id)
 
     filling = threading.Thread(target=fill)
@@ -368,7 +368,7 @@ def test_a_call_says_how_long_it_waited(live: LiveServer) -> None:
         asks = {"partition_id": "waited", "task_name": "t", "data_fields": ["x"], "batch_size": 8}
         meta = client.get_meta(**asks, max_wait=60.0)
         client.get_data(meta)
-        client.put({"y": np.arange(8)}, metadata=meta)
+        client.put(meta, {"y": np.arange(8)})
     report = timer.report()
     seconds = report.times.seconds
     stages = (Stage.ROLLOUTS, Stage.PLAN, Stage.TRANSFER, Stage.HOST, Stage.PUT)
@@ -385,7 +385,7 @@ def test_an_async_loop_measures_what_it_awaits(live: LiveServer, loop_thread: Lo
     async def train() -> None:
         async with tq.AsyncClient(live.address) as client:
             with timer.step():
-                await asyncio.gather(*(client.put({"x": np.arange(4)}, partition_id=f"async-{n}") for n in range(2)))
+                await asyncio.gather(*(client.put(f"async-{n}", {"x": np.arange(4)}) for n in range(2)))
 
     loop_thread.run(train())
     assert [(cost.stage, cost.call_count) for cost in timer.report().calls] == [(Stage.PUT, 2)]
@@ -409,7 +409,7 @@ def test_a_loader_reports_to_the_service(live: LiveServer, options: dict[str, An
             with filled_soon(live, name):
                 assert len(list(loader)) == 4
             measured = loader.step_timer.report()
-            live.client().put({"x": np.arange(80_000, dtype=np.int64).reshape(8, -1)}, partition_id=f"{name}-next")
+            live.client().put(f"{name}-next", {"x": np.arange(80_000, dtype=np.int64).reshape(8, -1)})
             live.client().seal_partition(f"{name}-next")
             assert measured.times == loader.step_timer.report().times  # time between two iterators does not count
             loader.step(f"{name}-next")
@@ -438,7 +438,7 @@ def test_a_loader_reports_to_the_service(live: LiveServer, options: dict[str, An
 def test_times_of_ranks_that_are_gone_are_not_summed(live: LiveServer) -> None:
     timers = [StepTimer() for _ in range(2)]
     client = live.client()
-    client.put({"x": np.arange(8)}, partition_id="ranks")
+    client.put("ranks", {"x": np.arange(8)})
     for rank, timer in enumerate(timers):
         timer.add(0.0, 1.0 + rank, 3.0, calls=Collected(), waits=Collected(batch_count=1))
         with tq.Client(live.address) as own, timer.step():

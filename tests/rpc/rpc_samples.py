@@ -28,8 +28,8 @@ def put_train(client: AnyClient, name: str = "train") -> tq.BatchMeta:
     client.create_partition(name, fields=[tq.FieldSpec("score", layout="dense")])
     rows = [torch.arange(length) + 10 * length for length in (5, 3, 8, 2)]
     meta: tq.BatchMeta = client.put(
+        name,
         {"input_ids": rows, "score": torch.arange(12, dtype=torch.float32).reshape(4, 3)},
-        partition_id=name,
         keys=["k0", "k1", "k2", "k3"],
         groups=["g0", "g0", "g1", "g1"],
         group_size=2,
@@ -120,7 +120,7 @@ def call_raw(
 
 def still_works(client: AnyClient) -> None:
     """Check that put, claim, get and clear work."""
-    meta = client.put({"x": torch.arange(3)}, partition_id="after")
+    meta = client.put("after", {"x": torch.arange(3)})
     got = client.get_meta(partition_id="after", task_name="t", data_fields=["x"], batch_size=3)
     assert got.global_indexes == meta.global_indexes
     assert client.get_data(got)["x"].tolist() == [0, 1, 2]

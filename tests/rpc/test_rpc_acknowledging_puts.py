@@ -23,7 +23,7 @@ LONG = 600.0
 
 
 def put_rows(client: AnyClient, count: int, **arguments: Any) -> None:
-    client.put({"x": torch.arange(count)}, partition_id="train", **arguments)
+    client.put("train", {"x": torch.arange(count)}, **arguments)
 
 
 def scores(meta: tq.BatchMeta, value: int = 1) -> dict[str, Any]:
@@ -46,7 +46,7 @@ def test_results_are_there_and_the_samples_done(start_server: StartServer, clien
     client.seal_partition("train")
     meta = client.get_meta(**ASKS, batch_size=4, lease=LONG)
     first, second = meta.chunk(2)
-    written = client.put(scores(first), metadata=first, custom_meta={"good": np.ones(2)}, ack=True)
+    written = client.put(first, scores(first), custom_meta={"good": np.ones(2)}, ack=True)
     assert written.global_indexes == [0, 1]
     assert client.get_data(written, data_fields=["score"])["score"].tolist() == [1, 1]
     assert progress(client) == (4, 2)
@@ -54,11 +54,11 @@ def test_results_are_there_and_the_samples_done(start_server: StartServer, clien
         waiting = pool.submit(server.client().get_meta, **ASKS, batch_size=1, max_wait=20.0)
         while not client.describe_partition("train").tasks[0].waiting_count:
             pass
-        client.put(metadata=second, state="held", ack=True)
+        client.put(second, state="held", ack=True)
         assert waiting.result().status == "end"  # the last acknowledgement brings it
     assert progress(client) == (4, 0)
     assert client.ack(meta) == 0
-    client.put(scores(meta, 2), metadata=meta, ack=True)  # once more is fine: the samples are the worker's own
+    client.put(meta, scores(meta, 2), ack=True)  # once more is fine: the samples are the worker's own
     assert progress(client) == (4, 0)
     assert client.describe_partition("train").held_count == 0  # as no state was given
     with pytest.raises(tq.errors.PreconditionError, match="nothing is left"):
@@ -68,13 +68,13 @@ def test_results_are_there_and_the_samples_done(start_server: StartServer, clien
 def test_a_put_that_is_refused_acknowledges_nothing(client: AnyClient) -> None:
     put_rows(client, 3)
     meta = client.get_meta(**ASKS, batch_size=3, lease=LONG)
-    client.put({"score": torch.ones(1)}, metadata=meta.select_samples([0]))
+    client.put(meta.select_samples([0]), {"score": torch.ones(1)})
     with pytest.raises(tq.errors.FieldMismatchError):
-        client.put({"score": torch.ones(2, 2)}, metadata=meta.select_samples([1, 2]), ack=True)
+        client.put(meta.select_samples([1, 2]), {"score": torch.ones(2, 2)}, ack=True)
     assert progress(client) == (3, 3)
     client.release(meta.select_samples([2]))
     with pytest.raises(tq.errors.LeaseExpiredError, match="samples 2 are no longer leased"):
-        client.put({"score": torch.ones(3)}, metadata=meta, ack=True)
+        client.put(meta, {"score": torch.ones(3)}, ack=True)
     assert progress(client) == (2, 2)
     assert client.lookup_samples("train")[0].produced["score"].tolist() == [True, False, False]
     assert client.get_meta(**ASKS, batch_size=3, lease=LONG).global_indexes == [2]
@@ -88,23 +88,23 @@ def not_claims(client: AnyClient) -> dict[str, tuple[dict[str, Any], str]]:
     found, _ = client.lookup_samples("train")
     several = "of no leased claim: ask for it with get_meta"
     return {
-        "nothing": ({"partition_id": "train"}, "ack is True and metadata is None"),
-        "keys": ({"partition_id": "train", "keys": list("abcdef")}, "Give the batch returned by get_meta"),
-        "look-up": ({"metadata": found}, several),
-        "unleased": ({"metadata": unleased}, several),
-        "ranked": ({"metadata": ranked}, several),
-        "no samples": ({"metadata": ranked.select_samples([])}, several),
-        "two claims": ({"metadata": tq.BatchMeta.concat(leased)}, "one by one"),
-        "not fenced": ({"metadata": leased[0], "fenced": False}, "leave out one of the two"),
+        "nothing": ({"target": "train"}, "ack is True, but the put names a partition"),
+        "keys": ({"target": "train", "keys": list("abcdef")}, "Give the batch returned by claim"),
+        "look-up": ({"target": found}, several),
+        "unleased": ({"target": unleased}, several),
+        "ranked": ({"target": ranked}, several),
+        "no samples": ({"target": ranked.select_samples([])}, several),
+        "two claims": ({"target": tq.BatchMeta.concat(leased)}, "one by one"),
+        "not fenced": ({"target": leased[0], "fenced": False}, "leave out one of the two"),
     }
 
 
 def test_only_samples_of_one_leased_claim_can_be_acknowledged(client: AnyClient) -> None:
     put_rows(client, 6, keys=list("abcdef"))
     for name, (arguments, says) in not_claims(client).items():
-        count = arguments["metadata"].size if "metadata" in arguments else 6
+        count = 6 if arguments["target"] == "train" else arguments["target"].size
         with pytest.raises(tq.errors.InvalidArgumentError, match=says):
-            client.put({"score": torch.ones(count)}, **arguments, ack=True)
+            client.put(data={"score": torch.ones(count)}, **arguments, ack=True)
         assert client.lookup_samples("train")[0].data_fields == ["x"], name
     assert progress(client) == (3, 2)
 
@@ -151,13 +151,13 @@ def test_a_restart_keeps_both(start_server: StartServer, tmp_path: Any) -> None:
     put_rows(client, 3)
     meta = client.get_meta(**ASKS, batch_size=3, lease=LONG)
     done, left = meta.select_samples([0, 2]), meta.select_samples([1])
-    client.put(scores(done, 5), metadata=done, ack=True)
+    client.put(done, scores(done, 5), ack=True)
     server.stop()
     server = start_server(data_dir=str(tmp_path))
     client = server.client()
     assert progress(client) == (3, 1)
     assert client.get_data(done, data_fields=["score"])["score"].tolist() == [5, 5]
-    client.put(scores(left, 6), metadata=left, ack=True)
+    client.put(left, scores(left, 6), ack=True)
     assert progress(client) == (3, 0)
 
 
@@ -169,7 +169,7 @@ def test_groups_are_acknowledged_whole_also_by_puts_of_one_moment(server: LiveSe
 
     async def put_parts(parts: list[list[int]]) -> list[Any]:
         some = [meta.select_samples(part) for part in parts]
-        puts = (client.real.put(scores(each), metadata=each, ack=True) for each in some)
+        puts = (client.real.put(each, scores(each), ack=True) for each in some)
         return await asyncio.gather(*puts, return_exceptions=True)
 
     parted = server.loop.run(put_parts([[number] for number in range(8)]))
@@ -206,7 +206,7 @@ def test_puts_of_one_moment_acknowledge_their_own_samples(server: LiveServer) ->
 
     async def put_all() -> None:
         parts = [meta.select_samples([number]) for number in range(60)]
-        puts = [client.real.put(scores(part), metadata=part, ack=number % 3 > 0) for number, part in enumerate(parts)]
+        puts = [client.real.put(part, scores(part), ack=number % 3 > 0) for number, part in enumerate(parts)]
         await asyncio.gather(*puts)
 
     server.loop.run(put_all())
@@ -224,12 +224,12 @@ def test_what_the_sampler_left_out_goes_with_the_others(client: AnyClient) -> No
     asks = ASKS | {"sampler": "packed", "sampler_config": options}
     meta = client.get_meta(**asks, batch_size=4, lease=LONG)
     assert (meta.global_indexes, meta.dropped_indexes.tolist()) == ([0, 2], [1, 3])
-    client.put(scores(meta), metadata=meta, ack=True)
+    client.put(meta, scores(meta), ack=True)
     assert progress(client) == (2, 0)
     put_rows(client, 1, custom_meta={"total_lengths": np.array([900])})
     empty = client.get_meta(**asks, batch_size=4, lease=LONG)
     assert (empty.size, empty.dropped_indexes.tolist(), progress(client)) == (0, [4], (3, 1))
-    assert client.put(metadata=empty, ack=True) == empty
+    assert client.put(empty, ack=True) == empty
     assert progress(client) == (2, 0)
 
 
@@ -238,7 +238,7 @@ def test_samples_that_are_used_again_are_claimable_with_their_results(client: An
     for use in range(2):
         meta = client.get_meta(**ASKS, batch_size=1, lease=LONG, max_uses=2, max_wait=20.0)
         assert meta.global_indexes == [0]
-        client.put(scores(meta, use), metadata=meta, ack=True)
+        client.put(meta, scores(meta, use), ack=True)
         assert progress(client) == (use, 0)
         assert client.get_data(meta, data_fields=["score"])["score"].tolist() == [use]
     assert client.get_meta(**ASKS, batch_size=1, max_uses=2, max_wait=0).status == "not_yet"

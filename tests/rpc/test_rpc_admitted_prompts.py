@@ -23,7 +23,7 @@ GROUPS = tq.Admit("train", group_size=2)
 def partitions(client: AnyClient) -> None:
     admission = tq.Admission("actor", max_staleness=1, global_batch=2, unit="group", most_running=3)
     client.create_partition("train", admissions=[admission])
-    client.put({"x": np.arange(8)}, partition_id="prompts", keys=[f"p{number}" for number in range(8)])
+    client.put("prompts", {"x": np.arange(8)}, keys=[f"p{number}" for number in range(8)])
     client.publish_version(5)
 
 
@@ -40,7 +40,7 @@ def slots_of(prompts: tq.BatchMeta) -> tq.BatchMeta:
 
 
 def finish(client: AnyClient, slots: tq.BatchMeta) -> None:
-    client.put({"x": np.arange(slots.size)}, metadata=slots, ack=True)
+    client.put(slots, {"x": np.arange(slots.size)}, ack=True)
 
 
 def task(client: AnyClient, partition_id: str, name: str = "rollout") -> tq.TaskStatus:
@@ -133,7 +133,7 @@ def test_the_end_of_the_lease_ends_both_sides(client: AnyClient, on_lost: str) -
 def test_a_released_prompt_has_no_slots(client: AnyClient) -> None:
     prompts = claim(client, batch_size=2)
     slots = slots_of(prompts)
-    client.put({"x": np.arange(1)}, metadata=slots.select_samples([0]), state="held")
+    client.put(slots.select_samples([0]), {"x": np.arange(1)}, state="held")
     finish(client, slots.select_samples([2]))
     assert client.release(prompts.select_samples([0])) == 1
     assert states(client) == (1, 1, 0)
@@ -147,7 +147,7 @@ def test_a_released_prompt_has_no_slots(client: AnyClient) -> None:
 def test_finished_prompts_are_not_released(client: AnyClient) -> None:
     """Their samples may be trained by now: so nobody makes them a second time."""
     prompts = claim(client, batch_size=2)
-    client.put({"x": np.arange(2)}, metadata=slots_of(prompts).select_samples([0, 1]), state="live")
+    client.put(slots_of(prompts).select_samples([0, 1]), {"x": np.arange(2)}, state="live")
     assert client.release(prompts) == 1
     assert (states(client), claimable(client)) == ((2, 0, 0), 7)
 
@@ -157,7 +157,7 @@ def test_an_acknowledged_prompt_gives_up_what_is_not_finished(client: AnyClient)
     slots = slots_of(prompts)
     client.release(slots.select_samples([0, 1]))  # the worker has the prompt still
     assert (states(client), claimable(client)) == ((0, 2, 0), 6)
-    client.put({"x": np.arange(1)}, metadata=slots.select_samples([2]), state="live")
+    client.put(slots.select_samples([2]), {"x": np.arange(1)}, state="live")
     assert client.ack(prompts) == 2
     assert (states(client), claimable(client)) == ((1, 0, 0), 6)
     assert task(client, "train").leased_count == 0
@@ -232,7 +232,7 @@ def test_a_wait_for_prompts_holds_no_capacity(server: LiveServer, client: AnyCli
         time.sleep(0.02)
     prompts = claim(client, batch_size=3)
     assert slots_of(prompts).size == 6
-    client.put({"x": np.arange(3)}, partition_id="none", keys=["a", "b", "c"])
+    client.put("none", {"x": np.arange(3)}, keys=["a", "b", "c"])
     client.release(prompts)
     waits.join()
     assert states(client) == (0, 6, 0)
@@ -254,7 +254,7 @@ def test_a_retry_gets_the_same(server: LiveServer, client: AnyClient) -> None:
     assert list(first.admitted.global_indexes) == list(again.admitted.global_indexes) == [0, 1]
     assert (first.meta.claim_request_id, again.admitted.claim_request_id) == (request.request_id,) * 2
     assert states(client) == (0, 2, 0)
-    client.clear_samples(partition_id="train", global_indexes=[0])
+    client.clear_samples("train", global_indexes=[0])
     with pytest.raises(grpc.RpcError, match="have been cleared"):
         server.controller.GetMeta(request)
 
@@ -294,7 +294,7 @@ def test_prompts_must_have_names_that_are_free(client: AnyClient) -> None:
     client.acquire("train", "other", groups=["p0"], group_size=2, lease=60.0)
     with pytest.raises(tq.errors.AlreadyExistsError, match="group 'p0'"):
         claim(client)
-    client.put({"x": np.arange(1)}, partition_id="nameless")
+    client.put("nameless", {"x": np.arange(1)})
     with pytest.raises(tq.errors.InvalidArgumentError, match="has no key"):
         client.get_meta(
             partition_id="nameless", task_name="rollout", data_fields=["x"], batch_size=1, lease=9.0, admit=GROUPS
@@ -307,7 +307,7 @@ def test_slots_are_in_the_namespace(server: LiveServer, client: AnyClient) -> No
     inner = server.client(client.kind, namespace="run")
     inner.create_partition("train")
     inner.publish_version(2)
-    inner.put({"x": np.arange(1)}, partition_id="prompts", keys=["a"])
+    inner.put("prompts", {"x": np.arange(1)}, keys=["a"])
     slots = slots_of(claim(inner, admit=tq.Admit("train", 2, policy="default")))
     assert (slots.partition_id, slots.namespace) == ("train", "run")
     assert [each["start_version"] for each in slots.custom_meta] == [2, 2]
@@ -315,7 +315,7 @@ def test_slots_are_in_the_namespace(server: LiveServer, client: AnyClient) -> No
 
 def test_released_slots_with_data_are_for_other_workers_and_stand_for_their_prompt(client: AnyClient) -> None:
     slots = slots_of(claim(client, batch_size=2))
-    client.put({"x": np.arange(1)}, metadata=slots.select_samples([0]), state="held")
+    client.put(slots.select_samples([0]), {"x": np.arange(1)}, state="held")
     assert client.release(slots) == 0  # held ones are for those that ask for them
     assert (states(client), claimable(client), task(client, "prompts").leased_count) == ((0, 1, 0), 6, 1)
     goes_on = client.get_meta(
@@ -328,7 +328,7 @@ def test_prompts_and_slots_outlive_a_restart(tmp_path: Path, loop_thread: LoopTh
     with LiveServer(loop_thread, data_dir=tmp_path) as server:
         kept = server.client(client_kind)
         kept.create_partition("train")
-        kept.put({"x": np.arange(2)}, partition_id="prompts", keys=["p0", "p1"])
+        kept.put("prompts", {"x": np.arange(2)}, keys=["p0", "p1"])
         prompts = claim(kept, batch_size=2)
         kept.checkpoint("before")
         finish(kept, slots_of(prompts).select_samples([0]))
@@ -347,7 +347,7 @@ def test_a_checkpoint_has_both_sides_in_whichever_namespace_it_is_restored(
     with LiveServer(loop_thread, data_dir=tmp_path) as server:
         before, after = (server.client(client_kind, namespace=name) for name in ("before", "after"))
         before.create_partition("train")
-        before.put({"x": np.arange(2)}, partition_id="prompts", keys=["p0", "p1"])
+        before.put("prompts", {"x": np.arange(2)}, keys=["p0", "p1"])
         prompts = claim(before, batch_size=2)
         before.checkpoint("half-way")
         after.restore("half-way")

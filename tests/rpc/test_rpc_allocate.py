@@ -38,7 +38,7 @@ FIELDS = [
 
 def allocated(client: AnyClient, partition_id: str = "p") -> Any:
     lengths = {"tokens": LENGTHS, "scores": LENGTHS // 10}
-    return client.allocate(FIELDS, ROWS, partition_id=partition_id, lengths=lengths)
+    return client.allocate(partition_id, FIELDS, ROWS, lengths=lengths)
 
 
 def fill(data: Any, value: int = 3) -> None:
@@ -93,19 +93,19 @@ def test_what_was_filled_in_place_is_put_without_a_copy(
     assert is_shared(data["logits"])
     assert client.storage_stat().used_bytes > ROWS * 4096 * 4
     fill(data)
-    meta = client.put(data, partition_id="p", keys=[f"k{row}" for row in range(ROWS)])
+    meta = client.put("p", data, keys=[f"k{row}" for row in range(ROWS)])
     assert copies == []
     assert client.storage_stat().put_count == stored(server).blob_count == 1
     check(client.get_data(meta))
     check(server.client("sync").get_data(meta))
-    check(client.get_data(partition_id="p", keys=[f"k{row}" for row in range(ROWS)]))
+    check(client.get_data("p", keys=[f"k{row}" for row in range(ROWS)]))
 
 
 def test_the_rows_of_existing_samples(client: AnyClient, copies: list[int]) -> None:
-    meta = client.put({"id": torch.arange(ROWS)}, partition_id="p")
+    meta = client.put("p", {"id": torch.arange(ROWS)})
     data = allocated(client)
     fill(data)
-    client.put(data, metadata=meta)
+    client.put(meta, data)
     assert copies == []
     got = client.get_data(meta, data_fields=["id", *data.keys()])
     check(got)
@@ -127,9 +127,9 @@ def test_a_put_of_anything_else_copies(other: str, client: AnyClient, copies: li
     elif other == "another order":
         columns = dict(reversed(columns.items()))
     else:
-        client.put(columns, partition_id="p")
+        client.put("p", columns)
         assert copies == []
-    meta = client.put(columns, partition_id=partition_id)
+    meta = client.put(partition_id, columns)
     assert len(copies) == 1
     got = client.get_data(meta)
     assert torch.equal(got["logits"], data["logits"])
@@ -140,7 +140,7 @@ def test_its_region_is_used_again_only_when_its_tensors_are_gone(client: AnyClie
     data = allocated(client)
     region_bytes = stored(server).used_bytes
     fill(data)
-    client.put(data, partition_id="p")
+    client.put("p", data)
     client.clear_partition("p")
     view = data["logits"][3:]
     assert stored(server).used_bytes == region_bytes
@@ -175,7 +175,7 @@ def test_what_is_not_put_in_time_is_given_up_and_its_put_copies(
 
     server.loop.run(expire())
     assert client.storage_stat().used_bytes == 0
-    meta = client.put(data, partition_id="p")
+    meta = client.put("p", data)
     assert len(copies) == 1
     check(client.get_data(meta))
 
@@ -191,14 +191,14 @@ def test_without_shared_memory_it_is_ordinary_memory_and_the_put_copies(
         monkeypatch.setattr(HostLink, "is_due", lambda _: False)
     client = start_server(**flags).client(client_kind)
     if why == "small":
-        data = client.allocate([FieldSpec("x", dtype="int64", row_shape=(5,))], 4, partition_id="p")
+        data = client.allocate("p", [FieldSpec("x", dtype="int64", row_shape=(5,))], 4)
         assert data["x"].shape == (4, 5)
     else:
         data = allocated(client)
         assert not is_shared(data["logits"])
         assert client.storage_stat().used_bytes == 0
         fill(data)
-        check(client.get_data(client.put(data, partition_id="p")))
+        check(client.get_data(client.put("p", data)))
 
 
 def test_a_session_that_ends_meanwhile(client: AnyClient, copies: list[int], monkeypatch: Any) -> None:
@@ -210,7 +210,7 @@ def test_a_session_that_ends_meanwhile(client: AnyClient, copies: list[int], mon
         data = allocated(client)
     assert not is_shared(data["logits"])
     fill(data)
-    check(client.get_data(client.put(data, partition_id="p")))
+    check(client.get_data(client.put("p", data)))
 
 
 def test_a_storage_service_of_its_own(
@@ -223,7 +223,7 @@ def test_a_storage_service_of_its_own(
     data = allocated(client)
     assert is_shared(data["logits"])
     fill(data)
-    check(client.get_data(client.put(data, partition_id="p")))
+    check(client.get_data(client.put("p", data)))
     assert copies == []
 
 
@@ -231,11 +231,11 @@ def test_more_than_the_quota(client_kind: Any, start_server: StartServer) -> Non
     client = start_server(shared_memory="on", max_bytes=4 << 20).client(client_kind)
     x = FieldSpec("x", dtype="uint8", row_shape=(1 << 20,))
     with pytest.raises(tq.errors.QuotaExceededError):
-        client.allocate([x], 5, partition_id="p")
-    kept = client.allocate([x], 3, partition_id="p")
+        client.allocate("p", [x], 5)
+    kept = client.allocate("p", [x], 3)
     with pytest.raises(tq.errors.QuotaExceededError, match="no capacity"):
-        client.allocate([x], 3, partition_id="p", timeout=2)
-    client.put(kept, partition_id="p")
+        client.allocate("p", [x], 3, timeout=2)
+    client.put("p", kept)
 
 
 @pytest.mark.parametrize(
@@ -255,7 +255,7 @@ def test_more_than_the_quota(client_kind: Any, start_server: StartServer) -> Non
 )
 def test_what_is_not_described(fields: Any, lengths: Any, message: str, client: AnyClient) -> None:
     with pytest.raises(ValueError, match=message):
-        client.allocate(fields, 2, partition_id="p", lengths=lengths)
+        client.allocate("p", fields, 2, lengths=lengths)
 
 
 def request(session_id: bytes = b"", data: Any = None, values: bytes = b"") -> PutInlineRequest:
@@ -290,7 +290,7 @@ def test_who_has_no_session_or_sends_bytes_is_refused(server: LiveServer) -> Non
 
 def _allocate_and_die(address: str) -> None:
     client = tq.Client(address)
-    data = client.allocate([FieldSpec("x", dtype="int64", row_shape=(1 << 18,))], 2, partition_id="p")
+    data = client.allocate("p", [FieldSpec("x", dtype="int64", row_shape=(1 << 18,))], 2)
     data["x"].fill_(1)
 
     os._exit(9)

@@ -105,7 +105,7 @@ def guarded(loop_thread: LoopThread, tmp_path_factory: pytest.TempPathFactory) -
     admin = add_token(tokens, "boss", ["admin"])
     with LiveServer(loop_thread, auth_tokens_file=str(tokens)) as live:
         client = live.client(token=admin)
-        client.put({"x": np.arange(8)}, partition_id=_SECRET, keys=[f"k{i}" for i in range(8)])
+        client.put(_SECRET, {"x": np.arange(8)}, keys=[f"k{i}" for i in range(8)])
         located = live.controller.Locate(
             pb.LocateRequest(partition_id=_SECRET, keys=["k0"], data_fields=["x"]), metadata=bearer(admin)
         )
@@ -431,8 +431,8 @@ def test_clients_raise_at_once_and_do_not_try_again(
     ):
         client = guarded.live.client(client_kind, token=token)
         for attempt in (
-            lambda client=client: client.put(large, partition_id="mine/c"),
-            lambda client=client: client.put({"x": np.zeros(1)}, partition_id="mine/c"),
+            lambda client=client: client.put("mine/c", large),
+            lambda client=client: client.put("mine/c", {"x": np.zeros(1)}),
             lambda client=client: client.create_partition("mine/c"),
         ):
             audit()

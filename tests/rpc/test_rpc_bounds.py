@@ -49,7 +49,7 @@ def waiting(client: AnyClient, partition_id: str = "p") -> int:
 def waits(client: AnyClient, threads: ThreadPoolExecutor, count: int = 1, **arguments: Any) -> Future[tq.BatchMeta]:
     """Start a put, and return once it waits."""
     before = waiting(client)
-    call = threads.submit(lambda: client.put(rows(count), partition_id="p", **arguments))
+    call = threads.submit(lambda: client.put("p", rows(count), **arguments))
     until(lambda: waiting(client) == before + 1)
     return call
 
@@ -63,7 +63,7 @@ def claim(client: AnyClient, batch_size: int, task_name: str = "t") -> tq.BatchM
 
 def test_a_put_waits_until_the_task_has_consumed(client: AnyClient, threads: ThreadPoolExecutor) -> None:
     client.create_partition("p", admissions=[tq.Admission("t", 4)])
-    client.put(rows(4), partition_id="p")
+    client.put("p", rows(4))
     first, second = waits(client, threads, 2), waits(client, threads, 1)
     claim(client, 2)
     assert first.result(timeout=20).global_indexes == [4, 5]
@@ -76,11 +76,11 @@ def test_a_put_waits_for_bytes_without_holding_any(
     server: LiveServer, client: AnyClient, threads: ThreadPoolExecutor
 ) -> None:
     client.create_partition("p", max_bytes=300_000)
-    full = client.put(rows(300), partition_id="p")
+    full = client.put("p", rows(300))
     held = client.storage_stat().used_bytes
     call = waits(client, threads, 290)  # larger than what is sent in one message
     assert client.storage_stat().used_bytes == held
-    client.put({"y": np.zeros((300, 100), np.uint8)}, metadata=full)  # columns of samples that are there never wait
+    client.put(full, {"y": np.zeros((300, 100), np.uint8)})  # columns of samples that are there never wait
     assert client.describe_partition("p").used_bytes == 330_000
     client.clear_samples(full)
     assert len(call.result(timeout=20).global_indexes) == 290
@@ -103,10 +103,10 @@ def test_an_insert_waits_and_is_refused_in_time(client: AnyClient) -> None:
 @pytest.mark.parametrize("count", [1, 300])
 def test_over_the_bound_until_the_deadline_nothing_is_left(client: AnyClient, count: int) -> None:
     client.create_partition("p", max_bytes=300_000)
-    client.put(rows(300), partition_id="p")
+    client.put("p", rows(300))
     before = client.storage_stat()
     with pytest.raises(tq.errors.QuotaExceededError, match="300000") as caught:
-        client.put(rows(count), partition_id="p", timeout=FAULT_SECONDS)
+        client.put("p", rows(count), timeout=FAULT_SECONDS)
     assert caught.value.retry_after_seconds
     after = client.storage_stat()
     assert (after.used_bytes, after.put_count) == (before.used_bytes, before.put_count)
@@ -116,7 +116,7 @@ def test_what_never_fits_is_refused_at_once(client: AnyClient) -> None:
     client.create_partition("p", max_bytes=1500, admissions=[tq.Admission("t", 3)])
     for count, error in ((2, tq.errors.QuotaExceededError), (4, tq.errors.AdmissionLimitError)):
         with pytest.raises(error) as caught:
-            client.put(rows(count) if count == 2 else {"x": ROW[:, :1].repeat(4, 0)}, partition_id="p", timeout=60.0)
+            client.put("p", rows(count) if count == 2 else {"x": ROW[:, :1].repeat(4, 0)}, timeout=60.0)
         assert caught.value.retry_after_seconds is None
 
 
@@ -135,7 +135,7 @@ def test_the_same_bounds_confirm_the_partition(client: AnyClient) -> None:
 
 def test_a_clear_ends_the_wait(client: AnyClient, threads: ThreadPoolExecutor) -> None:
     client.create_partition("p", admissions=[tq.Admission("t", 1)])
-    client.put(rows(1), partition_id="p")
+    client.put("p", rows(1))
     call = waits(client, threads)
     client.clear_partition("p")
     with pytest.raises(tq.errors.PartitionClearedError):
@@ -150,7 +150,7 @@ def test_a_client_that_leaves_leaves_the_line(server: LiveServer, client: AnyCli
     until(lambda: waiting(client) == 1)
     call.cancel()
     until(lambda: waiting(client) == 0)
-    client.put(metadata=meta, state="failed")
+    client.put(meta, state="failed")
     assert client.insert("p", 1).global_indexes == [1]  # the capacity and the index are not the cancelled call's
 
 
@@ -162,7 +162,7 @@ def test_a_retry_takes_the_place_of_the_call_that_it_repeats(server: LiveServer,
     until(lambda: waiting(client) == 1)
     again = server.controller.Insert.future(request, timeout=60)
     assert first.code() is grpc.StatusCode.CANCELLED
-    client.put(metadata=meta, state="failed")
+    client.put(meta, state="failed")
     assert list(again.result().meta.global_indexes) == [1]
     assert list(server.controller.Insert(request, timeout=20).meta.global_indexes) == [1]
     assert client.describe_partition("p").summary.inserted_count == 2
@@ -175,10 +175,10 @@ def test_a_put_at_a_storage_service_of_its_own_waits_with_its_commit(threads: Th
         tq.Client(controller.address, timeout=30.0) as client,
     ):
         client.create_partition("p", admissions=[tq.Admission("t", 1)])
-        client.put(rows(1), partition_id="p")
+        client.put("p", rows(1))
         with pytest.raises(tq.errors.AdmissionLimitError):
-            client.put(rows(1), partition_id="p", timeout=FAULT_SECONDS)
-        call = threads.submit(lambda: client.put(rows(1), partition_id="p"))
+            client.put("p", rows(1), timeout=FAULT_SECONDS)
+        call = threads.submit(lambda: client.put("p", rows(1)))
         until(lambda: client.describe_partition("p").waiting_put_count == 1)
         client.get_meta(partition_id="p", task_name="t", data_fields=["x"], batch_size=1)
         assert call.result(timeout=20).global_indexes == [1]
@@ -196,7 +196,7 @@ def test_producers_are_held_to_the_pace_of_the_consumer(start_server: StartServe
 
     def produce() -> None:
         for _ in range(put_count):
-            client.put(rows(8), partition_id="p", timeout=60.0)
+            client.put("p", rows(8), timeout=60.0)
 
     def watch() -> None:
         while not stop.is_set():

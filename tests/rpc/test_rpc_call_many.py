@@ -43,7 +43,7 @@ def waiting(server: LiveServer) -> int:
 
 @pytest.fixture
 def put(server: LiveServer) -> None:
-    server.client().put({"x": np.arange(600)}, partition_id="train")
+    server.client().put("train", {"x": np.arange(600)})
 
 
 @pytest.fixture
@@ -168,7 +168,7 @@ def test_a_queue_claim_whose_answer_was_not_sent_is_released(
 ) -> None:
     server = start_server(data_dir=str(tmp_path), durability="process")
     client = server.client()
-    client.put({"x": np.arange(3)}, partition_id="train")
+    client.put("train", {"x": np.arange(3)})
     store = server.app.state_store
     held, is_free = threading.Event(), threading.Event()
     wait_durable = store.wait_durable
@@ -216,7 +216,7 @@ def test_256_calls_may_be_open_and_those_behind_them_wait(server: LiveServer, st
 def test_a_client_that_reads_no_answers_is_read_no_more_and_ended(start_server: StartServer) -> None:
     server = start_server(stall_seconds=2.0)
     client = server.client()
-    client.put({"x": np.arange(4096)}, partition_id="train", keys=[f"{row:0400}" for row in range(4096)])
+    client.put("train", {"x": np.arange(4096)}, keys=[f"{row:0400}" for row in range(4096)])
     sent: list[int] = []
 
     def messages() -> Iterator[bytes]:
@@ -323,7 +323,7 @@ def test_each_call_needs_its_role_and_its_partition(loop_thread: LoopThread, tok
     with LiveServer(loop_thread, auth_tokens_file=str(tokens)) as server:
         client = server.client(token=boss)
         for name in ("train", "secret"):
-            client.put({"x": np.arange(4)}, partition_id=name)
+            client.put(name, {"x": np.arange(4)})
         with CallStream(server.channel, bearer(worker)) as stream:
             stream.send(claim(1), claim(2, partition_id="secret"), claim(3))
             answers = stream.read(3)

@@ -42,9 +42,9 @@ def test_a_small_put_is_two_calls_of_the_client_and_none_between_services(
     storage = start_server(role="storage", controller=controller.address, shared_memory="off")
     client = AnyClient(client_kind, controller.address, loop_thread)
     try:
-        client.put({"x": torch.arange(4)}, partition_id="train")  # it learns where puts may go
+        client.put("train", {"x": torch.arange(4)})  # it learns where puts may go
         calls.clear()
-        metas = [client.put({"x": torch.arange(4) + 4 * index}, partition_id="train") for index in range(PUT_COUNT)]
+        metas = [client.put("train", {"x": torch.arange(4) + 4 * index}) for index in range(PUT_COUNT)]
         made = [name for name in calls if name != "RegisterStorage"]  # heartbeats come whether there are puts or not
         assert [name for name in made if name != "PlacePut"] == ["PutInline", "Commit"] * PUT_COUNT
         assert made.count("PlacePut") < PUT_COUNT  # a grant holds for some seconds

@@ -22,7 +22,7 @@ OTHERS = {"sync": "async", "async": "sync"}
 
 
 def put_rows(client: AnyClient, count: int) -> None:
-    client.put({"x": torch.arange(count)}, partition_id="train")
+    client.put("train", {"x": torch.arange(count)})
 
 
 def test_each_name_takes_what_is_next_when_it_asks_and_the_same_when_it_asks_again(

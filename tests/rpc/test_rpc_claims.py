@@ -15,7 +15,7 @@ ASKS: dict[str, Any] = {"partition_id": "train", "task_name": "t", "data_fields"
 
 
 def put_rows(client: AnyClient, count: int, **arguments: Any) -> None:
-    client.put({"x": torch.arange(count)}, partition_id="train", **arguments)
+    client.put("train", {"x": torch.arange(count)}, **arguments)
 
 
 def test_every_retry_of_a_rank_gets_the_same(client: AnyClient, server: LiveServer) -> None:
@@ -104,13 +104,13 @@ def test_groups_of_neighbours_begin_anywhere_where_a_claim_says_so(client: AnyCl
     with pytest.raises(tq.errors.InvalidArgumentError, match="blocks 'anywhere'"):
         client.get_meta(**asks, sampler_config={"n_samples_per_prompt": 3}, max_wait=0.0)
     asks["sampler_config"] = {"n_samples_per_prompt": 3, "blocks": "anywhere"}
-    client.put(metadata=second, state="held")
+    client.put(second, state="held")
     got = client.get_meta(**asks, lease=60.0)
     assert got.global_indexes == [2, 3, 4]
     with pytest.raises(tq.errors.InvalidArgumentError, match="are a group"):
         client.ack(got.select_samples([0]))
     assert client.ack(got) == 3
-    client.put(metadata=second, state="live")
+    client.put(second, state="live")
     client.seal_partition("train")
     end = client.get_meta(**asks)
     assert end.end is not None
@@ -153,7 +153,7 @@ def test_clearing_consumed_samples_keeps_the_counts(client: AnyClient) -> None:
     assert client.clear_samples(got) == 4
     status = client.check_consumption("train", "t")
     assert (status.consumed_count, status.total_count, status.skipped_count) == (4, 6, 0)
-    assert client.clear_samples(partition_id="train", global_indexes=[4, 99]) == 1
+    assert client.clear_samples("train", global_indexes=[4, 99]) == 1
     client.seal_partition("train")
     assert client.get_meta(**ASKS, batch_size=4).global_indexes == [5]
     end = client.get_meta(**ASKS, batch_size=4)
@@ -177,8 +177,8 @@ def test_ranks_are_balanced_by_the_rows_themselves(client: AnyClient) -> None:
     columns = {"x": torch.arange(64), "answer": [torch.zeros(length // 2) for length in lengths]}
     columns["ids"] = [torch.zeros(length) for length in lengths]
     fields = ["answer", "x", "ids"]
-    client.put(columns, partition_id="train")
-    client.put(columns, partition_id="named", custom_meta={"total_lengths": lengths})
+    client.put("train", columns)
+    client.put("named", columns, custom_meta={"total_lengths": lengths})
     asks: dict[str, Any] = {"task_name": "t", "batch_size": 16, "dp_size": 4, "batch_index": 0}
     asks["sampler"] = tq.samplers.SeqlenBalancedSampler(n_samples_per_prompt=1)
     for rank in range(4):

@@ -31,15 +31,15 @@ def names_of(client: AnyClient, partition: str) -> list[str]:
 @every_way
 def test_a_field_is_dense_until_a_row_differs(client: AnyClient) -> None:
     parts = [made(0, (2, 5)), made(10, (3, 7)), [made(20, (4,)), made(21, (9,))], [made(30, (5,)), made(31, (5,))]]
-    early = client.put({"x": parts[0], "n": torch.arange(2)}, partition_id="auto", keys=["a", "b"])
+    early = client.put("auto", {"x": parts[0], "n": torch.arange(2)}, keys=["a", "b"])
     claimed = client.get_meta(partition_id="auto", task_name="early", data_fields=["x"], batch_size=2)
     assert spec_of(client, "auto") == ("int64", "dense", (5,))
     assert client.get_data(early)["x"].shape == (2, 5)
-    metas = [early, *(client.put({"x": part}, partition_id="auto") for part in parts[1:])]
+    metas = [early, *(client.put("auto", {"x": part}) for part in parts[1:])]
     assert spec_of(client, "auto") == ("int64", "jagged", (-1,))
     rows = [row for part in parts for row in rows_of(part)]
     order = [8, 0, 3, 6, 1, 5, 2, 7, 4]
-    got = client.get_data(partition_id="auto", global_indexes=order, data_fields=["x"])["x"]
+    got = client.get_data("auto", global_indexes=order, data_fields=["x"])["x"]
     assert got.layout is torch.jagged
     assert_same_rows(got, [rows[index] for index in order])
     # Batches that were described before it was jagged are read as they were described, and others as the field is now.
@@ -48,12 +48,12 @@ def test_a_field_is_dense_until_a_row_differs(client: AnyClient) -> None:
     joined = tq.BatchMeta.concat([meta.select_fields(["x"]) for meta in metas])
     assert joined.fields[0].row_shape == (-1,)
     assert_same_rows(client.get_data(joined)["x"], rows)
-    by_key = client.get_data(partition_id="auto", keys=["b"], data_fields=["x"])["x"]
+    by_key = client.get_data("auto", keys=["b"], data_fields=["x"])["x"]
     assert by_key.layout is torch.jagged
     assert_same_rows(by_key, rows[1:2])
     late = client.get_meta(partition_id="auto", task_name="late", data_fields=["x"], batch_size=9)
     assert_same_rows(client.get_data(late)["x"], rows)
-    client.put({"x": made(40, (2, 3))}, metadata=early)  # and the rows of `claimed` are others now
+    client.put(early, {"x": made(40, (2, 3))})  # and the rows of `claimed` are others now
     assert_same_rows(client.get_data(claimed)["x"], made(40, (2, 3)))
 
 
@@ -63,12 +63,12 @@ def test_only_what_differs_is_ragged(client: AnyClient, default_layout: str) -> 
     client.create_partition("train", default_layout=default_layout)
     rows = [made(length, (4, length)) for length in (7, 7, 5, 9)]
     for row in rows:
-        client.put({"x": [row]}, partition_id="train")
+        client.put("train", {"x": [row]})
     assert spec_of(client, "train") == ("int64", "jagged", (4, -1))
-    got = client.get_data(partition_id="train", global_indexes=range(4))["x"]
+    got = client.get_data("train", global_indexes=range(4))["x"]
     assert got._ragged_idx == 2
     assert_pads_like(got, rows)
-    alike = client.get_data(partition_id="train", global_indexes=[1, 0])["x"]
+    alike = client.get_data("train", global_indexes=[1, 0])["x"]
     assert alike._ragged_idx == 2
     assert_pads_like(alike, rows[:2])
 
@@ -109,21 +109,21 @@ def test_nested_tensors_of_equal_rows_do_not_say_what_is_ragged(
         client.create_partition("train", default_layout=declared)
     parts = ORDERS[order]()
     rows = [row for part in parts for row in (part if isinstance(part, list) else part.unbind())]
-    first = client.put({"x": parts[0]}, partition_id="train")
+    first = client.put("train", {"x": parts[0]})
     assert_same_rows(client.get_data(first)["x"], rows[: first.size])
     for part in parts[1:]:
-        client.put({"x": part}, partition_id="train")
+        client.put("train", {"x": part})
     server.stop()
     server = start_server(data_dir=str(tmp_path), durability="process")
     client = server.client()
     ragged_dim = rows[0].ndim
     assert spec_of(client, "train") == ("int64", "jagged", (*rows[0].shape[:-1], -1))
     for indexes in (range(len(rows)), [0], [len(rows) - 1]):
-        got = client.get_data(partition_id="train", global_indexes=indexes)["x"]
+        got = client.get_data("train", global_indexes=indexes)["x"]
         assert got._ragged_idx == ragged_dim
         assert_same_rows(got, [rows[index] for index in indexes])
-    client.clear_samples(partition_id="train", global_indexes=[0])
-    client.put({"x": nested(rows[0])}, partition_id="train")
+    client.clear_samples("train", global_indexes=[0])
+    client.put("train", {"x": nested(rows[0])})
     client.seal_partition("train")
     dataset = StreamingDataset(
         server.address, batch_size=8, data_fields=["x"], partition_id="train", task_name="t", max_wait=5.0
@@ -139,21 +139,21 @@ def test_a_field_that_is_declared_keeps_its_meaning(client: AnyClient) -> None:
         tq.FieldSpec("a", layout="auto", dtype="int64"),
     ]
     client.create_partition("train", default_layout="dense", fields=fields)
-    meta = client.put({name: torch.zeros(2, 3, dtype=torch.int64) for name in "djax"}, partition_id="train")
+    meta = client.put("train", {name: torch.zeros(2, 3, dtype=torch.int64) for name in "djax"})
     batch = client.get_data(meta)
     assert {name: batch[name].is_nested for name in "djax"} == {"d": False, "j": True, "a": False, "x": False}
     for name in "dx":
         with pytest.raises(
             tq.errors.FieldMismatchError, match=r"is int64 dense \[3\], got int64 dense \[4\].*as auto or jagged"
         ) as got:
-            client.put({name: torch.zeros(2, 4, dtype=torch.int64)}, partition_id="train")
+            client.put("train", {name: torch.zeros(2, 4, dtype=torch.int64)})
         assert got.value.metadata["expected"] == "int64 dense [3]"
-    client.put({name: torch.zeros(2, 4, dtype=torch.int64) for name in "ja"}, partition_id="train")
+    client.put("train", {name: torch.zeros(2, 4, dtype=torch.int64) for name in "ja"})
     assert spec_of(client, "train", "a") == ("int64", "jagged", (-1,))
 
 
 def test_rows_of_another_number_of_dimensions_are_refused(client: AnyClient) -> None:
-    client.put({"x": torch.zeros(2), "y": torch.zeros(2, 1)}, partition_id="train")
+    client.put("train", {"x": torch.zeros(2), "y": torch.zeros(2, 1)})
     for data, got in (
         ({"x": torch.zeros(2, 1)}, r"float32 dense \[1\]"),
         ({"y": torch.zeros(2)}, r"float32 dense \[\]"),
@@ -161,11 +161,11 @@ def test_rows_of_another_number_of_dimensions_are_refused(client: AnyClient) -> 
         with pytest.raises(
             tq.errors.FieldMismatchError, match=rf"got {got}; put rows with the same number of dimensions in every put"
         ):
-            client.put(data, partition_id="train")
+            client.put("train", data)
     with pytest.raises(tq.errors.FieldMismatchError, match="convert the rows to the dtype"):
-        client.put({"x": torch.zeros(2, dtype=torch.int64)}, partition_id="train")
+        client.put("train", {"x": torch.zeros(2, dtype=torch.int64)})
     with pytest.raises(tq.errors.FieldMismatchError, match="it holds tensors: put tensors"):
-        client.put({"x": ["a", "b"]}, partition_id="train")
+        client.put("train", {"x": ["a", "b"]})
     assert client.describe_partition("train").summary.inserted_count == 2
 
 
@@ -182,7 +182,7 @@ def test_what_is_got_is_padded_as_what_was_put(client: AnyClient, name: str) -> 
     """Nested tensors, ragged in their first dimension and in their second, of one put and of several."""
     data = columns_of(LENGTHS[name])
     several = [columns_of([length], first=row) for row, length in enumerate(LENGTHS[name])]
-    metas = [client.put(data, partition_id="one"), *(client.put(each, partition_id="many") for each in several)]
+    metas = [client.put("one", data), *(client.put("many", each) for each in several)]
     for meta in (metas[0], tq.BatchMeta.concat(metas[1:])):
         batch = client.get_data(meta)
         for field, put in data.items():
@@ -202,7 +202,7 @@ def test_a_get_asks_for_a_layout(client: AnyClient) -> None:
         "score": torch.zeros(3),
         "text": ["a", "b", "c"],
     }
-    meta = client.put(data, partition_id="train")
+    meta = client.put("train", data)
     first = meta.select_samples([1, 0])
 
     def kinds(meta: tq.BatchMeta, layout: str | None) -> dict[str, Any]:
@@ -239,7 +239,7 @@ def test_a_get_asks_for_a_layout(client: AnyClient) -> None:
 
 def test_empty_batches_are_of_the_layout_asked_for(client: AnyClient) -> None:
     data = {"d": made(0, (2, 4)), "j": [made(0, (2, 4)), made(1, (2, 6))], "s": torch.zeros(2)}
-    empty = client.put(data, partition_id="train").select_samples([])
+    empty = client.put("train", data).select_samples([])
     for layout in (None, "auto", "jagged"):
         assert client.get_data(empty, layout=layout)["j"]._ragged_idx == 2
     assert client.get_data(empty, layout="dense")["j"].shape == (0, 2, 0)
@@ -252,7 +252,7 @@ def test_empty_batches_are_of_the_layout_asked_for(client: AnyClient) -> None:
 
 def test_lengths_are_right_of_rows_that_came_before_others_differed(client: AnyClient) -> None:
     for length, count in ((5, 2), (3, 1), (8, 1)):
-        client.put({"ids": made(0, (count, 2, length))}, partition_id="train")
+        client.put("train", {"ids": made(0, (count, 2, length))})
     options = {"length_field": "ids", "pack_max_length": 10, "optimizer_steps": 1}
     meta = client.get_meta(
         partition_id="train", task_name="t", data_fields=["ids"], batch_size=4, sampler="packed", sampler_config=options
@@ -263,7 +263,7 @@ def test_lengths_are_right_of_rows_that_came_before_others_differed(client: AnyC
 
 
 def test_rows_that_are_all_alike_have_a_length(client: AnyClient) -> None:
-    client.put({"ids": made(0, (4, 5))}, partition_id="train")
+    client.put("train", {"ids": made(0, (4, 5))})
     meta = client.get_meta(
         partition_id="train", task_name="t", data_fields=["ids"], batch_size=4, sampler="packed",
         sampler_config={"length_field": "ids", "pack_max_length": 10, "optimizer_steps": 1},
@@ -277,7 +277,7 @@ def test_rows_that_are_all_alike_have_a_length(client: AnyClient) -> None:
 def test_a_field_is_forgotten_with_its_last_cell(client: AnyClient) -> None:
     declared = tq.FieldSpec("ids", layout="jagged")
     client.create_partition("train", fields=[declared])
-    first = client.put({"ids": made(0, (2, 5)), "x": torch.zeros(2)}, partition_id="train")
+    first = client.put("train", {"ids": made(0, (2, 5)), "x": torch.zeros(2)})
     held = client.insert("train", 1)
     client.clear_samples(first.select_samples([0]))
     assert names_of(client, "train") == ["ids", "x"]
@@ -286,7 +286,7 @@ def test_a_field_is_forgotten_with_its_last_cell(client: AnyClient) -> None:
     assert spec_of(client, "train", "ids") == ("", "jagged", None)
     with pytest.raises(tq.errors.FieldNotFoundError, match="'x'"):
         client.get_data(held, data_fields=["x"])
-    meta = client.put({"ids": made(0, (2, 2, 3)).float(), "x": ["a", "b"]}, partition_id="train")
+    meta = client.put("train", {"ids": made(0, (2, 2, 3)).float(), "x": ["a", "b"]})
     assert spec_of(client, "train", "x")[1] == "object"
     batch = client.get_data(meta)
     assert batch["ids"].layout is torch.jagged
@@ -295,23 +295,23 @@ def test_a_field_is_forgotten_with_its_last_cell(client: AnyClient) -> None:
 
 
 def test_a_field_whose_cells_all_are_overwritten_may_be_another(client: AnyClient) -> None:
-    meta = client.put({"x": torch.zeros(3), "y": made(0, (3, 4))}, partition_id="train")
-    client.put({"y": made(0, (3, 5))}, metadata=meta)
+    meta = client.put("train", {"x": torch.zeros(3), "y": made(0, (3, 4))})
+    client.put(meta, {"y": made(0, (3, 5))})
     assert spec_of(client, "train", "y") == ("int64", "dense", (5,))
-    client.put({"y": made(0, (1, 6))}, metadata=meta.select_samples([1]))
+    client.put(meta.select_samples([1]), {"y": made(0, (1, 6))})
     assert spec_of(client, "train", "y") == ("int64", "jagged", (-1,))
     with pytest.raises(tq.errors.FieldMismatchError):
-        client.put({"x": torch.zeros(2, dtype=torch.int64)}, metadata=meta.select_samples([0, 2]))
-    more = client.put({"x": torch.arange(3), "y": ["a", "b", "c"]}, metadata=meta)
+        client.put(meta.select_samples([0, 2]), {"x": torch.zeros(2, dtype=torch.int64)})
+    more = client.put(meta, {"x": torch.arange(3), "y": ["a", "b", "c"]})
     assert client.get_data(more)["x"].tolist() == [0, 1, 2]
     assert list(client.get_data(more)["y"]) == ["a", "b", "c"]
-    client.put(metadata=meta, state="failed")
+    client.put(meta, state="failed")
     assert names_of(client, "train") == []
 
 
 def test_the_empty_batch_of_a_rank_is_typed_when_the_others_have_cleared_theirs(client: AnyClient) -> None:
     """The other rank may be done with its samples, and have cleared them, before this one asks at all."""
-    client.put({"x": torch.zeros(1, 4, dtype=torch.int16), "text": ["a"]}, partition_id="train")
+    client.put("train", {"x": torch.zeros(1, 4, dtype=torch.int16), "text": ["a"]})
     client.seal_partition("train")
 
     def ask(dp_rank: int) -> tq.BatchMeta:

@@ -17,7 +17,7 @@ ROWS, WIDTH = 8, 4096
 
 def put_rows(client: Any, number: int) -> Any:
     data = {"tokens": torch.full((ROWS, WIDTH), number), "mask": torch.full((ROWS, WIDTH), -number)}
-    return client.put(data, partition_id="train", keys=[f"k{number}_{row}" for row in range(ROWS)])
+    return client.put("train", data, keys=[f"k{number}_{row}" for row in range(ROWS)])
 
 
 def segments(directory: Path) -> list[Path]:
@@ -30,7 +30,7 @@ def test_a_damaged_segment_names_its_samples(start_server: StartServer, tmp_path
     server = start_server(**flags)
     client = server.client()
     metas = [put_rows(client, number) for number in range(4)]
-    client.put({"reward": torch.arange(ROWS * 1.0)}, metadata=metas[1])
+    client.put(metas[1], {"reward": torch.arange(ROWS * 1.0)})
     assert len(segments(tmp_path)) == 4
     server.stop()
     path = segments(tmp_path)[1]
@@ -55,9 +55,7 @@ def test_a_damaged_segment_names_its_samples(start_server: StartServer, tmp_path
     assert client.storage_stat().damaged_put_count == 1
 
     # What is lost may be put again.
-    client.put(
-        {"tokens": torch.ones((ROWS, WIDTH)).long(), "mask": torch.ones((ROWS, WIDTH)).long()}, metadata=metas[1]
-    )
+    client.put(metas[1], {"tokens": torch.ones((ROWS, WIDTH)).long(), "mask": torch.ones((ROWS, WIDTH)).long()})
     assert client.get_data(metas[1], data_fields=["tokens"])["tokens"].eq(1).all()
     assert client.storage_stat().damaged_put_count == 0
 
@@ -82,13 +80,13 @@ def test_a_segment_that_is_gone_is_told_before_anybody_reads(start_server: Start
 def test_a_segment_that_is_cut_short_under_the_service_is_an_error_of_its_reads(tmp_path: Path) -> None:
     command = (*COMMAND, "serve", "--port", "0", "--data-dir", str(tmp_path), "--shared-memory", "off")
     with ListeningProcess(command) as service, tq.Client(service.address, timeout=10.0) as client:
-        lost = client.put({"x": np.ones((8, 1 << 20), np.uint8)}, partition_id="lost")
+        lost = client.put("lost", {"x": np.ones((8, 1 << 20), np.uint8)})
         for path in tmp_path.rglob("*.seg"):
             os.truncate(path, 0)
-        kept = client.put({"x": np.ones((2, 1 << 20), np.uint8)}, partition_id="kept")
+        kept = client.put("kept", {"x": np.ones((2, 1 << 20), np.uint8)})
         with pytest.raises(tq.errors.DataLossError, match="its bytes cannot be read"):
             client.get_data(lost)
         assert client.get_data(kept)["x"].shape == (2, 1 << 20)
         client.clear_partition("lost")
-        assert client.get_data(client.put({"x": np.arange(3)}, partition_id="new"))["x"].tolist() == [0, 1, 2]
+        assert client.get_data(client.put("new", {"x": np.arange(3)}))["x"].tolist() == [0, 1, 2]
         assert service.exit_code is None

@@ -35,7 +35,7 @@ def client(start_server: StartServer, client_kind: ClientKind, request: pytest.F
     """A client of either kind that has found the way."""
     server: LiveServer = start_server(**WAYS[request.param], max_bytes=1 << 30)
     client = server.client(client_kind)
-    client.put({"x": FIRST}, partition_id="first")
+    client.put("first", {"x": FIRST})
     client.get_data(client.lookup_samples("first")[0])
     while request.param == "bulk" and not is_bulk_up(client):
         time.sleep(0.01)
@@ -58,7 +58,7 @@ def test_a_put_from_the_device_is_a_put_from_the_host(client: AnyClient, stand_i
         "list": [stand_in.put(row) for row in ragged],
         "objects": [{"number": number} for number in range(rows)],
     }
-    meta = client.put(on_device, partition_id="p")
+    meta = client.put("p", on_device)
     back = client.get_data(meta)
     assert torch.equal(back["wide"], wide)
     assert torch.equal(back["host"], wide.to(torch.int32))
@@ -83,7 +83,7 @@ def test_a_put_that_was_broken_off_is_copied_down_again(
 
     monkeypatch.setattr(driver._GrpcSteps, "_putting", broken_off_once)
     values = torch.arange(4 << 20).reshape(4, -1)  # 32 MiB
-    meta = client.put({"x": stand_in.later(values)}, partition_id="p")
+    meta = client.put("p", {"x": stand_in.later(values)})
     assert len(tries) == 2
     assert torch.equal(client.get_data(meta)["x"], values)
 
@@ -103,7 +103,7 @@ def columns_of(rows: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("rows", [4, 4000], ids=["small", "large"])
 def test_a_get_to_the_device_is_a_get_to_the_host(client: AnyClient, stand_in: StandIn, rows: int) -> None:
-    meta = client.put(columns_of(rows), partition_id="p")
+    meta = client.put("p", columns_of(rows))
     expected = client.get_data(meta)
     stand_in.log.clear()
     got = client.get_data(meta, device="cuda:0")
@@ -124,7 +124,7 @@ def test_a_get_to_the_device_is_a_get_to_the_host(client: AnyClient, stand_in: S
 
 @pytest.mark.parametrize("rows", [4, 4000], ids=["small", "large"])
 def test_padded_parts_go_to_the_device_and_into_tensors(client: AnyClient, stand_in: StandIn, rows: int) -> None:
-    meta = client.put(columns_of(rows), partition_id="p")
+    meta = client.put("p", columns_of(rows))
     form: dict[str, Any] = {
         "data_fields": ["ragged", "last", "wide"], "slices": {"ragged": (0, 5), "wide": (1, 4)}, "padded": ["ragged"],
         "pad_value": 9, "length": 5, "mask": True,
@@ -144,7 +144,7 @@ def zip_tensors(left: Any, right: Any) -> Iterator[tuple[torch.Tensor, torch.Ten
 
 
 def test_one_copy_takes_the_columns_of_one_memory_and_one_the_offsets(client: AnyClient, stand_in: StandIn) -> None:
-    meta = client.put({name: columns_of(4000)[name] for name in ("wide", "ragged", "half")}, partition_id="p")
+    meta = client.put("p", {name: columns_of(4000)[name] for name in ("wide", "ragged", "half")})
     stand_in.log.clear()
     got = client.get_data(meta, device="cuda")
     stand_in.default.run()
@@ -156,7 +156,7 @@ def test_one_copy_takes_the_columns_of_one_memory_and_one_the_offsets(client: An
 def test_the_arena_is_not_written_before_its_memory_is_free(client: AnyClient, stand_in: StandIn) -> None:
     """Blocks of pinned memory come back after their copy: many gets, of which each is read after the next one."""
     values = torch.arange(1 << 20).reshape(8, -1)  # 8 MiB
-    metas = [client.put({"x": values + number}, partition_id="p") for number in range(4)]
+    metas = [client.put("p", {"x": values + number}) for number in range(4)]
     waiting: list[tuple[int, Any]] = []
     for number in range(24):
         waiting.append((number % 4, client.get_data(metas[number % 4], device="cuda:0")))
@@ -167,7 +167,7 @@ def test_the_arena_is_not_written_before_its_memory_is_free(client: AnyClient, s
 
 
 def test_a_device_without_memory_gives_everything_back(client: AnyClient, stand_in: StandIn) -> None:
-    meta = client.put({"x": FIRST}, partition_id="p")
+    meta = client.put("p", {"x": FIRST})
     stand_in.free_bytes = 1000
     with pytest.raises(torch.OutOfMemoryError):
         client.get_data(meta, device="cuda:0")
@@ -185,7 +185,7 @@ def test_a_device_without_memory_gives_everything_back(client: AnyClient, stand_
 
 def test_a_get_without_pinned_memory(client: AnyClient, stand_in: StandIn) -> None:
     stand_in.refuses = True
-    meta = client.put(columns_of(1000), partition_id="p")
+    meta = client.put("p", columns_of(1000))
     got = client.get_data(meta, device="cuda:0")
     assert torch.equal(stand_in.read(got["wide"]), columns_of(1000)["wide"])
     assert stand_in.pinned == {}
@@ -193,7 +193,7 @@ def test_a_get_without_pinned_memory(client: AnyClient, stand_in: StandIn) -> No
 
 def test_tensors_of_the_caller_are_filled(client: AnyClient, stand_in: StandIn) -> None:
     data = columns_of(1000)
-    meta = client.put(data, partition_id="p")
+    meta = client.put("p", data)
     out = {
         "wide": torch.zeros(1000, 512, dtype=torch.int64),
         "flags": stand_in.put(torch.zeros(1000, dtype=torch.bool)),
@@ -206,9 +206,7 @@ def test_tensors_of_the_caller_are_filled(client: AnyClient, stand_in: StandIn) 
     assert torch.equal(stand_in.read(out["flags"]), data["flags"])
     assert torch.equal(got["half"], data["half"])
     assert not stand_in.has(got["half"])
-    twice = client.get_data(
-        partition_id="p", global_indexes=[1, 0, 1], data_fields=["wide"], out={"wide": out["wide"][:3]}
-    )
+    twice = client.get_data("p", global_indexes=[1, 0, 1], data_fields=["wide"], out={"wide": out["wide"][:3]})
     assert torch.equal(twice["wide"], data["wide"][[1, 0, 1]])
     empty = client.get_data(meta.select_samples([]), data_fields=["half"], out={"half": torch.empty(0).bfloat16()})
     assert empty["half"].shape == (0,)
@@ -233,7 +231,7 @@ def test_wrong_tensors_are_refused_before_anything_is_fetched(
     server: LiveServer, client_kind: ClientKind, stand_in: StandIn, out: dict[str, Any], message: str
 ) -> None:
     client = server.client(client_kind)
-    meta = client.put(columns_of(4), partition_id="p")
+    meta = client.put("p", columns_of(4))
     good = torch.full((4,), 7).to(torch.bfloat16)
     with pytest.raises(InvalidArgumentError, match=message):
         client.get_data(meta, out={"half": good, **out})
@@ -249,7 +247,7 @@ LARGE = torch.arange(1 << 20).reshape(8, -1)  # 8 MiB
 def host(start_server: StartServer, client_kind: ClientKind) -> AnyClient:
     """A client of either kind on the service's host."""
     client = start_server(shared_memory="on", max_bytes=1 << 30).client(client_kind)
-    client.put({"x": FIRST}, partition_id="first")
+    client.put("first", {"x": FIRST})
     return client
 
 
@@ -261,7 +259,7 @@ def pinned_regions() -> int:
 
 def test_a_put_is_copied_straight_into_its_region(host: AnyClient, stand_in: StandIn) -> None:
     for number in range(4):
-        meta = host.put({"x": stand_in.later(LARGE + number), "host": LARGE}, partition_id="p")
+        meta = host.put("p", {"x": stand_in.later(LARGE + number), "host": LARGE})
         got = host.get_data(meta)
         assert torch.equal(got["x"], LARGE + number)
         assert torch.equal(got["host"], LARGE)
@@ -273,7 +271,7 @@ def test_a_put_is_copied_straight_into_its_region(host: AnyClient, stand_in: Sta
 
 
 def test_a_get_goes_up_straight_from_its_region(host: AnyClient, stand_in: StandIn) -> None:
-    meta = host.put({"x": LARGE, "small": LARGE[:, :1].clone(), "ragged": list(LARGE.unbind())}, partition_id="p")
+    meta = host.put("p", {"x": LARGE, "small": LARGE[:, :1].clone(), "ragged": list(LARGE.unbind())})
     for fields in (["x", "small", "ragged"], ["ragged"]):
         stand_in.log.clear()
         got = host.get_data(meta, data_fields=fields, device="cuda")
@@ -289,7 +287,7 @@ def test_a_get_goes_up_straight_from_its_region(host: AnyClient, stand_in: Stand
 def test_a_region_is_not_used_again_before_it_was_copied_up(host: AnyClient, stand_in: StandIn) -> None:
     got = []
     for number in range(6):
-        meta = host.put({"x": LARGE + number}, partition_id="p")
+        meta = host.put("p", {"x": LARGE + number})
         got.append(host.get_data(meta, device="cuda:0")["x"])  # no stream has worked since
         host.clear_partition("p")
     assert stand_in.under_way
@@ -307,7 +305,7 @@ def test_a_region_that_cannot_be_pinned_is_copied_through_blocks(
         set_pinned_memory(monkeypatch, 8 << 20)
     values = torch.cat([LARGE, LARGE])
     for number in range(3):
-        meta = host.put({"x": stand_in.later(values + number)}, partition_id="p")
+        meta = host.put("p", {"x": stand_in.later(values + number)})
         got = host.get_data(meta, device="cuda:0")["x"]
         assert torch.equal(stand_in.read(got), values + number)
         del got
@@ -319,7 +317,7 @@ def test_a_region_makes_way_for_another_one(
     host: AnyClient, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_pinned_memory(monkeypatch, 24 << 20)
-    metas = [host.put({"x": stand_in.later(LARGE + number)}, partition_id="p") for number in range(5)]
+    metas = [host.put("p", {"x": stand_in.later(LARGE + number)}) for number in range(5)]
     for number in (0, 1, 2, 3, 4, 0, 1):
         got = host.get_data(metas[number], device="cuda:0")["x"]
         assert torch.equal(stand_in.read(got), LARGE + number)
@@ -328,7 +326,7 @@ def test_a_region_makes_way_for_another_one(
 
 
 def test_what_ends_with_its_session_is_unpinned_first(host: AnyClient, stand_in: StandIn) -> None:
-    meta = host.put({"x": stand_in.later(LARGE)}, partition_id="p")
+    meta = host.put("p", {"x": stand_in.later(LARGE)})
     got = host.get_data(meta, device="cuda:0")["x"]
     host.close()
     assert torch.equal(stand_in.read(got), LARGE)

@@ -94,8 +94,10 @@ def nested(depth: int) -> Any:
     return [nested(depth - 1)] if depth else 1
 
 
-def put(data: dict[str, Any], **arguments: Any) -> Callable[[AnyClient, tq.BatchMeta], object]:
-    return lambda client, meta: client.put(data, **{"partition_id": "train", **arguments})
+def put(
+    data: dict[str, Any], partition_id: str = "train", **arguments: Any
+) -> Callable[[AnyClient, tq.BatchMeta], object]:
+    return lambda client, meta: client.put(partition_id, data, **arguments)
 
 
 def get(**arguments: Any) -> Callable[[AnyClient, tq.BatchMeta], object]:
@@ -113,7 +115,7 @@ def consume_a_batch(client: AnyClient, meta: tq.BatchMeta) -> None:
 
 def declare_tasks(client: AnyClient, meta: tq.BatchMeta) -> None:
     client.create_partition("declared", tasks=["update_actor", "reward"])
-    client.put({"score": torch.zeros(2)}, partition_id="declared")
+    client.put("declared", {"score": torch.zeros(2)})
 
 
 def get_declared(task_name: str) -> Callable[[AnyClient, tq.BatchMeta], object]:
@@ -122,7 +124,7 @@ def get_declared(task_name: str) -> Callable[[AnyClient, tq.BatchMeta], object]:
 
 def declare_write_once(client: AnyClient, meta: tq.BatchMeta) -> None:
     client.create_partition("once", fields=[tq.FieldSpec("reward", write_once=True)])
-    client.put({"reward": torch.ones(2)}, partition_id="once", keys=["a", "b"])
+    client.put("once", {"reward": torch.ones(2)}, keys=["a", "b"])
 
 
 # A claim under the name of a task that there is not.
@@ -164,10 +166,10 @@ UNKNOWN_NAMES = [
               "'train'"),
     not_found("partition, lookup", lambda c, m: c.lookup_samples("trian", ["k0"]), PartitionNotFoundError,
               "'train'"),
-    not_found("partition, get", lambda c, m: c.get_data(partition_id="trian", keys=["k0"]), PartitionNotFoundError,
+    not_found("partition, get", lambda c, m: c.get_data("trian", keys=["k0"]), PartitionNotFoundError,
               "'train'"),
     not_found("partition, groups", lambda c, m: c.close_groups("trian", ["g0"]), PartitionNotFoundError, "'train'"),
-    not_found("partition, samples", lambda c, m: c.clear_samples(partition_id="trian", keys=["k0"]),
+    not_found("partition, samples", lambda c, m: c.clear_samples("trian", keys=["k0"]),
               PartitionNotFoundError, "'train'"),
     not_found("partition, existing keys", put({"score": torch.zeros(1, 3)}, partition_id="trian", keys=["k0"],
                                               key_mode="existing"), PartitionNotFoundError, "'trian'", "'train'"),
@@ -175,15 +177,15 @@ UNKNOWN_NAMES = [
               "'input_id'", "'input_ids'"),
     not_found("field, production", lambda c, m: c.check_production("train", ["scores"]), FieldNotFoundError,
               "'scores'", "'score'"),
-    not_found("key, get", lambda c, m: c.get_data(partition_id="train", keys=["k1", "k9"]), KeyNotFoundError,
+    not_found("key, get", lambda c, m: c.get_data("train", keys=["k1", "k9"]), KeyNotFoundError,
               "'k9'", "'k3'", "skip_missing (in Python: missing='skip')"),
     not_found("key, put", put({"score": torch.zeros(1, 3)}, keys=["k9"], key_mode="existing"), KeyNotFoundError,
               "'k9'", "'k3'", "key_mode upsert"),
-    not_found("sample, get", lambda c, m: c.get_data(partition_id="train", global_indexes=[1, 99]),
+    not_found("sample, get", lambda c, m: c.get_data("train", global_indexes=[1, 99]),
               SampleNotFoundError, "99", "4 of 4"),
-    not_found("cell", lambda c, m: c.get_data(partition_id="train", keys=["k1", "k2"], data_fields=["reward"]),
+    not_found("cell", lambda c, m: c.get_data("train", keys=["k1", "k2"], data_fields=["reward"]),
               CellNotFoundError, "'reward'", "'k2'", "(in Python: missing='skip', missing_fields='skip')",
-              prepare=lambda c, m: c.put({"reward": torch.zeros(1)}, metadata=m.select_samples([1]))),
+              prepare=lambda c, m: c.put(m.select_samples([1]), {"reward": torch.zeros(1)})),
     not_found("task, consumption", lambda c, m: c.check_consumption("train", "update_acto"), TaskNotFoundError,
               "'update_acto'", "'update_actor'", prepare=consume_a_batch),
     not_found("task, reset", lambda c, m: c.reset_consumption("train", "update_acto", 0), TaskNotFoundError,
@@ -249,7 +251,7 @@ WRONG_PUTS = [
     invalid("layout, objects", put({"score": ["a", "b"]}), "columns", "dense", "object", error=FieldMismatchError),
     invalid("jagged dims", put({"input_ids": [torch.zeros(2, 2, dtype=torch.int64)]}), "columns", "[-1]", "[2, 2]",
             error=FieldMismatchError),
-    invalid("dtype of a column", lambda c, m: c.put({"score": torch.zeros(2, 3).half()}, metadata=m.chunk(2)[0]),
+    invalid("dtype of a column", lambda c, m: c.put(m.chunk(2)[0], {"score": torch.zeros(2, 3).half()}),
             "columns", "float16", "float32", error=FieldMismatchError),
     invalid("rows of fields", put({"score": torch.zeros(2, 3), "reward": torch.zeros(3)}), "data", "2 rows", "3",
             "a row for each sample"),
@@ -257,13 +259,13 @@ WRONG_PUTS = [
     invalid("rows of groups", put({"score": torch.zeros(2, 3)}, groups=["a"] * 3), "groups", "3 groups", "2 samples"),
     invalid("rows of metadata", put({"score": torch.zeros(2, 3)}, custom_meta=[{"version": 1}]), "custom_meta",
             "1 samples", "2"),
-    invalid("rows of existing samples", lambda c, m: c.put({"score": torch.zeros(3, 3)}, metadata=m),
+    invalid("rows of existing samples", lambda c, m: c.put(m, {"score": torch.zeros(3, 3)}),
             "data", "metadata has 4 samples", "field 'score' has 3 rows"),
     invalid("keys twice", put({"score": torch.zeros(2, 3)}, keys=["a", "a"]), "keys", "'a'", "unique"),
     invalid("empty key", put({"score": torch.zeros(2, 3)}, keys=["a", ""]), "keys", "empty"),
     invalid("empty put", put({"score": torch.zeros(0, 3)}), "data", "0 rows", "at least one"),
     invalid("no columns", put({}), "data", "no fields", "at least one"),
-    invalid("nothing at all", lambda c, m: c.put(partition_id="train"), "row_count", "0", "at least one"),
+    invalid("nothing at all", lambda c, m: c.put("train"), "row_count", "0", "at least one"),
     invalid("insert too many", lambda c, m: c.insert("train", 2**24 + 1), "row_count", str(2**24 + 1), str(2**24)),
     invalid("insert none", lambda c, m: c.insert("train", 0), "row_count", "0", "at least one"),
     invalid("metadata that is no JSON", lambda c, m: c.set_custom_meta(m, [{"tag": {1}}] * 4), "custom_meta",
@@ -276,12 +278,13 @@ WRONG_PUTS = [
             "more than 32 lists and objects", "as an object field"),
     invalid("metadata too large", put({"score": torch.zeros(1, 3)}, custom_meta=[{"tag": ["x" * 20_000]}]),
             "custom_meta", "20004 bytes", "at most 16384", "as an object field"),
-    invalid("ack of no claim", lambda c, m: c.put({"score": torch.ones(4, 3)}, metadata=m, ack=True), "metadata",
+    invalid("ack of no claim", lambda c, m: c.put(m, {"score": torch.ones(4, 3)}, ack=True), "metadata",
             "of no leased claim", "get_meta(lease=...)"),
     invalid("ack without metadata", put({"score": torch.ones(1, 3)}, ack=True), "metadata",
-            "ack is True and metadata is None", "expected the samples of a leased claim", "leave ack out"),
-    invalid("ack that is not fenced", lambda c, m: c.put({"score": torch.ones(4, 3)}, metadata=replace(
-            m, claim_id=bytes(16), task_name="t", lease_seconds=60.0), ack=True, fenced=False), "fenced",
+            "ack is True, but the put names a partition", "expected the samples of a leased claim", "leave ack out"),
+    invalid("ack that is not fenced", lambda c, m: c.put(
+            replace(m, claim_id=bytes(16), task_name="t", lease_seconds=60.0), {"score": torch.ones(4, 3)}, ack=True,
+            fenced=False), "fenced",
             "fenced is False and ack is True", "leave out one of the two"),
     invalid("write_once that is no truth value", lambda c, m: c.create_partition("new", fields=[
             tq.FieldSpec("x", write_once=1)]), "write_once", "write_once is 1", "True or False"),
@@ -327,7 +330,7 @@ STALE = [
             "1 new", prepare=lambda c, m: c.seal_partition("train")),
     refused("incarnation, get", lambda c, m: c.get_data(m), StaleIncarnationError, "'train'", "Discard",
             prepare=remake_train),
-    refused("incarnation, put", lambda c, m: c.put({"score": torch.ones(4, 3)}, metadata=m), StaleIncarnationError,
+    refused("incarnation, put", lambda c, m: c.put(m, {"score": torch.ones(4, 3)}), StaleIncarnationError,
             "'train'", "Discard", prepare=remake_train),
     refused("incarnation, metadata", lambda c, m: c.set_custom_meta(m, [{"version": 9}] * 4), StaleIncarnationError,
             "'train'", prepare=remake_train),
@@ -347,9 +350,9 @@ STALE = [
     refused("epoch, queue", get_meta(epoch=1, task_name="reward"), StaleEpochError, "1", "0"),
     refused("epoch, reset", lambda c, m: c.reset_consumption("train", "update_actor", 4), StaleEpochError, "4", "0",
             prepare=consume_a_batch),
-    refused("failed sample", lambda c, m: c.put(metadata=m.select_samples([1]), state="live"), PreconditionError,
+    refused("failed sample", lambda c, m: c.put(m.select_samples([1]), state="live"), PreconditionError,
             "sample 1", "final", reason="SAMPLE_FAILED",
-            prepare=lambda c, m: c.put(metadata=m.select_samples([1]), state="failed")),
+            prepare=lambda c, m: c.put(m.select_samples([1]), state="failed")),
 ]  # fmt: skip
 
 
@@ -389,7 +392,7 @@ def refused_client(request: pytest.FixtureRequest, server: LiveServer) -> Iterat
             server.settle()
     assert server.app.calls.count == 3  # with the stream
     yield client
-    client.put({field: torch.ones(2) for field in TRAIN["data_fields"]}, partition_id="later")
+    client.put("later", {field: torch.ones(2) for field in TRAIN["data_fields"]})
     assert [each.result(20).status for each in waiting] == ["batch", "batch"]
 
 
@@ -440,11 +443,11 @@ def test_a_claim_of_a_partition_that_is_not_there_waits_for_it(client: AnyClient
 def test_sealed_partitions_take_columns_of_samples_they_have(client: AnyClient) -> None:
     meta = put_train(client)
     client.seal_partition("train")
-    client.put({"reward": torch.ones(4)}, metadata=meta)
-    client.put({"value": torch.ones(1)}, partition_id="train", keys=["k2"], key_mode="existing")
-    client.put({"value": torch.zeros(1)}, partition_id="train", keys=["k3"])
+    client.put(meta, {"reward": torch.ones(4)})
+    client.put("train", {"value": torch.ones(1)}, keys=["k2"], key_mode="existing")
+    client.put("train", {"value": torch.zeros(1)}, keys=["k3"])
     assert client.check_production("train", ["reward"]).complete
-    assert client.get_data(partition_id="train", keys=["k3", "k2"], data_fields=["value"])["value"].tolist() == [0, 1]
+    assert client.get_data("train", keys=["k3", "k2"], data_fields=["value"])["value"].tolist() == [0, 1]
 
 
 @pytest.mark.parametrize(
@@ -458,7 +461,7 @@ def test_sealed_partitions_take_columns_of_samples_they_have(client: AnyClient) 
 def test_fields_without_lengths_are_an_error(
     client: AnyClient, sampler: tq.samplers.SeqlenBalancedSampler, message: str
 ) -> None:
-    client.put({"x": torch.zeros(4)}, partition_id="bare")
+    client.put("bare", {"x": torch.zeros(4)})
     before = snapshot(client)
     asks: dict[str, Any] = {"partition_id": "bare", "task_name": "t", "data_fields": ["x"], "batch_size": 1, **RANK}
     asks["sampler"] = sampler
@@ -470,7 +473,7 @@ def test_fields_without_lengths_are_an_error(
 
 
 def test_lengths_that_no_sample_has_yet_are_waited_for(client: AnyClient) -> None:
-    meta = client.put({"x": torch.zeros(2)}, partition_id="late")
+    meta = client.put("late", {"x": torch.zeros(2)})
     client.seal_partition("late")
     asks: dict[str, Any] = {"partition_id": "late", "task_name": "t", "data_fields": ["x"], "batch_size": 1, **RANK}
     asks["sampler"] = tq.samplers.SeqlenBalancedSampler(length_key="total_lengths")
@@ -482,7 +485,7 @@ def test_lengths_that_no_sample_has_yet_are_waited_for(client: AnyClient) -> Non
 
 
 def test_samples_without_their_length_are_not_ready(client: AnyClient) -> None:
-    meta = client.put({"x": torch.zeros(4)}, partition_id="some", custom_meta=[{"total_lengths": 5}, {}, {}, {}])
+    meta = client.put("some", {"x": torch.zeros(4)}, custom_meta=[{"total_lengths": 5}, {}, {}, {}])
     asks: dict[str, Any] = {"partition_id": "some", "task_name": "t", "data_fields": ["x"], "batch_size": 1, **RANK}
     asks |= {"sampler": "seqlen_balanced", "sampler_config": {"n_samples_per_prompt": 1}}
     assert client.get_meta(**asks, max_wait=0).status == "not_yet"
@@ -492,7 +495,7 @@ def test_samples_without_their_length_are_not_ready(client: AnyClient) -> None:
 
 
 def test_a_jagged_field_stands_in_for_the_length(client: AnyClient) -> None:
-    client.put({"x": [torch.zeros(3), torch.zeros(9)]}, partition_id="some")
+    client.put("some", {"x": [torch.zeros(3), torch.zeros(9)]})
     asks: dict[str, Any] = {"partition_id": "some", "task_name": "t", "data_fields": ["x"], "batch_size": 1, **RANK}
     config = {"n_samples_per_prompt": 1, "length_field": "x"}
     assert client.get_meta(**asks, sampler="seqlen_balanced", sampler_config=config).size == 1
@@ -519,7 +522,7 @@ def test_a_put_larger_than_the_quota_is_refused_at_once(start_server: StartServe
     client = start_server(max_bytes=100_000).client(client_kind)
     before = snapshot(client)
     with pytest.raises(QuotaExceededError) as caught:
-        client.put({"x": torch.zeros(200_000, dtype=torch.uint8)}, partition_id="p", timeout=60.0)
+        client.put("p", {"x": torch.zeros(200_000, dtype=torch.uint8)}, timeout=60.0)
     assert wire_code(caught.value) == CODE.RESOURCE_EXHAUSTED
     assert caught.value.retry_after_seconds is None
     assert not has_retry_info(rpc_error_of(caught.value))
@@ -530,10 +533,10 @@ def test_a_put_larger_than_the_quota_is_refused_at_once(start_server: StartServe
 
 def test_a_put_that_finds_no_capacity_waits_then_is_refused(start_server: StartServer, client_kind: ClientKind) -> None:
     client = start_server(max_bytes=100_000).client(client_kind)
-    meta = client.put({"x": torch.zeros(80_000, dtype=torch.uint8)}, partition_id="full")
+    meta = client.put("full", {"x": torch.zeros(80_000, dtype=torch.uint8)})
     before = snapshot(client)
     with pytest.raises(QuotaExceededError) as caught:
-        client.put({"x": torch.zeros(40_000, dtype=torch.uint8)}, partition_id="full", timeout=1.0)
+        client.put("full", {"x": torch.zeros(40_000, dtype=torch.uint8)}, timeout=1.0)
     assert wire_code(caught.value) == CODE.RESOURCE_EXHAUSTED
     assert caught.value.retry_after_seconds is not None
     assert has_retry_info(rpc_error_of(caught.value))
@@ -550,11 +553,11 @@ def test_a_large_put_that_finds_no_capacity_is_refused_as_a_small_one(
     with ServiceProcess("--max-bytes", "24MiB") as server:
         client = AnyClient(client_kind, server.address, loop_thread)
         half = torch.zeros(1, 15 << 20, dtype=torch.uint8)
-        client.put({"x": half}, partition_id="full")
+        client.put("full", {"x": half})
         before = snapshot(client)
         for _ in range(3):
             with pytest.raises(QuotaExceededError):
-                client.put({"x": half}, partition_id="full", timeout=1.0)
+                client.put("full", {"x": half}, timeout=1.0)
         assert snapshot(client) == before
         client.close()
 
@@ -565,9 +568,9 @@ def test_a_put_that_waits_for_capacity_goes_on_when_there_is_some(
 ) -> None:
     server = start_server(max_bytes=5 * size // 2)
     client, other = server.client(client_kind), server.client()
-    client.put({"x": torch.zeros(2 * size, dtype=torch.uint8)}, partition_id="full")
+    client.put("full", {"x": torch.zeros(2 * size, dtype=torch.uint8)})
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(client.put, {"x": torch.ones(size, dtype=torch.uint8)}, partition_id="next")
+        waiting = pool.submit(client.put, "next", {"x": torch.ones(size, dtype=torch.uint8)})
         server.settle()
         other.clear_partition("full")
         assert client.get_data(waiting.result(20).select_samples([7]))["x"].tolist() == [1]
@@ -576,10 +579,10 @@ def test_a_put_that_waits_for_capacity_goes_on_when_there_is_some(
 
 def test_columns_of_existing_rows_may_use_the_reserve(start_server: StartServer, client_kind: ClientKind) -> None:
     client = start_server(max_bytes=100_000).client(client_kind)
-    meta = client.put({"x": torch.zeros(8, 11_000, dtype=torch.uint8)}, partition_id="full")
-    client.put({"reward": torch.zeros(8, 250)}, metadata=meta)
+    meta = client.put("full", {"x": torch.zeros(8, 11_000, dtype=torch.uint8)})
+    client.put(meta, {"reward": torch.zeros(8, 250)})
     with pytest.raises(QuotaExceededError):
-        client.put({"x": torch.zeros(1, 11_000, dtype=torch.uint8)}, partition_id="full", timeout=1.0)
+        client.put("full", {"x": torch.zeros(1, 11_000, dtype=torch.uint8)}, timeout=1.0)
 
 
 def test_bytes_lost_with_a_storage_service_are_named(start_server: StartServer, client_kind: ClientKind) -> None:
@@ -596,7 +599,7 @@ def test_bytes_lost_with_a_storage_service_are_named(start_server: StartServer, 
     assert wire_code(caught.value) == CODE.DATA_LOSS
     assert "samples 1 (k1), 3 (k3)" in str(caught.value)
     assert str(caught.value).endswith("put them again, or clear them")
-    again = client.put({"input_ids": [torch.arange(2)] * 4, "score": torch.ones(4, 3)}, metadata=lost)
+    again = client.put(lost, {"input_ids": [torch.arange(2)] * 4, "score": torch.ones(4, 3)})
     assert client.get_data(again)["score"].tolist() == torch.ones(4, 3).tolist()
 
 
@@ -640,7 +643,7 @@ def test_a_server_that_is_down_is_tried_until_the_deadline(server: LiveServer, c
     assert wire_code(caught.value) == CODE.UNAVAILABLE
     assert server.address in str(caught.value)
     with pytest.raises(UnavailableError):
-        client.put({"x": torch.zeros(2)}, partition_id="p", timeout=0.3)
+        client.put("p", {"x": torch.zeros(2)}, timeout=0.3)
     with pytest.raises(UnavailableError):
         client.get_meta(**TRAIN, batch_size=1, max_wait=0.1, timeout=0.2)
 
@@ -649,7 +652,7 @@ def test_a_server_that_comes_back_is_found(start_server: StartServer, client_kin
     (port,) = free_ports(1)  # the system gives it to nobody meanwhile
     first = start_server(port=port)
     client = first.client(client_kind)
-    client.put({"x": torch.zeros(2)}, partition_id="p")
+    client.put("p", {"x": torch.zeros(2)})
     first.stop()
     started = threading.Event()
     with ThreadPoolExecutor(1) as pool:

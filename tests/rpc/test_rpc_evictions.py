@@ -23,7 +23,7 @@ def put(client: AnyClient, versions: list[int], group: str | None = None, **argu
     count = len(versions)
     named = {} if group is None else {"groups": [group] * count, "group_size": count}
     meta = {"version": np.array(versions), "total_lengths": np.full(count, 5)}
-    return client.put({"x": torch.ones(count, 5)}, partition_id="train", custom_meta=meta, **named, **arguments)
+    return client.put("train", {"x": torch.ones(count, 5)}, custom_meta=meta, **named, **arguments)
 
 
 def rank(batch_index: int, asks: dict[str, Any] = GROUPS, dp_size: int = 1) -> dict[str, Any]:
@@ -89,7 +89,7 @@ def test_a_run_goes_on_however_many_rollouts_fail(client: AnyClient) -> None:
             name = f"g{next(names)}"
             meta = put(client, [step % 2] * 4, name, timeout=10.0)
             if step % 3 == 0:
-                client.put(metadata=meta.select_samples([1]), state="failed")
+                client.put(meta.select_samples([1]), state="failed")
         got = client.get_meta(**rank(len(delivered) // 2, asks))
         if got.status == "batch":
             delivered += dict.fromkeys(group for group in got.groups if group)
@@ -133,7 +133,7 @@ def test_what_cannot_be_evicted_is_refused_and_changes_nothing(
 def test_the_loader_evicts_what_its_where_excludes(server: LiveServer, client: AnyClient) -> None:
     put(client, [0] * 4, "old")
     small = put(client, [1] * 4, "small")
-    client.put(metadata=small.select_samples([0, 1, 2]), state="failed")
+    client.put(small.select_samples([0, 1, 2]), state="failed")
     put(client, [1] * 4, "new")
     client.seal_partition("train")
     dataset = StreamingDataset(
@@ -166,7 +166,7 @@ def test_evictions_outlive_a_restart(tmp_path: Path, loop_thread: LoopThread, cl
 def test_the_reason_of_a_wait_and_the_status_count_what_was_evicted(client: AnyClient) -> None:
     put(client, [0] * 4, "old")
     small = put(client, [1] * 4, "small")
-    client.put(metadata=small.select_samples([0, 1]), state="failed")
+    client.put(small.select_samples([0, 1]), state="failed")
     got = client.get_meta(**GROUPS, where=FRESH, unmatched="clear", least_members=3, explain=True)
     assert got.reason.endswith(
         "; 2 samples or groups were evicted: 1 that their where excludes, 1 with too few members left"
@@ -220,7 +220,7 @@ def test_evicted_units_of_what_is_not_there_are_errors(client: AnyClient) -> Non
 
 
 def test_prompts_of_evicted_groups_are_generated_again(client: AnyClient) -> None:
-    client.put({"text": ["p0", "p1"]}, partition_id="prompts", keys=["p0", "p1"])
+    client.put("prompts", {"text": ["p0", "p1"]}, keys=["p0", "p1"])
     asks = {**GROUPS, "where": FRESH, "unmatched": "clear", "refill": ("prompts", "rollout"), "max_refills": 1}
     client.get_meta(**{**ROLLOUT, "batch_size": 2})
     for expected in ("refilled", "used_up"):
@@ -237,7 +237,7 @@ def test_prompts_of_evicted_groups_are_generated_again(client: AnyClient) -> Non
 
 
 def test_a_worker_that_has_not_acknowledged_its_prompt_yet_does_not_undo_the_refill(client: AnyClient) -> None:
-    client.put({"text": ["p0"]}, partition_id="prompts", keys=["p0"])
+    client.put("prompts", {"text": ["p0"]}, keys=["p0"])
     leased = client.get_meta(**ROLLOUT, lease=60.0)
     put(client, [0] * 4, "p0")
     client.get_meta(**rank(0), where=FRESH, unmatched="clear", refill=("prompts", "rollout"))
@@ -283,7 +283,7 @@ def test_evicted_units_and_refills_outlive_a_restart(
     asks = {**GROUPS, "where": FRESH, "unmatched": "clear", "refill": ("prompts", "rollout"), "max_refills": 2}
     with LiveServer(loop_thread, **settings) as server:
         client = server.client(client_kind)
-        client.put({"text": ["p0"]}, partition_id="prompts", keys=["p0"])
+        client.put("prompts", {"text": ["p0"]}, keys=["p0"])
         client.get_meta(**ROLLOUT)
         put(client, [0] * 4, "p0")
         client.get_meta(**rank(0, asks))
@@ -346,7 +346,7 @@ def test_only_samples_that_are_left_for_a_task_and_leased_to_nobody_go(client: A
 def test_failing_samples_gives_places_back_and_is_checked_against_the_lease(client: AnyClient) -> None:
     client.create_partition("train", admissions=[tq.Admission("t", 4)])
     put(client, [0] * 4)
-    assert client.fail_samples(partition_id="train", where=[("version", "==", 0)]) == 4
+    assert client.fail_samples("train", where=[("version", "==", 0)]) == 4
     put(client, [1] * 4, timeout=10.0)
     leased = client.get_meta(**ASKS, lease=60.0)
     client.release(leased)
@@ -354,6 +354,6 @@ def test_failing_samples_gives_places_back_and_is_checked_against_the_lease(clie
         client.fail_samples(leased)
     assert client.describe_partition("train").live_count == 4
     with pytest.raises(tq.errors.PartitionNotFoundError):
-        client.fail_samples(partition_id="nowhere", keys=["a"])
+        client.fail_samples("nowhere", keys=["a"])
     with pytest.raises(tq.errors.InvalidArgumentError, match="groups and samples are both named"):
-        client.fail_samples(partition_id="train", keys=["a"], groups=["g"])
+        client.fail_samples("train", keys=["a"], groups=["g"])

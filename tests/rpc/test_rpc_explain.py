@@ -37,7 +37,7 @@ def lacks(reason: WaitReason) -> set[tuple[str, str, int]]:
 
 
 def test_nothing_is_explained_that_nobody_asks_for(client: AnyClient) -> None:
-    client.put({"x": np.arange(2)}, partition_id="p")
+    client.put("p", {"x": np.arange(2)})
     meta = client.get_meta(partition_id="p", **ASKED | {"max_wait": 0.05})
     assert (meta.status, meta.waiting_for, meta.reason) == ("not_yet", None, "")
     assert client.explain("p") == []
@@ -55,7 +55,7 @@ def test_a_partition_that_is_not_there(client: AnyClient) -> None:
 def test_no_samples_and_no_field(client: AnyClient) -> None:
     client.create_partition("p")
     assert why(client).code == WaitCode.NO_SAMPLES
-    client.put({"x": np.arange(8)}, partition_id="p")
+    client.put("p", {"x": np.arange(8)})
     reason = why(client, data_fields=["x", "rewrd"])
     assert (reason.code, reason.left_count, reason.ready_count) == (WaitCode.FIELD_NEVER_PUT, 8, 0)
     assert reason.text == "no sample of partition 'p' has field 'rewrd'; known: 'x'"
@@ -63,10 +63,10 @@ def test_no_samples_and_no_field(client: AnyClient) -> None:
 
 
 def test_what_samples_lack_is_counted(client: AnyClient) -> None:
-    meta = client.put({"x": np.arange(6)}, partition_id="p", custom_meta=[{"v": row} for row in range(6)])
-    client.put({"y": np.arange(2)}, metadata=meta.select_samples([0, 1]))
-    client.put({"x": np.arange(3), "y": np.arange(3)}, partition_id="p", state="held")
-    client.put({"x": np.arange(1), "y": np.arange(1)}, partition_id="p", state="failed")
+    meta = client.put("p", {"x": np.arange(6)}, custom_meta=[{"v": row} for row in range(6)])
+    client.put(meta.select_samples([0, 1]), {"y": np.arange(2)})
+    client.put("p", {"x": np.arange(3), "y": np.arange(3)}, state="held")
+    client.put("p", {"x": np.arange(1), "y": np.arange(1)}, state="failed")
     reason = why(client, data_fields=["x", "y"], where=[("v", ">=", 1)])
     assert reason.code == WaitCode.TOO_FEW_READY
     assert (reason.left_count, reason.ready_count, reason.needed_count, reason.sealed) == (9, 1, 4, False)
@@ -76,7 +76,7 @@ def test_what_samples_lack_is_counted(client: AnyClient) -> None:
 
 
 def test_lengths_that_a_sampler_needs(client: AnyClient) -> None:
-    client.put({"x": np.arange(3)}, partition_id="p", custom_meta=[{"total_lengths": 3}, {"total_lengths": 4}, {}])
+    client.put("p", {"x": np.arange(3)}, custom_meta=[{"total_lengths": 3}, {"total_lengths": 4}, {}])
     reason = why(client, batch_size=3, sampler="seqlen_balanced", **RANK)
     assert (reason.code, reason.ready_count, lacks(reason)) == (
         WaitCode.TOO_FEW_READY,
@@ -86,7 +86,7 @@ def test_lengths_that_a_sampler_needs(client: AnyClient) -> None:
 
 
 def test_leases_and_what_is_consumed(client: AnyClient) -> None:
-    client.put({"x": np.arange(8)}, partition_id="p")
+    client.put("p", {"x": np.arange(8)})
     leased = client.get_meta(partition_id="p", **ASKED, lease=30.0)
     reason = why(client, batch_size=8)
     (lease,) = reason.not_ready
@@ -107,7 +107,7 @@ def test_leases_and_what_is_consumed(client: AnyClient) -> None:
 
 @pytest.mark.parametrize("unit", ["group", "sample"])
 def test_groups_that_are_not_whole(client: AnyClient, unit: str) -> None:
-    client.put({"x": np.arange(7)}, partition_id="p", groups=[*"aaaa", *"bbb"], group_size=4)
+    client.put("p", {"x": np.arange(7)}, groups=[*"aaaa", *"bbb"], group_size=4)
     options: dict[str, Any] = {"batch_size": 2, "batch_unit": "group"}
     if unit == "sample":
         options = {"batch_size": 6, "sampler": "grpo_group_n", "sampler_config": {"n_samples_per_prompt": 2}}
@@ -123,7 +123,7 @@ def test_groups_that_are_not_whole(client: AnyClient, unit: str) -> None:
 def test_groups_that_declared_no_size_are_named(client: AnyClient, sampler: str) -> None:
     names = [*"aabbccdd"]
     lengths = [{"total_lengths": 1}] * 8
-    client.put({"x": np.arange(8)}, partition_id="p", groups=names, custom_meta=lengths)
+    client.put("p", {"x": np.arange(8)}, groups=names, custom_meta=lengths)
     unit = "group" if sampler == "sequential" else "sample"
     asks: dict[str, Any] = {"batch_size": 2, "batch_unit": unit, "sampler": sampler, **RANK}
     reason = why(client, **asks)
@@ -138,19 +138,19 @@ def test_groups_that_declared_no_size_are_named(client: AnyClient, sampler: str)
 
 
 def test_ranks_that_are_ahead_need_all_batches_before(client: AnyClient) -> None:
-    client.put({"x": np.arange(8)}, partition_id="p")
+    client.put("p", {"x": np.arange(8)})
     reason = why(client, dp_rank=1, dp_size=2, batch_index=2)  # batch 0 is planned, batches 1 and 2 take 8 each
     assert (reason.code, reason.ready_count, reason.needed_count) == (WaitCode.ALL_CONSUMED, 0, 16)
-    client.put({"x": np.arange(9)}, partition_id="p")
+    client.put("p", {"x": np.arange(9)})
     reason = why(client, dp_rank=1, dp_size=2, batch_index=2)
     assert (reason.code, reason.ready_count, reason.needed_count) == (WaitCode.TOO_FEW_READY, 1, 8)
 
 
 def test_producers_that_wait_are_told(client: AnyClient, server: LiveServer, loop_thread: LoopThread) -> None:
     client.create_partition("p", admissions=[tq.Admission("t", 2)])
-    client.put({"x": np.arange(2)}, partition_id="p")
+    client.put("p", {"x": np.arange(2)})
     with ThreadPoolExecutor(1) as threads, tq.Client(server.address) as producer:
-        put = threads.submit(producer.put, {"x": np.arange(2)}, partition_id="p")
+        put = threads.submit(producer.put, "p", {"x": np.arange(2)})
         while client.describe_partition("p").waiting_put_count == 0:
             assert not put.done()
         reason = why(client)
@@ -172,7 +172,7 @@ def waiting(server: LiveServer, count: int, **asked: Any) -> Iterator[None]:
                 time.sleep(0.01)
             yield
         finally:
-            client.put({"x": np.arange(4 * count)}, partition_id=asked["partition_id"])
+            client.put(asked["partition_id"], {"x": np.arange(4 * count)})
         assert {claim.result(20).status for claim in claims} == {"batch"}
 
 
@@ -181,7 +181,7 @@ def test_all_claims_that_wait_are_explained(client: AnyClient, server: LiveServe
         (reason,) = client.explain("p")
         assert (reason.code, reason.waiting_count) == (WaitCode.PARTITION_NOT_FOUND, 3)
     client.clear_partition("p")
-    client.put({"x": np.arange(1)}, partition_id="p")
+    client.put("p", {"x": np.arange(1)})
     with waiting(server, 2, partition_id="p", task_name="a"), waiting(server, 1, partition_id="p", task_name="b"):
         reasons = {reason.task_name: reason for reason in client.explain("p")}
         assert {name: reason.waiting_count for name, reason in reasons.items()} == {"a": 2, "b": 1}
@@ -242,7 +242,7 @@ def test_a_loader_says_why_it_waits(
             assert not batch.done()
             time.sleep(0.01)
         with tq.Client(server.address) as client:
-            client.put({"x": np.arange(4)}, partition_id="p")
+            client.put("p", {"x": np.arange(4)})
         assert batch.result(20)[0]["x"].tolist() == [0, 1, 2, 3]
     assert [reason.code for reason in reasons] == ["PARTITION_NOT_FOUND"] * has_callback
     assert ("there is no partition 'p'" in caplog.text) is not has_callback
@@ -252,8 +252,8 @@ def test_large_partitions_are_looked_at_in_slices(start_server: StartServer) -> 
     """What stands in several slices is counted once, and calls that ask alike share one pass."""
     server = start_server()
     client = server.client()
-    meta = client.put({"x": np.arange(150_000, dtype=np.uint8)}, partition_id="p")
-    client.put({"y": np.zeros(70_000)}, metadata=meta.select_samples(range(80_000, 150_000)))
+    meta = client.put("p", {"x": np.arange(150_000, dtype=np.uint8)})
+    client.put(meta.select_samples(range(80_000, 150_000)), {"y": np.zeros(70_000)})
     reason = why(client, data_fields=["x", "y"], batch_size=100_000)
     assert (reason.left_count, reason.ready_count) == (150_000, 70_000)
     assert reason.not_ready == (NotReady(kind="field", name="y", sample_count=80_000),)
@@ -263,39 +263,39 @@ def test_what_is_lost_with_its_group_is_called_so_counted_at_once_and_cleared_by
     limit = tq.Admission("t", 4)
     client.create_partition("p", admissions=[limit], max_bytes=1000)
     asked = {"batch_unit": "group", "batch_size": 1, "sampler": "seqlen_balanced"}
-    group: dict[str, Any] = {"group_size": 4, "custom_meta": [{"total_lengths": 1}] * 4, "partition_id": "p"}
-    meta = client.put({"x": np.arange(4)}, groups=["a"] * 4, **group)
-    client.put(metadata=meta.select_samples([0]), state="failed")
+    group: dict[str, Any] = {"group_size": 4, "custom_meta": [{"total_lengths": 1}] * 4}
+    meta = client.put("p", {"x": np.arange(4)}, groups=["a"] * 4, **group)
+    client.put(meta.select_samples([0]), state="failed")
     reason = why(client, **asked)
     assert (reason.code, reason.left_count, lacks(reason)) == (WaitCode.ALL_CONSUMED, 0, {("lost", "", 3)})
     assert "3 are lost, since their groups lost a member" in reason.text
     assert "not ready" not in reason.text
     status = client.check_consumption("p", "t")
     assert (status.consumed_count, status.skipped_count) == (0, 4)
-    client.put({"x": np.arange(4)}, groups=["b"] * 4, timeout=10.0, **group)  # which the limit lets in
+    client.put("p", {"x": np.arange(4)}, groups=["b"] * 4, timeout=10.0, **group)  # which the limit lets in
     with pytest.raises(tq.errors.InvalidArgumentError, match="skipped_by is 't', but samples or groups are named too"):
-        client.clear_samples(partition_id="p", groups=["a"], skipped_by="t")
+        client.clear_samples("p", groups=["a"], skipped_by="t")
     with pytest.raises(tq.errors.TaskNotFoundError):
-        client.clear_samples(partition_id="p", skipped_by="u")
-    assert client.clear_samples(partition_id="p", skipped_by="t") == 4
+        client.clear_samples("p", skipped_by="u")
+    assert client.clear_samples("p", skipped_by="t") == 4
     description = client.describe_partition("p")
     assert (description.live_count, description.failed_count, description.group_count) == (4, 0, 1)
-    assert client.clear_samples(partition_id="p", skipped_by="t") == 0
+    assert client.clear_samples("p", skipped_by="t") == 0
 
 
 def test_a_put_that_waits_for_what_where_rules_out_says_so(client: AnyClient) -> None:
     limit = tq.Admission("t", 4)
     client.create_partition("p", admissions=[limit])
-    client.put({"x": np.arange(4)}, partition_id="p", custom_meta=[{"version": 0}] * 4)
+    client.put("p", {"x": np.arange(4)}, custom_meta=[{"version": 0}] * 4)
     asked = {**ASKED, "max_wait": 20.0, "where": [("version", ">=", 1)]}
     with ThreadPoolExecutor() as threads:
         waiting = threads.submit(client.get_meta, partition_id="p", **asked)
-        newer: dict[str, Any] = {"partition_id": "p", "custom_meta": [{"version": 1}] * 4, "timeout": 30.0}
-        put = threads.submit(client.put, {"x": np.arange(4)}, **newer)
+        newer: dict[str, Any] = {"custom_meta": [{"version": 1}] * 4, "timeout": 30.0}
+        put = threads.submit(client.put, "p", {"x": np.arange(4)}, **newer)
         while not ((reasons := client.explain("p")) and reasons[0].waiting_put_count):
             time.sleep(0.01)
         assert "this is a deadlock unless samples that fit still come" in reasons[0].put_waits_for
         assert "4 samples are ruled out by its where (version); clear these" in reasons[0].put_waits_for
-        assert client.clear_samples(partition_id="p", where=[("version", "<", 1)]) == 4
+        assert client.clear_samples("p", where=[("version", "<", 1)]) == 4
         put.result()
         assert waiting.result().status == "batch"

@@ -57,7 +57,7 @@ def put_some(client: AnyClient) -> None:
     """Put samples a to d, with the fields that each has."""
     for number, (name, keys) in enumerate(HAVE.items()):
         rows = torch.tensor([ord(key) + 1000 * number for key in keys])
-        client.put({name: rows}, partition_id="train", keys=list(keys), custom_meta=[{"in_" + name: True}] * len(keys))
+        client.put("train", {name: rows}, keys=list(keys), custom_meta=[{"in_" + name: True}] * len(keys))
 
 
 def value(name: str, key: str) -> int:
@@ -100,7 +100,7 @@ def test_fields_that_not_all_samples_have_are_left_out(
 ) -> None:
     put_some(client)
     calls.clear()
-    batch = client.get_data(partition_id="train", keys=list(keys), data_fields=data_fields, missing_fields="skip")
+    batch = client.get_data("train", keys=list(keys), data_fields=data_fields, missing_fields="skip")
     assert columns(batch) == expected(names, keys)
     assert list(batch.keys()) == names
     assert batch.batch_size == torch.Size([len(keys)])
@@ -110,20 +110,20 @@ def test_fields_that_not_all_samples_have_are_left_out(
 def test_without_it_a_field_that_a_sample_lacks_is_an_error(client: AnyClient) -> None:
     put_some(client)
     with pytest.raises(tq.errors.CellNotFoundError, match="no 'values', 'reward' yet"):
-        client.get_data(partition_id="train", keys=["a"])
+        client.get_data("train", keys=["a"])
     with pytest.raises(tq.errors.FieldNotFoundError, match="no field 'nobody'"):
-        client.get_data(partition_id="train", keys=["a"], data_fields=["nobody"], missing="skip")
+        client.get_data("train", keys=["a"], data_fields=["nobody"], missing="skip")
     with pytest.raises(tq.errors.InvalidArgumentError, match="missing_fields is 'drop', expected 'error' or 'skip'"):
-        client.get_data(partition_id="train", keys=["a"], missing_fields="drop")
+        client.get_data("train", keys=["a"], missing_fields="drop")
 
 
 def test_samples_that_are_unknown_are_left_out_before_the_fields_are_chosen(client: AnyClient) -> None:
     put_some(client)
-    got = client.get_data(partition_id="train", keys=["b", "x", "a"], missing="skip", missing_fields="skip")
+    got = client.get_data("train", keys=["b", "x", "a"], missing="skip", missing_fields="skip")
     assert columns(got) == expected(["prompt", "response"], "ba")
     with pytest.raises(tq.errors.KeyNotFoundError, match="no key 'x'"):
-        client.get_data(partition_id="train", keys=["b", "x"], missing_fields="skip")
-    nobody = client.get_data(partition_id="train", keys=["x"], missing="skip", missing_fields="skip")
+        client.get_data("train", keys=["b", "x"], missing_fields="skip")
+    nobody = client.get_data("train", keys=["x"], missing="skip", missing_fields="skip")
     assert {name: list(column.shape) for name, column in nobody.items()} == {name: [0] for name in HAVE}
 
 
@@ -140,7 +140,7 @@ def test_fields_of_a_batch_are_left_out_likewise(client: AnyClient, calls: list[
     whole = client.lookup_samples("train", ["c"])[0]
     assert columns(client.get_data(whole, missing_fields="skip")) == expected(["prompt", "response", "reward"], "c")
     assert "Locate" not in calls  # the look-up said where they are
-    client.put({"values": torch.tensor([value("values", key) for key in "cd"])}, partition_id="train", keys=["c", "d"])
+    client.put("train", {"values": torch.tensor([value("values", key) for key in "cd"])}, keys=["c", "d"])
     assert columns(client.get_data(meta, missing_fields="skip")) == expected(["prompt", "values"], "dcb")
 
 
@@ -155,8 +155,8 @@ def test_an_empty_batch_has_the_fields_that_there_are(client: AnyClient) -> None
 
 def test_failed_samples_have_no_fields(client: AnyClient) -> None:
     put_some(client)
-    client.put(metadata=client.lookup_samples("train", ["a"])[0], state="failed")
-    got = client.get_data(partition_id="train", keys=["a", "b"], missing_fields="skip")
+    client.put(client.lookup_samples("train", ["a"])[0], state="failed")
+    got = client.get_data("train", keys=["a", "b"], missing_fields="skip")
     assert (dict(got.items()), got.batch_size) == ({}, torch.Size([2]))
     found, _ = client.lookup_samples("train")
     assert had(found) == {"prompt": "bcd", "response": "bc", "values": "b", "reward": "cd"}
@@ -168,9 +168,9 @@ def test_parts_of_many_samples_have_the_fields_that_all_of_them_have(
 ) -> None:
     monkeypatch.setattr("tq_service.client.batch_meta.NAMED_AT_ONCE", 2)
     put_some(client)
-    got = client.get_data(partition_id="train", keys=list("cbad"), missing_fields="skip")
+    got = client.get_data("train", keys=list("cbad"), missing_fields="skip")
     assert columns(got) == expected(["prompt"], "cbad")
-    got = client.get_data(partition_id="train", keys=list("cba"), missing_fields="skip")
+    got = client.get_data("train", keys=list("cba"), missing_fields="skip")
     assert columns(got) == expected(["prompt", "response"], "cba")
 
 
@@ -223,10 +223,10 @@ def test_bits_are_sent_only_where_some_samples_lack_a_field(server: LiveServer) 
 
 def test_a_put_answers_with_all_that_its_samples_have(any_client: AnyClient, calls: list[str]) -> None:
     put_some(any_client)
-    any_client.put({"x": torch.zeros(4)}, partition_id="train", keys=list("abcd"))  # learns where puts may go
+    any_client.put("train", {"x": torch.zeros(4)}, keys=list("abcd"))  # learns where puts may go
     calls.clear()
     data, tags = {"values": torch.tensor([1, 2, 3])}, [{"n": 1}, {"n": 2}, {"in_prompt": False}]
-    meta = any_client.put(data, partition_id="train", keys=["c", "new", "a"], custom_meta=tags, return_meta="all")
+    meta = any_client.put("train", data, keys=["c", "new", "a"], custom_meta=tags, return_meta="all")
     assert [name for name in calls if name in OF_CLIENTS] in (["PutInline"], ["PutInline", "Commit"])
     assert had(meta) == {"prompt": "ca", "response": "ca", "values": "cnewa", "reward": "c", "x": "ca"}
     found, _ = any_client.lookup_samples("train", ["c", "new", "a"])
@@ -250,7 +250,7 @@ def test_a_put_to_a_claim_stays_of_the_claim(any_client: AnyClient, is_large: bo
         partition_id="train", task_name="t", data_fields=["prompt"], batch_size=2, lease=60, max_wait=5
     )
     rows = torch.ones(2, 1 << 20 if is_large else 1)
-    meta = any_client.put({"ref": rows}, metadata=claim, return_meta="all")
+    meta = any_client.put(claim, {"ref": rows}, return_meta="all")
     assert had(meta) == {"prompt": "ab", "response": "ab", "values": "b", "ref": "ab"}
     assert (meta.claim_id, meta.task_name, meta.delivery_counts) == (claim.claim_id, "t", (1, 1))
     assert meta.steps == claim.steps
@@ -260,21 +260,21 @@ def test_a_put_to_a_claim_stays_of_the_claim(any_client: AnyClient, is_large: bo
 def test_a_put_of_metadata_alone_answers_with_all_too(any_client: AnyClient) -> None:
     put_some(any_client)
     found, _ = any_client.lookup_samples("train", ["d", "c"])
-    meta = any_client.put(metadata=found, custom_meta=[{"n": 1}, {"n": 2}], return_meta="all")
+    meta = any_client.put(found, custom_meta=[{"n": 1}, {"n": 2}], return_meta="all")
     assert had(meta) == {"prompt": "dc", "response": "c", "reward": "dc"}
     assert [tags["n"] for tags in meta.custom_meta] == [1, 2]
-    new = any_client.put(partition_id="train", keys=["e"], custom_meta=[{"n": 3}], return_meta="all")
+    new = any_client.put("train", keys=["e"], custom_meta=[{"n": 3}], return_meta="all")
     assert (new.keys, new.custom_meta, new.data_fields, new.produced) == (["e"], [{"n": 3}], [], {})
 
 
 def test_a_put_answers_as_before_where_it_is_not_asked(client: AnyClient) -> None:
     put_some(client)
-    meta = client.put({"x": torch.zeros(1)}, partition_id="train", keys=["a"])
+    meta = client.put("train", {"x": torch.zeros(1)}, keys=["a"])
     assert (meta.data_fields, meta.custom_meta, meta.produced) == (["x"], [{}], {})
     found, _ = client.lookup_samples("train", ["a", "b"])
-    assert client.put({"x": torch.zeros(2)}, metadata=found).produced == {}
+    assert client.put(found, {"x": torch.zeros(2)}).produced == {}
     with pytest.raises(tq.errors.InvalidArgumentError, match="return_meta is 'some', expected 'written' or 'all'"):
-        client.put({"x": torch.zeros(1)}, partition_id="train", keys=["a"], return_meta="some")
+        client.put("train", {"x": torch.zeros(1)}, keys=["a"], return_meta="some")
 
 
 def test_what_is_known_of_many_samples_comes_in_parts(client: AnyClient, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,7 +282,7 @@ def test_what_is_known_of_many_samples_comes_in_parts(client: AnyClient, monkeyp
     put_some(client)
     keys = [*"abcd", *(f"k{number}" for number in range(6))]
     tags = [{"n": number} for number in range(10)]
-    meta = client.put({"x": torch.arange(10)}, partition_id="train", keys=keys, custom_meta=tags, return_meta="all")
+    meta = client.put("train", {"x": torch.arange(10)}, keys=keys, custom_meta=tags, return_meta="all")
     assert had(meta) == HAVE | {"x": "".join(keys)}
     assert [one["n"] for one in meta.custom_meta] == list(range(10))
     assert client.get_data(meta, data_fields=["x"])["x"].tolist() == list(range(10))
@@ -299,15 +299,15 @@ def test_a_repeat_answers_with_what_is_known_by_then(server: LiveServer) -> None
     request = write_of(["a", "new"])
     first = server.controller.Commit(request)
     assert [spec.name for part in first.all_meta for spec in part.fields] == ["prompt", "response"]
-    client.put({"reward": torch.tensor([1])}, partition_id="train", keys=["new"])
+    client.put("train", {"reward": torch.tensor([1])}, keys=["new"])
     again = server.controller.Commit(request)
     assert again.meta == first.meta
     assert [spec.name for part in again.all_meta for spec in part.fields] == ["prompt", "response", "reward"]
-    client.clear_samples(partition_id="train", keys=["new"])
+    client.clear_samples("train", keys=["new"])
     without = server.controller.Commit(request)
     assert (without.meta, len(without.all_meta)) == (first.meta, 0)
     client.clear_partition("train")
-    client.put({"x": torch.zeros(2)}, partition_id="train", keys=["a", "new"])
+    client.put("train", {"x": torch.zeros(2)}, keys=["a", "new"])
     assert server.controller.Commit(request) == without
 
 
@@ -340,7 +340,7 @@ def test_all_that_is_known_is_refused_of_more_samples_than_one_answer_is_about(
 
     def put(keys: str) -> tq.BatchMeta:
         data = None if way == "no data" else {"x": torch.zeros(len(keys))}
-        meta: tq.BatchMeta = client.put(data, partition_id="train", keys=list(keys), return_meta="all")
+        meta: tq.BatchMeta = client.put("train", data, keys=list(keys), return_meta="all")
         return meta
 
     with pytest.raises(
@@ -357,14 +357,14 @@ def test_all_that_is_known_is_refused_of_more_samples_than_one_answer_is_about(
 def test_samples_that_were_cleared_are_named_though_their_fields_went_with_them(
     client: AnyClient, named: str, count: int
 ) -> None:
-    written = client.put({"x": torch.arange(4)}, partition_id="train", keys=list("abcd"))
+    written = client.put("train", {"x": torch.arange(4)}, keys=list("abcd"))
     meta = client.get_meta(partition_id="train", task_name="t", data_fields=["x"], batch_size=4)
     client.clear_samples(meta.select_samples(range(count)))
     ways: dict[str, dict[str, Any]] = {
-        "claim": {"metadata": meta},
-        "written": {"metadata": written},
-        "keys": {"partition_id": "train", "keys": list("abcd"), "data_fields": ["x"]},
-        "indexes": {"partition_id": "train", "global_indexes": range(4), "data_fields": ["x"]},
+        "claim": {"target": meta},
+        "written": {"target": written},
+        "keys": {"target": "train", "keys": list("abcd"), "data_fields": ["x"]},
+        "indexes": {"target": "train", "global_indexes": range(4), "data_fields": ["x"]},
     }
     says = "no key 'a'" if named == "keys" else rf"no sample 0 \({count} of 4 are missing\).*were cleared"
     with pytest.raises(tq.errors.NotFoundError, match=says) as refused:
@@ -377,9 +377,9 @@ def test_samples_that_were_cleared_are_named_though_their_fields_went_with_them(
 
 @pytest.mark.parametrize("count", [1, 4])
 def test_samples_that_failed_are_named_though_their_fields_went_with_them(client: AnyClient, count: int) -> None:
-    client.put({"x": torch.arange(4)}, partition_id="train")
+    client.put("train", {"x": torch.arange(4)})
     meta = client.get_meta(partition_id="train", task_name="t", data_fields=["x"], batch_size=4)
-    client.put(metadata=meta.select_samples(range(count)), state="failed")
+    client.put(meta.select_samples(range(count)), state="failed")
     with pytest.raises(
         tq.errors.CellNotFoundError, match=r"sample 0 .* has no 'x', and never will: the sample has failed"
     ):

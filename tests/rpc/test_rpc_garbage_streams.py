@@ -318,7 +318,7 @@ def test_a_get_of_another_boot_is_data_loss(server: LiveServer) -> None:
 
 def test_a_reader_that_leaves_lets_go_of_what_it_read(server: LiveServer) -> None:
     client = server.client()
-    meta = client.put({"x": torch.zeros(4, 4 << 20, dtype=torch.uint8)}, partition_id="large", keys=list("abcd"))
+    meta = client.put("large", {"x": torch.zeros(4, 4 << 20, dtype=torch.uint8)}, keys=list("abcd"))
     (put,) = client.lookup_samples("large", meta.keys)[0].locations.puts
     request = storage_service_pb2.GetRequest(
         boot_id=put.storage.boot_id, put_ids=[put.put_id], runs=[runs(field_names=["x"], row_counts=[4])]

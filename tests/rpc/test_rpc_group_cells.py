@@ -33,7 +33,7 @@ def names_of(count: int, size: int) -> list[str]:
 def put_rows(client: AnyClient, count: int, size: int, **more: Any) -> tq.BatchMeta:
     """Put samples of groups, whose token is their number."""
     data = {"tokens": torch.arange(count * size)}
-    meta: tq.BatchMeta = client.put(data, partition_id="train", groups=names_of(count, size), group_size=size, **more)
+    meta: tq.BatchMeta = client.put("train", data, groups=names_of(count, size), group_size=size, **more)
     return meta
 
 
@@ -71,15 +71,15 @@ def test_each_sample_has_the_value_of_its_group_however_it_is_read(
 ) -> None:
     client = service_of_each_way.client(client_kind)
     client.create_partition("train", fields=[tq.FieldSpec(name, scope="group") for name in VALUES])
-    client.put_groups({name: VALUES[name] for name in list(VALUES)[:4]}, partition_id="train", groups=list("abcd"))
+    client.put_groups("train", {name: VALUES[name] for name in list(VALUES)[:4]}, groups=list("abcd"))
     order = [2, 0, 0, 3, 1, 2, 2]
     data = {"tokens": torch.arange(7)}
-    client.put(data, partition_id="train", groups=["abcd"[group] for group in order])
-    client.put_groups({name: VALUES[name] for name in list(VALUES)[4:]}, partition_id="train", groups=list("abcd"))
+    client.put("train", data, groups=["abcd"[group] for group in order])
+    client.put_groups("train", {name: VALUES[name] for name in list(VALUES)[4:]}, groups=list("abcd"))
     found, _ = client.lookup_samples("train")
     for rows in (range(7), [6, 5], [1, 2], [3], [4, 0, 4, 1]):
         located = found.select_samples(rows) if len(set(rows)) == len(rows) else None
-        where = {"metadata": located} if located else {"partition_id": "train", "global_indexes": list(rows)}
+        where = {"target": located} if located else {"target": "train", "global_indexes": list(rows)}
         batch = client.get_data(**where)
         assert batch.batch_size == (len(rows),)
         assert batch["tokens"].tolist() == list(rows)
@@ -95,7 +95,7 @@ def test_each_sample_has_the_value_of_its_group_however_it_is_read(
             expected = [values[order[row]] for row in rows]
             indexed = [kept[place] for place in once["group_index"].tolist()]
             assert list(map(plain, indexed)) == list(map(plain, rows_of(expected))), name
-    some = client.get_data(partition_id="train", global_indexes=[1, 3], data_fields=["dense"], layout="jagged")
+    some = client.get_data("train", global_indexes=[1, 3], data_fields=["dense"], layout="jagged")
     assert rows_of(some["dense"]) == rows_of([VALUES["dense"][0], VALUES["dense"][3]])
 
 
@@ -128,10 +128,10 @@ def test_a_step_of_grpo_stores_and_fetches_each_image_once(start_server: StartSe
         client.create_partition(scope, fields=[tq.FieldSpec("pixels", scope=scope)])
         names, data = names_of(group_count, size), {"tokens": torch.arange(group_count * size)}
         if scope == "group":
-            client.put_groups({"pixels": images}, partition_id=scope, groups=[f"g{group}" for group in range(64)])
+            client.put_groups(scope, {"pixels": images}, groups=[f"g{group}" for group in range(64)])
         else:
             data["pixels"] = images.repeat_interleave(size, dim=0)
-        client.put(data, partition_id=scope, groups=names, group_size=size)
+        client.put(scope, data, groups=names, group_size=size)
         used[scope] = client.describe_partition(scope).used_bytes
         with Received() as counted:
             parts = []
@@ -162,51 +162,51 @@ def test_a_sample_is_ready_once_its_group_has_a_value(client: AnyClient) -> None
     claim = {**CLAIM, "data_fields": ["tokens", "pixels"], "min_batch_size": 1}
     put_rows(client, 2, 2)
     assert client.get_meta(**claim).status == "not_yet"
-    client.put_groups({"pixels": torch.ones(1, 2)}, partition_id="train", groups=["g1"])
+    client.put_groups("train", {"pixels": torch.ones(1, 2)}, groups=["g1"])
     assert client.get_meta(**claim).global_indexes == [2, 3]
-    client.put({"tokens": torch.tensor([4, 5])}, partition_id="train", groups=["g2", "g3"])
+    client.put("train", {"tokens": torch.tensor([4, 5])}, groups=["g2", "g3"])
     assert client.get_meta(**claim).status == "not_yet"
-    client.put_groups({"pixels": torch.ones(3, 2)}, partition_id="train", groups=["g0", "g2", "g4"])
+    client.put_groups("train", {"pixels": torch.ones(3, 2)}, groups=["g0", "g2", "g4"])
     assert client.get_meta(**claim).global_indexes == [0, 1, 4]
-    client.put({"tokens": torch.tensor([6])}, partition_id="train", groups=["g4"])  # its image came before it
+    client.put("train", {"tokens": torch.tensor([6])}, groups=["g4"])  # its image came before it
     assert client.get_meta(**claim).global_indexes == [6]
 
 
 def test_values_go_with_the_last_sample_of_their_group_and_when_they_are_put_again(client: AnyClient) -> None:
     put_rows(client, 2, 2)
-    client.put_groups({"pixels": torch.ones(2, 100)}, partition_id="train", groups=["g0", "g1"])
+    client.put_groups("train", {"pixels": torch.ones(2, 100)}, groups=["g0", "g1"])
     assert status_of(client).used_bytes == 4 * 8 + 2 * 400
-    client.put_groups({"pixels": torch.zeros(1, 100)}, partition_id="train", groups=["g1"], existing=True)
+    client.put_groups("train", {"pixels": torch.zeros(1, 100)}, groups=["g1"], existing=True)
     assert status_of(client).used_bytes == 4 * 8 + 2 * 400
-    client.clear_samples(partition_id="train", global_indexes=[0])
-    client.fail_samples(partition_id="train", global_indexes=[1])
+    client.clear_samples("train", global_indexes=[0])
+    client.fail_samples("train", global_indexes=[1])
     assert status_of(client).used_bytes == 2 * 8 + 2 * 400
-    batch = client.get_data(partition_id="train", global_indexes=[2, 3])
+    batch = client.get_data("train", global_indexes=[2, 3])
     assert batch["pixels"].tolist() == torch.zeros(2, 100).tolist()
     assert batch["pixels"].stride(0) == 0  # of one group: one memory
-    client.clear_samples(partition_id="train", global_indexes=[1])
+    client.clear_samples("train", global_indexes=[1])
     assert status_of(client).used_bytes == 2 * 8 + 400
-    client.clear_samples(partition_id="train", groups=["g1"])
+    client.clear_samples("train", groups=["g1"])
     assert status_of(client).used_bytes == 0
-    client.put({"tokens": torch.ones(1)}, partition_id="train", groups=["g1"])  # another group of the name
+    client.put("train", {"tokens": torch.ones(1)}, groups=["g1"])  # another group of the name
     with pytest.raises(tq.errors.CellNotFoundError, match="'pixels'"):
-        client.get_data(partition_id="train", global_indexes=[4], data_fields=["pixels"])
+        client.get_data("train", global_indexes=[4], data_fields=["pixels"])
 
 
 def test_groups_that_get_no_samples_go_by_name_and_with_the_seal(client: AnyClient) -> None:
-    client.put_groups({"pixels": torch.ones(3, 100)}, partition_id="train", groups=["a", "b", "c"])
+    client.put_groups("train", {"pixels": torch.ones(3, 100)}, groups=["a", "b", "c"])
     found, missing = client.lookup_samples("train", groups=["a", "d"])
     assert found.size == 0
     assert missing == ["a", "d"]
-    assert client.clear_samples(partition_id="train", groups=["a", "d"]) == 0
+    assert client.clear_samples("train", groups=["a", "d"]) == 0
     assert status_of(client).used_bytes == 800
-    client.put({"tokens": torch.ones(1)}, partition_id="train", groups=["b"])
+    client.put("train", {"tokens": torch.ones(1)}, groups=["b"])
     client.seal_partition("train")
     assert status_of(client).used_bytes == 404
-    client.put_groups({"pixels": torch.zeros(1, 100)}, partition_id="train", groups=["b"])
+    client.put_groups("train", {"pixels": torch.zeros(1, 100)}, groups=["b"])
     with pytest.raises(tq.errors.PartitionSealedError, match="is sealed without a group 'c'"):
-        client.put_groups({"pixels": torch.ones(2, 100)}, partition_id="train", groups=["b", "c"])
-    assert client.get_data(partition_id="train", global_indexes=[0])["pixels"].sum() == 0
+        client.put_groups("train", {"pixels": torch.ones(2, 100)}, groups=["b", "c"])
+    assert client.get_data("train", global_indexes=[0])["pixels"].sum() == 0
 
 
 def test_what_does_not_fit_is_refused_and_changes_nothing(client: AnyClient) -> None:
@@ -214,19 +214,19 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(client: AnyClient) -> 
     put_rows(client, 1, 1)
     before = status_of(client)
     with pytest.raises(tq.errors.InvalidArgumentError, match=r"field 'pixels' .* put one value per group"):
-        client.put({"pixels": row}, partition_id="train")
+        client.put("train", {"pixels": row})
     with pytest.raises(tq.errors.InvalidArgumentError, match=r"field 'tokens' .* declare it with group scope"):
-        client.put_groups({"tokens": row}, partition_id="train", groups=["g0"])
+        client.put_groups("train", {"tokens": row}, groups=["g0"])
     with pytest.raises(tq.errors.InvalidArgumentError, match="group 'a' is given 2 times"):
-        client.put_groups({"pixels": torch.ones(2, 2)}, partition_id="train", groups=["a", "a"])
+        client.put_groups("train", {"pixels": torch.ones(2, 2)}, groups=["a", "a"])
     with pytest.raises(tq.errors.InvalidArgumentError, match="has 2 names, one of them empty"):
-        client.put_groups({"pixels": torch.ones(2, 2)}, partition_id="train", groups=["a", ""])
+        client.put_groups("train", {"pixels": torch.ones(2, 2)}, groups=["a", ""])
     with pytest.raises(tq.errors.InvalidArgumentError, match="groups has 1 names, field 'pixels' has 2 rows"):
-        client.put_groups({"pixels": torch.ones(2, 2)}, partition_id="train", groups=["a"])
+        client.put_groups("train", {"pixels": torch.ones(2, 2)}, groups=["a"])
     with pytest.raises(tq.errors.NotFoundError, match="has no samples of group 'a'"):
-        client.put_groups({"pixels": row}, partition_id="train", groups=["a"], existing=True)
+        client.put_groups("train", {"pixels": row}, groups=["a"], existing=True)
     with pytest.raises(tq.errors.PartitionNotFoundError, match="no partition 'other'"):
-        client.put_groups({"pixels": row}, partition_id="other", groups=["a"])
+        client.put_groups("other", {"pixels": row}, groups=["a"])
     with pytest.raises(tq.errors.InvalidArgumentError, match="scope 'groups' is unknown; use one of row, group"):
         tq.FieldSpec("pixels", scope="groups")
     with pytest.raises(tq.errors.AlreadyExistsError, match=r"with other settings: .*one per group"):
@@ -234,25 +234,25 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(client: AnyClient) -> 
     assert status_of(client).used_bytes == before.used_bytes
     assert status_of(client).fields == before.fields
     assert status_of(client).group_count == 1
-    client.put_groups({"pixels": row}, partition_id="train", groups=["g0"])
+    client.put_groups("train", {"pixels": row}, groups=["g0"])
     with pytest.raises(tq.errors.FieldMismatchError, match="field 'pixels' is float32"):
-        client.put_groups({"pixels": torch.ones(1, 2).long()}, partition_id="train", groups=["b"])
+        client.put_groups("train", {"pixels": torch.ones(1, 2).long()}, groups=["b"])
     assert status_of(client).group_count == 1
 
 
 def test_a_write_once_field_takes_one_value_of_each_group(client: AnyClient) -> None:
     client.create_partition("once", fields=[tq.FieldSpec("pixels", scope="group", write_once=True)])
-    client.put_groups({"pixels": torch.ones(1, 2)}, partition_id="once", groups=["a"])
+    client.put_groups("once", {"pixels": torch.ones(1, 2)}, groups=["a"])
     with pytest.raises(tq.errors.AlreadyExistsError, match="a second value for group 'a'"):
-        client.put_groups({"pixels": torch.ones(2, 2)}, partition_id="once", groups=["b", "a"])
-    client.put_groups({"pixels": torch.ones(1, 2)}, partition_id="once", groups=["b"])
+        client.put_groups("once", {"pixels": torch.ones(2, 2)}, groups=["b", "a"])
+    client.put_groups("once", {"pixels": torch.ones(1, 2)}, groups=["b"])
     (field,) = client.describe_partition("once").fields
     assert (field.spec.scope, field.spec.write_once, field.produced_count) == ("group", True, 0)
 
 
 def test_fields_and_fetched_rows_say_which_groups_share(client: AnyClient) -> None:
     meta = put_rows(client, 2, 2)
-    client.put_groups({"pixels": [torch.ones(2), torch.ones(3)]}, partition_id="train", groups=["g0", "g1"])
+    client.put_groups("train", {"pixels": [torch.ones(2), torch.ones(3)]}, groups=["g0", "g1"])
     by_name = {field.spec.name: field for field in status_of(client).fields}
     assert by_name["pixels"].produced_count == 4
     assert by_name["pixels"].spec == tq.FieldSpec("pixels", "float32", "jagged", (-1,), scope="group")
@@ -269,8 +269,8 @@ def test_fields_and_fetched_rows_say_which_groups_share(client: AnyClient) -> No
 def test_tensors_of_the_caller_take_rows_of_groups(client: AnyClient) -> None:
     put_rows(client, 2, 2)
     images = torch.arange(8.0).reshape(2, 4)
-    client.put_groups({"pixels": images}, partition_id="train", groups=["g0", "g1"])
-    where = {"partition_id": "train", "global_indexes": [3, 0, 1], "data_fields": ["pixels"]}
+    client.put_groups("train", {"pixels": images}, groups=["g0", "g1"])
+    where = {"target": "train", "global_indexes": [3, 0, 1], "data_fields": ["pixels"]}
     out = {"pixels": torch.zeros(3, 4)}
     assert client.get_data(**where, out=out)["pixels"] is not None
     assert torch.equal(out["pixels"], images[[1, 0, 0]])
@@ -280,8 +280,8 @@ def test_tensors_of_the_caller_take_rows_of_groups(client: AnyClient) -> None:
 
 def test_an_explanation_says_that_groups_lack_a_value(client: AnyClient) -> None:
     put_rows(client, 2, 2)
-    client.put({"tokens": torch.ones(3).long()}, partition_id="train")
-    client.put_groups({"pixels": torch.ones(1, 2)}, partition_id="train", groups=["g0"])
+    client.put("train", {"tokens": torch.ones(3).long()})
+    client.put_groups("train", {"pixels": torch.ones(1, 2)}, groups=["g0"])
     meta = client.get_meta(**CLAIM, data_fields=["pixels"], min_batch_size=4, explain=True)
     (lack,) = meta.waiting_for.not_ready
     assert (lack.kind, lack.name, lack.sample_count) == ("field", "pixels", 5)
@@ -297,7 +297,7 @@ def test_a_commit_of_groups_says_nothing_of_samples(start_server: StartServer) -
 
 
 def test_gets_without_groups_are_as_before(client: AnyClient) -> None:
-    meta = client.put({"tokens": np.arange(3)}, partition_id="other")
+    meta = client.put("other", {"tokens": np.arange(3)})
     assert client.get_data(meta).batch_size == (3,)
     once = client.get_data(meta, expand=False)
     assert once.batch_size == ()
@@ -305,9 +305,9 @@ def test_gets_without_groups_are_as_before(client: AnyClient) -> None:
 
 
 def test_parts_and_padding_are_those_of_rows_that_samples_have_of_their_own(client: AnyClient) -> None:
-    client.put_groups({"pixels": [torch.arange(3), torch.arange(5)]}, partition_id="train", groups=["g0", "g1"])
+    client.put_groups("train", {"pixels": [torch.arange(3), torch.arange(5)]}, groups=["g0", "g1"])
     tokens = [torch.arange(length) for length in (2, 4, 1, 3)]
-    meta = client.put({"tokens": tokens}, partition_id="train", groups=names_of(2, 2), group_size=2)
+    meta = client.put("train", {"tokens": tokens}, groups=names_of(2, 2), group_size=2)
     got = client.get_data(meta, data_fields=["tokens", "pixels"], slices={"tokens": (0, 2)}, padded=True, mask=True)
     assert got["tokens"].tolist() == [[0, 1], [0, 1], [0, 0], [0, 1]]
     assert got["tokens_mask"].sum(dim=1).tolist() == [2, 2, 1, 2]

@@ -52,7 +52,7 @@ def test_cells_are_all_that_was_added_however_they_are_read(service_of_each_way:
             added[3] = big
         at = [len(row) for row in expected]
         data = {"tokens": added, "logprobs": [row.to(torch.float32) for row in added]}
-        meta = client.append(data, metadata=meta, at=at)
+        meta = client.append(meta, data, at=at)
         assert sorted(meta.data_fields) == ["logprobs", "tokens"]
         expected = [row + some.tolist() for row, some in zip(expected, added, strict=True)]
     assert rows_of(client.get_data(meta)) == expected
@@ -61,18 +61,16 @@ def test_cells_are_all_that_was_added_however_they_are_read(service_of_each_way:
     for part in ([4, 0], [3], [1, 2]):
         some = client.get_data(found.select_samples(part), data_fields=["tokens"])
         assert rows_of(some) == [expected[row] for row in part]
-    twice = client.get_data(partition_id="train", global_indexes=[4, 0, 4], data_fields=["tokens"])
+    twice = client.get_data("train", global_indexes=[4, 0, 4], data_fields=["tokens"])
     assert rows_of(twice) == [expected[row] for row in (4, 0, 4)]
     concat = tq.BatchMeta.concat([found.select_samples([2]), found.select_samples([0, 3])])
     assert rows_of(client.get_data(concat)) == [expected[2], expected[0], expected[3]]
-    client.truncate(metadata=slots, to=[0, 2, 5, 300_000, 1], data_fields=["tokens", "logprobs"])
+    client.truncate(slots, to=[0, 2, 5, 300_000, 1], data_fields=["tokens", "logprobs"])
     cut = [row[:to] for row, to in zip(expected, [0, 2, 5, 300_000, 1], strict=True)]
-    assert (
-        rows_of(client.get_data(partition_id="train", global_indexes=[1, 2, 3, 4], data_fields=["tokens"])) == cut[1:]
-    )
-    client.append({"tokens": [[7], [8], [], [9, 9], [7]]}, metadata=slots, at=[0, 2, 5, 300_000, 1])
+    assert rows_of(client.get_data("train", global_indexes=[1, 2, 3, 4], data_fields=["tokens"])) == cut[1:]
+    client.append(slots, {"tokens": [[7], [8], [], [9, 9], [7]]}, at=[0, 2, 5, 300_000, 1])
     cut = [row + more for row, more in zip(cut, [[7], [8], [], [9, 9], [7]], strict=True)]
-    assert client.put({"reward": torch.arange(5.0)}, metadata=slots, ack=True).size == 5
+    assert client.put(slots, {"reward": torch.arange(5.0)}, ack=True).size == 5
     batch = client.get_meta(**READS, batch_size=5, max_wait=5.0)
     data = client.get_data(batch)
     assert rows_of(data) == cut
@@ -83,34 +81,34 @@ def test_cells_are_all_that_was_added_however_they_are_read(service_of_each_way:
 
 def test_rows_of_several_dimensions_and_dense_data_grow(client: AnyClient) -> None:
     slots = slots_of(client, 2)
-    client.append({"h": torch.zeros(2, 3, 4)}, metadata=slots, at=[0, 0])
-    meta = client.append({"h": [torch.ones(1, 4), torch.ones(0, 4)]}, metadata=slots, at=[3, 3])
+    client.append(slots, {"h": torch.zeros(2, 3, 4)}, at=[0, 0])
+    meta = client.append(slots, {"h": [torch.ones(1, 4), torch.ones(0, 4)]}, at=[3, 3])
     rows = client.get_data(meta)["h"].unbind()
     assert [tuple(row.shape) for row in rows] == [(4, 4), (3, 4)]
     assert rows[0].sum() == 4
     with pytest.raises(tq.errors.FieldMismatchError, match=r"differ in their first dimension alone"):
-        client.append({"h": torch.zeros(2, 1, 5)}, metadata=slots, at=[4, 3])
+        client.append(slots, {"h": torch.zeros(2, 1, 5)}, at=[4, 3])
     with pytest.raises(tq.errors.InvalidArgumentError, match="a tensor or a list of numbers"):
-        client.append({"text": ["a", "b"]}, metadata=slots, at=[0, 0])
+        client.append(slots, {"text": ["a", "b"]}, at=[0, 0])
     assert rows_of(client.get_data(meta), "h")[1] == [[0] * 4] * 3
 
 
 def test_an_append_at_another_length_changes_nothing_and_says_which(client: AnyClient) -> None:
     slots = slots_of(client, 3)
-    client.append({"tokens": [[1], [1, 2], []]}, metadata=slots, at=[0, 0, 0])
+    client.append(slots, {"tokens": [[1], [1, 2], []]}, at=[0, 0, 0])
     for at in ([1, 3, 0], [1, 1, 1]):
         with pytest.raises(
             tq.errors.PreconditionError, match="continue at that length, or truncate the field"
         ) as raised:
-            client.append({"tokens": [[9], [9], [9]]}, metadata=slots, at=at)
+            client.append(slots, {"tokens": [[9], [9], [9]]}, at=at)
         assert raised.value.reason == "LENGTH_MISMATCH"
         named = {name: raised.value.metadata[name] for name in ("global_index", "field_name", "got", "expected")}
         assert named == {"global_index": "1", "field_name": "tokens", "got": "2", "expected": str(at[1])}
     with pytest.raises(tq.errors.PreconditionError) as raised:  # one length for all fields of a call
-        client.append({"tokens": [[9]] * 3, "logprobs": [[9.0]] * 3}, metadata=slots, at=[1, 2, 0])
+        client.append(slots, {"tokens": [[9]] * 3, "logprobs": [[9.0]] * 3}, at=[1, 2, 0])
     assert raised.value.metadata["field_name"] == "logprobs"
     with pytest.raises(tq.errors.PreconditionError) as raised:
-        client.truncate(metadata=slots, to=[0, 3, 0], data_fields=["tokens"])
+        client.truncate(slots, to=[0, 3, 0], data_fields=["tokens"])
     assert (raised.value.metadata["got"], raised.value.metadata["expected"]) == ("2", "3")
     found, _ = client.lookup_samples("train")
     assert found.data_fields == ["tokens"]
@@ -119,14 +117,14 @@ def test_an_append_at_another_length_changes_nothing_and_says_which(client: AnyC
 
 def test_samples_that_are_not_held_or_not_leased_to_the_caller_do_not_grow(client: AnyClient) -> None:
     slots = slots_of(client, 2)
-    client.append({"tokens": [[1], [2]]}, metadata=slots, at=[0, 0])
-    client.put({"reward": torch.zeros(1)}, metadata=slots.select_samples([0]), ack=True)
+    client.append(slots, {"tokens": [[1], [2]]}, at=[0, 0])
+    client.put(slots.select_samples([0]), {"reward": torch.zeros(1)}, ack=True)
     changes = {
-        "append": lambda meta: client.append({"tokens": [[9]] * meta.size}, metadata=meta, at=[1] * meta.size),
-        "truncate": lambda meta: client.truncate(metadata=meta, to=[0] * meta.size, data_fields=["tokens"]),
+        "append": lambda meta: client.append(meta, {"tokens": [[9]] * meta.size}, at=[1] * meta.size),
+        "truncate": lambda meta: client.truncate(meta, to=[0] * meta.size, data_fields=["tokens"]),
     }
     found, _ = client.lookup_samples("train")
-    plain = client.put({"x": torch.zeros(1)}, partition_id="train")
+    plain = client.put("train", {"x": torch.zeros(1)})
     for change in changes.values():
         with pytest.raises(tq.errors.PreconditionError, match="is live, expected a held one") as raised:
             change(slots)
@@ -146,7 +144,7 @@ def test_samples_that_are_not_held_or_not_leased_to_the_caller_do_not_grow(clien
 
 def test_a_worker_whose_lease_ran_out_adds_nothing_and_the_next_one_continues(client: AnyClient) -> None:
     slots = slots_of(client, 1, lease=SHORT)
-    client.append({"tokens": [[1, 2]]}, metadata=slots, at=[0])
+    client.append(slots, {"tokens": [[1, 2]]}, at=[0])
     again = client.get_meta(
         partition_id="train", task_name="rollout", data_fields=["tokens"], batch_size=1, held=True, lease=LONG,
         max_wait=20.0,
@@ -154,10 +152,10 @@ def test_a_worker_whose_lease_ran_out_adds_nothing_and_the_next_one_continues(cl
     assert rows_of(client.get_data(again)) == [[1, 2]]
     for at in ([2], [3]):
         with pytest.raises(tq.errors.LeaseExpiredError):
-            client.append({"tokens": [[9]]}, metadata=slots, at=at)
+            client.append(slots, {"tokens": [[9]]}, at=at)
         with pytest.raises(tq.errors.LeaseExpiredError):
-            client.truncate(metadata=slots, to=[0], data_fields=["tokens"])
-        client.append({"tokens": [[3]]}, metadata=again, at=[2 if at == [2] else 3])
+            client.truncate(slots, to=[0], data_fields=["tokens"])
+        client.append(again, {"tokens": [[3]]}, at=[2 if at == [2] else 3])
     assert rows_of(client.get_data(again)) == [[1, 2]]  # where it was when it was claimed
     found, _ = client.lookup_samples("train")
     assert rows_of(client.get_data(found)) == [[1, 2, 3, 3]]
@@ -165,7 +163,7 @@ def test_a_worker_whose_lease_ran_out_adds_nothing_and_the_next_one_continues(cl
 
 def test_an_aborted_rollout_is_continued_or_discarded_and_no_trainer_gets_it(client: AnyClient) -> None:
     slots = slots_of(client, 2)
-    client.append({"tokens": [[1] * 5, [2] * 5], "versions": [[7] * 5] * 2}, metadata=slots, at=[0, 0])
+    client.append(slots, {"tokens": [[1] * 5, [2] * 5], "versions": [[7] * 5] * 2}, at=[0, 0])
     client.release(slots)  # what has data stays
     look = {"partition_id": "train", "task_name": "train", "data_fields": ["tokens"], "batch_size": 1}
     assert client.get_meta(**look, max_wait=0).status == "not_yet"
@@ -174,15 +172,15 @@ def test_an_aborted_rollout_is_continued_or_discarded_and_no_trainer_gets_it(cli
     )
     assert again.global_indexes == [0, 1]
     kept, discarded = again.select_samples([0]), again.select_samples([1])
-    client.truncate(metadata=discarded, to=[0], data_fields=["tokens", "versions", "never_put"])
+    client.truncate(discarded, to=[0], data_fields=["tokens", "versions", "never_put"])
     found, _ = client.lookup_samples("train", global_indexes=[1])
     assert found.data_fields == []
     with pytest.raises(tq.errors.CellNotFoundError):
         client.get_data(discarded, data_fields=["tokens"])
-    client.append({"tokens": [[3]], "versions": [[8]]}, metadata=kept, at=[5])
-    client.append({"tokens": [[4]], "versions": [[8]]}, metadata=discarded, at=[0])
+    client.append(kept, {"tokens": [[3]], "versions": [[8]]}, at=[5])
+    client.append(discarded, {"tokens": [[4]], "versions": [[8]]}, at=[0])
     assert client.get_meta(**look, max_wait=0).status == "not_yet"
-    client.put(metadata=again, ack=True)
+    client.put(again, ack=True)
     batch = client.get_meta(**look | {"batch_size": 2, "data_fields": ["tokens", "versions"]}, max_wait=5.0)
     data = client.get_data(batch)
     assert rows_of(data) == [[1] * 5 + [3], [4]]
@@ -192,19 +190,19 @@ def test_an_aborted_rollout_is_continued_or_discarded_and_no_trainer_gets_it(cli
 def test_a_put_replaces_all_extents_and_write_once_fields_grow_until_they_are_put(client: AnyClient) -> None:
     slots = slots_of(client, 1, fields=[tq.FieldSpec("once", write_once=True), tq.FieldSpec("dense", layout="dense")])
     for at in range(3):
-        client.append({"tokens": [[at]], "once": [[at]]}, metadata=slots, at=[at])
+        client.append(slots, {"tokens": [[at]], "once": [[at]]}, at=[at])
     used_bytes = client.describe_partition("train").used_bytes
-    client.put({"tokens": [[5]]}, metadata=slots)
+    client.put(slots, {"tokens": [[5]]})
     assert client.describe_partition("train").used_bytes < used_bytes
     with pytest.raises(tq.errors.AlreadyExistsError, match="write-once"):
-        client.put({"once": [[5]]}, metadata=slots)
+        client.put(slots, {"once": [[5]]})
     with pytest.raises(tq.errors.FieldMismatchError, match="jagged"):
-        client.append({"dense": [[5]]}, metadata=slots, at=[0])
-    client.put({"dense": torch.zeros(1, 2)}, metadata=slots)
+        client.append(slots, {"dense": [[5]]}, at=[0])
+    client.put(slots, {"dense": torch.zeros(1, 2)})
     with pytest.raises(tq.errors.FieldMismatchError, match="differ in their first dimension"):
-        client.truncate(metadata=slots, to=[0], data_fields=["dense"])
-    client.append({"tokens": [[6]]}, metadata=slots, at=[1])
-    batch = client.get_data(partition_id="train", global_indexes=[0], data_fields=["tokens", "once"])
+        client.truncate(slots, to=[0], data_fields=["dense"])
+    client.append(slots, {"tokens": [[6]]}, at=[1])
+    batch = client.get_data("train", global_indexes=[0], data_fields=["tokens", "once"])
     assert (rows_of(batch), rows_of(batch, "once")) == ([[5, 6]], [[0, 1, 2]])
 
 
@@ -213,12 +211,12 @@ def test_a_cell_takes_so_many_appends_and_then_one_put(client: AnyClient, monkey
     assert extents.MOST_EXTENTS == 1024
     slots = slots_of(client, 1)
     for at in range(3):
-        client.append({"tokens": [[at]]}, metadata=slots, at=[at])
+        client.append(slots, {"tokens": [[at]]}, at=[at])
     with pytest.raises(tq.errors.PreconditionError, match="put the entire field") as raised:
-        client.append({"tokens": [[3]]}, metadata=slots, at=[3])
+        client.append(slots, {"tokens": [[3]]}, at=[3])
     assert (raised.value.reason, raised.value.metadata["got"]) == ("TOO_MANY_EXTENTS", "3")
-    meta = client.put({"tokens": client.get_data(slots, data_fields=["tokens"])["tokens"]}, metadata=slots)
-    meta = client.append({"tokens": [[3]]}, metadata=meta, at=[3])
+    meta = client.put(slots, {"tokens": client.get_data(slots, data_fields=["tokens"])["tokens"]})
+    meta = client.append(meta, {"tokens": [[3]]}, at=[3])
     assert rows_of(client.get_data(meta)) == [[0, 1, 2, 3]]
 
 
@@ -236,14 +234,14 @@ def test_arguments_that_cannot_be_meant(client: AnyClient, arguments: dict[str, 
     with pytest.raises(tq.errors.InvalidArgumentError, match=problem):
         client.append(**{"data": {"tokens": [[1], [2]]}, "metadata": slots, "at": [0, 0]} | arguments)
     with pytest.raises(tq.errors.InvalidArgumentError, match="data_fields is empty"):
-        client.truncate(metadata=slots, to=[0, 0], data_fields=[])
-    assert client.append({"tokens": torch.zeros(0, 1)}, metadata=slots.select_samples([]), at=[]).size == 0
+        client.truncate(slots, to=[0, 0], data_fields=[])
+    assert client.append(slots.select_samples([]), {"tokens": torch.zeros(0, 1)}, at=[]).size == 0
 
 
 def test_requests_that_no_client_makes_are_refused(server: LiveServer) -> None:
     client = server.client()
     slots = slots_of(client, 1)
-    client.append({"tokens": [[1, 2]]}, metadata=slots, at=[0])
+    client.append(slots, {"tokens": [[1, 2]]}, at=[0])
     where = {"request_id": os.urandom(16), "partition_id": "train", "incarnation": slots.incarnation}
     claim = LeasedClaim(task_name="rollout", claim_request_id=slots.claim_id)
     cut = {**where, "global_indexes": [0], "lengths": [1], "data_fields": ["tokens"], "claim": claim}
@@ -261,18 +259,18 @@ def test_what_was_added_is_there_after_a_restart_and_in_a_checkpoint(loop_thread
         client = server.client()
         slots = slots_of(client, 2)
         for at in range(3):
-            client.append({"tokens": [[at, at], [at]]}, metadata=slots, at=[2 * at, at])
-        client.truncate(metadata=slots, to=[5, 3], data_fields=["tokens"])
+            client.append(slots, {"tokens": [[at, at], [at]]}, at=[2 * at, at])
+        client.truncate(slots, to=[5, 3], data_fields=["tokens"])
         client.checkpoint("grown")
     expected = [[0, 0, 1, 1, 2], [0, 1, 2]]
     with LiveServer(loop_thread, data_dir=str(tmp_path / "data")) as server:
         client = server.client()
-        assert rows_of(client.get_data(partition_id="train", global_indexes=[0, 1])) == expected
-        client.append({"tokens": [[9], [9]]}, metadata=slots, at=[5, 3])
+        assert rows_of(client.get_data("train", global_indexes=[0, 1])) == expected
+        client.append(slots, {"tokens": [[9], [9]]}, at=[5, 3])
         client.clear_partition("train")
         client.restore("grown")
-        assert rows_of(client.get_data(partition_id="train", global_indexes=[0, 1])) == expected
-        client.append({"tokens": [[8], [8]]}, metadata=slots, at=[5, 3])
+        assert rows_of(client.get_data("train", global_indexes=[0, 1])) == expected
+        client.append(slots, {"tokens": [[8], [8]]}, at=[5, 3])
         found, _ = client.lookup_samples("train")
         assert rows_of(client.get_data(found)) == [[*row, 8] for row in expected]
 
@@ -322,7 +320,7 @@ def test_an_append_sends_what_is_added_and_no_more(start_server: StartServer) ->
         slots = client.acquire("train", "rollout", lease=LONG)
         before = sum(sizes)
         for step in range(32):
-            client.append({"tokens": [torch.arange(256) + step]}, metadata=slots, at=[256 * step])
+            client.append(slots, {"tokens": [torch.arange(256) + step]}, at=[256 * step])
         sent = sum(sizes) - before
         batch = client.get_data(slots, data_fields=["tokens"])
     values = 32 * 256 * 8

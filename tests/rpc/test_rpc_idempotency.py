@@ -106,7 +106,7 @@ def make_claims(server: LiveServer) -> None:
     answer = server.controller.Acquire(pb.AcquireRequest(request_id=b"s" * 16, write=write, **terms))
     slots = tq.BatchMeta.from_proto(answer.meta, claim_id=b"s" * 16, task_name="slots")
     for at in range(2):
-        server.client().append({"tokens": [[at]]}, metadata=slots, at=[at])
+        server.client().append(slots, {"tokens": [[at]]}, at=[at])
 
 
 @pytest.mark.parametrize("name", mutating_requests(tq.BatchMeta(), b""))
@@ -165,7 +165,7 @@ def test_a_refused_request_is_not_recorded(server: LiveServer) -> None:
     request = pb.InsertRequest(request_id=new_id(), write=write)
     with pytest.raises(grpc.RpcError):
         server.controller.Insert(request)
-    client.clear_samples(partition_id="train", keys=["k1"])
+    client.clear_samples("train", keys=["k1"])
     assert server.controller.Insert(request).meta.global_indexes == [4]
 
 
@@ -261,7 +261,7 @@ def test_a_repeated_put_with_its_commit_is_one_put(server: LiveServer, send_put:
     after = snapshot(client)
     assert send_put(server, messages) == first
     assert snapshot(client) == after
-    assert client.get_data(partition_id="train", global_indexes=range(4))["x"].tolist() == [0, 1, 2, 3]
+    assert client.get_data("train", global_indexes=range(4))["x"].tolist() == [0, 1, 2, 3]
 
 
 def test_a_repeated_put_without_a_commit_is_one_put(server: LiveServer, send_put: SendPut) -> None:
@@ -282,7 +282,7 @@ def test_a_repeated_put_without_a_commit_is_one_put(server: LiveServer, send_put
     after = snapshot(client)
     assert server.controller.Commit(commit) == answer
     assert snapshot(client) == after
-    rows = client.get_data(partition_id="train", global_indexes=range(4))["j"].unbind()
+    rows = client.get_data("train", global_indexes=range(4))["j"].unbind()
     assert [row.tolist() for row in rows] == [[0, 1], [], [0, 1, 2], [0]]
 
 
@@ -313,7 +313,7 @@ def test_a_put_is_committed_once(server: LiveServer, send_put: SendPut) -> None:
         error: Any = caught.value
         assert error.code() == grpc.StatusCode.ALREADY_EXISTS
         assert snapshot(client) == after
-    assert client.get_data(partition_id="train", global_indexes=range(4))["x"].tolist() == [0, 1, 2, 3]
+    assert client.get_data("train", global_indexes=range(4))["x"].tolist() == [0, 1, 2, 3]
 
 
 def test_a_put_whose_commit_has_the_id_of_another_call_is_refused(server: LiveServer, send_put: SendPut) -> None:
@@ -343,7 +343,7 @@ def test_a_refused_commit_leaves_a_put_that_was_there_before(server: LiveServer,
     commit.placement.put_id = messages[0].header.put_id
     commit.columns.extend(messages[0].header.columns)
     server.controller.Commit(commit)
-    assert client.get_data(partition_id="train", global_indexes=range(4))["x"].tolist() == [0, 1, 2, 3]
+    assert client.get_data("train", global_indexes=range(4))["x"].tolist() == [0, 1, 2, 3]
 
 
 def test_a_retry_of_a_commit_with_another_put_frees_that_put(server: LiveServer, send_put: SendPut) -> None:
@@ -359,7 +359,7 @@ def test_a_retry_of_a_commit_with_another_put_frees_that_put(server: LiveServer,
         answers.append(server.controller.Commit(commit))
     assert answers[0] == answers[1]
     assert client.storage_stat().put_count == 1
-    assert client.get_data(partition_id="train", global_indexes=range(4))["x"].tolist() == [0, 1, 2, 3]
+    assert client.get_data("train", global_indexes=range(4))["x"].tolist() == [0, 1, 2, 3]
 
 
 def test_a_commit_for_another_partition_does_not_free_a_put(server: LiveServer, send_put: SendPut) -> None:
@@ -379,7 +379,7 @@ def test_a_commit_for_another_partition_does_not_free_a_put(server: LiveServer, 
         assert client.storage_stat().put_count == 1
     commit.write.partition_id, commit.request_id = "train", new_id()
     server.controller.Commit(commit)
-    assert client.get_data(partition_id="train", global_indexes=range(4, 8))["x"].tolist() == [0, 1, 2, 3]
+    assert client.get_data("train", global_indexes=range(4, 8))["x"].tolist() == [0, 1, 2, 3]
 
 
 def test_puts_without_a_commit_expire(start_server: StartServer, send_put: SendPut) -> None:

@@ -134,7 +134,7 @@ def topology(request: pytest.FixtureRequest, start_server: StartServer, tmp_path
     else:
         controller = storage = start_server(**settings)
     client = controller.client(token=tokens[0] if tokens else None)
-    client.put({"x": np.arange(8)}, partition_id="train", keys=[f"k{row}" for row in range(8)])
+    client.put("train", {"x": np.arange(8)}, keys=[f"k{row}" for row in range(8)])
     until(lambda: storage.app.storage.engine.stat().uncommitted_put_count == 0)
     located = controller.controller.Locate(
         pb.LocateRequest(partition_id="train", keys=["k0"], data_fields=["x"]),
@@ -271,9 +271,9 @@ def test_a_secret_that_is_replaced_is_followed_while_puts_go_on(
     replace(secret, SECRET[::-1])
     count = 0
     while {old} & {controller.as_service, storage.as_service} or count < 20:
-        client.put({"x": np.arange(4)}, partition_id="train")
+        client.put("train", {"x": np.arange(4)})
         count += 1
-    client.put({"x": np.arange(4)}, partition_id="train")
+    client.put("train", {"x": np.arange(4)})
     assert client.lookup_samples("train")[0].size == 4 * (count + 1)
 
 
@@ -300,6 +300,6 @@ def test_a_storage_service_that_refuses_its_controller_holds_up_no_put(
     until(lambda: controller.app.controller.storages.count == 1)
     client = controller.client()
     monkeypatch.setattr(storage.app.listener.credentials.secret, "_proof", "0" * 64)
-    meta = client.put({"x": np.arange(4)}, partition_id="train")  # is committed on its receipt, without a call
+    meta = client.put("train", {"x": np.arange(4)})  # is committed on its receipt, without a call
     until(lambda: any("cannot be sent updates" in message for message in caplog.messages))
     assert client.get_data(meta)["x"].tolist() == [0, 1, 2, 3]

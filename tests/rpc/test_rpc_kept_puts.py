@@ -86,9 +86,9 @@ def store_unconfirmed(controller: LiveServer, server: LiveServer, boot_id: bytes
 
 def test_a_storage_service_that_starts_again_is_told_what_is_known(deployment: Deployment) -> None:
     client = deployment.controller.client()
-    meta = client.put({"x": torch.randn(ROWS, 3000), "y": torch.arange(ROWS)}, partition_id="train")
-    gone = client.put({"x": torch.randn(ROWS, 3000), "y": torch.arange(ROWS)}, partition_id="gone")
-    client.put({"y": torch.arange(ROWS) + 100}, metadata=meta)
+    meta = client.put("train", {"x": torch.randn(ROWS, 3000), "y": torch.arange(ROWS)})
+    gone = client.put("gone", {"x": torch.randn(ROWS, 3000), "y": torch.arange(ROWS)})
+    client.put(meta, {"y": torch.arange(ROWS) + 100})
     client.clear_samples(meta.select_samples([0, 5]))
     rest = meta.select_samples([1, 2, 3, 4, *range(6, ROWS)])
     expected = client.get_data(rest)
@@ -119,10 +119,8 @@ def test_what_is_known_is_told_in_pieces_however_much_it_is(
     monkeypatch.setattr("tq_service.server.puts._MOST_PUTS", 4)
     client = deployment.controller.client()
     for number in range(50):
-        client.put(
-            {"x": torch.arange(ROWS) + number}, partition_id="train", keys=[f"{number}-{i}" for i in range(ROWS)]
-        )
-    client.clear_samples(partition_id="train", keys=[f"{number}-3" for number in range(0, 50, 2)])
+        client.put("train", {"x": torch.arange(ROWS) + number}, keys=[f"{number}-{i}" for i in range(ROWS)])
+    client.clear_samples("train", keys=[f"{number}-3" for number in range(0, 50, 2)])
     deployment.controller.stop()
     stray = store_unconfirmed(deployment.controller, deployment.storage, deployment.stat().storage.boot_id)
     deployment.storage.app.storage.engine.confirm(stray)
@@ -130,7 +128,7 @@ def test_what_is_known_is_told_in_pieces_however_much_it_is(
     deployment.restart_controller()
     deployment.wait(lambda stat: stat.uncommitted_put_count == 1)  # the stray one, which waits again after the restart
     for number in (0, 49):
-        batch = client.get_data(partition_id="train", keys=[f"{number}-{i}" for i in (0, 2, 4)], data_fields=["x"])
+        batch = client.get_data("train", keys=[f"{number}-{i}" for i in (0, 2, 4)], data_fields=["x"])
         assert batch["x"].tolist() == [number, number + 2, number + 4]
     assert deployment.stat().put_count == 51
     assert deployment.stat().damaged_put_count == 0
@@ -138,7 +136,7 @@ def test_what_is_known_is_told_in_pieces_however_much_it_is(
 
 def test_a_controller_that_starts_again_tells_what_it_knows(deployment: Deployment) -> None:
     client = deployment.controller.client()
-    meta = client.put({"x": torch.arange(ROWS)}, partition_id="train")
+    meta = client.put("train", {"x": torch.arange(ROWS)})
     boot_id = deployment.stat().storage.boot_id
     deployment.controller.stop()
     stray = store_unconfirmed(deployment.controller, deployment.storage, boot_id)
@@ -148,7 +146,7 @@ def test_a_controller_that_starts_again_tells_what_it_knows(deployment: Deployme
     deployment.restart_controller()
     deployment.wait(lambda stat: stat.put_count == 1)
     assert client.get_data(meta)["x"].tolist() == list(range(ROWS))
-    more = client.put({"x": torch.arange(ROWS)}, partition_id="train")
+    more = client.put("train", {"x": torch.arange(ROWS)})
     assert more.global_indexes[0] == ROWS
 
 
@@ -157,7 +155,7 @@ def test_a_put_that_is_never_committed_goes_and_what_is_committed_stays(start_se
     controller = start_server(role="controller")
     storage = start_server(role="storage", controller=controller.address, put_ttl_seconds=0.5, shared_memory="off")
     client = controller.client()
-    meta = client.put({"x": torch.arange(ROWS)}, partition_id="train")
+    meta = client.put("train", {"x": torch.arange(ROWS)})
     boot_id = storage.storage.Stat(pb.StatRequest()).storage.boot_id
     store_unconfirmed(controller, storage, boot_id)
     deadline = time.monotonic() + 60
@@ -169,8 +167,8 @@ def test_a_put_that_is_never_committed_goes_and_what_is_committed_stays(start_se
 
 def test_puts_that_the_storage_service_has_lost_are_told_and_named(deployment: Deployment) -> None:
     client = deployment.controller.client()
-    lost = client.put({"x": torch.randn(ROWS, 3000)}, partition_id="train")
-    kept = client.put({"x": torch.ones(ROWS)[:, None].expand(ROWS, 3000)}, partition_id="train")
+    lost = client.put("train", {"x": torch.randn(ROWS, 3000)})
+    kept = client.put("train", {"x": torch.ones(ROWS)[:, None].expand(ROWS, 3000)})
     boot_id = deployment.stat().storage.boot_id
     locate = LocateRequest(partition_id="train", global_indexes=[0], data_fields=["x"])
     located = deployment.controller.controller.Locate(locate)
@@ -217,7 +215,7 @@ def test_keeping_puts_of_another_boot_is_refused(deployment: Deployment) -> None
 @pytest.mark.parametrize("name", ["ReconcilePuts", "UpdatePuts"])
 def test_cells_whose_rows_and_counts_do_not_fit_are_refused_and_nothing_is_dropped(deployment, name, counts):
     server, client = deployment.storage, deployment.controller.client()
-    meta = client.put({"x": torch.arange(4)}, partition_id="train")
+    meta = client.put("train", {"x": torch.arange(4)})
     boot_id = server.storage.Stat(pb.StatRequest()).storage.boot_id
     cells = [storage_control_pb2.PutCells(put_id=b"p" * 16, first_rows=[0], row_counts=counts)]
     field = "cells" if name == "ReconcilePuts" else "freed"

@@ -26,7 +26,7 @@ def request_of_much(server: LiveServer) -> pb.GetMetaRequest:
     client = server.client()
     keys = [f"a key of some length {row}" for row in range(_ROWS)]
     for some in np.array_split(keys, 7):
-        client.put({"x": np.zeros((some.size, 1), np.uint8)}, partition_id="train", keys=some)
+        client.put("train", {"x": np.zeros((some.size, 1), np.uint8)}, keys=some)
     return pb.GetMetaRequest(
         partition_id="train", task_name="t", batch_size=_ROWS, data_fields=["x"], request_id=secrets.token_bytes(16)
     )

@@ -37,14 +37,14 @@ def client(request: pytest.FixtureRequest, start_server: StartServer) -> AnyClie
 def test_a_put_with_many_names_is_one_commit(client: AnyClient, row_bytes: int) -> None:
     values = np.arange(ROWS * row_bytes, dtype=np.uint8).reshape(ROWS, row_bytes)
     texts = [key[::-1] for key in KEYS]
-    made = client.put({"x": values}, partition_id="p", keys=KEYS, groups=KEYS, custom_meta={"text": texts})
+    made = client.put("p", {"x": values}, keys=KEYS, groups=KEYS, custom_meta={"text": texts})
     assert made.size == ROWS
     found, missing = client.lookup_samples("p", keys=KEYS)
     assert not missing
     assert (list(found.keys), list(found.groups)) == (KEYS, KEYS)
     assert found.custom_meta[-1]["text"] == texts[-1]
     order = list(np.random.default_rng(0).permutation(ROWS))
-    got = client.get_data(partition_id="p", global_indexes=order, data_fields=["x"])
+    got = client.get_data("p", global_indexes=order, data_fields=["x"])
     assert np.array_equal(got["x"].numpy(), values[order])
 
 
@@ -53,7 +53,7 @@ def test_writes_without_data_go_in_parts_too(client: AnyClient) -> None:
     client.set_custom_meta(made, {"text": KEYS})
     found, _ = client.lookup_samples("p", keys=KEYS)
     assert [each["text"] for each in found.custom_meta] == KEYS
-    assert client.clear_samples(partition_id="p", keys=KEYS) == ROWS
+    assert client.clear_samples("p", keys=KEYS) == ROWS
 
 
 def test_a_request_that_is_too_large_is_refused_before_it_is_sent(client: AnyClient) -> None:
@@ -67,13 +67,13 @@ def test_a_request_that_is_too_large_is_refused_before_it_is_sent(client: AnyCli
 def test_more_samples_with_names_than_one_step_takes_are_refused_with_the_remedy(client: AnyClient, name: str) -> None:
     names, values = [*KEYS, "one more"], np.zeros((ROWS + 1, 100), np.uint8)
     refusal = rf"{name} names {ROWS + 1} samples, expected at most {ROWS} in one call. Write them in several calls"
-    for write in (partial(client.put, {"x": values}, partition_id="p"), partial(client.insert, "p")):
+    for write in (partial(client.put, "p", {"x": values}), partial(client.insert, "p")):
         with pytest.raises(tq.errors.InvalidArgumentError, match=refusal) as caught:
             write(**{name: names})
         assert caught.value.metadata.items() >= {"got": str(ROWS + 1), "limit": str(ROWS)}.items()
     assert not client.list_partitions()
     for part in (slice(0, ROWS), slice(ROWS, None)):
-        client.put({"x": values[part]}, partition_id="p", **{name: names[part]})
+        client.put("p", {"x": values[part]}, **{name: names[part]})
     assert client.describe_partition("p").summary.inserted_count == ROWS + 1
 
 
@@ -132,13 +132,13 @@ def test_parts_that_break_off_write_nothing(server: LiveServer) -> None:
 def test_a_frame_as_large_as_a_part_is_a_frame(server: LiveServer) -> None:
     client = server.client()
     values = np.ones(2 * PART_BYTES - 5, np.uint8)  # 5 bytes in front of each frame of `PART_BYTES`
-    client.put({"x": values[None]}, partition_id="p")
-    assert client.get_data(partition_id="p", global_indexes=[0], data_fields=["x"])["x"].shape == (1, values.size)
+    client.put("p", {"x": values[None]})
+    assert client.get_data("p", global_indexes=[0], data_fields=["x"])["x"].shape == (1, values.size)
 
 
 def test_frames_of_gets_are_the_smaller_the_more_run(server: LiveServer) -> None:
     client = server.client()
-    client.put({"x": np.ones((1, 32 << 20), np.uint8)}, partition_id="p")
+    client.put("p", {"x": np.ones((1, 32 << 20), np.uint8)})
     found = server.controller.Locate(
         pb.LocateRequest(partition_id="p", global_indexes=[0], data_fields=["x"]), timeout=20
     ).meta

@@ -43,7 +43,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def put_rows(client: AnyClient, count: int, **arguments: Any) -> None:
-    client.put({"x": torch.arange(count)}, partition_id="train", **arguments)
+    client.put("train", {"x": torch.arange(count)}, **arguments)
     client.seal_partition("train")
 
 
@@ -198,7 +198,7 @@ def test_groups_are_acknowledged_and_come_back_whole(client: AnyClient) -> None:
             call(meta.select_samples([0, 1, 2]))
     assert client.check_consumption("train", "t").leased_count == 6
     assert client.ack(meta.select_samples([0, 1])) == 2
-    client.put(metadata=meta.select_samples([2]), state="failed")
+    client.put(meta.select_samples([2]), state="failed")
     assert client.extend(meta, SHORT) == 3  # the failed one is done
     again = client.get_meta(**asks, batch_size=3, lease=LONG, max_wait=20.0)
     assert again.groups == ["c", "c"]  # of "b" one has failed: the other is skipped
@@ -212,7 +212,7 @@ def test_the_rest_of_a_group_with_a_failed_member_is_handed_out_where_asked(clie
     asks = {**ASKS, "batch_unit": "group", "batch_size": 1, "sampler": "grpo_group_n", "max_wait": 20.0}
     asks["sampler_config"] = {"n_samples_per_prompt": 3, "incomplete_groups": "take"}
     meta = client.get_meta(**asks, lease=LONG)
-    client.put(metadata=meta.select_samples([1]), state="failed")
+    client.put(meta.select_samples([1]), state="failed")
     assert client.extend(meta, SHORT) == 2
     again = client.get_meta(**asks, lease=LONG)
     assert (again.global_indexes, again.delivery_counts) == ([0, 2], (2, 2))
@@ -222,7 +222,7 @@ def test_the_rest_of_a_group_with_a_failed_member_is_handed_out_where_asked(clie
 def test_samples_that_failed_or_were_cleared_can_be_acknowledged(client: AnyClient) -> None:
     put_rows(client, 4)
     meta = client.get_meta(**ASKS, batch_size=4, lease=LONG)
-    client.put(metadata=meta.select_samples([0]), state="failed")
+    client.put(meta.select_samples([0]), state="failed")
     client.clear_samples(meta.select_samples([1]))
     assert client.check_consumption("train", "t").leased_count == 2
     assert client.ack(meta) == 2
@@ -247,15 +247,15 @@ def test_a_reset_ends_the_leases(client: AnyClient) -> None:
 
 # What a worker may do with the batch that it got.
 CHANGES: dict[str, Callable[[AnyClient, tq.BatchMeta], Any]] = {
-    "values": lambda c, meta: c.put({"y": torch.full((meta.size,), 7)}, metadata=meta),
-    "a new column": lambda c, meta: c.put({"z": torch.full((meta.size,), 7)}, metadata=meta),
-    "values and state": lambda c, meta: c.put({"y": torch.full((meta.size,), 7)}, metadata=meta, state="held"),
-    "values, acknowledged": lambda c, meta: c.put({"y": torch.full((meta.size,), 7)}, metadata=meta, ack=True),
-    "acknowledged by a put": lambda c, meta: c.put(metadata=meta, ack=True),
-    "custom_meta with a put": lambda c, meta: c.put(metadata=meta, custom_meta={"reward": np.full(meta.size, 7.0)}),
+    "values": lambda c, meta: c.put(meta, {"y": torch.full((meta.size,), 7)}),
+    "a new column": lambda c, meta: c.put(meta, {"z": torch.full((meta.size,), 7)}),
+    "values and state": lambda c, meta: c.put(meta, {"y": torch.full((meta.size,), 7)}, state="held"),
+    "values, acknowledged": lambda c, meta: c.put(meta, {"y": torch.full((meta.size,), 7)}, ack=True),
+    "acknowledged by a put": lambda c, meta: c.put(meta, ack=True),
+    "custom_meta with a put": lambda c, meta: c.put(meta, custom_meta={"reward": np.full(meta.size, 7.0)}),
     "custom_meta": lambda c, meta: c.set_custom_meta(meta, {"reward": np.full(meta.size, 7.0)}),
-    "held": lambda c, meta: c.put(metadata=meta, state="held"),
-    "failed": lambda c, meta: c.put(metadata=meta, state="failed"),
+    "held": lambda c, meta: c.put(meta, state="held"),
+    "failed": lambda c, meta: c.put(meta, state="failed"),
     "cleared": lambda c, meta: c.clear_samples(meta),
     "cleared where": lambda c, meta: c.clear_samples(meta, where=[("reward", ">", 0)]),
     "acknowledged": lambda c, meta: c.ack(meta),
@@ -287,10 +287,10 @@ def stored(client: AnyClient) -> Any:
 
 def test_a_worker_whose_lease_ran_out_changes_nothing(service: LiveServer, client_kind: Any) -> None:
     client, other = service.client(client_kind), service.client()
-    client.put({"x": torch.arange(3)}, partition_id="train", custom_meta={"reward": np.ones(3)})
+    client.put("train", {"x": torch.arange(3)}, custom_meta={"reward": np.ones(3)})
     slow = client.get_meta(**ASKS, batch_size=3, lease=SHORT)
     successor = other.get_meta(**ASKS, batch_size=3, lease=LONG, max_wait=20.0)
-    other.put({"y": torch.full((3,), 2)}, metadata=successor, custom_meta={"reward": np.full(3, 2.0)})
+    other.put(successor, {"y": torch.full((3,), 2)}, custom_meta={"reward": np.full(3, 2.0)})
     assert other.ack(successor.select_samples([0])) == 1
     before = stored(other)
     for name, change in CHANGES.items():
@@ -302,12 +302,12 @@ def test_a_worker_whose_lease_ran_out_changes_nothing(service: LiveServer, clien
     for change in CHANGES.values():  # the successor may do all of it
         change(other, successor.select_samples([2]))
     assert other.ack(successor.select_samples([1])) == 1
-    assert service.client().put({"y": torch.full((2,), 5)}, metadata=successor.select_samples([0, 1])).size == 2
+    assert service.client().put(successor.select_samples([0, 1]), {"y": torch.full((2,), 5)}).size == 2
 
 
 def test_a_claim_that_was_lost_in_another_way_changes_nothing(client: AnyClient) -> None:
     put_rows(client, 2, custom_meta={"reward": np.ones(2)})
-    client.put({"y": torch.arange(2)}, metadata=client.lookup_samples("train")[0])
+    client.put(client.lookup_samples("train")[0], {"y": torch.arange(2)})
 
     def claim(task_name: str, lease: float, **more: Any) -> tq.BatchMeta:
         return client.get_meta(**{**ASKS, "task_name": task_name}, batch_size=2, lease=lease, max_wait=20.0, **more)
@@ -333,7 +333,7 @@ def test_a_claim_that_was_lost_in_another_way_changes_nothing(client: AnyClient)
 
 def test_a_write_to_a_part_that_is_lost_writes_nothing(client: AnyClient) -> None:
     put_rows(client, 4, custom_meta={"reward": np.ones(4)})
-    client.put({"y": torch.zeros(4, dtype=torch.int64)}, metadata=client.lookup_samples("train")[0])
+    client.put(client.lookup_samples("train")[0], {"y": torch.zeros(4, dtype=torch.int64)})
     meta = client.get_meta(**ASKS, batch_size=4, lease=LONG)
     assert client.ack(meta.select_samples([0])) == 1
     assert client.release(meta.select_samples([3])) == 1
@@ -342,7 +342,7 @@ def test_a_write_to_a_part_that_is_lost_writes_nothing(client: AnyClient) -> Non
         with pytest.raises(tq.errors.LeaseExpiredError, match="samples 3 are no longer"):
             CHANGES[name](client, meta)
         assert stored(client) == before, name
-    client.put({"y": torch.full((3,), 4)}, metadata=meta.select_samples([0, 1, 2]))  # acknowledged, and leased
+    client.put(meta.select_samples([0, 1, 2]), {"y": torch.full((3,), 4)})  # acknowledged, and leased
     assert client.clear_samples(meta.select_samples([0, 1])) == 2
     assert client.clear_samples(meta.select_samples([0, 1, 2])) == 1  # those that are gone are no reason to refuse it
     assert client.get_meta(**ASKS, batch_size=1).global_indexes == [3]
@@ -357,30 +357,30 @@ def test_writes_that_name_no_leased_claim_are_not_checked(client: AnyClient) -> 
     for task_name in ("t", "ranks", "leased"):
         client.reset_consumption("train", task_name)
     for value, meta in enumerate((unleased, named, rank)):
-        client.put({"y": torch.full((meta.size,), value)}, metadata=meta)
+        client.put(meta, {"y": torch.full((meta.size,), value)})
         client.set_custom_meta(meta, [{"v": value}] * meta.size)
     with pytest.raises(tq.errors.LeaseExpiredError):
-        client.put({"y": torch.full((4,), 8)}, metadata=leased)
+        client.put(leased, {"y": torch.full((4,), 8)})
     found, _ = client.lookup_samples("train", leased.keys)
-    client.put({"y": torch.full((4,), 9)}, metadata=found)
-    client.put({"z": torch.full((4,), 9)}, partition_id="train", keys=leased.keys, key_mode="existing")
+    client.put(found, {"y": torch.full((4,), 9)})
+    client.put("train", {"z": torch.full((4,), 9)}, keys=leased.keys, key_mode="existing")
     assert client.get_data(found, data_fields=["y"])["y"].tolist() == [9] * 4
 
 
 # Writes that are meant to pass, whoever has the samples.
 UNFENCED: dict[str, Callable[[AnyClient, tq.BatchMeta], Any]] = {
-    "values": lambda c, meta: c.put({"y": torch.full((meta.size,), 7)}, metadata=meta, fenced=False),
-    "a new column": lambda c, meta: c.put({"z": torch.full((meta.size,), 7)}, metadata=meta, fenced=False),
+    "values": lambda c, meta: c.put(meta, {"y": torch.full((meta.size,), 7)}, fenced=False),
+    "a new column": lambda c, meta: c.put(meta, {"z": torch.full((meta.size,), 7)}, fenced=False),
     "custom_meta": lambda c, meta: c.set_custom_meta(meta, {"reward": np.full(meta.size, 7.0)}, fenced=False),
-    "held": lambda c, meta: c.put(metadata=meta, state="held", fenced=False),
-    "failed": lambda c, meta: c.put(metadata=meta, state="failed", fenced=False),
+    "held": lambda c, meta: c.put(meta, state="held", fenced=False),
+    "failed": lambda c, meta: c.put(meta, state="failed", fenced=False),
     "cleared": lambda c, meta: c.clear_samples(meta, fenced=False),
 }
 
 
 def test_a_write_that_is_not_fenced_is_made_without_the_lease(client: AnyClient) -> None:
     put_rows(client, 2, custom_meta={"reward": np.ones(2)})
-    client.put({"y": torch.zeros(2, dtype=torch.int64)}, metadata=client.lookup_samples("train")[0])
+    client.put(client.lookup_samples("train")[0], {"y": torch.zeros(2, dtype=torch.int64)})
     meta = client.get_meta(**ASKS, batch_size=2, lease=LONG)
     client.release(meta)
     for name, change in UNFENCED.items():
@@ -406,10 +406,10 @@ def test_puts_of_one_moment_are_gathered_by_claim_and_fence(server: LiveServer) 
 
     async def put_all() -> list[Any]:
         puts = [
-            client.real.put({"y": torch.tensor([number])}, metadata=lost.select_samples([number]), fenced=number != 5)
+            client.real.put(lost.select_samples([number]), {"y": torch.tensor([number])}, fenced=number != 5)
             for number in range(8)
         ]
-        late = client.real.put({"y": torch.tensor([9])}, metadata=lost.select_samples([5]))
+        late = client.real.put(lost.select_samples([5]), {"y": torch.tensor([9])})
         return await asyncio.gather(*puts, late, return_exceptions=True)
 
     *made, refused = server.loop.run(put_all())
@@ -427,7 +427,7 @@ def test_a_worker_goes_on_after_a_restart_if_its_lease_did_not_run_out(
     request = pb.GetMetaRequest(request_id=os.urandom(16), batch_size=1, lease=to_duration(LONG), **ASKS)
     server.controller.GetMeta(request)
     held = client.get_meta(**ASKS, batch_size=1, lease=LONG)
-    client.put({"y": torch.tensor([1])}, metadata=held)
+    client.put(held, {"y": torch.tensor([1])})
     lost = client.get_meta(**ASKS, batch_size=1, lease=SHORT)
     while task_of(client).leased_count > 2:
         pass
@@ -437,10 +437,10 @@ def test_a_worker_goes_on_after_a_restart_if_its_lease_did_not_run_out(
     retried = server.controller.GetMeta(request).meta
     batch = tq.BatchMeta.from_proto(retried, claim_id=retried.claim_request_id, task_name="t")
     for meta in (batch, held):
-        client.put({"y": torch.tensor([2])}, metadata=meta)
+        client.put(meta, {"y": torch.tensor([2])})
         assert client.ack(meta) == 1
     with pytest.raises(tq.errors.LeaseExpiredError):
-        client.put({"y": torch.tensor([3])}, metadata=lost)
+        client.put(lost, {"y": torch.tensor([3])})
 
 
 def test_a_claim_is_named_with_the_indexes_of_its_samples(server: LiveServer, client: AnyClient) -> None:

@@ -30,8 +30,8 @@ def until(holds: Callable[[], bool], seconds: float = 20.0) -> None:
         time.sleep(0.01)
 
 
-def put(**arguments: Any) -> Call:
-    return lambda client: client.put(**{"data": {"input_ids": [np.arange(3)]}, "partition_id": "train", **arguments})
+def put(partition_id: str = "train", **arguments: Any) -> Call:
+    return lambda client: client.put(partition_id, **{"data": {"input_ids": [np.arange(3)]}, **arguments})
 
 
 COUNTS: dict[str, tuple[dict[str, int], Call]] = {
@@ -119,13 +119,13 @@ def test_tasks_are_bounded_however_they_are_named(start_server: StartServer) -> 
 def test_a_full_service_takes_columns_and_as_many_samples_as_were_cleared(start_server: StartServer) -> None:
     client = start_server(max_samples=5).client()
     meta = put_train(client)
-    client.put({"reward": np.zeros(4)}, metadata=meta)
-    upsert: dict[str, Any] = {"partition_id": "train", "key_mode": "upsert"}
-    client.put({"reward": np.ones(4)}, keys=["k0", "k1", "k2", "k3"], **upsert)
-    client.put({"reward": np.ones(5)}, keys=["k0", "k1", "k2", "k3", "k4"], **upsert)
+    client.put(meta, {"reward": np.zeros(4)})
+    upsert: dict[str, Any] = {"target": "train", "key_mode": "upsert"}
+    client.put(data={"reward": np.ones(4)}, keys=["k0", "k1", "k2", "k3"], **upsert)
+    client.put(data={"reward": np.ones(5)}, keys=["k0", "k1", "k2", "k3", "k4"], **upsert)
     with pytest.raises(tq.errors.LimitExceededError):
-        client.put({"reward": np.ones(2)}, keys=["k4", "k5"], **upsert)
-    client.clear_samples(partition_id="train", keys=["k0", "k1"])
+        client.put(data={"reward": np.ones(2)}, keys=["k4", "k5"], **upsert)
+    client.clear_samples("train", keys=["k0", "k1"])
     client.insert("second", 2)
     with pytest.raises(tq.errors.LimitExceededError):
         client.insert("third", 1)
@@ -186,7 +186,7 @@ def test_calls_beyond_what_may_wait_are_refused_and_the_others_go_on(
     calls.pop().cancel()
     until(lambda: server.app.calls.count == 2)
     other.insert("later", 1)
-    other.put({"x": np.zeros(1)}, partition_id="later")
+    other.put("later", {"x": np.zeros(1)})
     until(lambda: any(call.done() for call in calls))
     assert [list(call.result().meta.global_indexes) for call in calls if call.done()] == [[1]]
     for call in calls:
@@ -198,7 +198,7 @@ def test_a_claim_that_need_not_wait_is_answered_when_no_more_may_wait(start_serv
     server = start_server(max_waiting_calls=1)
     client = server.client()
     client.insert("train", 1)
-    client.put({"x": np.zeros(2)}, partition_id="train")
+    client.put("train", {"x": np.zeros(2)})
     waiting = waiting_claim(server)
     until(lambda: server.app.waiting.count == 1)
     arguments = {"partition_id": "train", "task_name": "task", "data_fields": ["x"], "batch_size": 1}
@@ -273,7 +273,7 @@ def test_a_put_that_stalls_is_ended_and_its_capacity_given_back(start_server: St
 def test_a_reader_that_does_not_read_pins_its_cells_only_for_so_long(start_server: StartServer) -> None:
     server = start_server(stall_seconds=2.0, shared_memory="off")
     client = server.client()
-    meta = client.put({"x": np.zeros((64, 1_000_000), np.uint8)}, partition_id="p")
+    meta = client.put("p", {"x": np.zeros((64, 1_000_000), np.uint8)})
     located = server.controller.Locate(pb.LocateRequest(partition_id="p", global_indexes=meta.global_indexes)).meta
     get = storage_pb.GetRequest(
         boot_id=located.locations.storages[0].boot_id,
@@ -284,7 +284,7 @@ def test_a_reader_that_does_not_read_pins_its_cells_only_for_so_long(start_serve
     until(lambda: server.app.calls.count == 1)
     client.clear_partition("p")
     assert client.storage_stat().used_bytes == 64_000_000  # pinned by the reader
-    other = client.put({"x": np.zeros((4, 1_000), np.uint8)}, partition_id="q")
+    other = client.put("q", {"x": np.zeros((4, 1_000), np.uint8)})
     assert client.get_data(other)["x"].shape == (4, 1_000)  # others go on
     until(lambda: client.storage_stat().used_bytes == 4_000)
     with pytest.raises(grpc.RpcError) as caught:

@@ -64,57 +64,57 @@ def any_client(
 
 def rows_of(client: AnyClient, partition: str = "p") -> Any:
     count = client.describe_partition(partition).summary.inserted_count
-    column = client.get_data(partition_id=partition, global_indexes=range(count), data_fields=["x"])["x"]
+    column = client.get_data(partition, global_indexes=range(count), data_fields=["x"])["x"]
     return list(column.unbind()) if isinstance(column, torch.Tensor) and column.is_nested else list(column)
 
 
 @pytest.mark.parametrize("values", LISTS, ids=repr)
 def test_a_field_of_objects_takes_any_list(client: AnyClient, values: Any) -> None:
     client.create_partition("p", fields=[OBJECT])
-    client.put({"x": values}, partition_id="p", keys=["a", "b"])
-    meta = client.put({"n": torch.ones(2)}, partition_id="p")  # which does not name the field yet
-    client.put({"x": values}, metadata=meta)
+    client.put("p", {"x": values}, keys=["a", "b"])
+    meta = client.put("p", {"n": torch.ones(2)})  # which does not name the field yet
+    client.put(meta, {"x": values})
     assert repr(rows_of(client)) == repr(values * 2)
 
 
 def test_a_field_that_its_first_put_made_one_of_objects_takes_lists_of_numbers(any_client: AnyClient) -> None:
-    any_client.put({"x": [None, 1.0], "y": [["a"], []]}, partition_id="p")
-    any_client.put({"x": [0.5, 1.0], "y": [[], [1, 2]]}, partition_id="p")
-    any_client.put({"x": [2, 3], "y": [[1], [2]]}, partition_id="p", keys=["a", "b"])
+    any_client.put("p", {"x": [None, 1.0], "y": [["a"], []]})
+    any_client.put("p", {"x": [0.5, 1.0], "y": [[], [1, 2]]})
+    any_client.put("p", {"x": [2, 3], "y": [[1], [2]]}, keys=["a", "b"])
     assert rows_of(any_client) == [None, 1.0, 0.5, 1.0, 2, 3]
-    y = any_client.get_data(partition_id="p", global_indexes=range(6), data_fields=["y"])["y"]
+    y = any_client.get_data("p", global_indexes=range(6), data_fields=["y"])["y"]
     assert list(y) == [["a"], [], [], [1, 2], [1], [2]]
 
 
 def test_lists_are_sent_twice_only_once(any_client: AnyClient, calls: list[str]) -> None:
     any_client.create_partition("p", fields=[OBJECT])
-    any_client.put({"x": [0.5]}, partition_id="p")
+    any_client.put("p", {"x": [0.5]})
     first = list(calls)
     calls.clear()
     for _ in range(5):
-        any_client.put({"x": [0.5]}, partition_id="p")
+        any_client.put("p", {"x": [0.5]})
     assert first.count("PutInline") == 2
     assert calls.count("PutInline") == calls.count("DescribePartition") == 5
     calls.clear()
-    any_client.put({"x": NonTensorStack(0.5)}, partition_id="p")  # says what it is
-    any_client.put({"x": [0.5]}, partition_id="q")
+    any_client.put("p", {"x": NonTensorStack(0.5)})  # says what it is
+    any_client.put("q", {"x": [0.5]})
     assert "DescribePartition" not in calls
 
 
 def test_what_is_refused_not_for_its_lists_is_not_sent_again(any_client: AnyClient, calls: list[str]) -> None:
-    any_client.put({"n": torch.ones(2, dtype=torch.int64), "t": ["a", "b"]}, partition_id="p")
+    any_client.put("p", {"n": torch.ones(2, dtype=torch.int64), "t": ["a", "b"]})
     calls.clear()
     with pytest.raises(tq.errors.FieldMismatchError, match="'n' is int64"):
-        any_client.put({"n": torch.ones(2), "t": ["c", "d"]}, partition_id="p")
+        any_client.put("p", {"n": torch.ones(2), "t": ["c", "d"]})
     assert calls.count("PutInline") == 1
 
 
 def test_what_a_partition_refused_does_not_hold_of_the_next_one_of_its_name(any_client: AnyClient) -> None:
-    any_client.put({"x": [None]}, partition_id="p")
-    any_client.put({"x": [0.5]}, partition_id="p")
+    any_client.put("p", {"x": [None]})
+    any_client.put("p", {"x": [0.5]})
     any_client.clear_partition("p")
-    any_client.put({"x": [0.5]}, partition_id="p")
-    any_client.put({"x": torch.ones(1, dtype=torch.float64)}, partition_id="p")
+    any_client.put("p", {"x": [0.5]})
+    any_client.put("p", {"x": torch.ones(1, dtype=torch.float64)})
     assert rows_of(any_client) == [0.5, 1.0]
     assert any_client.describe_partition("p").fields[0].spec.layout == "dense"
 
@@ -129,7 +129,7 @@ def test_objects_that_a_field_cannot_hold_are_still_refused(client: AnyClient, c
         ({"t": [1, 2]}, "'t' is object .text., got object .msgpack."),
     ):
         with pytest.raises(tq.errors.FieldMismatchError, match=message):
-            client.put(data, partition_id="p")
+            client.put("p", data)
     assert client.describe_partition("p").summary.inserted_count == before
 
 
@@ -138,11 +138,11 @@ def test_objects_that_a_field_cannot_hold_are_still_refused(client: AnyClient, c
 
 @pytest.mark.parametrize("first", [[[1, 2], [3, 4]], [[1, 2, 3], [4]], [[1], []], [[5], [6]]])
 def test_lists_of_tokens_are_tensors_beside_those_of_others(client: AnyClient, first: Any) -> None:
-    client.put({"x": first}, partition_id="p")
-    client.put({"x": [[7], [8, 9, 10]]}, partition_id="p")
-    client.put({"x": [torch.tensor([1, 2]), torch.tensor([3])]}, partition_id="p")
-    client.put({"x": [[], []]}, partition_id="p")
-    client.put({"x": torch.tensor([[1, 2]])}, partition_id="p")
+    client.put("p", {"x": first})
+    client.put("p", {"x": [[7], [8, 9, 10]]})
+    client.put("p", {"x": [torch.tensor([1, 2]), torch.tensor([3])]})
+    client.put("p", {"x": [[], []]})
+    client.put("p", {"x": torch.tensor([[1, 2]])})
     assert [row.tolist() for row in rows_of(client)] == [*first, [7], [8, 9, 10], [1, 2], [3], [], [], [1, 2]]
     spec = client.describe_partition("p").fields[0].spec
     assert (spec.dtype, spec.layout, spec.row_shape) == ("int64", "jagged", (-1,))
@@ -150,9 +150,9 @@ def test_lists_of_tokens_are_tensors_beside_those_of_others(client: AnyClient, f
 
 def test_a_declared_jagged_field_takes_lists_and_gives_lengths(client: AnyClient) -> None:
     client.create_partition("p", fields=[tq.FieldSpec("x", layout="jagged")])
-    client.put({"x": [[], []]}, partition_id="p")
-    client.put({"x": [[1, 2, 3], [4]]}, partition_id="p")
-    client.put({"x": [[1, 2], [3, 4]]}, partition_id="p")
+    client.put("p", {"x": [[], []]})
+    client.put("p", {"x": [[1, 2, 3], [4]]})
+    client.put("p", {"x": [[1, 2], [3, 4]]})
     client.seal_partition("p")
     meta = client.get_meta(
         partition_id="p", task_name="t", data_fields=["x"], batch_size=6, batch_index=0, dp_rank=0, dp_size=1,
@@ -163,10 +163,10 @@ def test_a_declared_jagged_field_takes_lists_and_gives_lengths(client: AnyClient
 
 
 def test_nested_lists_are_what_the_field_holds(client: AnyClient) -> None:
-    client.put({"x": [torch.ones(2, 2, dtype=torch.int64), torch.ones(1, 2, dtype=torch.int64)]}, partition_id="p")
-    client.put({"x": [[[1, 2], [3, 4]], [[5, 6]]]}, partition_id="p")
-    client.put({"x": [[], []]}, partition_id="p")
+    client.put("p", {"x": [torch.ones(2, 2, dtype=torch.int64), torch.ones(1, 2, dtype=torch.int64)]})
+    client.put("p", {"x": [[[1, 2], [3, 4]], [[5, 6]]]})
+    client.put("p", {"x": [[], []]})
     assert [row.tolist() for row in rows_of(client)][2:4] == [[[1, 2], [3, 4]], [[5, 6]]]
     assert [tuple(row.shape) for row in rows_of(client)][4:] == [(0, 2)] * 2
-    client.put({"x": [[[1, 2], [3, 4]], [[5], [6, 7]]]}, partition_id="q")
+    client.put("q", {"x": [[[1, 2], [3, 4]], [[5], [6, 7]]]})
     assert rows_of(client, "q") == [[[1, 2], [3, 4]], [[5], [6, 7]]]

@@ -25,7 +25,7 @@ def no_garbage_collection() -> Iterator[None]:
 )
 def test_a_cleared_partition_is_kept_by_no_call(server: LiveServer, asked: dict[str, float]) -> None:
     client = server.client()
-    client.put({"x": [b"one", b"two"]}, partition_id="p")
+    client.put("p", {"x": [b"one", b"two"]})
     meta = client.get_meta(partition_id="p", task_name="t", data_fields=["x"], batch_size=2, **asked)
     assert meta.size == 2
     catalog = server.app.controller.catalog

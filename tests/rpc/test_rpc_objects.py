@@ -40,12 +40,12 @@ def test_text_that_is_none_is_refused_and_leaves_nothing(
         with pytest.raises(
             tq.errors.InvalidArgumentError, match="row 3 of field 'text' is not UTF-8 from its byte"
         ) as caught:
-            client.put({"text": bad}, partition_id="train")
+            client.put("train", {"text": bad})
     assert (caught.value.metadata["row"], caught.value.metadata["field_name"]) == ("3", "text")
     stat = client.storage_stat()
     assert (stat.used_bytes, stat.put_count, stat.uncommitted_put_count) == (0, 0, 0)
     assert client.list_partitions() == []
-    meta = client.put({"text": rows}, partition_id="train")
+    meta = client.put("train", {"text": rows})
     assert list(client.get_data(meta)["text"]) == rows
 
 
@@ -58,7 +58,7 @@ def test_msgpack_that_is_none_is_an_error_of_its_row_when_it_is_read(
         patch.setattr(
             encoding, "encode_objects", lambda values, name, first: [*encode_objects(values[:2], name), b"\xc1"]
         )
-        meta = client.put({"x": [None, 1, 2]}, partition_id="train")
+        meta = client.put("train", {"x": [None, 1, 2]})
     with pytest.raises(tq.errors.InvalidArgumentError, match="row 2 of field 'x' cannot be read") as caught:
         client.get_data(meta)
     assert (caught.value.metadata["row"], caught.value.metadata["field_name"]) == ("2", "x")
@@ -70,15 +70,15 @@ def test_objects_of_all_encodings_are_one_field(start_server: StartServer) -> No
     rows: list[Any] = ["text", "", b"\xff\x00", b"", None, {"a": (1, 2)}]
     for start in range(0, 6, 2):
         keys = [str(start), str(start + 1)]
-        client.put({"x": rows[start : start + 2], "n": [start, start + 1]}, partition_id="train", keys=keys)
+        client.put("train", {"x": rows[start : start + 2], "n": [start, start + 1]}, keys=keys)
     order = [5, 0, 3, 2, 1, 4]
-    got = client.get_data(partition_id="train", keys=[str(each) for each in order], data_fields=["x", "n"])
+    got = client.get_data("train", keys=[str(each) for each in order], data_fields=["x", "n"])
     assert list(got["x"]) == [rows[each] for each in order]
     assert got["n"].tolist() == order
     for each, row in enumerate(rows):
-        assert list(client.get_data(partition_id="train", keys=[str(each)], data_fields=["x"])["x"]) == [row]
-    client.put({"x": [b"now bytes"]}, partition_id="train", keys=["0"])
-    assert list(client.get_data(partition_id="train", keys=["0", "1"], data_fields=["x"])["x"]) == [b"now bytes", ""]
+        assert list(client.get_data("train", keys=[str(each)], data_fields=["x"])["x"]) == [row]
+    client.put("train", {"x": [b"now bytes"]}, keys=["0"])
+    assert list(client.get_data("train", keys=["0", "1"], data_fields=["x"])["x"]) == [b"now bytes", ""]
 
 
 def test_a_field_declared_as_text_takes_nothing_else(start_server: StartServer) -> None:
@@ -90,12 +90,12 @@ def test_a_field_declared_as_text_takes_nothing_else(start_server: StartServer) 
             tq.FieldSpec("any", layout="object", encoding="msgpack"),  # type: ignore[arg-type]
         ],
     )
-    client.put({"text": ["a"], "any": ["a"]}, partition_id="train", keys=["a"])
+    client.put("train", {"text": ["a"], "any": ["a"]}, keys=["a"])
     for wrong in ([None], [b"b"], [{"b": 1}]):
         with pytest.raises(tq.errors.FieldMismatchError, match=r"'text' is object \(text\), got object \((m|b)"):
-            client.put({"text": wrong, "any": wrong}, partition_id="train")
-    client.put({"any": [b"b"]}, partition_id="train", keys=["a"])
-    assert list(client.get_data(partition_id="train", keys=["a"], data_fields=["any"])["any"]) == [b"b"]
+            client.put("train", {"text": wrong, "any": wrong})
+    client.put("train", {"any": [b"b"]}, keys=["a"])
+    assert list(client.get_data("train", keys=["a"], data_fields=["any"])["any"]) == [b"b"]
     specs = [field.spec for field in client.describe_partition("train").fields]
     assert [(spec.name, spec.encoding) for spec in specs] == [("any", "msgpack"), ("text", "text")]
 
@@ -119,10 +119,10 @@ def test_objects_take_rows_of_any_kind_in_each_put(client: AnyClient, hold: str)
             held = np.empty(2, object)
             held[:] = rows
         data = TensorDict({"x": held}, batch_size=[2])
-        client.put(data, partition_id="train", keys=[f"{number}a", f"{number}b"])
+        client.put("train", data, keys=[f"{number}a", f"{number}b"])
     keys = [f"{number}{row}" for number in reversed(range(len(puts))) for row in "ba"]
-    got = list(client.get_data(partition_id="train", keys=keys)["x"])
+    got = list(client.get_data("train", keys=keys)["x"])
     assert repr(got[2:]) == repr([row for rows in reversed(puts[:-1]) for row in reversed(rows)])
     assert got[:2] == [{"b": image}, "a"]
-    again = client.put(client.get_data(partition_id="train", keys=keys), partition_id="again")
+    again = client.put("again", client.get_data("train", keys=keys))
     assert repr(list(client.get_data(again)["x"])[2:]) == repr(got[2:])

@@ -16,7 +16,7 @@ LENGTHS = [90, 80, 30, 25, 15, 10, 60, 60, 5]
 
 def put_lengths(client: AnyClient, lengths: list[int]) -> None:
     rows = [torch.arange(length) for length in lengths]
-    client.put({"x": rows}, partition_id="train", custom_meta=[{"total_lengths": length} for length in lengths])
+    client.put("train", {"x": rows}, custom_meta=[{"total_lengths": length} for length in lengths])
 
 
 def asks(rank: int, sampler: str, **config: Any) -> dict[str, Any]:

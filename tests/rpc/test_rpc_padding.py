@@ -69,14 +69,14 @@ def test_rows_are_padded_as_one_by_one(place: Place, data: st.DataObject) -> Non
     puts = data.draw(st.integers(1, size), label="puts")
     for number in range(puts):
         some = rows[number * size // puts : (number + 1) * size // puts]
-        client.put({"x": some, "y": torch.arange(len(some)), "o": ["a"] * len(some)}, partition_id=partition)
+        client.put(partition, {"x": some, "y": torch.arange(len(some)), "o": ["a"] * len(some)})
     order = data.draw(st.lists(st.integers(0, size - 1), min_size=1, max_size=8), label="order")
     rows = [rows[at] for at in order]
     side = data.draw(st.sampled_from(["right", "left"]), label="side")
     length = data.draw(st.none() | st.integers(9, 12), label="length")
     value = data.draw(st.sampled_from([0, 1]), label="value")
     got = client.get_data(
-        partition_id=partition,
+        partition,
         global_indexes=order,
         padded=data.draw(st.sampled_from([True, ["x"]]), label="padded"),
         pad_value=value,
@@ -93,7 +93,7 @@ def test_rows_are_padded_as_one_by_one(place: Place, data: st.DataObject) -> Non
 
 def test_padding_is_that_of_torch(client: AnyClient) -> None:
     rows = [torch.randn(length, 4) for length in (5, 0, 8)]
-    meta = client.put({"x": rows}, partition_id="p")
+    meta = client.put("p", {"x": rows})
     for side in ("right", "left"):
         expected = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-1.5, padding_side=side)
         assert torch.equal(client.get_data(meta, padded=True, pad_value=-1.5, side=side)["x"], expected)
@@ -103,9 +103,7 @@ def test_rows_are_received_where_they_belong(place: Place, monkeypatch: pytest.M
     """Large rows, several fields of which one is padded by name; copied only where they lie in shared memory."""
     client, partition = place.clients[0], place.new_partition()
     rows = [torch.full((length,), length) for length in (300_000, 1, 70_000, 0)]
-    meta = client.put(
-        {"x": rows, "w": torch.arange(4 * 50_000).reshape(4, -1), "z": rows[::-1]}, partition_id=partition
-    )
+    meta = client.put(partition, {"x": rows, "w": torch.arange(4 * 50_000).reshape(4, -1), "z": rows[::-1]})
     copied: list[int] = []
     copy = padding._copy
     monkeypatch.setattr(padding, "_copy", lambda *args: (copied.append(args[3].size), copy(*args)))
@@ -121,8 +119,8 @@ def test_cells_that_have_grown_are_padded(place: Place) -> None:
     client, partition = place.clients[1], place.new_partition()
     client.create_partition(partition)
     slots = client.acquire(partition, "rollout", count=3, lease=LONG)
-    meta = client.append({"x": [[1], [1, 2], []]}, metadata=slots, at=[0, 0, 0])
-    meta = client.append({"x": [[2, 3], [], [7]]}, metadata=slots, at=[1, 2, 0])
+    meta = client.append(slots, {"x": [[1], [1, 2], []]}, at=[0, 0, 0])
+    meta = client.append(slots, {"x": [[2, 3], [], [7]]}, at=[1, 2, 0])
     assert client.get_data(meta, padded=True, pad_value=-1)["x"].tolist() == [[1, 2, 3], [1, 2, -1], [7, -1, -1]]
     cut = client.get_data(meta, padded=True, length=2, truncate=True, side="left", mask=True)
     assert cut["x"].tolist() == [[1, 2], [1, 2], [0, 7]]
@@ -131,7 +129,7 @@ def test_cells_that_have_grown_are_padded(place: Place) -> None:
 
 def test_rows_longer_than_the_length_are_an_error_or_cut_in_the_service(place: Place) -> None:
     client, partition = place.clients[0], place.new_partition()
-    meta = client.put({"x": [torch.arange(5), torch.arange(1000)]}, partition_id=partition)
+    meta = client.put(partition, {"x": [torch.arange(5), torch.arange(1000)]})
     with pytest.raises(
         tq.errors.FieldMismatchError, match="row 1 of field 'x' has 1000 items in dimension 0; expected at"
     ):
@@ -146,9 +144,7 @@ def test_other_dimensions_dense_fields_and_no_rows(client: AnyClient) -> None:
     fields = [tq.FieldSpec("m", layout="jagged", row_shape=(3, -1)), tq.FieldSpec("i", layout="jagged")]
     client.create_partition("p", fields=fields)
     positions = [torch.arange(3 * length).reshape(3, length) for length in (2, 4)]
-    meta = client.put(
-        {"m": positions, "i": [torch.arange(2), torch.arange(3)], "d": torch.ones(2, 3)}, partition_id="p"
-    )
+    meta = client.put("p", {"m": positions, "i": [torch.arange(2), torch.arange(3)], "d": torch.ones(2, 3)})
     got = client.get_data(meta, padded=["m", "d"], length={"d": 5}, mask=True, pad_value={"d": -1, "m": 9})
     assert got["m"].tolist() == [
         [[0, 1, 9, 9], [2, 3, 9, 9], [4, 5, 9, 9]],
@@ -167,7 +163,7 @@ def test_other_dimensions_dense_fields_and_no_rows(client: AnyClient) -> None:
 
 
 def test_parts_of_dense_rows_that_differ_are_padded(client: AnyClient) -> None:
-    meta = client.put({"d": torch.arange(8).reshape(2, 4)}, partition_id="p")
+    meta = client.put("p", {"d": torch.arange(8).reshape(2, 4)})
     got = client.get_data(meta, slices={"d": [(0, 1), (1, 4)]}, padded=True, mask=True, pad_value=-1)
     assert got["d"].tolist() == [[0, -1, -1], [5, 6, 7]]
     assert got["d_mask"].tolist() == [[True, False, False], [True] * 3]
@@ -177,7 +173,7 @@ def test_parts_of_dense_rows_that_differ_are_padded(client: AnyClient) -> None:
 
 
 def test_parts_are_padded_too(client: AnyClient) -> None:
-    meta = client.put({"x": [torch.arange(9), torch.arange(2), torch.arange(0)]}, partition_id="p")
+    meta = client.put("p", {"x": [torch.arange(9), torch.arange(2), torch.arange(0)]})
     assert client.get_data(meta, slices={"x": (-3, None)}, padded=True, pad_value=-1)["x"].tolist() == [
         [6, 7, 8],
         [0, 1, -1],
@@ -217,7 +213,7 @@ def test_padding_that_cannot_be_is_refused(client: AnyClient, wrong: str) -> Non
         "s": torch.zeros(2),
         "x_mask": torch.zeros(2),
     }
-    meta = client.put(data, partition_id="p")
+    meta = client.put("p", data)
     arguments, says = WRONG[wrong]
     with pytest.raises(tq.errors.InvalidArgumentError) as caught:
         client.get_data(meta, **{"data_fields": ["x", "i", "o", "s"], **arguments})
@@ -231,7 +227,7 @@ def test_a_read_that_is_cut_off_is_read_again(place: Place, monkeypatch: pytest.
     """The first answer ends after some bytes; the rows of the next one overwrite what it left in the buffer."""
     client, partition = place.clients[0], place.new_partition()
     rows = [torch.arange(length) for length in (50_000, 3, 40_000)]
-    meta = client.put({"x": rows, "y": rows}, partition_id=partition)
+    meta = client.put(partition, {"x": rows, "y": rows})
     written, tries = ColumnReceiver.write, []
 
     def break_off(receiver: ColumnReceiver, frame: memoryview) -> None:

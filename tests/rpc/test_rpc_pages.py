@@ -31,8 +31,8 @@ def put_many(client: AnyClient) -> tq.BatchMeta:
     """Put samples whose field has the number of each."""
     parts: list[tq.BatchMeta] = [
         client.put(
+            "train",
             {"number": some},
-            partition_id="train",
             keys=[KEYS[number] for number in some],
             groups=[f"g{number // 4}" for number in some],
             custom_meta=[{"version": int(number % 7)} for number in some],
@@ -170,19 +170,19 @@ def test_the_client_makes_one_batch_of_all_pages(client: AnyClient) -> None:
 
 def test_many_keys_are_looked_up_and_located_in_parts(client: AnyClient) -> None:
     put_many(client)
-    client.clear_samples(partition_id="train", keys=KEYS[100:20_000:2])
+    client.clear_samples("train", keys=KEYS[100:20_000:2])
     asked = KEYS[::-1]
     found, missing = client.lookup_samples("train", asked)
     gone = set(KEYS[100:20_000:2])
     assert found.keys == [key for key in asked if key not in gone]
     assert missing == [key for key in asked if key in gone]
     assert client.get_data(found)["number"].tolist() == found.global_indexes
-    located = client.get_data(partition_id="train", keys=asked, missing="skip")
+    located = client.get_data("train", keys=asked, missing="skip")
     assert located["number"].tolist() == found.global_indexes
-    by_index = client.get_data(partition_id="train", global_indexes=found.global_indexes[::-1])
+    by_index = client.get_data("train", global_indexes=found.global_indexes[::-1])
     assert by_index["number"].tolist() == found.global_indexes[::-1]
     with pytest.raises(tq.errors.KeyNotFoundError, match="k100"):
-        client.get_data(partition_id="train", keys=KEYS)
+        client.get_data("train", keys=KEYS)
 
 
 @pytest.mark.parametrize("size", [1_000, 0, 2**31 - 1])
@@ -221,7 +221,7 @@ def test_samples_that_go_between_two_pages_are_left_out_and_new_ones_are_listed(
     put_many(client)
     pages = all_pages(server, all_samples=True, page_size=10_000)
     keys = list(next(pages).meta.keys)
-    client.clear_samples(partition_id="train", keys=KEYS[5_000:15_000])
+    client.clear_samples("train", keys=KEYS[5_000:15_000])
     client.insert("train", keys=["new"])
     keys += [key for page in pages for key in page.meta.keys]
     assert keys == KEYS[:10_000] + KEYS[15_000:] + ["new"]
@@ -255,7 +255,7 @@ def test_a_list_of_a_partition_that_was_cleared_ends(server: LiveServer, is_made
     ids=["size", "token", "no hex", "sign", "large", "keys", "indexes"],
 )
 def test_what_is_no_page_is_refused(server: LiveServer, request_: pb.LookupSamplesRequest | pb.LocateRequest) -> None:
-    server.client().put({"x": np.zeros(3)}, partition_id="train", keys=["k", "l", "m"])
+    server.client().put("train", {"x": np.zeros(3)}, keys=["k", "l", "m"])
     request_.partition_id = "train"
     call = server.controller.Locate if isinstance(request_, pb.LocateRequest) else server.controller.LookupSamples
     with pytest.raises(grpc.RpcError) as caught:
@@ -339,8 +339,8 @@ def test_a_large_put_with_names_is_there_whole(client: AnyClient) -> None:
     keys = [f"k{number}" for number in range(count)]
     for start in (0, count // 2):
         some = keys[start : start + count // 2]
-        client.put({"x": np.arange(start, start + len(some))}, partition_id="train", keys=some, groups=some)
-    client.put({"x": -np.arange(count)}, partition_id="train", keys=keys)
+        client.put("train", {"x": np.arange(start, start + len(some))}, keys=some, groups=some)
+    client.put("train", {"x": -np.arange(count)}, keys=keys)
     found, missing = client.lookup_samples("train", keys)
     assert (missing, found.groups) == ([], keys)
     assert client.get_data(found)["x"].tolist() == [-number for number in range(count)]

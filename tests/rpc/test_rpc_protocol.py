@@ -226,7 +226,7 @@ def test_a_commit_has_the_columns_of_its_put(start_server: StartServer, is_embed
     server = storage = start_server(role="all" if is_embedded else "controller")
     if not is_embedded:
         storage = start_server(role="storage", controller=server.address, shared_memory="off")
-        server.client().put({"x": [1]}, partition_id="other")  # waits until it has registered
+        server.client().put("other", {"x": [1]})  # waits until it has registered
     request = put_request([column("x", numbers(7)), column("y", numbers(1, 2), shape=(-1,), extents=numbers(2))], 1)
     request.header.controller_id = server.controller.PlacePut(pb.PlacePutRequest(partition_id="p")).controller_id
     commit = commit_pb2.CommitRequest()
@@ -314,7 +314,7 @@ def test_a_stream_of_python_waits_for_its_initial_metadata(server: LiveServer) -
     frames = [values[start : start + (1 << 18)] for start in range(0, len(values), 1 << 18)]
     answers = [names["put"](server.storage, request.header, frames, 20).commit for _ in range(2)]
     assert answers[0] == answers[1]
-    assert server.client().get_data(partition_id="p", global_indexes=[99_999])["x"].tolist() == [99_999]
+    assert server.client().get_data("p", global_indexes=[99_999])["x"].tolist() == [99_999]
     request.header.size_bytes += 1
     request.header.put_id = request.header.commit.request_id = new_id()
     assert violations_of(refused(lambda: names["put"](server.storage, request.header, frames, 20))) == ["size_bytes"]
@@ -347,7 +347,7 @@ def test_samples_may_be_located_and_read_twice(
     found = locate(server, **named, skip_missing=skip_missing)
     assert (found.global_indexes, found.keys) == ([1, 0, 1], ["b", "a", "b"])
     assert get(server, found).values == numbers(2, 1, 2)
-    assert client.get_data(partition_id="p", **named)["x"].tolist() == [2, 1, 2]
+    assert client.get_data("p", **named)["x"].tolist() == [2, 1, 2]
 
 
 def test_an_overwritten_cell_is_located_again(server: LiveServer) -> None:
@@ -527,7 +527,7 @@ def test_a_rank_goes_on_after_samples_that_were_cleared(server: LiveServer) -> N
 
     assert ask(0, 2).status == meta_pb.BATCH_STATUS_NOT_YET  # it plans those before it, of the samples that are there
     assert list(ask(0, 0).global_indexes) == [0]
-    server.client().clear_samples(partition_id="p", global_indexes=[1])
+    server.client().clear_samples("p", global_indexes=[1])
     error = refused(lambda: ask(1, 0))
     assert (reason_of(error), facts_of(error)["next_batch_index"]) == ("SAMPLES_CLEARED", "2")
     assert list(ask(0, 0).global_indexes) == [0]

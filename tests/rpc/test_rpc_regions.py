@@ -81,7 +81,7 @@ def test_puts_of_like_size_take_turns_in_the_same_regions(
     gc.collect()
     before = mapping_count()
     for value in range(10):
-        meta = client.put({"x": data(value)["x"][:, : LENGTH - 1000 * (value % 3)]}, partition_id="p")
+        meta = client.put("p", {"x": data(value)["x"][:, : LENGTH - 1000 * (value % 3)]})
         batch = reader.get_data(meta)
         assert values(batch) == {value}
         del batch
@@ -93,7 +93,7 @@ def test_puts_of_like_size_take_turns_in_the_same_regions(
 
 
 def test_clients_of_one_process_share_the_mappings(client: AnyClient, reader: AnyClient, server: LiveServer) -> None:
-    meta = client.put(data(1), partition_id="p")
+    meta = client.put("p", data(1))
     assert values(reader.get_data(meta)) == {1}
     gc.collect()
     count = mapping_count()
@@ -108,7 +108,7 @@ def test_clients_of_one_process_share_the_mappings(client: AnyClient, reader: An
 def test_a_tensor_changed_in_place_changes_for_no_other_get_before_or_after_it(
     client: AnyClient, reader: AnyClient, server: LiveServer
 ) -> None:
-    meta = client.put(data(1), partition_id="p")
+    meta = client.put("p", data(1))
     before = reader.get_data(meta)
     mine = reader.get_data(meta)
     mine["x"][2:5] = 9
@@ -128,7 +128,7 @@ def test_a_tensor_changed_in_place_changes_for_no_other_get_before_or_after_it(
 
 
 def test_gets_of_parts_of_a_region_are_on_ranges_of_their_own(client: AnyClient, reader: AnyClient) -> None:
-    meta = client.put({"x": torch.arange(ROWS * LENGTH).reshape(ROWS, LENGTH)}, partition_id="p")
+    meta = client.put("p", {"x": torch.arange(ROWS * LENGTH).reshape(ROWS, LENGTH)})
     parts = [reader.get_data(meta.select_samples([row, row + 1])) for row in range(0, ROWS, 2)]
     again = reader.get_data(meta.select_samples([1, 2]))
     for part in parts[1:]:
@@ -144,12 +144,12 @@ def test_gets_of_parts_of_a_region_are_on_ranges_of_their_own(client: AnyClient,
 def test_what_a_reader_keeps_is_not_used_again_until_it_is_gone(
     client: AnyClient, reader: AnyClient, server: LiveServer
 ) -> None:
-    kept = reader.get_data(client.put(data(1), partition_id="p"))
+    kept = reader.get_data(client.put("p", data(1)))
     view = kept["x"][3:]
     client.clear_partition("p")
     assert client.storage_stat().used_bytes == 0
     for value in range(2, 6):
-        assert values(reader.get_data(client.put(data(value), partition_id="p"))) == {value}
+        assert values(reader.get_data(client.put("p", data(value)))) == {value}
         gc.collect()
         client.clear_partition("p")
     assert values(kept) == {1}
@@ -170,7 +170,7 @@ def test_readers_that_keep_tensors_starve_no_puts(client_kind: Any, start_server
     client, reader = server.client(client_kind), server.client(client_kind)
     kept = []
     for value in range(20):
-        kept.append(reader.get_data(client.put(data(value), partition_id="p", timeout=20.0)))
+        kept.append(reader.get_data(client.put("p", data(value), timeout=20.0)))
         client.clear_partition("p")
         assert regions(server).used_bytes + regions(server).pooled_bytes <= 24 << 20
     assert [values(batch) for batch in kept] == [{value} for value in range(20)]
@@ -179,7 +179,7 @@ def test_readers_that_keep_tensors_starve_no_puts(client_kind: Any, start_server
     sessions = server.app.storage.shared_memory._sessions.values()  # type: ignore[union-attr]
     turns_until(server, lambda: not any(session._leases for session in sessions))
     BACKGROUND.submit(int).result()
-    reader.get_data(client.put(data(1), partition_id="p"))  # and both hear of the regions that were dropped
+    reader.get_data(client.put("p", data(1)))  # and both hear of the regions that were dropped
     assert mapping_count() - before <= 3 * regions(server).fd_count
 
 
@@ -187,12 +187,12 @@ def test_arrays_outlive_their_client(client_kind: Any, start_server: StartServer
     server = start_server(shared_memory="on")
     client = server.client(client_kind)
     reader = server.client(client_kind)
-    kept = reader.get_data(client.put(data(1), partition_id="p"))
+    kept = reader.get_data(client.put("p", data(1)))
     reader.close()
     turns_until(server, lambda: len(server.app.storage.shared_memory._sessions) == 1)  # type: ignore[union-attr]
     client.clear_partition("p")
     for value in range(2, 5):
-        client.put(data(value), partition_id="p")
+        client.put("p", data(value))
         client.clear_partition("p")
     assert values(kept) == {1}
 
@@ -200,25 +200,25 @@ def test_arrays_outlive_their_client(client_kind: Any, start_server: StartServer
 def test_scattered_rows_are_copies_that_hold_no_region(
     client: AnyClient, reader: AnyClient, server: LiveServer
 ) -> None:
-    meta = client.put({"x": torch.arange(512 * 2048).reshape(512, 2048)}, partition_id="p")
+    meta = client.put("p", {"x": torch.arange(512 * 2048).reshape(512, 2048)})
     rows = [int(row) for row in np.random.default_rng(0).permutation(512)[:200]]
     batch = reader.get_data(meta.select_samples(rows))
     client.clear_partition("p")
     turns_until(server, lambda: not regions(server).used_bytes)
-    client.put({"x": torch.zeros(512, 2048, dtype=torch.int64)}, partition_id="p")
+    client.put("p", {"x": torch.zeros(512, 2048, dtype=torch.int64)})
     assert torch.equal(batch["x"], torch.arange(512 * 2048).reshape(512, 2048)[rows])
 
 
 def test_another_user_gets_what_is_in_regions_over_the_wire(
     client: AnyClient, server: LiveServer, monkeypatch: Any
 ) -> None:
-    meta = client.put(data(1), partition_id="p")
+    meta = client.put("p", data(1))
     monkeypatch.setattr(server_side, "peer_uid", lambda _: os.geteuid() + 1)
     stranger = server.client(client.kind)
     count = mapping_count()
     assert values(stranger.get_data(meta)) == {1}
     assert mapping_count() == count
-    theirs = stranger.put(data(2), partition_id="q")
+    theirs = stranger.put("q", data(2))
     assert values(client.get_data(theirs)) == values(stranger.get_data(theirs)) == {2}
     engine = server.app.storage.engine  # type: ignore[union-attr]
     assert (engine.regions.blob_count, engine.memfds.blob_count) == (1, 1)
@@ -251,7 +251,7 @@ def test_a_region_is_not_used_again_while_a_writer_whose_call_was_cancelled_may_
 
     async def cancelled() -> None:
         async with tq.AsyncClient(server.address) as writer:
-            put = asyncio.create_task(writer.put(data(1), partition_id="p"))
+            put = asyncio.create_task(writer.put("p", data(1)))
             await asyncio.to_thread(slow.has_begun.wait)
             put.cancel()
             await asyncio.gather(put, return_exceptions=True)
@@ -268,7 +268,7 @@ def test_a_region_is_not_used_again_while_a_writer_whose_call_was_cancelled_may_
         turns_until(server, lambda: not regions(server).blob_count)
         assert client.storage_stat().used_bytes == 0
         assert regions(server).used_bytes == 4 << 20  # of the writer
-        meta = client.put(data(2), partition_id="p")
+        meta = client.put("p", data(2))
         assert made_count(server) == 2
 
     meta: Any = None
@@ -289,7 +289,7 @@ def test_a_retry_fills_a_region_of_its_own(
         fill(self, offer, columns)
 
     monkeypatch.setattr(FdChannel, "fill", broken_once)
-    meta = client.put(data(3), partition_id="p")
+    meta = client.put("p", data(3))
     assert values(client.get_data(meta)) == {3}
     turns_until(server, lambda: regions(server).used_bytes <= 4 << 20)
     assert client.storage_stat().put_count == 1
@@ -306,7 +306,7 @@ def service() -> Iterator[ServiceProcess]:
 
 def _read_and_wait(address: str, meta_of: str, ready: Any) -> None:
     with tq.Client(address) as client:
-        batch = client.get_data(partition_id=meta_of, global_indexes=range(ROWS))
+        batch = client.get_data(meta_of, global_indexes=range(ROWS))
         ready.send(sorted(values(batch)))
         threading.Event().wait()
 
@@ -318,9 +318,9 @@ def _die_in_the_middle(address: str) -> None:
 
     shared_memory.fill = half
     client = tq.Client(address)
-    client.put(data(1), partition_id="dying")  # which the next one finds warm
+    client.put("dying", data(1))  # which the next one finds warm
     client.clear_partition("dying")
-    client.put(data(1), partition_id="dying")
+    client.put("dying", data(1))
 
 
 def spawned(target: Any, *args: Any) -> Any:
@@ -346,7 +346,7 @@ def memory_of(service: ServiceProcess) -> int:
 def test_a_reader_that_is_killed_gives_its_leases_back(service: ServiceProcess) -> None:
     receiving, sending = multiprocessing.Pipe(duplex=False)
     with tq.Client(service.address) as client:
-        client.put(data(5), partition_id="read")
+        client.put("read", data(5))
         reader = spawned(_read_and_wait, service.address, "read", sending)
         assert receiving.recv() == [5]
         client.clear_partition("read")
@@ -356,7 +356,7 @@ def test_a_reader_that_is_killed_gives_its_leases_back(service: ServiceProcess) 
         reader.join()
         reader.close()
         wait_for(lambda: memory_of(service) == 0)
-        meta = client.put(data(6), partition_id="read")
+        meta = client.put("read", data(6))
         assert values(client.get_data(meta)) == {6}
         client.clear_partition("read")
 
@@ -370,7 +370,7 @@ def test_a_writer_that_is_killed_in_the_middle_leaves_nothing(service: ServicePr
         writer.close()
         wait_for(lambda: client.storage_stat().used_bytes == 0)
         assert "dying" not in [each.partition_id for each in client.list_partitions()]
-        meta = client.put(data(2), partition_id="after")
+        meta = client.put("after", data(2))
         assert values(client.get_data(meta)) == {2}
         client.clear_partition("after")
 
@@ -379,7 +379,7 @@ def test_a_writer_that_is_killed_in_the_middle_leaves_nothing(service: ServicePr
 def test_a_forked_child_keeps_what_its_parent_has_given_up(service: ServiceProcess) -> None:
     may_look, look = os.pipe()
     with tq.Client(service.address) as client:
-        batch = client.get_data(client.put(data(7), partition_id="forked"))
+        batch = client.get_data(client.put("forked", data(7)))
         child = os.fork()
         if not child:
             os.read(may_look, 1)
@@ -388,7 +388,7 @@ def test_a_forked_child_keeps_what_its_parent_has_given_up(service: ServiceProce
         gc.collect()
         client.clear_partition("forked")
         for value in range(3):
-            assert values(client.get_data(client.put(data(value), partition_id="forked"))) == {value}
+            assert values(client.get_data(client.put("forked", data(value)))) == {value}
             client.clear_partition("forked")
         os.write(look, b"!")
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
@@ -400,10 +400,10 @@ def test_a_service_that_is_killed_and_back_has_new_regions_and_the_old_ones_go_w
     gc.collect()
     before = mapping_count()
     with ServiceProcess("--shared-memory", "on") as service, tq.Client(service.address, timeout=60.0) as client:
-        kept = client.get_data(client.put(data(1), partition_id="p"))
+        kept = client.get_data(client.put("p", data(1)))
         service.restart()
         while client.storage_stat().shared_memory_count == 0:
-            meta = client.put(data(2), partition_id="p")
+            meta = client.put("p", data(2))
         assert values(client.get_data(meta)) == {2}
         assert values(kept) == {1}
     del kept
@@ -419,7 +419,7 @@ def test_memory_and_mappings_stay_flat_over_puts_of_changing_size(service: Servi
     before = mapping_count()  # of tests before, in the same process
     with tq.Client(service.address) as client, tq.Client(service.address) as reader:
         for number, size in enumerate(sizes.tolist()):
-            meta = client.put({"x": torch.full((8, size * 128), number)}, partition_id="changing")
+            meta = client.put("changing", {"x": torch.full((8, size * 128), number)})
             batch = reader.get_data(meta)
             assert int(batch["x"][7, -1]) == number
             if number % 5 == 0:
@@ -489,7 +489,7 @@ def test_a_process_of_another_user_shares_sealed_memory_and_no_region() -> None:
             ServiceProcess("--shared-memory", "on", "--shared-memory-dir", directory) as service,
             tq.Client(service.address) as client,
         ):
-            client.put({"x": torch.full((1 << 20,), 1)}, partition_id="own")
+            client.put("own", {"x": torch.full((1 << 20,), 1)})
             command = [sys.executable, "-c", _OTHER_USER, service.address]
             ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
             assert ran.returncode == 0, ran.stderr
@@ -502,7 +502,7 @@ def test_all_memory_is_given_back(client: AnyClient, reader: AnyClient, server: 
     gc.collect()
     before = mapping_count()
     for value in range(3):
-        reader.get_data(client.put(data(value), partition_id="p"))
+        reader.get_data(client.put("p", data(value)))
         client.clear_partition("p")
     gc.collect()
     turns_until(server, lambda: not regions(server).used_bytes)
@@ -515,6 +515,6 @@ def test_all_memory_is_given_back(client: AnyClient, reader: AnyClient, server: 
     stat = client.storage_stat()
     assert (stat.used_bytes, stat.pooled_bytes, stat.shared_memory_count) == (0, 0, 0)
     assert regions(server).fd_count == 0
-    reader.get_data(client.put(data(5), partition_id="p"))  # and clients hear of it
+    reader.get_data(client.put("p", data(5)))  # and clients hear of it
     gc.collect()
     assert mapping_count() - before == 2  # the writer has not mapped the new one yet

@@ -20,7 +20,7 @@ REPLAY: dict[str, Any] = {
 
 def put(client: AnyClient, count: int, priority: float = 1.0, **arguments: Any) -> tq.BatchMeta:
     meta: tq.BatchMeta = client.put(
-        {"x": torch.arange(count)}, partition_id="r", custom_meta=[{"priority": priority}] * count, **arguments
+        "r", {"x": torch.arange(count)}, custom_meta=[{"priority": priority}] * count, **arguments
     )
     return meta
 

@@ -16,8 +16,8 @@ GROUPS = {"batch_size": 1, "batch_unit": "group", "sampler": "seqlen_balanced"}
 
 
 def put(client: AnyClient, partition_id: str, group: str, size: int = 4, **meta: Any) -> tq.BatchMeta:
-    written: tq.BatchMeta = client.put(
-        {"x": np.arange(size)}, partition_id=partition_id, groups=[group] * size, group_size=size,
+    written: tq.BatchMeta = client.put(partition_id,
+        {"x": np.arange(size)}, groups=[group] * size, group_size=size,
         custom_meta={"total_lengths": np.full(size, 5)} | meta, timeout=2.0,
     )  # fmt: skip
     return written
@@ -32,7 +32,7 @@ def claim(client: AnyClient, partition_id: str, index: int = 0, task: str = "t",
 
 
 def fail_first(client: AnyClient, written: tq.BatchMeta) -> None:
-    client.put(metadata=written.select_samples([0]), state="failed")
+    client.put(written.select_samples([0]), state="failed")
 
 
 def test_explanations_name_groups_that_never_will_be_ready(client: AnyClient) -> None:
@@ -82,9 +82,9 @@ def test_places_come_back_when_batches_are_trained_however_many_are_prefetched(c
     for index in range(2):
         assert claim(client, "p", index, batch_size=2).size == 2
     with pytest.raises(tq.errors.AdmissionLimitError, match="4 of them delivered and not trained yet"):
-        client.put({"x": np.arange(2)}, partition_id="p", timeout=0.3)
+        client.put("p", {"x": np.arange(2)}, timeout=0.3)
     client.advance("p", "t", trained=0)
-    client.put({"x": np.arange(2)}, partition_id="p", timeout=5.0)
+    client.put("p", {"x": np.arange(2)}, timeout=5.0)
 
 
 @pytest.mark.parametrize("limit", [0, 2])
@@ -96,7 +96,7 @@ def test_no_sample_is_late_however_many_batches_are_generated_per_step(client: A
         for _ in range(5):  # as many as there may be
             slots = client.acquire("p", "rollout", 2, lease=60.0, max_wait=0.0)
             if slots.status == "batch":
-                client.put({"x": np.arange(2)}, metadata=slots, ack=True)
+                client.put(slots, {"x": np.arange(2)}, ack=True)
         batch = claim(client, "p", version, batch_size=2, max_wait=5.0)
         staleness += [version - int(each["start_version"]) for each in batch.custom_meta]
         client.clear_samples(batch)
@@ -116,7 +116,7 @@ def test_a_count_of_one_batch_is_on_policy_where_places_come_back_with_the_versi
         for moment in ("before", "while training"):
             slots = client.acquire("p", "rollout", 2, policy="default", lease=60.0, max_wait=0.0)
             if slots.status == "batch":
-                client.put({"x": np.arange(2)}, metadata=slots, ack=True)
+                client.put(slots, {"x": np.arange(2)}, ack=True)
             if moment == "before":
                 batch = claim(client, "p", version, batch_size=2, max_wait=5.0)
         staleness += [version - int(each["start_version"]) for each in batch.custom_meta]

@@ -50,7 +50,7 @@ def liar(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
 
 def fill(client: tq.Client) -> tq.BatchMeta:
-    return client.put({"x": np.zeros(35_950_000, np.uint8)[:, None].reshape(10, -1)}, partition_id="train")
+    return client.put("train", {"x": np.zeros(35_950_000, np.uint8)[:, None].reshape(10, -1)})
 
 
 @pytest.mark.parametrize("size", [SMALL, STREAMED, SHARED])
@@ -61,14 +61,14 @@ def test_new_samples_never_take_the_reserve(service: Service, liar: Callable[[],
     before = storage.storage.Stat(storage_pb.StatRequest())
     liar()
     with pytest.raises(tq.errors.QuotaExceededError):
-        client.put({"x": np.zeros((10, size // 10), np.uint8)}, partition_id="train", timeout=FAULT_SECONDS)
+        client.put("train", {"x": np.zeros((10, size // 10), np.uint8)}, timeout=FAULT_SECONDS)
     assert client.describe_partition("train").live_count == 10
     deadline = time.monotonic() + 60
     while (stat := storage.storage.Stat(storage_pb.StatRequest())).used_bytes > before.used_bytes:
         assert time.monotonic() < deadline, stat
         time.sleep(0.02)
     # Columns of existing samples do, so that a full store can be drained.
-    client.put({"y": np.ones((10, size // 10), np.uint8)}, metadata=meta)
+    client.put(meta, {"y": np.ones((10, size // 10), np.uint8)})
     assert int(client.get_data(meta, data_fields=["y"])["y"].sum()) == size
     client.close()
 
@@ -81,7 +81,7 @@ def test_where_there_is_capacity_a_put_that_says_it_is_for_existing_samples_make
     client = tq.Client(controller.address, timeout=30)
     liar()
     with pytest.raises(tq.errors.QuotaExceededError, match="without for_existing_rows"):
-        client.put({"x": np.zeros(10)}, partition_id="train", keys=[f"k{number}" for number in range(10)])
+        client.put("train", {"x": np.zeros(10)}, keys=[f"k{number}" for number in range(10)])
     assert client.list_partitions() == []
     deadline = time.monotonic() + 60
     while storage.storage.Stat(storage_pb.StatRequest()).put_count:
@@ -95,7 +95,7 @@ def test_a_sample_that_is_cleared_while_its_column_comes_is_not_made_again_from_
 ) -> None:
     server = start_server()
     client = server.client()
-    client.put({"x": np.zeros(1)}, partition_id="train", keys=["k"])
+    client.put("train", {"x": np.zeros(1)}, keys=["k"])
     columns = encode_columns({"x": np.ones(1)})
     commit = commit_pb2.CommitRequest(
         request_id=new_id(),
@@ -119,7 +119,7 @@ def test_a_sample_that_is_cleared_while_its_column_comes_is_not_made_again_from_
     parts.put(storage_pb.PutRequest(header=header))
     call = server.storage.Put.future(sent(), timeout=30)
     call.initial_metadata()  # there is capacity for it
-    client.clear_samples(partition_id="train", keys=["k"])
+    client.clear_samples("train", keys=["k"])
     parts.put(storage_pb.PutRequest(frame=np.ones(1).tobytes()))
     parts.put(None)
     with pytest.raises(grpc.RpcError) as refused:
@@ -132,10 +132,10 @@ def test_a_sample_that_is_cleared_while_its_column_comes_is_not_made_again_from_
 @pytest.mark.parametrize("has_columns", [True, False])
 def test_existing_keys_must_be_named(service: Service, has_columns: bool) -> None:
     client = tq.Client(service[0].address, timeout=30)
-    client.put({"x": np.zeros(1)}, partition_id="train", keys=["k"])
+    client.put("train", {"x": np.zeros(1)}, keys=["k"])
     with pytest.raises(tq.errors.InvalidArgumentError, match="key_mode is existing"):
         if has_columns:
-            client.put({"x": np.zeros(1)}, partition_id="train", key_mode="existing")
+            client.put("train", {"x": np.zeros(1)}, key_mode="existing")
         else:
             write = commit_pb2.SampleWrite(partition_id="train", row_count=1, key_mode=commit_pb2.KEY_MODE_EXISTING)
             try:

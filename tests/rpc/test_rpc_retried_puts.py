@@ -54,4 +54,4 @@ def test_the_end_of_a_call_takes_nothing_from_its_retry(server: LiveServer, ends
     commit.placement.put_id = header.put_id
     commit.columns.extend(header.columns)
     server.controller.Commit(commit)
-    assert client.get_data(partition_id="train", global_indexes=range(4))["x"].tolist() == [0, 1, 2, 3]
+    assert client.get_data("train", global_indexes=range(4))["x"].tolist() == [0, 1, 2, 3]

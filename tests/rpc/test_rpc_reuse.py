@@ -20,7 +20,7 @@ SAMPLERS = "rpc_reusing_samplers"
 
 
 def put_rows(client: AnyClient, count: int) -> None:
-    client.put({"x": torch.arange(count)}, partition_id="train")
+    client.put("train", {"x": torch.arange(count)})
 
 
 def status_of(client: AnyClient) -> tuple[int, int, bool]:
@@ -125,7 +125,7 @@ def test_a_sample_that_is_drawn_twice_is_fetched_once_and_given_twice(
 ) -> None:
     server = start_server(allow_sampler_import=True)
     client = server.client(client_kind)
-    client.put(DATA, partition_id="train")
+    client.put("train", DATA)
     asks = {**RANK, "data_fields": list(DATA), "batch_size": 9, "sampler": f"{SAMPLERS}:WithReplacement"}
     drawn = set()
     for index in range(4):
@@ -142,7 +142,7 @@ def test_a_sample_that_is_drawn_twice_is_fetched_once_and_given_twice(
         drawn.add(tuple(meta.global_indexes))
     assert len(drawn) == 4
     assert status_of(client) == (0, 0, False)
-    fetched = client.get_data(partition_id="train", global_indexes=[3, 0, 3], data_fields=["ids", "x"])
+    fetched = client.get_data("train", global_indexes=[3, 0, 3], data_fields=["ids", "x"])
     assert (rows_of(fetched["ids"]), fetched["x"].tolist()) == ([[0], [0, 1, 2], [0]], [3, 0, 3])
     assert client.clear_samples(meta) == len(set(meta.global_indexes))
     with pytest.raises(tq.errors.SamplesClearedError):
@@ -262,7 +262,7 @@ def test_a_loader_uses_each_sample_so_often(server: LiveServer, num_workers: int
 def test_micro_batches_of_a_batch_with_replacement(start_server: Any) -> None:
     server = start_server(allow_sampler_import=True)
     client = server.client()
-    client.put({"x": torch.arange(7), "ids": [torch.arange(n) for n in range(7)]}, partition_id="train")
+    client.put("train", {"x": torch.arange(7), "ids": [torch.arange(n) for n in range(7)]})
     client.seal_partition("train")
     dataset = StreamingDataset(
         server.address, batch_size=3, data_fields=["x", "ids"], partition_id="train", task_name="t",

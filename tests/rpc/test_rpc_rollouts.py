@@ -30,7 +30,7 @@ def put(
 ) -> BatchMeta:
     meta = {"total_lengths": np.full(count, 5), "loss_tokens": np.arange(1.0, count + 1)}
     names = {"rollouts": [rollout] * count} | ({} if group is None else {"groups": [group] * count})
-    return client.put({"x": torch.ones(count, 5)}, partition_id="t", custom_meta=meta, **names, **arguments)
+    return client.put("t", {"x": torch.ones(count, 5)}, custom_meta=meta, **names, **arguments)
 
 
 def put_agents(client: AnyClient) -> None:
@@ -148,7 +148,7 @@ def test_a_slot_closes_its_rollout_with_the_last_turn(client: AnyClient) -> None
     put(client, "r0")
     slot = client.acquire("t", "agents", rollouts=["r0"], lease=60.0)
     assert slot.rollouts == ["r0"]
-    client.put({"x": torch.ones(1, 5)}, metadata=slot, ack=True, ends_rollouts=True)
+    client.put(slot, {"x": torch.ones(1, 5)}, ack=True, ends_rollouts=True)
     assert client.get_meta(**ASKS, batch_unit="rollout").global_indexes == [0, 1]
 
 
@@ -161,7 +161,7 @@ def test_slots_of_groups_are_in_rollouts(client: AnyClient) -> None:
     client.close_rollouts("t", ["a", "b"])
     for one in (more, slots):
         assert client.get_meta(**ASKS, batch_unit="group").status == "not_yet"
-        client.put({"x": torch.ones(one.size, 5)}, metadata=one, ack=True)
+        client.put(one, {"x": torch.ones(one.size, 5)}, ack=True)
     assert client.get_meta(**ASKS, batch_unit="group").rollouts == ["a", "b", "a"]
 
 
@@ -183,7 +183,7 @@ def test_a_seal_closes_all_rollouts(client: AnyClient) -> None:
 def test_what_does_not_fit_changes_nothing(client: AnyClient, arguments: Any, message: str) -> None:
     put(client, "known")
     with pytest.raises(tq.errors.InvalidArgumentError, match=re.escape(message)):
-        client.put({"x": torch.ones(2, 5)}, partition_id="t", **arguments)
+        client.put("t", {"x": torch.ones(2, 5)}, **arguments)
     described = client.describe_partition("t")
     assert (described.summary.inserted_count, described.group_count, described.rollout_count) == (1, 0, 1)
 
@@ -197,10 +197,10 @@ def test_a_rollout_that_does_not_exist_is_not_closed(client: AnyClient) -> None:
 
 
 def test_existing_rows_keep_their_rollout(client: AnyClient) -> None:
-    client.put({"x": torch.ones(1, 5)}, partition_id="t", keys=["k"], rollouts=["r0"])
-    client.put({"x": torch.ones(1, 5)}, partition_id="t", keys=["k"], rollouts=["r0"], ends_rollouts=True)
+    client.put("t", {"x": torch.ones(1, 5)}, keys=["k"], rollouts=["r0"])
+    client.put("t", {"x": torch.ones(1, 5)}, keys=["k"], rollouts=["r0"], ends_rollouts=True)
     with pytest.raises(tq.errors.InvalidArgumentError, match="sample 0 is in rollout 'r0', got 'r1'"):
-        client.put({"x": torch.ones(1, 5)}, partition_id="t", keys=["k"], rollouts=["r1"])
+        client.put("t", {"x": torch.ones(1, 5)}, keys=["k"], rollouts=["r1"])
     assert client.get_meta(**ASKS, batch_unit="rollout").rollouts == ["r0"]
 
 
@@ -210,7 +210,7 @@ def test_existing_rows_keep_their_rollout(client: AnyClient) -> None:
 def test_a_rollout_fails_as_a_whole_and_is_closed(client: AnyClient) -> None:
     put_agents(client)
     put(client, "r4", 2)
-    assert client.fail_samples(partition_id="t", rollouts=["r1", "r4"]) == 5
+    assert client.fail_samples("t", rollouts=["r1", "r4"]) == 5
     found = client.lookup_samples("t", rollouts=["r1", "none"])
     assert (found[0].global_indexes, found[1]) == ([1, 2, 3], ["none"])
     with pytest.raises(tq.errors.PreconditionError, match="rollout 'r4' is closed"):
@@ -234,16 +234,16 @@ def test_the_rest_of_a_broken_rollout_is_skipped_or_taken(client: AnyClient, act
 
 def test_a_group_loses_a_rollout_and_the_rest_is_taken(client: AnyClient) -> None:
     put_agents(client)
-    client.fail_samples(partition_id="t", rollouts=["r1"])
+    client.fail_samples("t", rollouts=["r1"])
     taking = {"sampler": "rank_aware", "sampler_config": {"incomplete_groups": "take"}, "batch_unit": "group"}
     assert ranks(client, dp_size=1, **taking)[0].rollouts == ["r0"]
 
 
 def test_groups_with_too_few_rollouts_are_evicted(client: AnyClient) -> None:
-    client.put({"x": torch.ones(2, 5)}, partition_id="prompts", keys=["p0", "r2"])
+    client.put("prompts", {"x": torch.ones(2, 5)}, keys=["p0", "r2"])
     client.get_meta(**ASKS | {"partition_id": "prompts", "task_name": "agents", "batch_size": 2})
     put_agents(client)
-    client.fail_samples(partition_id="t", rollouts=["r0"])
+    client.fail_samples("t", rollouts=["r0"])
     taking = {"sampler": "rank_aware", "sampler_config": {"incomplete_groups": "take"}, "dp_size": 1}
     evicting = {"unmatched": "clear", "refill": ("prompts", "agents")}
     # Three samples are left of p0, of one rollout.
@@ -256,21 +256,21 @@ def test_groups_with_too_few_rollouts_are_evicted(client: AnyClient) -> None:
 
 def test_a_rollout_that_lost_a_turn_is_not_left_where_groups_are_whole(client: AnyClient) -> None:
     put_agents(client)
-    client.put(metadata=client.lookup_samples("t", rollouts=["r1"])[0].select_samples([2]), state="failed")
+    client.put(client.lookup_samples("t", rollouts=["r1"])[0].select_samples([2]), state="failed")
     evicting = {"unmatched": "fail", "least_members": 2, "batch_unit": "group", "sampler": "rank_aware", "dp_size": 1}
     taking = evicting | {"sampler_config": {"incomplete_groups": "take"}}
     assert ranks(client, **taking)[0].rollouts == ["r0", "r1", "r1"]
     put(client, "r4", 2, "p2", group_size=1, state="failed")
     put(client, "r5", 2, "p3", group_size=2, ends_rollouts=True)
     rest = put(client, "r6", 2, "p3", ends_rollouts=True)
-    client.put(metadata=rest.select_samples([1]), state="failed")
+    client.put(rest.select_samples([1]), state="failed")
     assert ranks(client, batch_index=1, **evicting)[0].rollouts == ["r2", "r2", "r3"]
     (unit,) = client.take_evicted("t", "train").units
     assert (unit.group, unit.reason, unit.sample_count) == ("p3", "too_small", 3)
 
 
 def test_rollouts_are_evicted_whole(client: AnyClient) -> None:
-    client.put({"x": torch.ones(2, 5)}, partition_id="prompts", keys=["p0", "r1"])
+    client.put("prompts", {"x": torch.ones(2, 5)}, keys=["p0", "r1"])
     client.get_meta(**ASKS | {"partition_id": "prompts", "task_name": "agents", "batch_size": 2})
     put_agents(client)
     evicting = {"where": [("loss_tokens", "<", 3)], "unmatched": "clear", "refill": ("prompts", "agents")}
@@ -288,7 +288,7 @@ def test_rollouts_are_evicted_whole(client: AnyClient) -> None:
 
 def test_a_cleared_rollout_gives_back_its_name(client: AnyClient) -> None:
     put(client, "r0", 2, ends_rollouts=True)
-    assert client.clear_samples(partition_id="t", rollouts=["r0"]) == 2
+    assert client.clear_samples("t", rollouts=["r0"]) == 2
     put(client, "r0", ends_rollouts=True)
     assert client.get_meta(**ASKS, batch_unit="rollout").global_indexes == [2]
 
@@ -315,7 +315,7 @@ def test_running_rollouts_are_bounded(client: AnyClient) -> None:
     first = client.acquire("t", "agents", rollouts=["r0"], lease=60.0)
     assert client.acquire("t", "agents", rollouts=["r0"], lease=60.0, max_wait=0).status == "batch"
     assert client.acquire("t", "agents", rollouts=["r1"], lease=60.0, max_wait=0).status == "not_yet"
-    client.fail_samples(partition_id="t", rollouts=["r0"])
+    client.fail_samples("t", rollouts=["r0"])
     assert client.acquire("t", "agents", rollouts=["r1"], lease=60.0, max_wait=0).status == "batch"
     assert first.rollouts == ["r0"]
 
@@ -336,7 +336,7 @@ def test_totals_are_those_of_the_plan_whatever_changes(client: AnyClient) -> Non
 
 def test_totals_need_a_number_of_each_sample(client: AnyClient) -> None:
     put(client, "r0")
-    client.put({"x": torch.ones(1, 5)}, partition_id="t", custom_meta=[{"loss_tokens": "many"}])
+    client.put("t", {"x": torch.ones(1, 5)}, custom_meta=[{"loss_tokens": "many"}])
     with pytest.raises(tq.errors.InvalidArgumentError, match=r"column 'loss_tokens' of sample 1 .* is not a number"):
         ranks(client, totals=["loss_tokens"])
     with pytest.raises(tq.errors.InvalidArgumentError, match="totals names 5 columns, expected at most 4"):
@@ -367,7 +367,7 @@ def test_staleness_of_rollouts_is_bounded(client: AnyClient) -> None:
         slot = client.acquire("t", "agents", rollouts=[rollout], lease=60.0, max_wait=5.0)
         more = client.acquire("t", "agents", rollouts=[rollout], lease=60.0)
         for one in (slot, more):
-            client.put({"x": torch.ones(1, 5)}, metadata=one, ack=True, ends_rollouts=one is more)
+            client.put(one, {"x": torch.ones(1, 5)}, ack=True, ends_rollouts=one is more)
         evicting = {"unmatched": "clear", "batch_index": "ab".index(rollout)}
         assert ranks(client, dp_size=1, batch_unit="rollout", **evicting)[0].rollouts == [rollout] * 2
         version = 1 + "ab".index(rollout)
@@ -375,4 +375,4 @@ def test_staleness_of_rollouts_is_bounded(client: AnyClient) -> None:
     (unit,) = client.take_evicted("t", "train").units
     assert (unit.unit, unit.rollout, unit.group, unit.reason) == ("rollout", "late", "p0", "late")
     with pytest.raises((tq.errors.LeaseExpiredError, tq.errors.NotFoundError)):
-        client.put({"x": torch.ones(1, 5)}, metadata=late, ack=True)
+        client.put(late, {"x": torch.ones(1, 5)}, ack=True)

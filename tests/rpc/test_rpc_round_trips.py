@@ -30,7 +30,7 @@ def random_rows(dtype: str, *shape: int) -> torch.Tensor:
 def test_every_dtype_in_both_layouts(client: AnyClient) -> None:
     dense = {f"dense_{name}": random_rows(name, 5, 3) for name in DTYPES}
     jagged = {f"jagged_{name}": [random_rows(name, length) for length in (4, 0, 7, 1, 2)] for name in DTYPES}
-    meta = client.put({**dense, **jagged}, partition_id="dtypes")
+    meta = client.put("dtypes", {**dense, **jagged})
     order = [3, 0, 4, 1, 2]
     batch = client.get_data(meta.select_samples(order))
     for name, values in {**dense, **jagged}.items():
@@ -59,7 +59,7 @@ DENSE = {
 @pytest.mark.parametrize("name", DENSE)
 def test_dense_columns(client: AnyClient, name: str) -> None:
     values = DENSE[name]
-    meta = client.put({"x": values}, partition_id="dense")
+    meta = client.put("dense", {"x": values})
     expected = torch.stack(values) if name == "list of scalars" else torch.as_tensor(values)
     if name == "list of floats":
         expected = torch.tensor(values, dtype=torch.float64)
@@ -74,9 +74,9 @@ def test_dense_columns(client: AnyClient, name: str) -> None:
 def test_jagged_columns_are_padded_to_their_longest_row(client: AnyClient, name: str) -> None:
     lengths = LENGTHS[name]
     data = columns_of(lengths)
-    meta = client.put(data, partition_id="padded")
+    meta = client.put("padded", data)
     more = columns_of([13, 2], first=100)
-    both = tq.BatchMeta.concat([client.put(more, partition_id="padded"), meta])
+    both = tq.BatchMeta.concat([client.put("padded", more), meta])
     everything = list(range(len(lengths)))
     for positions in (everything, everything[::-1], everything[-1:]):
         batch = client.get_data(meta.select_samples(positions))
@@ -109,7 +109,7 @@ ROWS = {
 @pytest.mark.parametrize("name", ROWS)
 def test_columns_of_rows(client: AnyClient, name: str) -> None:
     values = ROWS[name]
-    meta = client.put({"x": values}, partition_id="rows")
+    meta = client.put("rows", {"x": values})
     got = client.get_data(meta)["x"]
     assert_same_rows(got, values)
     assert isinstance(got, torch.Tensor) == (name != "two dims ragged")
@@ -130,7 +130,7 @@ def test_objects(client: AnyClient) -> None:
         np.float32(0.1),
         "",
     ]
-    meta = client.put({"o": values}, partition_id="objects")
+    meta = client.put("objects", {"o": values})
     got = client.get_data(meta.select_samples(range(7, -1, -1)))["o"]
     back = list(got)[::-1]
     assert back[:5] == values[:5]
@@ -143,7 +143,7 @@ def test_objects(client: AnyClient) -> None:
 
 def test_fields_with_one_pattern_share_their_offsets(client: AnyClient) -> None:
     rows = [torch.randn(length) for length in (3, 1, 4)]
-    meta = client.put({"a": rows, "b": [row * 2 for row in rows], "c": rows[::-1]}, partition_id="offsets")
+    meta = client.put("offsets", {"a": rows, "b": [row * 2 for row in rows], "c": rows[::-1]})
     batch = client.get_data(meta)
     assert batch["a"].offsets() is batch["b"].offsets()
     assert (batch["a"] * batch["b"]).unbind()[2].shape == (4,)
@@ -151,18 +151,18 @@ def test_fields_with_one_pattern_share_their_offsets(client: AnyClient) -> None:
 
 def test_dense_rows_in_a_field_declared_jagged_come_back_jagged(client: AnyClient) -> None:
     client.create_partition("declared", fields=[tq.FieldSpec("x", dtype="int64", layout="jagged")])
-    meta = client.put({"x": torch.arange(8).reshape(2, 4)}, partition_id="declared")
+    meta = client.put("declared", {"x": torch.arange(8).reshape(2, 4)})
     got = client.get_data(meta)["x"]
     assert got.layout is torch.jagged
     assert_same_rows(got, torch.arange(8).reshape(2, 4))
-    by_index = client.get_data(partition_id="declared", global_indexes=[1, 0])["x"]
+    by_index = client.get_data("declared", global_indexes=[1, 0])["x"]
     assert by_index.layout is torch.jagged
     assert_same_rows(by_index, torch.arange(8).reshape(2, 4).flip(0))
 
 
 def test_dense_rows_in_a_partition_of_jagged_layout_come_back_jagged(client: AnyClient) -> None:
     client.create_partition("declared", default_layout="jagged")
-    meta = client.put({"x": torch.zeros(3, 2), "text": ["a", "b", "c"]}, partition_id="declared")
+    meta = client.put("declared", {"x": torch.zeros(3, 2), "text": ["a", "b", "c"]})
     assert client.get_data(meta)["x"].layout is torch.jagged
 
 
@@ -175,10 +175,10 @@ def test_mixed_puts_of_a_jagged_field(client: AnyClient) -> None:
         torch.randn(1, 0, 3),
     ]
     for part in parts:
-        client.put({"x": part}, partition_id="mixed")
+        client.put("mixed", {"x": part})
     expected = [row for part in parts for row in rows_of(part)]
     order = [6, 2, 0, 5, 3, 1, 4]
-    got = client.get_data(partition_id="mixed", global_indexes=order)["x"]
+    got = client.get_data("mixed", global_indexes=order)["x"]
     assert_same_rows(got, [expected[index] for index in order])
     (field,) = client.describe_partition("mixed").fields
     assert field.spec.row_shape == (-1, -1)
@@ -188,10 +188,10 @@ def test_mixed_puts_of_a_jagged_field(client: AnyClient) -> None:
 
 
 def test_columns_of_several_puts_make_one_batch(client: AnyClient) -> None:
-    meta = client.put({"a": torch.arange(6)}, partition_id="columns")
-    client.put({"b": torch.arange(3) * 10}, metadata=meta.select_samples([5, 3, 1]))
-    client.put({"b": torch.arange(3) * 100}, metadata=meta.select_samples([0, 2, 4]))
-    batch = client.get_data(partition_id="columns", global_indexes=range(6))
+    meta = client.put("columns", {"a": torch.arange(6)})
+    client.put(meta.select_samples([5, 3, 1]), {"b": torch.arange(3) * 10})
+    client.put(meta.select_samples([0, 2, 4]), {"b": torch.arange(3) * 100})
+    batch = client.get_data("columns", global_indexes=range(6))
     assert batch["a"].tolist() == list(range(6))
     assert batch["b"].tolist() == [0, 20, 100, 10, 200, 0]
     assert client.get_data(meta, data_fields=["b"])["b"].tolist() == [0, 20, 100, 10, 200, 0]
@@ -201,18 +201,18 @@ def test_tensordicts_go_in_and_out(client: AnyClient) -> None:
     from tensordict import TensorDict
 
     data = TensorDict({"a": torch.arange(3), "n": torch.randn(3, 2)}, batch_size=[3])
-    meta = client.put(data, partition_id="tensordict")
+    meta = client.put("tensordict", data)
     batch = client.get_data(meta)
     assert isinstance(batch, TensorDict)
     assert batch.batch_size == (3,)
     assert bits(batch["n"]) == bits(data["n"])
-    again = client.put(batch, partition_id="again")
+    again = client.put("again", batch)
     assert bits(client.get_data(again)["n"]) == bits(data["n"])
 
 
 def test_a_column_of_many_frames(client: AnyClient) -> None:
     large = torch.randint(-(2**62), 2**62, (3, 900_001))
-    meta = client.put({"large": large, "after": torch.arange(3)}, partition_id="frames")
+    meta = client.put("frames", {"large": large, "after": torch.arange(3)})
     batch = client.get_data(meta.select_samples([2, 0]))
     assert bits(batch["large"]) == bits(large[[2, 0]])
     assert batch["after"].tolist() == [2, 0]
@@ -221,7 +221,7 @@ def test_a_column_of_many_frames(client: AnyClient) -> None:
 def test_an_overwrite_is_a_swap_for_those_who_read(server: LiveServer, client: AnyClient) -> None:
     """Readers see one version of each row of a put, never a mix of two; consumption stays as it is."""
     width = 40_000
-    meta = client.put({"x": torch.zeros(4, width, dtype=torch.int64)}, partition_id="swap")
+    meta = client.put("swap", {"x": torch.zeros(4, width, dtype=torch.int64)})
     claimed = client.get_meta(partition_id="swap", task_name="t", data_fields=["x"], batch_size=4)
     writer = server.client("sync")
     stop = threading.Event()
@@ -230,7 +230,7 @@ def test_an_overwrite_is_a_swap_for_those_who_read(server: LiveServer, client: A
         version = 0
         while not stop.is_set():
             version += 1
-            writer.put({"x": torch.full((4, width), version, dtype=torch.int64)}, metadata=meta)
+            writer.put(meta, {"x": torch.full((4, width), version, dtype=torch.int64)})
         return version
 
     with ThreadPoolExecutor(1) as pool:
@@ -256,7 +256,7 @@ def test_rows_put_one_by_one_keep_the_declared_ragged_dimension(client: AnyClien
     """Three rows of position ids a sample, as vision-language models have: every put alone is of one size."""
     client.create_partition("train", fields=[tq.FieldSpec("position_ids", layout="jagged", row_shape=(3, -1))])
     rows = [torch.arange(3 * length).reshape(3, length) for length in (4, 2, 7)]
-    metas = [client.put({"position_ids": [row]}, partition_id="train") for row in rows]
+    metas = [client.put("train", {"position_ids": [row]}) for row in rows]
     field = client.describe_partition("train").fields[0]
     assert field.spec.row_shape == (3, -1)
     batch = client.get_data(tq.BatchMeta.concat(metas))

@@ -117,7 +117,7 @@ def user(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 
 
 def test_a_put_is_mapped_by_all(client: AnyClient, twin: AnyClient) -> None:
-    meta = client.put(DATA, partition_id="p")
+    meta = client.put("p", DATA)
     assert shared_memory_count(client) == 1
     for reader in (client, twin):
         batch = reader.get_data(meta)
@@ -128,7 +128,7 @@ def test_a_put_is_mapped_by_all(client: AnyClient, twin: AnyClient) -> None:
 
 
 def test_a_part_of_it_is_mapped_too_and_scattered_rows_are_copied(client: AnyClient) -> None:
-    meta = client.put(DATA, partition_id="p")
+    meta = client.put("p", DATA)
     batch = client.get_data(meta.select_samples(list(range(100, 300))))
     assert_rows(batch, list(range(100, 300)))
     assert is_mapped(batch["logits"])
@@ -139,8 +139,8 @@ def test_a_part_of_it_is_mapped_too_and_scattered_rows_are_copied(client: AnyCli
 
 
 def test_rows_of_several_puts_some_of_them_sent(client: AnyClient) -> None:
-    metas = [client.put(DATA, partition_id="p") for _ in range(3)]
-    metas.append(client.put({name: values[:9] for name, values in DATA.items()}, partition_id="p"))
+    metas = [client.put("p", DATA) for _ in range(3)]
+    metas.append(client.put("p", {name: values[:9] for name, values in DATA.items()}))
     assert shared_memory_count(client) == 3
     batch = client.get_data(metas[0].concat([metas[0], metas[2], metas[3], metas[1]]))
     assert_rows(batch, [*range(ROWS), *range(ROWS), *range(9), *range(ROWS)])
@@ -149,7 +149,7 @@ def test_rows_of_several_puts_some_of_them_sent(client: AnyClient) -> None:
 
 
 def test_an_operation_in_place_changes_nobody_elses_tensors(client: AnyClient, twin: AnyClient) -> None:
-    meta = client.put(DATA, partition_id="p")
+    meta = client.put("p", DATA)
     mine, other = client.get_data(meta), twin.get_data(meta)
     mine["logits"].zero_()
     mine["tokens"].values()[:1000] = -1
@@ -159,7 +159,7 @@ def test_an_operation_in_place_changes_nobody_elses_tensors(client: AnyClient, t
 
 
 def test_what_was_read_outlives_the_partition_and_is_not_counted(client: AnyClient) -> None:
-    meta = client.put(DATA, partition_id="p")
+    meta = client.put("p", DATA)
     batch = client.get_data(meta)
     client.clear_partition("p")
     stat = client.storage_stat()
@@ -169,7 +169,7 @@ def test_what_was_read_outlives_the_partition_and_is_not_counted(client: AnyClie
 
 def test_nothing_is_left_open(client: AnyClient, twin: AnyClient, server: LiveServer) -> None:
     def once() -> None:
-        meta = client.put(DATA, partition_id="p")
+        meta = client.put("p", DATA)
         twin.get_data(meta)
         twin.get_data(meta.select_samples(list(range(0, ROWS, 7))))
         client.clear_partition("p")
@@ -182,10 +182,10 @@ def test_nothing_is_left_open(client: AnyClient, twin: AnyClient, server: LiveSe
 
 
 def test_columns_for_existing_samples(client: AnyClient) -> None:
-    meta = client.put({"reward": DATA["reward"]}, partition_id="p")
-    client.put({"logits": DATA["logits"]}, metadata=meta)
+    meta = client.put("p", {"reward": DATA["reward"]})
+    client.put(meta, {"logits": DATA["logits"]})
     assert shared_memory_count(client) == 1
-    client.put({"logits": -DATA["logits"]}, metadata=meta)  # type: ignore[operator]
+    client.put(meta, {"logits": -DATA["logits"]})  # type: ignore[operator]
     assert shared_memory_count(client) == 1
     batch = client.get_data(meta, data_fields=["logits", "reward"])
     assert torch.equal(batch["logits"], -DATA["logits"])  # type: ignore[operator]
@@ -193,7 +193,7 @@ def test_columns_for_existing_samples(client: AnyClient) -> None:
 
 
 def test_small_puts_are_sent(client: AnyClient) -> None:
-    client.put({"x": torch.zeros(1000, 100)}, partition_id="p")
+    client.put("p", {"x": torch.zeros(1000, 100)})
     assert shared_memory_count(client) == 0
 
 
@@ -203,7 +203,7 @@ def test_it_can_be_switched_off(off: str, client_kind: Any, start_server: StartS
     if off == "client":
         monkeypatch.setenv("TQ_SHARED_MEMORY", "off")
     client = server.client(client_kind)
-    batch = client.get_data(client.put(DATA, partition_id="p"))
+    batch = client.get_data(client.put("p", DATA))
     assert_rows(batch, list(range(ROWS)))
     assert shared_memory_count(client) == 0
     assert not is_mapped(batch["logits"])
@@ -212,7 +212,7 @@ def test_it_can_be_switched_off(off: str, client_kind: Any, start_server: StartS
 def test_a_directory_that_cannot_be_used(start_server: StartServer, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     client = start_server(shared_memory_dir=str(tmp_path / "file")).client()  # auto: without
-    client.put(DATA, partition_id="p")
+    client.put("p", DATA)
     assert shared_memory_count(client) == 0
     with pytest.raises(OSError, match="set shared_memory_dir to a directory"):
         start_server(shared_memory_dir=str(tmp_path / "file"), shared_memory="on")
@@ -227,11 +227,11 @@ def test_the_directory_may_be_mounted_elsewhere(
     server = start_server(shared_memory_dir=str(there), shared_memory="on")
     monkeypatch.setenv("TQ_SHARED_MEMORY_DIR", str(nowhere))
     stranger = server.client(client_kind)
-    stranger.put(DATA, partition_id="p")
+    stranger.put("p", DATA)
     assert shared_memory_count(stranger) == 0
     monkeypatch.setenv("TQ_SHARED_MEMORY_DIR", str(here))
     client = server.client(client_kind)
-    assert_rows(client.get_data(client.put(DATA, partition_id="p")), list(range(ROWS)))
+    assert_rows(client.get_data(client.put("p", DATA)), list(range(ROWS)))
     assert shared_memory_count(client) == 1
 
 
@@ -252,9 +252,9 @@ def test_no_memory_is_taken_before_there_is_capacity(
     server = start_server(max_bytes=8 << 20)
     client, waiting = server.client(client_kind), server.client(client_kind)
     block = {"x": torch.zeros(5, 1 << 18)}
-    client.put(block, partition_id="p")
+    client.put("p", block)
     with pytest.raises(tq.errors.QuotaExceededError):
-        waiting.put(block, partition_id="q", timeout=1.5)
+        waiting.put("q", block, timeout=1.5)
     assert len(written) == 1
     thread = threading.Thread(target=waiting.put, args=(block,), kwargs={"partition_id": "q"})
     thread.start()
@@ -270,13 +270,13 @@ def test_without_memory_or_a_session_the_bytes_are_sent(client: AnyClient, monke
 
     with monkeypatch.context() as patch:
         patch.setattr(shared_memory, "write", fail)
-        meta = client.put(DATA, partition_id="p")
+        meta = client.put("p", DATA)
     assert shared_memory_count(client) == 0
     assert_rows(client.get_data(meta), list(range(ROWS)))
 
 
 def test_a_get_whose_memory_cannot_be_taken_is_sent(client: AnyClient, monkeypatch: Any) -> None:
-    meta = client.put(DATA, partition_id="p")
+    meta = client.put("p", DATA)
 
     def fail(*_: Any, **__: Any) -> None:
         raise OSError("too many open files")
@@ -293,7 +293,7 @@ def test_file_descriptors_are_bounded_and_the_first_put_beyond_is_logged(
     shared = server.app.storage.shared_memory
     assert shared is not None
     shared.most_memories = 2
-    metas = [client.put(DATA, partition_id="p") for _ in range(4)]
+    metas = [client.put("p", DATA) for _ in range(4)]
     assert shared_memory_count(client) == 2
     warnings = [each.getMessage() for each in caplog.records if "file descriptors" in each.getMessage()]
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -306,12 +306,12 @@ def test_file_descriptors_are_bounded_and_the_first_put_beyond_is_logged(
 def test_a_service_that_was_killed_and_started_again(client_kind: Any, loop_thread: Any) -> None:
     with ServiceProcess("--shared-memory", "on") as server:
         client = AnyClient(client_kind, server.address, loop_thread, timeout=30.0)
-        kept = client.get_data(client.put(DATA, partition_id="p"))
+        kept = client.get_data(client.put("p", DATA))
         server.restart()
         assert_rows(kept, list(range(ROWS)))
         # The first put learns that the controller has forgotten all; it and others go over the wire for a few seconds.
         while shared_memory_count(client) == 0:
-            meta = client.put(DATA, partition_id="p")
+            meta = client.put("p", DATA)
         assert_rows(client.get_data(meta), list(range(ROWS)))
         client.close()
 
@@ -323,16 +323,16 @@ def test_regions_of_the_process_before_are_not_used_where_a_service_comes_back_i
     with ServiceProcess("--shared-memory", "on", "--data-dir", str(tmp_path)) as server:
         client, idle = (AnyClient(client_kind, server.address, loop_thread, timeout=30.0) for _ in range(2))
         for each in (client, idle) * 2:  # both have region 1 mapped, to write to it and to read it
-            meta = each.put(DATA, partition_id="before")
+            meta = each.put("before", DATA)
             assert_rows(each.get_data(meta), list(range(ROWS)))
             assert shared_memory_count(each) == 1
             each.clear_partition("before")
             gc.collect()
         server.restart()
         while shared_memory_count(client) == 0:
-            meta = client.put(DATA, partition_id="p")
+            meta = client.put("p", DATA)
         later = {"logits": torch.randn(ROWS, 1024), "reward": torch.arange(ROWS)}
-        for rows in (meta, client.put(later, partition_id="later")):
+        for rows in (meta, client.put("later", later)):
             batch = client.get_data(rows)
             wanted = later if rows is not meta else {name: DATA[name] for name in later}
             assert all(torch.equal(batch[name], wanted[name]) for name in later)
@@ -350,7 +350,7 @@ def test_a_storage_service_of_its_own(client_kind: Any, start_server: StartServe
         shared_memory="on",
     )
     client = controller.client(client_kind)
-    meta = client.put(DATA, partition_id="p")
+    meta = client.put("p", DATA)
     batch = client.get_data(meta)
     assert_rows(batch, list(range(ROWS)))
     assert is_mapped(batch["logits"])
@@ -362,7 +362,7 @@ def test_what_was_cleared_while_it_is_received_is_got_whole(
 ) -> None:
     if gets == "streamed":
         monkeypatch.setattr(AnswerSizes, "expected_bytes", lambda *_: 1 << 40)
-    meta = client.put(DATA, partition_id="p")
+    meta = client.put("p", DATA)
     take = FdChannel.take
 
     def clear_first(self: FdChannel, offer_id: bytes, indexes: Any) -> list[int]:
@@ -530,7 +530,7 @@ def _die_with_memory(address: str, path: str, *, after_sending: bool) -> None:
 
     FdChannel.send_sealed = dying(FdChannel.send_sealed)  # type: ignore[method-assign]
     FdChannel.fill = dying(FdChannel.fill)  # type: ignore[method-assign]
-    tq.Client(address).put({"x": np.arange(1 << 18)}, partition_id=path)
+    tq.Client(address).put(path, {"x": np.arange(1 << 18)})
 
 
 @pytest.mark.parametrize("after_sending", [False, True])
@@ -550,7 +550,7 @@ def test_a_client_that_is_killed_leaves_all_of_a_put_or_nothing(server: LiveServ
         if used_bytes(server) == 0 or client.list_partitions():
             break
     if after_sending and client.list_partitions():  # all of its bytes had come, as with the last frame of a stream
-        got = client.get_data(partition_id="p", global_indexes=range(1 << 18))
+        got = client.get_data("p", global_indexes=range(1 << 18))
         assert torch.equal(got["x"], torch.arange(1 << 18))
         del got
         client.clear_partition("p")

@@ -59,7 +59,7 @@ class Place:
         self.clients = [self.server.client(kind) for kind in CLIENT_KINDS]
         if way == "bulk":
             for client in self.clients:
-                meta = client.put({"x": torch.zeros(4)}, partition_id=f"bulk {client.kind}")
+                meta = client.put(f"bulk {client.kind}", {"x": torch.zeros(4)})
                 client.get_data(meta)
                 while not is_bulk_up(client):
                     time.sleep(0.01)
@@ -153,11 +153,11 @@ def test_parts_are_those_of_whole_rows(place: Place, data: st.DataObject) -> Non
         some = rows[number * size // puts : (number + 1) * size // puts]
         if some:
             values = torch.stack(some) if is_dense else some
-            metas.append(client.put({"x": values, "y": torch.arange(len(some))}, partition_id=partition))
+            metas.append(client.put(partition, {"x": values, "y": torch.arange(len(some))}))
     order = data.draw(st.lists(st.integers(0, size - 1), min_size=1, max_size=8), label="order")
-    named: dict[str, Any] = {"partition_id": partition, "global_indexes": order}
+    named: dict[str, Any] = {"target": partition, "global_indexes": order}
     if len(set(order)) == len(order):
-        named = {"metadata": tq.BatchMeta.concat(metas).select_samples(order)}
+        named = {"target": tq.BatchMeta.concat(metas).select_samples(order)}
     rows = [rows[at] for at in order]
     layers = data.draw(st.tuples(st.none() | st.integers(-5, 5), st.none() | st.integers(-5, 5)) if tail else st.none())
     more: dict[str, Any] = {} if layers is None else {"layers": layers}
@@ -207,11 +207,11 @@ def test_parts_of_cells_that_have_grown_are_those_of_joined_cells(place: Place, 
         lengths = data.draw(st.lists(st.integers(0, 5), min_size=size, max_size=size))
         added = random_rows(lengths, tail, "int32", step)
         at = [len(row) for row in whole]
-        meta = client.append({"x": added, "z": added}, metadata=slots, at=at)
+        meta = client.append(slots, {"x": added, "z": added}, at=at)
         whole = [torch.cat(pair) for pair in zip(whole, added, strict=True)]
         if all(map(len, whole)) and data.draw(st.booleans(), label="truncated"):
             to = [data.draw(st.integers(1, len(row))) for row in whole]
-            client.truncate(metadata=slots, to=to, data_fields=["x", "z"])
+            client.truncate(slots, to=to, data_fields=["x", "z"])
             whole = [row[:length] for row, length in zip(whole, to, strict=True)]
             meta, _ = client.lookup_samples(partition)
     by_row = data.draw(st.lists(RANGE, min_size=size, max_size=size))
@@ -233,7 +233,7 @@ def test_a_group_fetches_each_row_once(place: Place, layout: Any) -> None:
     rows = random_rows(lengths, (), "int64", 1)
     experts = random_rows(lengths, (4, 2), "uint8", 2)
     client, partition = place.clients[0], place.new_partition()
-    meta = client.put({"x": rows, "e": experts}, partition_id=partition)
+    meta = client.put(partition, {"x": rows, "e": experts})
     before = place.read_bytes()
     whole = client.get_data(meta)
     whole_bytes = place.read_bytes() - before
@@ -258,8 +258,8 @@ def test_a_group_fetches_each_row_once(place: Place, layout: Any) -> None:
 
 def test_the_same_sample_twice_is_cut_twice(place: Place) -> None:
     client, partition = place.clients[1], place.new_partition()
-    client.put({"x": [torch.arange(9), torch.arange(5)]}, partition_id=partition, keys=["a", "b"])
-    named = {"partition_id": partition, "keys": ["a", "b", "a"], "data_fields": ["x"]}
+    client.put(partition, {"x": [torch.arange(9), torch.arange(5)]}, keys=["a", "b"])
+    named = {"target": partition, "keys": ["a", "b", "a"], "data_fields": ["x"]}
     by_row = np.array([[0, 2], [-2, 99], [4, 6]])
     assert [row.tolist() for row in client.get_data(**named, slices={"x": by_row})["x"].unbind()] == [
         [0, 1],
@@ -278,7 +278,7 @@ def client(start_server: StartServer, client_kind: Any) -> AnyClient:
 def test_no_rows_have_the_shape_of_parts(client: AnyClient) -> None:
     fields = [tq.FieldSpec("x", "int64", "jagged", (-1,)), tq.FieldSpec("d", "int8", "dense", (8, 4))]
     client.create_partition("p", fields=fields)
-    meta = client.put({"x": [torch.arange(3)], "d": torch.zeros(1, 8, 4, dtype=torch.int8)}, partition_id="p")
+    meta = client.put("p", {"x": [torch.arange(3)], "d": torch.zeros(1, 8, 4, dtype=torch.int8)})
     share = tq.RowSlice.share(1, 2, fill=0, positions="at")
     slices = {"x": share, "d": tq.RowSlice(ranges=(2, 4), layers=(0, 3))}
     none = client.get_data(meta.select_samples([]), slices=slices)
@@ -290,13 +290,13 @@ def test_no_rows_have_the_shape_of_parts(client: AnyClient) -> None:
 
 def test_parts_of_a_declared_field_are_jagged_where_they_are_alike(client: AnyClient) -> None:
     client.create_partition("p", fields=[tq.FieldSpec("x", layout="jagged")])
-    meta = client.put({"x": [torch.arange(6).reshape(3, 2)]}, partition_id="p")
+    meta = client.put("p", {"x": [torch.arange(6).reshape(3, 2)]})
     for wanted in ([(0, 1)], (0, 1), [(2, 1)], tq.RowSlice.share(0, 2)):
         assert client.get_data(meta, slices={"x": wanted})["x"].layout is torch.jagged
 
 
 def test_out_takes_parts_of_dense_rows(client: AnyClient) -> None:
-    meta = client.put({"d": torch.arange(24).reshape(3, 8)}, partition_id="p")
+    meta = client.put("p", {"d": torch.arange(24).reshape(3, 8)})
     out = {"d": torch.zeros(3, 3, dtype=torch.int64)}
     assert client.get_data(meta, slices={"d": (2, 5)}, out=out)["d"] is not None
     assert out["d"].tolist() == [[2, 3, 4], [10, 11, 12], [18, 19, 20]]
@@ -319,7 +319,7 @@ WRONG: Final[dict[str, tuple[Any, str]]] = {
 @pytest.mark.parametrize("wrong", WRONG)
 def test_slices_that_cannot_be_are_refused(client: AnyClient, wrong: str) -> None:
     data = {"x": [torch.arange(3), torch.arange(4)], "o": ["a", "b"], "s": torch.zeros(2)}
-    meta = client.put(data, partition_id="p")
+    meta = client.put("p", data)
     slices, says = WRONG[wrong]
     with pytest.raises(tq.errors.InvalidArgumentError) as caught:
         client.get_data(meta, slices=slices)
@@ -342,15 +342,15 @@ def test_shares_that_cannot_be_are_refused() -> None:
 
 
 def test_ranges_by_row_and_missing_samples_do_not_go_together(client: AnyClient) -> None:
-    client.put({"x": [torch.arange(3)]}, partition_id="p", keys=["a"])
+    client.put("p", {"x": [torch.arange(3)]}, keys=["a"])
     with pytest.raises(tq.errors.InvalidArgumentError, match="it is not known whose ranges remain"):
-        client.get_data(partition_id="p", keys=["a", "b"], missing="skip", slices={"x": [(0, 1), (0, 1)]})
-    some = client.get_data(partition_id="p", keys=["a", "b"], data_fields=["x"], missing="skip", slices={"x": (1, 2)})
+        client.get_data("p", keys=["a", "b"], missing="skip", slices={"x": [(0, 1), (0, 1)]})
+    some = client.get_data("p", keys=["a", "b"], data_fields=["x"], missing="skip", slices={"x": (1, 2)})
     assert [row.tolist() for row in some["x"].unbind()] == [[1]]
 
 
 def test_positions_of_rows_of_other_lengths_are_not_one_column(client: AnyClient) -> None:
-    meta = client.put({"x": [torch.arange(8)], "y": [torch.arange(4)]}, partition_id="p")
+    meta = client.put("p", {"x": [torch.arange(8)], "y": [torch.arange(4)]})
     share = tq.RowSlice.share(0, 2, positions="at")
     with pytest.raises(tq.errors.FieldMismatchError, match="'x' and 'y' have parts at different positions"):
         client.get_data(meta, slices={"x": share, "y": share})
@@ -363,7 +363,7 @@ def test_positions_of_rows_of_other_lengths_are_not_one_column(client: AnyClient
 def stored(server: LiveServer) -> pb.GetRequest:
     client = server.client()
     rows = [torch.zeros(length, 4, 2, dtype=torch.uint8) for length in (5, 3)]
-    client.put({"x": rows, "o": ["a", "b"], "s": torch.zeros(2)}, partition_id="p", keys=["a", "b"])
+    client.put("p", {"x": rows, "o": ["a", "b"], "s": torch.zeros(2)}, keys=["a", "b"])
     (put,) = client.lookup_samples("p", ["a", "b"])[0].locations.puts
     runs = [CellRuns(field_names=["x", "o", "s"], put_indexes=[0], first_rows=[0], row_counts=[2])]
     return pb.GetRequest(boot_id=put.storage.boot_id, put_ids=[put.put_id], runs=runs)

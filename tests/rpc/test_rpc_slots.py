@@ -26,7 +26,7 @@ def acquire(client: AnyClient, group: str, **arguments: Any) -> tq.BatchMeta:
 
 
 def finish(client: AnyClient, slots: tq.BatchMeta) -> None:
-    client.put({"x": np.arange(slots.size)}, metadata=slots, ack=True)
+    client.put(slots, {"x": np.arange(slots.size)}, ack=True)
 
 
 def claim(client: AnyClient, batch_index: int, max_wait: float = 0.0) -> tq.BatchMeta:
@@ -73,13 +73,13 @@ def test_slots_are_done_with_the_put_of_their_data(client: AnyClient) -> None:
     client.publish_version(0)
     slots = acquire(client, "a", on_lost="remove")
     for number, slot in enumerate(slots.chunk(2)):  # one member after the other
-        client.put({"x": np.arange(1)}, metadata=slot, state="live", ack=True)
+        client.put(slot, {"x": np.arange(1)}, state="live", ack=True)
         assert states(client) == (number + 1, 1 - number, 0)
     status = client.check_consumption("train", "rollout")
     assert (status.consumed_count, status.leased_count, outstanding_count(client)) == (2, 0, 1)
     with pytest.raises(tq.errors.PreconditionError, match="nothing is left"):
         client.extend(slots, 60.0)
-    client.put({"x": np.arange(2)}, metadata=acquire(client, "b"), state="live", ack=True)
+    client.put(acquire(client, "b"), {"x": np.arange(2)}, state="live", ack=True)
     assert groups_of(client, claim(client, 0, max_wait=5.0)) == ["a", "b"]
 
 
@@ -125,13 +125,13 @@ def test_a_batch_waits_for_what_would_be_too_old_and_says_so(client: AnyClient) 
 def test_what_becomes_of_slots_whose_lease_runs_out(client: AnyClient, on_lost: str) -> None:
     client.publish_version(0)
     lost = acquire(client, "a", lease=0.2, on_lost=on_lost)
-    client.put({"x": np.arange(2)}, metadata=lost, state="held")
+    client.put(lost, {"x": np.arange(2)}, state="held")
     deadline = time.monotonic() + 20
     while client.check_consumption("train", "rollout").consumed_count and time.monotonic() < deadline:
         time.sleep(0.02)
     assert states(client) == {"requeue": (0, 2, 0), "fail": (0, 0, 2), "remove": (0, 0, 0)}[on_lost]
     with pytest.raises((tq.errors.LeaseExpiredError, tq.errors.SampleNotFoundError)):
-        client.put({"x": np.arange(2)}, metadata=lost, state="live")
+        client.put(lost, {"x": np.arange(2)}, state="live")
     assert outstanding_count(client) == (1 if on_lost == "requeue" else 0)
     if on_lost == "requeue":
         goes_on = client.get_meta(
@@ -156,7 +156,7 @@ def test_held_samples_are_for_those_that_ask_for_them(client: AnyClient) -> None
 
 def test_new_samples_without_a_slot_are_refused(client: AnyClient) -> None:
     with pytest.raises(tq.errors.PreconditionError, match="without a slot") as refused:
-        client.put({"x": np.arange(2)}, partition_id="train")
+        client.put("train", {"x": np.arange(2)})
     assert refused.value.reason == "STALENESS_BOUNDED"
     with pytest.raises(tq.errors.PreconditionError, match="without a slot"):
         client.insert("train", 2)
@@ -195,7 +195,7 @@ def test_policies_of_slots_are_in_the_namespace(server: LiveServer, client: AnyC
 
 
 def claim_prompts(client: AnyClient, lease: float = 60.0) -> tq.BatchMeta:
-    client.put({"x": np.arange(2)}, partition_id="prompts", keys=["a", "b"])
+    client.put("prompts", {"x": np.arange(2)}, keys=["a", "b"])
     prompts: tq.BatchMeta = client.get_meta(
         partition_id="prompts", task_name="rollout", data_fields=["x"], batch_size=2, lease=lease, max_wait=0
     )
@@ -239,7 +239,7 @@ def test_a_prompt_is_acknowledged_in_the_change_that_makes_its_slots(client: Any
 
 def test_what_is_held_has_to_be_of_a_leased_claim(client: AnyClient) -> None:
     client.publish_version(0)
-    put = client.put({"x": np.arange(2)}, partition_id="prompts")
+    put = client.put("prompts", {"x": np.arange(2)})
     with pytest.raises(tq.errors.InvalidArgumentError, match="metadata is of no leased claim"):
         acquire(client, "a", holding=put)
     with pytest.raises(tq.errors.InvalidArgumentError, match="holding lacks claim, expected samples of a leased claim"):

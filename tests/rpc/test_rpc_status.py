@@ -85,7 +85,7 @@ def test_what_survives_and_where(start_server: StartServer, tmp_path: Path) -> N
 
 def test_partitions_are_described_as_by_themselves(client: AnyClient) -> None:
     for name in ("b", "a"):
-        client.put({"x": np.arange(8)}, partition_id=name, custom_meta=[{"v": 1}] * 8)
+        client.put(name, {"x": np.arange(8)}, custom_meta=[{"v": 1}] * 8)
     client.get_meta(partition_id="a", **ASKED)
     status = client.status()
     assert [each.summary.partition_id for each in status.partitions] == ["a", "b"]
@@ -101,7 +101,7 @@ def test_partitions_are_described_as_by_themselves(client: AnyClient) -> None:
 def test_how_old_is_what_a_task_has_left(client: AnyClient) -> None:
     client.create_partition("p", tasks=["update", "score"])
     meta = [{"version": version} for version in (3, 4, 8, 5)]
-    client.put({"x": np.arange(4)}, partition_id="p", custom_meta=meta)
+    client.put("p", {"x": np.arange(4)}, custom_meta=meta)
     seen = {task.task_name: task for task in client.describe_partition("p").tasks}
     assert (seen["update"].oldest_version, seen["update"].staleness_versions) == (3, 5)
     assert (seen["score"].oldest_version, seen["score"].staleness_versions) == (3, 5)
@@ -117,7 +117,7 @@ def _versions_left(client: AnyClient) -> tuple[float | None, float | None]:
 
 
 def test_the_claims_that_lease_samples_are_named(client: AnyClient) -> None:
-    client.put({"x": np.arange(30)}, partition_id="p")
+    client.put("p", {"x": np.arange(30)})
     asked = {"partition_id": "p", "task_name": "t", "data_fields": ["x"], "batch_size": 1, "lease": 60.0}
     metas = [client.get_meta(**asked, claim_name=f"w{number}") for number in range(25)]
     client.ack(metas[1])
@@ -135,14 +135,14 @@ def test_the_claims_that_lease_samples_are_named(client: AnyClient) -> None:
 
 
 def test_samples_without_versions_have_no_age(client: AnyClient) -> None:
-    client.put({"x": np.arange(8)}, partition_id="p", custom_meta=[{"version": "a"}] * 8)
+    client.put("p", {"x": np.arange(8)}, custom_meta=[{"version": "a"}] * 8)
     client.get_meta(partition_id="p", **ASKED)
     task = task_in(client.status())
     assert (task.oldest_version, task.staleness_versions) == (None, None)
 
 
 def test_samples_whose_leases_ran_out_are_counted_until_they_are_cleared(client: AnyClient) -> None:
-    client.put({"x": np.arange(6)}, partition_id="p")
+    client.put("p", {"x": np.arange(6)})
     asked = ASKED | {"batch_size": 2, "partition_id": "p"}
     client.release(client.get_meta(**asked, lease=60.0))
     first = client.get_meta(**asked, lease=0.05, max_deliveries=2)
@@ -156,7 +156,7 @@ def test_samples_whose_leases_ran_out_are_counted_until_they_are_cleared(client:
     assert task.redelivered_count >= task.dead_lettered_count
     assert set(task.dead_lettered_indexes) <= set(range(6))
     assert task.pending_count + task.consumed_count + task.dead_lettered_count == 6
-    client.clear_samples(partition_id="p", global_indexes=range(6))
+    client.clear_samples("p", global_indexes=range(6))
     cleared = task_in(client.status())
     assert (cleared.redelivered_count, cleared.dead_lettered_indexes, cleared.pending_count) == (0, (), 0)
 
@@ -172,7 +172,7 @@ def test_a_rate_rises_with_deliveries_and_falls_without() -> None:
 
 
 def test_the_rate_of_a_task_is_that_of_its_deliveries(client: AnyClient) -> None:
-    client.put({"x": np.arange(100)}, partition_id="p")
+    client.put("p", {"x": np.arange(100)})
     assert client.get_meta(partition_id="p", **ASKED | {"batch_size": 40}).size == 40
     first = task_in(client.status()).delivered_per_second
     assert 0 < first <= 4.0
@@ -184,13 +184,13 @@ def test_the_rate_of_a_task_is_that_of_its_deliveries(client: AnyClient) -> None
     assert 0 < rates["t"] < first
     assert 0 < rates["r"] <= 4.0  # one plan for both ranks
     client.clear_partition("p")
-    client.put({"x": np.arange(1)}, partition_id="p")
+    client.put("p", {"x": np.arange(1)})
     client.get_meta(partition_id="p", **ASKED, max_wait=0.0)
     assert task_in(client.status()).delivered_per_second == 0.0
 
 
 def test_what_is_waited_for_is_said_with_its_reason(client: AnyClient, server: LiveServer) -> None:
-    client.put({"x": np.arange(2)}, partition_id="train")
+    client.put("train", {"x": np.arange(2)})
     with (
         waiting(server, partition_id="train"),
         waiting(server, partition_id="trian", task_name="u"),
@@ -301,7 +301,7 @@ def test_storage_services_that_run_apart_are_listed(loop_thread: LoopThread) -> 
             ).settings
             assert (await client.status()).storages == ()
             async with running(settings) as storage:
-                meta = await client.put({"x": np.arange(4)}, partition_id="p")
+                meta = await client.put("p", {"x": np.arange(4)})
                 (status,) = (await client.status()).storages
                 assert meta.size == 4
                 assert (status.storage_id, status.max_bytes, status.version) == ("apart", 1 << 30, BUILD)
@@ -319,7 +319,7 @@ def test_storage_services_that_run_apart_are_listed(loop_thread: LoopThread) -> 
 
 
 def test_dead_lettered_samples_are_delivered_again(client: AnyClient) -> None:
-    client.put({"x": np.arange(4)}, partition_id="p")
+    client.put("p", {"x": np.arange(4)})
     asked = ASKED | {"partition_id": "p", "lease": 0.02, "max_deliveries": 1}
     client.get_meta(**asked)
     until(lambda: task_in(client.status()).dead_lettered_count == 4)
@@ -339,7 +339,7 @@ def test_dead_lettered_samples_are_delivered_again(client: AnyClient) -> None:
 
 
 def test_samples_of_a_task_at_its_end_are_not_requeued(client: AnyClient) -> None:
-    client.put({"x": np.arange(2)}, partition_id="p")
+    client.put("p", {"x": np.arange(2)})
     client.get_meta(partition_id="p", **ASKED | {"batch_size": 1}, lease=0.02, max_deliveries=1)
     until(lambda: task_in(client.status()).dead_lettered_count == 1)
     client.seal_partition("p")

@@ -22,8 +22,8 @@ ROWS = torch.arange(3, dtype=torch.float32)
 def declare(client: AnyClient) -> tq.BatchMeta:
     """Return samples a, b and c, of which a has a reward."""
     client.create_partition("train", fields=[ONCE, tq.FieldSpec("x")])
-    meta: tq.BatchMeta = client.put({"x": ROWS}, partition_id="train", keys=["a", "b", "c"])
-    client.put({"reward": torch.ones(1)}, metadata=meta.select_samples([0]))
+    meta: tq.BatchMeta = client.put("train", {"x": ROWS}, keys=["a", "b", "c"])
+    client.put(meta.select_samples([0]), {"reward": torch.ones(1)})
     return meta
 
 
@@ -35,18 +35,18 @@ def stored(client: AnyClient) -> Any:
 
 
 SECOND: dict[str, Callable[[AnyClient, tq.BatchMeta], Any]] = {
-    "metadata": lambda c, m: c.put({"reward": torch.zeros(1)}, metadata=m.select_samples([0])),
-    "the same value": lambda c, m: c.put({"reward": torch.ones(1)}, metadata=m.select_samples([0])),
-    "among first ones": lambda c, m: c.put({"reward": torch.zeros(3)}, metadata=m.select_samples([2, 1, 0])),
-    "with others": lambda c, m: c.put(
-        {"x": torch.zeros(3), "reward": torch.zeros(3)}, metadata=m, custom_meta=[{"n": 1}] * 3, state="held"
+    "metadata": lambda c, m: c.put(m.select_samples([0]), {"reward": torch.zeros(1)}),
+    "the same value": lambda c, m: c.put(m.select_samples([0]), {"reward": torch.ones(1)}),
+    "among first ones": lambda c, m: c.put(m.select_samples([2, 1, 0]), {"reward": torch.zeros(3)}),
+    "with others": lambda c, m: c.put(m,
+        {"x": torch.zeros(3), "reward": torch.zeros(3)}, custom_meta=[{"n": 1}] * 3, state="held"
     ),
-    "upsert": lambda c, m: c.put({"reward": torch.zeros(2)}, partition_id="train", keys=["new", "a"]),
-    "existing": lambda c, m: c.put(
-        {"reward": torch.zeros(1)}, partition_id="train", keys=["a"], key_mode="existing"
+    "upsert": lambda c, m: c.put("train", {"reward": torch.zeros(2)}, keys=["new", "a"]),
+    "existing": lambda c, m: c.put("train",
+        {"reward": torch.zeros(1)}, keys=["a"], key_mode="existing"
     ),
-    "failed": lambda c, m: c.put({"reward": torch.zeros(1)}, metadata=m.select_samples([0]), state="failed"),
-    "another dtype": lambda c, m: c.put({"reward": torch.zeros(1).double()}, metadata=m.select_samples([0])),
+    "failed": lambda c, m: c.put(m.select_samples([0]), {"reward": torch.zeros(1)}, state="failed"),
+    "another dtype": lambda c, m: c.put(m.select_samples([0]), {"reward": torch.zeros(1).double()}),
 }  # fmt: skip
 
 
@@ -64,15 +64,15 @@ def test_a_second_value_is_refused_and_nothing_is_written(client: AnyClient, is_
         ):
             second(client, meta)
         assert stored(client) == before, name
-    client.put({"reward": torch.tensor([2.0, 3.0])}, metadata=meta.select_samples([1, 2]))
+    client.put(meta.select_samples([1, 2]), {"reward": torch.tensor([2.0, 3.0])})
     assert client.get_data(meta, data_fields=["reward"])["reward"].tolist() == [1, 2, 3]
-    client.put({"x": torch.zeros(3)}, metadata=meta)  # another field is overwritten as ever
+    client.put(meta, {"x": torch.zeros(3)})  # another field is overwritten as ever
 
 
 def test_the_error_names_the_cell(client: AnyClient) -> None:
     meta = declare(client)
     with pytest.raises(tq.errors.AlreadyExistsError, match=r"\(1 of 3 have one\)") as refused:
-        client.put({"reward": torch.zeros(3)}, metadata=meta.select_samples([2, 0, 1]))
+        client.put(meta.select_samples([2, 0, 1]), {"reward": torch.zeros(3)})
     names = {"resource_name": "reward of sample 0", "partition_id": "train", "field_name": "reward"}
     expected = {"resource_type": "cell", "global_index": "0", **names}
     assert refused.value.metadata.items() >= expected.items()
@@ -81,10 +81,10 @@ def test_the_error_names_the_cell(client: AnyClient) -> None:
 def test_a_sample_that_is_cleared_and_put_again_takes_a_value(client: AnyClient) -> None:
     meta = declare(client)
     client.clear_samples(meta.select_samples([0]))
-    again = client.put({"x": torch.zeros(1), "reward": torch.zeros(1)}, partition_id="train", keys=["a"])
+    again = client.put("train", {"x": torch.zeros(1), "reward": torch.zeros(1)}, keys=["a"])
     assert client.get_data(again)["reward"].tolist() == [0]
     with pytest.raises(tq.errors.AlreadyExistsError, match="sample 3"):
-        client.put({"reward": torch.ones(1)}, metadata=again)
+        client.put(again, {"reward": torch.ones(1)})
 
 
 def test_a_repeat_of_a_put_is_answered_alike(server: LiveServer, client: AnyClient) -> None:
@@ -130,9 +130,9 @@ def test_it_is_shown_and_part_of_what_the_partition_was_created_with(client: Any
     with pytest.raises(tq.errors.AlreadyExistsError, match="reward: float32 dense"):
         client.create_partition("train", fields=[tq.FieldSpec("reward", "float32", "dense", ()), tq.FieldSpec("x")])
     # What the partition shows of its fields is what columns are allocated by, and what is put from there.
-    filled = client.allocate([specs["reward"]], 2, partition_id="train")
+    filled = client.allocate("train", [specs["reward"]], 2)
     filled["reward"][:] = torch.tensor([4.0, 5.0])
-    client.put(filled, metadata=meta.select_samples([1, 2]))
+    client.put(meta.select_samples([1, 2]), filled)
     assert client.get_data(meta, data_fields=["reward"])["reward"].tolist() == [1, 4, 5]
 
 
@@ -142,17 +142,17 @@ def test_it_lasts_over_restarts_and_checkpoints(start_server: StartServer, tmp_p
     server = start_server(**settings)
     client = server.client()
     client.create_partition("train", fields=[spec])
-    meta = client.put({"x": ROWS}, partition_id="train")
-    client.put({"reward": torch.ones(1)}, metadata=meta.select_samples([0]))
+    meta = client.put("train", {"x": ROWS})
+    client.put(meta.select_samples([0]), {"reward": torch.ones(1)})
     client.checkpoint("one")
-    client.put({"reward": torch.ones(1)}, metadata=meta.select_samples([1]))
+    client.put(meta.select_samples([1]), {"reward": torch.ones(1)})
     server.stop()
     client = start_server(**settings).client()
     with pytest.raises(tq.errors.AlreadyExistsError, match="sample 1"):
-        client.put({"reward": torch.ones(1)}, metadata=meta.select_samples([1]))
+        client.put(meta.select_samples([1]), {"reward": torch.ones(1)})
     client.restore("one", replace=True)
     found, _ = client.lookup_samples("train")
-    client.put({"reward": torch.ones(1)}, metadata=found.select_samples([1]))
+    client.put(found.select_samples([1]), {"reward": torch.ones(1)})
     with pytest.raises(tq.errors.AlreadyExistsError, match="sample 0"):
-        client.put({"reward": torch.ones(1)}, metadata=found.select_samples([0]))
+        client.put(found.select_samples([0]), {"reward": torch.ones(1)})
     assert [field.spec.write_once for field in client.describe_partition("train").fields] == [True, False]

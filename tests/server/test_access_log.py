@@ -33,8 +33,8 @@ def lines(caplog: pytest.LogCaptureFixture) -> Any:
 def test_each_call_has_its_line(lines: Any, start_server: StartServer) -> None:
     server: LiveServer = start_server()
     client = server.client()
-    client.put({"x": np.zeros((4, 1 << 17))}, partition_id="train")
-    client.put({"x": np.zeros((1, 1 << 17))}, partition_id="train")
+    client.put("train", {"x": np.zeros((4, 1 << 17))})
+    client.put("train", {"x": np.zeros((1, 1 << 17))})
     client.get_meta(partition_id="train", task_name="t", data_fields=["x"], batch_size=1, max_wait=0.0)
     with pytest.raises(tq.errors.PartitionNotFoundError):
         client.seal_partition("none")

@@ -45,10 +45,10 @@ async def test_a_service_that_cannot_go_on_raises_in_its_owner_and_keeps_what_wa
 
     async def write(app):
         async with tq.AsyncClient(f"127.0.0.1:{app.port}", timeout=2.0) as client:
-            await client.put({"x": np.ones((2, 1))}, partition_id="train")
+            await client.put("train", {"x": np.ones((2, 1))})
             monkeypatch.setattr(converters, "written_meta", no_answer)  # after the samples were written
             try:
-                await client.put({"x": np.ones((1, 1))}, partition_id="train")
+                await client.put("train", {"x": np.ones((1, 1))})
             except tq.TqError as error:
                 outcomes.append(error)
             else:
@@ -66,7 +66,7 @@ async def test_a_service_that_cannot_go_on_raises_in_its_owner_and_keeps_what_wa
     async with running(settings) as app, tq.AsyncClient(f"127.0.0.1:{app.port}", timeout=20.0) as client:
         (partition,) = await client.list_partitions()
         assert partition.inserted_count == 2
-        await client.put({"x": np.ones((1, 1))}, partition_id="train")
+        await client.put("train", {"x": np.ones((1, 1))})
 
 
 async def test_health_says_so_from_that_moment():

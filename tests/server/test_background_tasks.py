@@ -70,7 +70,7 @@ async def test_announcements_that_end_are_the_end_of_a_storage_service(monkeypat
 
 async def put_and_clear(port):
     async with tq.AsyncClient(f"127.0.0.1:{port}", timeout=60.0) as client:
-        await client.put({"x": np.zeros(4)}, partition_id="train")
+        await client.put("train", {"x": np.zeros(4)})
         await client.clear_partition("train")
 
 
@@ -103,9 +103,9 @@ async def test_a_put_whose_move_cannot_be_written_down_is_the_end_of_the_service
             running(settings(data_dir=tmp_path)) as app,
             tq.AsyncClient(f"127.0.0.1:{app.port}", timeout=60.0) as client,
         ):
-            await client.put({"x": np.zeros((8, 1 << 20))}, partition_id="train")
+            await client.put("train", {"x": np.zeros((8, 1 << 20))})
             monkeypatch.setattr(PutJournal, "record", lambda *_: 1 // 0)
-            await client.clear_samples(partition_id="train", global_indexes=range(7))
+            await client.clear_samples("train", global_indexes=range(7))
             await asyncio.Event().wait()
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
 

@@ -62,15 +62,15 @@ def cycle(client: AnyClient, number: int) -> None:
     name, asks = f"train@step_{number}", {"partition_id": f"train@step_{number}", "max_wait": 0.0}
     keys = [f"{number}-{row}" for row in range(8)]
     client.create_partition(name, max_bytes=1 << 20, admissions=[tq.Admission("ranks", 100)])
-    client.put(
-        {"x": torch.arange(8), "text": list("abcdefgh")}, partition_id=name, keys=keys, groups=list("aabbccdd"),
+    client.put(name,
+        {"x": torch.arange(8), "text": list("abcdefgh")}, keys=keys, groups=list("aabbccdd"),
         group_size=2, custom_meta={"version": np.full(8, number), "tag": list("abcdefgh")},
     )  # fmt: skip
     for at in range(3):
         rows, _ = client.lookup_samples(name, keys[:: at + 1])
-        client.put({f"y{at}": torch.zeros(rows.size)}, metadata=rows)
+        client.put(rows, {f"y{at}": torch.zeros(rows.size)})
     worker = client.get_meta(**asks, task_name="reward", data_fields=["x"], batch_size=8, lease=60.0)
-    client.put({"reward": torch.zeros(8)}, metadata=worker)
+    client.put(worker, {"reward": torch.zeros(8)})
     client.ack(worker.select_samples(range(4)))
     client.release(worker.select_samples(range(4, 6)))
     named = {**asks, "task_name": "named", "data_fields": ["x"], "batch_size": 4, "claim_name": f"claim {number}"}
@@ -94,7 +94,7 @@ def cycle(client: AnyClient, number: int) -> None:
     client.status()
     client.reset_consumption(name, "ranks")
     client.seal_partition(name)
-    client.clear_samples(partition_id=name, keys=keys[:4])
+    client.clear_samples(name, keys=keys[:4])
     client.clear_partition(name)
 
 
@@ -125,7 +125,7 @@ def test_little_is_kept_of_each_put_after_its_sample_is_cleared(start_server: St
 
     def put_and_clear(count: int) -> None:
         for number in range(count):
-            client.put({"x": np.full((1, 8), number, np.float32)}, partition_id="alone")
+            client.put("alone", {"x": np.full((1, 8), number, np.float32)})
         client.clear_partition("alone")
         while client.storage_stat(server.address).used_bytes:
             pass

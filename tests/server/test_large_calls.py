@@ -68,8 +68,8 @@ def _is_large(_, data):
 
 async def test_threads_handle_what_is_large(service, client, threads):
     order = np.random.default_rng(0).permutation(MANY).tolist()
-    await client.put({"t": TEXTS, "x": np.zeros((MANY, 64), np.uint8)}, partition_id="p")
-    back = await client.get_data(partition_id="p", global_indexes=order, data_fields=["t"])
+    await client.put("p", {"t": TEXTS, "x": np.zeros((MANY, 64), np.uint8)})
+    back = await client.get_data("p", global_indexes=order, data_fields=["t"])
     assert list(back["t"]) == [TEXTS[index] for index in order]
     await client.clear_partition("p")
     service.storage.engine.trim()
@@ -80,8 +80,8 @@ async def test_threads_handle_what_is_large(service, client, threads):
 
 
 async def test_a_few_rows_need_no_thread(client, threads):
-    await client.put({"t": TEXTS[:100]}, partition_id="p")
-    await client.get_data(partition_id="p", global_indexes=range(100), data_fields=["t"])
+    await client.put("p", {"t": TEXTS[:100]})
+    await client.get_data("p", global_indexes=range(100), data_fields=["t"])
     assert set().union(*threads.values()) == {threading.get_ident()}
 
 
@@ -93,7 +93,7 @@ async def test_a_put_adds_its_rows_to_a_table_that_has_grown_in_steps(client, mo
         grow(table, least)
 
     monkeypatch.setattr(RowTable, "_grow", growing)
-    await client.put({"x": np.arange(MANY)}, partition_id="p")
+    await client.put("p", {"x": np.arange(MANY)})
     assert len(grown) > 2
     assert max(grown) <= 1 << 16
 
@@ -110,7 +110,7 @@ async def test_a_put_that_goes_while_capacity_is_reserved_is_put_again(service, 
         return reserve(table, *args)
 
     monkeypatch.setattr(RowTable, "reserve_capacity", dropping)
-    meta = await client.put({"x": np.arange(MANY)}, partition_id="p")
+    meta = await client.put("p", {"x": np.arange(MANY)})
     assert len(dropped) == 1
     assert (await client.get_data(meta))["x"].tolist() == list(range(MANY))
 
@@ -124,7 +124,7 @@ async def test_a_put_that_is_given_up_while_capacity_is_reserved_leaves_nothing(
             yield
 
     monkeypatch.setattr(RowTable, "reserve_capacity", endlessly)
-    put = asyncio.create_task(client.put({"x": np.arange(MANY)}, partition_id="p"))
+    put = asyncio.create_task(client.put("p", {"x": np.arange(MANY)}))
     await begun.wait()
     put.cancel()
     await asyncio.wait([put])
@@ -132,7 +132,7 @@ async def test_a_put_that_is_given_up_while_capacity_is_reserved_leaves_nothing(
         await client.list_partitions()
     monkeypatch.setattr(RowTable, "reserve_capacity", reserve)
     assert await client.list_partitions() == []
-    meta = await client.put({"x": np.arange(MANY)}, partition_id="p")
+    meta = await client.put("p", {"x": np.arange(MANY)})
     assert meta.global_indexes[0] == 0
     assert (await client.get_data(meta))["x"].tolist() == list(range(MANY))
 
@@ -145,6 +145,6 @@ async def test_pieces_of_text_that_are_checked_at_once_are_small(client, monkeyp
         look_at(check, data, at)
 
     monkeypatch.setattr(put.TextCheck, "look_at", looking)
-    await client.put({"t": ["long text" * 1000] * 1000}, partition_id="p")
+    await client.put("p", {"t": ["long text" * 1000] * 1000})
     assert sum(sizes) >= 9_000_000
     assert max(sizes) <= 2 << 20

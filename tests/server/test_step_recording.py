@@ -46,7 +46,7 @@ def recording_server(start_server: StartServer, tmp_path: Path) -> LiveServer:
 
 def test_status_counts_the_steps(recording_server: LiveServer) -> None:
     client = recording_server.client()
-    client.put({"x": np.arange(8.0)}, partition_id="p")
+    client.put("p", {"x": np.arange(8.0)})
     for index in range(3):
         claim(client, index)
     client.get_meta(partition_id="p", task_name="queue", data_fields=["x"], batch_size=2)  # which is not recorded
@@ -60,7 +60,7 @@ def test_status_counts_the_steps(recording_server: LiveServer) -> None:
 
 def test_a_full_disk_stops_the_recording_alone(recording_server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
     client = recording_server.client()
-    client.put({"x": np.arange(8.0)}, partition_id="p")
+    client.put("p", {"x": np.arange(8.0)})
     claim(client, 0)
     until(lambda: status_of(client).recorded_step_count == 1)
     monkeypatch.setattr(places.shutil, "disk_usage", lambda _path: SimpleNamespace(free=1000))
@@ -80,7 +80,7 @@ def test_a_fault_of_the_recorder_stops_the_recording_alone(
         raise ZeroDivisionError("of the recorder")
 
     client = recording_server.client()
-    client.put({"x": np.arange(8.0)}, partition_id="p")
+    client.put("p", {"x": np.arange(8.0)})
     monkeypatch.setattr(recording, "samples_meta", fail)
     assert claim(client, 0).global_indexes == [0, 1]
     assert status_of(client).error == "ZeroDivisionError: of the recorder"
@@ -96,7 +96,7 @@ def test_an_object_store_that_does_not_answer_is_no_reason_not_to_start(
     monkeypatch.setattr(places.Directory, "open", fail)
     server = start_server(record=str(tmp_path / "recording"))
     client = server.client()
-    client.put({"x": np.arange(8.0)}, partition_id="p")
+    client.put("p", {"x": np.arange(8.0)})
     assert claim(client, 0).global_indexes == [0, 1]
     assert status_of(client).error == "the bucket does not answer"
 

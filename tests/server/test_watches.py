@@ -82,11 +82,9 @@ async def change(client: tq.AsyncClient, rng: random.Random) -> None:
     keys = [f"k{rng.randrange(30)}" for _ in range(3)]
     await rng.choice(
         [
-            lambda: client.put(
-                partition_id=name, keys=sorted(set(keys)), custom_meta=[{"s": rng.random()}] * len({*keys})
-            ),
-            lambda: client.put({"x": np.arange(2)}, partition_id=name),
-            lambda: client.clear_samples(partition_id=name, keys=keys, missing_ok=True),
+            lambda: client.put(name, keys=sorted(set(keys)), custom_meta=[{"s": rng.random()}] * len({*keys})),
+            lambda: client.put(name, {"x": np.arange(2)}),
+            lambda: client.clear_samples(name, keys=keys, missing_ok=True),
             lambda: client.get_meta(partition_id=name, task_name="t", data_fields=["x"], batch_size=1, max_wait=0.0),
             lambda: client.clear_partition(name, missing_ok=True) if rng.random() < 0.2 else asyncio.sleep(0),
         ]
@@ -124,12 +122,12 @@ async def test_a_client_that_does_not_read_is_dropped_and_holds_nothing_up(app: 
     calls = app.controller.watches.calls
     keys = np.array([f"{number:0400}" for number in range(60_000)])
     for some in np.array_split(keys, 4):
-        await client.put({"x": np.arange(some.size)}, partition_id="train", keys=some)
+        await client.put("train", {"x": np.arange(some.size)}, keys=some)
     async with grpc.aio.insecure_channel(f"127.0.0.1:{app.port}") as channel:
         watch = ControllerServiceStub(channel).Watch(pb.WatchRequest())
         await until(lambda: calls.count)
         for number in range(50):  # others go on
-            await client.put(partition_id="train", keys=[f"{number:0400}"], custom_meta=[{"s": 1}])
+            await client.put("train", keys=[f"{number:0400}"], custom_meta=[{"s": 1}])
         await until(lambda: not calls.count)
         with pytest.raises(grpc.aio.AioRpcError) as error:
             while await watch.read() is not grpc.aio.EOF:
@@ -143,7 +141,7 @@ async def test_a_reader_that_comes_late_goes_on(app: App, client: tq.AsyncClient
     calls = app.controller.watches.calls
     keys = np.array([f"{number:0400}" for number in range(60_000)])
     for some in np.array_split(keys, 4):
-        await client.put({"x": np.arange(some.size)}, partition_id="train", keys=some)
+        await client.put("train", {"x": np.arange(some.size)}, keys=some)
     async with client.watch() as watch:
         assert (await anext(watch)).revision is None
         await until(lambda: calls.count)
@@ -161,7 +159,7 @@ async def test_a_client_that_does_not_read_does_not_hold_up_the_end() -> None:
         assert app.controller is not None
         keys = np.array([f"{number:0400}" for number in range(60_000)])
         for some in np.array_split(keys, 4):
-            await client.put({"x": np.arange(some.size)}, partition_id="train", keys=some)
+            await client.put("train", {"x": np.arange(some.size)}, keys=some)
         async with grpc.aio.insecure_channel(f"127.0.0.1:{app.port}") as channel:
             watch = ControllerServiceStub(channel).Watch(pb.WatchRequest())
             await watch.read()
@@ -182,7 +180,7 @@ async def test_watchers_of_the_same_are_sent_what_is_made_once(
     await until(lambda: len(watches._waiting) == len(following))
     made, make = [], watches._messages
     monkeypatch.setattr(watches, "_messages", lambda *changes: made.append(changes) or make(*changes))
-    await client.put({"x": np.arange(3)}, partition_id="train", keys=["a", "b", "c"])
+    await client.put("train", {"x": np.arange(3)}, keys=["a", "b", "c"])
     for watch in following:
         (changed,) = (await anext(watch)).partitions
         assert changed.samples is not None and changed.samples.keys == ["a", "b", "c"]
@@ -203,6 +201,6 @@ async def test_a_watch_that_has_lasted_is_ended_and_goes_on(
     async with client.watch() as watch:
         assert (await anext(watch)).is_reset
         while len(opened) < 3:
-            await client.put({"x": np.arange(1)}, partition_id="train")
+            await client.put("train", {"x": np.arange(1)})
             assert not (await anext(watch)).is_reset
         assert [request.HasField("revision") for request in opened] == [False, True, True]

@@ -30,7 +30,7 @@ def test_clients_put_and_get_where_nothing_is_local(start_server, client_kind, t
         "jagged": [np.arange(row * 1000) for row in range(20)],
         "object": [{"row": row} for row in range(20)],
     }
-    meta = client.put(data, partition_id="train")
+    meta = client.put("train", data)
     assert len(list((tmp_path / "data").rglob("*.seg"))) == 1
     back = client.get_data(meta)
     assert np.array_equal(np.asarray(back["dense"]), data["dense"])
@@ -46,4 +46,4 @@ def test_a_shortage_of_the_store_is_the_error_of_the_put(start_server, tmp_path,
 
     monkeypatch.setattr(segments.os, "pwrite", fail)
     with pytest.raises(tq.errors.UnavailableError, match="cannot be kept now"):
-        client.put({"x": np.zeros((20, 10_000))}, partition_id="train")
+        client.put("train", {"x": np.zeros((20, 10_000))})

@@ -16,7 +16,7 @@ def results(client: tq.Client, meta: tq.BatchMeta) -> torch.Tensor:
     data = client.get_data(meta)
     assert_type(data, TensorDict)
     assert_type(data.batch_size, torch.Size)
-    assert_type(client.allocate([tq.FieldSpec("x", dtype="int64", row_shape=[3])], 8, partition_id="train"), TensorDict)
+    assert_type(client.allocate("train", [tq.FieldSpec("x", dtype="int64", row_shape=[3])], 8), TensorDict)
     options: tq.types.ClaimOptions = {"batch_size": 8, "dp_rank": 0, "dp_size": 1}
     batch, claimed = client.get_batch("train", "update_actor", ["tokens"], **options | {"batch_index": 0})
     assert_type(batch, TensorDict | None)
@@ -81,5 +81,5 @@ def settings(client: tq.Client, data: dict[str, Any]) -> None:
     tq.FieldSpec("text", layout=tq.types.Layout.OBJECT, encoding="text")
     tq.FieldSpec("pixels", layout="jaged")  # type: ignore[arg-type]
     client.create_partition("train", default_layout="jagged", fields=[spec])
-    client.put(data, partition_id="train", state="held")
-    client.put(data, partition_id="train", state="hold")  # type: ignore[arg-type]
+    client.put("train", data, state="held")
+    client.put("train", data, state="hold")  # type: ignore[arg-type]

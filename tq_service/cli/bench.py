@@ -160,7 +160,7 @@ async def _measure_latencies(client: AsyncClient, seconds: float) -> list[_Figur
             )
             await asyncio.sleep(0)  # sends the claim first
             row = {"value": np.zeros(1, np.int8)}
-            return await _timed(asyncio.gather(client.put(row, partition_id=partition_id), claim))
+            return await _timed(asyncio.gather(client.put(partition_id, row), claim))
 
         await client.describe_partition(partition_id)  # opens the connection
         trips = await _repeated(lambda: _timed(client.describe_partition(partition_id)), seconds / 2)
@@ -174,7 +174,7 @@ async def _measure_latencies(client: AsyncClient, seconds: float) -> list[_Figur
 async def _measure_claims(client: AsyncClient, seconds: float, ranks: int) -> list[_Figure]:
     """Measure `ranks` trainer ranks that claim batches of 8 of a full partition at once."""
     async with _partition(client) as partition_id:
-        await client.put({"value": np.zeros(_CLAIM_SAMPLES, np.int8)}, partition_id=partition_id)
+        await client.put(partition_id, {"value": np.zeros(_CLAIM_SAMPLES, np.int8)})
         latencies: list[float] = []
         started = time.perf_counter()
 
@@ -206,12 +206,12 @@ async def _measure_bulk(client: AsyncClient, seconds: float, size_bytes: int) ->
     puts: list[float] = []
     gets: list[float] = []
     async with _partition(client) as partition_id:  # the first get imports torch, if installed
-        await client.get_data(await client.put({"column": column[:1]}, partition_id=partition_id))
+        await client.get_data(await client.put(partition_id, {"column": column[:1]}))
     until = time.perf_counter() + seconds
     while not gets or time.perf_counter() < until:
         async with _partition(client) as partition_id:
             started = time.perf_counter()
-            meta = await client.put({"column": column}, partition_id=partition_id)
+            meta = await client.put(partition_id, {"column": column})
             puts.append(time.perf_counter() - started)
             gets.append(await _timed(client.get_data(meta)))
     size = f"{column.nbytes / 2**20:g} MiB"

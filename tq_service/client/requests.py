@@ -66,6 +66,9 @@ from tq_service.wire.metadata import (
 _KNOWN: Final = ("fields", "locations", "produced_columns", *OWN_COLUMNS)
 
 # A list, or a text array `(n,)`.
+Target: TypeAlias = str | BatchMeta
+"""What a call is about: a partition, by its name, or samples, by their metadata."""
+
 NameColumn: TypeAlias = "Sequence[str] | NDArray[np.str_]"
 GroupColumn: TypeAlias = "Sequence[str | None] | NDArray[np.str_]"
 # One mapping per sample, or by name an array, a tensor or a list of `n` values.
@@ -230,20 +233,21 @@ def named_samples(**names: Iterable[Any] | BatchMeta | None) -> tuple[str | None
     return given[0], listed(given[0], named)
 
 
-def partition_of(namespace: Namespace, partition_id: str | None, metadata: BatchMeta | None) -> str:
-    """Return the service's name of the partition, given by its name in a namespace or by a batch of it."""
-    if metadata is None:
-        if partition_id is None:
-            raise InvalidArgumentError("neither partition_id nor metadata is given; give one", field="partition_id")
-        return namespace.full_name(partition_id)
-    full_name = metadata.full_partition_id
-    if partition_id is not None and namespace.full_name(partition_id) != full_name:
+def partition_of(namespace: Namespace, target: Target) -> str:
+    """Return the service's name of the partition, given by its name in a namespace or by metadata of its samples."""
+    if isinstance(target, BatchMeta):
+        return target.full_partition_id
+    if not isinstance(target, str):
         raise InvalidArgumentError(
-            f"partition_id is {partition_id!r}, but metadata belongs to {namespace.own_name(full_name)!r}; leave "
-            "partition_id out",
+            f"got {type(target).__name__}, expected the name of a partition, or the metadata of samples",
             field="partition_id",
         )
-    return full_name
+    return namespace.full_name(target)
+
+
+def metadata_of(target: Target) -> BatchMeta | None:
+    """Return the metadata if that is what a call is given; None for a partition."""
+    return target if isinstance(target, BatchMeta) else None
 
 
 def with_short_forms(
@@ -506,8 +510,8 @@ def check_ack(metadata: BatchMeta | None, *, fenced: bool) -> None:
     """Refuse a put with `ack` whose samples do not belong to one leased claim, or that is not fenced."""
     if metadata is None:
         raise InvalidArgumentError(
-            "ack is True and metadata is None; expected the samples of a leased claim. Give the batch "
-            "returned by get_meta(lease=...), or leave ack out.",
+            "ack is True, but the put names a partition; expected the samples of a leased claim. Give the batch "
+            "returned by claim(lease=...), or leave ack out.",
             field="metadata",
         )
     check_leased(metadata)
@@ -567,9 +571,8 @@ def _order(position: int, column: Any) -> pb.Order:
 def changed_samples(
     kind: type[Changed],
     namespace: Namespace,
-    metadata: BatchMeta | None,
+    target: Target,
     *,
-    partition_id: str | None,
     keys: Iterable[str] | None,
     global_indexes: Iterable[int] | None,
     groups: Iterable[str] | None,
@@ -583,11 +586,12 @@ def changed_samples(
 
     If samples are named, even by an empty list, conditions and tasks do not select all others.
     """
+    metadata = metadata_of(target)
     if metadata is not None:
         check_is_batch(metadata)
     request = request_of(
         kind,
-        partition_id=partition_of(namespace, partition_id, metadata),
+        partition_id=partition_of(namespace, target),
         incarnation=b"" if metadata is None else metadata.incarnation,
         global_indexes=global_indexes if metadata is None else metadata.handled_indexes,
         keys=keys,
@@ -741,8 +745,7 @@ class Write:
 def write_of(
     namespace: Namespace,
     *,
-    partition_id: str | None,
-    metadata: BatchMeta | None = None,
+    target: Target,
     row_count: int | None,
     keys: NameColumn | None,
     groups: GroupColumn | None,
@@ -752,9 +755,10 @@ def write_of(
 ) -> Write:
     """Return a write from Python arguments.
 
-    If `row_count` is None, the number is that of `metadata`, else of `keys`, `custom_meta`, `groups` or `rollouts`.
+    If `row_count` is None, the number is that of the metadata, else of `keys`, `custom_meta`, `groups` or `rollouts`.
     `others` are attributes of the write.
     """
+    metadata = metadata_of(target)
     given_keys = None if keys is None else listed("keys", keys)
     given_groups, given_rollouts = _given_names("groups", groups), _given_names("rollouts", rollouts)
     if row_count is None and (metadata is not None or given_keys is not None):
@@ -766,7 +770,7 @@ def write_of(
     _check_names("groups", given_groups, rows)
     _check_names("rollouts", given_rollouts, rows)
     return Write(
-        partition_id=partition_of(namespace, partition_id, metadata),
+        partition_id=partition_of(namespace, target),
         row_count=rows,
         metadata=metadata,
         key_column=tuple(given_keys or ()),

@@ -192,7 +192,7 @@ class TqServiceDataPlaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-R
         if sample_ids and (fields is not None or tags is not None):
             data = None if fields is None else fields.detach()
             kept = None if tags is None else keeping_nulls(tags)
-            self._used_client.put(data, partition_id=partition_id, keys=sample_ids, custom_meta=kept)
+            self._used_client.put(partition_id, data, keys=sample_ids, custom_meta=kept)
             self._remember(partition_id, sample_ids)
         return KVBatchMeta(
             partition_id=partition_id,
@@ -216,7 +216,7 @@ class TqServiceDataPlaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-R
         if not sample_ids:
             return TensorDict({}, batch_size=(0,))
         data: TensorDict = self._used_client.get_data(
-            partition_id=partition_id, keys=sample_ids, data_fields=select_fields, layout="auto"
+            partition_id, keys=sample_ids, data_fields=select_fields, layout="auto"
         )
         return data
 
@@ -245,7 +245,7 @@ class TqServiceDataPlaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-R
         else:
             named = list(sample_ids)
         if named:
-            self._used_client.clear_samples(partition_id=partition_id, keys=named, missing_ok=True)
+            self._used_client.clear_samples(partition_id, keys=named, missing_ok=True)
         for name in named:
             put_ids.pop(name, None)
 

@@ -228,7 +228,7 @@ class TqServiceStorageEngine:
         """Put columns of one field, and record their locations."""
         field = columns[0][1].value.field
         rows = _joined([column.rows for _, column in columns])
-        put = self.client.put({field: rows}, partition_id=self.partition_id)
+        put = self.client.put(self.partition_id, {field: rows})
         at = 0
         for number, column in columns:
             first = int(put.indexes[at])

@@ -106,8 +106,8 @@ def make_checkpoint(directory: Path) -> None:
     loop = LoopThread()
     with LiveServer(loop, checkpoint_dir=directory) as server:
         client = server.client()
-        client.put(
-            DATA, partition_id="train", keys=list("abcd"), groups=["g", "g", "h", "h"],
+        client.put("train",
+            DATA, keys=list("abcd"), groups=["g", "g", "h", "h"],
             custom_meta=[{"total_lengths": row} for row in range(4)],
         )  # fmt: skip
         client.get_meta(

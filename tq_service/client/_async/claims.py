@@ -437,7 +437,7 @@ class AsyncClaimCalls(AsyncBase):
             count = 1
         write = write_of(
             self._namespace,
-            partition_id=partition_id,
+            target=partition_id,
             row_count=len(names) if count is None and names is not None else count,
             keys=keys,
             groups=names,

@@ -25,7 +25,15 @@ from tq_service.client.reads import (
     to_batch,
     unread_samples,
 )
-from tq_service.client.requests import check_word, listed, named_samples, partition_of, request_of
+from tq_service.client.requests import (
+    Target,
+    check_word,
+    listed,
+    metadata_of,
+    named_samples,
+    partition_of,
+    request_of,
+)
 from tq_service.client.slices import SliceGiven, Slices
 from tq_service.client.transport import HEAVY, Deadline, answer_weight, async_gather, async_unless_light
 from tq_service.client_probes import Stage, collected_here, probes
@@ -53,9 +61,8 @@ class AsyncFetchCalls(AsyncBase):
 
     async def get_data(
         self,
-        metadata: BatchMeta | None = None,
+        target: Target,
         *,
-        partition_id: str | None = None,
         keys: Iterable[str] | None = None,
         global_indexes: Iterable[int] | None = None,
         data_fields: Sequence[str] | None = None,
@@ -77,11 +84,11 @@ class AsyncFetchCalls(AsyncBase):
         """Fetch the data of samples, in the order given; a sample named several times is fetched once.
 
         Args:
-            metadata: the samples; an empty batch gives empty columns without a call.
-            partition_id: or the partition,
-            keys: with keys of samples,
+            target: the metadata of the samples, such as a batch; an empty batch gives empty columns without a call. Or
+                the partition, with one of the following.
+            keys: keys of samples,
             global_indexes: or their indexes.
-            data_fields: the fields; None: those of `metadata`, or all of the partition.
+            data_fields: the fields; None: those of the metadata, or all of the partition.
             missing: "error", or "skip" to leave out samples that are unknown or lack one of the fields.
             missing_fields: "error", or "skip" to leave out fields that are unknown or missing in one of the samples.
                 With `data_fields=None` this fetches the fields that all of the samples have. No sample is left out for
@@ -129,7 +136,7 @@ class AsyncFetchCalls(AsyncBase):
             InvalidArgumentError: the device does not exist, `out` cannot be filled, rows of a field cannot be cut, or
                 `pad_value` does not fit its dtype.
             torch.OutOfMemoryError: the device is full; the received data is freed.
-            StaleIncarnationError: the partition of `metadata` was cleared and created again.
+            StaleIncarnationError: the partition of the metadata was cleared and created again.
             DataLossError: the storage service that held the data restarted empty; names the samples.
             UnavailableError: the controller, or the storage service that holds the data, did not answer in time.
         """
@@ -140,10 +147,12 @@ class AsyncFetchCalls(AsyncBase):
         check_word("missing_fields", missing_fields, ("error", "skip"))
         check_word("layout", layout, (None, *get_args(ReadLayout)))
         landing = None if device is None and out is None else Landing.of(device, out)
+        metadata = metadata_of(target)
         name, named = named_samples(metadata=metadata, keys=keys, global_indexes=global_indexes)
         if name is None:
             raise InvalidArgumentError(
-                "no samples are named; give one of metadata, keys or global_indexes", field="metadata"
+                "got a partition without keys or global_indexes; give one of them, or the metadata of samples",
+                field="keys",
             )
         form = None
         given = (slices, padded, pad_value, length, side, mask, truncate)
@@ -153,7 +162,7 @@ class AsyncFetchCalls(AsyncBase):
             if missing == "skip":
                 form.check_rows_stay()
         wanted = fields if fields is not None else metadata.data_fields if metadata is not None else []
-        partition = partition_of(self._namespace, partition_id, metadata)
+        partition = partition_of(self._namespace, target)
         if not len(named):
             # The partition is queried only for fields that the batch does not describe.
             specs = {} if metadata is None else {spec.name: spec for spec in metadata.fields}

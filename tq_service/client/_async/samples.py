@@ -20,6 +20,7 @@ from tq_service.client.requests import (
     GroupColumn,
     MetaGiven,
     NameColumn,
+    Target,
     Write,
     changed_samples,
     check_ack,
@@ -29,6 +30,7 @@ from tq_service.client.requests import (
     check_word,
     condition_messages,
     meta_columns_of,
+    metadata_of,
     named_samples,
     new_id,
     partition_of,
@@ -89,10 +91,9 @@ class AsyncSampleCalls(AsyncBase):
 
     async def put(
         self,
+        target: Target,
         data: Any = None,
         *,
-        partition_id: str | None = None,
-        metadata: BatchMeta | None = None,
         keys: NameColumn | None = None,
         key_mode: KeyMode | None = None,
         groups: GroupColumn | None = None,
@@ -108,8 +109,10 @@ class AsyncSampleCalls(AsyncBase):
     ) -> BatchMeta:
         """Put columns of `n` samples with their metadata in one atomic step: all of it becomes visible, or nothing.
 
-        The samples are new ones, those of `metadata`, or those of `keys`. Existing columns are overwritten, without
-        any effect on consumption.
+            client.put("train", {"prompt": prompts}, keys=names)  # new samples of a partition
+            client.put(batch, {"reward": rewards})                # further columns of the samples of a batch
+
+        Existing columns are overwritten, without any effect on consumption.
 
         Small puts that wait at the same moment are sent in one call, see `AsyncClient`.
 
@@ -117,14 +120,14 @@ class AsyncSampleCalls(AsyncBase):
         large data in a thread.
 
         Args:
+            target: the partition, created on first use, for new samples and those of `keys`; or the metadata of
+                existing samples.
             data: a TensorDict, or a dict of columns: a dense tensor or array `(n, ...)`; a jagged nested tensor; a list
                 of tensors of one or more dimensions (jagged if shapes differ, else dense); a list of numbers (dense;
                 int64, float64 or bool); a list of lists of numbers (jagged, or dense if all have one length); a list of
                 strings, bytes, None, JSON-like values or dicts with tensors (objects). A field of objects accepts any
                 list. Arrays of objects, `NonTensorStack` and `NonTensorData` are objects, whatever their rows are.
                 `NonTensorData` is one value for all rows, like tensordict's `tolist()`. None: only metadata or state.
-            partition_id: the partition; created on first use.
-            metadata: existing samples, instead of `partition_id`.
             keys: `n` unique keys: a list, or an array of text; at most 16,384 per call.
             key_mode: "upsert" (default): existing keys refer to their samples, unknown keys create samples; "new":
                 every key creates a sample; "existing": every key must exist.
@@ -141,7 +144,7 @@ class AsyncSampleCalls(AsyncBase):
             state: "live" (default for new samples), "held" or "failed".
             fenced: whether to refuse a put to samples of a leased claim once they are no longer leased to this worker.
                 False: not checked; the put may overwrite data that another worker has written since.
-            ack: whether to acknowledge the samples of `metadata`, a leased claim or a part of one (see `ack`), in the
+            ack: whether to acknowledge the samples of the metadata, a leased claim or a part of one (see `ack`), in the
                 same change: either both are durable, or neither happens. Held samples become live, unless `state` is
                 given.
             return_meta: "written", or "all": return in the same call all current metadata of the samples, not only the
@@ -161,12 +164,13 @@ class AsyncSampleCalls(AsyncBase):
             KeyNotFoundError, AlreadyExistsError: a key does not fit `key_mode`.
             PartitionSealedError: new samples for a sealed partition, or an upsert there of columns that its samples
                 already have, perhaps from another run; `key_mode="existing"` overwrites them.
-            LeaseExpiredError: `metadata` is a leased claim whose samples are no longer leased to this worker, which
-                has not acknowledged them either; nothing is written. See `ack` and `fenced`.
-            StaleIncarnationError: the partition of `metadata` was cleared.
+            LeaseExpiredError: the metadata is of a leased claim whose samples are no longer leased to this worker,
+                which has not acknowledged them either; nothing is written. See `ack` and `fenced`.
+            StaleIncarnationError: the partition of the metadata was cleared.
             QuotaExceededError: no capacity until the deadline, or larger than the quota.
         """
         check_word("return_meta", return_meta, ("written", "all"))
+        full_name, metadata = partition_of(self._namespace, target), metadata_of(target)
         if ack:
             check_ack(metadata, fenced=fenced)
         if metadata is not None:
@@ -180,7 +184,6 @@ class AsyncSampleCalls(AsyncBase):
                     await self._ack(metadata, timeout)
                 return metadata
         deadline = self._deadline(timeout)
-        full_name = partition_of(self._namespace, partition_id, metadata)
         known = {} if metadata is None else {spec.name: spec for spec in metadata.fields}
 
         def encode() -> tuple[Put, JointPut | None]:
@@ -189,8 +192,7 @@ class AsyncSampleCalls(AsyncBase):
                 check_rows(metadata, columns)
             write = write_of(
                 self._namespace,
-                partition_id=partition_id,
-                metadata=metadata,
+                target=target,
                 row_count=columns[0].row_count if columns else None,
                 keys=keys,
                 key_mode=key_mode,
@@ -236,9 +238,9 @@ class AsyncSampleCalls(AsyncBase):
 
     async def put_groups(
         self,
+        partition_id: str,
         data: Any,
         *,
-        partition_id: str,
         groups: NameColumn,
         existing: bool = False,
         timeout: float | None = None,
@@ -251,8 +253,8 @@ class AsyncSampleCalls(AsyncBase):
         without samples keeps them until the partition is sealed, or `clear_samples(groups=...)` names it.
 
         Args:
-            data: as for `put`, one row per group. Existing values are replaced completely.
             partition_id: the partition.
+            data: as for `put`, one row per group. Existing values are replaced completely.
             groups: `n` distinct group names: a list, or an array of text; at most 16,384 per call.
             existing: whether all groups must already have samples. Such a put may use the reserve for columns of
                 existing samples, so a full service can still drain.
@@ -277,7 +279,7 @@ class AsyncSampleCalls(AsyncBase):
             columns = encode_columns(data, known)
             write = write_of(
                 self._namespace,
-                partition_id=partition_id,
+                target=partition_id,
                 row_count=columns[0].row_count,
                 keys=None,
                 key_mode="existing" if existing else None,
@@ -295,7 +297,7 @@ class AsyncSampleCalls(AsyncBase):
             probe.put(time.perf_counter() - began_at, sum(column.value_bytes for column in joint.columns))
 
     async def append(
-        self, data: Any, *, metadata: BatchMeta, at: Iterable[int], timeout: float | None = None
+        self, metadata: BatchMeta, data: Any, *, at: Iterable[int], timeout: float | None = None
     ) -> BatchMeta:
         """Append to jagged fields of unfinished samples; only the new values are sent and stored.
 
@@ -306,8 +308,8 @@ class AsyncSampleCalls(AsyncBase):
         claimed or looked up before an append refers to the older cells: pass the batch returned here to `get_data`.
 
         Args:
-            data: as for `put`, without objects and scalars: the values to append to each of `n` samples.
             metadata: the samples, of one leased claim.
+            data: as for `put`, without objects and scalars: the values to append to each of `n` samples.
             at: `n` lengths in the first dimension that the fields of `data` have before the append; 0 for a field that
                 a sample lacks. Fields with other lengths need separate calls.
             timeout: seconds until the call fails; None: the client's. An append without capacity waits until then.
@@ -344,7 +346,7 @@ class AsyncSampleCalls(AsyncBase):
         return await self._write(put, alone, deadline)
 
     async def truncate(
-        self, *, metadata: BatchMeta, to: Iterable[int], data_fields: Iterable[str], timeout: float | None = None
+        self, metadata: BatchMeta, *, to: Iterable[int], data_fields: Iterable[str], timeout: float | None = None
     ) -> None:
         """Discard the values of jagged fields of unfinished samples beyond a length.
 
@@ -544,10 +546,10 @@ class AsyncSampleCalls(AsyncBase):
 
     async def allocate(
         self,
+        partition_id: str,
         fields: Iterable[FieldSpec],
         row_count: int,
         *,
-        partition_id: str,
         lengths: Mapping[str, ArrayLike] = MappingProxyType({}),
         timeout: float | None = None,
     ) -> TensorDict:
@@ -563,9 +565,9 @@ class AsyncSampleCalls(AsyncBase):
         service lose it: a later put copies.
 
         Args:
+            partition_id: the partition of the later put.
             fields: name, dtype and row shape of each field; ragged dimensions of jagged fields are -1.
             row_count: number of samples.
-            partition_id: the partition of the later put.
             lengths: by jagged field, the size of each row `(n,)`; with several ragged dimensions `(n, dims)`.
             timeout: seconds until the call fails; None: the client's. It waits for capacity until then.
 
@@ -635,7 +637,7 @@ class AsyncSampleCalls(AsyncBase):
         def encode() -> tuple[Put, JointPut | None]:
             write = write_of(
                 self._namespace,
-                partition_id=partition_id,
+                target=partition_id,
                 row_count=row_count,
                 keys=keys,
                 key_mode="new" if keys is not None else None,
@@ -816,9 +818,8 @@ class AsyncSampleCalls(AsyncBase):
 
     async def clear_samples(
         self,
-        metadata: BatchMeta | None = None,
+        target: Target,
         *,
-        partition_id: str | None = None,
         keys: Iterable[str] | None = None,
         global_indexes: Iterable[int] | None = None,
         groups: Iterable[str] | None = None,
@@ -833,9 +834,8 @@ class AsyncSampleCalls(AsyncBase):
         """Remove samples; unknown keys, indexes, groups and rollouts are ignored.
 
         Args:
-            metadata: the samples.
-            partition_id: or the partition,
-            keys: with keys of samples,
+            target: the metadata of the samples, or the partition, with one of the following.
+            keys: keys of samples,
             global_indexes: or their indexes,
             groups: or groups, all of whose members are removed,
             rollouts: or, alone or with groups, rollouts, all of whose samples are removed,
@@ -854,7 +854,7 @@ class AsyncSampleCalls(AsyncBase):
 
         Raises:
             PartitionNotFoundError: the partition does not exist.
-            StaleIncarnationError: the partition of `metadata` was cleared and created again.
+            StaleIncarnationError: the partition of the metadata was cleared and created again.
             LeaseExpiredError: samples of a leased claim are no longer this worker's, see `put`; none is removed.
             TaskNotFoundError: `skipped_by` or `task_name` has not claimed samples of the partition yet.
             InvalidArgumentError: samples are named in addition to groups, rollouts or `skipped_by`, or a condition
@@ -863,8 +863,7 @@ class AsyncSampleCalls(AsyncBase):
         request = changed_samples(
             pb.ClearSamplesRequest,
             self._namespace,
-            metadata,
-            partition_id=partition_id,
+            target,
             keys=keys,
             global_indexes=global_indexes,
             groups=groups,
@@ -882,9 +881,8 @@ class AsyncSampleCalls(AsyncBase):
 
     async def fail_samples(
         self,
-        metadata: BatchMeta | None = None,
+        target: Target,
         *,
-        partition_id: str | None = None,
         keys: Iterable[str] | None = None,
         global_indexes: Iterable[int] | None = None,
         groups: Iterable[str] | None = None,
@@ -900,9 +898,8 @@ class AsyncSampleCalls(AsyncBase):
         exist or have already failed are ignored.
 
         Args:
-            metadata: the samples.
-            partition_id: or the partition,
-            keys: with keys of samples,
+            target: the metadata of the samples, or the partition, with one of the following.
+            keys: keys of samples,
             global_indexes: or their indexes,
             groups: or groups, all of whose members fail,
             rollouts: or, alone or with groups, rollouts, all of whose samples fail.
@@ -917,7 +914,7 @@ class AsyncSampleCalls(AsyncBase):
 
         Raises:
             PartitionNotFoundError: the partition does not exist.
-            StaleIncarnationError: the partition of `metadata` was cleared and created again.
+            StaleIncarnationError: the partition of the metadata was cleared and created again.
             LeaseExpiredError: samples of a leased claim are no longer this worker's, see `put`; none fails.
             TaskNotFoundError: the task has not claimed samples of the partition yet.
             InvalidArgumentError: samples are named in addition to groups or rollouts, or a condition does not fit its
@@ -926,8 +923,7 @@ class AsyncSampleCalls(AsyncBase):
         request = changed_samples(
             pb.FailSamplesRequest,
             self._namespace,
-            metadata,
-            partition_id=partition_id,
+            target,
             keys=keys,
             global_indexes=global_indexes,
             groups=groups,

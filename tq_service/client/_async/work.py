@@ -54,7 +54,7 @@ class AsyncWorkItem:
         Raises:
             LeaseExpiredError: the samples are no longer leased to this worker; nothing is written.
         """
-        await self._client.put(data, metadata=self.meta, custom_meta=custom_meta, ack=ack)
+        await self._client.put(self.meta, data, custom_meta=custom_meta, ack=ack)
         self._is_done = self._is_done or ack
 
     async def release(self) -> None:

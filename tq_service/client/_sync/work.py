@@ -55,7 +55,7 @@ class WorkItem:
         Raises:
             LeaseExpiredError: the samples are no longer leased to this worker; nothing is written.
         """
-        self._client.put(data, metadata=self.meta, custom_meta=custom_meta, ack=ack)
+        self._client.put(self.meta, data, custom_meta=custom_meta, ack=ack)
         self._is_done = self._is_done or ack
 
     def release(self) -> None:

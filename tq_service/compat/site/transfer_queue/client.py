@@ -205,28 +205,27 @@ class Calls:
                 raise ValueError(
                     "got neither metadata nor partition_id; pass the samples, or the partition of new samples"
                 )
-            return of_samples(await self._put(data, partition_id=partition_id, return_meta="all"))
+            return of_samples(await self._put(partition_id, data, return_meta="all"))
         if not metadata:
             raise ValueError("metadata is empty; pass the samples of the rows of data")
         for positions, samples in self._samples(metadata):
             rows = data if len(positions) == len(metadata) else _taken([data], positions)
             tags = [metadata.custom_meta[position] for position in positions]
-            await self._put(rows, metadata=samples, custom_meta=keeping_nulls(tags) if any(tags) else None)
+            await self._put(samples, rows, custom_meta=keeping_nulls(tags) if any(tags) else None)
         return metadata.add_fields(data)
 
-    async def _put(self, data: TensorDict | None, **more: Any) -> tq.BatchMeta:
+    async def _put(self, target: str | tq.BatchMeta, data: TensorDict | None, **more: Any) -> tq.BatchMeta:
         """Put columns; if they do not match their fields, convert them to the fields' dtypes or to objects."""
         try:
-            return await self._client.put(data, **more)
+            return await self._client.put(target, data, **more)
         except tq.errors.FieldMismatchError:
-            samples: tq.BatchMeta | None = more.get("metadata")
-            partition_id = more["partition_id"] if samples is None else samples.partition_id
+            partition_id = target if isinstance(target, str) else target.partition_id
             try:
                 fields = (await self._client.describe_partition(partition_id)).fields
             except tq.errors.PartitionNotFoundError:  # cleared since the put
                 fields = ()
             specs = {each.spec.name: each.spec for each in fields}
-            return await self._client.put(_fitted(data, specs), **more)
+            return await self._client.put(target, _fitted(data, specs), **more)
 
     async def set_custom_meta(self, metadata: BatchMeta) -> None:
         """Write the custom_meta of a batch."""
@@ -302,7 +301,7 @@ class Calls:
         """Return the samples of keys, with their common fields; unknown keys are omitted, or created (`create`)."""
         names = _listed("keys", keys, str)
         if create:
-            return of_samples(await self._client.put(partition_id=partition_id, keys=names, return_meta="all"))
+            return of_samples(await self._client.put(partition_id, keys=names, return_meta="all"))
         return of_samples(await self._lookup(partition_id, keys=names))
 
     async def kv_retrieve_keys(self, global_indexes: Sequence[int] | int, partition_id: str) -> list[str | None]:
@@ -377,8 +376,8 @@ class Calls:
             if given is not None and len(given) != len(names):
                 raise ValueError(f"{what} is for {len(given)} samples, expected {len(names)}, one for each key")
         meta = await self._put(
+            partition_id,
             None if fields is None else _parsed(fields, data_parser),
-            partition_id=partition_id,
             keys=names,
             custom_meta=None if tags is None else keeping_nulls(tags),
             return_meta="all",
@@ -403,7 +402,7 @@ class Calls:
             return TensorDict({}, batch_size=0)
         try:
             data = await self._client.get_data(
-                partition_id=partition_id,
+                partition_id,
                 keys=names,
                 data_fields=None if select_fields is None else _listed("select_fields", select_fields, str),
                 missing="skip",
@@ -437,7 +436,7 @@ class Calls:
 
     async def kv_clear(self, keys: Sequence[str] | str, partition_id: str) -> None:
         """Remove samples by key; unknown keys and partitions are ignored."""
-        await self._client.clear_samples(partition_id=partition_id, keys=_listed("keys", keys, str), missing_ok=True)
+        await self._client.clear_samples(partition_id, keys=_listed("keys", keys, str), missing_ok=True)
 
     # Arguments of the service's calls
 
