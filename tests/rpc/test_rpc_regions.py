@@ -443,7 +443,7 @@ import torch
 import tq_service as tq
 from tq_service.testing import ServiceProcess
 with ServiceProcess("--shared-memory", "on") as service, tq.Client(service.address) as client:
-    meta = client.put(dict(x=torch.arange(1 << 22)), partition_id="p")
+    meta = client.put("p", dict(x=torch.arange(1 << 22)))
     assert torch.equal(client.get_data(meta)["x"], torch.arange(1 << 22))
     print("shared", client.storage_stat().shared_memory_count)
 '
@@ -468,13 +468,13 @@ import os, sys
 import torch
 import tq_service as tq
 with tq.Client(sys.argv[1]) as client:  # imports what another user may not read
-    client.get_data(client.put(dict(x=torch.ones(2)), partition_id="small"))
+    client.get_data(client.put("small", dict(x=torch.ones(2))))
 os.setgid(65534)
 os.setuid(65534)
 with tq.Client(sys.argv[1]) as client:
     first, _ = client.lookup_samples("own")
     assert client.get_data(first)["x"].sum() == 1 << 20
-    mine = client.put(dict(x=torch.full((1 << 20,), 2)), partition_id="other")
+    mine = client.put("other", dict(x=torch.full((1 << 20,), 2)))
     assert client.get_data(mine)["x"].sum() == 2 << 20
     print("shared", client.storage_stat().shared_memory_count)
 print("mapped", *[line.split()[1] for line in open("/proc/self/maps") if "memfd:tq_service" in line])

@@ -216,7 +216,7 @@ class PackedMicroBatch(PackedSequences):
     and in each optimizer step.
 
     Attributes:
-        meta: the samples of the pack, for `client.put(new_columns, metadata=pack.meta)`; its size may be 0.
+        meta: the samples of the pack, for `client.put(pack.meta, new_columns)`; its size may be 0.
         step: the optimizer step in the batch, from 0.
         step_count: optimizer steps of the batch.
         pack: the pack in the step, from 0.
