@@ -256,6 +256,7 @@ CHANGES: dict[str, Callable[[AnyClient, tq.BatchMeta], Any]] = {
     "custom_meta": lambda c, meta: c.set_custom_meta(meta, {"reward": np.full(meta.size, 7.0)}),
     "held": lambda c, meta: c.put(metadata=meta, state="held"),
     "failed": lambda c, meta: c.put(metadata=meta, state="failed"),
+    "a cleared column": lambda c, meta: c.clear_fields(meta, data_fields=["y"]),
     "cleared": lambda c, meta: c.clear_samples(meta),
     "cleared where": lambda c, meta: c.clear_samples(meta, where=[("reward", ">", 0)]),
     "acknowledged": lambda c, meta: c.ack(meta),
@@ -371,6 +372,7 @@ def test_writes_that_name_no_leased_claim_are_not_checked(client: AnyClient) -> 
 UNFENCED: dict[str, Callable[[AnyClient, tq.BatchMeta], Any]] = {
     "values": lambda c, meta: c.put({"y": torch.full((meta.size,), 7)}, metadata=meta, fenced=False),
     "a new column": lambda c, meta: c.put({"z": torch.full((meta.size,), 7)}, metadata=meta, fenced=False),
+    "a cleared column": lambda c, meta: c.clear_fields(meta, data_fields=["z"], fenced=False),
     "custom_meta": lambda c, meta: c.set_custom_meta(meta, {"reward": np.full(meta.size, 7.0)}, fenced=False),
     "held": lambda c, meta: c.put(metadata=meta, state="held", fenced=False),
     "failed": lambda c, meta: c.put(metadata=meta, state="failed", fenced=False),

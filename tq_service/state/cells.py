@@ -276,8 +276,8 @@ class CellTable:
         extents: extents of grown cells.
         write_once: names of fields whose cells can be written only once.
         shared: names of fields whose cells belong to groups; all are declared.
-        former_specs: last specs of fields that lost all cells; the oldest are dropped. They describe the empty batch
-            that a rank may request after the samples of the other ranks were cleared.
+        former_specs: last specs of fields that lost all cells; the oldest are dropped. They describe the batch that a
+            rank requests after the samples of other ranks, or a field of its own samples, were cleared.
     """
 
     __slots__ = (
@@ -335,8 +335,8 @@ class CellTable:
             field.widen(spec)
         return field
 
-    def spec_for_empty_batch(self, name: str) -> FieldSpec | None:
-        """Return the spec of a field in an empty batch, its last or present one; None if unknown."""
+    def last_spec(self, name: str) -> FieldSpec | None:
+        """Return the spec of a field, its last one if it has lost all cells; None if it never existed."""
         field = self.fields.get(name)
         return self.former_specs.get(name) or (None if field is None else field.spec)
 
