@@ -462,7 +462,7 @@ class PartitionDescription:
         fields: its fields.
         tasks: its tasks.
         custom_meta_columns: its custom_meta columns.
-        used_bytes: bytes of the values of its samples; for partly freed puts the share by number of cells.
+        used_bytes: bytes of the values of its samples; for partly freed puts an estimate by field.
         max_bytes: maximum of these bytes; None: unlimited.
         admissions: limits on outstanding work per task.
         waiting_put_count: puts of new samples that wait for capacity or for a task.

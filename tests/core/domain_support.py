@@ -17,6 +17,7 @@ from tq_service.machine.claims import (
     TaskSeen,
 )
 from tq_service.machine.samples import (
+    CellsCleared,
     GroupsClosed,
     MetaSet,
     PartitionSealed,
@@ -134,6 +135,14 @@ def update(target, indexes, fields=(), **arguments):
 def clear(target, indexes):
     """Remove rows; return how many were there, and what that freed."""
     count, freed = commit(target, SamplesCleared(partition_id=_name(target), global_indexes=indexes))
+    return count or 0, freed
+
+
+def clear_fields(target, names, indexes=(), **arguments):
+    """Clear fields of rows, and of groups; return how many cells there were, and what that freed."""
+    rows = np.array(indexes, np.int64)
+    change = CellsCleared(partition_id=_name(target), field_names=names, global_indexes=rows, **arguments)
+    count, freed = commit(target, change)
     return count or 0, freed
 
 

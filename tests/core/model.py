@@ -318,6 +318,13 @@ class Model:
             raise RefusedError("a second value")
         self._check_columns(rows, columns or {})
 
+    def clear_fields(self, indexes, groups, names):
+        """Clear cells of samples, and those that groups share; return how many there were."""
+        owners = [self.rows[index] for index in indexes] + [self.groups[name] for name in groups if name in self.groups]
+        count = sum(owner.cells.pop(name, None) is not None for owner in owners for name in names)
+        self._forget_fields()
+        return count
+
     def put_leased(self, task, request_id, rows, *, acks, state=None, columns=None):
         """Write to samples of a claim, and acknowledge them; return the name of the error, None without one."""
         error = self.ack_error(task, request_id, rows) if acks else self.lease_error(task, request_id, rows)

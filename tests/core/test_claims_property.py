@@ -12,7 +12,19 @@ from unittest import mock
 import numpy as np
 import pytest
 from claims_driver import NAME, Driver
-from domain_support import ack, clear, close_groups, extend, new_id, release, reset, restart_ranks, seal, turns
+from domain_support import (
+    ack,
+    clear,
+    clear_fields,
+    close_groups,
+    extend,
+    new_id,
+    release,
+    reset,
+    restart_ranks,
+    seal,
+    turns,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 from model import Asking
@@ -32,20 +44,20 @@ STEPS = (
     *["insert"] * 6, *["columns"] * 5, *["ask"] * 8, "ask_ahead", "replay", "retry", "leave", "leave_late", "look",
     "disagree", "release", "fail", "hold", "free", "set_meta", "seal", "close_group", "reset", "restart", "clear",
     "clear_all", "overwrite", "turn", "turn", "ack", "ack", "ack", "extend", "pass_time", *["ask_named"] * 3,
-    *["put_leased"] * 3, *["grow"] * 4, *["close_rollouts"] * 2,
+    *["put_leased"] * 3, *["grow"] * 4, *["close_rollouts"] * 2, "clear_fields",
 )  # fmt: skip
 # Workers that lease, and crash, in partitions that soon come to their end.
 LEASE_STEPS = (
     *["insert"] * 4, *["columns"] * 3, *["ask"] * 9, *["ack"] * 7, *["pass_time"] * 5, *["seal"] * 2, "look", "fail",
     "hold", "free", "release", "retry", "retry", *["extend"] * 4, "leave_late", "close_group", "clear", "reset", "turn",
-    "ask_named", "ask_named", *["put_leased"] * 5, *["grow"] * 5, "close_rollouts",
+    "ask_named", "ask_named", *["put_leased"] * 5, *["grow"] * 5, "close_rollouts", "clear_fields",
 )  # fmt: skip
 AGENT_STEPS = (
     *["insert"] * 12, *["ask"] * 10, *["close_rollouts"] * 4, *["ack"] * 3, *["pass_time"] * 2, "columns", "ask_ahead",
     "look", "fail", "hold", "free", "release", "retry", "leave", "close_group", "clear", "reset", "restart",
     "put_leased", "turn",
 )  # fmt: skip
-SHARING_STEPS = (*STEPS, *["put_groups"] * 8)
+SHARING_STEPS = (*STEPS, *["put_groups"] * 8, *["clear_fields"] * 2)
 GROUPS = ("a", "b", "c", "d")
 ROLLOUTS = ("1", "2", "3")
 
@@ -235,6 +247,13 @@ class Interleaving:
         if indexes:
             count, _ = clear(self.driver.catalog, np.array([*indexes, 10_000], np.int64))
             assert count == self.driver.model.clear(indexes)
+
+    async def clear_fields(self, rng):
+        """A field is dropped, maybe too early for some task."""
+        indexes, names = self._some(rng, most=8), rng.choice([["x"], ["y"], ["y"], ["x", "y", "z"], ["p", "x"]])
+        groups = rng.sample(GROUPS, rng.randint(0, 2))
+        count, _ = clear_fields(self.driver.catalog, names, [*indexes, 10_000], groups=groups)
+        assert count == self.driver.model.clear_fields(indexes, groups, names)
 
     async def clear_all(self, rng):
         if rng.random() < 0.5:

@@ -67,10 +67,10 @@ def test_bytes_are_those_of_the_cells_and_go_with_them():
     train = bounded(max_bytes=1000)
     rows = insert(train, 4, [column("x", 400), column("y", 40)])
     assert used(train) == 440
-    update(train, rows, [column("y", 80)])  # 4 of the 8 cells of the first put are gone
-    assert used(train) == 220 + 80
+    update(train, rows, [column("y", 80)])  # the cells of one field of the first put are gone
+    assert used(train) == 400 + 80
     clear(train, np.array(rows[:2]))
-    assert used(train) == 110 + 40
+    assert used(train) == 200 + 40
     update(train, rows[2:], state="failed")
     assert used(train) == 0
 

@@ -244,8 +244,8 @@ def test_a_field_goes_with_its_last_cell():
     assert list(train.cells.fields) == ["declared"]
     assert train.cells.fields["declared"].spec == FieldSpec("declared", layout=J)
     assert columns - set(train.table.columns) == {"cell/x", "length/x", "cell/y"}
-    assert [train.cells.spec_for_empty_batch(name).row_shape for name in ("x", "declared", "y")] == [(-1,), (4,), ()]
-    assert train.cells.spec_for_empty_batch("unknown") is None
+    assert [train.cells.last_spec(name).row_shape for name in ("x", "declared", "y")] == [(-1,), (4,), ()]
+    assert train.cells.last_spec("unknown") is None
     insert(train, 2, [dense("x", 7, dtype="int8"), dense("declared", 2, 2)])
     assert lengths(train)[-2:] == [7, 7]
     assert train.cells.fields["declared"].spec.row_shape == (2, 2)

@@ -6,7 +6,7 @@ import threading
 
 import numpy as np
 import pytest
-from domain_support import SlowSampler, clear, meta, new_id, release, seal, set_meta, turns, update
+from domain_support import SlowSampler, clear, clear_fields, meta, new_id, release, seal, set_meta, turns, update
 from planner_bench import Bench, Whenever, finished, rows
 
 from tq_service.errors import (
@@ -93,6 +93,31 @@ async def test_rows_cleared_while_they_are_planned_are_planned_again(bench):
     slow.go.set()
     assert rows(await finished(call)) == [0, 2]
     assert slow.call_count == 2
+
+
+async def test_rows_that_lose_a_field_while_they_are_planned_are_planned_again(bench):
+    slow = SlowSampler(SequentialSampler())
+    bench.insert(6)
+    call = bench.ask((0, 1, 0), sampler=slow)
+    await slow.started.wait()
+    clear_fields(bench.catalog, ["x"], [1])
+    slow.go.set()
+    assert rows(await finished(call)) == [0, 2]
+    assert slow.call_count == 2
+
+
+async def test_rows_that_lose_a_field_while_the_end_is_looked_for_keep_the_task_waiting(bench):
+    slow = SlowSampler(SequentialSampler())
+    bench.insert(1)
+    seal(bench.catalog)
+    call = bench.ask((0, 1, 0), sampler=slow)
+    await slow.started.wait()
+    clear_fields(bench.catalog, ["x"], [0])
+    slow.go.set()
+    await turns(20)
+    assert not call.done()
+    update(bench.catalog, [0], ("x",))
+    assert rows(await finished(call)) == [0]
 
 
 async def test_commits_and_replays_go_on_while_a_plan_is_made_on_a_thread(bench):

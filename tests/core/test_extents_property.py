@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 from digest import digest
-from domain_support import claim_rows, clear, commit, insert, jagged, new_write, partition, task_of
+from domain_support import claim_rows, clear, clear_fields, commit, insert, jagged, new_write, partition, task_of
 from hypothesis import given
 from hypothesis import strategies as st
 from property_settings import examples
@@ -23,7 +23,7 @@ ROWS = st.lists(st.integers(0, 2), min_size=1, max_size=3, unique=True)
 NAMES = st.lists(st.sampled_from(FIELDS), min_size=1, max_size=2, unique=True)
 COUNTS = st.lists(st.integers(0, 3), min_size=3, max_size=3)
 SHARES = st.lists(st.integers(0, 100), min_size=3, max_size=3)
-KINDS = st.sampled_from(["append"] * 8 + ["truncate"] * 3 + ["put", "fail", "clear"])
+KINDS = st.sampled_from(["append"] * 8 + ["truncate"] * 3 + ["put", "fail", "clear", "clear_fields"])
 STEPS = st.lists(st.tuples(KINDS, ROWS, NAMES, COUNTS, SHARES), min_size=6, max_size=40)
 
 
@@ -81,7 +81,8 @@ class Growing:
     def step(self, kind, rows, names=(), counts=(), shares=()):
         """Take one step with those of some samples that are left."""
         left = [row for row in rows if row in self.rows]
-        given = {"fail": (), "clear": (), "truncate": (names, shares)}.get(kind, (names, counts))
+        given = {"fail": (), "clear": (), "truncate": (names, shares), "clear_fields": (names,)}
+        given = given.get(kind, (names, counts))
         if left:
             getattr(self, kind)(left, *given)
 
@@ -154,6 +155,12 @@ class Growing:
         self.store.free(clear(self.train, np.array(rows, np.int64))[1])
         for row in rows:
             del self.rows[row]
+
+    def clear_fields(self, rows, names):
+        """Clear cells whole."""
+        count, freed = clear_fields(self.train, names, rows)
+        self.store.free(freed)
+        assert count == sum(self.rows[row].pop(name, None) is not None for row in rows for name in names)
 
     def check(self, train, store):
         """Compare a partition and what is stored with what the cells should be."""

@@ -8,6 +8,7 @@ from domain_support import (
     BOOT,
     claim_rows,
     clear,
+    clear_fields,
     commit,
     dense,
     insert,
@@ -93,6 +94,21 @@ def test_cells_are_freed_with_their_group_and_when_they_are_put_again():
     assert (freed.put, sorted(freed.field_names), freed.rows.tolist()) == (first, ["p", "q"], [0])
     assert {each.put: each.rows is None for each in clear(train, np.array(rows[2:]))[1]} == {first: True, second: True}
     assert (len(train.groups), train.cells.used_bytes, train.cells.puts.all()) == (0, 0, [])
+
+
+def test_cells_of_groups_are_cleared_by_name_and_the_groups_stay():
+    train = shared()
+    put_groups(train, ["a", "b", "c"], [dense("p", 2), dense("q")])
+    insert(train, 4, groups=["a", "a", "b", ""])
+    count, freed = clear_fields(train, ["p", "x"], [0, 3], groups=["a", "c", "a", "none"])
+    assert count == 4  # of two samples and two groups
+    assert [(each.field_names, each.rows.tolist()) for each in freed] == [(("x",), [0, 3]), (("p",), [0, 2])]
+    assert train.cells.produced(["p"], slice(0, 4)).tolist() == [False, False, True, False]
+    assert train.cells.produced(["q"], slice(0, 4)).tolist() == [True, True, True, False]
+    assert sorted(train.groups.slot_of) == ["a", "b", "c"]
+    assert clear_fields(train, ["p"], [2], groups=["a", "none"]) == (0, [])
+    put_groups(train, ["a"])
+    assert train.cells.produced(["p"], slice(0, 3)).tolist() == [True] * 3
 
 
 def test_live_cells_are_those_of_groups_once():

@@ -35,6 +35,7 @@ from tq_service.machine.evictions import UnitsEvicted
 from tq_service.machine.group_cells import GroupsRemoved, GroupsWritten
 from tq_service.machine.policies import PolicyRemoved, VersionPublished
 from tq_service.machine.samples import (
+    CellsCleared,
     GroupsClosed,
     MetaSet,
     PartitionCleared,
@@ -127,6 +128,7 @@ STORY = [
     SamplesWritten(write=grown(2, [2, 3], [0, 0]), **TRAIN),
     SamplesWritten(write=grown(3, [1, 4], [2, 3]), **TRAIN),
     SamplesTruncated(global_indexes=np.array([10, 11]), lengths=np.array([1, 5]), field_names=["tokens"], **TRAIN),
+    CellsCleared(field_names=["x", "none"], global_indexes=np.array([3, 1, 99]), **TRAIN),
     TaskAdvanced(trained=0, saved=0, **TASK),
     VersionPublished(policy="default", version=3),
     VersionPublished(policy="default", version=2, rewind=True),
@@ -147,6 +149,7 @@ STORY = [
     shared_by(["p", "q"], 4, [2, 3]),
     SamplesWritten(write=new_write(3, groups=["p", "p", ""]), **SHARED),
     shared_by(["p", "r"], 5, [4, 1]),
+    CellsCleared(field_names=["pixels"], global_indexes=np.zeros(0, np.int64), groups=["r", "none"], **SHARED),
     GroupsRemoved(names=["q"], **SHARED),
     PartitionSealed(**TRAIN),
     StateReplaced(snapshot_number=0),

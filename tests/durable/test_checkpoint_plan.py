@@ -64,6 +64,10 @@ def sized(write, storage_id):
     return replace(write, columns=columns, put=Put(storage_id, b"b" * 16, new_id()))
 
 
+def column_bytes(block):
+    return dict.fromkeys(block.runs.field_names, block.global_indexes.size * CELL_BYTES)
+
+
 def cells_of(runs, puts, indexes):
     """Return where the cells of samples are, each as (put, row), by sample and field."""
     owners = [puts[number] for number in np.repeat(runs.put_indexes, runs.row_counts)]
@@ -107,7 +111,7 @@ def test_each_cell_is_in_one_block_and_comes_back_in_its_put(steps):
         assert len(cells) * CELL_BYTES < BLOCK_BYTES + CELL_BYTES * len(block.runs.field_names)
         assert not copied.keys() & cells.keys()
         copied |= cells
-        block.value_bytes = len(cells) * CELL_BYTES
+        block.column_bytes = column_bytes(block)
     assert copied == expected
     puts = [Put("elsewhere", b"c" * 16, new_id()) for _ in plan.blocks]
     restored = Partition.restore(plan.partition())
@@ -151,7 +155,7 @@ def test_what_groups_share_is_in_one_block_and_comes_back_for_all_samples(steps)
     became = {}
     for number, block in enumerate(plan.blocks):
         assert block.is_shared
-        block.value_bytes = block.global_indexes.size * len(block.runs.field_names) * CELL_BYTES
+        block.column_bytes = column_bytes(block)
         cells = cells_of(block.runs, block.puts, range(block.global_indexes.size))
         became |= {(name, *cell): (number, place) for (place, name), cell in cells.items()}
     assert len(became) == shared_count  # each once, however many samples have it

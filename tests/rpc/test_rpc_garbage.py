@@ -319,6 +319,8 @@ EXTREME_REQUESTS: list[tuple[str, Message]] = [
     ("SealPartition", controller_pb.SealPartitionRequest(partition_id="train")),
     ("ClearPartition", controller_pb.ClearPartitionRequest(partition_id="train", request_id=b"short")),
     ("ClearSamples", controller_pb.ClearSamplesRequest(partition_id="train", global_indexes=[0])),
+    ("ClearFields", controller_pb.ClearFieldsRequest(**TRAIN_IDS, global_indexes=[0])),
+    ("ClearFields", controller_pb.ClearFieldsRequest(**TRAIN_IDS, global_indexes=[0], data_fields=["x" * 9999])),
     ("SetCustomMeta", controller_pb.SetCustomMetaRequest(**TRAIN_IDS)),
     ("SetCustomMeta", controller_pb.SetCustomMetaRequest(**TRAIN_IDS, global_indexes=[0, 0])),
     ("TruncateSamples", controller_pb.TruncateSamplesRequest(**TRAIN_IDS, global_indexes=[0], lengths=[0])),

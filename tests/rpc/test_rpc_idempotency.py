@@ -70,6 +70,7 @@ def mutating_requests(meta: tq.BatchMeta, request_id: bytes) -> dict[str, Messag
             )
         ),
         "CloseGroups": pb.CloseGroupsRequest(**ids(request_id, groups=["g0"])),
+        "ClearFields": pb.ClearFieldsRequest(**ids(request_id, keys=["k1"], data_fields=["score"])),
         "ClearSamples": pb.ClearSamplesRequest(**ids(request_id, keys=["k0", "k3"])),
         "FailSamples": pb.FailSamplesRequest(**ids(request_id, keys=["k1"])),
         "ClearPartition": pb.ClearPartitionRequest(**ids(request_id, incarnation=meta.incarnation)),

@@ -12,8 +12,9 @@ from split_driver import split_service
 from tq_service.errors import CallCancelledError, InvalidArgumentError, PutNotFoundError
 from tq_service.internal.v1 import storage_control_pb2
 from tq_service.machine.samples import SamplesCleared
+from tq_service.schema import FieldSpec
 from tq_service.server.puts import KnownPuts
-from tq_service.state.cells import CellSet, CellsSnapshot, Put, PutTable
+from tq_service.state.cells import CellSet, CellsSnapshot, ColumnWrite, Put, PutTable
 from tq_service.state.extents import ExtentTable
 from tq_service.storage.engine import StorageEngine
 from tq_service.storage.index.put import PutCells
@@ -43,7 +44,7 @@ def snapshot_of(puts):
     """Return what a partition knows that has these puts whole."""
     table = PutTable()
     for put in puts:
-        table.add(put, 1, 8)
+        table.add(put, 1, [ColumnWrite(spec=FieldSpec("x"), value_bytes=8)])
     return CellsSnapshot(puts=table.snapshot(), cells={}, extents=ExtentTable().snapshot())
 
 

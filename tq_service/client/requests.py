@@ -74,7 +74,7 @@ GroupColumn: TypeAlias = "Sequence[str | None] | NDArray[np.str_]"
 # One mapping per sample, or by name an array, a tensor or a list of `n` values.
 MetaGiven: TypeAlias = "Sequence[Mapping[str, MetaValue]] | Mapping[str, Any]"
 Request = TypeVar("Request", bound=Message)
-Changed = TypeVar("Changed", pb.ClearSamplesRequest, pb.FailSamplesRequest)
+Changed = TypeVar("Changed", pb.ClearSamplesRequest, pb.ClearFieldsRequest, pb.FailSamplesRequest)
 Given = TypeVar("Given")
 Converter = Callable[[Any], Any]
 
@@ -582,7 +582,9 @@ def changed_samples(
     fenced: bool,
     **others: Any,
 ) -> Changed | None:
-    """Return a request to clear or fail samples; None if it selects no sample. `others` are fields of the request.
+    """Return a request to clear or fail samples, or to clear fields; None if it selects no sample.
+
+    `others` are fields of the request.
 
     If samples are named, even by an empty list, conditions and tasks do not select all others.
     """

@@ -19,7 +19,7 @@ import errno
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -50,7 +50,15 @@ from tq_service.journal.files import (
     make_directory,
     read_records,
 )
-from tq_service.state.cells import CELL_COLUMN, NOT_PRODUCED, Put, cell_columns, cells_of, slots_and_rows
+from tq_service.state.cells import (
+    CELL_BYTES_COLUMN,
+    CELL_COLUMN,
+    NOT_PRODUCED,
+    Put,
+    cell_columns,
+    cells_of,
+    slots_and_rows,
+)
 from tq_service.state.extents import GROWN, Chains
 from tq_service.state.partition import Partition, PartitionSnapshot
 from tq_service.state.plan import Indexes
@@ -171,7 +179,7 @@ class Block:
         global_indexes: their samples `(n,)`, repeated if a cell has several extents. For cells that groups share: the
             first sample of each group, or -1 for a group without samples.
         is_shared: whether groups share the cells.
-        value_bytes: size of the cells, set once they are written.
+        column_bytes: size of the cells of each field, set once they are written.
     """
 
     partition_id: str
@@ -179,7 +187,12 @@ class Block:
     runs: CellRuns
     global_indexes: Indexes
     is_shared: bool = False
-    value_bytes: int = 0
+    column_bytes: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def value_bytes(self) -> int:
+        """Size of the cells."""
+        return sum(self.column_bytes.values())
 
 
 class PartitionPlan:
@@ -224,6 +237,9 @@ class PartitionPlan:
             "made": cells,
             "bytes": np.array([block.value_bytes for block in self.blocks], np.int64),
         }
+        for spec in self._partition.facts.fields:
+            sizes = [block.column_bytes.get(spec.name, 0) / block.global_indexes.size for block in self.blocks]
+            columns[CELL_BYTES_COLUMN + spec.name] = np.array(sizes, np.float64)
         rows, groups, extents = (self._partition.tables[name] for name in ("rows", "groups", "extents"))
         chains = {name: getattr(self._chains, name) for name in _CHAIN_COLUMNS} | {"cell": self._extent_cells}
         changed = {"index": self._indexes} | {CELL_COLUMN + name: cells for name, cells in self._cells.items()}
@@ -339,7 +355,7 @@ class CheckpointWriter:
         """Write a block: its columns with their bytes."""
         columns, chunks = zip(*values, strict=True)
         stored = StoredBlock(partition_id=block.partition_id, row_count=block.global_indexes.size, columns=columns)
-        block.value_bytes = stored.size_bytes
+        block.column_bytes = {column.spec.name: column.value_bytes for column in columns}
         with self._explained():
             write_record(self._writer, stored)
             for some in gathered(_cut(chunks), _RECORD_BYTES, len):

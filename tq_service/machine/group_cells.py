@@ -157,7 +157,7 @@ def _check_write_once(
             raise AlreadyExistsError(
                 f"field {name!r} is write-once, got a second value for group {group!r} of partition "
                 f"{partition.partition_id!r} ({np.count_nonzero(is_there)} of {slots.size} have one), expected groups "
-                f"without a value; omit these groups",
+                f"without a value; omit these groups, or clear the field to put it again",
                 metadata={
                     "resource_type": "cell",
                     "resource_name": f"{name} of group {group}",

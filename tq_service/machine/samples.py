@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import gcd
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,7 +47,7 @@ from tq_service.machine.rows import (
 )
 from tq_service.machine.state_machine import Change, State, Step
 from tq_service.schema import START_VERSION, FieldSpec, KeyMode, SampleState
-from tq_service.state.cells import ColumnWrite, Put
+from tq_service.state.cells import ColumnWrite, Field, Put
 from tq_service.state.extents import MOST_EXTENTS
 from tq_service.state.groups import CheckedGroups
 from tq_service.state.partition import Partition, PartitionSettings
@@ -448,6 +448,60 @@ class SamplesCleared(Change):
         return positions.size
 
 
+class FoundCells(NamedTuple):
+    """The owners of cells to clear: positions of rows, and slots of groups, with a cell of at least one of the fields.
+
+    Attributes:
+        fields: the fields of rows.
+        shared: the fields that groups share.
+    """
+
+    partition: Partition
+    fields: Sequence[Field]
+    rows: Indexes
+    shared: Sequence[Field]
+    slots: Indexes
+
+
+class CellsCleared(Change):
+    """Cells of some fields were cleared; the samples and groups stay.
+
+    Fields, samples and groups that do not exist may be named.
+
+    Attributes:
+        field_names: the fields, each once.
+        global_indexes: samples that lose their own cells.
+        groups: groups that lose the cells that their samples share.
+    """
+
+    partition_id: str
+    field_names: Sequence[str]
+    global_indexes: Indexes
+    groups: Sequence[str] = ()
+    claim: LeasedClaim | None = field(default=None, metadata=CHECKED_ONCE)
+
+    def prepare(self, state: State) -> FoundCells | None:
+        """Find the cells; return None if there are none."""
+        partition = state.partition(self.partition_id)
+        check_claim(partition, self.claim, self.global_indexes)
+        known = [each for name in self.field_names if (each := partition.cells.fields.get(name)) is not None]
+        own, shared = [each for each in known if not each.is_shared], [each for each in known if each.is_shared]
+        rows = _owners(own, partition.table.find(self.global_indexes), partition.table.count)
+        slots = _owners(shared, partition.groups.slot_of.find(self.groups), partition.groups.slots.count)
+        return FoundCells(partition, own, rows, shared, slots) if rows.size or slots.size else None
+
+    def apply(self, state: State, prepared: FoundCells, step: Step) -> int:
+        """Free the cells; return their number."""
+        partition, own, rows, shared, slots = prepared
+        count = _cell_count((*own, *shared))
+        step.freed += partition.cells.free(rows, own)
+        step.freed += partition.cells.free(slots, shared)
+        members = partition.groups.members_of(slots[partition.groups.members[slots] > 0], partition.table)
+        step.written.append((partition, partition.table.index[np.union1d(rows, members)]))
+        step.note_change(partition)  # for plans and writes under way, which have seen the cells
+        return count - _cell_count((*own, *shared))
+
+
 class SamplesExpired(Change):
     """Samples were released because they had reached the maximum age set by their partition's release policy.
 
@@ -473,6 +527,19 @@ class SamplesExpired(Change):
         partition.expired_count += positions.size
         release_rows(partition, positions, step)
         return positions.size
+
+
+def _owners(fields: Sequence[Field], owners: Indexes, bound: int) -> Indexes:
+    """Return the rows, or group slots, below `bound` that have a cell of at least one of the fields, each once."""
+    owners = distinct(owners[owners >= 0], bound)
+    has_cell = np.zeros(owners.size, np.bool_)
+    for each in fields:
+        has_cell |= each.cell[owners] >= 0
+    return owners[has_cell]
+
+
+def _cell_count(fields: Sequence[Field]) -> int:
+    return sum(each.produced_count for each in fields)
 
 
 # Applying a write
@@ -765,7 +832,7 @@ def _check_write_once(partition: Partition, write: SampleWrite, positions: Index
             raise AlreadyExistsError(
                 f"field {name!r} is write-once, got a second value for sample {index} of partition "
                 f"{partition.partition_id!r} ({np.count_nonzero(is_there)} of {positions.size} have one), expected "
-                f"samples without a value; omit these samples, or clear them to put them again",
+                f"samples without a value; omit these samples, or clear the field to put it again",
                 metadata={
                     "resource_type": "cell",
                     "resource_name": f"{name} of sample {index}",

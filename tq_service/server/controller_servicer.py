@@ -49,7 +49,16 @@ from tq_service.server.watches import Watches
 from tq_service.serving.backlogs import Backlogs, tasks_with_versions
 from tq_service.serving.catalog import Catalog
 from tq_service.serving.explain import Explainer
-from tq_service.serving.lookup import Clearing, Failing, find_names, find_page, locate, name_token, wait_for_samples
+from tq_service.serving.lookup import (
+    Clearing,
+    ClearingFields,
+    Failing,
+    find_names,
+    find_page,
+    locate,
+    name_token,
+    wait_for_samples,
+)
 from tq_service.serving.planner import NotYet
 from tq_service.serving.slots import PromptClaims, admitted_slots
 from tq_service.serving.status import consumption_of, description_of, evicted_by, production_of, summary_of
@@ -319,6 +328,24 @@ class ControllerServicer(
             request.request_id,
             lambda: pb.ClearSamplesResponse(cleared_count=clearing.finish()),
             pb.ClearSamplesResponse,
+        )
+
+    async def ClearFields(self, request: pb.ClearFieldsRequest, context: Context) -> pb.ClearFieldsResponse:
+        clearing = ClearingFields(
+            self.catalog,
+            request.partition_id,
+            request.incarnation,
+            converters.changed_selection(request, request.skipped_by),
+            claim=converters.leased_claim(request),
+            missing_ok=request.missing_ok,
+            field_names=list(dict.fromkeys(request.data_fields)),
+        )
+        if self.catalog.recorded(request.request_id, pb.ClearFieldsResponse) is None:
+            await clearing.begin()
+        return self.catalog.run_once(
+            request.request_id,
+            lambda: pb.ClearFieldsResponse(cleared_count=clearing.finish()),
+            pb.ClearFieldsResponse,
         )
 
     async def FailSamples(self, request: pb.FailSamplesRequest, context: Context) -> pb.FailSamplesResponse:

@@ -17,7 +17,7 @@ from tq_service.machine.group_cells import GroupsWritten
 from tq_service.machine.samples import SampleWrite, Written
 from tq_service.samplers import Sampler
 from tq_service.samplers.options import whole_numbers
-from tq_service.schema import MOST_SAMPLES, EndCounts, FieldSpec, Layout, SampleState, check_range
+from tq_service.schema import MOST_SAMPLES, EndCounts, Layout, SampleState, check_range
 from tq_service.serving.catalog import Claimed
 from tq_service.serving.lookup import Page, Selection, no_page_token
 from tq_service.serving.planner import Answer
@@ -196,6 +196,7 @@ def leased_claim(
     request: commit_pb2.SampleWrite
     | pb.SetCustomMetaRequest
     | pb.TruncateSamplesRequest
+    | pb.ClearFieldsRequest
     | pb.ClearSamplesRequest
     | pb.FailSamplesRequest
     | pb.HeldSamples,
@@ -334,8 +335,10 @@ def page_token(request: pb.LookupSamplesRequest) -> str:
     return token
 
 
-def changed_selection(request: pb.ClearSamplesRequest | pb.FailSamplesRequest, skipped_by: str = "") -> Selection:
-    """Return the samples to clear or fail. If none is named, return all that match the given conditions and tasks.
+def changed_selection(
+    request: pb.ClearFieldsRequest | pb.ClearSamplesRequest | pb.FailSamplesRequest, skipped_by: str = ""
+) -> Selection:
+    """Return the samples to change. If none is named, return all that match the given conditions and tasks.
 
     Args:
         request: the request.
@@ -534,9 +537,7 @@ def located_meta(
     """
     cells = partition.cells
     known = [name for name in data_fields if name in cells.fields]
-    specs: Iterable[FieldSpec | None] = (cells.fields[name].spec for name in known)
-    if not positions.size:
-        specs = map(cells.spec_for_empty_batch, data_fields)
+    specs = map(cells.last_spec, data_fields)
     meta = _meta_of(
         partition,
         keys=names_of(partition.key.data[positions].tolist()) if not partition.key.is_blank else (),

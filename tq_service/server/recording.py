@@ -77,7 +77,7 @@ class StepRecording:
         meta.epoch = partition.tasks[task_name].epoch
         empty_fields = []
         if not all(batch.plan.sizes) and batch.batch_spec is not None:
-            specs = map(partition.cells.spec_for_empty_batch, batch.batch_spec.data_fields)
+            specs = map(partition.cells.last_spec, batch.batch_spec.data_fields)
             empty_fields = [encode_spec(spec).SerializeToString() for spec in specs if spec is not None]
         policies = self._catalog.policies
         step = RecordedStep(

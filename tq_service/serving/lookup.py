@@ -5,7 +5,7 @@ of the next page and the incarnation of the partition. The token is not a secret
 anyway.
 
 `LookupWait` waits until enough samples are found. `Clearing` clears the samples of a selection in parts, with a turn
-for other calls between the parts.
+for other calls between the parts; `ClearingFields` clears only some of their fields.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tq_service.errors import (
 )
 from tq_service.machine.claims import check_claim
 from tq_service.machine.group_cells import GroupsRemoved
-from tq_service.machine.samples import SamplesCleared, SamplesWritten, SampleWrite
+from tq_service.machine.samples import CellsCleared, SamplesCleared, SamplesWritten, SampleWrite
 from tq_service.schema import BatchUnit, SampleState, check_range
 from tq_service.serving.catalog import Catalog
 from tq_service.state.partition import Partition
@@ -391,17 +391,14 @@ def _lengths(names: Sequence[str | None]) -> Indexes:
 
 
 def check_fields(partition: Partition, names: Sequence[str]) -> None:
-    """Refuse fields that a partition does not have."""
+    """Refuse fields that a partition never had."""
     for name in names:
-        if name not in partition.cells.fields:
-            raise _no_field(partition, name)
-
-
-def _no_field(partition: Partition, name: str) -> FieldNotFoundError:
-    return FieldNotFoundError(
-        f"partition {partition.partition_id!r} has no field {name!r}; {nearest(name, partition.cells.fields)}",
-        metadata={"partition_id": partition.partition_id, "field_name": name},
-    )
+        if partition.cells.last_spec(name) is None:
+            known = nearest(name, partition.cells.fields)
+            raise FieldNotFoundError(
+                f"partition {partition.partition_id!r} has no field {name!r}; {known}",
+                metadata={"partition_id": partition.partition_id, "field_name": name},
+            )
 
 
 def locate(
@@ -424,15 +421,12 @@ def locate(
         skip_missing_fields: whether to leave out fields that do not exist or that some samples lack.
 
     Raises:
-        FieldNotFoundError: a field does not exist. A field is forgotten with its last cell, so if samples have failed
-            or were cleared, the error is about these samples instead.
+        FieldNotFoundError: a field never existed. If it has lost its cells, the error names the samples instead.
         KeyNotFoundError, SampleNotFoundError, CellNotFoundError: a required sample or cell is missing.
         InvalidArgumentError: too many samples are named, or samples are named by index and by key.
     """
-    if not skip_missing_fields and (
-        unknown := [name for name in names if partition.cells.spec_for_empty_batch(name) is None]
-    ):
-        raise _no_field(partition, unknown[0])
+    if not skip_missing_fields:
+        check_fields(partition, names)
     _check_named("keys", len(keys))
     _check_named("global_indexes", indexes.size)
     if keys and indexes.size:
@@ -455,9 +449,6 @@ def locate(
     if skip_missing_fields:
         names = [name for name in names if partition.cells.produced([name], positions[found]).all()]
     else:
-        states = partition.state[positions[found]]
-        if states.size and not (states == FAILED).any():
-            check_fields(partition, names)
         found[found] = partition.cells.produced(names, positions[found])
     if not found.all() and not skip_missing:
         raise _missing_cell(partition, names, rows[~found])
@@ -474,7 +465,7 @@ def _missing_cell(partition: Partition, names: Sequence[str], rows: Indexes) -> 
     if failed.size:
         why = ", and never will: the sample has failed, so data put for it is dropped"
     else:
-        why = f" yet ({rows.size} samples lack a field); a claim waits for it"
+        why = f" yet, or no longer ({rows.size} samples lack a field); a claim waits for it"
     return CellNotFoundError(
         f"sample {int(row[0])}{'' if key is None else f' (key {key!r})'} of partition {partition.partition_id!r} has "
         f"no {', '.join(map(repr, lacking))}{why}; leave it out with skip_missing, or its fields with "
@@ -739,3 +730,74 @@ class Failing(Clearing):
         there = self.selection.satisfying(partition, distinct(positions[positions >= 0], partition.table.count))
         meant: Indexes = partition.table.index[there[partition.state[there] != FAILED]]
         return meant
+
+
+@dataclass
+class ClearingFields(Clearing):
+    """Clears the cells of some fields in parts; the samples stay. See `Clearing`.
+
+    Args:
+        field_names: the fields, each once. Fields that groups share are cleared for the groups of the selection, which
+            then must be all that it names.
+
+    Raises:
+        InvalidArgumentError: no field is named.
+    """
+
+    field_names: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        if not self.field_names:
+            raise InvalidArgumentError("data_fields is empty; name the fields to clear", field="data_fields")
+
+    async def begin(self) -> None:
+        """Clear all but the last part.
+
+        Raises:
+            FieldNotFoundError: a field never existed, and `missing_ok` is not set.
+            InvalidArgumentError: groups share a field, and the selection names something else than groups.
+            LeaseExpiredError, InvalidArgumentError: see `check_claim`.
+        """
+        partition = self.catalog.find(self.partition_id, self.incarnation, missing_ok=self.missing_ok)
+        if partition is not None:
+            self.incarnation = partition.incarnation
+            if not self.missing_ok:
+                check_fields(partition, self.field_names)
+            if shared := [name for name in self.field_names if name in partition.cells.shared]:
+                self._check_shared(partition, shared[0])
+                await self._clear_groups()
+        await super().begin()
+
+    def _check_shared(self, partition: Partition, name: str) -> None:
+        """Refuse to clear the cells that groups share for only some of their samples."""
+        selection = self.selection
+        if not selection.groups or selection.rollouts or selection.has_conditions:
+            raise InvalidArgumentError(
+                f"field {name!r} of partition {partition.partition_id!r} has group scope, got samples, rollouts or "
+                f"conditions; name groups and nothing else, since the value is cleared for all samples of a group",
+                field="data_fields",
+                metadata={"field_name": name},
+            )
+
+    async def _clear_groups(self) -> None:
+        """Clear the cells that the samples of each group share."""
+        names = list(self.selection.groups)
+        for start in range(0, len(names), _PUTS_CLEARED_AT_ONCE):
+            if self.catalog.find(self.partition_id, self.incarnation, missing_ok=self.missing_ok) is None:
+                return
+            self._done_count += self._commit(_NONE, names[start : start + _PUTS_CLEARED_AT_ONCE])
+            await asyncio.sleep(0)
+
+    def _commit(self, rows: Indexes, groups: Sequence[str] = ()) -> int:
+        """Clear the cells of the samples of a part, or of groups; return how many existed."""
+        change = CellsCleared(
+            partition_id=self.partition_id,
+            field_names=self.field_names,
+            global_indexes=rows,
+            groups=groups,
+            claim=self.claim,
+        )
+        return self.catalog.commit(change) or 0
+
+    def _remove_groups(self) -> None:
+        """Keep groups without samples: only their cells are cleared."""

@@ -37,6 +37,7 @@ from tq_service.state.table import (
 
 NOT_PRODUCED = -1
 CELL_COLUMN = "cell/"  # prefix of the names of columns with the cells of a field
+CELL_BYTES_COLUMN = "cell_bytes/"  # likewise of the table of puts, with the mean size of the cells of a field
 _SLOT_SHIFT = 32  # a cell is (slot of its put << 32 | row in the put), so neighbours in a put differ by 1
 _ROW_MASK = (1 << _SLOT_SHIFT) - 1
 _ROW_BYTES = 8
@@ -275,8 +276,8 @@ class CellTable:
         extents: extents of grown cells.
         write_once: names of fields whose cells can be written only once.
         shared: names of fields whose cells belong to groups; all are declared.
-        former_specs: last specs of fields that lost all cells; the oldest are dropped. They describe the empty batch
-            that a rank may request after the samples of the other ranks were cleared.
+        former_specs: last specs of fields that lost all cells; the oldest are dropped. They describe the batch that a
+            rank requests after the samples of other ranks, or a field of its own samples, were cleared.
     """
 
     __slots__ = (
@@ -307,7 +308,7 @@ class CellTable:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of the values of all cells; freeing part of a put subtracts a share by number of cells."""
+        """Bytes of the values of all cells; for partly freed puts an estimate, see `PutTable`."""
         return self.puts.used_bytes
 
     def snapshot(self) -> CellsSnapshot:
@@ -329,12 +330,13 @@ class CellTable:
             is_shared = spec.scope is FieldScope.GROUP
             field = SharedField(spec, self._groups) if is_shared else Field(spec, self._table)
             self.fields[spec.name] = field
+            self.puts.declare(spec.name)
         elif field.spec != spec:
             field.widen(spec)
         return field
 
-    def spec_for_empty_batch(self, name: str) -> FieldSpec | None:
-        """Return the spec of a field in an empty batch, its last or present one; None if unknown."""
+    def last_spec(self, name: str) -> FieldSpec | None:
+        """Return the spec of a field, its last one if it has lost all cells; None if it never existed."""
         field = self.fields.get(name)
         return self.former_specs.get(name) or (None if field is None else field.spec)
 
@@ -443,7 +445,7 @@ class CellTable:
         For fields that groups share, positions are group slots; the columns of one write are all shared, or none is.
         Return the replaced cells.
         """
-        slot = self.puts.add(put, len(columns) * row_count, sum(column.value_bytes for column in columns))
+        slot = self.puts.add(put, row_count, columns)
         freed: list[Freed] = []
         if not isinstance(positions, slice):
             known = (self.fields.get(spec.name) for spec in specs)
@@ -466,7 +468,7 @@ class CellTable:
 
         Return the rows that are not part of a cell: they are empty and add nothing.
         """
-        slot = self.puts.add(put, len(columns) * positions.size, sum(column.value_bytes for column in columns))
+        slot = self.puts.add(put, positions.size, columns)
         rows = cells_of(slot, positions.size)
         unused: list[tuple[str, Indexes]] = []
         for column, spec in zip(columns, specs, strict=True):
@@ -528,6 +530,7 @@ class CellTable:
                 del self.former_specs[next(iter(self.former_specs))]
             if declared is None:
                 del self.fields[name]
+                self.puts.forget(name)
                 self._table.remove_column(_cell_column(name)[0])
                 if field.length is not None:
                     self._table.remove_column(_length_column(name)[0])
@@ -549,8 +552,9 @@ class CellTable:
         """Subtract cells, given by field, that no sample has any more from their puts; return them."""
         freed: list[Freed] = []
         for slot, alike in _by_put(forgotten).items():
-            put, count = self.puts.get(slot), sum(len(rows) // _ROW_BYTES * len(names) for rows, names in alike.items())
-            freed += [put] if self.puts.count_off(slot, count) else _cell_sets(put, alike)
+            put = self.puts.get(slot)
+            counts = [(name, len(rows) // _ROW_BYTES) for rows, names in alike.items() for name in names]
+            freed += [put] if self.puts.count_off(slot, counts) else _cell_sets(put, alike)
         return freed
 
     def count_of_runs(self, positions: Indexes, most: int) -> int:
@@ -682,27 +686,42 @@ class PutTable(SlotTable):
     """The puts that hold cells of a partition, with their counts of cells and bytes; slots are reused.
 
     Attributes:
-        used_bytes: bytes of all cells. Each freed cell takes an equal share of its put's remaining bytes, the last one
-            all of them: only the storage service knows the sizes of single cells.
+        used_bytes: bytes of all cells. A freed cell counts as the mean of its field in its put, the last cell of a put
+            as all remaining bytes: only the storage service knows the sizes of single cells.
     """
 
-    __slots__ = ("_bytes", "_cells", "_made", "used_bytes")
+    __slots__ = ("_bytes", "_cell_bytes", "_cells", "_made", "used_bytes")
 
     def __init__(self) -> None:
         super().__init__("put")
         self._cells = self.column("cells", np.int64, 0)
         self._made = self.column("made", np.int64, 0)
         self._bytes = self.column("bytes", np.int64, 0)
+        self._cell_bytes: dict[str, Column] = {}  # mean size of the cells of each field
         self.used_bytes = 0
 
-    def add(self, put: Put, cells: int, value_bytes: int) -> int:
-        """Add a put with its number of cells and their total bytes; return its slot."""
+    def declare(self, field_name: str) -> None:
+        """Declare a field that puts may have cells of."""
+        if field_name not in self._cell_bytes:
+            self._cell_bytes[field_name] = self.column(CELL_BYTES_COLUMN + field_name, np.float64, 0.0)
+
+    def forget(self, field_name: str) -> None:
+        """Remove a field that has no cells."""
+        del self._cell_bytes[field_name]
+        self.remove_column(CELL_BYTES_COLUMN + field_name)
+
+    def add(self, put: Put, row_count: int, columns: Sequence[ColumnWrite]) -> int:
+        """Add a put with its columns; return its slot."""
+        cells, value_bytes = len(columns) * row_count, sum(column.value_bytes for column in columns)
         self.used_bytes += value_bytes
         (slot,) = self.allocate(1)
         self.occupants.write(slot, put)
         self._cells.write(slot, cells)
         self._made.write(slot, cells)
         self._bytes.write(slot, value_bytes)
+        for column in columns:
+            self.declare(column.spec.name)
+            self._cell_bytes[column.spec.name].write(slot, column.value_bytes / row_count)
         return slot
 
     def get(self, slot: int) -> Put:
@@ -712,14 +731,17 @@ class PutTable(SlotTable):
             raise LookupError(f"put slot {slot} is free")
         return put
 
-    def count_off(self, slot: int, cells: int) -> bool:
-        """Subtract cells; remove the put after its last cell. Return whether it was removed."""
-        cells_left, bytes_left = int(self._cells[slot]), int(self._bytes[slot])
-        gone_bytes = bytes_left * cells // cells_left
-        self.used_bytes -= gone_bytes
-        if cells_left > cells:
-            self._cells.write(slot, cells_left - cells)
-            self._bytes.write(slot, bytes_left - gone_bytes)
+    def count_off(self, slot: int, counts: Iterable[tuple[str, int]]) -> bool:
+        """Subtract numbers of cells by field; remove the put after its last cell. Return whether it was removed."""
+        cells_left, bytes_left, gone_bytes = int(self._cells[slot]), int(self._bytes[slot]), 0.0
+        for field_name, count in counts:
+            cells_left -= count
+            gone_bytes += count * self._cell_bytes[field_name][slot]
+        gone = min(bytes_left, round(gone_bytes)) if cells_left else bytes_left
+        self.used_bytes -= gone
+        if cells_left:
+            self._cells.write(slot, cells_left)
+            self._bytes.write(slot, bytes_left - gone)
             return False
         self.free_slots(np.array([slot]))
         return True

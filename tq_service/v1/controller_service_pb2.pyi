@@ -2552,6 +2552,112 @@ class ClearSamplesResponse(google.protobuf.message.Message):
 global___ClearSamplesResponse = ClearSamplesResponse
 
 @typing.final
+class ClearFieldsRequest(google.protobuf.message.Message):
+    """Names fields to clear, and selects the samples that lose them like ClearSamplesRequest. An empty selection changes
+    nothing.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    PARTITION_ID_FIELD_NUMBER: builtins.int
+    INCARNATION_FIELD_NUMBER: builtins.int
+    DATA_FIELDS_FIELD_NUMBER: builtins.int
+    GLOBAL_INDEXES_FIELD_NUMBER: builtins.int
+    KEYS_FIELD_NUMBER: builtins.int
+    GROUPS_FIELD_NUMBER: builtins.int
+    ROLLOUTS_FIELD_NUMBER: builtins.int
+    WHERE_FIELD_NUMBER: builtins.int
+    CLAIM_FIELD_NUMBER: builtins.int
+    SKIPPED_BY_FIELD_NUMBER: builtins.int
+    TASK_NAME_FIELD_NUMBER: builtins.int
+    MISSING_OK_FIELD_NUMBER: builtins.int
+    request_id: builtins.bytes
+    """Id of this change: 16 random bytes made by the client, the same on each retry. Other lengths: INVALID_ARGUMENT."""
+    partition_id: builtins.str
+    """The partition; it must exist, unless `missing_ok`."""
+    incarnation: builtins.bytes
+    """Expected incarnation. STALE_INCARNATION if it differs, because the partition was cleared and recreated. Empty: any."""
+    skipped_by: builtins.str
+    """See ClearSamplesRequest."""
+    task_name: builtins.str
+    """See ClearSamplesRequest."""
+    missing_ok: builtins.bool
+    """Whether a partition, incarnation or field that does not exist counts as having nothing to clear. Unset: NOT_FOUND
+    and STALE_INCARNATION.
+    """
+    @property
+    def data_fields(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Names of the fields, at least one. NOT_FOUND if no sample ever had one of them, unless `missing_ok`."""
+
+    @property
+    def global_indexes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Indexes of samples. Unknown ones are ignored."""
+
+    @property
+    def keys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Keys of further samples. Unknown ones are ignored."""
+
+    @property
+    def groups(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Names of groups whose members lose the fields; not together with keys or indexes. Unknown ones are ignored. Fields
+        with group scope are cleared for these groups, with or without samples; then nothing else may select samples, since
+        all samples of a group share the cell.
+        """
+
+    @property
+    def rollouts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Names of rollouts whose samples lose the fields, like `groups`."""
+
+    @property
+    def where(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Condition]:
+        """See ClearSamplesRequest."""
+
+    @property
+    def claim(self) -> tq_service.v1.metadata_pb2.LeasedClaim:
+        """See ClearSamplesRequest."""
+
+    def __init__(
+        self,
+        *,
+        request_id: builtins.bytes = ...,
+        partition_id: builtins.str = ...,
+        incarnation: builtins.bytes = ...,
+        data_fields: collections.abc.Iterable[builtins.str] | None = ...,
+        global_indexes: collections.abc.Iterable[builtins.int] | None = ...,
+        keys: collections.abc.Iterable[builtins.str] | None = ...,
+        groups: collections.abc.Iterable[builtins.str] | None = ...,
+        rollouts: collections.abc.Iterable[builtins.str] | None = ...,
+        where: collections.abc.Iterable[global___Condition] | None = ...,
+        claim: tq_service.v1.metadata_pb2.LeasedClaim | None = ...,
+        skipped_by: builtins.str = ...,
+        task_name: builtins.str = ...,
+        missing_ok: builtins.bool = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["claim", b"claim"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["claim", b"claim", "data_fields", b"data_fields", "global_indexes", b"global_indexes", "groups", b"groups", "incarnation", b"incarnation", "keys", b"keys", "missing_ok", b"missing_ok", "partition_id", b"partition_id", "request_id", b"request_id", "rollouts", b"rollouts", "skipped_by", b"skipped_by", "task_name", b"task_name", "where", b"where"]) -> None: ...
+
+global___ClearFieldsRequest = ClearFieldsRequest
+
+@typing.final
+class ClearFieldsResponse(google.protobuf.message.Message):
+    """Returns the number of cleared cells."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CLEARED_COUNT_FIELD_NUMBER: builtins.int
+    cleared_count: builtins.int
+    """Number of cells that this call cleared. A cell that a group shares counts once."""
+    def __init__(
+        self,
+        *,
+        cleared_count: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cleared_count", b"cleared_count"]) -> None: ...
+
+global___ClearFieldsResponse = ClearFieldsResponse
+
+@typing.final
 class ClearPartitionRequest(google.protobuf.message.Message):
     """Names the partition to remove."""
 

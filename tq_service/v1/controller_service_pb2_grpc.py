@@ -153,6 +153,11 @@ class ControllerServiceStub(object):
                 request_serializer=tq__service_dot_v1_dot_controller__service__pb2.ClearSamplesRequest.SerializeToString,
                 response_deserializer=tq__service_dot_v1_dot_controller__service__pb2.ClearSamplesResponse.FromString,
                 )
+        self.ClearFields = channel.unary_unary(
+                '/tq_service.v1.ControllerService/ClearFields',
+                request_serializer=tq__service_dot_v1_dot_controller__service__pb2.ClearFieldsRequest.SerializeToString,
+                response_deserializer=tq__service_dot_v1_dot_controller__service__pb2.ClearFieldsResponse.FromString,
+                )
         self.FailSamples = channel.unary_unary(
                 '/tq_service.v1.ControllerService/FailSamples',
                 request_serializer=tq__service_dot_v1_dot_controller__service__pb2.FailSamplesRequest.SerializeToString,
@@ -503,6 +508,18 @@ class ControllerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ClearFields(self, request, context):
+        """Clears fields of samples, in steps like ClearSamples; the samples stay. Changes: their cells of these fields are
+        freed and no longer produced, until they are put again. Keys, groups, custom_meta and consumption stay, also of
+        samples that are held, leased or in a planned batch; claims that need the fields do not get the samples. Missing
+        samples and cells are ignored. Idempotent under `request_id`, does not block. Errors: INVALID_ARGUMENT (a field
+        with group scope, see `groups`), FAILED_PRECONDITION (LEASE_EXPIRED: see `claim`); unless `missing_ok`: NOT_FOUND
+        (partition, field), FAILED_PRECONDITION (STALE_INCARNATION).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def FailSamples(self, request, context):
         """Marks samples as failed, in steps of 32,768 like ClearSamples. Changes: they count as done for all tasks and their
         bytes are freed; keys, groups and custom_meta stay. Samples that do not exist or have already failed are ignored.
@@ -757,6 +774,11 @@ def add_ControllerServiceServicer_to_server(servicer, server):
                     servicer.ClearSamples,
                     request_deserializer=tq__service_dot_v1_dot_controller__service__pb2.ClearSamplesRequest.FromString,
                     response_serializer=tq__service_dot_v1_dot_controller__service__pb2.ClearSamplesResponse.SerializeToString,
+            ),
+            'ClearFields': grpc.unary_unary_rpc_method_handler(
+                    servicer.ClearFields,
+                    request_deserializer=tq__service_dot_v1_dot_controller__service__pb2.ClearFieldsRequest.FromString,
+                    response_serializer=tq__service_dot_v1_dot_controller__service__pb2.ClearFieldsResponse.SerializeToString,
             ),
             'FailSamples': grpc.unary_unary_rpc_method_handler(
                     servicer.FailSamples,
@@ -1275,6 +1297,23 @@ class ControllerService(object):
         return grpc.experimental.unary_unary(request, target, '/tq_service.v1.ControllerService/ClearSamples',
             tq__service_dot_v1_dot_controller__service__pb2.ClearSamplesRequest.SerializeToString,
             tq__service_dot_v1_dot_controller__service__pb2.ClearSamplesResponse.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def ClearFields(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/tq_service.v1.ControllerService/ClearFields',
+            tq__service_dot_v1_dot_controller__service__pb2.ClearFieldsRequest.SerializeToString,
+            tq__service_dot_v1_dot_controller__service__pb2.ClearFieldsResponse.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 

@@ -307,6 +307,18 @@ class ControllerServiceStub:
     `missing_ok`: NOT_FOUND (partition), FAILED_PRECONDITION (STALE_INCARNATION).
     """
 
+    ClearFields: grpc.UnaryUnaryMultiCallable[
+        tq_service.v1.controller_service_pb2.ClearFieldsRequest,
+        tq_service.v1.controller_service_pb2.ClearFieldsResponse,
+    ]
+    """Clears fields of samples, in steps like ClearSamples; the samples stay. Changes: their cells of these fields are
+    freed and no longer produced, until they are put again. Keys, groups, custom_meta and consumption stay, also of
+    samples that are held, leased or in a planned batch; claims that need the fields do not get the samples. Missing
+    samples and cells are ignored. Idempotent under `request_id`, does not block. Errors: INVALID_ARGUMENT (a field
+    with group scope, see `groups`), FAILED_PRECONDITION (LEASE_EXPIRED: see `claim`); unless `missing_ok`: NOT_FOUND
+    (partition, field), FAILED_PRECONDITION (STALE_INCARNATION).
+    """
+
     FailSamples: grpc.UnaryUnaryMultiCallable[
         tq_service.v1.controller_service_pb2.FailSamplesRequest,
         tq_service.v1.controller_service_pb2.FailSamplesResponse,
@@ -714,6 +726,18 @@ class ControllerServiceAsyncStub:
     removes their cells, keys and claims; their indexes are never reused. Unknown keys and indexes are ignored.
     Idempotent under `request_id`, does not block. Errors: FAILED_PRECONDITION (LEASE_EXPIRED: see `claim`); unless
     `missing_ok`: NOT_FOUND (partition), FAILED_PRECONDITION (STALE_INCARNATION).
+    """
+
+    ClearFields: grpc.aio.UnaryUnaryMultiCallable[
+        tq_service.v1.controller_service_pb2.ClearFieldsRequest,
+        tq_service.v1.controller_service_pb2.ClearFieldsResponse,
+    ]
+    """Clears fields of samples, in steps like ClearSamples; the samples stay. Changes: their cells of these fields are
+    freed and no longer produced, until they are put again. Keys, groups, custom_meta and consumption stay, also of
+    samples that are held, leased or in a planned batch; claims that need the fields do not get the samples. Missing
+    samples and cells are ignored. Idempotent under `request_id`, does not block. Errors: INVALID_ARGUMENT (a field
+    with group scope, see `groups`), FAILED_PRECONDITION (LEASE_EXPIRED: see `claim`); unless `missing_ok`: NOT_FOUND
+    (partition, field), FAILED_PRECONDITION (STALE_INCARNATION).
     """
 
     FailSamples: grpc.aio.UnaryUnaryMultiCallable[
@@ -1175,6 +1199,20 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         removes their cells, keys and claims; their indexes are never reused. Unknown keys and indexes are ignored.
         Idempotent under `request_id`, does not block. Errors: FAILED_PRECONDITION (LEASE_EXPIRED: see `claim`); unless
         `missing_ok`: NOT_FOUND (partition), FAILED_PRECONDITION (STALE_INCARNATION).
+        """
+
+    @abc.abstractmethod
+    def ClearFields(
+        self,
+        request: tq_service.v1.controller_service_pb2.ClearFieldsRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[tq_service.v1.controller_service_pb2.ClearFieldsResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.ClearFieldsResponse]]:
+        """Clears fields of samples, in steps like ClearSamples; the samples stay. Changes: their cells of these fields are
+        freed and no longer produced, until they are put again. Keys, groups, custom_meta and consumption stay, also of
+        samples that are held, leased or in a planned batch; claims that need the fields do not get the samples. Missing
+        samples and cells are ignored. Idempotent under `request_id`, does not block. Errors: INVALID_ARGUMENT (a field
+        with group scope, see `groups`), FAILED_PRECONDITION (LEASE_EXPIRED: see `claim`); unless `missing_ok`: NOT_FOUND
+        (partition, field), FAILED_PRECONDITION (STALE_INCARNATION).
         """
 
     @abc.abstractmethod

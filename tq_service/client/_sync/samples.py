@@ -878,6 +878,79 @@ class SampleCalls(Base):
         answer = self._calls.unary(pb.ClearSamplesResponse, request, self._deadline(timeout))
         return answer.cleared_count
 
+    def clear_fields(
+        self,
+        metadata: BatchMeta | None = None,
+        *,
+        data_fields: Iterable[str],
+        partition_id: str | None = None,
+        keys: Iterable[str] | None = None,
+        global_indexes: Iterable[int] | None = None,
+        groups: Iterable[str] | None = None,
+        rollouts: Iterable[str] | None = None,
+        skipped_by: str = "",
+        where: Iterable[tuple[str, str, Any]] = (),
+        task_name: str = "",
+        missing_ok: bool = False,
+        fenced: bool = True,
+        timeout: float | None = None,
+    ) -> int:
+        """Clear fields of samples: their values are freed, and the samples stay.
+
+        Keys, groups, rollouts, custom_meta and consumption of the samples stay. A cleared value counts as never put:
+        `get_data` raises `CellNotFoundError`, tasks that need the field wait for it, and it can be put again, also into
+        a `write_once` field. So clear a field after its last reader.
+
+        Args:
+            metadata: the samples; for other ways to select them see `clear_samples`.
+            data_fields: the fields, at least one.
+            partition_id: or the partition,
+            keys: with keys of samples,
+            global_indexes: or their indexes,
+            groups: or groups, whose samples lose the fields. Fields with group scope can be cleared only in this way,
+                without `where` and `task_name`, since all samples of a group share the value.
+            rollouts: or, alone or with groups, rollouts, whose samples lose the fields,
+            skipped_by: or a task: all samples that it will never get lose the fields.
+            where: conditions on custom_meta that a sample must satisfy at this moment.
+            task_name: restricts this to samples left for this task and not leased by a worker of any task.
+            missing_ok: whether to treat a partition or field that does not exist as having nothing to clear, instead of
+                raising an error.
+            fenced: whether to refuse the call once samples of a leased claim are no longer this worker's, see `put`.
+            timeout: seconds until the call fails; None: the client's.
+
+        Returns:
+            The number of values cleared: at most the samples times the fields. A value shared by a group counts once.
+
+        Raises:
+            PartitionNotFoundError: the partition does not exist.
+            FieldNotFoundError: no sample ever had one of the fields.
+            StaleIncarnationError: the partition of `metadata` was cleared and created again.
+            LeaseExpiredError: samples of a leased claim are no longer this worker's, see `put`; nothing is cleared.
+            TaskNotFoundError: `skipped_by` or `task_name` has not claimed samples of the partition yet.
+            InvalidArgumentError: `data_fields` is empty, or has a field with group scope and the samples are not
+                selected by groups alone; or see `clear_samples`.
+        """
+        request = changed_samples(
+            pb.ClearFieldsRequest,
+            self._namespace,
+            metadata,
+            partition_id=partition_id,
+            keys=keys,
+            global_indexes=global_indexes,
+            groups=groups,
+            rollouts=rollouts,
+            where=where,
+            task_name=task_name,
+            skipped_by=skipped_by,
+            missing_ok=missing_ok,
+            fenced=fenced,
+            data_fields=data_fields,
+        )
+        if request is None:
+            return 0
+        answer = self._calls.unary(pb.ClearFieldsResponse, request, self._deadline(timeout))
+        return answer.cleared_count
+
     def fail_samples(
         self,
         target: Target,
