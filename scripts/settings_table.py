@@ -20,7 +20,8 @@ def table() -> str:
     for name, field in ServeSettings.model_fields.items():
         if section != (section := ServeSettings.section_of(name)):
             lines += ["", f"## {section}", "", "| setting | environment | default | meaning |", "|---|---|---|---|"]
-        meaning, _, computed = (field.description or "").partition(" Default: ")
+        # Markdown would read <uid> as a tag.
+        meaning, _, computed = (field.description or "").replace("<", "&lt;").partition(" Default: ")
         if computed:
             default = computed.rstrip(".")
         else:

@@ -497,7 +497,8 @@ class AsyncClaimCalls(AsyncBase):
             LeaseExpiredError: some of the samples (the message names them) are no longer leased to this worker, and
                 others may do the same work; none is acknowledged.
             InvalidArgumentError: `metadata` is not one leased claim, or splits a group.
-            PartitionNotFoundError: the partition was cleared. StaleIncarnationError: and created again.
+            PartitionNotFoundError: the partition was cleared.
+            StaleIncarnationError: the partition was cleared and created again.
         """
         check_leased(metadata)
         return await self._ack(metadata, timeout)
@@ -517,7 +518,8 @@ class AsyncClaimCalls(AsyncBase):
             LeaseExpiredError: the lease has already expired.
             PreconditionError: no samples of the claim are left.
             InvalidArgumentError: `metadata` is not one leased claim, or `lease` is not a positive number of seconds.
-            PartitionNotFoundError: the partition was cleared. StaleIncarnationError: and created again.
+            PartitionNotFoundError: the partition was cleared.
+            StaleIncarnationError: the partition was cleared and created again.
         """
         check_leased(metadata)
         answer = await self._ask(

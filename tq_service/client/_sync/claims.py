@@ -494,7 +494,8 @@ class ClaimCalls(Base):
             LeaseExpiredError: some of the samples (the message names them) are no longer leased to this worker, and
                 others may do the same work; none is acknowledged.
             InvalidArgumentError: `metadata` is not one leased claim, or splits a group.
-            PartitionNotFoundError: the partition was cleared. StaleIncarnationError: and created again.
+            PartitionNotFoundError: the partition was cleared.
+            StaleIncarnationError: the partition was cleared and created again.
         """
         check_leased(metadata)
         return self._ack(metadata, timeout)
@@ -514,7 +515,8 @@ class ClaimCalls(Base):
             LeaseExpiredError: the lease has already expired.
             PreconditionError: no samples of the claim are left.
             InvalidArgumentError: `metadata` is not one leased claim, or `lease` is not a positive number of seconds.
-            PartitionNotFoundError: the partition was cleared. StaleIncarnationError: and created again.
+            PartitionNotFoundError: the partition was cleared.
+            StaleIncarnationError: the partition was cleared and created again.
         """
         check_leased(metadata)
         answer = self._ask(
