@@ -34,7 +34,7 @@ def draw(plot: Plot, directory: Path) -> Path:
         if plot.log_y:
             axes.set_yscale("log")
         else:
-            axes.set_ylim(bottom=0)
+            axes.set_ylim(0, axes.get_ylim()[1] * 1.05)
     axes.set_title(plot.title)
     axes.grid(alpha=0.3)
     if len(plot.series) > 1:

@@ -1,7 +1,7 @@
 """Count the turns of phrase that make our English read as translated, per 1,000 words of directories and files.
 
     scripts/prose.py                     # table of directories, and the files with most of them
-    scripts/prose.py docs/concepts.md    # each occurrence in these files
+    scripts/prose.py docs/limits.md      # each occurrence in these files
     scripts/prose.py --check             # fail if a directory or a file has too many
 
 It reads docstrings, comments and messages of Python files, pages, comments of protos, and the text of the chart. Tests,

@@ -9,7 +9,7 @@ from typing import get_args
 from tq_service.config import ENV_PREFIX, ServeSettings, format_setting
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = ("docs/deployment.md",)
+DOCUMENTS = ("docs/settings.md",)
 BEGIN, END = "<!-- settings: begin, by scripts/settings_table.py -->", "<!-- settings: end -->"
 
 
@@ -19,8 +19,9 @@ def table() -> str:
     section = None
     for name, field in ServeSettings.model_fields.items():
         if section != (section := ServeSettings.section_of(name)):
-            lines += ["", f"### {section}", "", "| setting | environment | default | meaning |", "|---|---|---|---|"]
-        meaning, _, computed = (field.description or "").partition(" Default: ")
+            lines += ["", f"## {section}", "", "| setting | environment | default | meaning |", "|---|---|---|---|"]
+        # Markdown would read <uid> as a tag.
+        meaning, _, computed = (field.description or "").replace("<", "&lt;").partition(" Default: ")
         if computed:
             default = computed.rstrip(".")
         else:

@@ -4,6 +4,7 @@
 - A file outside docs that a page links to is on the site, under `repository/`: Markdown as a page, any other text as a
   page with its source, a directory as a list of its files, a picture as it is. So no link leads to another host.
 - `adr/index.md` lists the decisions.
+- Pages that docstrings name are links in the reference.
 - Python-Markdown wants a blank line before a list and four spaces for each level of it; GitHub does not.
 """
 
@@ -25,6 +26,7 @@ _ALWAYS: Final = ("CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "benchmarks/
 """Pages outside docs that the navigation has."""
 _PICTURES: Final = {".png", ".svg", ".gif"}
 _LINK: Final = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)#\s]+)")
+_NAMED_PAGE: Final = re.compile(r"\bdocs/([\w/]+\.md)\b")
 _FENCE: Final = re.compile(r" *(`{3,})")
 _ITEM: Final = re.compile(r"( *)([-*]|\d+\.) +")
 
@@ -76,6 +78,16 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return posixpath.relpath(_uri_of(_target(name, link[1])), posixpath.dirname(uri) or ".")
 
     return python_markdown_lists(_LINK.sub(to_site, markdown))
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Turn the names of pages in docstrings, such as docs/errors.md, into links."""
+
+    def link(name: re.Match[str]) -> str:
+        file = files.get_file_from_path(name[1])
+        return name[0] if file is None else f'<a href="{file.url_relative_to(page.file)}">{name[0]}</a>'
+
+    return _NAMED_PAGE.sub(link, html) if page.file.src_uri.startswith("reference/") else html
 
 
 def python_markdown_lists(markdown: str) -> str:

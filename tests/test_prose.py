@@ -102,7 +102,7 @@ def test_texts_of_the_chart_are_read(prose: Any) -> None:
 
 def test_the_files_of_the_repository_are_read(prose: Any) -> None:
     files = prose.files()
-    assert {"README.md", "docs/concepts.md", "tq_service/config.py", "deploy/helm/tq-service/values.yaml"} <= set(files)
+    assert {"README.md", "docs/limits.md", "tq_service/config.py", "deploy/helm/tq-service/values.yaml"} <= set(files)
     assert not [name for name in files if "_sync/" in name or name.startswith(("tests/", "tq_service/v1/"))]
     assert [prose.directory_of(name) for name in ("README.md", "docs/a/b.md", "tq_service/a.py")] == [
         ".",

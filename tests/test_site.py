@@ -31,10 +31,10 @@ PHRASES = {
     "memory grows": (f"{QUESTIONS}data-is-lost-or-memory-grows", None),
     "resume with other ranks": ("tutorials/resume.html", None),
     "how stale are my samples": (f"{QUESTIONS}how-stale-are-my-samples", "tutorials/staleness.html#trainer"),
-    "two runs at once": (f"{QUESTIONS}two-runs-at-once", "concepts.html#namespaces"),
+    "two runs at once": (f"{QUESTIONS}two-runs-at-once", "concepts/partitions.html#namespaces"),
     "GPU tensors": (f"{QUESTIONS}gpu-tensors", "data_loading.html#batches-on-a-gpu"),
-    "where do bytes go": (f"{QUESTIONS}where-do-bytes-go", "concepts.html#data-placement"),
-    "which port must be open": (f"{QUESTIONS}which-port-must-be-open", "deployment.html#the-bulk-port"),
+    "where do bytes go": (f"{QUESTIONS}where-do-bytes-go", "deployment/data_paths.html#data-placement"),
+    "which port must be open": (f"{QUESTIONS}which-port-must-be-open", "deployment/data_paths.html#the-bulk-port"),
     "how do I use it with verl": (f"{QUESTIONS}how-do-i-use-it-with-verl", "integrations/verl.html"),
 }
 
@@ -117,7 +117,7 @@ def test_a_link_out_of_the_documentation_leads_to_the_file_on_the_site(site: Pat
 
 
 def test_the_title_has_the_version(site: Path) -> None:
-    assert f"tq_service {tq.__version__}</title>" in (site / "concepts.html").read_text()
+    assert f"tq_service {tq.__version__}</title>" in (site / "concepts" / "index.html").read_text()
 
 
 def test_lists_of_github_are_those_of_python_markdown() -> None:

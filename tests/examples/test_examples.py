@@ -1,4 +1,4 @@
-"""The examples run as programs and print what they say; the code of docs/concepts.md runs."""
+"""The examples run as programs and print what they say; the code of docs/concepts runs."""
 
 from __future__ import annotations
 
@@ -60,16 +60,20 @@ def test_the_example_runs(server: ServiceProcess, name: str) -> None:
 
 
 def test_the_code_of_the_concepts_runs(server: ServiceProcess) -> None:
-    """Blocks marked `python` are parts of one program; those marked `py` have names of their readers."""
-    page = (EXAMPLES.parent / "docs" / "concepts.md").read_text()
-    programs = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
-    for part in re.findall(r"^```py\n(.*?)^```$", page, re.DOTALL | re.MULTILINE):
-        compile(part, "docs/concepts.md", "exec")
+    """Blocks of a page marked `python` are parts of one program; those marked `py` have names of their readers."""
+    pages = sorted((EXAMPLES.parent / "docs" / "concepts").glob("*.md"))
     with tq.Client(server.address) as client:
         client.put("train@0", {"text": [f"answer {number}" for number in range(32)]})
-        names = {"tq": tq, "client": client, "score": lambda batch: torch.tensor([len(text) for text in batch["text"]])}
-        for program in programs:
-            exec(compile(program, "docs/concepts.md", "exec"), names)
+        for path in pages:
+            page, name = path.read_text(), f"docs/concepts/{path.name}"
+            for part in re.findall(r"^```py\n(.*?)^```$", page, re.DOTALL | re.MULTILINE):
+                compile(part, name, "exec")
+            names = {
+                "tq": tq, "client": client,
+                "score": lambda batch: torch.tensor([len(text) for text in batch["text"]]),
+            }  # fmt: skip
+            for program in re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE):
+                exec(compile(program, name, "exec"), names)
         status = client.check_consumption(partition_id="train@0", task_name="reward")
         assert (status.consumed_count, status.leased_count) == (32, 0)
         (admission,) = client.describe_partition("train").admissions

@@ -34,7 +34,7 @@ def images(first: int = 0, count: int = ROWS) -> torch.Tensor:
 def put_train(client: AnyClient, **more: Any) -> tq.BatchMeta:
     data = {"ids": torch.arange(ROWS), "image": images()}
     given = {"keys": list("abcd"), "groups": list("gghh"), "custom_meta": [{"total_lengths": row} for row in range(4)]}
-    meta: tq.BatchMeta = client.put(data, partition_id="train", **{**given, **more})
+    meta: tq.BatchMeta = client.put("train", data, **{**given, **more})
     return meta
 
 
@@ -75,9 +75,9 @@ def test_bytes_are_freed_and_the_rest_of_the_samples_stays(
     assert client.get_data(found)["ids"].tolist() == [3, 0]
     assert client.check_production("train", ["image"]).produced_count == 0
     assert client.check_production("train", ["ids", "image"]).produced_count == 0
-    client.put({"image": images(7, 1)}, metadata=meta.select_samples([2]))
+    client.put(meta.select_samples([2]), {"image": images(7, 1)})
     assert client.check_production("train", ["image"]).produced_count == 1
-    assert client.get_data(partition_id="train", keys=["c"])["image"][0, 0] == 7
+    assert client.get_data("train", keys=["c"])["image"][0, 0] == 7
 
 
 def test_the_storage_service_frees_the_bytes(server: LiveServer, client: AnyClient) -> None:
@@ -95,7 +95,7 @@ def test_a_get_of_a_cleared_field_names_the_sample(client: AnyClient, all_of_the
     put_train(client)
     claimed = client.get_meta(**RANK, data_fields=["ids", "image"], batch_size=ROWS)
     assert client.get_data(claimed)["image"][:, 0].tolist() == [0, 1, 2, 3]
-    client.clear_fields(partition_id="train", keys=list("abcd") if all_of_them else ["a", "b"], data_fields=["image"])
+    client.clear_fields("train", keys=list("abcd") if all_of_them else ["a", "b"], data_fields=["image"])
     again = client.get_meta(**RANK, data_fields=["ids", "image"], batch_size=ROWS)  # by a restarted rank
     assert again.global_indexes == claimed.global_indexes
     for meta in (claimed, again):
@@ -105,9 +105,9 @@ def test_a_get_of_a_cleared_field_names_the_sample(client: AnyClient, all_of_the
         ):
             client.get_data(meta)
         assert client.get_data(meta, data_fields=["ids"])["ids"].tolist() == [0, 1, 2, 3]
-    left = client.get_data(partition_id="train", keys=list("abcd"), data_fields=["image"], missing="skip")
+    left = client.get_data("train", keys=list("abcd"), data_fields=["image"], missing="skip")
     assert left["image"][:, 0].tolist() == ([] if all_of_them else [2, 3])
-    client.put({"image": images(4)}, metadata=claimed)
+    client.put(claimed, {"image": images(4)})
     for meta in (claimed, again):
         assert client.get_data(meta)["image"][:, 0].tolist() == [4, 5, 6, 7]
 
@@ -122,7 +122,7 @@ def test_claims_wait_for_the_field_and_others_do_not(client: AnyClient) -> None:
     waiting = client.get_meta(**ask, task_name="images", data_fields=["image"], explain=True)
     assert waiting.status == "not_yet"
     assert [(lack.name, lack.sample_count) for lack in waiting.waiting_for.not_ready] == [("image", 2)]
-    client.put({"image": images(0, 2)}, metadata=meta.select_samples([0, 2]))
+    client.put(meta.select_samples([0, 2]), {"image": images(0, 2)})
     assert client.get_meta(**ask, task_name="images", data_fields=["image"]).keys == ["a", "c"]
     assert client.get_meta(**ask, task_name="images", data_fields=["image"]).status == "end"
 
@@ -135,9 +135,9 @@ def test_a_waiting_claim_gets_only_samples_that_have_the_field(client: AnyClient
         while not client.status().waits:
             time.sleep(0.01)
         client.clear_fields(meta.select_samples([0]), data_fields=["image"])
-        client.put({"image": images(4, 1)}, partition_id="train", keys=["e"])
+        client.put("train", {"image": images(4, 1)}, keys=["e"])
         assert not call.done()
-        client.put({"image": images(5, 1)}, partition_id="train", keys=["f"])
+        client.put("train", {"image": images(5, 1)}, keys=["f"])
         assert call.result(timeout=20).keys == list("bcdef")
 
 
@@ -157,13 +157,13 @@ def test_samples_are_selected_as_for_a_clear(client: AnyClient) -> None:
 
     def cleared(**selection: Any) -> list[int]:
         """Clear the field of a selection; return the samples that lost it, and put it again."""
-        count = client.clear_fields(partition_id="train", data_fields=["image"], **selection)
+        count = client.clear_fields("train", data_fields=["image"], **selection)
         found, _ = client.lookup_samples("train")
         has = found.produced.get("image", np.zeros(ROWS, np.bool_))
         lost: list[int] = np.flatnonzero(~has).tolist()
         assert count == len(lost)
         if lost:
-            client.put({"image": images(0, count)}, metadata=found.select_samples(lost))
+            client.put(found.select_samples(lost), {"image": images(0, count)})
         return lost
 
     assert cleared(keys=["b", "none"]) == [1]
@@ -174,9 +174,9 @@ def test_samples_are_selected_as_for_a_clear(client: AnyClient) -> None:
     assert cleared(keys=[]) == cleared(groups=[]) == cleared() == []
     client.get_meta(partition_id="train", task_name="t", data_fields=["ids"], batch_size=2)
     assert cleared(task_name="t") == [2, 3]
-    client.fail_samples(partition_id="train", keys=["d"])
-    assert client.clear_fields(partition_id="train", data_fields=["ids"], skipped_by="t") == 0  # it has lost all
-    assert client.clear_fields(partition_id="train", data_fields=["ids", "image"], keys=list("abcd")) == 6
+    client.fail_samples("train", keys=["d"])
+    assert client.clear_fields("train", data_fields=["ids"], skipped_by="t") == 0  # it has lost all
+    assert client.clear_fields("train", data_fields=["ids", "image"], keys=list("abcd")) == 6
 
 
 def test_what_cannot_be_cleared_is_refused_and_changes_nothing(server: LiveServer, client: AnyClient) -> None:
@@ -192,11 +192,11 @@ def test_what_cannot_be_cleared_is_refused_and_changes_nothing(server: LiveServe
     with pytest.raises(tq.errors.InvalidArgumentError, match="data_fields is 'ids', expected a list of strings"):
         client.clear_fields(meta, data_fields="ids")
     with pytest.raises(tq.errors.PartitionNotFoundError):
-        client.clear_fields(partition_id="trian", data_fields=["ids"], keys=["a"])
+        client.clear_fields("trian", data_fields=["ids"], keys=["a"])
     with pytest.raises(tq.errors.TaskNotFoundError):
-        client.clear_fields(partition_id="train", data_fields=["ids"], task_name="t")
+        client.clear_fields("train", data_fields=["ids"], task_name="t")
     with pytest.raises(tq.errors.InvalidArgumentError, match="groups and samples are both named"):
-        client.clear_fields(partition_id="train", data_fields=["ids"], keys=["a"], groups=["g"])
+        client.clear_fields("train", data_fields=["ids"], keys=["a"], groups=["g"])
     request = pb.ClearFieldsRequest(request_id=token_bytes(16), partition_id="train", keys=["a"])
     with pytest.raises(grpc.RpcError) as refused:
         server.controller.ClearFields(request)
@@ -204,7 +204,7 @@ def test_what_cannot_be_cleared_is_refused_and_changes_nothing(server: LiveServe
     assert client.clear_fields(meta.select_samples([]), data_fields=["ids"]) == 0
     assert snapshot(client) == before
     assert client.clear_fields(meta, data_fields=["ids", "images"], missing_ok=True) == ROWS
-    assert client.clear_fields(partition_id="trian", data_fields=["ids"], keys=["a"], missing_ok=True) == 0
+    assert client.clear_fields("trian", data_fields=["ids"], keys=["a"], missing_ok=True) == 0
 
 
 def test_a_repeat_gets_the_same_answer_though_the_field_is_forgotten(server: LiveServer, client: AnyClient) -> None:
@@ -215,21 +215,21 @@ def test_a_repeat_gets_the_same_answer_though_the_field_is_forgotten(server: Liv
     answers = [server.controller.ClearFields(request).cleared_count for _ in range(2)]
     assert answers == [ROWS, ROWS]
     assert [field.spec.name for field in client.describe_partition("train").fields] == ["ids"]
-    client.put({"image": images()}, partition_id="train", keys=list("abcd"))
+    client.put("train", {"image": images()}, keys=list("abcd"))
     assert server.controller.ClearFields(request).cleared_count == ROWS
     assert client.check_production("train", ["image"]).produced_count == ROWS
 
 
 def test_fields_of_groups_are_cleared_by_the_names_of_groups(client: AnyClient) -> None:
     client.create_partition("train", fields=[tq.FieldSpec("pixels", scope="group")])
-    client.put_groups({"pixels": images(0, 3)}, partition_id="train", groups=["g", "h", "later"])
+    client.put_groups("train", {"pixels": images(0, 3)}, groups=["g", "h", "later"])
     meta = put_train(client)
     before = snapshot(client)
     for selection in (
-        {"metadata": meta},
-        {"partition_id": "train", "where": [("total_lengths", ">", 0)]},
-        {"partition_id": "train", "groups": ["g"], "where": [("total_lengths", ">", 0)]},
-        {"partition_id": "train", "groups": ["g"], "rollouts": ["r"]},
+        {"target": meta},
+        {"target": "train", "where": [("total_lengths", ">", 0)]},
+        {"target": "train", "groups": ["g"], "where": [("total_lengths", ">", 0)]},
+        {"target": "train", "groups": ["g"], "rollouts": ["r"]},
     ):
         with pytest.raises(
             tq.errors.InvalidArgumentError, match=r"'pixels' .* has group scope.* name groups"
@@ -238,15 +238,15 @@ def test_fields_of_groups_are_cleared_by_the_names_of_groups(client: AnyClient) 
         assert raised.value.field == "data_fields"
     assert snapshot(client) == before
     used = client.describe_partition("train").used_bytes
-    assert client.clear_fields(partition_id="train", groups=["g", "later", "none"], data_fields=["pixels", "ids"]) == 4
+    assert client.clear_fields("train", groups=["g", "later", "none"], data_fields=["pixels", "ids"]) == 4
     assert client.describe_partition("train").used_bytes == used - 2 * IMAGE_BYTES - 2 * 8
     found, _ = client.lookup_samples("train")
     assert found.produced["pixels"].tolist() == [False, False, True, True]
     assert found.produced["ids"].tolist() == [False, False, True, True]
-    client.put({"ids": torch.tensor([9])}, partition_id="train", groups=["later"])
+    client.put("train", {"ids": torch.tensor([9])}, groups=["later"])
     with pytest.raises(tq.errors.CellNotFoundError, match="'pixels'"):
-        client.get_data(partition_id="train", global_indexes=[0], data_fields=["pixels"])
-    client.put_groups({"pixels": images(9, 1)}, partition_id="train", groups=["g"], existing=True)
+        client.get_data("train", global_indexes=[0], data_fields=["pixels"])
+    client.put_groups("train", {"pixels": images(9, 1)}, groups=["g"], existing=True)
     assert client.get_data(meta.select_samples([0, 1]), data_fields=["pixels"])["pixels"][:, 0].tolist() == [9, 9]
 
 
@@ -255,8 +255,8 @@ def test_many_samples_and_groups_are_cleared_in_parts(client: AnyClient, monkeyp
     monkeypatch.setattr(lookup, "_PUTS_CLEARED_AT_ONCE", 3)
     client.create_partition("train", fields=[tq.FieldSpec("pixels", scope="group")])
     names = [f"g{number}" for number in range(400)]
-    client.put_groups({"pixels": torch.zeros(400)}, partition_id="train", groups=names)
-    client.put({"ids": torch.zeros(2000), "x": torch.zeros(2000)}, partition_id="train", groups=names * 5)
+    client.put_groups("train", {"pixels": torch.zeros(400)}, groups=names)
+    client.put("train", {"ids": torch.zeros(2000), "x": torch.zeros(2000)}, groups=names * 5)
     real, sizes = Catalog.commit, []
 
     def commit(catalog: Catalog, change: Change) -> Any:
@@ -265,7 +265,7 @@ def test_many_samples_and_groups_are_cleared_in_parts(client: AnyClient, monkeyp
         return real(catalog, change)
 
     monkeypatch.setattr(Catalog, "commit", commit)
-    assert client.clear_fields(partition_id="train", groups=names, data_fields=["pixels", "ids"]) == 2400
+    assert client.clear_fields("train", groups=names, data_fields=["pixels", "ids"]) == 2400
     assert max(rows for rows, _ in sizes) <= 700
     assert max(groups for _, groups in sizes) == 3
     assert client.describe_partition("train").used_bytes == 2000 * 4
@@ -276,7 +276,7 @@ def test_what_was_cleared_stays_so_over_restarts_and_checkpoints(start_server: S
     server = start_server(**settings)
     client = server.client()
     meta = put_train(client)
-    client.put({"late": torch.arange(ROWS)}, metadata=meta)
+    client.put(meta, {"late": torch.arange(ROWS)})
     client.clear_fields(meta.select_samples([0, 1]), data_fields=["image"])
     client.checkpoint("one")
     client.clear_fields(meta, data_fields=["late"])
@@ -288,7 +288,7 @@ def test_what_was_cleared_stays_so_over_restarts_and_checkpoints(start_server: S
         assert ("late" in found.produced) == has_late
         with pytest.raises(tq.errors.CellNotFoundError):
             client.get_data(meta, data_fields=["image"])
-        kept = client.get_data(partition_id="train", keys=["c", "d"], data_fields=["image", "ids"])
+        kept = client.get_data("train", keys=["c", "d"], data_fields=["image", "ids"])
         assert (kept["image"][:, 0].tolist(), kept["ids"].tolist()) == ([2, 3], [2, 3])
 
     check(client, has_late=False)

@@ -179,7 +179,7 @@ UNKNOWN_NAMES = [
               "'scores'", "'score'"),
     not_found("field, clear", lambda c, m: c.clear_fields(m, data_fields=["scores"]), FieldNotFoundError,
               "'scores'", "'score'"),
-    not_found("key, get", lambda c, m: c.get_data(partition_id="train", keys=["k1", "k9"]), KeyNotFoundError,
+    not_found("key, get", lambda c, m: c.get_data("train", keys=["k1", "k9"]), KeyNotFoundError,
               "'k9'", "'k3'", "skip_missing (in Python: missing='skip')"),
     not_found("key, put", put({"score": torch.zeros(1, 3)}, keys=["k9"], key_mode="existing"), KeyNotFoundError,
               "'k9'", "'k3'", "key_mode upsert"),

@@ -232,7 +232,7 @@ def test_a_cell_takes_so_many_appends_and_then_one_put(client: AnyClient, monkey
 def test_arguments_that_cannot_be_meant(client: AnyClient, arguments: dict[str, Any], problem: str) -> None:
     slots = slots_of(client, 2)
     with pytest.raises(tq.errors.InvalidArgumentError, match=problem):
-        client.append(**{"data": {"tokens": [[1], [2]]}, "metadata": slots, "at": [0, 0]} | arguments)
+        client.append(slots, **{"data": {"tokens": [[1], [2]]}, "at": [0, 0]} | arguments)
     with pytest.raises(tq.errors.InvalidArgumentError, match="data_fields is empty"):
         client.truncate(slots, to=[0, 0], data_fields=[])
     assert client.append(slots.select_samples([]), {"tokens": torch.zeros(0, 1)}, at=[]).size == 0

@@ -254,8 +254,8 @@ CHANGES: dict[str, Callable[[AnyClient, tq.BatchMeta], Any]] = {
     "acknowledged by a put": lambda c, meta: c.put(meta, ack=True),
     "custom_meta with a put": lambda c, meta: c.put(meta, custom_meta={"reward": np.full(meta.size, 7.0)}),
     "custom_meta": lambda c, meta: c.set_custom_meta(meta, {"reward": np.full(meta.size, 7.0)}),
-    "held": lambda c, meta: c.put(metadata=meta, state="held"),
-    "failed": lambda c, meta: c.put(metadata=meta, state="failed"),
+    "held": lambda c, meta: c.put(meta, state="held"),
+    "failed": lambda c, meta: c.put(meta, state="failed"),
     "a cleared column": lambda c, meta: c.clear_fields(meta, data_fields=["y"]),
     "cleared": lambda c, meta: c.clear_samples(meta),
     "cleared where": lambda c, meta: c.clear_samples(meta, where=[("reward", ">", 0)]),
@@ -370,8 +370,8 @@ def test_writes_that_name_no_leased_claim_are_not_checked(client: AnyClient) -> 
 
 # Writes that are meant to pass, whoever has the samples.
 UNFENCED: dict[str, Callable[[AnyClient, tq.BatchMeta], Any]] = {
-    "values": lambda c, meta: c.put({"y": torch.full((meta.size,), 7)}, metadata=meta, fenced=False),
-    "a new column": lambda c, meta: c.put({"z": torch.full((meta.size,), 7)}, metadata=meta, fenced=False),
+    "values": lambda c, meta: c.put(meta, {"y": torch.full((meta.size,), 7)}, fenced=False),
+    "a new column": lambda c, meta: c.put(meta, {"z": torch.full((meta.size,), 7)}, fenced=False),
     "a cleared column": lambda c, meta: c.clear_fields(meta, data_fields=["z"], fenced=False),
     "custom_meta": lambda c, meta: c.set_custom_meta(meta, {"reward": np.full(meta.size, 7.0)}, fenced=False),
     "held": lambda c, meta: c.put(meta, state="held", fenced=False),

@@ -17,10 +17,10 @@ class AsyncClient(AsyncPartitionCalls, AsyncWorkCalls, AsyncPolicyCalls, AsyncWa
     timeout and any paths it was given. A token given as text is not pickled; the client takes it from the environment
     when it is unpickled.
 
-    `Client` is for threads. It opens channels on first use, and new ones after a fork. `AsyncClient` may be used by
-    several event loops of a process, even at the same time in several threads. Each loop has separate channels;
-    `aclose` in any of them closes all, and those of a closed loop are dropped. In a process forked from one that has
-    used an AsyncClient it raises PreconditionError: start processes by spawn.
+    The blocking client is for threads. It opens channels on first use, and new ones after a fork. The asyncio client
+    may be used by several event loops of a process, even at the same time in several threads. Each loop has separate
+    channels; closing it in any of them closes all, and those of a closed loop are dropped. In a process forked from one
+    that has used an asyncio client it raises PreconditionError: start processes by spawn.
 
     Args:
         address: "host:port", or a host alone for port 50051; None: the environment variable TQ_ADDRESS, else

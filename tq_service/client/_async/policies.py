@@ -191,8 +191,8 @@ class AsyncPolicyCalls(AsyncBase):
         Raises:
             InvalidArgumentError: a batch was never planned, or `dp_size` is out of its range.
             PartitionNotFoundError, TaskNotFoundError: the partition or task does not exist.
-            StaleIncarnationError: the partition was cleared and created again. StaleEpochError: the task has not
-                reached `epoch`.
+            StaleIncarnationError: the partition was cleared and created again.
+            StaleEpochError: the task has not reached `epoch`.
             SamplesClearedError: samples of batches after `trained` were released.
         """
         answer = await self._ask(

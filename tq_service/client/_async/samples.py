@@ -614,7 +614,7 @@ class AsyncSampleCalls(AsyncBase):
         state: StateGiven | None = None,
         timeout: float | None = None,
     ) -> BatchMeta:
-        """Create `row_count` samples without data; `put(..., metadata=...)` adds columns.
+        """Create `row_count` samples without data; `put` with the returned metadata adds columns.
 
         Args:
             partition_id: the partition; created on first use.

@@ -389,7 +389,7 @@ class ClaimCalls(Base):
         """Create slots before samples are generated: held samples without data, leased to this worker.
 
         Slots count towards the admissions of their partition and wait for capacity in order of arrival, as puts of new
-        samples do. Put the data with `put(data, metadata=slots, ack=True)`, which makes them live. Extend the lease for
+        samples do. Put the data with `put(slots, data, ack=True)`, which makes them live. Extend the lease for
         long work. Slots that are released without data are removed. A call that fails or is cancelled may have created
         slots; they are lost when their lease expires.
 
@@ -496,7 +496,8 @@ class ClaimCalls(Base):
             LeaseExpiredError: some of the samples (the message names them) are no longer leased to this worker, and
                 others may do the same work; none is acknowledged.
             InvalidArgumentError: `metadata` is not one leased claim, or splits a group.
-            PartitionNotFoundError: the partition was cleared. StaleIncarnationError: and created again.
+            PartitionNotFoundError: the partition was cleared.
+            StaleIncarnationError: the partition was cleared and created again.
         """
         check_leased(metadata)
         return self._ack(metadata, timeout)
@@ -516,7 +517,8 @@ class ClaimCalls(Base):
             LeaseExpiredError: the lease has already expired.
             PreconditionError: no samples of the claim are left.
             InvalidArgumentError: `metadata` is not one leased claim, or `lease` is not a positive number of seconds.
-            PartitionNotFoundError: the partition was cleared. StaleIncarnationError: and created again.
+            PartitionNotFoundError: the partition was cleared.
+            StaleIncarnationError: the partition was cleared and created again.
         """
         check_leased(metadata)
         answer = self._ask(

@@ -18,10 +18,10 @@ class Client(PartitionCalls, WorkCalls, PolicyCalls, WatchCalls):
     timeout and any paths it was given. A token given as text is not pickled; the client takes it from the environment
     when it is unpickled.
 
-    `Client` is for threads. It opens channels on first use, and new ones after a fork. `Client` may be used by
-    several event loops of a process, even at the same time in several threads. Each loop has separate channels;
-    `close` in any of them closes all, and those of a closed loop are dropped. In a process forked from one that has
-    used an Client it raises PreconditionError: start processes by spawn.
+    The blocking client is for threads. It opens channels on first use, and new ones after a fork. The asyncio client
+    may be used by several event loops of a process, even at the same time in several threads. Each loop has separate
+    channels; closing it in any of them closes all, and those of a closed loop are dropped. In a process forked from one
+    that has used an asyncio client it raises PreconditionError: start processes by spawn.
 
     Args:
         address: "host:port", or a host alone for port 50051; None: the environment variable TQ_ADDRESS, else

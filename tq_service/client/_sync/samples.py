@@ -613,7 +613,7 @@ class SampleCalls(Base):
         state: StateGiven | None = None,
         timeout: float | None = None,
     ) -> BatchMeta:
-        """Create `row_count` samples without data; `put(..., metadata=...)` adds columns.
+        """Create `row_count` samples without data; `put` with the returned metadata adds columns.
 
         Args:
             partition_id: the partition; created on first use.
@@ -880,10 +880,9 @@ class SampleCalls(Base):
 
     def clear_fields(
         self,
-        metadata: BatchMeta | None = None,
+        target: Target,
         *,
         data_fields: Iterable[str],
-        partition_id: str | None = None,
         keys: Iterable[str] | None = None,
         global_indexes: Iterable[int] | None = None,
         groups: Iterable[str] | None = None,
@@ -902,10 +901,9 @@ class SampleCalls(Base):
         a `write_once` field. So clear a field after its last reader.
 
         Args:
-            metadata: the samples; for other ways to select them see `clear_samples`.
+            target: the metadata of the samples, or the partition, with a selection as for `clear_samples`.
             data_fields: the fields, at least one.
-            partition_id: or the partition,
-            keys: with keys of samples,
+            keys: keys of samples,
             global_indexes: or their indexes,
             groups: or groups, whose samples lose the fields. Fields with group scope can be cleared only in this way,
                 without `where` and `task_name`, since all samples of a group share the value.
@@ -924,7 +922,7 @@ class SampleCalls(Base):
         Raises:
             PartitionNotFoundError: the partition does not exist.
             FieldNotFoundError: no sample ever had one of the fields.
-            StaleIncarnationError: the partition of `metadata` was cleared and created again.
+            StaleIncarnationError: the partition of the metadata was cleared and created again.
             LeaseExpiredError: samples of a leased claim are no longer this worker's, see `put`; nothing is cleared.
             TaskNotFoundError: `skipped_by` or `task_name` has not claimed samples of the partition yet.
             InvalidArgumentError: `data_fields` is empty, or has a field with group scope and the samples are not
@@ -933,8 +931,7 @@ class SampleCalls(Base):
         request = changed_samples(
             pb.ClearFieldsRequest,
             self._namespace,
-            metadata,
-            partition_id=partition_id,
+            target,
             keys=keys,
             global_indexes=global_indexes,
             groups=groups,
