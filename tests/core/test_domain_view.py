@@ -163,7 +163,7 @@ def test_blocks_stand_in_where_there_are_no_groups(train):
     clear(train, np.array([6]))
     assert groups(train, block_size=2, take_incomplete=True) == [[0, 1], [4], [7]]
     assert groups(train, block_size=4) == []
-    with pytest.raises(InvalidArgumentError, match="steps of 8") as caught:
+    with pytest.raises(InvalidArgumentError, match="multiples of 8") as caught:
         groups(train, block_size=3)
     assert caught.value.metadata["option"] == "n_samples_per_prompt"
 
@@ -461,7 +461,7 @@ def test_a_length_field_without_lengths_is_an_error_once_rows_wait_for_nothing_e
     look(length)  # both lack data too
     insert(train, 4, [dense("x"), column])
     look(LengthSource(key="n"))
-    with pytest.raises(MissingLengthError, match=f"'ids', which has {kind}; .* for samples 2, 3, 4 and others"):
+    with pytest.raises(MissingLengthError, match=f"'ids', which contains {kind}; .* for samples 2, 3, 4 and others"):
         look(length)
     consume(train, 2, 3, 4, 5)
     look(length)

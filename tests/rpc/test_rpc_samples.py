@@ -272,7 +272,7 @@ def test_another_run_does_not_overwrite_the_samples_of_a_sealed_partition(client
     for more in ({"keys": keys}, {"keys": ["b"]}, {"keys": keys, "key_mode": "upsert", "custom_meta": [{"v": 1}] * 2}):
         count = len(more["keys"])
         with pytest.raises(
-            tq.errors.PartitionSealedError, match=r"has field 'x' already, perhaps from another run.*existing"
+            tq.errors.PartitionSealedError, match=r"already has field 'x', perhaps from another run.*existing"
         ):
             client.put({"x": torch.zeros(count, dtype=torch.int64), "y": torch.zeros(count)}, **where, **more)
     found, _ = client.lookup_samples("train")
@@ -284,6 +284,6 @@ def test_another_run_does_not_overwrite_the_samples_of_a_sealed_partition(client
     client.put(**where, keys=keys, custom_meta=[{"v": 2}] * 2)
     client.put({"reward": torch.full((2,), 2.0)}, **where, keys=keys, key_mode="existing")
     client.put({"x": torch.tensor([5, 6])}, metadata=found)
-    with pytest.raises(tq.errors.PartitionSealedError, match="has field 'reward' already"):
+    with pytest.raises(tq.errors.PartitionSealedError, match="already has field 'reward'"):
         client.put({"reward": torch.ones(2)}, **where, keys=keys)
     assert client.get_data(client.lookup_samples("train")[0])["reward"].tolist() == [2.0, 2.0]
