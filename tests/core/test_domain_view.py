@@ -461,7 +461,7 @@ def test_a_length_field_without_lengths_is_an_error_once_rows_wait_for_nothing_e
     look(length)  # both lack data too
     insert(train, 4, [dense("x"), column])
     look(LengthSource(key="n"))
-    with pytest.raises(MissingLengthError, match=f"'ids', which contains {kind}; .* for samples 2, 3, 4 and others"):
+    with pytest.raises(MissingLengthError, match=f"'ids', which has {kind}; .* for samples 2, 3, 4 and others"):
         look(length)
     consume(train, 2, 3, 4, 5)
     look(length)

@@ -455,7 +455,7 @@ def test_a_length_field_without_lengths_is_an_error(client: AnyClient) -> None:
     with pytest.raises(MissingLengthError) as caught:
         client.get_meta(**asks)
     assert wire_code(caught.value) == CODE.INVALID_ARGUMENT
-    assert "length_field is 'x', which contains scalars" in str(caught.value)
+    assert "length_field is 'x', which has scalars" in str(caught.value)
     assert snapshot(client) == before
 
 

@@ -147,7 +147,7 @@ class Readiness:
     def has_length(self, rows: Rows) -> NDArray[np.bool_]:
         """Return a mask of the rows with a length for the sampler, even an invalid one.
 
-        An invalid token count fails only those claims that would deliver the row; see `lengths`.
+        An invalid token count fails only the claims that would deliver the row; see `lengths`.
         """
         source = self.key[2] or LengthSource()
         has_length = self.values_of(source.key, rows)[1]
@@ -176,7 +176,7 @@ class Readiness:
         return lengths
 
     def _refuse_length(self, rows: Rows, position: int, value: object) -> NoReturn:
-        """Reject the length value of one row."""
+        """Refuse the length value of one row."""
         column = (self.key[2] or LengthSource()).key
         raise InvalidArgumentError(
             f"custom_meta column {column!r} of sample {self.table.index[rows][position]} is {value!r:.80}; expected a "
@@ -924,8 +924,8 @@ class Search:
     def _miss(self) -> Miss:
         """Return a miss with the number of rows that must be written before another search can succeed."""
         self._check_length_field()
-        missing, is_closed = 1, self._partition.sealed or self._spec.finite  # or soon closed by a first sample
-        # Read from the class, so that no code of the sampler runs.
+        missing, is_closed = 1, self._partition.sealed or self._spec.finite  # or soon closed, by a first sample
+        # Read from the class, which runs no code of the sampler.
         needs_min_size = type(self._request.sampler).plans_below_min_size is not True
         if self._spec.evicts or self._rows.bound is not None:  # a single row may be evicted or awaited
             needs_min_size = False
@@ -942,9 +942,9 @@ class Search:
         )
 
     def _check_length_field(self) -> None:
-        """Raise an error instead of waiting for lengths that the field can never have and no sample has in custom_meta.
+        """Refuse to wait for lengths if the field can never have any and no sample has one in custom_meta.
 
-        Otherwise, claims wait, since missing lengths can still arrive with a put or with SetCustomMeta.
+        Otherwise claims wait: missing lengths can still arrive with a put or with SetCustomMeta.
         """
         rows = self._rows
         source = rows.key[2]
@@ -960,8 +960,8 @@ class Search:
         kind = "objects" if field.spec.layout is Layout.OBJECT else "scalars"
         named = ", ".join(map(str, rows.table.index[lacking[:_MOST_NAMED]].tolist()))
         raise MissingLengthError(
-            f"length_field is {source.field!r}, which contains {kind}; expected a field of tensors with a length, for "
-            f"samples {named}{' and others' if lacking.size > _MOST_NAMED else ''}. Use another field, or put the "
+            f"length_field is {source.field!r}, which has {kind}; expected a field of tensors with a length, for "
+            f"samples {named}{' and others' if lacking.size > _MOST_NAMED else ''}. Name another field, or put the "
             f"number of tokens into the custom_meta column {source.key!r}.",
             field="sampler_config",
             metadata={"partition_id": self._partition.partition_id, "column": source.key},

@@ -271,7 +271,7 @@ class CellTable:
         table: the rows.
         declared: fields that exist from the start.
         default_layout: layout of fields that are not declared, or declared without one.
-        groups: groups of the rows; they own the cells of fields declared with the scope "group".
+        groups: groups of the rows; they have the cells of fields declared with the scope "group".
 
     Attributes:
         fields: fields by name.
