@@ -120,7 +120,7 @@ async def test_rows_may_be_counted_by_any_column(client):
     assert (await client.insert("p", keys=np.array(["a", "b"]))).size == 2
     assert (await client.insert("p", custom_meta={"n": torch.arange(3)})).size == 3
     assert (await client.insert("p", groups=np.array(["g"] * 100))).size == 100
-    with pytest.raises(InvalidArgumentError, match="an empty put: got 0 samples"):
+    with pytest.raises(InvalidArgumentError, match="the put is empty: got 0 samples"):
         await client.insert("p", custom_meta={})
 
 
@@ -134,7 +134,7 @@ WRONG = [
     ({"keys": np.array(["a"] * 99 + ["\ud800"])}, "keys", r"keys\[99\] is '\\ud800', expected a string"),
     ({"keys": np.array([["a"], ["b"], ["c"]])}, "keys", r"keys\[0\] is \['a'\], expected a string"),
     ({"keys": "abc"}, "keys", "keys is 'abc', expected a list of strings"),
-    ({"keys": np.array(["a", "b", "a"])}, "keys", "key 'a' is given twice in one put"),
+    ({"keys": np.array(["a", "b", "a"])}, "keys", "key 'a' occurs twice in one put"),
     ({"keys": np.array(["a", "", "b"])}, "keys", "a key is empty"),
     ({"custom_meta": {"a": np.arange(3), "b": np.arange(2)}}, "custom_meta", r"custom_meta\['b'\] has 2 values"),
     ({"custom_meta": {"a": np.arange(2)}}, "custom_meta", "custom_meta is for 2 samples, expected 3"),
@@ -166,13 +166,13 @@ async def test_many_keys_are_looked_at_as_few_are(client):
     await client.put("p", {"x": np.arange(1000)}, keys=keys)
     twice, empty = keys.copy(), keys.copy()
     twice[998], empty[5] = keys[3], ""
-    for wrong, message in ((twice, "key 'prompt 3' is given twice"), (empty, "a key is empty")):
+    for wrong, message in ((twice, "key 'prompt 3' occurs twice"), (empty, "a key is empty")):
         with pytest.raises(InvalidArgumentError, match=message):
             await client.put("p", {"x": np.arange(1000)}, keys=wrong)
     other = np.array(["new", *keys[1:].tolist()])
     with pytest.raises(KeyNotFoundError, match="has no key 'new'"):
         await client.put("p", {"x": np.arange(1000)}, keys=other, key_mode="existing")
-    with pytest.raises(AlreadyExistsError, match="key 'prompt 1' is known"):
+    with pytest.raises(AlreadyExistsError, match="key 'prompt 1' already exists"):
         await client.put("p", {"x": np.arange(1000)}, keys=other, key_mode="new")
     meta = await client.put("p", {"x": -np.arange(1000)}, keys=other[::-1])
     assert meta.global_indexes == [*range(999, 0, -1), 1000]

@@ -108,13 +108,13 @@ async def test_a_batch_is_planned_once_its_version_is_published(kind, client, se
     not_yet = await client.get_meta(**RANK, batch_index=0, not_before_version=1, max_wait=0.0, explain=True)
     assert not_yet.status == "not_yet"
     assert not_yet.waiting_for.code == "VERSION_NOT_PUBLISHED"
-    assert "'default', which has no version" in not_yet.waiting_for.text
+    assert "'default', but no version is published" in not_yet.waiting_for.text
     other = make_client(kind, service, timeout=20)
     waits = asyncio.ensure_future(other.get_meta(**RANK, batch_index=0, not_before_version=1, max_wait=20.0))
     await client.publish_version(0)
     (reason,) = await explained(client)
     assert (reason.code, reason.waiting_count, reason.task_name) == ("VERSION_NOT_PUBLISHED", 1, "train")
-    assert "waits for version 1 of policy 'default', but version 0 is published" in reason.text
+    assert "waits for version 1 of policy 'default', but the published version is 0" in reason.text
     (wait,) = (await client.status()).waits
     assert wait.reason.code == "VERSION_NOT_PUBLISHED"
     (task,) = (await client.describe_partition("p")).tasks

@@ -67,7 +67,7 @@ async def test_what_cannot_be_asked_is_refused(client):
     assert raised.value.field == "where"
     with pytest.raises(tq.errors.InvalidArgumentError, match="holds int64 values"):
         await client.clear_samples("p", where=[("version", "==", "x")])
-    with pytest.raises(tq.errors.InvalidArgumentError, match="groups and samples are both named"):
+    with pytest.raises(tq.errors.InvalidArgumentError, match="groups and samples are both set"):
         await client.clear_samples("p", keys=["k0"], groups=["a"])
     with pytest.raises(tq.errors.InvalidArgumentError, match="task_name is ''"):
         await client.lookup_samples("p", task_name="")

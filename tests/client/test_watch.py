@@ -196,7 +196,7 @@ async def test_a_watch_that_missed_too_much_starts_over_or_fails_as_compacted(ki
             assert table.reset_count == 2
             assert table.state() == await listed_state(client)
         async with watching(client.watch(revision=listed)) as stale:
-            with pytest.raises(tq.errors.CompactedError, match=f"the revision {listed.number} is too old"):
+            with pytest.raises(tq.errors.CompactedError, match=f"revision {listed.number} is too old"):
                 await next_update(stale)
         await client.aclose()
 

@@ -635,9 +635,7 @@ def test_a_data_directory_of_another_controller_is_refused(
     alone = start_server(role="controller", data_dir=tmp_path / "alone", internal_secret_file=tmp_path / "secret")
     alone.client().create_partition("train")
     alone.stop()
-    with pytest.raises(
-        tq.errors.DataDirError, match=r"another controller than cluster 'test'.*name an empty directory"
-    ):
+    with pytest.raises(tq.errors.DataDirError, match=r"a controller outside cluster 'test'.*use an empty directory"):
         start_controller("alone")
 
 

@@ -705,7 +705,9 @@ class Driver:
         elif not isinstance(error, SamplesClearedError):
             assert isinstance(error, InvalidArgumentError), error
             assert call.asking.grouped
-            assert any(reason in str(error) for reason in ("which is not split", "samples were put in steps")), error
+            assert any(reason in str(error) for reason in ("which is not split", "samples were put in multiples")), (
+                error
+            )
 
     def _check_rows(self):
         model, partition = self.model, self.partition

@@ -460,7 +460,7 @@ async def test_blocks_are_refused_where_puts_do_not_fit_them(bench):
     sampler = GRPOGroupNSampler(n_samples_per_prompt=2)
     assert rows(await finished(bench.ask((0, 1, 0), sampler=sampler))) == [0, 1]
     bench.insert(3)
-    with pytest.raises(InvalidArgumentError, match="steps of 1"):
+    with pytest.raises(InvalidArgumentError, match="multiples of 1"):
         await bench.ask((0, 1, 1), sampler=sampler)
 
 

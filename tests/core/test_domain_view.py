@@ -169,7 +169,7 @@ def test_blocks_stand_in_where_there_are_no_groups(train):
     clear(train, np.array([6]))
     assert groups(train, block_size=2, take_incomplete=True) == [[0, 1], [4], [7]]
     assert groups(train, block_size=4) == []
-    with pytest.raises(InvalidArgumentError, match="steps of 8") as caught:
+    with pytest.raises(InvalidArgumentError, match="multiples of 8") as caught:
         groups(train, block_size=3)
     assert caught.value.metadata["option"] == "n_samples_per_prompt"
 

@@ -142,7 +142,7 @@ def test_a_column_that_a_snapshot_does_not_have_takes_its_fill(path, caplog):
     assert again.priority[:4].tolist() == [5] * 4
     assert again.shelf[:4].tolist() == [None] * 4
     assert [record.getMessage() for record in caplog.records] == [
-        f"snapshot lacks a column; all its rows get the default partition=train {column}"
+        f"snapshot lacks a column; set its rows to the default partition=train {column}"
         for column in ("table=rows column=priority default=5", "table=puts column=shelf default=None")
     ]
 
@@ -245,7 +245,7 @@ def test_an_unknown_fact_was_written_by_a_newer_version(path):
     ("kind", "value", "error"),
     [
         ("Colors", {}, "unknown kind 'Colors'"),
-        ("Header", {"format_version": snapshot_module.FORMAT_VERSION + 1}, "its format has version"),
+        ("Header", {"format_version": snapshot_module.FORMAT_VERSION + 1}, "its format version is"),
         ("Header", {"format_version": snapshot_module.FORMAT_VERSION, "is_blue": True}, "'is_blue'"),
     ],
 )

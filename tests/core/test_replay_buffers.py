@@ -96,7 +96,7 @@ async def test_what_is_in_use_stays_and_then_puts_wait():
     catalog, train = buffer(4, **DROPS)
     await put(catalog, [1, 2, 3, 4])
     assert set((await batch(catalog, 0, 64)).rows.tolist()) == {0, 1, 2, 3}, "all are in a batch"
-    with pytest.raises(AdmissionLimitError, match="would have 5 samples new, held, leased, incomplete or in batches"):
+    with pytest.raises(AdmissionLimitError, match="would have 5 samples that cannot be dropped"):
         await put(catalog, [9])
     waiting = asyncio.ensure_future(put(catalog, [9], wait=30.0))
     await turns()
@@ -140,7 +140,7 @@ async def test_rollouts_go_whole_once_they_are_closed():
     await put(catalog, [5], rollouts=["b"], groups=["g"], ends_rollouts=True)
     await put(catalog, [9], rollouts=["c"], ends_rollouts=True)
     assert present(train) == [0, 1, 3], "a is lower, but open"
-    with pytest.raises(AdmissionLimitError, match="3 rollouts new, held"):
+    with pytest.raises(AdmissionLimitError, match="3 rollouts that cannot be dropped"):
         await put(catalog, [9, 9], rollouts=["d", "e"])
     update(catalog, [1], ends_rollouts=True)
     await put(catalog, [9, 9], rollouts=["d", "e"], ends_rollouts=True)
@@ -225,7 +225,7 @@ async def test_batches_wait_for_inserts_and_puts_for_deliveries():
     assert isinstance(await batch(catalog, 0, 2), NotYet), "fewer than min_size_to_sample"
     await put(catalog, [1] * 3)  # 2 * (6 - 4) = 4 deliveries are due, at most 4 behind
     with pytest.raises(
-        AdmissionLimitError, match=r"task 't' got 0 samples, and 6 were inserted into partition 'train'"
+        AdmissionLimitError, match=r"task 't' received 0 samples, and 6 were inserted into partition 'train'"
     ):
         await put(catalog, [1])
     for index in range(4):  # 8 deliveries, at most 4 ahead
@@ -270,13 +270,11 @@ async def test_released_deliveries_count_no_more():
 
 async def test_batches_that_never_fit_are_refused():
     catalog, _ = buffer(1000, samples_per_insert=1.0, error_buffer=2)
-    with pytest.raises(
-        InvalidArgumentError, match=r"batch_size makes a batch of 5 samples over all ranks, expected at most 4"
-    ):
+    with pytest.raises(InvalidArgumentError, match=r"batch_size yields 5 samples over all ranks; at most 4"):
         await batch(catalog, 0, 5)
     await put(catalog, [1] * 5, groups=["a"] * 5, group_size=5)
     await batch(catalog, 0, 1, batch_unit="group")
-    with pytest.raises(InvalidArgumentError, match="makes a batch of 5 samples"):
+    with pytest.raises(InvalidArgumentError, match="yields 5 samples"):
         await batch(catalog, 1, 1, batch_unit="group")
     with pytest.raises(AdmissionLimitError, match="split the put"):
         await put(catalog, [1] * 6)

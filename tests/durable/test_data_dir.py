@@ -90,7 +90,9 @@ def test_a_second_opening_is_refused_until_the_first_is_closed(tmp_path: Path) -
     before = open_files()
     data_dir = DataDir.open(tmp_path)
     for _ in range(2):
-        with pytest.raises(DataDirError, match=rf"{tmp_path} is in use by process {os.getpid()} on .*; stop it first"):
+        with pytest.raises(
+            DataDirError, match=rf"{tmp_path} is in use by process {os.getpid()} on .*; stop that process first"
+        ):
             DataDir.open(tmp_path)
     data_dir.close()
     data_dir.close()
@@ -113,7 +115,7 @@ def test_an_earlier_format_is_refused_and_not_taken_for_an_empty_directory(tmp_p
     DataDir.open(tmp_path).close()
     path = tmp_path / "identity.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "format_version": FORMAT_VERSION - 1}))
-    with pytest.raises(DataDirError, match=f"has format {FORMAT_VERSION - 1}, which this version .* reads no more"):
+    with pytest.raises(DataDirError, match=f"has format {FORMAT_VERSION - 1}, which this version .* no longer reads"):
         DataDir.open(tmp_path)
 
 
@@ -157,7 +159,7 @@ def test_a_lost_identity_is_not_made_up(tmp_path: Path) -> None:
     journal.close()
     data_dir.close()
     (tmp_path / "identity.json").unlink()
-    with pytest.raises(DataDirError, match=r"has a journal or snapshots, but no identity\.json"):
+    with pytest.raises(DataDirError, match=r"contains a journal or snapshots, but no identity\.json"):
         DataDir.open(tmp_path)
 
 
@@ -179,7 +181,7 @@ def test_an_identity_is_replaced_whole(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_a_place_that_cannot_be_written_to_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(DataDirError, match=r"cannot be used: .* name a directory that this user may write to"):
+    with pytest.raises(DataDirError, match=r"cannot be used: .* use a directory that this user may write to"):
         DataDir.open(tmp_path / "file")
     with pytest.raises(DataDirError, match="cannot be used: Not a directory"):
         DataDir.open(tmp_path / "file" / "data")

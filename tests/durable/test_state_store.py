@@ -285,7 +285,7 @@ def test_what_is_restored_is_there_after_a_failure_or_nothing_of_it(tmp_path, mo
                     lambda now: replace(now, partitions=snapshots, answers=()), lambda: seen.append("restored")
                 )
             except DiskFullError as error:
-                assert "restore it again" in str(error)
+                assert "restore again" in str(error)
         return seen
 
     seen, (after, _) = lives(tmp_path, restore, look)

@@ -279,9 +279,9 @@ def test_changes_wait_while_what_is_restored_is_written(durable, monkeypatch):
     original, seen = StateStore._write_to_disk, []
 
     def write(store, number, snapshot):
-        with pytest.raises(tq.errors.UnavailableError, match="taking the place"):
+        with pytest.raises(tq.errors.UnavailableError, match="is replacing partitions"):
             put(durable.client(timeout=0.2), "train", 30, 1)
-        with pytest.raises(tq.errors.UnavailableError, match="taking the place"):
+        with pytest.raises(tq.errors.UnavailableError, match="is replacing partitions"):
             durable.client(timeout=0.2).get_meta(partition_id="train", task_name="t", batch_size=1, **ASK)
         seen.append(facts(client))
         seen.append(pool.submit(put, other, "train", 40, 1))

@@ -61,7 +61,7 @@ def test_results_are_there_and_the_samples_done(start_server: StartServer, clien
     client.put(meta, scores(meta, 2), ack=True)  # once more is fine: the samples are the worker's own
     assert progress(client) == (4, 0)
     assert client.describe_partition("train").held_count == 0  # as no state was given
-    with pytest.raises(tq.errors.PreconditionError, match="nothing is left"):
+    with pytest.raises(tq.errors.PreconditionError, match="no outstanding samples"):
         client.extend(meta, LONG)
 
 
@@ -174,7 +174,7 @@ def test_groups_are_acknowledged_whole_also_by_puts_of_one_moment(server: LiveSe
 
     parted = server.loop.run(put_parts([[number] for number in range(8)]))
     assert all(
-        isinstance(each, tq.errors.InvalidArgumentError) and "1 of its 2 samples are named" in str(each)
+        isinstance(each, tq.errors.InvalidArgumentError) and "only 1 of its 2 samples are listed" in str(each)
         for each in parted
     )
     assert progress(client) == (8, 8)

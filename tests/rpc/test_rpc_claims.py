@@ -101,13 +101,13 @@ def test_groups_of_neighbours_begin_anywhere_where_a_claim_says_so(client: AnyCl
     put_rows(client, 6)
     second = client.lookup_samples("train")[0].select_samples([1])
     asks: dict[str, Any] = {**ASKS, "sampler": "grpo_group_n", "batch_size": 6, "min_batch_size": 1}
-    with pytest.raises(tq.errors.InvalidArgumentError, match="blocks 'anywhere'"):
+    with pytest.raises(tq.errors.InvalidArgumentError, match="blocks to 'anywhere'"):
         client.get_meta(**asks, sampler_config={"n_samples_per_prompt": 3}, max_wait=0.0)
     asks["sampler_config"] = {"n_samples_per_prompt": 3, "blocks": "anywhere"}
     client.put(second, state="held")
     got = client.get_meta(**asks, lease=60.0)
     assert got.global_indexes == [2, 3, 4]
-    with pytest.raises(tq.errors.InvalidArgumentError, match="are a group"):
+    with pytest.raises(tq.errors.InvalidArgumentError, match="form one group"):
         client.ack(got.select_samples([0]))
     assert client.ack(got) == 3
     client.put(second, state="live")

@@ -184,7 +184,7 @@ UNKNOWN_NAMES = [
     not_found("key, put", put({"score": torch.zeros(1, 3)}, keys=["k9"], key_mode="existing"), KeyNotFoundError,
               "'k9'", "'k3'", "key_mode upsert"),
     not_found("sample, get", lambda c, m: c.get_data("train", global_indexes=[1, 99]),
-              SampleNotFoundError, "99", "4 of 4"),
+              SampleNotFoundError, "99", "4 of its 4"),
     not_found("cell", lambda c, m: c.get_data("train", keys=["k1", "k2"], data_fields=["reward"]),
               CellNotFoundError, "'reward'", "'k2'", "(in Python: missing='skip', missing_fields='skip')",
               prepare=lambda c, m: c.put(m.select_samples([1]), {"reward": torch.zeros(1)})),
@@ -263,7 +263,7 @@ WRONG_PUTS = [
             "1 samples", "2"),
     invalid("rows of existing samples", lambda c, m: c.put(m, {"score": torch.zeros(3, 3)}),
             "data", "metadata has 4 samples", "field 'score' has 3 rows"),
-    invalid("keys twice", put({"score": torch.zeros(2, 3)}, keys=["a", "a"]), "keys", "'a'", "unique"),
+    invalid("keys twice", put({"score": torch.zeros(2, 3)}, keys=["a", "a"]), "keys", "'a'", "occurs twice"),
     invalid("empty key", put({"score": torch.zeros(2, 3)}, keys=["a", ""]), "keys", "empty"),
     invalid("empty put", put({"score": torch.zeros(0, 3)}), "data", "0 rows", "at least one"),
     invalid("no columns", put({}), "data", "no fields", "at least one"),
@@ -517,7 +517,7 @@ def test_calls_that_wait_end_when_their_partition_is_cleared(client: AnyClient, 
             assert wire_code(error) == CODE.FAILED_PRECONDITION
             assert reason_of(rpc_error_of(error)) == "PARTITION_CLEARED"
             assert "'train'" in str(error)
-            assert "ask again" in str(error)
+            assert "repeat the call" in str(error)
 
 
 def test_a_put_larger_than_the_quota_is_refused_at_once(start_server: StartServer, client_kind: ClientKind) -> None:

@@ -355,5 +355,5 @@ def test_failing_samples_gives_places_back_and_is_checked_against_the_lease(clie
     assert client.describe_partition("train").live_count == 4
     with pytest.raises(tq.errors.PartitionNotFoundError):
         client.fail_samples("nowhere", keys=["a"])
-    with pytest.raises(tq.errors.InvalidArgumentError, match="groups and samples are both named"):
+    with pytest.raises(tq.errors.InvalidArgumentError, match="groups and samples are both set"):
         client.fail_samples("train", keys=["a"], groups=["g"])

@@ -96,7 +96,7 @@ def test_leases_and_what_is_consumed(client: AnyClient) -> None:
     assert client.get_meta(partition_id="p", **ASKED).status == "batch"
     reason = why(client, batch_size=1)
     assert (reason.code, reason.left_count, reason.ready_count) == (WaitCode.ALL_CONSUMED, 0, 0)
-    assert "4 of them under a lease, and the partition is open; put more, or seal it" in reason.text
+    assert "4 of them under a lease, and the partition is open; put more, or seal the partition" in reason.text
     client.seal_partition("p")
     sealed = why(client, batch_size=1)
     assert (sealed.code, sealed.sealed) == (WaitCode.ALL_CONSUMED, True)
@@ -130,8 +130,8 @@ def test_groups_that_declared_no_size_are_named(client: AnyClient, sampler: str)
     assert (reason.code, reason.ready_count) == (WaitCode.GROUPS_INCOMPLETE, 0)
     assert lacks(reason) == {("group", "", 8)}
     assert (
-        "groups 'a', 'b', 'c' and 1 others declared no size, so more members may come: put them with a group_size, "
-        "close the groups, or seal the partition" in reason.text
+        "groups 'a', 'b', 'c' and 1 others lack a declared size, so more members may be put; put them with a "
+        "group_size, close the groups, or seal the partition" in reason.text
     )
     client.close_groups("p", [*"abcd"])
     assert client.get_meta(partition_id="p", task_name="t", data_fields=["x"], max_wait=0, **asks).status == "batch"
@@ -272,8 +272,8 @@ def test_what_is_lost_with_its_group_is_called_so_counted_at_once_and_cleared_by
     assert "not ready" not in reason.text
     status = client.check_consumption("p", "t")
     assert (status.consumed_count, status.skipped_count) == (0, 4)
-    client.put("p", {"x": np.arange(4)}, groups=["b"] * 4, timeout=10.0, **group)  # which the limit lets in
-    with pytest.raises(tq.errors.InvalidArgumentError, match="skipped_by is 't', but samples or groups are named too"):
+    client.put({"x": np.arange(4)}, groups=["b"] * 4, timeout=10.0, **group)  # which the limit lets in
+    with pytest.raises(tq.errors.InvalidArgumentError, match="skipped_by is 't', but samples or groups are set too"):
         client.clear_samples("p", groups=["a"], skipped_by="t")
     with pytest.raises(tq.errors.TaskNotFoundError):
         client.clear_samples("p", skipped_by="u")
@@ -294,8 +294,8 @@ def test_a_put_that_waits_for_what_where_rules_out_says_so(client: AnyClient) ->
         put = threads.submit(client.put, "p", {"x": np.arange(4)}, **newer)
         while not ((reasons := client.explain("p")) and reasons[0].waiting_put_count):
             time.sleep(0.01)
-        assert "this is a deadlock unless samples that fit still come" in reasons[0].put_waits_for
-        assert "4 samples are ruled out by its where (version); clear these" in reasons[0].put_waits_for
+        assert "this is a deadlock unless samples that fit are still put" in reasons[0].put_waits_for
+        assert "4 samples are excluded by its where (version); clear these" in reasons[0].put_waits_for
         assert client.clear_samples("p", where=[("version", "<", 1)]) == 4
         put.result()
         assert waiting.result().status == "batch"

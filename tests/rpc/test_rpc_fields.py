@@ -381,7 +381,7 @@ def test_samples_that_failed_are_named_though_their_fields_went_with_them(client
     meta = client.get_meta(partition_id="train", task_name="t", data_fields=["x"], batch_size=4)
     client.put(meta.select_samples(range(count)), state="failed")
     with pytest.raises(
-        tq.errors.CellNotFoundError, match=r"sample 0 .* has no 'x', and never will: the sample has failed"
+        tq.errors.CellNotFoundError, match=r"sample 0 .* has no 'x' and never will, since the sample has failed"
     ):
         client.get_data(meta)
     assert client.get_data(meta, missing="skip")["x"].tolist() == list(range(count, 4))

@@ -204,7 +204,7 @@ def test_groups_that_get_no_samples_go_by_name_and_with_the_seal(client: AnyClie
     client.seal_partition("train")
     assert status_of(client).used_bytes == 404
     client.put_groups("train", {"pixels": torch.zeros(1, 100)}, groups=["b"])
-    with pytest.raises(tq.errors.PartitionSealedError, match="is sealed without a group 'c'"):
+    with pytest.raises(tq.errors.PartitionSealedError, match="is sealed and has no group 'c'"):
         client.put_groups("train", {"pixels": torch.ones(2, 100)}, groups=["b", "c"])
     assert client.get_data("train", global_indexes=[0])["pixels"].sum() == 0
 
@@ -229,7 +229,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(client: AnyClient) -> 
         client.put_groups("other", {"pixels": row}, groups=["a"])
     with pytest.raises(tq.errors.InvalidArgumentError, match="scope 'groups' is unknown; use one of row, group"):
         tq.FieldSpec("pixels", scope="groups")
-    with pytest.raises(tq.errors.AlreadyExistsError, match=r"with other settings: .*one per group"):
+    with pytest.raises(tq.errors.AlreadyExistsError, match=r"with different settings: .*one per group"):
         client.create_partition("train", fields=[tq.FieldSpec("pixels")])
     assert status_of(client).used_bytes == before.used_bytes
     assert status_of(client).fields == before.fields
@@ -285,8 +285,8 @@ def test_an_explanation_says_that_groups_lack_a_value(client: AnyClient) -> None
     meta = client.get_meta(**CLAIM, data_fields=["pixels"], min_batch_size=4, explain=True)
     (lack,) = meta.waiting_for.not_ready
     assert (lack.kind, lack.name, lack.sample_count) == ("field", "pixels", 5)
-    assert "5 lack field 'pixels' (their groups have no value yet" in meta.waiting_for.text
-    assert "3 of them have no group and never get a value)" in meta.waiting_for.text
+    assert "5 lack field 'pixels' (their groups lack a value" in meta.waiting_for.text
+    assert "3 of them are not in a group and will never have a value)" in meta.waiting_for.text
 
 
 def test_a_commit_of_groups_says_nothing_of_samples(start_server: StartServer) -> None:

@@ -183,7 +183,7 @@ def test_a_retry_after_the_lease_is_told_so(server: LiveServer) -> None:
     request = pb.GetMetaRequest(request_id=os.urandom(16), **{**ASKS, "batch_size": 1}, lease=to_duration(SHORT))
     assert server.controller.GetMeta(request).meta.global_indexes == [0]
     meta = client.get_meta(**ASKS, batch_size=1, lease=LONG, max_wait=20.0)
-    with pytest.raises(Exception, match="ran out") as refused:
+    with pytest.raises(Exception, match="expired") as refused:
         server.controller.GetMeta(request)
     assert "FAILED_PRECONDITION" in str(refused.value)
     assert client.ack(meta) == 1
@@ -194,7 +194,7 @@ def test_groups_are_acknowledged_and_come_back_whole(client: AnyClient) -> None:
     asks = {**ASKS, "batch_unit": "group", "sampler": "grpo_group_n", "sampler_config": {"n_samples_per_prompt": 2}}
     meta = client.get_meta(**asks, batch_size=3, lease=LONG)
     for call in (client.ack, client.release):
-        with pytest.raises(tq.errors.InvalidArgumentError, match="2, 3 are a group"):
+        with pytest.raises(tq.errors.InvalidArgumentError, match="2, 3 form one group"):
             call(meta.select_samples([0, 1, 2]))
     assert client.check_consumption("train", "t").leased_count == 6
     assert client.ack(meta.select_samples([0, 1])) == 2
@@ -498,7 +498,7 @@ def test_leases_that_mean_nothing_are_refused(client: AnyClient, name: str) -> N
 @pytest.mark.parametrize(
     ("lease", "says"),
     [
-        (None, "lease is 0.0; give a positive number of seconds"),
+        (None, "lease is 0.0; expected a positive number of seconds"),
         ({}, "lease is 0.0"),
         ({"seconds": -1}, "lease is -1.0"),
         ({"nanos": -1}, "lease is -1e-09"),

@@ -344,7 +344,7 @@ def test_a_large_put_with_names_is_there_whole(client: AnyClient) -> None:
     found, missing = client.lookup_samples("train", keys)
     assert (missing, found.groups) == ([], keys)
     assert client.get_data(found)["x"].tolist() == [-number for number in range(count)]
-    with pytest.raises(tq.errors.InvalidArgumentError, match="'k7' is given twice"):
+    with pytest.raises(tq.errors.InvalidArgumentError, match="'k7' occurs twice"):
         client.insert("train", keys=[*keys[1:], "k7"])
     with pytest.raises(tq.errors.AlreadyExistsError, match="k0"):
         client.insert("train", keys=keys)

@@ -331,7 +331,9 @@ def test_values_for_a_failed_sample_are_dropped_and_its_state_stays(server: Live
     assert again.global_indexes == made.global_indexes
     error = refused(lambda: locate(server, keys=["b", "a"], data_fields=["v"]))
     assert (error.code(), reason_of(error)) == (CODE.NOT_FOUND, "CELL_NOT_FOUND")
-    assert "sample 0 (key 'a') of partition 'p' has no 'v', and never will: the sample has failed" in error.details()
+    assert (
+        "sample 0 (key 'a') of partition 'p' has no 'v' and never will, since the sample has failed" in error.details()
+    )
     found = locate(server, keys=["b", "a"], data_fields=["v"], skip_missing=True)
     assert (found.global_indexes, get(server, found).values) == ([1], numbers(6))
     revived = put_request([column("v", numbers(5))], 1, keys=one, state=meta_pb.SAMPLE_STATE_LIVE)

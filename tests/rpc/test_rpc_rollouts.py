@@ -107,7 +107,7 @@ def test_a_queue_worker_has_whole_rollouts(client: AnyClient) -> None:
     put_agents(client)
     claim = client.get_meta(**ASKS | {"batch_size": 2}, batch_unit="rollout", lease=60.0)
     assert (claim.rollouts, claim.totals) == (["r0", "r1", "r1", "r1"], ())
-    with pytest.raises(tq.errors.InvalidArgumentError, match="are a group; 1 of its 3 samples are named"):
+    with pytest.raises(tq.errors.InvalidArgumentError, match="form one group, but only 1 of its 3 samples are listed"):
         client.ack(claim.select_samples([1]))
     client.release(claim.select_samples([1, 2, 3]))
     client.ack(claim.select_samples([0]))
@@ -341,7 +341,7 @@ def test_totals_need_a_number_of_each_sample(client: AnyClient) -> None:
         ranks(client, totals=["loss_tokens"])
     with pytest.raises(tq.errors.InvalidArgumentError, match="totals names 5 columns, expected at most 4"):
         ranks(client, totals=list("abcde"))
-    with pytest.raises(tq.errors.InvalidArgumentError, match="totals is a, which is for ranks"):
+    with pytest.raises(tq.errors.InvalidArgumentError, match="totals is a, but totals are only for ranks"):
         client.get_meta(**ASKS, totals=["a"])
     assert ranks(client)[0].totals[0].token_count is None  # sample 1 has no length
 

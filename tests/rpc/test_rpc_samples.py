@@ -268,7 +268,7 @@ def test_another_run_does_not_overwrite_the_samples_of_a_sealed_partition(client
     for more in ({"keys": keys}, {"keys": ["b"]}, {"keys": keys, "key_mode": "upsert", "custom_meta": [{"v": 1}] * 2}):
         count = len(more["keys"])
         with pytest.raises(
-            tq.errors.PartitionSealedError, match=r"has field 'x' already, perhaps from another run.*existing"
+            tq.errors.PartitionSealedError, match=r"already has field 'x', perhaps from another run.*existing"
         ):
             client.put("train", {"x": torch.zeros(count, dtype=torch.int64), "y": torch.zeros(count)}, **more)
     found, _ = client.lookup_samples("train")
@@ -280,6 +280,6 @@ def test_another_run_does_not_overwrite_the_samples_of_a_sealed_partition(client
     client.put("train", keys=keys, custom_meta=[{"v": 2}] * 2)
     client.put("train", {"reward": torch.full((2,), 2.0)}, keys=keys, key_mode="existing")
     client.put(found, {"x": torch.tensor([5, 6])})
-    with pytest.raises(tq.errors.PartitionSealedError, match="has field 'reward' already"):
+    with pytest.raises(tq.errors.PartitionSealedError, match="already has field 'reward'"):
         client.put("train", {"reward": torch.ones(2)}, keys=keys)
     assert client.get_data(client.lookup_samples("train")[0])["reward"].tolist() == [2.0, 2.0]

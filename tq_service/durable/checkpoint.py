@@ -1,15 +1,16 @@
 """Checkpoints: the state of a service at one moment and the bytes of all its samples, in one file.
 
-    PartitionPlan: which cells lie together --> CheckpointWriter: blocks, then the state
-    read_checkpoint: everything checked --> its blocks become puts --> relocate: partitions get these puts
+    PartitionPlan: groups cells into blocks --> CheckpointWriter: writes the blocks, then the state
+    read_checkpoint: checks everything --> its blocks become puts --> relocate: partitions refer to these puts
 
-A checkpoint is a directory with one file, `checkpoint.tqc`, which starts with the facts shown in lists. The file is
-written under a temporary name. Once complete and synced, it replaces the previous one in a single step, so the
-directory always has either the old or the new checkpoint. The remains of an unfinished one are overwritten next time.
+A checkpoint is a directory with one file, `checkpoint.tqc`, which starts with the facts that lists of checkpoints show.
+The file is written under a temporary name. Once complete and synced, it replaces the previous file in a single step, so
+the directory always contains either the old or the new checkpoint. The remains of an unfinished checkpoint are
+overwritten by the next one.
 
-A block holds cells of one storage service for fields that were put together, for samples in table order: a few MiB,
-from any number of puts. On restore it becomes one put. A million small puts thus come back as a few hundred, on any
-storage service with space. The puts of a restored partition are its blocks, in the order of the file.
+A block contains cells of one storage service for fields that were put together, for samples in table order: a few MiB,
+from any number of puts. On restore, a block becomes one put. A million small puts are thus restored as a few hundred,
+on any storage service with enough space. The puts of a restored partition are its blocks, in the order of the file.
 """
 
 from __future__ import annotations
@@ -78,17 +79,17 @@ _BAD_DIRECTORY: Final = frozenset(
 )  # fmt: skip
 BLOCK_BYTES: Final = 4 << 20
 _MOST_ROWS: Final = 1 << 16
-_MOST_PUTS: Final = 256  # finding the cells of this many holds the loop for about a millisecond
+_MOST_PUTS: Final = 256  # finding the cells of this many puts holds the loop for about a millisecond
 _CHAIN_COLUMNS: Final = ("cell", "previous", "depth")
 _BLOCK: Final = Put("", b"", b"")
 """Placeholder for a block that will become a put."""
 
 
 def checkpoint_path(checkpoint_dir: Path | None, name: str) -> Path:
-    """Return the path of a checkpoint's file, given the caller's name for it, below the directory of all checkpoints.
+    """Return the path of a checkpoint's file below the directory of all checkpoints, given the caller's name for it.
 
-    The operator controls the directory and the symlinks on the way to it. Below it, no path may lead out of it. A
-    process that can write to the directory itself could still replace a part of the path after this check; callers
+    The operator controls the directory and the symlinks on the way to it. Below the directory, no path may lead out of
+    it. A process that can write to the directory itself could still replace part of the path after this check; callers
     cannot.
 
     Raises:
@@ -147,8 +148,8 @@ def read_facts(path: Path) -> CheckpointFacts:
 
     Raises:
         SnapshotDamagedError: the file does not start like a checkpoint.
-        NewerVersionError: it was written by a newer version.
-        OSError: it cannot be read.
+        NewerVersionError: a newer version wrote the checkpoint.
+        OSError: the file cannot be read.
     """
     with reading(path, is_checkpoint=True) as reader:
         return _read_facts(reader)
@@ -163,7 +164,7 @@ def _read_facts(reader: SnapshotReader) -> CheckpointFacts:
 
 def _symlink(name: str, where: str) -> InvalidArgumentError:
     return InvalidArgumentError(
-        f"name is {name!r}, which leads through a symlink {where}; give another name, or have the link removed",
+        f"name is {name!r}, which leads through a symlink {where}; use another name, or have the link removed",
         field="name",
     )
 
@@ -173,11 +174,11 @@ class Block:
     """Cells of one storage service that are read together and become one put when the checkpoint is restored.
 
     Attributes:
-        partition_id: their partition.
-        puts: the puts that hold them, all of one storage service.
+        partition_id: partition of the cells.
+        puts: the puts that contain the cells, all of one storage service.
         runs: the positions of the cells in these puts.
-        global_indexes: their samples `(n,)`, repeated if a cell has several extents. For cells that groups share: the
-            first sample of each group, or -1 for a group without samples.
+        global_indexes: the cells' samples `(n,)`, repeated if a cell has several extents. For cells that groups share,
+            the first sample of each group, or -1 for a group without samples.
         is_shared: whether groups share the cells.
         column_bytes: size of the cells of each field, set once they are written.
     """
@@ -199,7 +200,7 @@ class PartitionPlan:
     """The part of a checkpoint that is copied from one partition.
 
     Attributes:
-        blocks: the cells of the partition.
+        blocks: the blocks with the partition's cells.
     """
 
     def __init__(self, partition: PartitionSnapshot) -> None:
@@ -228,7 +229,7 @@ class PartitionPlan:
                 self._extent_cells[found.slots] = self._add_blocks(tuple(names), found.cells, indexes)
 
     def partition(self) -> PartitionSnapshot:
-        """Return the partition with its blocks as puts, after all blocks were read."""
+        """Return the partition with its blocks as puts; call this after all blocks were read."""
         count = len(self.blocks)
         cells = np.array([block.global_indexes.size * len(block.runs.field_names) for block in self.blocks], np.int64)
         columns = {
@@ -256,7 +257,7 @@ class PartitionPlan:
         )
 
     def _read_puts(self, table: TableSnapshot) -> None:
-        """Read storage service and cell size of the puts, by slot."""
+        """Read each put's storage service and cell size, by slot."""
         self._puts: list[Put | None] = []
         numbers: dict[tuple[str, bytes], int] = {}
         storage_of: list[int] = []
@@ -273,7 +274,7 @@ class PartitionPlan:
     def _add_blocks(
         self, names: tuple[str, ...], cells: Indexes, indexes: Indexes, *, is_shared: bool = False
     ) -> Indexes:
-        """Add the cells of fields with the same layout as blocks of a few MiB, per storage service in the given order.
+        """Add the cells of fields in the same places as blocks of a few MiB, per storage service, in the given order.
 
         Return the new cells. `indexes` are the samples of the cells.
         """
@@ -319,7 +320,7 @@ def _snapshots(columns: Mapping[str, NDArray[Any]]) -> dict[str, ColumnSnapshot]
 
 
 def _put_together(cells_of_fields: Mapping[str, ColumnSnapshot]) -> list[tuple[list[str], Indexes]]:
-    """Group the fields whose cells are all in the same place; return each group with its cells."""
+    """Group the fields whose cells are all in the same places; return each group with its cells."""
     found: dict[bytes, tuple[list[str], Indexes]] = {}
     for name, column in cells_of_fields.items():
         cells: Indexes = column.values()
@@ -328,9 +329,9 @@ def _put_together(cells_of_fields: Mapping[str, ColumnSnapshot]) -> list[tuple[l
 
 
 class CheckpointWriter:
-    """Writes a checkpoint: the facts shown in lists, its blocks in order, then the state.
+    """Writes a checkpoint: the facts that lists show, the blocks in order, then the state.
 
-    Its methods run in threads, one call at a time. The creator calls `abort` at the end.
+    The methods run in threads, one call at a time. The creator must call `abort` at the end.
 
     Raises:
         DiskFullError: the disk is full.
@@ -368,7 +369,7 @@ class CheckpointWriter:
             self._writer.commit()
 
     def abort(self) -> None:
-        """Remove the unfinished file; without effect after `finish`."""
+        """Remove the unfinished file; this has no effect after `finish`."""
         self._aborting.close()
 
     @contextlib.contextmanager
@@ -379,13 +380,13 @@ class CheckpointWriter:
             directory = self._path.parent
             if error.errno in _NO_SPACE:
                 raise DiskFullError(
-                    f"the disk of {directory} has no space for the checkpoint ({error}); free space there",
+                    f"the disk of {directory} has no space for the checkpoint ({error}); free some space",
                     metadata={"path": str(directory)},
                 ) from error
             if error.errno in _BAD_DIRECTORY:
                 raise InvalidArgumentError(
-                    f"no checkpoint can be written to {directory} ({error}); give another name, or let the user of the "
-                    "service write there",
+                    f"no checkpoint can be written to {directory} ({error}); use another name, or allow the service's "
+                    f"user to write there",
                     field="name",
                 ) from error
             raise InternalError(
@@ -394,7 +395,7 @@ class CheckpointWriter:
 
 
 def _cut(chunks: Iterable[memoryview]) -> Iterator[memoryview]:
-    """Split chunks into pieces of at most the size of a record."""
+    """Split chunks into parts of at most the size of a record."""
     for chunk in chunks:
         for start in range(0, len(chunk), _RECORD_BYTES):
             yield chunk[start : start + _RECORD_BYTES]
@@ -405,9 +406,9 @@ class Checkpoint:
     """A checkpoint that was read and is intact.
 
     Attributes:
-        path: its file.
-        facts: the facts at its start.
-        blocks: descriptions of its blocks, in order.
+        path: file of the checkpoint.
+        facts: the facts at the start of the file.
+        blocks: descriptions of the blocks, in order.
         state: the rest; the puts of its partitions are the blocks, in order.
     """
 
@@ -436,9 +437,9 @@ def read_checkpoint(path: Path) -> Checkpoint:
     """Read a checkpoint and check all of it.
 
     Raises:
-        InvalidArgumentError: it does not exist or cannot be read.
+        InvalidArgumentError: the checkpoint does not exist or cannot be read.
         SnapshotDamagedError: the content of the file is damaged.
-        NewerVersionError: it was written by a newer version.
+        NewerVersionError: a newer version wrote the checkpoint.
     """
     try:
         with reading(path, is_checkpoint=True) as reader:
@@ -449,7 +450,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
             return Checkpoint(path=path, facts=facts, blocks=blocks, state=state)
     except OSError as error:
         raise InvalidArgumentError(
-            f"no checkpoint can be read from {path.parent} ({error}); give the name that it was written under",
+            f"no checkpoint can be read from {path.parent} ({error}); pass the name under which it was written",
             field="name",
         ) from error
 
@@ -476,14 +477,14 @@ def _beyond_blocks(reader: SnapshotReader, blocks: list[StoredBlock]) -> Iterato
 def _check_blocks(partitions: Sequence[PartitionSnapshot], blocks: Sequence[StoredBlock]) -> None:
     names = [partition.facts.partition_id for partition in partitions]
     if len(set(names)) < len(names):
-        raise ValueError("a partition is in it twice")
+        raise ValueError("a partition occurs twice")
     named = [each.facts.partition_id for each in partitions for _ in range(each.tables["puts"].size)]
     if named != [block.partition_id for block in blocks]:
-        raise ValueError("its partitions do not have its blocks in order")
+        raise ValueError("the partitions do not refer to the blocks in order")
 
 
 def relocate(partitions: Iterable[Partition], puts: Iterable[Put]) -> None:
-    """Set the puts of restored partitions to those that the blocks of a checkpoint have become, in order."""
+    """Set the puts of restored partitions to the puts that were made from the checkpoint's blocks, in order."""
     became = iter(puts)
     for partition in partitions:
         table = partition.cells.puts

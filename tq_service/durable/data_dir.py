@@ -1,4 +1,4 @@
-"""The data directory of a service: its lock, and its identity, which lasts as long as the directory."""
+"""A service's data directory: its lock, and its identity, which lasts as long as the directory."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ _SEGMENTS: Final = "segments"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """Names that outlive the process.
+    """Names and ids that outlive the process.
 
     Attributes:
         controller_boot_id: instance id of the controller that persists its state here, 16 bytes.
         storage_boot_id: instance id of the storage service that persists its puts here, 16 bytes.
-        storage_id: name of that storage service, which samples use to locate their cells; empty until it has one.
+        storage_id: name of that storage service, which samples use to locate their cells; empty until a name is set.
     """
 
     controller_boot_id: bytes
@@ -54,10 +54,10 @@ def new_identity() -> Identity:
 
 
 def write_identity(path: Path, identity: Identity) -> None:
-    """Write an identity atomically; it survives a loss of power.
+    """Write an identity atomically, so that it survives a power failure.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     values = {"format_version": FORMAT_VERSION, **asdict(identity)}
     text = json.dumps({**values, "checksum": _checksum(values)}, indent=2, default=bytes.hex)
@@ -70,7 +70,7 @@ def read_identity(path: Path) -> Identity | None:
 
     Raises:
         DataDirError: the file is damaged, or has a different format.
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     try:
         text = path.read_bytes()
@@ -83,15 +83,15 @@ def read_identity(path: Path) -> Identity | None:
             raise DataDirError(
                 f"the data dir {path.parent} has format {version}, "
                 + (
-                    f"this version of the service reads formats up to {FORMAT_VERSION}; install the version that wrote "
-                    "it, or a later one"
+                    f"but this version of the service reads formats up to {FORMAT_VERSION}; install the version that "
+                    f"wrote it, or a later one"
                     if version > FORMAT_VERSION
-                    else "which this version of the service reads no more; start it with the version that wrote it, or "
-                    "name an empty directory"
+                    else "which this version of the service no longer reads; start the version that wrote it, or use "
+                    "an empty directory"
                 ),
                 metadata={"path": str(path.parent)},
             )
-        # With one letter of a name changed, no sample would find its bytes, although all of them are here.
+        # If a single letter of a name changed, no sample would find its bytes, although all of them are stored here.
         if values.pop("checksum") != _checksum(values):
             raise ValueError("its checksum does not match its names")
         identity = Identity(
@@ -112,10 +112,10 @@ def _checksum(values: dict[str, Any]) -> str:
 
 
 def _locked(path: Path) -> int:
-    """Lock a directory; return the descriptor that holds the lock until it is closed or the process ends.
+    """Lock a directory; return a descriptor that holds the lock until the descriptor is closed or the process ends.
 
     Args:
-        path: a file that exists only for the lock, permanently.
+        path: a permanent file that is used only for the lock.
 
     Raises:
         DataDirError: another process holds the lock.
@@ -130,8 +130,8 @@ def _locked(path: Path) -> int:
         holder = os.pread(descriptor, 256, 0).decode(errors="replace").strip() or "a process that is starting"
         os.close(descriptor)
         raise DataDirError(
-            f"the data dir {path.parent} is in use by {holder}; stop it first, or give this service a separate "
-            "directory",
+            f"the data dir {path.parent} is in use by {holder}; stop that process first, or use a separate directory "
+            f"for this service",
             metadata={"path": str(path.parent)},
         ) from None
     except BaseException:
@@ -153,8 +153,8 @@ class DataDir:
     ```
 
     Attributes:
-        path: the directory.
-        identity: its identity.
+        path: path of the directory.
+        identity: identity of the directory.
         segments_path: directory of the segments.
     """
 
@@ -167,14 +167,14 @@ class DataDir:
 
     @classmethod
     def open(cls, path: Path) -> DataDir:
-        """Open a data directory, and create it if it is missing.
+        """Open a data directory, creating it if it is missing.
 
         Raises:
-            DataDirError: another process has it open, it has a later format, or it cannot be written to.
+            DataDirError: another process has the directory open, its format is too new, or it cannot be written to.
         """
         path = path.absolute()
         try:
-            # No other user may read its content. The mode of an existing directory is its owner's decision.
+            # Other users must not read the content. The mode of an existing directory is its owner's decision.
             make_directory(path, mode=0o700)
             with contextlib.ExitStack() as lock:
                 lock.callback(os.close, _locked(path / "lock"))
@@ -187,17 +187,17 @@ class DataDir:
             raise _unusable(path, error) from error
 
     def join(self, controller_id: bytes, cluster: str) -> None:
-        """Make this the directory of a controller of a cluster, whose controllers share one id.
+        """Assign this directory to a controller of a cluster, whose controllers share one id.
 
         Raises:
-            DataDirError: it has the state of a controller outside the cluster, or cannot be written to.
+            DataDirError: the directory contains the state of a controller outside the cluster, or cannot be written to.
         """
         if self.identity.controller_boot_id == controller_id and not segment_numbers(self.path):
             return
         if segment_numbers(self.path) or snapshot_numbers(self.path):
             raise DataDirError(
-                f"the data dir {self.path} has the state of another controller than cluster {cluster!r}; name an empty "
-                "directory, where this controller gets the state of the cluster",
+                f"the data dir {self.path} contains the state of a controller outside cluster {cluster!r}; use an "
+                f"empty directory, to which this controller copies the cluster's state",
                 metadata={"path": str(self.path)},
             )
         self._set_identity(replace(self.identity, controller_boot_id=controller_id))
@@ -213,17 +213,17 @@ class DataDir:
         """Return the name of the storage service that persists its puts here; the first name is permanent.
 
         Args:
-            given: its name in the settings, or None.
-            default: its name if it has none yet and none is given.
+            given: name in the settings, or None.
+            default: name to use if the service has no name yet and none is given.
 
         Raises:
-            DataDirError: it has a different name than the one given, or the directory cannot be written to.
+            DataDirError: the given name differs from the recorded one, or the directory cannot be written to.
         """
         known = self.identity.storage_id
         if known and given not in (None, known):
             raise DataDirError(
-                f"the data dir {self.path} has the puts of storage service {known!r}; got storage_id {given!r}. "
-                f"Leave storage_id out, or use another directory",
+                f"the data dir {self.path} contains the puts of storage service {known!r}; got storage_id {given!r}. "
+                f"Omit storage_id, or use another directory",
                 metadata={"path": str(self.path)},
             )
         if not known:
@@ -231,9 +231,9 @@ class DataDir:
         return self.identity.storage_id
 
     def remove_unneeded(self, backend: LogBackend, number: int) -> None:
-        """Remove files that no start needs, given a snapshot of everything before a number; blocks.
+        """Remove files that no start needs, given a snapshot of everything before `number`; this blocks.
 
-        The previous snapshot stays with the log since then, in case the new one turns out to be damaged.
+        The previous snapshot is retained with the log since then, in case the new snapshot turns out to be damaged.
         """
         *older, kept = [0, *(each for each in snapshot_numbers(self.path) if each < number)]
         for each in filter(None, older):
@@ -251,8 +251,8 @@ def _identity(path: Path) -> Identity:
     if identity is None:
         if segment_numbers(path) or snapshot_numbers(path):
             raise DataDirError(
-                f"the data dir {path} has a journal or snapshots, but no {file.name}, which is needed to find the puts "
-                "in them; put the file back, or restore a checkpoint into an empty directory",
+                f"the data dir {path} contains a journal or snapshots, but no {file.name}, which is needed to find "
+                f"their puts; put the file back, or restore a checkpoint into an empty directory",
                 metadata={"path": str(path)},
             )
         identity = new_identity()
@@ -262,6 +262,6 @@ def _identity(path: Path) -> Identity:
 
 def _unusable(path: Path, error: OSError) -> DataDirError:
     return DataDirError(
-        f"the data dir {path} cannot be used: {error.strerror or error}; name a directory that this user may write to",
+        f"the data dir {path} cannot be used: {error.strerror or error}; use a directory that this user may write to",
         metadata={"path": str(path)},
     )

@@ -5,9 +5,9 @@ A file consists of records (`journal/files.py`), each a dataclass with its name,
     Header, [CheckpointFacts], [StoredBlock, bytes ...] ..., state
     state: [PartitionHeader, ColumnPart ..., [TaskFacts, (Batches | TaskRecords) ...] ...] ..., ServiceRecords ...
 
-Columns are found by name: one that the file lacks gets its fill (see `Partition.restore`). An unknown column, kind or
-field was written by a newer version. That is a separate error, never taken for damage, since an older snapshot would
-lose all later changes.
+Columns are found by name; a column that the file lacks is set to its fill (see `Partition.restore`). An unknown column,
+kind or field was written by a newer version. This is a separate error and never treated as damage, since falling back
+to an older snapshot would lose all later changes.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class ServiceSnapshot:
     Attributes:
         partitions: the partitions of the controller.
         policies: the policies of the controller.
-        answers: the answers of the controller, for retries; each packed as (name of the message, bytes).
+        answers: the answers of the controller, for retries; each packed as a tuple (message name, bytes).
         puts: the records of the storage engine.
     """
 
@@ -68,17 +68,17 @@ class ServiceSnapshot:
 
 
 def write_snapshot(path: Path, snapshot: ServiceSnapshot) -> None:
-    """Write a snapshot, which appears once it is complete and synced. Runs in a thread beside the loop.
+    """Write a snapshot, which appears once it is complete and synced. Runs in a thread, concurrently with the loop.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     try:
         with RecordWriter(path) as writer:
             write_record(writer, Header(format_version=FORMAT_VERSION))
             write_state(writer, snapshot)
     except OSError:
-        path.unlink(missing_ok=True)  # its caller continues without it, and a start must do the same
+        path.unlink(missing_ok=True)  # the caller continues without the snapshot, and a start must do the same
         raise
 
 
@@ -87,8 +87,8 @@ def read_snapshot(path: Path) -> ServiceSnapshot:
 
     Raises:
         SnapshotDamagedError: the file differs from the written one.
-        NewerVersionError: it was written by a newer version.
-        OSError: it cannot be read.
+        NewerVersionError: a newer version wrote the snapshot.
+        OSError: the file cannot be read.
     """
     with reading(path) as reader:
         return read_state(reader.values())
@@ -99,7 +99,7 @@ def read_snapshot(path: Path) -> ServiceSnapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """Starts a file. In a checkpoint, blocks have the bytes of the puts, and partitions have the blocks as puts."""
+    """The first record of a file. In a checkpoint, blocks contain the bytes of puts, and are the partitions' puts."""
 
     format_version: int
     is_checkpoint: bool = False
@@ -107,11 +107,11 @@ class Header:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointFacts:
-    """The description at the beginning of a checkpoint, which is read without the rest.
+    """The description at the start of a checkpoint, which can be read without the rest.
 
     Attributes:
         written_at: start of the checkpoint, in seconds since 1970.
-        metadata: a JSON object of its caller, as text.
+        metadata: the caller's JSON object, as text.
     """
 
     written_at: float
@@ -122,13 +122,13 @@ class CheckpointFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredBlock:
-    """Cells of a checkpoint that become one put when it is restored; the following records have their bytes.
+    """Cells of a checkpoint that become one put on restore; the following records contain their bytes.
 
     Attributes:
-        partition_id: their partition.
+        partition_id: partition of the cells.
         row_count: number of rows of every column.
         columns: the columns, in the order of their bytes.
-        begins_at: position and number of the first record with its bytes.
+        begins_at: position and number of the first record with the block's bytes.
     """
 
     partition_id: str
@@ -138,7 +138,7 @@ class StoredBlock:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all columns together."""
+        """The total bytes of all columns."""
         return sum(column.value_bytes for column in self.columns)
 
 
@@ -152,7 +152,7 @@ class TableHeader:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionHeader:
-    """Starts a partition; its columns and then its tasks follow."""
+    """The first record of a partition; its columns and then its tasks follow."""
 
     facts: PartitionFacts
     tables: Mapping[str, TableHeader]
@@ -160,7 +160,7 @@ class PartitionHeader:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ColumnPart:
-    """The next values of a column; an empty column has one part without values."""
+    """The next values of a column; an empty column has a single part without values."""
 
     table: str
     column: str
@@ -169,11 +169,11 @@ class ColumnPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batches:
-    """Batches of a task with the same spec: reading a hundred thousand individually takes long.
+    """Batches of a task with the same spec, since reading a hundred thousand individually would take too long.
 
     Attributes:
         rows: the rows of all plans, concatenated.
-        others: per batch its serial and index, and of its plan the sizes, steps, consumed, dropped and totals.
+        others: for each batch, its serial and index, and its plan's sizes, steps, consumed, dropped and totals.
     """
 
     batch_spec: BatchSpec
@@ -209,7 +209,7 @@ class Batches:
         for serial, batch_index, sizes, steps, consumed, dropped, totals in self.others:
             start, end = end, end + sum(sizes)
             plan = RecordedPlan(
-                rows=self.rows[start:end].copy(),  # else each batch would keep the rows of all
+                rows=self.rows[start:end].copy(),  # otherwise, each batch would keep all rows in memory
                 sizes=sizes,
                 steps=steps,
                 micro_batch_size=spec.micro_batch_size,
@@ -223,7 +223,7 @@ class Batches:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskRecords:
-    """More entries for the lists of a `TaskSnapshot` that have the same names."""
+    """More entries for the lists of the same names in a `TaskSnapshot`."""
 
     claims: list[Claim] = field(default_factory=list)
     names: list[tuple[str, bytes]] = field(default_factory=list)
@@ -257,7 +257,7 @@ _KINDS: Final = (
 
 
 class SnapshotReader:
-    """Reads a file from one end to the other.
+    """Reads a file from start to end.
 
     Attributes:
         last: the last record that was read.
@@ -269,10 +269,10 @@ class SnapshotReader:
         self.last = Found(0, 0, b"")
 
     def values(self) -> Iterator[Any]:
-        """Yield the other records.
+        """Yield the remaining records.
 
         Raises:
-            NewerVersionError: one of them has an unknown kind or field.
+            NewerVersionError: a record has an unknown kind or field.
         """
         while (data := self.data()) is not None:
             yield codec.decode_named(self._kinds, *codec.unpack(data))
@@ -293,11 +293,11 @@ def write_record(writer: RecordWriter, value: object) -> None:
 
 @contextlib.contextmanager
 def reading(path: Path, *, is_checkpoint: bool = False) -> Iterator[SnapshotReader]:
-    """Read a file after its header; all flaws become SnapshotDamagedError or NewerVersionError.
+    """Read a file after its header; any defect raises SnapshotDamagedError or NewerVersionError.
 
     Args:
-        path: the file.
-        is_checkpoint: whether it must be a checkpoint, rather than a snapshot.
+        path: file to read.
+        is_checkpoint: whether the file must be a checkpoint rather than a snapshot.
     """
     reader = SnapshotReader(path)
     try:
@@ -305,7 +305,7 @@ def reading(path: Path, *, is_checkpoint: bool = False) -> Iterator[SnapshotRead
             header = next(reader.values())
             if header.format_version != FORMAT_VERSION:
                 raise NewerVersionError(
-                    f"its format has version {header.format_version}, this service reads {FORMAT_VERSION}"
+                    f"its format version is {header.format_version}, but this service reads version {FORMAT_VERSION}"
                 )
             if header.is_checkpoint != is_checkpoint:
                 names = ("the snapshot of a data directory", "a checkpoint")
@@ -363,7 +363,7 @@ def read_state(records: Iterable[Any]) -> ServiceSnapshot:
                 answers += record.answers
                 puts += record.puts
             case _:
-                raise ValueError(f"it has a {type(record).__name__} within the state")
+                raise ValueError(f"a {type(record).__name__} occurs within the state")
     restored = [
         PartitionSnapshot(
             facts=header.facts,
@@ -385,12 +385,12 @@ def _with_puts(values: NDArray[Any], storages: dict[tuple[str, bytes], tuple[str
 
 
 def _table(size: int, parts: Mapping[str, Sequence[NDArray[Any]]]) -> TableSnapshot:
-    """Return a table made of the parts of its columns."""
+    """Return a table assembled from the parts of its columns."""
     columns = {}
     for column, some in parts.items():
         values = np.concatenate(some) if some else np.empty(0)
         if values.size != size:
-            raise ValueError(f"column {column!r} has {values.size} values, its table has {size} rows")
+            raise ValueError(f"column {column!r} has {values.size} values, but its table has {size} rows")
         columns[column] = ColumnSnapshot(values, size)
     return TableSnapshot(size=size, columns=columns)
 

@@ -1,16 +1,17 @@
 """Persists the state of a service in its data directory: a controller's partitions, a storage engine's puts, or both.
 
-It appends changes to the log, and takes a snapshot when the log is long, so a start has little to replay.
+The store appends changes to the log, and takes a snapshot when the log is long, so that a start has little to replay.
 
     state machine, engine --append--> log --(when it is long)--> snapshot, and a new start of the log
     start: the newest intact snapshot, then the log after it, then append
 
-An answer is sent only after the state it reports is durable: the servicers' boundary awaits `wait_durable`.
+An answer is sent only after the state it reports is durable: the servicers await `wait_durable`.
 
-Both streams of the log share one order. A put is durable no later than the change that names it, because the engine
-appends its record before the put can be committed. It is gone no earlier than the change that frees it, because the
-engine is notified of freed cells after that change was appended. If controller and storage service have separate logs,
-answers give the order: a put is acknowledged once it is durable, and cells are freed remotely once the change is.
+Both streams of the log share one order. A put becomes durable no later than the change that refers to it, because the
+engine appends the put's record before the put can be committed. A put is removed no earlier than the change that frees
+it, because the engine is notified of freed cells after that change was appended. If controller and storage service have
+separate logs, answers ensure the order: a put is acknowledged once it is durable, and cells are freed remotely once the
+change is durable.
 """
 
 from __future__ import annotations
@@ -58,14 +59,14 @@ _LAST_RETRY_SECONDS: Final = 600.0
 class Stream(enum.IntEnum):
     """The source of a record in the log; its number is stored in the file.
 
-    Both streams share one order. A put is therefore recorded before the change that names it, and its end after the
+    Both streams share one order. A put is therefore recorded before the change that refers to it, and its end after the
     change that frees it, with one sync for both.
     """
 
     CHANGES = 1
     """Changes of the controller, without values of samples. A record is below 1 MiB unless one change is larger."""
     PUTS = 2
-    """Puts of a storage service, with the values of small ones. Stays on this host."""
+    """Puts of a storage service, including the values of small puts. They stay on this host."""
 
 
 # Measured costs of replaying a record and of restoring a sample of a snapshot.
@@ -75,12 +76,12 @@ _FILE_SECONDS: Final = 1e-3
 _SAMPLE_SECONDS: Final = 0.7e-6
 _LONGEST_START_SECONDS: Final = 1.1
 _WORTH_SECONDS: Final = 0.4
-_RECORDS_A_TURN: Final = 64  # that a standby applies before it yields
+_RECORDS_A_TURN: Final = 64  # records that a standby applies before it yields
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recovered:
-    """The contents of the data directory."""
+    """The recovered contents of the data directory."""
 
     partition_count: int
     sample_count: int
@@ -93,9 +94,9 @@ class Recovered:
 class StartCost:
     """Estimates the duration of a start, and decides when a snapshot should shorten it.
 
-    A snapshot is due before restoring the last one and replaying the log since then exceed the time allowed for a
-    start. It is not due until replaying the log takes as much CPU time as writing a snapshot, which grows with the
-    state.
+    A snapshot is due before restoring the last snapshot and replaying the log since then would exceed the time allowed
+    for a start. A snapshot is not due until replaying the log takes as much CPU time as writing a snapshot, which grows
+    with the state.
 
     Attributes:
         log_seconds: time to replay the current log.
@@ -121,12 +122,12 @@ class StartCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogLag:
-    """How far the disk lags behind memory.
+    """The lag of the disk behind memory.
 
     Attributes:
-        unflushed_count: records that were appended and are not durable yet.
+        unflushed_count: number of records that were appended but are not yet durable.
         replay_seconds: estimated time to replay the log at a start, after restoring the last snapshot.
-        snapshot_age_seconds: time since the last snapshot, or since the start if this process has written none.
+        snapshot_age_seconds: time since the last snapshot, or since the start if this process has not written one.
         is_failing: whether the last attempt to write failed.
         is_disk_low: whether the disk is almost full.
     """
@@ -139,7 +140,7 @@ class LogLag:
 
 
 class StateStore:
-    """Persists a controller, a storage engine, or both, which append their changes here.
+    """Persists a controller, a storage engine, or both; they append their changes here.
 
     open -> recover -> append ... wait_durable ... -> close
 
@@ -149,8 +150,8 @@ class StateStore:
         data_dir: the open directory; it is closed with the store.
         is_failing: whether the last attempt to write failed.
         is_shared: whether other controllers follow the log.
-        fatal: called with a reason and its cause when memory may differ from the log, so the service must stop. It
-            calls `abandon` before it returns.
+        fatal: called with a reason and its cause when memory may differ from the log, so that the service must stop.
+            The callback calls `abandon` before it returns.
     """
 
     def __init__(self, data_dir: DataDir, log: Log) -> None:
@@ -179,8 +180,8 @@ class StateStore:
             accept_loss: whether to continue without the records after a damaged one.
 
         Raises:
-            DataDirError: another process has it open, or it cannot be used.
-            DiskFullError: there is not enough space for a journal.
+            DataDirError: another process has the directory open, or it cannot be used.
+            DiskFullError: the disk does not have enough space for a journal.
         """
         data_dir = DataDir.open(path)
         try:
@@ -192,16 +193,17 @@ class StateStore:
     # Recovery
 
     def recover(self, *, catalog: Catalog | None = None, puts: PutJournal | None = None) -> Recovered:
-        """Recover the contents of the data directory, and log every change from now on. Call it once.
+        """Recover the contents of the data directory, and log every change from now on. Call this once.
 
         Args:
-            catalog: gets the partitions, and the answers for retries; None in a service without a controller.
-            puts: gets the puts; None in a service without a storage engine.
+            catalog: receives the partitions, and the answers for retries; None in a service without a controller.
+            puts: receives the puts; None in a service without a storage engine.
 
         Raises:
             JournalDamagedError: a record is damaged, or does not fit the state before it.
             NewerVersionError: a newer version wrote the newest snapshot, or a record.
-            DataDirError: the directory has data of a role this service lacks; its next snapshot would lose the data.
+            DataDirError: the directory contains data of a role that this service lacks; its next snapshot would lose
+                the data.
         """
         self._catalog, self._puts = catalog, puts
         started_at = time.perf_counter()
@@ -221,13 +223,13 @@ class StateStore:
 
     def _quarantine_after(self, number: int) -> None:
         for damaged in snapshot_numbers(self.data_dir.path):
-            if damaged > number:  # else it would count as a fallback
+            if damaged > number:  # otherwise, it would count as a fallback
                 quarantine(snapshot_path(self.data_dir.path, damaged), ".damaged")
 
     # A standby
 
     def restore(self, catalog: Catalog) -> int:
-        """Restore the newest snapshot, for a standby that will follow the log. Call it once.
+        """Restore the newest snapshot, for a standby that will follow the log. Call this once.
 
         Returns:
             The number of the first record after the snapshot.
@@ -235,7 +237,7 @@ class StateStore:
         Raises:
             SnapshotDamagedError: all snapshots are damaged.
             NewerVersionError: a newer version wrote the newest snapshot.
-            DataDirError: it contains puts of a storage service.
+            DataDirError: the snapshot contains puts of a storage service.
         """
         self._catalog = catalog
         number, puts = self._restore_newest()
@@ -279,15 +281,15 @@ class StateStore:
     def _restore_newest(self) -> tuple[int, list[bytes]]:
         """Restore the newest intact snapshot; return its number and its puts.
 
-        A snapshot by a newer version is intact. Falling back to an older one would lose later changes, so the start is
-        refused (NewerVersionError).
+        A snapshot written by a newer version counts as intact. Falling back to an older snapshot would lose later
+        changes, so the start fails (NewerVersionError).
         """
         damages: list[SnapshotDamagedError] = []
         for number in reversed(snapshot_numbers(self.data_dir.path)):
             try:
                 snapshot = read_snapshot(snapshot_path(self.data_dir.path, number))
             except SnapshotDamagedError as error:
-                _log.error(LogMessage("skipped a damaged snapshot, using the one before it", error=error))
+                _log.error(LogMessage("skipped a damaged snapshot and used the previous one", error=error))
                 damages.append(error)
                 continue
             if self._catalog is not None:
@@ -307,14 +309,14 @@ class StateStore:
             self._catalog.machine.log, self._catalog.machine.fatal = self, self.fatal
 
     def _replay(self, records: Iterable[Record], puts: list[bytes] | None = None) -> int:
-        """Replay records, and append the records of a storage engine to `puts`; return the number of all records."""
+        """Replay records, and append those of a storage engine to `puts`; return the total number of records."""
         count = 0
         for record in records:
             count += 1
             if record.stream not in _RECORD_SECONDS:
                 raise NewerVersionError(
-                    f"record {record.number} of the journal is of the unknown stream {record.stream}; it was written "
-                    "by a newer version: install that one"
+                    f"record {record.number} of the journal belongs to the unknown stream {record.stream}, so a newer "
+                    f"version wrote it; install that version"
                 )
             self._cost.add(Stream(record.stream), len(record.data))
             if record.stream == Stream.PUTS and puts is not None:
@@ -335,8 +337,8 @@ class StateStore:
 
     def _of_another_role(self, what: str) -> DataDirError:
         return DataDirError(
-            f"the data dir {self.data_dir.path} holds {what}, which this service does not serve; start it with the "
-            "role that wrote the directory, or name another directory",
+            f"the data dir {self.data_dir.path} contains {what}, which this service does not serve; start it with the "
+            f"role that wrote the directory, or use another directory",
             metadata={"path": str(self.data_dir.path)},
         )
 
@@ -355,11 +357,11 @@ class StateStore:
     # The log of the storage engine
 
     def append_put(self, record: bytes, values: bytes | bytearray = b"") -> None:
-        """Append a record on the outcome of a put, with the values of a small put."""
+        """Append a record of a put's outcome, with the values if the put is small."""
         self._append(Stream.PUTS, record, values)
 
     def after_durable(self, callback: Callable[[], None]) -> None:
-        """Call `callback` once everything appended so far is durable: now or later, in order."""
+        """Call `callback` once everything appended so far is durable: immediately or later, in order."""
         self._log.after_durable(callback)
 
     def _append(self, stream: Stream, *parts: bytes | bytearray) -> None:
@@ -370,7 +372,7 @@ class StateStore:
                 self._flush = asyncio.get_running_loop().create_task(self._flush_later())
             self._begin_snapshot_when_due()
         except Exception as error:
-            self.fatal("a change was made and could not be appended to the journal", error)
+            self.fatal("a change was made but could not be appended to the journal", error)
             raise
 
     def _begin_snapshot_when_due(self) -> None:
@@ -386,10 +388,10 @@ class StateStore:
     # Failure
 
     def abandon(self, error: TqError) -> None:
-        """Stop writing: what was appended in this step of the loop, later changes and snapshots are all dropped.
+        """Stop writing: drop the records appended in this step of the loop, and all later changes and snapshots.
 
         Args:
-            error: raised from now on for each change and each wait for durability.
+            error: error raised from now on for each change and each wait for durability.
         """
         self._abandoned = error
         self.is_failing = True
@@ -403,7 +405,7 @@ class StateStore:
 
     @property
     def has_unflushed(self) -> bool:
-        """Whether records were appended that are not durable yet."""
+        """Whether some appended records are not durable yet."""
         return self._log.has_unflushed
 
     @property
@@ -412,7 +414,7 @@ class StateStore:
         return self._log.backend.is_disk_low
 
     def lag(self) -> LogLag:
-        """Return how far the disk lags behind memory."""
+        """Return the lag of the disk behind memory."""
         return LogLag(
             unflushed_count=self._log.unflushed_count,
             replay_seconds=self._cost.log_seconds,
@@ -425,9 +427,10 @@ class StateStore:
         """Wait until everything appended so far is durable.
 
         Raises:
-            DiskFullError: it cannot be written now; it will be once there is space.
-            JournalUnreachableError: it cannot be written now; it will be once etcd answers.
-            TqError: it will never be durable: the log was abandoned, or failed for another reason, which is fatal.
+            DiskFullError: the log cannot be written until there is space.
+            JournalUnreachableError: the log cannot be written until etcd answers.
+            TqError: the records will never be durable, because the log was abandoned or failed for another reason,
+                which is fatal.
         """
         try:
             await self._log.wait_durable()
@@ -446,13 +449,13 @@ class StateStore:
         await self._flush_now()
 
     async def _flush_now(self) -> None:
-        with contextlib.suppress(TqError):  # the next caller gets the error
+        with contextlib.suppress(TqError):  # the next caller receives the error
             await self.wait_durable()
 
     # Snapshots
 
     async def newest_snapshot(self, least_number: int) -> tuple[int, Path]:
-        """Return number and path of the newest snapshot; write one first if none has at least this number."""
+        """Return the newest snapshot's number and path; first write one if none has at least the given number."""
         if max(snapshot_numbers(self.data_dir.path), default=-1) < least_number:
             await self.take_snapshot()
         number = snapshot_numbers(self.data_dir.path)[-1]
@@ -464,11 +467,12 @@ class StateStore:
         """Write a snapshot from which the log continues; it is written even if the caller is cancelled.
 
         Args:
-            contents: returns its content, called in the step that takes it; None: the service's state at that time.
-            appear: called once it is durable, before the next snapshot can be taken.
+            contents: returns the content; called in the step that takes the snapshot. None: the service's current
+                state.
+            appear: called once the snapshot is durable, before the next snapshot can be taken.
 
         Raises:
-            OSError, DiskFullError: there is not enough space; the journal continues.
+            OSError, DiskFullError: the disk does not have enough space; the journal continues.
         """
         while self._snapshot is not None:
             await asyncio.wait([self._snapshot])
@@ -480,31 +484,31 @@ class StateStore:
         restored: Callable[[ServiceSnapshot], ServiceSnapshot],
         appear: Callable[[], None],
     ) -> None:
-        """Write a snapshot in which the catalog has other partitions, before these become visible.
+        """Write a snapshot in which the catalog has different partitions, before these become visible.
 
-        From the step that takes the snapshot until `appear` is called or this raises, no change may be made to the
-        partitions of the catalog: in the log it would follow a snapshot that it does not fit.
+        From the step that takes the snapshot until `appear` is called or this raises an error, the catalog's partitions
+        must not be changed, since in the log such a change would follow a snapshot that it does not fit.
 
         Args:
             restored: returns the future state, given the state in the step that takes the snapshot.
-            appear: makes that state current; called once it is durable, before the next snapshot can be taken.
+            appear: makes that state current; called once the snapshot is durable, before the next one can be taken.
 
         Raises:
-            DiskFullError: there is not enough space; nothing of the new state is written.
+            DiskFullError: the disk does not have enough space; nothing of the new state is written.
         """
         try:
             await self.take_snapshot(lambda: restored(self._now()), appear)
         except OSError as error:
             raise DiskFullError(
-                f"the restored state cannot be written to the data directory ({error}); free space, and restore it "
-                "again",
+                f"the restored state could not be written to the data directory ({error}); free some space and "
+                f"restore again",
                 metadata={"path": str(self.data_dir.path)},
             ) from error
 
     async def _try_snapshot(self) -> None:
         started_at = time.monotonic()
         self._retry_at = started_at + self._retry_seconds
-        self._retry_seconds = min(2 * self._retry_seconds, _LAST_RETRY_SECONDS)  # each try starts another file
+        self._retry_seconds = min(2 * self._retry_seconds, _LAST_RETRY_SECONDS)  # each attempt starts another file
         try:
             await self._write_snapshot(self._now, lambda: None)
         except (OSError, TqError) as error:
@@ -512,17 +516,17 @@ class StateStore:
         except Exception:
             _log.exception(LogMessage("could not write a snapshot because of a bug; the journal keeps growing"))
         else:
-            # Leaves a slow disk to the log alone for half as long as the snapshot took.
+            # Reserve a slow disk for the log for half as long as the snapshot took.
             ended_at = time.monotonic()
             self._retry_at, self._retry_seconds = ended_at + (ended_at - started_at) / 2, _FIRST_RETRY_SECONDS
 
     async def _write_snapshot(self, contents: Callable[[], ServiceSnapshot], appear: Callable[[], None]) -> None:
         try:
             number = self._log.rotate() if self._next is None else self._next
-            snapshot = contents()  # in one step with that number: later changes go to the log after it
+            snapshot = contents()  # in the same step, so later changes follow that number in the log
             restore_seconds, log_seconds, self._cost.log_seconds = self._restore_seconds(), self._cost.log_seconds, 0.0
             try:
-                if self._next is None:  # changes that a standby has applied are durable already
+                if self._next is None:  # changes that a standby has applied are already durable
                     await self._log.wait_durable()
                 snapshot_seconds = await asyncio.to_thread(self._write_to_disk, number, snapshot)
             except BaseException:
@@ -557,7 +561,7 @@ class StateStore:
     def _write_to_disk(self, number: int, snapshot: ServiceSnapshot) -> float:
         """Write a snapshot, in a thread; return the CPU time it took, in seconds."""
         started_at = time.thread_time()
-        self._log.backend.sync_rotated(number)  # a start with the snapshot requires these segments
+        self._log.backend.sync_rotated(number)  # a start from the snapshot requires these segments
         write_snapshot(snapshot_path(self.data_dir.path, number), snapshot)
         return time.thread_time() - started_at
 

@@ -1,7 +1,7 @@
-"""Changes of what tasks consume: samples claimed, acknowledged, released; leases extended and expired; epochs begun.
+"""Changes of a task's consumption: claims, acknowledgements, releases, leases that are extended or expire, and epochs.
 
-`check` validates a change against the task and its claims and finds its rows. `make` calls one method of the task's
-ledger and records the consequences.
+`check` validates a change against the task and its claims, and finds the affected rows. `make` calls one method of the
+task's ledger and records the consequences.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ class TaskSeen(Change):
     task_name: str
 
     def prepare(self, state: State) -> Partition | None:
-        """Return the partition, or None if it knows the task.
+        """Return the partition, or None if it already knows the task.
 
         Raises:
-            TaskNotFoundError: the partition was created for other tasks only.
+            TaskNotFoundError: the partition was not created for this task.
         """
         partition = state.partition(self.partition_id)
         partition.check_task(self.task_name)
@@ -76,7 +76,7 @@ class TaskSeen(Change):
 
 
 class TaskForgotten(TaskChange):
-    """A task without any record was forgotten, because the calls that opened it were refused."""
+    """A task without any record was forgotten, because the calls that opened it were rejected."""
 
     def check(self, partition: Partition, task: TaskLedger) -> Any | None:
         """Return None if the task was declared with the partition or has a record."""
@@ -108,7 +108,7 @@ class SamplesClaimed(TaskChange):
     claim_name: str = ""
 
     def check(self, partition: Partition, task: TaskLedger) -> Indexes:
-        """Return the positions of all rows of the plan; raises TqError if one no longer exists."""
+        """Return the positions of all rows of the plan; raise TqError if one no longer exists."""
         return partition.positions_of(self.plan.named)
 
     def make(self, partition: Partition, task: TaskLedger, found: Indexes, step: Step) -> Claim:
@@ -130,11 +130,11 @@ class SamplesClaimed(TaskChange):
 
 
 class EndReached(TaskChange):
-    """The ranks of a task, or a named queue claim, reached the end: they get no further batch in this epoch.
+    """The ranks of a task, or a named queue claim, reached the end: they receive no further batch in this epoch.
 
     Attributes:
         dp_size: number of ranks; None: the end is that of a claim.
-        claim_name: name of the claim; every call with this name is answered with the end.
+        claim_name: name of the claim; every call with this name returns the end.
     """
 
     end: EndCounts
@@ -160,7 +160,7 @@ class ClaimReleased(TaskChange):
 
     Attributes:
         global_indexes: samples of a leased claim; None: all that remain.
-        is_final: whether the request_id is refused from now on. False if the answer reached no client, which may then
+        is_final: whether the request_id is rejected from now on. False if the answer reached no client, so a client may
             retry with the same request_id.
     """
 
@@ -169,11 +169,11 @@ class ClaimReleased(TaskChange):
     is_final: bool = True
 
     def check(self, partition: Partition, task: TaskLedger) -> tuple[Claim | None, Indexes] | None:
-        """Return the claim and the positions to release, or None if neither they nor the request_id change.
+        """Return the claim and the positions to release, or None if there is nothing to change.
 
         Raises:
-            LeaseExpiredError: the lease of named samples ran out.
-            InvalidArgumentError: only a part of a claim without a lease, or of an indivisible group, is named.
+            LeaseExpiredError: the lease of a listed sample expired.
+            InvalidArgumentError: only part of a claim without a lease, or of an indivisible group, is listed.
         """
         rows, claim = self.global_indexes, task.claims.get(self.request_id)
         if rows is not None and task.ended.has_expired(self.request_id):
@@ -184,7 +184,7 @@ class ClaimReleased(TaskChange):
         return None if rows is not None and claim.lease is not None and not positions.size else (claim, positions)
 
     def make(self, partition: Partition, task: TaskLedger, found: tuple[Claim | None, Indexes], step: Step) -> int:
-        """Release the samples; return how many can be claimed again at once."""
+        """Release the samples; return the number of samples that can be claimed again immediately."""
         claim, positions = found
         if self.is_final:
             task.ended.add(self.request_id, step.at_seconds, is_expired=False)
@@ -204,7 +204,7 @@ class ClaimReleased(TaskChange):
 class ClaimAcked(TaskChange):
     """Samples of a leased claim were acknowledged: they are done for good, or until their next use.
 
-    Samples that are done, have failed or were cleared may be named: no other worker will process them.
+    Samples that are done, have failed or were cleared may be listed, since no other worker will process them.
 
     Attributes:
         global_indexes: the samples; None: all that remain of the claim.
@@ -218,7 +218,7 @@ class ClaimAcked(TaskChange):
 
         Raises:
             LeaseExpiredError: the claim no longer holds some of the samples; none is acknowledged.
-            InvalidArgumentError: samples were never in the claim, or are a part of an indivisible group.
+            InvalidArgumentError: samples were never in the claim, or are only part of an indivisible group.
             PreconditionError: the claim was made without a lease.
         """
         return _find_acked(partition, task, self.request_id, self.global_indexes)
@@ -231,7 +231,7 @@ class ClaimAcked(TaskChange):
 
 
 class ClaimExtended(TaskChange):
-    """The lease on the unacknowledged part of a claim was extended, counted from now."""
+    """The lease on the unacknowledged samples of a claim was extended; its new duration counts from now."""
 
     request_id: bytes
     lease_seconds: float
@@ -240,7 +240,7 @@ class ClaimExtended(TaskChange):
         """Return the claim and its new lease.
 
         Raises:
-            LeaseExpiredError: the lease ran out, or its samples were released.
+            LeaseExpiredError: the lease expired, or its samples were released.
             PreconditionError: the claim has no unacknowledged samples, or was made without a lease.
         """
         claim = task.claims.get(self.request_id)
@@ -249,8 +249,8 @@ class ClaimExtended(TaskChange):
         lease = replace(_lease_of(task, claim), seconds=self.lease_seconds)
         if claim.leased_count == 0:
             raise PreconditionError(
-                f"nothing is left of this claim of task {task.name!r}: its samples are acknowledged, failed, cleared "
-                f"or released; no more time is needed",
+                f"this claim of task {task.name!r} has no outstanding samples: all were acknowledged, failed, cleared "
+                f"or released, so there is nothing to extend",
                 metadata={"task_name": task.name},
             )
         return claim, lease
@@ -267,15 +267,15 @@ class ClaimExtended(TaskChange):
 
 
 class LeaseExpired(TaskChange):
-    """A lease ran out: the remaining samples of the claim can be claimed again, or are dead-lettered."""
+    """A lease expired: the remaining samples of the claim can be claimed again, or are dead-lettered."""
 
     request_id: bytes
 
     def check(self, partition: Partition, task: TaskLedger) -> tuple[Claim, Indexes]:
-        """Return the claim and its remaining positions; raises LookupError if nothing remains."""
+        """Return the claim and the positions of its remaining samples; raise LookupError if none remains."""
         claim = task.claims.get(self.request_id)
         if claim is None or claim.leased_count == 0:
-            raise LookupError(f"task {task.name!r} has leased nothing under request_id {self.request_id.hex()}")
+            raise LookupError(f"task {task.name!r} has no leased samples under request_id {self.request_id.hex()}")
         return claim, task.left(claim)
 
     def make(self, partition: Partition, task: TaskLedger, found: tuple[Claim, Indexes], step: Step) -> None:
@@ -292,7 +292,7 @@ class ConsumptionReset(TaskChange):
 
     Attributes:
         keep_consumed: whether samples that are done stay consumed; leased and dead-lettered ones can be claimed again.
-        epoch: the epoch that the caller means to end; None: the current one.
+        epoch: the epoch that the caller intends to end; None: the current one.
     """
 
     keep_consumed: bool
@@ -302,7 +302,7 @@ class ConsumptionReset(TaskChange):
         """Validate the reset.
 
         Raises:
-            StaleEpochError: the task is at another epoch.
+            StaleEpochError: the task is at a different epoch.
             PreconditionError: the task bounds staleness, so its samples cannot be trained in another epoch.
         """
         task.check_epoch(self.epoch)
@@ -310,16 +310,16 @@ class ConsumptionReset(TaskChange):
         if bounded is not None and bounded.task_name == self.task_name and not self.keep_consumed:
             raise PreconditionError(
                 f"task {self.task_name!r} of partition {self.partition_id!r} has max_staleness "
-                f"{bounded.max_staleness}: samples that it has trained would be too old in another epoch; reset with "
-                f"keep_consumed, or restart the ranks (RestartRanks)",
+                f"{bounded.max_staleness}, and samples that were trained would be too old in another epoch; reset "
+                f"with keep_consumed, or restart the ranks (RestartRanks)",
                 reason="STALENESS_BOUNDED",
                 metadata={"partition_id": self.partition_id, "task_name": self.task_name},
             )
         return True
 
     def make(self, partition: Partition, task: TaskLedger, found: Any, step: Step) -> int:
-        """Start the epoch and return it."""
-        for claim in list(task.claims.values()):  # the reset drops their records, so both sides must end here
+        """Start the next epoch and return its number."""
+        for claim in list(task.claims.values()):  # the reset drops the records, so both sides must end here
             if (shared := SharedLease.of(partition, task, claim)) is not None:
                 shared.expire(step)
         reopened = task.reset(keep_consumed=self.keep_consumed, open_count=partition.open_count)
@@ -336,16 +336,16 @@ class TaskAdvanced(TaskChange):
     """The trainer behind the task reported progress.
 
     Attributes:
-        trained: the last trained batch_index; all earlier ones are trained too. None: not reported.
-        saved: the last batch_index covered by a trainer checkpoint; it and all earlier ones are trained too. None: not
-            reported.
+        trained: the last trained batch_index, which implies that all earlier batches are trained. None: not reported.
+        saved: the last batch_index covered by a trainer checkpoint; this batch and all earlier ones are trained too.
+            None: not reported.
     """
 
     trained: int | None = None
     saved: int | None = None
 
     def check(self, partition: Partition, task: TaskLedger) -> tuple[int, int] | None:
-        """Return both marks, -1 for a missing one, or None if neither is higher than before.
+        """Return `trained` and `saved`, -1 for a missing one, or None if neither is higher than before.
 
         Raises:
             InvalidArgumentError: a reported batch was never planned.
@@ -356,7 +356,7 @@ class TaskAdvanced(TaskChange):
                 planned = f"expected 0 to {last}" if last >= 0 else "and no batch has been planned"
                 raise InvalidArgumentError(
                     f"{name} is {index}; {planned}, the batches of task {task.name!r} in partition "
-                    f"{self.partition_id!r}. Give the batch_index of the last batch that is done.",
+                    f"{self.partition_id!r}. Pass the batch_index of the last batch that is done.",
                     field=name,
                     metadata={"got": str(index), "expected": f"0 to {last}"},
                 )
@@ -364,7 +364,7 @@ class TaskAdvanced(TaskChange):
         return (trained, saved) if trained > task.trained or saved > task.saved else None
 
     def make(self, partition: Partition, task: TaskLedger, found: tuple[int, int], step: Step) -> None:
-        """Record the marks."""
+        """Record the progress."""
         before = task.saved if partition.settings.keeps_until_saved else task.trained
         task.advance(*found)
         step.consumed[partition] = None  # finished work may have freed capacity
@@ -373,13 +373,13 @@ class TaskAdvanced(TaskChange):
 
 
 class RanksRestarted(TaskChange):
-    """The ranks of a task restarted after the last trained batch. The new epoch makes the service refuse the old ranks.
+    """The ranks of a task restarted after the last trained batch. The new epoch makes the service reject the old ranks.
 
     Attributes:
         dp_size: number of new ranks.
-        trained: the last trained batch_index; -1: none was.
-        epoch: the epoch of the old ranks. They have restarted already if it has ended, the next epoch has `dp_size`
-            ranks, and none of its batches was trained. None: restart in any case.
+        trained: the last trained batch_index; -1: none was trained.
+        epoch: the epoch of the old ranks. The ranks have already restarted if this epoch has ended, the next one has
+            `dp_size` ranks, and none of its batches was trained. None: restart in any case.
     """
 
     dp_size: int
@@ -387,7 +387,7 @@ class RanksRestarted(TaskChange):
     epoch: int | None = None
 
     def check(self, partition: Partition, task: TaskLedger) -> Any | None:
-        """Return None if the ranks have restarted already.
+        """Return None if the ranks have already restarted.
 
         Raises:
             StaleEpochError: the task has not reached that epoch.
@@ -398,14 +398,14 @@ class RanksRestarted(TaskChange):
         if self.epoch is not None and self.epoch != task.epoch:
             if self.epoch > task.epoch:
                 task.check_epoch(self.epoch)
-            # Ranks train a batch together: a trained batch in the new epoch means that all of them have restarted.
+            # Ranks train a batch together, so a trained batch in the new epoch means that all of them have restarted.
             if task.dp_size == self.dp_size and task.trained <= self.trained:
                 return None
         last = task.next_batch_index - 1
         if not -1 <= self.trained <= last:
             raise InvalidArgumentError(
                 f"trained is {self.trained}; expected -1 to {last}, the batches of task {task.name!r} in partition "
-                f"{self.partition_id!r} that were planned. Give the batch_index of the last batch that was trained.",
+                f"{self.partition_id!r} that were planned. Pass the batch_index of the last batch that was trained.",
                 field="trained",
                 metadata={"got": str(self.trained), "expected": f"-1 to {last}"},
             )
@@ -420,7 +420,7 @@ class RanksRestarted(TaskChange):
         reopened = task.restart_ranks(self.dp_size, self.trained)
         reopen(partition, task, reopened, reopened, step)
         step.note_change(partition)
-        release_due(partition, later, step)  # they are trained now, or no longer in any batch
+        release_due(partition, later, step)  # these rows are now trained, or no longer in any batch
         return max(0, before - self.trained), int(np.count_nonzero(repeated))
 
 
@@ -428,7 +428,7 @@ class DeadLettersRequeued(TaskChange):
     """Dead-lettered samples of a task can be claimed again, as if they had never been delivered.
 
     Attributes:
-        global_indexes: samples; those that are not dead-lettered are ignored. None: all dead-lettered ones.
+        global_indexes: samples, of which those that are not dead-lettered are ignored. None: all dead-lettered ones.
     """
 
     global_indexes: Indexes | None = None
@@ -468,7 +468,7 @@ class GroupsKept(TaskChange):
     kept_groups: int | None
 
     def check(self, partition: Partition, task: TaskLedger) -> Any | None:
-        """Return None if the task keeps groups as before."""
+        """Return None if the task keeps groups together as before."""
         return None if task.kept_groups == self.kept_groups else True
 
     def make(self, partition: Partition, task: TaskLedger, found: Any, step: Step) -> None:
@@ -504,7 +504,7 @@ def finish_prompts(partition: Partition, acked: Acked, step: Step) -> None:
 
 
 def _ack(partition: Partition, task: TaskLedger, claim: Claim, positions: Indexes, step: Step) -> int:
-    """Consume samples for good, or until their next use; return their number. The slots of prompts end with them."""
+    """Consume samples for good, or until their next use; return their number. The slots of consumed prompts end too."""
     shared, rows = SharedLease.of(partition, task, claim), partition.table.index[positions]
     _consume(Leased(partition, task, claim), positions, step)
     if shared is not None and claim is shared.prompts.claim:
@@ -531,7 +531,7 @@ def _consume(leased: Leased, positions: Indexes, step: Step) -> None:
 
 
 def _release(leased: Leased, positions: Indexes, step: Step) -> int:
-    """Make samples claimable again and remove slots without data; return how many can be claimed at once."""
+    """Make samples claimable again and remove slots without data; return the number of samples claimable now."""
     partition, task, claim = leased
     task.nack(claim, positions)
     empty = _without_data(partition, claim, positions)
@@ -546,7 +546,7 @@ def _release(leased: Leased, positions: Indexes, step: Step) -> int:
 
 def _expire(leased: Leased, positions: Indexes, step: Step) -> None:
     partition, task, claim = leased
-    step.note_change(partition)  # dead-lettered samples may bring the end, or free the rest of their group
+    step.note_change(partition)  # dead-lettered samples may cause the end, or release the rest of their group
     step.tasks.append((partition, task.name))
     reopen(partition, task, task.expire(claim, positions, step.at_seconds), positions, step)
     release_due(partition, positions, step)
@@ -562,9 +562,10 @@ def _expire(leased: Leased, positions: Indexes, step: Step) -> None:
 class SharedLease(NamedTuple):
     """The shared lease of prompts and the slots made with their claim (`Admit`), in two partitions.
 
-    Each prompt has the same number of slots, in the order of the prompts. It is finished when all of them are live. A
-    prompt that can be claimed again has no slots, so its group can be generated again without any duplicates. If one
-    side is gone, for example because its partition was cleared, the claim of the other side has an ordinary lease.
+    Each prompt has the same number of slots, in the order of the prompts. A prompt is finished when all its slots are
+    live. A prompt that can be claimed again has no slots, so its group can be generated again without any duplicates.
+    If one side no longer exists, for example because its partition was cleared, the claim of the other side has an
+    ordinary lease.
     """
 
     prompts: Leased
@@ -630,7 +631,7 @@ class SharedLease(NamedTuple):
             clear_rows(self.slots.partition, positions, step)
 
     def leave_to_slots(self, rows: Indexes, step: Step) -> None:
-        """Acknowledge the prompts of released slots that still exist: other workers continue these slots."""
+        """Acknowledge the prompts of released slots that still exist, since other workers will continue these slots."""
         by_prompt = self.slots.claim.rows.reshape(self.prompts.claim.rows.size, -1)
         is_left = self.slots.partition.table.find(rows) >= 0
         kept = self.prompts.claim.rows[np.isin(by_prompt, rows[is_left]).any(axis=1)]
@@ -664,9 +665,9 @@ class SharedLease(NamedTuple):
 
 
 def check_claim(partition: Partition, claim: LeasedClaim | None, rows: Indexes) -> None:
-    """Refuse a write to samples of a leased claim (None: no claim) unless it holds or has acknowledged them.
+    """Reject a write to samples unless the leased claim (None: no claim) holds or has acknowledged them.
 
-    Samples that have failed or were cleared do not count: no other worker will process them.
+    Samples that have failed or were cleared are exempt, since no other worker will process them.
 
     Raises:
         LeaseExpiredError: the claim no longer holds some of the samples.
@@ -679,7 +680,7 @@ def check_claim(partition: Partition, claim: LeasedClaim | None, rows: Indexes) 
 
 
 def check_growing(partition: Partition, claim: LeasedClaim | None, positions: Indexes) -> None:
-    """Refuse to append to or truncate samples that are not held, or no longer leased to the given claim.
+    """Reject an append to, or truncation of, samples that are not held, or no longer leased to the given claim.
 
     Raises:
         PreconditionError: a sample is not held.
@@ -689,9 +690,9 @@ def check_growing(partition: Partition, claim: LeasedClaim | None, positions: In
     if other.size:
         index, state = int(partition.table.index[other[0]]), STATE_NAMES[int(partition.state[other[0]])]
         raise PreconditionError(
-            f"sample {index} of partition {partition.partition_id!r} is {state}, expected a held one ({other.size} of "
-            f"{positions.size} are not): finished samples neither grow nor shrink. Put the entire field, or append to "
-            f"slots (Acquire) before they are finished",
+            f"sample {index} of partition {partition.partition_id!r} is {state}, expected a held sample ({other.size} "
+            f"of {positions.size} are not held), since finished samples cannot grow or shrink. Put the entire field, "
+            f"or append to slots (Acquire) before they are finished",
             reason="SAMPLE_NOT_HELD",
             metadata={"partition_id": partition.partition_id, "global_index": str(index), "state": state},
         )
@@ -703,7 +704,7 @@ def check_growing(partition: Partition, claim: LeasedClaim | None, positions: In
 
 
 class Acked(NamedTuple):
-    """Samples acknowledged by a write: the positions `(n,)` that the claim still leases."""
+    """The samples that a write acknowledges: the positions `(n,)` that the claim still leases."""
 
     task: TaskLedger
     claim: Claim
@@ -715,17 +716,17 @@ def check_acked(partition: Partition, leased: LeasedClaim, rows: Indexes, *, is_
 
     Args:
         partition: partition of the samples.
-        leased: the claim.
-        rows: the samples written to.
+        leased: the claim to write to.
+        rows: the samples to write to.
         is_gathered: whether the write combines several puts.
 
     Returns:
-        None if all samples are acknowledged already.
+        None if all samples have already been acknowledged.
 
     Raises:
         LeaseExpiredError, PreconditionError, TaskNotFoundError: see `check_claim`.
-        InvalidArgumentError: samples were never in the claim, or are a part of an indivisible group. Or the claim has
-            indivisible groups and the write combines several puts, each of which could have a part of one.
+        InvalidArgumentError: samples were never in the claim, or are only part of an indivisible group. Or the claim
+            has indivisible groups, and the write combines several puts, each of which could contain part of a group.
     """
     task = partition.known_task(leased.task_name)
     claim = task.claims.get(leased.request_id)
@@ -754,9 +755,9 @@ def _find_acked(
 
 
 def _check_leased(partition: Partition, task: TaskLedger, request_id: bytes, rows: Indexes | None) -> None:
-    """Refuse a worker that neither holds nor has acknowledged the named samples of its claim (None: all of them)."""
+    """Reject a worker that neither holds nor has acknowledged the given samples of its claim (None: all of them)."""
     claim, has_expired = task.claims.get(request_id), task.ended.has_expired(request_id)
-    if claim is None:  # it may have been dropped when its samples were cleared
+    if claim is None:  # the claim may have been dropped when its samples were cleared
         if rows is None or rows.size == 0 or has_expired:
             raise _lease_over_error(task, rows)
         lost = rows[(partition.table.find(rows) >= 0) | (rows < 0) | (rows >= partition.inserted_count)]
@@ -770,8 +771,8 @@ def _check_leased(partition: Partition, task: TaskLedger, request_id: bytes, row
         foreign = rows[~(np.isin(rows, claim.rows) | is_dropped)]
         if foreign.size:
             raise InvalidArgumentError(
-                f"samples {_named(foreign)} were never in this claim of task {task.name!r}; name the samples of a "
-                f"claim by the batch it came with",
+                f"samples {_named(foreign)} were never in this claim of task {task.name!r}; pass samples together "
+                f"with the claim that delivered them",
                 field="global_indexes",
             )
         positions = partition.table.find(rows)
@@ -785,13 +786,13 @@ def _check_leased(partition: Partition, task: TaskLedger, request_id: bytes, row
 
 
 def _left(partition: Partition, task: TaskLedger, claim: Claim, rows: Indexes | None) -> Indexes:
-    """Return the positions of the named samples (None: all) that a claim still holds.
+    """Return the positions of the given samples (None: all) that a claim still holds.
 
-    A dropped row goes with the remaining members of its group, if any, rather than by its own name: every part of a
-    batch names all rows that the batch drops.
+    A dropped row is included together with the remaining members of its group, if any, rather than because it is
+    listed: every part of a batch lists all rows that the batch drops.
 
     Raises:
-        InvalidArgumentError: the samples are only a part of a claim without a lease, or of an indivisible group, whose
+        InvalidArgumentError: the samples are only part of a claim without a lease, or of an indivisible group, whose
             rest could never be delivered again as a complete group.
     """
     table, positions = partition.table, task.left(claim)
@@ -802,7 +803,7 @@ def _left(partition: Partition, task: TaskLedger, claim: Claim, rows: Indexes | 
         if not np.isin(delivered, rows).all():
             raise InvalidArgumentError(
                 f"got {rows.size} of the {delivered.size} samples of a claim without a lease; expected all of them. "
-                "Use a lease to release some",
+                f"Use a lease to release only some",
                 field="global_indexes",
             )
         return positions
@@ -817,15 +818,15 @@ def _left(partition: Partition, task: TaskLedger, claim: Claim, rows: Indexes | 
         is_member = ids == parted[0]
         members = table.index[positions[is_member]]
         raise InvalidArgumentError(
-            f"samples {_named(members)} are a group; {int(is_named[is_member].sum())} of its {members.size} samples "
-            f"are named, but the claim keeps groups together. Name all of them or none",
+            f"samples {_named(members)} form one group, but only {int(is_named[is_member].sum())} of its "
+            f"{members.size} samples are listed; the claim keeps groups together, so list all of them or none",
             field="global_indexes",
         )
     return positions[is_named]
 
 
 def _group_ids(partition: Partition, task: TaskLedger, claim: Claim, positions: Indexes) -> Indexes:
-    """Return the group id of each row of a leased claim; without groups each row has its own id."""
+    """Return the group id of each row of a leased claim; without groups, each row has its own id."""
     block_size = None if claim.lease is None else claim.lease.group_block_size
     if claim.lease is None or block_size is None:
         return positions
@@ -840,7 +841,7 @@ def _lease_of(task: TaskLedger, claim: Claim) -> LeaseTerms:
     if claim.lease is None:
         raise PreconditionError(
             f"this claim of task {task.name!r} was made without a lease, so its samples were done on delivery; use a "
-            "lease to acknowledge them, or write without naming a claim",
+            f"lease to acknowledge them, or write without passing a claim",
             metadata={"task_name": task.name},
         )
     return claim.lease
@@ -849,9 +850,9 @@ def _lease_of(task: TaskLedger, claim: Claim) -> LeaseTerms:
 def _lease_over_error(task: TaskLedger, rows: Indexes | None = None) -> LeaseExpiredError:
     what = "samples of this claim" if rows is None else f"samples {_named(rows)}"
     return LeaseExpiredError(
-        f"{what} are no longer leased to this worker of task {task.name!r}: the lease ran out, was released, or "
-        f"consumption was reset. Other workers may do the same work: drop yours, and request a longer lease or extend "
-        f"it",
+        f"{what} are no longer leased to this worker of task {task.name!r}: the lease expired, was released, or "
+        f"consumption was reset. Other workers may do the same work, so discard these results; next time, request a "
+        f"longer lease or extend it",
         metadata={"task_name": task.name} | ({} if rows is None else {"global_indexes": _named(rows)}),
     )
 

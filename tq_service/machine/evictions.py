@@ -1,4 +1,4 @@
-"""The change made when a claim evicts units that its task can never get, and requests replacements."""
+"""The change by which a claim evicts units that its task can never consume, and requests replacements."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _REASONS: dict[int, EvictionReason] = dict(zip(EvictionCode, get_args(EvictionRe
 
 
 class UnitsEvicted(Change):
-    """Samples, rollouts and groups that a task can never get were failed or cleared, for all tasks.
+    """Samples, rollouts and groups that a task can never consume were failed or cleared, for all tasks.
 
     Attributes:
-        partition_id: their partition.
+        partition_id: partition of the units.
         task_name: the task whose claim evicts them.
         action: whether they are failed or cleared.
         version: the published version, for the record; None without a policy.
-        refill: the task that generates them again, or None.
+        refill: the task that regenerates the units, or None.
     """
 
     partition_id: str
@@ -93,7 +93,7 @@ class UnitsEvicted(Change):
         return "rollout" if rollout and (self.evicted.unit == "rollout" or not group) else "group"
 
     def _refill(self, state: State, names: list[str | None], step: Step) -> Sequence[RefillOutcome | None]:
-        """Make the samples with these keys claimable again for the generating task; return the outcome of each."""
+        """Make the samples with these keys claimable again for the task that regenerates them; return each outcome."""
         if self.refill is None:
             return [None] * len(names)
         partition = state.partitions.get(self.refill.partition_id)
@@ -101,7 +101,7 @@ class UnitsEvicted(Change):
             return ["unknown"] * len(names)
         positions = partition.key_index.positions_of([name or "" for name in names])
         task = partition.tasks.get(self.refill.task_name)
-        if task is None:  # it has not claimed yet, so all samples are left for it
+        if task is None:  # the task has not claimed yet, so all samples are left for it
             return ["unknown" if position < 0 else "pending" for position in positions.tolist()]
         outcomes, reopened = task.refill(positions, self.refill.max_refills)
         reopen(partition, task, reopened, reopened, step)

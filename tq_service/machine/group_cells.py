@@ -30,7 +30,7 @@ class CheckedGroupWrite:
     """A put of groups validated against the current state of a partition.
 
     Attributes:
-        partition: the partition.
+        partition: partition of the groups.
         named: the groups of the put.
         specs: specs of the written fields after the put.
     """
@@ -64,14 +64,16 @@ class GroupsWritten(Change):
         if self.must_exist and (missing := named.names_without_members):
             raise NotFoundError(
                 f"partition {self.partition_id!r} has no samples of group {missing[0]!r} ({len(missing)} of "
-                f"{len(self.names)} have none), expected groups with samples; put these first, or use key_mode upsert",
+                f"{len(self.names)} have none), expected groups with samples; put the samples first, or use key_mode "
+                f"upsert",
                 reason="GROUP_NOT_FOUND",
                 metadata={"group": missing[0]},
             )
         if partition.sealed and (new := named.new_names):
             raise PartitionSealedError(
-                f"partition {self.partition_id!r} is sealed without a group {new[0]!r} ({len(new)} of "
-                f"{len(self.names)} are new), expected existing groups; omit new ones, or put them before the seal",
+                f"partition {self.partition_id!r} is sealed and has no group {new[0]!r} ({len(new)} of "
+                f"{len(self.names)} are new), expected existing groups; omit new groups, or put them before the "
+                f"partition is sealed",
                 metadata={"partition_id": self.partition_id},
             )
         for column in self.columns:
@@ -105,7 +107,7 @@ class GroupsRemoved(Change):
     names: Sequence[str]
 
     def prepare(self, state: State) -> FoundRows | None:
-        """Find the groups without samples; return None if all have some."""
+        """Find the groups without samples; return None if all of them have samples."""
         partition = state.partition(self.partition_id)
         named = partition.groups.named(self.names)
         slots = named.slots[(named.slots >= 0) & ~named.has_members]
@@ -135,12 +137,12 @@ def _check_names(names: Sequence[str]) -> None:
 
 
 def _check_field(partition: Partition, name: str) -> None:
-    """Refuse a column of a field that groups do not share."""
+    """Reject a column of a field that groups do not share."""
     if name not in partition.cells.shared:
         shared = ", ".join(map(repr, sorted(partition.cells.shared))) or "none"
         raise InvalidArgumentError(
             f"field {name!r} of partition {partition.partition_id!r} does not have group scope (fields that do: "
-            f"{shared}); put it for samples, or declare it with group scope when the partition is created",
+            f"{shared}); put the field for samples, or declare it with group scope when the partition is created",
             field="columns",
             metadata={"field_name": name},
         )
@@ -149,7 +151,7 @@ def _check_field(partition: Partition, name: str) -> None:
 def _check_write_once(
     partition: Partition, columns: Sequence[ColumnWrite], names: Sequence[str], slots: Indexes
 ) -> None:
-    """Refuse a second value of a write-once field for groups at `slots` (-1 for new ones)."""
+    """Reject a second value of a write-once field for groups at `slots` (-1 for new groups)."""
     for name in partition.cells.write_once.intersection(column.spec.name for column in columns):
         is_there = (slots >= 0) & (partition.cells.fields[name].cell[slots] >= 0)
         if is_there.any():

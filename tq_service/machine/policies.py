@@ -1,4 +1,4 @@
-"""Changes of policies: versions published, policies removed."""
+"""Changes of policies: publishing a version, and removing a policy."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from tq_service.state.policies import Policy
 
 
 class VersionPublished(Change):
-    """A version of the weights of a policy was published.
+    """A version of a policy's weights was published.
 
     Attributes:
-        policy: its name.
-        version: 0 or more.
-        rewind: whether it may be lower than the published version.
+        policy: name of the policy.
+        version: version number, 0 or more.
+        rewind: whether the version may be lower than the published one.
     """
 
     policy: str
@@ -29,7 +29,7 @@ class VersionPublished(Change):
         """Return None if this version is published already.
 
         Raises:
-            VersionError: it is lower than the published version, and `rewind` is not set.
+            VersionError: the version is lower than the published one, and `rewind` is not set.
             InvalidArgumentError: the name is invalid or the version is out of range.
         """
         check_name("policy", self.policy)
@@ -39,14 +39,14 @@ class VersionPublished(Change):
             return True
         if self.version < known.version and not self.rewind:
             raise VersionError(
-                f"version is {self.version}; expected at least {known.version}, that of policy {self.policy!r}. "
-                f"Publish with rewind if the trainer goes back to a checkpoint.",
+                f"version is {self.version}; expected at least {known.version}, the published version of policy "
+                f"{self.policy!r}. Publish with rewind if the trainer returned to a checkpoint.",
                 metadata={"policy": self.policy, "got": str(self.version), "expected": str(known.version)},
             )
         return None if self.version == known.version else True
 
     def apply(self, state: State, prepared: bool, step: Step) -> None:
-        """Record the version; admissions that wait for it free the capacity of trained samples."""
+        """Record the version, and free the capacity of trained samples in admissions that wait for it."""
         state.policies[self.policy] = Policy(name=self.policy, version=self.version, published_at=step.at_seconds)
         step.policies.append(self.policy)
         for partition in state.partitions.values():
@@ -57,18 +57,18 @@ class VersionPublished(Change):
 
 
 def check_pace(state: State, published: VersionPublished, trained: Mapping[tuple[str, str], int]) -> None:
-    """Refuse a version that makes samples older than the number of batches trained since the last version allows.
+    """Reject a version that exceeds the last one by more than the number of batches trained since then.
 
-    Tasks with a `max_staleness` count one version per batch; see "The bound" in docs/asynchronous_rl.md. Tasks without
-    outstanding work accept any version.
+    For tasks with a `max_staleness`, one version counts one batch; see "The bound" in docs/asynchronous_rl.md. Tasks
+    without outstanding work accept any version.
 
     Args:
         state: the state before the publication.
-        published: the version.
+        published: the version to check.
         trained: the last batch reported as trained in the same step, by partition and task.
 
     Raises:
-        VersionError: it is too high.
+        VersionError: the version is too high.
     """
     known = state.policies.get(published.policy)
     if known is None:  # nothing can be outstanding either
@@ -77,11 +77,11 @@ def check_pace(state: State, published: VersionPublished, trained: Mapping[tuple
         count = task.unpublished_count(trained.get((partition.partition_id, task.name), -1))
         if published.version > known.version + count:
             raise VersionError(
-                f"version is {published.version}, {published.version - known.version} more than policy "
-                f"{published.policy!r} has, but task {task.name!r} of partition {partition.partition_id!r} has trained "
-                f"{count} batches since: with max_staleness, one version counts one batch. Report trained batches "
-                f"(trained, or Advance), and publish at most version {known.version + count}. If the trainer went "
-                f"back to a checkpoint, restart its ranks (RestartRanks).",
+                f"version is {published.version}, which is {published.version - known.version} more than the "
+                f"published version of policy {published.policy!r}, but task {task.name!r} of partition "
+                f"{partition.partition_id!r} has trained {count} batches since then; with max_staleness, one "
+                f"version counts one batch. Report trained batches (trained, or Advance), and publish at most version "
+                f"{known.version + count}. If the trainer returned to a checkpoint, restart its ranks (RestartRanks).",
                 metadata={
                     "policy": published.policy,
                     "got": str(published.version),
@@ -101,7 +101,7 @@ def _bounded(state: State, policy: str) -> Iterator[tuple[Partition, TaskLedger]
 
 
 class PolicyRemoved(Change):
-    """A policy and its version were removed."""
+    """A policy was removed together with its version."""
 
     policy: str
 
@@ -109,12 +109,12 @@ class PolicyRemoved(Change):
         """Return None if the policy does not exist.
 
         Raises:
-            PreconditionError: it bounds the staleness of outstanding work.
+            PreconditionError: the policy bounds the staleness of outstanding work.
         """
         if (bounded := next(_bounded(state, self.policy), None)) is not None:
             partition, task = bounded
             raise PreconditionError(
-                f"policy {self.policy!r} bounds the staleness of {task.outstanding_count} outstanding units for task "
+                f"policy {self.policy!r} limits the staleness of {task.outstanding_count} outstanding units of task "
                 f"{task.name!r} of partition {partition.partition_id!r}; clear the partition first",
                 reason="STALENESS_BOUNDED",
                 metadata={"partition_id": partition.partition_id, "task_name": task.name},

@@ -1,4 +1,4 @@
-"""State changes of rows and their consequences for tasks and groups: steps shared by several changes."""
+"""Steps shared by several changes: state changes of rows, and their consequences for tasks and groups."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tq_service.state.table import CLEARED, DEAD_LETTERED, FAILED, LIVE, distinc
 
 
 def set_state(partition: Partition, code: int, positions: Indexes, step: Step) -> None:
-    """Set the state of rows that have not failed. Rows that become live begin to age."""
+    """Set the state of rows that have not failed. Rows start to age when they become live."""
     changed = positions[partition.state[positions] != code]
     if changed.size == 0:
         return
@@ -36,7 +36,7 @@ def set_state(partition: Partition, code: int, positions: Indexes, step: Step) -
 
 
 def clear_rows(partition: Partition, positions: Indexes, step: Step) -> None:
-    """Remove rows, given once each, from all tables."""
+    """Remove rows, each given once, from all tables."""
     step.freed += partition.cells.free_rows(positions)
     keys = None if partition.key.is_blank else partition.key[positions]
     step.removed.append((partition, partition.table.index[positions], keys))
@@ -59,7 +59,7 @@ def clear_rows(partition: Partition, positions: Indexes, step: Step) -> None:
 
 
 def remove_groups(partition: Partition, slots: Indexes, step: Step) -> None:
-    """Remove groups and rollouts without members, and their cells; each slot is given once."""
+    """Remove groups and rollouts without members, and their cells; each slot must be given once."""
     step.freed += partition.cells.free_groups(slots)
     partition.groups.remove(slots)
 
@@ -72,7 +72,7 @@ def begin_groups(partition: Partition) -> None:
 
 
 def seal(partition: Partition, step: Step) -> None:
-    """Close a partition for new rows, which closes its rollouts and removes groups that never had a row."""
+    """Close a partition to new rows, which also closes its rollouts and removes groups that never had a row."""
     partition.sealed = True
     if partition.cells.shared:
         remove_groups(partition, partition.groups.without_members(), step)
@@ -85,8 +85,8 @@ def seal(partition: Partition, step: Step) -> None:
 def release_due(partition: Partition, rows: slice | Indexes, step: Step) -> None:
     """Release, at the end of the change, the given rows that all releasing tasks are done with.
 
-    Called after anything that may make rows due. So a leased sample is checked again when its lease ends, and a sample
-    of an incomplete group when the group is complete.
+    Call this after anything that may make rows due. A leased sample is thus checked again when its lease ends, and a
+    sample of an incomplete group when the group is complete.
     """
     if partition.settings.releasing_tasks and (indexes := partition.table.index[rows]).size:
         step.pending.append(partial(_release_due, partition, indexes, step))
@@ -103,7 +103,7 @@ def _release_due(partition: Partition, rows: Indexes, step: Step) -> None:
 
 
 def release_rows(partition: Partition, positions: Indexes, step: Step) -> None:
-    """Clear rows according to their partition's release policy."""
+    """Clear rows that the partition's release policy releases."""
     if not positions.size:
         return
     for task in partition.tasks.values():
@@ -118,7 +118,7 @@ def with_groups(partition: Partition, positions: Indexes, *, are_complete: bool)
     Args:
         partition: partition of the rows.
         positions: positions of the rows, each once.
-        are_complete: whether to leave out open rollouts and groups with a declared size that can still get members.
+        are_complete: whether to exclude open rollouts, and groups with a declared size that can still receive members.
     """
     groups = partition.groups
     if not groups.in_use:
@@ -132,7 +132,7 @@ def with_groups(partition: Partition, positions: Indexes, *, are_complete: bool)
 
 
 def whole_groups(partition: Partition, positions: Indexes, is_chosen: NDArray[np.bool_]) -> Indexes:
-    """Return the chosen rows whose entire group is chosen; `positions` has all members of each group."""
+    """Return the chosen rows whose entire group is chosen; `positions` contains all members of each group."""
     if not partition.groups.in_use:
         return positions[is_chosen]
     slots = partition.groups.of_rows[positions]
@@ -142,7 +142,7 @@ def whole_groups(partition: Partition, positions: Indexes, is_chosen: NDArray[np
 
 
 def skip_rest(partition: Partition, positions: Indexes, step: Step) -> None:
-    """Skip the rest of groups that lost one of these rows, or got it too late, for tasks that keep groups together."""
+    """Skip the rest of groups that lost one of these rows, or received it too late, for tasks that keep groups."""
     for task in partition.tasks.values():
         skip_lost_groups(partition, task, positions, step)
 
@@ -150,8 +150,8 @@ def skip_rest(partition: Partition, positions: Indexes, step: Step) -> None:
 def skip_lost_groups(partition: Partition, task: TaskLedger, positions: Indexes | None, step: Step) -> None:
     """Skip the pending members of groups that lost a member for good, if the task keeps groups together.
 
-    A member is lost if it failed, was cleared, or was dead-lettered by the task. Rows being cleared have their final
-    state, but are still in the rest of the table.
+    A member is lost if it failed, was cleared, or was dead-lettered by the task. Rows that are being cleared already
+    have their final state, but are still in the other columns of the table.
 
     Args:
         partition: partition of the task.
@@ -173,12 +173,12 @@ def skip_lost_groups(partition: Partition, task: TaskLedger, positions: Indexes 
         return
     if task.skip(rest):
         release_due(partition, rest, step)
-        step.consumed[partition] = None  # writes may have capacity for it
+        step.consumed[partition] = None  # writes may have capacity now
         step.tasks.append((partition, task.name))
 
 
 def _groups_left(partition: Partition, positions: Indexes, unit: BatchUnit = "group") -> Indexes:
-    """Return the slots of the rows' groups, or rollouts, that have members left (not cleared)."""
+    """Return the slots of the rows' groups, or rollouts, that still have members that are not cleared."""
     groups = partition.groups
     slots = groups.of_unit(unit, positions)
     slots = distinct(slots[slots >= 0], groups.slots.count)
@@ -216,7 +216,7 @@ def _rest_of_blocks(partition: Partition, task: TaskLedger, positions: Indexes, 
 def reopen(partition: Partition, task: TaskLedger, positions: Indexes, changed: Indexes | None, step: Step) -> None:
     """Notify waiting claims of rows that can be claimed again, and skip the rest of lost groups.
 
-    `changed` are the `positions` of `skip_lost_groups`.
+    `changed` is passed to `skip_lost_groups` as its `positions`.
     """
     if positions.size:
         partition.notify_rows(partition.table.index[positions])

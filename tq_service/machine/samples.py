@@ -1,7 +1,7 @@
-"""Changes of partitions and samples: partitions made, sealed, cleared; samples added, written to, cleared.
+"""Changes of partitions (created, sealed, cleared) and of samples (added, written to, cleared).
 
-A write names its samples by index or by key; new samples need no name. `check_write` finds the samples and validates
-the write against them. Its result is valid until the mark of the partition changes.
+A write identifies existing samples by index or key; new samples need neither. `check_write` finds the samples and
+validates the write against them. Its result is valid until the partition's mark changes.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class PartitionCreated(Change):
         """Create the partition; `apply` adds it to the state."""
         if self.partition_id in state.partitions:
             raise AlreadyExistsError(
-                f"partition {self.partition_id!r} exists; clear it first",
+                f"partition {self.partition_id!r} already exists; clear it first",
                 metadata={"resource_type": "partition", "resource_name": self.partition_id},
             )
         return Partition(self.partition_id, self.settings, self.incarnation)
@@ -82,12 +82,12 @@ class PartitionCreated(Change):
 
 
 class PartitionSealed(Change):
-    """A partition was sealed: it gets no new samples. A write that seals its partition needs no such change."""
+    """A partition was sealed and receives no new samples. A write that seals its partition needs no such change."""
 
     partition_id: str
 
     def prepare(self, state: State) -> Partition | None:
-        """Return the partition, or None if it is sealed."""
+        """Return the partition, or None if it is already sealed."""
         partition = state.partition(self.partition_id)
         return None if partition.sealed else partition
 
@@ -114,7 +114,7 @@ class PartitionCleared(Change):
 
 
 class SnapshotNeeded(Exception):  # noqa: N818  (not an error, and never sent to a client)
-    """The next entry of the log continues from a snapshot that this controller does not have.
+    """The next log entry continues from a snapshot that this controller does not have.
 
     Attributes:
         number: the lowest acceptable snapshot number.
@@ -126,10 +126,10 @@ class SnapshotNeeded(Exception):  # noqa: N818  (not an error, and never sent to
 
 
 class StateReplaced(Change):
-    """A checkpoint was restored: the state is now that of a snapshot, which is not in the log.
+    """A checkpoint was restored: a snapshot, which is not in the log, replaced the state.
 
     Attributes:
-        snapshot_number: number of the snapshot; later entries of the log continue from it.
+        snapshot_number: number of the snapshot from which later entries of the log continue.
     """
 
     snapshot_number: int
@@ -145,7 +145,7 @@ class StateReplaced(Change):
         return state
 
     def apply(self, state: State, prepared: State, step: Step) -> None:
-        """Change nothing: the snapshot has replaced the state."""
+        """Do nothing: the snapshot has already replaced the state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,22 +155,22 @@ class SampleWrite:
     Attributes:
         row_count: number of samples.
         global_indexes: existing samples `(n,)`; None: new ones, or those of `keys`.
-        keys: unique names, in order.
-        groups: groups of new samples in order, "" for none.
-        rollouts: rollouts of new samples in order, "" for none.
-        ends_rollouts: whether the rollouts of the samples are closed for further samples.
-        rows_per_put: rows of each of the puts gathered into this write; 0: it is a single put.
-        put: location of the columns, None for metadata and state only.
+        keys: unique keys of the samples, in order.
+        groups: group of each new sample in order, "" for none.
+        rollouts: rollout of each new sample in order, "" for none.
+        ends_rollouts: whether the samples' rollouts are closed to further samples.
+        rows_per_put: number of rows per put if several puts are gathered into this write; 0 for a single put.
+        put: location of the columns; None: only metadata and state are written.
         columns: the columns of the put.
         claim: the leased claim of the samples in `global_indexes`; None: the write is not checked against a claim.
         acks: the leased claim of these samples if the write also acknowledges them, otherwise None.
-        is_of_slots: whether it makes slots, that is, new held samples.
-        start_version: the published version for slots, or None.
+        is_of_slots: whether the write creates slots, that is, new held samples.
+        start_version: the version published when slots are created, or None.
         append_at: the lengths of the samples' cells before the append `(n,)`; None: the columns replace the cells.
 
     Raises:
-        InvalidArgumentError: samples must exist but none is named, `rows_per_put` does not divide the rows, or an
-            append also changes something else.
+        InvalidArgumentError: samples must exist but none is given, `rows_per_put` does not divide the number of rows,
+            or an append also changes something else.
     """
 
     row_count: int
@@ -195,17 +195,17 @@ class SampleWrite:
     def __post_init__(self) -> None:
         if (self.claim or self.acks) is not None and self.global_indexes is None:
             raise InvalidArgumentError(
-                "claim is given without global_indexes; name the samples of the claim by their indexes", field="claim"
+                "claim is set without global_indexes; pass the indexes of the claim's samples", field="claim"
             )
         if self.key_mode == "existing" and self.keys is None and self.global_indexes is None:
             raise InvalidArgumentError(
-                "key_mode is existing, but neither keys nor global_indexes name the samples; give one of them",
+                "key_mode is existing, but neither keys nor global_indexes are set; pass one of them",
                 field="key_mode",
             )
         if self.rows_per_put < 0 or (self.rows_per_put and self.row_count % self.rows_per_put):
             raise InvalidArgumentError(
                 f"rows_per_put is {self.rows_per_put}, expected 0 or a divisor of the {self.row_count} rows; gather "
-                f"puts with the same number of rows",
+                f"only puts with the same number of rows",
                 field="rows_per_put",
             )
         if self.append_at is not None:
@@ -214,15 +214,15 @@ class SampleWrite:
     def _check_lengths(self, lengths: Indexes) -> None:
         problem = ""
         if self.global_indexes is None:
-            problem = "without global_indexes; name the samples by their indexes"
+            problem = "without global_indexes; pass the indexes of the samples"
         elif lengths.size != self.row_count:
-            problem = f"with {lengths.size} lengths for {self.row_count} samples; give the current length of each"
+            problem = f"with {lengths.size} lengths for {self.row_count} samples; pass each current length"
         elif self.state is not None or self.acks is not None or self.groups is not None or self.rollouts is not None:
             problem = "with state, ack, groups or rollouts; write these in a separate call"
         elif self.rows_per_put or self.ends_rollouts:
             problem = "with rows_per_put or ends_rollouts; write these in a separate call"
         if problem:
-            raise InvalidArgumentError(f"append_at is given {problem}", field="append_at")
+            raise InvalidArgumentError(f"append_at is set {problem}", field="append_at")
 
     @property
     def all_meta(self) -> Sequence[MetaColumn]:
@@ -234,7 +234,7 @@ class SampleWrite:
 
     @property
     def may_add_samples(self) -> bool:
-        """Whether it may add samples: it names none, or names keys that need not exist."""
+        """Whether the write may add samples: it identifies none, or its keys need not exist."""
         return self.global_indexes is None and (self.keys is None or self.key_mode != "existing")
 
 
@@ -245,10 +245,10 @@ class CheckedWrite:
     Attributes:
         positions: positions of its rows `(n,)` in order, -1 for new ones; None: all are new.
         new_count: number of new rows.
-        groups: the groups and rollouts of the new rows, None if the write names neither.
+        groups: the groups and rollouts of the new rows; None if the write has neither.
         specs: specs of the written fields after the write.
         acked: the acknowledged samples, or None.
-        mark: mark of the partition; the check is valid until it changes.
+        mark: mark of the partition; the check is valid until the mark changes.
     """
 
     partition: Partition
@@ -261,12 +261,12 @@ class CheckedWrite:
 
     @property
     def is_current(self) -> bool:
-        """Whether the check is still valid; never if it acknowledges, which does not change the mark."""
+        """Whether the check is still valid; never if the write acknowledges, which does not change the mark."""
         return self.acked is None and self.mark == self.partition.mark
 
     @property
     def is_new(self) -> slice | NDArray[np.bool_]:
-        """Selects the new rows in an array in the order of the write."""
+        """An index that selects the new rows from an array in the order of the write."""
         return slice(None) if self.positions is None else self.positions < 0
 
 
@@ -283,7 +283,7 @@ class Written:
 
 
 class SamplesWritten(Change):
-    """Samples were added, or written to."""
+    """Samples were added or written to."""
 
     partition_id: str
     write: SampleWrite
@@ -304,7 +304,7 @@ class SamplesWritten(Change):
         if positions is not None:
             if write.state is not None:
                 set_state(partition, STATE_CODES[write.state], positions[positions >= 0], step)
-            elif write.acks is not None:  # held samples are finished now
+            elif write.acks is not None:  # held samples are now finished
                 set_state(partition, LIVE, positions[partition.state[positions] == HELD], step)
             if prepared.acked is not None:
                 finish_prompts(partition, prepared.acked, step)
@@ -349,7 +349,7 @@ class MetaSet(Change):
         """Find the samples and validate the values."""
         partition = state.partition(self.partition_id)
         if self.global_indexes.size == 0:
-            raise InvalidArgumentError("global_indexes is empty; name at least one sample", field="global_indexes")
+            raise InvalidArgumentError("global_indexes is empty; pass at least one sample", field="global_indexes")
         check_claim(partition, self.claim, self.global_indexes)
         _check_start_version(partition, self.columns)
         positions = partition.positions_of(self.global_indexes)
@@ -375,12 +375,12 @@ class SamplesTruncated(Change):
     claim: LeasedClaim | None = field(default=None, metadata=CHECKED_ONCE)
 
     def prepare(self, state: State) -> FoundRows | None:
-        """Find the samples; return None if all cells have the given lengths already."""
+        """Find the samples; return None if all cells already have the given lengths."""
         partition = state.partition(self.partition_id)
         if self.global_indexes.size == 0 or self.lengths.size != self.global_indexes.size or self.lengths.min() < 0:
             raise InvalidArgumentError(
-                f"got {self.lengths.size} lengths for {self.global_indexes.size} samples; expected a non-negative one "
-                f"for each, and at least one sample",
+                f"got {self.lengths.size} lengths for {self.global_indexes.size} samples; expected one non-negative "
+                f"length per sample, and at least one sample",
                 field="lengths",
             )
         if not self.field_names:
@@ -406,7 +406,7 @@ class SamplesTruncated(Change):
 
 
 class GroupsClosed(Change):
-    """Groups and rollouts were closed: they get no further members."""
+    """Groups and rollouts were closed: they receive no further members."""
 
     partition_id: str
     names: Sequence[str]
@@ -427,7 +427,7 @@ class GroupsClosed(Change):
 
 
 class SamplesCleared(Change):
-    """Samples were removed; the indexes may name samples that do not exist."""
+    """Samples were removed; the indexes may include samples that do not exist."""
 
     partition_id: str
     global_indexes: Indexes
@@ -503,7 +503,7 @@ class CellsCleared(Change):
 
 
 class SamplesExpired(Change):
-    """Samples were released because they had reached the maximum age set by their partition's release policy.
+    """Samples were released because they had reached the maximum age set by the partition's release policy.
 
     Attributes:
         before: samples put, or made live, before this time are released; seconds as in `Step.at_seconds`.
@@ -588,7 +588,7 @@ def _new_counts(write: SampleWrite, checked: CheckedWrite) -> list[int]:
 
 
 def check_write(partition: Partition, write: SampleWrite) -> CheckedWrite:
-    """Find the rows of a write and validate it without changing anything; raises TqError if it is refused."""
+    """Find the rows of a write and validate it without changing anything; raise TqError if it is rejected."""
     _check_counts(write)
     acked = None
     if write.acks is not None and write.global_indexes is not None:
@@ -606,14 +606,14 @@ def check_write(partition: Partition, write: SampleWrite) -> CheckedWrite:
             metadata={"partition_id": partition.partition_id},
         )
     if partition.sealed and write.keys is not None and write.key_mode == "upsert" and positions is not None:
-        for column in write.columns:  # overwriting looks like another run that uses the same partition name
+        for column in write.columns:  # overwriting suggests that another run uses the same partition name
             is_there = partition.cells.produced([column.spec.name], positions)
             if is_there.any():
                 raise PartitionSealedError(
                     f"partition {partition.partition_id!r} is sealed, and key "
-                    f"{write.keys[int(np.argmax(is_there))]!r} has field {column.spec.name!r} already, perhaps from "
-                    f"another run. Clear the partition to start over, or use another partition or a namespace per "
-                    f"run; put with key_mode existing to overwrite the field",
+                    f"{write.keys[int(np.argmax(is_there))]!r} already has field {column.spec.name!r}, perhaps from "
+                    f"another run. Clear the partition to start over, or use another partition or one namespace per "
+                    f"run; to overwrite the field, put with key_mode existing",
                     metadata={"partition_id": partition.partition_id},
                 )
     if not write.is_of_slots:
@@ -669,7 +669,7 @@ def _check_columns(partition: Partition, write: SampleWrite, positions: Indexes 
 
 
 def _check_append(partition: Partition, write: SampleWrite, positions: Indexes, before: Indexes) -> list[FieldSpec]:
-    """Refuse to append to cells of another length or to finished samples; return the specs after the append."""
+    """Reject an append to cells of a different length or to finished samples; return the specs after the append."""
     check_growing(partition, write.claim, positions)
     specs = partition.cells.appended_specs(write.columns)
     for spec in specs:
@@ -694,7 +694,7 @@ def _check_append(partition: Partition, write: SampleWrite, positions: Indexes, 
 
 
 def _check_ragged(partition: Partition, name: str) -> None:
-    """Refuse to truncate a field that cannot grow."""
+    """Reject truncating a field that cannot grow."""
     if name in partition.cells.shared:
         raise InvalidArgumentError(
             f"field {name!r} has group scope, expected a field with one value per sample; put the entire field with "
@@ -705,8 +705,8 @@ def _check_ragged(partition: Partition, name: str) -> None:
     known = partition.cells.fields.get(name)
     if known is not None and known.produced_count and known.spec.ragged_dims[:1] != (0,):
         raise FieldMismatchError(
-            f"field {name!r} is {known.spec.describe()}, expected one whose rows differ in their first dimension; put "
-            f"the entire field instead",
+            f"field {name!r} is {known.spec.describe()}, expected a field whose rows differ in their first dimension; "
+            f"put the entire field instead",
             field="data_fields",
             metadata={
                 "field_name": name,
@@ -719,7 +719,7 @@ def _check_ragged(partition: Partition, name: str) -> None:
 def _check_lengths(
     partition: Partition, name: str, positions: Indexes, expected: Indexes, *, at_least: bool = False
 ) -> Indexes:
-    """Refuse cells without exactly (or `at_least`) the expected lengths; return their lengths."""
+    """Reject cells that do not have exactly (or `at_least`) the expected lengths; return their lengths."""
     lengths = partition.cells.lengths(name, positions)
     fits = lengths >= expected if at_least else lengths == expected
     if fits.all():
@@ -742,14 +742,14 @@ def _check_lengths(
 
 
 def _check_not_bounded(partition: Partition, write: SampleWrite, new_count: int) -> None:
-    """Refuse a write that could evade the partition's staleness bound, if it has one."""
+    """Reject a write that could evade the partition's staleness bound, if it has one."""
     _check_start_version(partition, write.meta)
     bounded = partition.settings.bounded_admission
     if bounded is not None and new_count:
         raise PreconditionError(
-            f"partition {partition.partition_id!r} bounds the staleness of task {bounded.task_name!r} to "
-            f"{bounded.max_staleness} versions, counted from the creation of a sample's slot; got {new_count} new "
-            f"samples without a slot. Make slots before generation starts (Acquire), and put the data into them",
+            f"partition {partition.partition_id!r} limits the staleness of task {bounded.task_name!r} to "
+            f"{bounded.max_staleness} versions since the creation of a sample's slot; got {new_count} new samples "
+            f"without slots. Create slots before generation starts (Acquire), and put the data into them",
             reason="STALENESS_BOUNDED",
             metadata={"partition_id": partition.partition_id, "task_name": bounded.task_name},
         )
@@ -759,14 +759,14 @@ def _check_start_version(partition: Partition, columns: Sequence[MetaColumn]) ->
     bounded = partition.settings.bounded_admission
     if bounded is not None and any(column.name == START_VERSION for column in columns):
         raise InvalidArgumentError(
-            f"custom_meta has {START_VERSION!r}. Partition {partition.partition_id!r} stores there the version of each "
-            f"sample's slot, for the max_staleness of task {bounded.task_name!r}; use another name",
+            f"custom_meta contains {START_VERSION!r}, where partition {partition.partition_id!r} stores the version "
+            f"of each sample's slot for the max_staleness of task {bounded.task_name!r}; use another name",
             field="custom_meta",
         )
 
 
 def _check_groups(partition: Partition, write: SampleWrite, positions: Indexes | None) -> CheckedGroups | None:
-    """Return the groups and rollouts of the new samples, None if the write names neither.
+    """Return the groups and rollouts of the new samples; None if the write has neither.
 
     Raises:
         TqError: the given groups or rollouts are invalid for new samples, or differ from those of existing ones.
@@ -795,9 +795,9 @@ def _check_groups(partition: Partition, write: SampleWrite, positions: Indexes |
 
 
 def _check_closes(partition: Partition, write: SampleWrite, positions: Indexes | None) -> None:
-    """Refuse to close rollouts if a put has no sample in one, or if a later gathered put adds to one of them.
+    """Reject closing rollouts if a put has no sample in one, or if a later gathered put adds to one of them.
 
-    Failed samples close their rollouts, too.
+    Failed samples close their rollouts too.
     """
     if not write.ends_rollouts and (write.state is not SampleState.FAILED or not write.rows_per_put):
         return
@@ -810,21 +810,21 @@ def _check_closes(partition: Partition, write: SampleWrite, positions: Indexes |
     puts = [set(filter(None, names[first : first + size])) for first in range(0, len(names), size)]
     if write.ends_rollouts and not all(puts):
         raise InvalidArgumentError(
-            f"ends_rollouts is set, but none of the {size} samples is in a rollout; name the rollouts of new samples "
-            f"in rollouts, or omit ends_rollouts",
+            f"ends_rollouts is set, but none of the {size} samples is in a rollout; pass the rollouts of new samples, "
+            f"or omit ends_rollouts",
             field="ends_rollouts",
         )
     for name, count in Counter(itertools.chain.from_iterable(puts)).items():
         if count > 1:
             raise PreconditionError(
-                f"rollout {name!r} is in {count} of the gathered puts, and the first one would close it. Send each put "
-                f"separately",
+                f"rollout {name!r} is in {count} of the gathered puts, and the first of them would close the rollout. "
+                f"Send each put separately",
                 metadata={"group": name},
             )
 
 
 def _check_write_once(partition: Partition, write: SampleWrite, positions: Indexes) -> None:
-    """Refuse a second value of a write-once field for samples at `positions`."""
+    """Reject a second value of a write-once field for samples at `positions`."""
     for name in partition.cells.write_once.intersection(column.spec.name for column in write.columns):
         is_there = partition.cells.produced([name], positions)
         if is_there.any():
@@ -845,7 +845,7 @@ def _check_write_once(partition: Partition, write: SampleWrite, positions: Index
 
 def _check_counts(write: SampleWrite) -> None:
     if write.row_count <= 0:
-        raise InvalidArgumentError("an empty put: got 0 samples, expected at least one", field="row_count")
+        raise InvalidArgumentError("the put is empty: got 0 samples, expected at least one", field="row_count")
     counts = {
         "keys": write.keys,
         "groups": write.groups,
@@ -855,24 +855,22 @@ def _check_counts(write: SampleWrite) -> None:
     for name, values in counts.items():
         if values is not None and len(values) != write.row_count:
             raise InvalidArgumentError(
-                f"got {len(values)} {name} for {write.row_count} samples; give one per sample", field=name
+                f"got {len(values)} {name} for {write.row_count} samples; pass one per sample", field=name
             )
     if write.keys is not None:
         unique = set(write.keys)
         if len(unique) != len(write.keys):
             ((twice, _),) = Counter(write.keys).most_common(1)
-            raise InvalidArgumentError(f"key {twice!r} is given twice in one put; keys are unique", field="keys")
+            raise InvalidArgumentError(f"key {twice!r} occurs twice in one put; pass each key once", field="keys")
         if "" in unique:
-            raise InvalidArgumentError("a key is empty; give every sample of the put a key", field="keys")
+            raise InvalidArgumentError("a key is empty; pass a key for every sample of the put", field="keys")
 
 
 def _find_rows(partition: Partition, write: SampleWrite) -> Indexes | None:
     """Return the positions of the samples of a write, -1 for new ones; None: all are new."""
     if write.global_indexes is not None:
         if write.keys is not None:
-            raise InvalidArgumentError(
-                "both global_indexes and keys are given; name samples by index or by key", field="keys"
-            )
+            raise InvalidArgumentError("both global_indexes and keys are set; pass only one of them", field="keys")
         check_claim(partition, write.claim, write.global_indexes)
         return partition.positions_of(write.global_indexes)
     keys, index = write.keys, partition.key_index
@@ -882,9 +880,9 @@ def _find_rows(partition: Partition, write: SampleWrite) -> Indexes | None:
     is_known = positions >= 0
     if write.key_mode == "new" and is_known.any():
         key = keys[int(np.argmax(is_known))]
-        remedy = "make slots with other keys" if write.is_of_slots else "use key_mode upsert to write to it"
+        remedy = "create slots with other keys" if write.is_of_slots else "use key_mode upsert to write to it"
         raise AlreadyExistsError(
-            f"key {key!r} is known in partition {partition.partition_id!r}; {remedy}",
+            f"key {key!r} already exists in partition {partition.partition_id!r}; {remedy}",
             metadata={"resource_type": "key", "resource_name": key, "partition_id": partition.partition_id},
         )
     if write.key_mode == "existing" and not is_known.all():

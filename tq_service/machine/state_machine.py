@@ -4,16 +4,17 @@
             -> append the group to the log, in one piece
             -> consequences to the listener: freed cells, started leases, wake-ups
 
-A group holds the changes of one step of the event loop. `prepare` makes all checks and changes nothing, so a change
-that is refused or cannot be encoded leaves no trace. Any error while a change is applied is fatal: the group is
-dropped, and the process stops using its state, which may be partly changed. So the log holds exactly the applied
+A group contains the changes of one step of the event loop. `prepare` makes all checks and changes nothing, so a change
+that is rejected or cannot be encoded leaves no trace. Any error while a change is applied is fatal: the group is
+dropped, and the process stops using its state, which may be partly changed. The log thus contains exactly the applied
 changes, and a restart that applies them reaches the same state. Consequences are only for the process that made the
-change: they are not repeated when the log is read.
+change; they are not repeated when the log is read.
 
-It has the shape of a replicated state machine: Ongaro and Ousterhout, "In Search of an Understandable Consensus
+The design follows that of a replicated state machine: Ongaro and Ousterhout, "In Search of an Understandable Consensus
 Algorithm", 2014, section 2.
 
-It also keeps the answers of mutating requests: a retry gets the same answer and has no second effect.
+The state machine also keeps the answers of mutating requests, so a retry receives the same answer and has no second
+effect.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ from tq_service.state.policies import Policy
 _AT_SECONDS: Final = struct.Struct("<d")
 _MOST_RECORD_BYTES: Final = (1 << 20) - 1
 
-_MOST_FORGOTTEN: Final = 1024  # forgotten entries that may stay in the list, plus
-_FORGOTTEN_SHARE: Final = 8  # one in this many of all entries
+_MOST_FORGOTTEN: Final = 1024  # maximum number of forgotten entries left in the list, plus
+_FORGOTTEN_SHARE: Final = 8  # one per this many entries
 _ENTRY_BYTES: Final = 256  # of an id, a time, and their containers
 
 
@@ -65,15 +66,15 @@ class Entry(NamedTuple):
 
 
 def merged(*snapshots: Iterable[Entry]) -> list[Entry]:
-    """Merge the answers of several snapshots, in order of time."""
+    """Merge the answers of several snapshots in order of time."""
     return sorted(chain.from_iterable(snapshots), key=attrgetter("seconds"))
 
 
 class IdempotencyCache:
     """Recorded answers by request_id, forgotten once no client can still be retrying.
 
-    Refused requests are not recorded: they changed nothing, and a retry may succeed. Times are those of the requests'
-    steps, so a restart does not make an answer younger.
+    Rejected requests are not recorded, since they changed nothing and a retry may succeed. Times are those of the
+    requests' steps, so a restart does not extend the life of an answer.
 
     Attributes:
         used_bytes: approximate memory of the answers.
@@ -91,8 +92,8 @@ class IdempotencyCache:
         """Create an empty cache.
 
         Args:
-            keep_seconds: how long an answer is kept.
-            pack: converts an answer to its stored form, which should be small: there may be a million of them.
+            keep_seconds: time for which an answer is kept.
+            pack: converts an answer to its stored form, which should be small, since there may be a million of them.
             unpack: converts the stored form back to the answer.
             max_bytes: memory limit; above it, the oldest answers are forgotten early. None: no limit.
             weigh: returns the size of a stored answer in bytes.
@@ -105,7 +106,7 @@ class IdempotencyCache:
         self.used_bytes = 0
         self._newest: dict[bytes, int] = {}  # the number of the newest answer of each id, counted from 0
         # Id, time and stored form of all answers, in order of time; `Entry` objects would take more memory.
-        # Snapshots share these lists, so they are only appended to, or replaced.
+        # Snapshots share these lists, so the lists are only appended to or replaced.
         self._ids: list[bytes] = []
         self._seconds = array("d")
         self._packed: list[Any] = []
@@ -116,10 +117,10 @@ class IdempotencyCache:
         return len(self._newest)
 
     def recorded(self, request_id: bytes, kind: type[object], now_seconds: float) -> Any | None:
-        """Return the recorded answer, or None if it does not exist or is too old.
+        """Return the recorded answer, or None if there is none or it is too old.
 
         Raises:
-            InvalidArgumentError: the id is not 16 bytes long, or the recorded answer is not of this kind, because the
+            InvalidArgumentError: the id is not 16 bytes long, or the recorded answer is of a different kind because the
                 caller used the same id for another method.
         """
         check_id("request_id", request_id)
@@ -130,15 +131,15 @@ class IdempotencyCache:
         if not isinstance(recorded, kind):
             raise InvalidArgumentError(
                 f"request_id {request_id.hex()} was used by another call, which was answered with a "
-                f"{type(recorded).__name__}; use a new one for each call, and the same one for its retries",
+                f"{type(recorded).__name__}; use a new request_id for each call, and reuse it only for retries",
                 field="request_id",
             )
         return recorded
 
     def add(self, request_id: bytes, packed: Any, at_seconds: float) -> None:
-        """Record an answer, not earlier than any other; forget answers that are too old or exceed the memory limit.
+        """Record an answer, no earlier than any other; forget answers that are too old or exceed the memory limit.
 
-        An id is recorded twice if its first answer expired under shorter settings than the current ones.
+        An id may be recorded twice, if its first answer expired under a shorter keep time than the current one.
         """
         self._forget_old(at_seconds)
         self._append(request_id, at_seconds, packed)
@@ -166,9 +167,9 @@ class IdempotencyCache:
             self._forgotten_count, self._removed_count = 0, self._removed_count + oldest
 
     def snapshot(self) -> Iterator[Entry]:
-        """Return the current answers in stored form, to be read once, by any thread.
+        """Return the current answers in stored form, to be read once, on any thread.
 
-        Takes constant time, since the lists are only appended to or replaced.
+        This takes constant time, since the lists are only appended to or replaced.
         """
         entries = zip(self._ids, self._seconds, self._packed, strict=False)
         return starmap(Entry, islice(entries, self._forgotten_count, len(self._ids)))
@@ -192,10 +193,10 @@ class State:
     """The complete state of a controller: changes are applied to it, and snapshots store it.
 
     Attributes:
-        partitions: by name.
-        policies: by name.
+        partitions: partitions by name.
+        policies: policies by name.
         answers: answers of mutating requests, for retries.
-        snapshot_number: number of the snapshot that it was restored from; 0 without a snapshot.
+        snapshot_number: number of the snapshot from which the state was restored; 0 without a snapshot.
     """
 
     __slots__ = ("answers", "partitions", "policies", "snapshot_number")
@@ -207,7 +208,7 @@ class State:
         self.answers = IdempotencyCache(600.0) if answers is None else answers
 
     def add_partition(self, partition: Partition) -> None:
-        """Add a partition and give it access to the published policies and to the partitions it shares leases with."""
+        """Add a partition, with access to the published policies and to the partitions with which it shares leases."""
         partition.policies, partition.all_partitions = self.policies, self.partitions
         self.partitions[partition.partition_id] = partition
 
@@ -216,16 +217,17 @@ class State:
         policy = self.policies.get(name)
         if policy is None:
             raise PolicyNotFoundError(
-                f"policy {name!r} has no version; its trainer must publish one first; {nearest(name, self.policies)}",
+                f"policy {name!r} has no published version; its trainer must publish one first; "
+                f"{nearest(name, self.policies)}",
                 metadata={"policy": name},
             )
         return policy
 
     def partition(self, partition_id: str, incarnation: bytes = b"") -> Partition:
-        """Return a partition in the given incarnation, or in any if that is empty.
+        """Return a partition in the given incarnation, or in any if `incarnation` is empty.
 
         Raises:
-            PartitionNotFoundError: it does not exist.
+            PartitionNotFoundError: the partition does not exist.
         """
         partition = self.partitions.get(partition_id)
         if partition is None:
@@ -239,7 +241,7 @@ class State:
 
 @dataclass(slots=True, eq=False)
 class Step:
-    """Collects the consequences of the changes of one group for the process that makes them.
+    """Collects the consequences of one group's changes for the process that makes them.
 
     Attributes:
         at_seconds: time of the group in seconds (see `StateMachine.now_seconds`); the same on replay.
@@ -247,14 +249,14 @@ class Step:
         leases: claims whose lease began or was extended, with the partition and task name.
         batches: batches planned for ranks, with the partition and task name.
         changed: partitions whose waiting claims may find more samples.
-        consumed: partitions with a task that has fewer samples left, so writes may have capacity.
+        consumed: partitions with a task that has fewer samples left, so waiting writes may have capacity now.
         created: new partitions.
         cleared: removed partitions.
         written: partition and global indexes of rows added or written to.
         removed: partition, global indexes and keys of removed rows; the keys are None in a partition without keys.
-        tasks: partition and name of tasks that made progress; None for the name: all tasks of the partition.
+        tasks: partition and name of tasks that made progress; the name None stands for all tasks of the partition.
         policies: names of policies that were removed or have a new version.
-        pending: actions that complete a change, run as a part of it.
+        pending: actions that complete a change and run as part of it.
     """
 
     at_seconds: float
@@ -272,7 +274,7 @@ class Step:
     pending: list[Callable[[], None]] = field(default_factory=list)
 
     def complete(self) -> None:
-        """Run the pending actions, including those added meanwhile."""
+        """Run the pending actions, including those that other actions add."""
         while self.pending:
             self.pending.pop(0)()
 
@@ -294,7 +296,7 @@ class Change(ABC):
 
     def __init_subclass__(cls) -> None:
         dataclass(frozen=True, kw_only=True)(cls)
-        # A class with abstract methods is a base of several changes.
+        # A class with abstract methods is the base of several changes.
         if not any(getattr(each, "__isabstractmethod__", False) for each in vars(cls).values()):
             Change.kinds[cls.__name__] = cls
 
@@ -302,7 +304,7 @@ class Change(ABC):
     def prepare(self, state: State) -> Any | None:
         """Validate the change and return the objects that it needs, or None if there is nothing to change.
 
-        The state stays as it is.
+        The state is not modified.
 
         Raises:
             TqError: the change does not fit the state.
@@ -310,9 +312,9 @@ class Change(ABC):
 
     @abstractmethod
     def apply(self, state: State, prepared: Any, step: Step) -> Any:
-        """Make the change and return its result, which depends on the state and the step only.
+        """Make the change and return its result, which depends only on the state and the step.
 
-        The change can no longer be refused.
+        The change can no longer be rejected.
         """
 
 
@@ -320,21 +322,21 @@ class ChangeLog(Protocol):
     """Stores groups of changes."""
 
     def check_open(self) -> None:
-        """Raise if no record is accepted any more."""
+        """Raise an error if records are no longer accepted."""
         ...
 
     def append(self, records: Sequence[bytes]) -> None:
-        """Add the records of a group to memory, to become durable together; cannot fail."""
+        """Add the records of a group in memory, to become durable together; this cannot fail."""
         ...
 
 
 def encode_change(change: Change) -> bytes:
-    """Encode a change; raises if one of its values cannot be encoded."""
+    """Encode a change; raise an error if one of its values cannot be encoded."""
     return codec.encode_named(change)
 
 
 def encode_group(at_seconds: float, changes: Sequence[bytes]) -> list[bytes]:
-    """Return the records of a group, each below 1 MiB, the limit of etcd, unless a single change is larger."""
+    """Return the records of a group, each below etcd's limit of 1 MiB unless a single change is larger."""
     parts: list[list[bytes]] = [[]]
     size = _AT_SECONDS.size
     for change in changes:
@@ -369,7 +371,7 @@ class RequestAnswered(Change):
     packed: Any
 
     def prepare(self, state: State) -> State:
-        """Return the state. There is nothing to refuse, since the answered changes are applied already."""
+        """Return the state. There is nothing to reject, since the answered changes have already been applied."""
         return state
 
     def apply(self, state: State, prepared: State, step: Step) -> None:
@@ -381,10 +383,10 @@ class StateMachine:
     """Applies changes to the state and logs them. Confined to one event loop.
 
     Attributes:
-        log: where changes are logged; None: nowhere, for example during recovery.
+        log: the log that receives the changes; None: changes are not logged, for example during recovery.
         fatal: called with the reason and the error when the state can no longer be used.
-        listener: called with the consequences of a group after it was appended.
-        refusal: returns the error that refuses all changes at present; None: changes are accepted.
+        listener: called with the consequences of a group after the group was appended.
+        refusal: returns the error with which all changes are currently rejected; None: changes are accepted.
     """
 
     def __init__(self, state: State) -> None:
@@ -399,7 +401,7 @@ class StateMachine:
 
     @contextlib.contextmanager
     def group(self) -> Iterator[None]:
-        """Put the changes of the `with` block, which must not await, in one group."""
+        """Combine the changes of the `with` block, which must not await, into one group."""
         step, encoded = self._group = Step(self.now_seconds()), list[bytes]()
         failure: BaseException | None = None
         try:
@@ -409,7 +411,7 @@ class StateMachine:
             raise
         finally:
             self._group = None
-            # A refusal (TqError) may follow a complete change, such as the first request of a task.
+            # A TqError may follow a complete change, such as a task's first request.
             if encoded and failure is not None and not isinstance(failure, TqError):
                 self.fatal("a request failed after one of its changes was made", failure)
             elif encoded:
@@ -429,11 +431,11 @@ class StateMachine:
         """Make a change, alone or in the open group; return its result, or None if there is nothing to change.
 
         Args:
-            change: the change.
+            change: the change to make.
             prepared: result of its `prepare` for the current state; None: call `prepare` here.
 
         Raises:
-            TqError: the change was refused, and the state is unchanged.
+            TqError: the change was rejected, and the state is unchanged.
         """
         if prepared is None:
             prepared = change.prepare(self.state)
@@ -444,7 +446,7 @@ class StateMachine:
     def commit_all(self, changes: Sequence[tuple[Change, Any]]) -> Any:
         """Make all of several prepared changes, or none; return the result of the last one.
 
-        They are encoded first, then applied, in the open group or in a new one.
+        All changes are encoded before the first is applied, in the open group or in a new one.
         """
         if self._group is None:
             with self.group():
@@ -467,12 +469,12 @@ class StateMachine:
         return result
 
     def log_alone(self, change: Change) -> None:
-        """Log a change that was made outside the state machine, even while changes are refused."""
+        """Log a change that was made outside the state machine, even while changes are rejected."""
         if self.log is not None:
             self.log.append(encode_group(self.now_seconds(), [encode_change(change)]))
 
     def replay(self, change: Change, at_seconds: float) -> None:
-        """Apply a logged change to the state before it.
+        """Apply a logged change to the state that preceded it.
 
         Raises:
             TqError, LookupError, ValueError: the change does not fit the state.
@@ -480,16 +482,16 @@ class StateMachine:
         self._last_seconds = at_seconds
         prepared = change.prepare(self.state)
         if prepared is None:
-            raise ValueError("it changes nothing")
+            raise ValueError("the change has no effect")
         step = Step(at_seconds)
         change.apply(self.state, prepared, step)
         step.complete()
 
     def now_seconds(self) -> float:
-        """Return the time of a group that begins now.
+        """Return the time of a group that starts now.
 
-        The wall clock is read once per process, since it may be set; time then advances monotonically. If the clock was
-        set back before the start, time continues from the last group of the log.
+        The wall clock is read only once per process, since it may be set later; from then on, time advances
+        monotonically. If the clock was set back before the start, time continues from the last group of the log.
         """
         now = self._clock_offset + time.monotonic()
         if now < self._last_seconds:

@@ -1,12 +1,12 @@
-"""Selection of units to evict: samples excluded by the `where` of a claim, and groups with too few members left.
+"""Selection of units to evict: samples excluded by a claim's `where`, and groups with too few members left.
 
-If the task keeps groups together, entire groups are evicted. If it takes the rest of incomplete groups, excluded
-members are evicted one by one, and the group when no members, or fewer than `least_members`, are left. A group is
-evicted only if it is complete and none of its members is held, leased, or delivered to the task: otherwise work on it
-continues.
+If the task keeps groups together, entire groups are evicted. If the task accepts the rest of incomplete groups,
+excluded members are evicted one by one, and the group once no members, or fewer than `least_members`, are left. A group
+is evicted only if it is complete and none of its members is held, leased, or delivered to the task; otherwise, work on
+it continues.
 
-`small_groups` finds candidates and may take long; `units` decides in the step that evicts them. `lowest_units` finds
-the units that new samples replace (`Admission.overflow`).
+`small_groups` finds candidates and may take a long time; `units` decides in the step that evicts them. `lowest_units`
+finds the units that new samples replace (`Admission.overflow`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tq_service.state.plan import Indexes, MustBeAwaited
 from tq_service.state.table import CLEARED, DEAD_LETTERED, FAILED, HELD, UNCLAIMED, is_open
 
 MOST_EVICTED_AT_ONCE: Final = 1 << 12
-"""Number of candidates per step; their groups are searched with them."""
+"""Maximum number of candidates per step, whose groups are searched in the same step."""
 _MOST_GROUPS_ON_LOOP: Final = 1 << 17
 
 
@@ -34,10 +34,10 @@ class EvictionSearch:
     """Finds the units that a claim evicts.
 
     Args:
-        partition: the partition.
-        task: the task that claims.
+        partition: partition of the task.
+        task: the claiming task.
         excluded: returns a mask of the rows that are left, live and excluded by `where`.
-        grouping: the groups requested by the sampler; for None, or groups that begin anywhere, samples are evicted one
+        grouping: the groups requested by the sampler; if None, or if groups may begin anywhere, samples are evicted one
             by one.
         least_members: see `BatchSpec`.
         clears: whether evicted samples are cleared. A group's failed samples are then cleared too, which frees its
@@ -68,10 +68,10 @@ class EvictionSearch:
 
         Args:
             left: returns the positions of the task's remaining rows.
-            is_on_loop: whether it is called in a step of the event loop.
+            is_on_loop: whether the search runs in a step of the event loop.
 
         Raises:
-            MustBeAwaited: this number of groups would take too long on the event loop.
+            MustBeAwaited: searching so many groups would take too long on the event loop.
         """
         grouping, groups, none = self._grouping, self._partition.groups, np.zeros(0, np.int64)
         if grouping is None or not self._least_members:
@@ -91,7 +91,7 @@ class EvictionSearch:
     # Units
 
     def units(self, candidates: Indexes) -> Evicted | None:
-        """Return the first units among the candidates that are to be evicted now, or None.
+        """Return the first candidates that must be evicted now as units, or None.
 
         Args:
             candidates: global indexes, each once.
@@ -120,7 +120,7 @@ class EvictionSearch:
         )
 
     def _groups(self, grouping: Grouping, positions: Indexes) -> Evicted | None:
-        """Return the groups of the given samples, or members of these groups, that are to be evicted; or None."""
+        """Return those groups of the given samples, or members of these groups, that must be evicted, or None."""
         members = grouping.members_of(np.unique(grouping.ids(positions)))
         members = members[self._partition.state[members] != CLEARED]
         state, claims = self._partition.state[members], self._task.claim[members]
@@ -169,7 +169,7 @@ class EvictionSearch:
 
     @staticmethod
     def unit_by_unit(units: Indexes, is_chosen: NDArray[np.bool_]) -> tuple[Indexes, Indexes]:
-        """Return the indexes of the chosen elements, unit by unit, and the unit number of each.
+        """Return the indexes of the chosen elements, unit by unit, and each element's unit number.
 
         Units are in the order of their first chosen element, and numbered from 0 in this order.
         """
@@ -191,7 +191,7 @@ def lowest_units(
         task: the task.
         admission: admission of the task.
         count: maximum number of units.
-        kept: global indexes of rows that are not evicted.
+        kept: global indexes of rows that must not be evicted.
     """
     table, groups, unit = partition.table, partition.groups, admission.unit
     positions = np.flatnonzero(task.is_pending(slice(0, table.count)))
@@ -231,13 +231,13 @@ def lowest_units(
 
 
 def _unit_ids(partition: Partition, positions: Indexes, unit: BatchUnit) -> Indexes:
-    """Return the group, or rollout, of each row; a row without one gets a unique negative number."""
+    """Return the group or rollout of each row, or a unique negative number for a row without one."""
     slots = partition.groups.of_unit(unit, positions)
     return np.where(slots < 0, -1 - positions, slots)
 
 
 def _priorities(partition: Partition, column: str, positions: Indexes) -> NDArray[np.float64]:
-    """Return the priority of each row `(n,)`, infinity for a row without a number in its column."""
+    """Return the priority of each row `(n,)`, or infinity for a row without a number in the column."""
     values, present = partition.meta.typed(column, positions)
     if not column or values.dtype.kind not in "bif":
         return np.full(positions.size, np.inf)

@@ -1,6 +1,6 @@
-"""Groups and orders: the rows of a group, the deliverable groups, and the order of `order_by`.
+"""Groups and orders: the rows of a group, the deliverable groups, and the order set by `order_by`.
 
-Nothing is kept between claims. The first rows in an order are found by selection, all rows by a sort. Texts are
+No state is kept between claims. The first rows in an order are found by selection, all rows by sorting. Strings are
 compared a few thousand at a time, since comparing them, unlike numbers, holds the interpreter lock.
 """
 
@@ -23,11 +23,11 @@ from tq_service.state.table import DEAD_LETTERED, is_open
 
 _SLICE: Final = 1 << 14  # rows
 _FEW: Final = 1 << 9
-_TEXTS_AT_ONCE: Final = 1 << 12  # sorted in some milliseconds
+_TEXTS_AT_ONCE: Final = 1 << 12  # sorted in a few milliseconds
 
 
 def run_lengths(indexes: Indexes) -> tuple[Indexes, Indexes]:
-    """Return the place of each of the ascending indexes `(n,)` in its run, from 0, and the length of the run."""
+    """Return the place (from 0) of each of the ascending indexes `(n,)` in its run, and the length of that run."""
     places = np.arange(indexes.size)
     is_first = np.ones(indexes.size, np.bool_)
     is_first[1:] = np.diff(indexes) != 1
@@ -38,10 +38,10 @@ def run_lengths(indexes: Indexes) -> tuple[Indexes, Indexes]:
 
 
 def groups_in_runs(indexes: Indexes, size: int) -> Indexes:
-    """Return the first index of the group of each of the ascending indexes `(n,)`, -1 if it is not in a group.
+    """Return the first index of each ascending index's group `(n,)`, or -1 for an index that is not in a group.
 
-    A group has `size` consecutive indexes and starts as early as possible: for 1, 2, 3, 5, 6 and size 2 the groups are
-    1, 2 and 5, 6. Later indexes do not change a group.
+    A group has `size` consecutive indexes and starts as early as possible: for 1, 2, 3, 5, 6 and size 2, the groups are
+    (1, 2) and (5, 6). Later indexes do not change a group.
     """
     place, length = run_lengths(indexes)
     start = place - place % size
@@ -51,10 +51,10 @@ def groups_in_runs(indexes: Indexes, size: int) -> Indexes:
 class Grouping:
     """The groups of a partition, as requested by one sampler.
 
-    If groups or rollouts were ever named, these are the named groups, and each row without a name is a group. Otherwise
-    the groups are blocks of `block_size` consecutive indexes, or single rows without a block size.
+    If groups or rollouts were ever named, the groups are the named ones, and each row without a name is a group.
+    Otherwise, the groups are blocks of `block_size` consecutive indexes, or single rows if there is no block size.
 
-    For the unit "rollout" the groups are the rollouts and the rows without one, never blocks.
+    For the unit "rollout", the groups are the rollouts and the rows without one, never blocks.
 
     A group has lost the members that failed, were cleared, or were dead-lettered by the task. Its remaining members are
     delivered only if `take_incomplete`.
@@ -80,7 +80,7 @@ class Grouping:
 
     @property
     def kept(self) -> int | None:
-        """How groups are kept together; see `TaskFacts.kept_groups`."""
+        """The kind of groups that are kept together; see `TaskFacts.kept_groups`."""
         if self._take_incomplete:
             return None
         return self.code
@@ -96,13 +96,13 @@ class Grouping:
         return cls(partition, task, max(code, 0) or None, unit="rollout" if code == KEPT_ROLLOUTS else "group")
 
     def check(self) -> None:
-        """Refuse blocks that would split samples of one put."""
+        """Reject blocks that would split the samples of a put."""
         size, step = self.block_size, self._partition.insert_size_gcd
         if size is not None and not self._groups.in_use and step % size:
             raise InvalidArgumentError(
-                f"n_samples_per_prompt is {size}, but samples were put in steps of {step}, so blocks of consecutive "
-                f"indexes are not groups. Put multiples of {size}, name the groups, or let them begin anywhere with "
-                f"blocks 'anywhere'",
+                f"n_samples_per_prompt is {size}, but samples were put in multiples of {step}, so blocks of "
+                f"consecutive indexes are not groups. Put multiples of {size}, name the groups, or set blocks to "
+                f"'anywhere'",
                 field="sampler_config",
                 metadata={"option": "n_samples_per_prompt"},
             )
@@ -131,7 +131,7 @@ class Grouping:
         return found[found >= 0]
 
     def is_group(self, ids: Indexes) -> NDArray[np.bool_]:
-        """Return a mask of the ids that belong to groups, not to samples without a group."""
+        """Return a mask of the ids that belong to groups rather than to samples without a group."""
         if self._groups.in_use:
             return ids >= 0
         return np.full(ids.size, self.block_size is not None)
@@ -163,7 +163,7 @@ class Grouping:
         return ready[rows[order]], counts[by_first[is_whole[by_first]]]
 
     def is_dead(self, positions: Indexes) -> NDArray[np.bool_]:
-        """Return a mask of the rows whose group can never be delivered, given that no new rows come."""
+        """Return a mask of the rows whose group can never be delivered, assuming that no new rows are inserted."""
         ids, group_of = np.unique(self.ids(positions), return_inverse=True)
         needed = self.needed(ids, no_more=True)
         return ((needed < 0) | (self.left(ids) < needed))[group_of]
@@ -173,13 +173,13 @@ class Grouping:
 
         Args:
             ids: ids of groups.
-            no_more: whether no new rows will come, which completes groups of unknown size.
+            no_more: whether no new rows will be inserted, which completes groups of unknown size.
         """
         needed = self.left(ids) if self._take_incomplete else self._sizes(ids)
         return np.where(self.is_complete(ids, no_more=no_more), needed, -1) if self._groups.in_use else needed
 
     def is_complete(self, ids: Indexes, *, no_more: bool) -> NDArray[np.bool_]:
-        """Return a mask of the groups that get no further members; for `no_more` see `needed`."""
+        """Return a mask of the groups that will receive no further members; for `no_more`, see `needed`."""
         if self._groups.in_use:
             return self._groups.is_complete(np.maximum(ids, 0), self.block_size, no_more=no_more) | (ids < 0)
         if self.block_size is None or no_more:
@@ -208,9 +208,9 @@ class Grouping:
         return left
 
     def counted_as(self, positions: Indexes) -> Indexes:
-        """Return the id of the unit that each row counts as in its group: its rollout, or itself.
+        """Return the id of the unit that each row counts as within its group: its rollout, or the row itself.
 
-        With the unit "rollout" each row counts as itself.
+        With the unit "rollout", each row counts as itself.
         """
         if self.unit == "rollout" or not self._groups.has_rollouts:
             return positions
@@ -220,7 +220,7 @@ class Grouping:
     def left_units(self, ids: Indexes) -> Indexes:
         """Return the number of units (see `counted_as`) that each group has not lost.
 
-        A rollout is lost with the first of its samples, unless its rest is delivered.
+        A rollout is lost with the first of its samples, unless its remaining samples are still delivered.
         """
         left = self.left(ids)
         if self.unit == "rollout" or not self._groups.has_rollouts:
@@ -251,7 +251,7 @@ class Grouping:
         return self._partition.table.find(indexes.ravel()).reshape(indexes.shape)
 
     def _dead_lettered_counts(self, slots: Indexes, unit: BatchUnit) -> Indexes:
-        """Return the number of dead-lettered members of each named group, without those that have failed since."""
+        """Return the number of dead-lettered members of each named group, excluding those that have failed since."""
         positions = self._task.dead_lettered()
         positions = positions[is_open(self._partition.state[positions])]
         lost = np.sort(self._groups.of_unit(unit, positions))
@@ -261,7 +261,7 @@ class Grouping:
 class Runs(Grouping):
     """Groups of `block_size` rows with consecutive indexes, anywhere among the ready rows.
 
-    The group of a row is not fixed: it depends on which neighbouring rows are ready too.
+    The group of a row is not fixed; it depends on which of the neighbouring rows are ready.
     """
 
     blocks: ClassVar[Blocks] = "anywhere"
@@ -282,7 +282,7 @@ class Runs(Grouping):
         return np.where(ids < 0, -2 - positions, ids)
 
     def members(self, positions: Indexes) -> Indexes:
-        """Return the positions of all rows, since any of them may be in the same group as another."""
+        """Return the positions of all rows, since any two of them may be in the same group."""
         return np.arange(self._partition.table.count)
 
     def needed(self, ids: Indexes, *, no_more: bool) -> Indexes:
@@ -290,7 +290,7 @@ class Runs(Grouping):
         return np.where(ids < 0, -1, self._size)
 
     def is_dead(self, positions: Indexes) -> NDArray[np.bool_]:
-        """Return a mask of the rows with too few remaining neighbours for a group, given that no new rows come."""
+        """Return a mask of the rows with too few remaining neighbours for a group, assuming that no new rows come."""
         count = self._partition.table.count
         left = self._task.is_left(slice(0, count))
         lengths = np.zeros(count, np.int64)
@@ -318,9 +318,9 @@ ValuesOf: TypeAlias = Callable[[str, Indexes], tuple[NDArray[Any], NDArray[np.bo
 
 
 def first_in_order(values_of: ValuesOf, orders: tuple[Order, ...], positions: Indexes, count: int | None) -> Indexes:
-    """Return the first `count` of the given rows in an order, all of them if `count` is None.
+    """Return the first `count` of the given rows in an order, or all of them if `count` is None.
 
-    Rows without a value come last. Rows that are equal in all columns are in the order of their indexes.
+    Rows without a value come last. Rows that are equal in all columns are ordered by index.
 
     Args:
         values_of: returns the values to compare.
@@ -364,7 +364,7 @@ def _may_precede(
     values, present = values_of(column, positions)
     if not is_bounded.all():
         return np.ones(positions.size, np.bool_)
-    if len(orders) == 1:  # equal rows come after it
+    if len(orders) == 1:  # equal rows come after `last`
         is_after = operator.le if is_descending else operator.ge
     else:
         is_after = operator.lt if is_descending else operator.gt

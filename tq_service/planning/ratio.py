@@ -1,7 +1,7 @@
-"""The ratio of deliveries to inserted samples of a task, bounded in both directions.
+"""The ratio of a task's deliveries to inserted samples, bounded in both directions.
 
-It compares deliveries with the samples inserted into a partition after the first `min_size_to_sample`. The task should
-get `samples_per_insert` deliveries per insert, and may be `error_buffer` deliveries ahead or behind. This is Reverb's
+The ratio counts the samples inserted into a partition after the first `min_size_to_sample`. The task should receive
+`samples_per_insert` deliveries per insert, and may be `error_buffer` deliveries ahead or behind. This is Reverb's
 `SampleToInsertRatio` (https://github.com/google-deepmind/reverb), for batches.
 """
 
@@ -25,7 +25,7 @@ class InsertRatio:
     admission: Admission
 
     def exceeded_by(self, count: int) -> bool:
-        """Whether `count` more deliveries are too many; never in a sealed partition, which gets no new samples."""
+        """Whether `count` more deliveries are too many; never in a sealed partition, which receives no new samples."""
         if self.partition.sealed:
             return False
         admission, counted = self.admission, self.partition.inserted_count - self.admission.min_size_to_sample
@@ -33,7 +33,7 @@ class InsertRatio:
         return counted < 0 or self.task.delivered_count + count > most
 
     def inserts_left(self) -> int:
-        """Return how many samples may be inserted before the next delivery; negative if too many were inserted."""
+        """Return the number of samples that may be inserted before the next delivery; negative after too many."""
         admission, delivered = self.admission, self.task.delivered_count
         if self.partition.inserted_count < admission.min_size_to_sample:  # batches wait for these inserts
             return self.most_at_once
@@ -42,19 +42,19 @@ class InsertRatio:
 
     @property
     def most_at_once(self) -> int:
-        """Maximum number of samples that may ever be inserted at once."""
+        """The maximum number of samples that may ever be inserted at once."""
         admission = self.admission
         return admission.min_size_to_sample + math.floor(2 * admission.error_buffer / admission.samples_per_insert)
 
     @property
     def waits_for(self) -> str:
-        """Explains why batches or puts wait."""
+        """A clause that explains why batches or puts wait."""
         admission = self.admission
         return (
-            f"task {self.task.name!r} got {self.task.delivered_count} samples, and {self.partition.inserted_count} "
-            f"were inserted into partition {self.partition.partition_id!r}; the admission has samples_per_insert "
-            f"{admission.samples_per_insert:g} after {admission.min_size_to_sample} samples, with an error_buffer of "
-            f"{admission.error_buffer}"
+            f"task {self.task.name!r} received {self.task.delivered_count} samples, and "
+            f"{self.partition.inserted_count} were inserted into partition {self.partition.partition_id!r}; the "
+            f"admission has samples_per_insert {admission.samples_per_insert:g} after {admission.min_size_to_sample} "
+            f"samples, with an error_buffer of {admission.error_buffer}"
         )
 
 
@@ -65,7 +65,7 @@ def insert_ratio(partition: Partition, task: TaskLedger) -> InsertRatio | None:
 
 
 def check_batch(ratio: InsertRatio, count: int) -> None:
-    """Refuse batches that can never be delivered: their ranks and producers would wait forever.
+    """Reject batches that can never be delivered; their ranks and producers would wait forever.
 
     Raises:
         InvalidArgumentError: `count` is more than twice `error_buffer`.
@@ -73,9 +73,8 @@ def check_batch(ratio: InsertRatio, count: int) -> None:
     most = 2 * ratio.admission.error_buffer
     if count > most:
         raise InvalidArgumentError(
-            f"batch_size makes a batch of {count} samples over all ranks, expected at most {most}, twice the "
-            f"error_buffer of the admission of task {ratio.task.name!r}; request fewer, or create the partition with "
-            f"a larger error_buffer",
+            f"batch_size yields {count} samples over all ranks; at most {most} (twice the error_buffer of task "
+            f"{ratio.task.name!r}) are allowed. Request fewer, or create the partition with a larger error_buffer",
             field="batch_size",
             metadata={"got": str(count), "expected": f"1 to {most}"},
         )

@@ -1,13 +1,13 @@
-"""Bounded staleness: the units that a plan may take such that no unit is trained after its deadline.
+"""Bounded staleness: selects the units of a plan so that no unit is trained after its deadline.
 
 Units are samples, rollouts or groups, as counted by the task's admission. The deadline of a unit is its `start_version`
 plus `max_staleness`. A plan is trained at version `V` or earlier: `V` is the published version plus the number of
-planned batches that are not reported as trained with a publication. A plan takes `B` units. For each `j`, it leaves at
-most `j * B` outstanding units that are due by `V + j`, whether they are ready or still being generated. The proof that
-this bounds staleness is in docs/asynchronous_rl.md, "The bound".
+planned batches that are not reported as trained with a publication. A plan takes `B` units. For each `j`, the plan
+leaves at most `j * B` outstanding units that are due by `V + j`, whether they are ready or still being generated. The
+proof that this bounds staleness is in docs/asynchronous_rl.md, "The bound".
 
 The sets that a plan may take are the independent sets of a laminar matroid: the number of units due later than `V`,
-later than `V + 1`, and so on, is limited. So a greedy choice in any order finds a largest set (Schrijver,
+later than `V + 1`, and so on, is limited. A greedy choice in any order therefore finds a largest set (Schrijver,
 "Combinatorial Optimization", 2003, section 40.1).
 """
 
@@ -29,8 +29,8 @@ from tq_service.state.plan import ClaimRequest, Indexes
 class DueUnits:
     """The unplanned units of a task, with their deadlines.
 
-    If more units are due than plans can take in time, a plan takes as many as possible of those due first. This happens
-    after a trainer went back further than the published version.
+    If more units are due than plans can take in time, a plan takes as many as possible of those due first. This can
+    happen after a trainer restarts from a checkpoint older than the published version.
 
     Args:
         deadlines: version by which each unit must be trained `(n,)`.
@@ -60,7 +60,7 @@ class DueUnits:
             units: the ready units, in the preferred order.
         """
         chosen = np.asarray(units, np.int64)
-        # How many units may be due after each of the next versions; none is due after the last one, which is left out.
+        # The number of units that may be due after each of the next versions, except the last, after which none is due.
         most_later = (self._batch_size - (self._due - self._most_left))[:-1].tolist()
         if min(most_later, default=self._batch_size) >= self._batch_size:
             return chosen[: self._batch_size]
@@ -76,13 +76,13 @@ class DueUnits:
         return np.asarray(taken, np.int64)
 
     def permits(self, units: Indexes) -> bool:
-        """Whether a plan may take these units, and leave the others."""
+        """Whether a plan may take these units and leave the others."""
         is_left = np.ones(self.due_in.size, np.bool_)
         is_left[units] = False
         return bool((self._due_counts(is_left, self._due.size - 1) <= self._most_left).all())
 
     def waits_for(self, ready: Indexes) -> Indexes:
-        """Return the units that plans wait for: unready ones that are due before any unit taken in their place."""
+        """Return the units that plans wait for: unready units that are due before any unit that could replace them."""
         chosen = self.choose(ready)
         if chosen.size == self._batch_size and self.permits(chosen):
             return chosen[:0]
@@ -95,27 +95,27 @@ class DueUnits:
 
 
 def check_bounded_claim(request: ClaimRequest, admission: Admission) -> None:
-    """Refuse a claim of a task with a `max_staleness` unless it requests batches as counted by the admission.
+    """Reject a claim of a task with a `max_staleness` unless it requests batches as the admission counts them.
 
     Raises:
-        InvalidArgumentError: the claim is from a queue worker, for a different number of units, or reuses samples.
+        InvalidArgumentError: the claim is from a queue worker, requests a different number of units, or reuses samples.
     """
     spec, wanted = request.batch_spec, request.plan_request
     unit, size = admission.unit, admission.global_batch
     whose = f"task {request.task_name!r} has max_staleness {admission.max_staleness}, which"
     if request.rank is None:
         raise InvalidArgumentError(
-            f"{whose} bounds the batches of trainer ranks; give dp_rank, dp_size and batch_index", field="dp_rank"
+            f"{whose} limits the batches of trainer ranks; pass dp_rank, dp_size and batch_index", field="dp_rank"
         )
     if spec.max_uses != 1:
         raise InvalidArgumentError(
-            f"{whose} requires samples to be trained once, got max_uses {spec.max_uses}; omit it",
+            f"{whose} requires each sample to be trained once, got max_uses {spec.max_uses}; omit max_uses",
             field="max_uses",
         )
     if wanted.batch_unit != unit or wanted.total_size != size:
         raise InvalidArgumentError(
             f"{whose} counts batches of {size} {unit}s over all ranks, got {wanted.batch_size} {wanted.batch_unit}s "
-            f"for each of {wanted.rank_count} ranks; use batch_unit {unit!r} and a batch_size that gives {size}, or "
+            f"for each of {wanted.rank_count} ranks; use batch_unit {unit!r} and a batch_size that yields {size}, or "
             f"create the partition with a different global_batch",
             field="batch_size",
             metadata={"got": str(wanted.total_size), "expected": str(size)},
@@ -125,17 +125,17 @@ def check_bounded_claim(request: ClaimRequest, admission: Admission) -> None:
 class StalenessBound:
     """The rows that plans of a task with a `max_staleness` may take, computed once at the first query.
 
-    Another thread may query too while the table is pinned.
+    While the table is pinned, another thread may also query it.
 
     Args:
         partition: partition of the task.
         task: the task.
         admission: admission of the task.
-        left: returns the positions of all remaining rows of the task, possibly with others.
+        left: returns the positions of all remaining rows of the task, possibly with other rows.
         is_ready: returns a mask of the rows that are ready apart from this bound.
         in_order: sorts rows into the preferred order.
-        no_more: whether no new rows will come: then groups without a declared size are complete, and a plan may be
-            short.
+        no_more: whether no new rows will be inserted, so that groups without a declared size are complete and a plan
+            may be short.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class StalenessBound:
         return None if policy is None else policy.version + len(self._task.delivered_units)
 
     def _units(self, version: int) -> tuple[DueUnits, Indexes, Indexes]:
-        """Return the units, the positions of their rows, and the unit of each row."""
+        """Return the units, the positions of their rows, and each row's unit."""
         positions = self._left()
         positions = positions[self._task.is_pending(positions)]
         ids, unit_of = np.unique(self._ids(positions), return_inverse=True)
@@ -199,7 +199,7 @@ class StalenessBound:
         return ready[np.argsort(first)]
 
     def allows(self, rows: slice | Indexes) -> NDArray[np.bool_]:
-        """Return a mask of the rows that the next plan may take: those of a full batch of units, or none."""
+        """Return a mask of the rows that the next plan may take: those of a full batch, or none."""
         if self._allowed is None:
             self._allowed = self._choose()
         positions = np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
@@ -214,23 +214,23 @@ class StalenessBound:
         return positions[np.isin(unit_of, chosen)] if is_whole else positions[:0]
 
     def permits(self, plan: RecordedPlan, taken: Indexes, sampler: str, *, is_last: bool) -> bool:
-        """Whether a plan may take its rows now and leave the others.
+        """Whether a plan may take its rows now and leave the other rows.
 
         Args:
-            plan: the plan.
+            plan: the plan to check.
             taken: positions of `plan.named`.
             sampler: name of the sampler that made the plan.
             is_last: whether the plan may be short.
 
         Raises:
-            SamplerError: the plan does not have the number of units of a batch, each once.
+            SamplerError: the plan does not contain exactly the units of one batch, each once.
         """
         unit, expected, count = self._admission.unit, self._admission.global_batch, np.unique(self._ids(taken)).size
         if plan.is_reusing or (count != expected and not (is_last and count < expected)):
             raise SamplerError(
-                f"sampler {sampler!r} took {count} {unit}s for a batch of task {self._task.name!r}, expected "
-                f"{expected}, each once: its max_staleness counts batches of global_batch {unit}s. Use a sampler that "
-                f"takes batch_size for each rank, such as 'sequential'",
+                f"sampler {sampler!r} selected {count} {unit}s for a batch of task {self._task.name!r}, expected "
+                f"{expected}, each once, since the task's max_staleness counts batches of global_batch {unit}s. Use a "
+                f"sampler that selects batch_size for each rank, such as 'sequential'",
                 metadata={"sampler": sampler},
             )
         if (version := self._version) is None:
@@ -239,9 +239,9 @@ class StalenessBound:
         return due.permits(np.unique(unit_of[np.isin(positions, taken)]))
 
     def staleness_of(self, planned: Indexes) -> int | None:
-        """Return the maximum staleness of the rows planned last at the time when they are trained.
+        """Return the maximum staleness that the rows planned last will have when they are trained.
 
-        None if the rows no longer exist or no version is published.
+        The result is None if the rows no longer exist or no version is published.
         """
         starts, present = self._partition.meta.typed(START_VERSION, planned[planned >= 0])
         version = self._version
@@ -262,7 +262,7 @@ class StalenessBound:
         return positions[by_unit], np.unique(unit_of[by_unit], return_counts=True)[1], ready.size
 
     def late(self) -> Evicted | None:
-        """Return the late units to evict so a batch can be planned, or None."""
+        """Return the late units to evict so that a batch can be planned, or None."""
         if self._admission.late == "wait":
             return None
         positions, sizes, ready_count = self._awaited()

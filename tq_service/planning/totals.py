@@ -1,4 +1,4 @@
-"""Totals of a batch over all ranks: counts, tokens, and sums of custom_meta, per optimizer step."""
+"""Totals of a batch over all ranks, per optimizer step: counts, tokens, and sums of custom_meta."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def with_totals(
     """Return a plan with the totals of its steps.
 
     Args:
-        plan: the plan.
-        partition: partition of its samples.
+        plan: plan without totals.
+        partition: partition of the plan's samples.
         positions: positions of `plan.rows`.
         lengths: token counts of `plan.rows`; None if not all are known.
         summed: the custom_meta columns to sum.
@@ -68,8 +68,8 @@ def _numbers(partition: Partition, name: str, positions: Indexes) -> np.ndarray[
         index = int(partition.table.index[positions[int(np.argmin(is_number))]])
         raise InvalidArgumentError(
             f"custom_meta column {name!r} of sample {index} of partition {partition.partition_id!r} is not a number "
-            f"({np.count_nonzero(~is_number)} of {is_number.size} samples of the batch lack one); expected one, since "
-            f"totals sums the column. Put or set it, clear the sample, or omit the column",
+            f"({np.count_nonzero(~is_number)} of {is_number.size} samples of the batch lack one); expected a number, "
+            f"since totals sums the column. Put or set the value, clear the sample, or omit the column",
             field="totals",
             metadata={"column": name},
         )

@@ -1,6 +1,6 @@
 """One search for the next plan of a claim: the ready rows, the sampler's view of them, and the checked result.
 
-`Readiness` tests rows, `Scan` finds the first ready ones, and `PartitionView` shows them to the sampler. `Search`
+`Readiness` tests rows, `Scan` finds the first ready ones, and `PartitionView` presents them to the sampler. `Search`
 checks the plan returned by the sampler, or counts the samples at the end.
 """
 
@@ -43,8 +43,8 @@ from tq_service.state.table import CLEARED, FAILED, HELD, LAST_RESERVED, LIVE, S
 _MOST_IN_GROUPS_ON_LOOP = 1 << 15  # ready rows that the event loop searches for complete groups
 _MOST_NAMED = 3  # samples, in an error
 
-# Determines the ready rows for a kind of claim: data fields, conditions, the length needed by its sampler, and whether
-# it claims held rows. "excluded" instead of a length selects the rows excluded by the conditions.
+# Determines the ready rows for a kind of claim: data fields, conditions, the length that its sampler needs, and whether
+# it claims held rows. "excluded" in place of a length selects the rows that the conditions exclude.
 ScanKey: TypeAlias = tuple[tuple[str, ...], tuple[Condition, ...], LengthSource | Literal["excluded"] | None, bool]
 
 _AT_ONCE = 1 << 14
@@ -58,7 +58,7 @@ _MOST_SCAN_START_BYTES = 2**20
 _VALUE_BYTES = 64  # overhead of a value in addition to its text
 _LEFT: ScanKey = ((), (), None, False)  # remaining rows, ready or not; claims of live rows always have fields
 
-# A global index, and the few possibly ready rows below it, in order.
+# A global index, and the few rows below it that may be ready, in order.
 Start: TypeAlias = tuple[int, Indexes]
 _NONE: Final = np.zeros(0, np.int64)
 _NO_START: Final = (0, _NONE)
@@ -83,11 +83,11 @@ class Requirement(NamedTuple):
 class Readiness:
     """The requirements of one kind of claim, tested against the current rows of a partition.
 
-    Another thread may test rows too while the table is pinned.
+    While the table is pinned, another thread may also test rows.
 
     Attributes:
-        requirements: plans take rows that meet all of them; explanations count the other rows.
-        bound: the staleness bound that plans must also meet, or None.
+        requirements: plans take only rows that meet all requirements; explanations count the other rows.
+        bound: the staleness bound that plans must also respect, or None.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class Readiness:
 
     @property
     def at_once(self) -> int:
-        """Number of rows that the event loop can test in one step: a condition on text takes 0.1 us per row."""
+        """The number of rows that the event loop can test in one step; a condition on text takes 0.1 us per row."""
         return _AT_ONCE // max(1, len(self.key[1]))
 
     def ready(self, rows: Rows) -> NDArray[np.bool_]:
@@ -122,7 +122,7 @@ class Readiness:
         return self.ready_but_for(rows)
 
     def ready_but_for(self, rows: Rows, *lacks: Lack) -> NDArray[np.bool_]:
-        """Return a mask of the rows that are ready if the given lacks are ignored `(n,)`."""
+        """Return a mask of the rows that are ready when the given lacks are ignored `(n,)`."""
         mask: NDArray[np.bool_] = self.partition.state.data[rows] == self._state
         mask &= self.task.claim.data[rows] == UNCLAIMED
         for each in self.requirements:
@@ -133,7 +133,7 @@ class Readiness:
         return mask
 
     def excluded(self, rows: Rows) -> NDArray[np.bool_]:
-        """Return a mask of the rows that `where` excludes for good: by a value, or by a missing one if data exists."""
+        """Return a mask of the rows that `where` excludes for good, by a value or by its absence despite data."""
         mask = np.zeros(self.table.index[rows].size, np.bool_)
         for condition, may_hold_later in zip(self.key[1], self._may_hold_later, strict=True):
             holds, present = self.partition.meta.holds(condition, rows)
@@ -211,15 +211,14 @@ class Readiness:
         """Refuse the length value of one row."""
         column = self._length.column
         raise InvalidArgumentError(
-            f"custom_meta column {column!r} of sample {self.table.index[rows][position]} is {value!r:.80}; "
-            f"expected a token count, an integer from 0 to 2**63 - 1. Put or set another value, or clear the "
-            f"sample.",
+            f"custom_meta column {column!r} of sample {self.table.index[rows][position]} is {value!r:.80}; expected a "
+            f"token count, an integer from 0 to 2**63 - 1. Put or set a different value, or clear the sample.",
             field="sampler_config",
             metadata={"column": column},
         )
 
     def known_lengths(self, rows: Indexes) -> Indexes | None:
-        """Return token counts, or None if one is unknown or not a token count."""
+        """Return token counts, or None if any is unknown or invalid."""
         with contextlib.suppress(InvalidArgumentError):
             lengths = self.lengths(rows)
             if bool((lengths >= 0).all()):
@@ -259,12 +258,12 @@ class ScanWatch:
 
 
 class ScanStarts:
-    """The start of scans for the ready rows of a task, for each kind of claim; derived from the rows only.
+    """The position at which scans for a task's ready rows start, for each kind of claim; derived only from the rows.
 
-    With it, the cost of a claim depends on its batch, not on the partition. Below the start are at most a few ready
-    rows, each followed by many unready ones: for example members of a group that never completes, or the few rows that
-    pass `where`. A write to a row moves the start back to it. The number of entries is bounded, so kinds of claims that
-    are no longer used do not accumulate.
+    This makes the cost of a claim depend on its batch rather than on the partition. Below the start are at most a few
+    ready rows, each followed by many unready ones, such as members of a group that never completes, or the few rows
+    that pass `where`. A write to a row moves the start back to that row. The number of entries is bounded, so kinds of
+    claims that are no longer used do not accumulate.
     """
 
     def __init__(self, partition: Partition, task_name: str) -> None:
@@ -302,7 +301,7 @@ class ScanStarts:
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[ScanWatch]:
-        """Save the starts found by scans in the `with` block, corrected for rows that changed meanwhile."""
+        """Save the starts found by scans in the `with` block, corrected for rows that changed during the scans."""
         watch = ScanWatch()
         self._watches.append(watch)
         try:
@@ -313,7 +312,7 @@ class ScanStarts:
                 self.set(key, start if watch.lowest is None else _lowered(start, watch.lowest))
 
     def get(self, key: ScanKey) -> Start:
-        """Return the start of a scan and the earlier rows to test as well."""
+        """Return the start of a scan, and the earlier rows that must also be tested."""
         return self._starts.get(key, _NO_START)
 
     def set(self, key: ScanKey, start: Start) -> None:
@@ -334,15 +333,15 @@ def _lowered(start: Start, first: int) -> Start:
 class Scan:
     """A search for ready rows that stops as early as possible and starts at the first row found by the previous scan.
 
-    On the event loop it is one step and raises `MustBeAwaited` if it would take long. Elsewhere it works in parts,
-    since each part holds the interpreter lock.
+    On the event loop, a scan is one step and raises `MustBeAwaited` if it would take too long. Elsewhere, it works in
+    parts, since each part holds the interpreter lock.
 
     Attributes:
         rows: the readiness of rows.
         count: number of rows in the table at the start.
-        is_on_loop: whether it runs in one step of the event loop.
-        at_once: rows per part; on the event loop the limit of the scan.
-        seen_count: ready rows found so far.
+        is_on_loop: whether the scan runs in one step of the event loop.
+        at_once: rows per part; on the event loop, the limit of the scan.
+        seen_count: number of ready rows found so far.
         exhausted: whether all rows were tested.
     """
 
@@ -361,10 +360,10 @@ class Scan:
         Args:
             rows: the readiness of rows.
             starts: starts of scans.
-            orders: the columns by which ready rows are ordered, the most significant first.
+            orders: the columns that order the ready rows, the most significant first.
             watch: tracks rows that change during the scan; None: the scan runs in one step of the event loop.
-            look_past: number of first ready rows to skip, which are left to other claims.
-            of: rows to search for: "ready"; "left": all remaining rows of the task, ready or not; or "evictable": those
+            look_past: number of ready rows to skip at the beginning, which are left to other claims.
+            of: rows to search for: "ready"; "left": all remaining rows of the task, ready or not; or "evictable": rows
                 that claims may evict because `where` excludes them.
         """
         self._key: ScanKey = rows.key
@@ -396,13 +395,13 @@ class Scan:
         return False
 
     def first(self, least: int | None) -> Iterator[tuple[Indexes, bool]]:
-        """Yield growing arrays of the positions of the first ready rows in order, each with whether it is the last.
+        """Yield growing arrays of the positions of the first ready rows in order, and whether each is the last array.
 
         Args:
             least: approximate size of the first array; None: all rows.
 
         Raises:
-            MustBeAwaited: testing this number of rows would take too long on the event loop.
+            MustBeAwaited: testing so many rows would take too long on the event loop.
         """
         least = None if least is None else least + self._look_past
         for found, is_last in self._first_in_order(least) if self.orders else self._first(least):
@@ -475,7 +474,7 @@ class Scan:
             self._watch.found[self._key] = index, apart
 
     def stretches(self, size: int, at_once: int) -> Iterator[slice]:
-        """Yield consecutive ranges of the table: the first of `size` rows, later ones of up to `at_once`.
+        """Yield consecutive ranges of the table: the first has `size` rows, later ones up to `at_once`.
 
         Raises:
             MustBeAwaited: see `first`.
@@ -492,13 +491,13 @@ class Scan:
 class PartitionView:
     """The rows of a partition as one task sees them; implements `tq_service.state.plan.View`.
 
-    On the event loop it shows the current state and raises `MustBeAwaited` instead of taking long. Elsewhere values may
-    change while it is used, so a plan is checked again when it is recorded. Positions stay the same while the table is
-    pinned.
+    On the event loop, the view shows the current state and raises `MustBeAwaited` if a call would take too long.
+    Elsewhere, values may change while the view is used, so a plan is checked again when it is recorded. Positions stay
+    the same while the table is pinned.
 
     Attributes:
         scan: scan for the ready rows.
-        no_more: whether no new rows will come, which completes groups without a declared size.
+        no_more: whether no new rows will be inserted, which completes groups without a declared size.
         plan_count: see `View`.
         grouping: the groups requested last, or None.
     """
@@ -530,7 +529,7 @@ class PartitionView:
         """Return complete groups; see `View.ready_groups`.
 
         Raises:
-            MustBeAwaited: members of groups are far from each other, so the search would block the event loop.
+            MustBeAwaited: members of groups are far apart, so the search would block the event loop.
         """
         self.grouping = grouping_of(
             self._rows.partition,
@@ -541,7 +540,7 @@ class PartitionView:
             unit="rollout" if unit == "rollout" else "group",
         )
         self.grouping.check()
-        # Runs are found among all ready rows: they must not depend on the order.
+        # Runs are found among all ready rows, since they must not depend on the order.
         is_whole_scan = limit is None or (self.grouping.blocks == "anywhere" and bool(self.scan.orders))
         for found, is_last in self.scan.first(None if is_whole_scan else max(_LEAST_CHUNK, limit or 0)):
             if self.scan.is_on_loop and found.size > _MOST_IN_GROUPS_ON_LOOP:
@@ -626,7 +625,7 @@ class Planned:
         plan: the plan to record.
         positions: current positions of `plan.named` in the table.
         grouping: the plan's groups; None if its sampler did not request groups.
-        readiness: the requirements met by its rows.
+        readiness: the requirements that the plan's rows meet.
         evicted: units that the claim evicts in the same change, without rows of the plan; or None.
         lengths: token counts of `plan.rows`; None if unknown, or for a queue worker.
     """
@@ -643,14 +642,15 @@ class Planned:
 class Miss:
     """No plan could be made, and another search is useless until something changes.
 
-    This avoids a scan for every row of a partition that fills row by row, and for every waiting claim at its end.
+    This avoids a scan for each row while a partition is filled row by row, and for each waiting claim at its end.
 
     Attributes:
         state_version: state version of the partition at the start of the search.
         row_version: row version that the partition must reach.
-        consumed: rows consumed and leased by the task at the start, if a change of these may bring or undo the end;
+        consumed: numbers of rows that the task had consumed and leased at the start, if a change of these may cause or
+            undo the end; otherwise None.
+        leased: number of rows leased by all tasks at the start, if one of them may be evicted after its lease;
             otherwise None.
-        leased: rows leased by all tasks at the start, if one of them may be evicted after its lease; otherwise None.
     """
 
     state_version: int = -1
@@ -675,14 +675,14 @@ def leased_by_all(partition: Partition) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndFound(Miss):
-    """The task is at its end: no further plan follows unless something changes."""
+    """The task has reached its end: no further plan follows unless something changes."""
 
     end: EndCounts
 
 
 Found: TypeAlias = Planned | Miss
 
-NOT_LOOKED = Miss()  # never current: no search was made, or other claims or changes invalidated it
+NOT_LOOKED = Miss()  # never current: there was no search, or other claims or changes invalidated it
 
 
 class Search:
@@ -694,15 +694,15 @@ class Search:
             |no
         conclude
 
-    If the claim evicts units that it can never get, call `look_for_evicted` before `conclude`.
+    If the claim evicts units that it can never deliver, call `look_for_evicted` before `conclude`.
 
-    It only reads, and does not run the sampler. Within one step of the event loop its result is consistent. Over
+    A search only reads, and does not run the sampler. Within one step of the event loop, its result is consistent. Over
     several steps, a plan is valid if its rows are still ready, and an end only if nothing has changed.
 
     Attributes:
         view: the sampler's view.
         wanted: the request to the sampler.
-        evicted: units that the claim evicts, set by `conclude`; or None.
+        evicted: units that the claim evicts, or None; set by `conclude`.
     """
 
     def __init__(
@@ -716,7 +716,7 @@ class Search:
         watch: ScanWatch | None = None,
         look_past: int = 0,
     ) -> None:
-        """Start a search; `length` is the length source that the sampler needs. See `Scan` for `watch`, `look_past`."""
+        """Start a search; `length` is the length source that the sampler needs. See `Scan` for the others."""
         self._partition = partition
         self._task = task
         self._request = request
@@ -754,13 +754,13 @@ class Search:
 
     @property
     def kept_groups(self) -> int | None:
-        """How the groups requested by the sampler are kept together; see `TaskFacts`."""
+        """The `TaskFacts.kept_groups` value for the groups that the sampler requested."""
         return None if self.view.grouping is None else self.view.grouping.kept
 
     # The end
 
     def begins_last(self) -> bool:
-        """Switch to the last, short batch if no more rows can become ready; return whether that is the case.
+        """Switch to the last, short batch if no more rows can become ready; return whether this is the case.
 
         Raises:
             MustBeAwaited: the test would take too long on the event loop.
@@ -779,10 +779,10 @@ class Search:
         return True
 
     def _bound_staleness(self, *, no_more: bool) -> None:
-        """Limit plans to the rows allowed by the task's admission, if it bounds staleness.
+        """Limit plans to the rows that the task's admission allows, if it bounds staleness.
 
         Raises:
-            InvalidArgumentError: the claim is not for batches of the admission's size.
+            InvalidArgumentError: the claim does not request batches of the admission's size.
         """
         outstanding, rows, orders = self._task.outstanding, self._rows, self._spec.order_by
         if outstanding is None or outstanding.admission.max_staleness is None:
@@ -807,13 +807,13 @@ class Search:
 
     @property
     def _unready_count(self) -> int:
-        """Number of remaining rows that were not ready; valid after an exhausted scan."""
+        """The number of remaining rows that were not ready; valid after an exhausted scan."""
         return self._task.backlog + self._task.skipped_count - self.view.scan.seen_count
 
     def _count_end(self) -> EndCounts | None:
         """Count the samples at the end of the task; return None if unready rows may still become ready.
 
-        No new rows come, but leased ones may be released.
+        No new rows are inserted, but leased ones may be released.
         """
         partition, task, rows, grouping = self._partition, self._task, self._rows, self.view.grouping
         consumed, inserted = task.consumed_count, partition.inserted_count
@@ -868,10 +868,10 @@ class Search:
         )
 
     def look_for_evicted(self) -> None:
-        """Find candidates for eviction by the claim, after its sampler has run and may have requested groups.
+        """Find the candidates for eviction by the claim; call this after the sampler, which may request groups.
 
         Raises:
-            MustBeAwaited: the search, or evicting this many rows in one step, would block the event loop.
+            MustBeAwaited: the search, or evicting so many rows in one step, would block the event loop.
         """
         if not self._spec.evicts:
             return
@@ -891,7 +891,7 @@ class Search:
     # Results
 
     def conclude(self, plan: Plan | None) -> Found:
-        """Return a plan to be recorded in this step of the event loop, the end, or the reason for the lack of both.
+        """Return a plan to record in this step of the event loop, the end, or the reason why there is neither.
 
         Raises:
             InvalidArgumentError: see `check_batch`.
@@ -901,7 +901,7 @@ class Search:
         """
         if (
             self._candidates.size and self._partition.resolved(self._spec.where) == self._rows.key[1]
-        ):  # otherwise a version was rewound
+        ):  # otherwise, a version was rewound
             self.evicted = self._evictions.units(self._candidates)
         if plan is None:
             if self.evicted is None and self._rows.bound is not None:
@@ -923,15 +923,15 @@ class Search:
                 return NOT_LOOKED
             sampler = self._request.sampler.name
             raise SamplerError(
-                f"sampler {sampler!r} returned rows that were not ready for this claim; return rows of view.ready() or "
-                f"view.ready_groups() only",
+                f"sampler {sampler!r} returned rows that were not ready for this claim; return only rows of "
+                f"view.ready() or view.ready_groups()",
                 metadata={"sampler": sampler},
             )
         bound, name, is_last = self._rows.bound, self._request.sampler.name, self._end is not None
         if bound is not None and not bound.permits(recorded, positions, name, is_last=is_last):
             return NOT_LOOKED  # slots were added during the search
         if self.evicted is not None and bool(np.isin(recorded.named, self.evicted.rows).any()):
-            return NOT_LOOKED  # the plan has the rest of a group that is too small and evicted
+            return NOT_LOOKED  # the plan contains the rest of a group that is too small and therefore evicted
         if self._spec.max_uses > 1 or recorded.is_reusing:
             recorded = self._task.using_up(recorded, self._spec.max_uses)
             positions = self._rows.table.find(recorded.named)
@@ -939,9 +939,9 @@ class Search:
         return Planned(recorded, positions, self.view.grouping, self._rows, self.evicted, lengths)
 
     def _with_totals(self, recorded: RecordedPlan, positions: Indexes) -> tuple[RecordedPlan, Indexes | None]:
-        """Add totals to a batch for ranks; return it with the lengths of its rows, None if not all are known.
+        """Add totals to a batch for ranks; return it with the lengths of its rows, or None unless all are known.
 
-        A claim of a queue worker is returned unchanged.
+        A queue worker's claim is returned unchanged.
 
         Raises:
             InvalidArgumentError: see `with_totals`.

@@ -1,7 +1,7 @@
 """Writes of new samples that wait for capacity in a partition, and the bounds that make them wait.
 
-A partition bounds the bytes of its cells, and how much work may be outstanding for its tasks. All counts are part of
-the state, so they are the same after a restart.
+A partition limits the bytes of its cells and the outstanding work of its tasks. All counts are part of the state, so
+they are unchanged after a restart.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from tq_service.wait_clock import Waiting
 
 _MOST_LOOKED_AT: Final = 256  # waiting writes, after each change
 _UNITS: Final[tuple[BatchUnit, ...]] = get_args(BatchUnit)
-_MOST_EXPLAINED: Final = 1 << 16  # rows that a refused put searches for the cause
+_MOST_EXPLAINED: Final = 1 << 16  # rows that are searched for the cause when a put is rejected
 
 RETRY_AFTER_SECONDS = 1.0
 
@@ -48,10 +48,10 @@ class Demand:
 
     Attributes:
         counts: number of units, by unit; see `CheckedGroups.count_units`.
-        value_bytes: bytes of their cells.
+        value_bytes: bytes of the samples' cells.
         held_counts: number of held units, by unit.
-        groups: names of the groups that they start; samples of existing groups need no capacity.
-        rollouts: names of the rollouts that they start, likewise.
+        groups: names of the groups that the samples start; samples of existing groups need no capacity.
+        rollouts: names of the rollouts that the samples start; samples of existing rollouts need no capacity.
     """
 
     counts: Counter[BatchUnit] = field(default_factory=Counter)
@@ -62,7 +62,7 @@ class Demand:
 
     @property
     def sample_count(self) -> int:
-        """Number of samples."""
+        """The number of samples."""
         return self.counts["sample"]
 
 
@@ -79,37 +79,37 @@ def sum_of(demands: Iterable[Demand | None]) -> Demand:
 
 
 _REMEDIES: Final[Mapping[GivenBack, str]] = {
-    "delivered": "the task must consume some first",
-    "trained": "the task must consume and train some first, and report it (Advance or AckClaim)",
-    "published": "the task must consume and train some first, and publish the version (PublishVersion)",
+    "delivered": "the task must consume samples first",
+    "trained": "the task must consume and train samples first, and report the progress (Advance or AckClaim)",
+    "published": "the task must consume and train samples first, and publish the version (PublishVersion)",
 }
 
 
 class Bound(Protocol):
-    """An upper bound on something in a partition.
+    """An upper bound on bytes, samples or units in a partition.
 
     Attributes:
-        limit: see the class.
-        task_name: the task that must consume first; empty: none.
+        limit: maximum value.
+        task_name: the task that must consume samples before a write fits; empty: none.
     """
 
     limit: int
     task_name: str
 
     def share(self, demand: Demand) -> int:
-        """Return how much a write would add to an empty partition."""
+        """Return the amount that a write would add to an empty partition."""
         ...
 
     def used(self) -> int:
-        """Return how much is in use."""
+        """Return the amount that is in use."""
         ...
 
     def waits_for(self, got: int) -> str:
-        """Return why a write waits that would bring the total to `got`."""
+        """Return why a write that would raise the total to `got` waits."""
         ...
 
     def error(self, got: int, *, may_fit_later: bool, note: str = "") -> ResourceExhaustedError:
-        """Return the error of a write that would bring the total to `got`, raised at once or after a wait."""
+        """Return the error for a write that would raise the total to `got`, raised immediately or after a wait."""
         ...
 
 
@@ -132,12 +132,12 @@ class ByteBound:
 
     def waits_for(self, got: int) -> str:
         """Return why a write waits."""
-        text = f"partition {self._partition.partition_id!r} would have {got} bytes; its max_bytes is {self.limit}"
+        text = f"partition {self._partition.partition_id!r} would have {got} bytes, but its max_bytes is {self.limit}"
         release = self._partition.settings.release
         return text if release is None else f"{text}, and samples are released once {shown(release)}"
 
     def error(self, got: int, *, may_fit_later: bool, note: str = "") -> ResourceExhaustedError:
-        """Return the error of a write."""
+        """Return the error for a write."""
         remedy = _outcome("clear consumed samples, or raise max_bytes", note) if may_fit_later else _SPLIT
         return QuotaExceededError(
             f"{self.waits_for(got)}{remedy}",
@@ -160,7 +160,7 @@ class AdmissionBound:
         return demand.counts[self._admission.unit]
 
     def used(self) -> int:
-        """Return the outstanding units; if the overflow is dropped, only those in use."""
+        """Return the outstanding units; if overflow is dropped, only those in use."""
         task = self._partition.tasks[self.task_name]
         outstanding = task.outstanding_count or 0
         if self._admission.overflow == "wait":
@@ -174,14 +174,14 @@ class AdmissionBound:
         parts = f", {delivered} of them delivered and not {admission.given_back} yet" if delivered else ""
         what = "outstanding"
         if admission.overflow == "drop_lowest":
-            what = "new, held, leased, incomplete or in batches that are not trained, which are not dropped"
+            what = "that cannot be dropped (new, held, leased, incomplete or in untrained batches)"
         return (
             f"partition {self._partition.partition_id!r} would have {got} {admission.unit}s {what} for task "
-            f"{self.task_name!r}{parts}; its admission has most {self.limit}"
+            f"{self.task_name!r}{parts}; the admission allows at most {self.limit}"
         )
 
     def error(self, got: int, *, may_fit_later: bool, note: str = "") -> ResourceExhaustedError:
-        """Return the error of a write."""
+        """Return the error for a write."""
         remedy = _REMEDIES[self._admission.given_back]
         return _limit_error(
             self, got, "most", self._admission.unit, remedy=remedy, may_fit_later=may_fit_later, note=note
@@ -189,7 +189,7 @@ class AdmissionBound:
 
 
 class RatioBound:
-    """Bound on the samples inserted before more are delivered to a task; see `Bound`."""
+    """Bound on the samples inserted before more samples are delivered to a task; see `Bound`."""
 
     def __init__(self, ratio: InsertRatio) -> None:
         self._ratio = ratio
@@ -209,15 +209,15 @@ class RatioBound:
         return self._ratio.waits_for
 
     def error(self, got: int, *, may_fit_later: bool, note: str = "") -> ResourceExhaustedError:
-        """Return the error of a write."""
-        remedy = "the task must be delivered more samples first"
+        """Return the error for a write."""
+        remedy = "more samples must be delivered to the task first"
         return _limit_error(
             self, got, "samples_per_insert", "sample", remedy=remedy, may_fit_later=may_fit_later, note=note
         )
 
 
 class RunningBound:
-    """Bound on the held units, which are being generated; see `Bound`."""
+    """Bound on the held units, which are still being generated; see `Bound`."""
 
     task_name = ""
 
@@ -237,13 +237,13 @@ class RunningBound:
     def waits_for(self, got: int) -> str:
         """Return why a write waits."""
         return (
-            f"partition {self._partition.partition_id!r} would have {got} {self._unit}s held, which are being "
-            f"generated; its admission has most_running {self.limit}"
+            f"partition {self._partition.partition_id!r} would have {got} {self._unit}s held, which are still being "
+            f"generated; its admission sets most_running to {self.limit}"
         )
 
     def error(self, got: int, *, may_fit_later: bool, note: str = "") -> ResourceExhaustedError:
-        """Return the error of a write."""
-        remedy = "rollout workers must finish some first"
+        """Return the error for a write."""
+        remedy = "rollout workers must finish some of them first"
         return _limit_error(
             self, got, "most_running", self._unit, remedy=remedy, may_fit_later=may_fit_later, note=note
         )
@@ -283,10 +283,10 @@ def bounds_of(partition: Partition) -> list[Bound]:
 
 
 def demand_of(partition: Partition, write: SampleWrite, value_bytes: int) -> Demand | None:
-    """Return the demand of the new samples of a write, or None if none of them lasts or starts a unit.
+    """Return the demand of the new samples of a write, or None if none of them is kept or starts a unit.
 
     Raises:
-        TqError: the partition would refuse the write regardless of capacity.
+        TqError: the partition would reject the write regardless of capacity.
     """
     checked = check_write(partition, write)
     if checked.new_count == 0 or write.state is SampleState.FAILED:
@@ -311,7 +311,7 @@ def demand_of(partition: Partition, write: SampleWrite, value_bytes: int) -> Dem
 
 
 def demand_of_slots(partition: Partition, prompt_count: int, slot_count: int) -> Demand:
-    """Return the demand of the slots of any new prompts.
+    """Return the demand of the slots for `prompt_count` new prompts.
 
     Raises:
         PartitionSealedError: the partition accepts no new samples.
@@ -328,11 +328,11 @@ class WaitingWrite(contextlib.AbstractContextManager["WaitingWrite"]):
     """A write that waits for capacity and, once admitted, holds it until the end of its `with` block.
 
     Attributes:
-        look: returns the current demand of the write, or None; raises if the partition would refuse the write.
-        names_keys: whether its samples may become known during the wait.
+        look: returns the current demand of the write, or None; raises an error if the partition would reject the write.
+        names_keys: whether the write has keys, whose samples may be added by other writes during the wait.
         demand: the last known demand of the write, or None.
-        seen: the marks of the queue at which `demand` was determined: keys and groups may become known later.
-        since: when it arrived or its last turn ended, see `AdmissionTurn`.
+        seen: the marks of the queue when `demand` was determined; keys and groups may be added later.
+        since: when the write arrived or its last turn ended, see `AdmissionTurn`.
         admitted: done when there is capacity, or never will be.
     """
 
@@ -350,16 +350,16 @@ class WaitingWrite(contextlib.AbstractContextManager["WaitingWrite"]):
 
     @property
     def has_capacity(self) -> bool:
-        """Whether it still holds the capacity; a retry of the call may have taken it over."""
+        """Whether the write still holds its capacity, which a retry of the call may have taken over."""
         return self.queue.has_admitted(self)
 
 
 class AdmissionQueue:
     """Admits writes with new samples into one partition as its bounds allow, in order of arrival.
 
-    A write that fits overtakes those that do not, because it may make room for them, for example by completing the
-    batch that a trainer waits for. `AdmissionTurn` keeps large puts from being delayed forever. New members of existing
-    groups need no capacity: their groups have passed the bounds.
+    A write that fits overtakes writes that do not, because it may make room for them, for example by completing the
+    batch that a trainer waits for. `AdmissionTurn` prevents large puts from being delayed forever. New members of
+    existing groups need no capacity, since their groups were admitted already.
 
     Only the first waiting writes are examined, and only after a change. A retry replaces the call that it repeats, in
     the queue or after admission. Confined to the event loop of its partition.
@@ -374,9 +374,9 @@ class AdmissionQueue:
         """Create an empty queue.
 
         Args:
-            partition: the partition that is written to.
-            deadlock: returns why the task that must consume first ("": any task) cannot consume, or "" if it can. Its
-                second argument is a claim known to wait, or None.
+            partition: the partition of the writes.
+            deadlock: returns why the task that must consume first ("": any task) cannot consume, or "" if it can. The
+                second argument is a claim that is known to wait, or None.
             clock: the clock of deadlines and turns.
         """
         self._partition = partition
@@ -393,7 +393,7 @@ class AdmissionQueue:
 
     @property
     def waiting_count(self) -> int:
-        """Number of waiting writes."""
+        """The number of waiting writes."""
         return len(self._waiting)
 
     def first_waits_for(self, asking: ClaimRequest | None = None) -> str:
@@ -412,17 +412,17 @@ class AdmissionQueue:
         """Return capacity for a write once all earlier ones have theirs; immediately if the write needs none.
 
         Args:
-            request_id: the same over retries.
-            write: the write.
-            value_bytes: bytes of its columns.
+            request_id: id of the call, the same for its retries.
+            write: the write to admit.
+            value_bytes: bytes of the write's columns.
             deadline: end of the wait, by `time.monotonic`; None: wait until the caller is cancelled.
 
         Raises:
-            QuotaExceededError, AdmissionLimitError: larger than a bound (at once), or no capacity until the deadline
-                (with `retry_after_seconds`).
-            PartitionClearedError, UnavailableError: the partition or the service went away during the wait.
+            QuotaExceededError, AdmissionLimitError: the write exceeds a bound by itself (raised immediately), or there
+                was no capacity until the deadline (with `retry_after_seconds`).
+            PartitionClearedError, UnavailableError: the partition was cleared or the service shut down during the wait.
             CallCancelledError: a retry replaced this call.
-            TqError: the partition would refuse the write regardless of capacity.
+            TqError: the partition would reject the write regardless of capacity.
         """
         look = partial(demand_of, self._partition, write, value_bytes)
         return await self.enter_with(request_id, look, deadline, names_keys=write.keys is not None)
@@ -446,14 +446,14 @@ class AdmissionQueue:
                 raise self._too_late(entering)
             entering.admitted.result()
             return entering
-        except BaseException:  # a cancellation may come in the same turn as the capacity
+        except BaseException:  # a cancellation may arrive in the same turn as the capacity
             self.leave(entering)
             raise
         finally:
-            del entering  # else an error would keep this frame alive through it, and with it the partition
+            del entering  # otherwise, an error would keep this frame and with it the partition alive
 
     def enter_now(self, request_id: bytes, look: Callable[[], Demand | None]) -> WaitingWrite:
-        """Return capacity if available in this step after all waiting writes; else raise as `enter` at a deadline."""
+        """Return capacity if it is available in this step after all waiting writes; else raise like a late `enter`."""
         entering = self._join(request_id, look, names_keys=False)
         if not entering.admitted.done():
             error = self._too_late(entering)
@@ -463,7 +463,7 @@ class AdmissionQueue:
         return entering
 
     def _join(self, request_id: bytes, look: Callable[[], Demand | None], *, names_keys: bool) -> WaitingWrite:
-        """Queue a write, unless it has capacity or needs none."""
+        """Queue a write, unless it already has capacity or needs none."""
         entering = WaitingWrite(
             queue=self, request_id=request_id, look=look, names_keys=names_keys, since=self._clock()
         )
@@ -494,7 +494,7 @@ class AdmissionQueue:
         return self._admitted.get(admission.request_id) is admission
 
     def leave(self, admission: WaitingWrite) -> None:
-        """Give up the place of a write, or its capacity, unless a retry has taken it over."""
+        """Release a write's place in the queue, or its capacity, unless a retry has taken it over."""
         for places in (self._waiting, self._admitted):
             if places.get(admission.request_id) is admission:
                 del places[admission.request_id]
@@ -502,7 +502,7 @@ class AdmissionQueue:
                 self.wake()
 
     def wake(self, last: WaitingWrite | None = None) -> None:
-        """Admit the writes that have capacity now; `last`, if it waits, is examined whatever its place in the queue."""
+        """Admit the writes that have capacity now; `last`, if it waits, is examined wherever it is in the queue."""
         admitted, short = sum_of(each.demand for each in self._admitted.values()), list[WaitingWrite]()
         looked_at = dict(itertools.islice(self._waiting.items(), _MOST_LOOKED_AT))
         if last is not None and last.request_id in self._waiting:
@@ -528,7 +528,7 @@ class AdmissionQueue:
     def end(self, error: Callable[[], TqError]) -> None:
         """End all current and future waits with an error."""
         self._end_error = error
-        self._deadlock = lambda task_name, asking: ""  # breaks the reference cycle of the queue and its owner
+        self._deadlock = lambda task_name, asking: ""  # breaks the reference cycle between the queue and its owner
         for admission in self._waiting.values():
             admission.admitted.set_exception(error())
             self._turn.leave(admission)
@@ -536,7 +536,7 @@ class AdmissionQueue:
         self._set_timer()
 
     def _set_timer(self) -> None:
-        """Set a timer that examines the other writes when a turn ends."""
+        """Set a timer to examine the other writes when a turn ends."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -545,9 +545,9 @@ class AdmissionQueue:
             self._timer = asyncio.get_running_loop().call_later(seconds, self.wake)
 
     def _fits(self, waiting: WaitingWrite, admitted: Demand, *, may_pass: bool) -> bool:
-        """Whether a write needs nothing, or has capacity next to the admitted writes and may pass others.
+        """Whether a write needs nothing, or fits beside the admitted writes and may pass others.
 
-        Its demand is determined again only if it may have decreased, or once it fits. Otherwise each small clear would
+        The demand is determined again only if it may have decreased, or once it fits. Otherwise, each small clear would
         look up all keys of a large waiting put.
         """
         if self._may_take_less(waiting):
@@ -560,7 +560,7 @@ class AdmissionQueue:
         return waiting.demand is None or self._refusing(waiting.demand, admitted) is None
 
     def _may_take_less(self, waiting: WaitingWrite) -> bool:
-        """Whether samples of a write may be known by now, their groups started, or the write be refused."""
+        """Whether samples of a write may now exist, their groups may have started, or the write may be rejected."""
         if waiting.demand is None or waiting.seen is None or waiting.seen[0] != self._partition.sealed:
             return True
         added = self._partition.table.next_index - waiting.seen[1]
@@ -578,7 +578,7 @@ class AdmissionQueue:
             admission.seen = marks
 
     def _refusing(self, demand: Demand, admitted: Demand | None = None) -> tuple[Bound, int] | None:
-        """Return the bound that a write would exceed now, and the total, or None if it has capacity."""
+        """Return the bound that a write would exceed now, and the total, or None if there is capacity."""
         if admitted is None:
             admitted = sum_of(each.demand for each in self._admitted.values())
         for bound in self._bounds:
@@ -588,35 +588,35 @@ class AdmissionQueue:
         return None
 
     def _too_late(self, late: WaitingWrite) -> TqError:
-        """Return the error of a write that got no capacity in time, or that could not pass another write."""
+        """Return the error for a write that received no capacity in time, or that could not pass another write."""
         if late.demand is not None and (refusing := self._refusing(late.demand)) is not None:
             return refusing[0].error(refusing[1], may_fit_later=True, note=self._note(refusing[0]))
         holder = self._turn.holder
         front = holder.demand if isinstance(holder, WaitingWrite) and holder is not late else None
         if front is not None and (refusing := self._refusing(front)) is not None:
-            note = f"; this counts an earlier put of {front.sample_count} samples, which has waited longest"
+            note = f"; this includes an earlier put of {front.sample_count} samples, which has waited longest"
             return refusing[0].error(refusing[1], may_fit_later=True, note=note)
         return ResourceExhaustedError(
             "there was no capacity until the deadline", retry_after_seconds=RETRY_AFTER_SECONDS
         )
 
     def _note(self, bound: Bound, asking: ClaimRequest | None = None) -> str:
-        """Return the cause that keeps a write waiting for a bound: earlier puts, or a deadlock; "" if unknown."""
+        """Return the cause that keeps a write waiting for a bound (earlier puts, or a deadlock), or "" if unknown."""
         if self._admitted:
-            return f"; {len(self._admitted)} earlier puts were admitted and are not stored yet"
+            return f"; {len(self._admitted)} earlier puts were admitted but are not stored yet"
         deadlock = self._deadlock(bound.task_name, asking)
         return f"; {deadlock}" if deadlock else ""
 
 
 def starvation(partition: Partition, planner: Planner, asking: ClaimRequest | None = None) -> str:
-    """Return a sentence on why a task does not consume the samples it has left; "" if unknown or it may consume them.
+    """Return a sentence about why a task does not consume its remaining samples; "" if unknown, or if it may do so.
 
     Either a claim waits that only new samples can serve, or conditions exclude samples, which stay pending.
 
     Args:
         partition: the partition of the task.
-        planner: serves its claims.
-        asking: a claim known to wait; ignored if it is for a different task.
+        planner: planner of the task.
+        asking: a claim that is known to wait; ignored if it is for a different task.
     """
     task, waiting = planner.task, [request for request, _ in planner.waiting_claims()]
     if asking is not None and asking.task_name == task.name:
@@ -632,15 +632,15 @@ def starvation(partition: Partition, planner: Planner, asking: ClaimRequest | No
         return ""
     ruled_out, names = int(np.count_nonzero(excluded)), {each.column for each in request.batch_spec.where}
     cause = (
-        f"{ruled_out} samples are ruled out by its where ({', '.join(sorted(names))}); clear these, or have claims "
-        f"evict them with unmatched"
+        f"{ruled_out} samples are excluded by its where ({', '.join(sorted(names))}); clear these samples, or let "
+        f"claims evict them with unmatched"
     )
     if not waiting:
         return f"for task {task.name!r} {cause}" if ruled_out else ""
     if (pending & ~ready & ~excluded).any():  # held, or a field is still missing
         return ""
     return (
-        f"this is a deadlock unless samples that fit still come: task {task.name!r} itself waits for more samples, and "
-        f"the {int(np.count_nonzero(pending & ready))} ready ones are too few for it"
-        f"{', and ' + cause if ruled_out else ''}"
+        f"this is a deadlock unless samples that fit are still put, since task {task.name!r} itself waits for more "
+        f"samples, and the {int(np.count_nonzero(pending & ready))} ready ones are too "
+        f"few{', and ' + cause if ruled_out else ''}"
     )

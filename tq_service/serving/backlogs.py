@@ -1,4 +1,4 @@
-"""The backlogs of tasks: ready samples and their age. They are computed by sweeps over the rows of a partition."""
+"""The backlogs of tasks: ready samples and their age, computed by sweeps over the rows of a partition."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Backlog:
     """The backlog of a task at the last sweep.
 
     Attributes:
-        ready_count: samples that claims like the last one could get; None: no claim was seen.
+        ready_count: number of samples that claims like the last one could receive; None: no claim was seen.
         oldest_version: the lowest version of the samples left for the task; None: none of them has a version.
         newest_version: the highest version of all stored samples; None: none of them has a version.
     """
@@ -49,7 +49,7 @@ class Backlog:
 
     @property
     def staleness_versions(self) -> float | None:
-        """How far the newest version is above the oldest one left; None if no sample left has a version."""
+        """The difference between the newest version and the oldest one left; None if no sample left has a version."""
         if self.oldest_version is None:
             return None
         return 0.0 if self.newest_version is None else max(0.0, self.newest_version - self.oldest_version)
@@ -60,7 +60,7 @@ NO_BACKLOG: Final = Backlog(ready_count=None, oldest_version=None, newest_versio
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Known:
-    """The last backlog of a task, with the marks of that time, and the earliest time of the next sweep."""
+    """The last backlog of a task, its marks at that time, and the earliest time of the next sweep."""
 
     backlog: Backlog
     marks: Marks
@@ -68,15 +68,15 @@ class _Known:
 
 
 class Backlogs:
-    """Caches the backlogs of tasks, and computes them again after changes.
+    """Caches the backlogs of tasks, and recomputes them after changes.
 
-    Metrics and the status share the results, and the tasks of a partition share a sweep. A sweep of a large partition
-    takes long. A refresh therefore waits for at most 30 ms, or 250 ms if a backlog is not known yet, and the sweep
-    continues after that. A backlog is computed again only after fifty times the duration of its sweep.
+    Metrics and the status share the results, and the tasks of a partition share a sweep. Sweeping a large partition
+    takes a long time. A refresh therefore waits for at most 30 ms, or 250 ms if a backlog is not known yet, and the
+    sweep continues after that. A backlog is recomputed only after fifty times the duration of its sweep.
 
     Args:
         catalog: the partitions.
-        runner: gives the length that a sampler needs.
+        runner: returns the length that a sampler needs.
     """
 
     def __init__(self, catalog: Catalog, runner: RunsPlans) -> None:
@@ -93,7 +93,7 @@ class Backlogs:
         return None if known is None else known.backlog
 
     async def refresh(self, wanted: Iterable[tuple[Partition, TaskLedger]]) -> None:
-        """Compute due backlogs again; the sweep may continue after this returns."""
+        """Recompute the backlogs that are due; the sweep may continue after this returns."""
         slices, loop, wait_seconds = Slices(), asyncio.get_running_loop(), _WAIT_SECONDS
         due = defaultdict[Partition, list[TaskLedger]](list)
         for partition, task in wanted:
@@ -111,7 +111,7 @@ class Backlogs:
             await asyncio.wait((look,), timeout=wait_seconds)
 
     async def close(self) -> None:
-        """Cancel all sweeps, and start no more."""
+        """Cancel all sweeps, and do not start new ones."""
         self._is_closed = True
         for look in self._looks:
             look.cancel()
@@ -131,7 +131,7 @@ class Backlogs:
                 await slices.turn()
 
     def _is_due(self, partition: Partition, task: TaskLedger) -> bool:
-        """Whether a backlog is due: something has changed, and the last sweep was long enough ago."""
+        """Whether a backlog is due, since something has changed and the last sweep was long enough ago."""
         known, now = self._known.get(task), asyncio.get_running_loop().time()
         return known is None or (known.next_at <= now and known.marks != self._marks(partition, task))
 
@@ -162,7 +162,7 @@ def tasks_with_versions(partition: Partition) -> list[tuple[Partition, TaskLedge
 
 
 def _versions(partition: Partition) -> tuple[NDArray[Any], NDArray[np.bool_]] | None:
-    """Return the versions of rows and which rows have one, or None if the versions are not numbers."""
+    """Return the versions of rows and a mask of the rows that have one, or None if the versions are not numbers."""
     arrays = partition.meta.arrays(_VERSION_COLUMN)
     return None if arrays is None or arrays[0].dtype.kind not in "if" else arrays
 
@@ -190,7 +190,7 @@ class _Look:
             try:
                 ready = self._readiness.ready(rows)
                 self._ready_count += int(np.count_nonzero(ready & ~self._task.skipped.data[rows]))
-            except TqError:  # a condition may not fit its column: such claims get the error
+            except TqError:  # a condition may not fit its column; such claims receive the error
                 self._readiness = None
         if (versions := _versions(self._partition)) is None:
             return
@@ -201,7 +201,7 @@ class _Look:
         self._oldest = min(self._oldest, _version_range(values[is_left])[0])
 
     def backlog(self) -> Backlog:
-        """Return the result."""
+        """Return the backlog counted so far."""
         return Backlog(
             ready_count=None if self._readiness is None else self._ready_count,
             oldest_version=float(self._oldest) if math.isfinite(self._oldest) else None,

@@ -1,7 +1,7 @@
-"""All partitions by name, the objects that serve each, their limits, and the calls that wait for a partition to appear.
+"""All partitions by name, the objects that serve them, their limits, and the calls that wait for a partition to appear.
 
-`Limits` are checked when a request arrives, not when a change is replayed: data accepted under higher limits stays.
-`LeaseTimer` holds the deadlines of the leases of one partition.
+`Limits` are checked when a request arrives, but not when a change is replayed, so data accepted under higher limits is
+retained. `LeaseTimer` contains the lease deadlines of one partition.
 """
 
 from __future__ import annotations
@@ -73,13 +73,13 @@ _MOST_EXPIRED_A_TURN = 64
 _FREED_AT_ONCE: Final = 1 << 16  # samples
 
 _NUMBER_BYTES = 8
-_MOST_TRAINED: Final = 64  # tasks named by one call
+_MOST_TRAINED: Final = 64  # tasks listed in one call
 # Names within a partition, by argument: the limit of their number, the plural noun, and the remedy.
 _NAMED = {
-    "fields": ("max_fields", "fields", "put data that differs from sample to sample as an object field"),
+    "fields": ("max_fields", "fields", "put data that differs between samples as an object field"),
     "custom_meta": ("max_meta_columns", "custom_meta columns", "use one column for values of one kind"),
-    "task_name": ("max_tasks", "tasks", "name tasks by what they do, not by process or step"),
-    "tasks": ("max_tasks", "tasks", "name tasks by what they do, not by process or step"),
+    "task_name": ("max_tasks", "tasks", "name tasks after their purpose, not after a process or step"),
+    "tasks": ("max_tasks", "tasks", "name tasks after their purpose, not after a process or step"),
 }
 
 
@@ -94,7 +94,7 @@ class Limits:
         max_fields: fields per partition.
         max_tasks: tasks per partition.
         max_meta_columns: custom_meta columns per partition.
-        max_sample_meta_bytes: custom_meta written for one sample at once, with texts and JSON in UTF-8.
+        max_sample_meta_bytes: bytes of custom_meta written for one sample at once, with strings and JSON in UTF-8.
         max_name_length: characters of a key, or of the name of a group, rollout, field, task or custom_meta column.
     """
 
@@ -108,13 +108,13 @@ class Limits:
     max_name_length: int = 512
 
     def check_create(self, partition_id: str, settings: PartitionSettings, partition_count: int) -> None:
-        """Refuse a new partition that exceeds the limit or declares too many fields or tasks."""
-        self.check_count("max_partitions", "partitions", partition_count + 1, "clear some that are done")
+        """Reject a new partition that exceeds the limit or declares too many fields or tasks."""
+        self.check_count("max_partitions", "partitions", partition_count + 1, "clear partitions that are done")
         self._check_new("fields", partition_id, (), [spec.name for spec in settings.fields])
         self._check_new("tasks", partition_id, (), settings.tasks)
 
     def check_write(self, partition: Partition, write: SampleWrite) -> None:
-        """Refuse a write that names too much; the partition may be one that the write creates."""
+        """Reject a write with too many or too long names; the write may be about to create the partition."""
         self._check_longest("keys", write.keys or ())
         self._check_longest("groups", write.groups or ())
         self._check_longest("rollouts", write.rollouts or ())
@@ -124,11 +124,11 @@ class Limits:
             self.check_meta(partition, write.meta)
 
     def check_groups(self, names: Iterable[str]) -> None:
-        """Refuse a write to groups whose names are too long."""
+        """Reject a write to groups whose names are too long."""
         self._check_longest("groups", names)
 
     def check_meta(self, partition: Partition, columns: Sequence[MetaColumn]) -> None:
-        """Refuse custom_meta with too many columns, or too large for one sample."""
+        """Reject custom_meta that has too many columns, or is too large for one sample."""
         names = [column.name for column in columns]
         self._check_new("custom_meta", partition.partition_id, partition.meta.names(), names)
         numbers = [column for column in columns if column.values.dtype.kind != "O"]
@@ -148,11 +148,11 @@ class Limits:
             )
 
     def check_task(self, partition: Partition, task_name: str) -> None:
-        """Refuse a new task that exceeds the limit."""
+        """Reject a new task that exceeds the limit."""
         self._check_new("task_name", partition.partition_id, partition.tasks, (task_name,))
 
     def _check_new(self, what: str, partition_id: str, known: Collection[str], names: Iterable[str]) -> None:
-        """Refuse names new to a partition if they are too long, or too many together with the known ones."""
+        """Reject names that are new to a partition if they are too long, or too many together with the known names."""
         if new := [name for name in names if name not in known]:
             self._check_longest("name" if what == "fields" else what, new)
             limit_name, plural, remedy = _NAMED[what]
@@ -162,18 +162,18 @@ class Limits:
         longest = max(map(len, names), default=0)
         if longest > self.max_name_length:
             raise InvalidArgumentError(
-                f"{'a field' if what == 'name' else what} has a name of {longest} characters, at most "
-                f"{self.max_name_length} expected (max_name_length)",
+                f"{'a field' if what == 'name' else what} has a name of {longest} characters, expected at most "
+                f"{self.max_name_length} (max_name_length)",
                 field=what,
                 metadata=self._metadata("max_name_length", longest),
             )
 
     def check_count(self, limit_name: str, what: str, got: int, remedy: str) -> None:
-        """Refuse a number that exceeds its limit."""
+        """Reject a number that exceeds its limit."""
         limit = getattr(self, limit_name)
         if got > limit:
             raise LimitExceededError(
-                f"there would be {got} {what}, at most {limit} expected ({limit_name}); {remedy}, or raise "
+                f"there would be {got} {what}, expected at most {limit} ({limit_name}); {remedy}, or raise "
                 f"{limit_name}",
                 metadata=self._metadata(limit_name, got),
             )
@@ -187,11 +187,11 @@ def _utf8_size(text: str) -> int:
 
 
 class LeaseTimer:
-    """Holds the deadlines of the leases of one partition, on the running loop.
+    """Expires the leases of one partition at their deadlines, on the running loop.
 
-    Deadlines belong to this instance of the service and are not persisted: a recovered or restored lease starts again.
-    A lease that ends early or is extended leaves its old entry in the heap. The entry is dropped when it is due, or
-    when such entries outnumber the leases.
+    Deadlines belong to this service instance and are not persisted, so a recovered or restored lease starts again. A
+    lease that ends early or is extended leaves its old entry in the heap. The entry is dropped when it is due, or when
+    such entries outnumber the leases.
     """
 
     def __init__(self, tasks: Mapping[str, TaskLedger], expire: Callable[[str, bytes], object]) -> None:
@@ -208,7 +208,7 @@ class LeaseTimer:
         self._timer: asyncio.Handle | None = None
 
     def start(self, task_name: str, claim: Claim) -> None:
-        """Start the lease of a claim: it expires after its full time from now."""
+        """Start the lease of a claim, which expires after its full duration from now."""
         if claim.lease is None:
             return
         now = asyncio.get_running_loop().time()
@@ -219,11 +219,11 @@ class LeaseTimer:
             heapq.heapify(self._deadlines)
             self._most_deadlines = 2 * len(self._deadlines) + _LEAST_STALE_DEADLINES
         heapq.heappush(self._deadlines, (claim.deadline, task_name, claim.request_id))
-        if self._deadlines[0][0] == claim.deadline:  # else the timer fires earlier and is set again then
+        if self._deadlines[0][0] == claim.deadline:  # otherwise, the timer fires earlier and is then set again
             self._set_timer()
 
     def stop(self) -> None:
-        """Stop the timer: leases no longer expire."""
+        """Stop the timer, so that leases no longer expire."""
         self._deadlines.clear()
         self._set_timer()
 
@@ -240,7 +240,7 @@ class LeaseTimer:
             self._timer = asyncio.get_running_loop().call_at(self._deadlines[0][0], self._ring)
 
     def _ring(self) -> None:
-        """End a few of the leases that are due. There may be thousands, and the loop has other work."""
+        """End a few of the leases that are due, since there may be thousands and the loop has other work."""
         now = asyncio.get_running_loop().time()
         try:
             for _ in range(_MOST_EXPIRED_A_TURN):
@@ -266,17 +266,17 @@ class Claimed:
 
 
 class _Serving:
-    """The objects that serve one partition, created on first use. Unlike the state they end with the process."""
+    """The objects that serve one partition, created on first use. Unlike the state, they end with the process."""
 
     def __init__(self, partition: Partition, expire: Callable[[str, bytes], object]) -> None:
         self._partition = partition
         self.planners: dict[str, Planner] = {}
         self.admission_queue = AdmissionQueue(partition, self._deadlock) if partition.settings.is_bounded else None
         self.lease_timer = LeaseTimer(partition.tasks, expire)
-        self.enders: Enders = set()  # of look-ups, and of claims that wait for a version
+        self.enders: Enders = set()  # for look-ups, and for claims that wait for a version
 
     def _deadlock(self, task_name: str, asking: ClaimRequest | None) -> str:
-        """Return why a task (empty: any task) cannot consume before more samples come, or "" if it can."""
+        """Return why a task (empty: any task) cannot consume until more samples are inserted, or "" if it can."""
         planners = [self.planners[task_name]] if task_name in self.planners else []
         if not task_name:
             count = self._partition.table.present_count
@@ -284,7 +284,7 @@ class _Serving:
         return next(filter(None, (starvation(self._partition, planner, asking) for planner in planners)), "")
 
     def end(self, error: Callable[[], TqError]) -> None:
-        """End all waiting and future calls with an error; leases no longer expire."""
+        """End all waiting and future calls with an error, and stop expiring leases."""
         for planner in self.planners.values():
             planner.end(error)
         for end in self.enders:
@@ -298,17 +298,18 @@ class Catalog:
     """The partitions of a controller, and the claims that wait for them. All methods run on its event loop.
 
     Attributes:
-        machine: makes all changes.
+        machine: the state machine, which makes all changes.
         answers: answers to mutating requests, for retries.
         policies: the published versions, by policy name.
         versions: the calls that wait for a version.
-        history: when each part of the state last changed.
-        capacity_waits: by request_id, the claims that wait for capacity in another partition, each with the name of the
-            partition it claims from.
-        on_freed: called with cells that no sample has any more, after this was appended to the log.
+        history: records when each part of the state last changed.
+        capacity_waits: the claims that wait for capacity in another partition, by request_id, each with the name of the
+            partition from which it claims.
+        on_freed: called with cells that no longer belong to any sample, after the change that freed them was appended
+            to the log.
         on_batch: called with the name of the sampler and each batch recorded for ranks.
-        on_planned: called with the partition, the name of the task and the claim of each planned batch. It is called in
-            the step of the event loop that made the plan, with the rows still as planned.
+        on_planned: called with the partition, the name of the task and the claim of each planned batch. The call is
+            made in the step of the event loop that made the plan, while the rows are still as planned.
         on_partition: called with a partition and "created", "restored" or "removed".
     """
 
@@ -350,8 +351,8 @@ class Catalog:
         """Return the recorded answer of a request, or make its changes and record the answer, in one group.
 
         Raises:
-            InvalidArgumentError: the id does not have 16 bytes, or the recorded answer is of a different kind: the
-                caller gave the same id to another method.
+            InvalidArgumentError: the id does not have 16 bytes, or the recorded answer is of a different kind because
+                the caller passed the same id to another method.
         """
         recorded: Made | None = self.recorded(request_id, kind)
         if recorded is not None:
@@ -366,7 +367,7 @@ class Catalog:
         return self.answers.recorded(request_id, kind, self.machine.now_seconds())
 
     def _follow(self, step: Step) -> None:
-        """Notify listeners of the changes of a step."""
+        """Notify listeners of a step's changes."""
         for partition in step.created:
             self._appear(partition)
             self.on_partition(partition, "created")
@@ -439,7 +440,7 @@ class Catalog:
         return self._state.partition(partition_id, incarnation)
 
     def find(self, partition_id: str, incarnation: bytes = b"", *, missing_ok: bool) -> Partition | None:
-        """Return a partition like `get`, but with `missing_ok` None if it does not exist in that incarnation."""
+        """Return a partition like `get`; with `missing_ok`, return None if it does not exist in that incarnation."""
         partition = self._partitions.get(partition_id)
         if missing_ok and (partition is None or (incarnation and incarnation != partition.incarnation)):
             check_name("partition_id", partition_id)
@@ -455,8 +456,8 @@ class Catalog:
         if partition.settings != settings:
             difference = partition.settings.describe_difference(settings)
             raise AlreadyExistsError(
-                f"partition {partition_id!r} exists with other settings: {difference}; "
-                f"create a partition before its first samples, and with the same settings everywhere",
+                f"partition {partition_id!r} exists with different settings: {difference}; create a partition before "
+                f"its first samples, and with the same settings everywhere",
                 metadata={"resource_type": "partition", "resource_name": partition_id},
             )
         return partition
@@ -466,7 +467,7 @@ class Catalog:
     ) -> tuple[Change, Partition]:
         check_name("partition_id", partition_id)
         if self._closed_prefix is not None and partition_id.startswith(self._closed_prefix):
-            raise UnavailableError("a checkpoint is being restored; create new partitions once that is done")
+            raise UnavailableError("a checkpoint is being restored; create new partitions after the restore")
         self.limits.check_create(partition_id, settings, len(self._partitions))
         incarnation = os.urandom(16) if made is None else made.incarnation
         creation = PartitionCreated(partition_id=partition_id, incarnation=incarnation, settings=settings)
@@ -476,10 +477,10 @@ class Catalog:
     async def capacity_for(
         self, partition_id: str, incarnation: bytes, write: SampleWrite
     ) -> AsyncIterator[CheckedWrite | None]:
-        """Reserve capacity for the new rows of a write, in steps between which others run; the `with` block writes it.
+        """Reserve capacity for a write's new rows in steps between which other work runs; write in the `with` block.
 
-        The write is checked first, so a refused write does not take memory. Nothing else changes, and unused capacity
-        is returned. Yields the checked write for `write`.
+        The write is checked first, so a rejected write uses no memory. Nothing else changes, and unused capacity is
+        returned. Yields the checked write, to be passed to `write`.
         """
         checked: CheckedWrite | None = None
         while True:
@@ -501,14 +502,14 @@ class Catalog:
     def write(
         self, partition_id: str, incarnation: bytes, write: SampleWrite, checked: CheckedWrite | None = None
     ) -> Written:
-        """Write samples. The first write creates the partition; a refused write leaves none behind.
+        """Write samples. The first write creates the partition; a rejected write does not.
 
-        If an admission drops samples that exceed it, that is a second change, in the caller's group as well.
+        If an admission drops samples that exceed it, this is a second change in the caller's group.
 
         Args:
-            partition_id: the partition.
-            incarnation: its incarnation; empty: any.
-            write: the write.
+            partition_id: name of the partition.
+            incarnation: incarnation of the partition; empty: any.
+            write: the write to apply.
             checked: the result of an earlier check; see `capacity_for`.
         """
         written: Written = self.machine.commit_all(self._check_write(partition_id, incarnation, write, checked))
@@ -525,7 +526,7 @@ class Catalog:
         return written
 
     def _drop_overflow(self, written: Written, admission: Admission) -> None:
-        """Clear the units of lowest priority that exceed an admission; runs within the group of the write."""
+        """Clear the units of lowest priority that exceed an admission, within the group of the write."""
         partition, task = written.partition, written.partition.tasks[admission.task_name]
         excess = (task.outstanding_count or 0) - admission.most
         if excess > 0:
@@ -555,13 +556,14 @@ class Catalog:
         return [*changes, (SamplesWritten(partition_id=partition_id, write=write), checked)]
 
     def _check_samples(self, new_count: int) -> None:
-        """Refuse new samples that exceed the limit.
+        """Reject new samples that exceed the limit.
 
-        Samples are recounted only if those added since the last count could exceed it: partitions may be thousands.
+        There may be thousands of partitions, so samples are recounted only if those added since the last count could
+        exceed the limit.
         """
         if new_count and self._most_samples + new_count > self.limits.max_samples:
             self._most_samples = self.sample_count()
-            count, remedy = self._most_samples + new_count, "clear those that are done"
+            count, remedy = self._most_samples + new_count, "clear samples that are done"
             self.limits.check_count("max_samples", "samples in all partitions", count, remedy)
         self._most_samples += new_count
 
@@ -571,7 +573,7 @@ class Catalog:
         return partition is not None and bool((partition.key_index.find(keys) >= 0).all())
 
     def remove(self, partition_id: str, incarnation: bytes, *, missing_ok: bool = False) -> int:
-        """Remove a partition; return how many samples it had."""
+        """Remove a partition; return the number of samples it had."""
         if self.find(partition_id, incarnation, missing_ok=missing_ok) is None:
             return 0
         count: int = self.commit(PartitionCleared(partition_id=partition_id))
@@ -594,20 +596,20 @@ class Catalog:
         return self._state.policy(name)
 
     def publish(self, published: VersionPublished, trained: Sequence[tuple[str, str, int]]) -> None:
-        """Publish a version, and record the progress of its trainers: partition, task and last batch of each.
+        """Publish a version, and record its trainers' progress: partition, task and last batch of each.
 
         Raises:
-            TqError: one of these changes is refused; then none is made.
+            TqError: one of these changes is rejected, so none is made.
         """
         if len(trained) > _MOST_TRAINED:
             raise InvalidArgumentError(
-                f"trained names {len(trained)} tasks; expected at most {_MOST_TRAINED}. Call advance for the others",
+                f"trained lists {len(trained)} tasks; expected at most {_MOST_TRAINED}. Call advance for the others",
                 field="trained",
             )
         # Each change is prepared against the state before all of them. Making a change again has no effect.
         check_unique("trained", [f"{task_name} of {partition_id}" for partition_id, task_name, _ in trained])
         if published.policy not in self.policies:
-            self.limits.check_count("max_policies", "policies", len(self.policies) + 1, "remove those that are done")
+            self.limits.check_count("max_policies", "policies", len(self.policies) + 1, "remove policies that are done")
         advances = [
             TaskAdvanced(partition_id=partition_id, task_name=task_name, trained=batch_index)
             for partition_id, task_name, batch_index in trained
@@ -625,17 +627,17 @@ class Catalog:
 
     @contextlib.contextmanager
     def closed(self, prefix: str) -> Iterator[None]:
-        """Refuse new partitions with this name prefix within the `with` block, other than adopted ones.
+        """Reject new partitions with this name prefix within the `with` block, except adopted ones.
 
         Raises:
-            PreconditionError: such partitions exist.
+            PreconditionError: such partitions already exist.
         """
         count = sum(name.startswith(prefix) for name in self._partitions)
         if count or self._closed_prefix is not None:
             which = f" whose names begin with {prefix!r}" if prefix else ""
             raise PreconditionError(
-                f"the service has {count} partitions{which}; expected 0 before a restore. "
-                f"Clear them, start another service, or replace them (replace)"
+                f"the service has {count} partitions{which}; expected 0 before a restore. Clear them, start another "
+                f"service, or replace them (replace)"
             )
         self._closed_prefix = prefix
         try:
@@ -644,7 +646,7 @@ class Catalog:
             self._closed_prefix = None
 
     def adopt(self, restored: Sequence[Partition], policies: Iterable[Policy] = ()) -> None:
-        """Add partitions and policies in one step; no listener of changes is called."""
+        """Add partitions and policies in one step, without calling listeners for changes."""
         self._most_samples = math.inf
         for policy in policies:
             self._state.policies[policy.name] = policy
@@ -655,10 +657,11 @@ class Catalog:
             self.on_partition(partition, "restored")
 
     def prepare_replacement(self, restored: Sequence[Partition]) -> None:
-        """Refuse changes until `end_replacement`, because partitions are about to replace existing ones.
+        """Reject changes until `end_replacement`, because partitions are about to replace existing ones.
 
-        A restored partition whose incarnation exists gets a new one. Samples put since the checkpoint had global
-        indexes that other samples will get, and a partition with another name may come from the same checkpoint.
+        A restored partition whose incarnation already exists receives a new one. Samples put since the checkpoint had
+        global indexes that other samples will receive, and a partition with a different name may come from the same
+        checkpoint.
         """
         self.machine.refusal = _replacement_error
         known = {partition.incarnation for partition in self._partitions.values()}
@@ -667,18 +670,18 @@ class Catalog:
                 partition.incarnation = os.urandom(16)
 
     def end_replacement(self) -> None:
-        """Accept changes again, and first make those postponed in between. Without a replacement, do nothing."""
+        """Accept changes again, after making those that were postponed. Without a replacement, do nothing."""
         self.machine.refusal = None
         retracted, self._retracted = self._retracted, []
         for each in retracted:
             self.retract(*each)
 
     def replace(self, restored: Sequence[Partition], prefix: str, policies: Iterable[Policy] = ()) -> None:
-        """Replace the partitions with this name prefix in one step; calls waiting on the old ones get an error.
+        """Replace the partitions with this name prefix in one step; calls that wait on them receive an error.
 
-        Policies with the prefix are replaced too, but calls that wait for a version continue to wait.
+        Policies with the prefix are also replaced, but calls that wait for a version continue to wait.
 
-        The step is not logged: the log continues from the snapshot with the new partitions.
+        The step is not logged, since the log continues from the snapshot with the new partitions.
         """
         freed: list[Freed] = []
         replaced = [each for name, each in self._partitions.items() if name.startswith(prefix)]
@@ -715,7 +718,7 @@ class Catalog:
         return task
 
     def _forget_unused(self, partition: Partition, task_name: str) -> None:
-        """Forget a task after one of its calls was refused, if nothing is recorded for it and no other call waits."""
+        """Forget a task after one of its calls was rejected, if nothing is recorded for it and no other call waits."""
         planner = self.known_planner(partition, task_name)
         is_over = planner is None or self._is_draining or self.machine.refusal is not None
         if is_over or planner is None or not planner.is_idle or not partition.tasks[task_name].is_unused:
@@ -726,7 +729,7 @@ class Catalog:
             del self._serving_of(partition).planners[task_name]
 
     def _commit_in(self, partition: Partition, change: Change, prepared: Any = None) -> Any:
-        """Commit a change to a partition, unless it was cleared: a new partition may have its name by now."""
+        """Commit a change to a partition unless it was cleared, since a new partition may have its name by now."""
         if self._partitions.get(partition.partition_id) is not partition:
             return None
         return self.machine.commit(change, prepared)
@@ -739,14 +742,14 @@ class Catalog:
             planner.retract(request_id)
 
     def known_planner(self, partition: Partition, task_name: str) -> Planner | None:
-        """Return the planner of a task, or None if this process has had no call for it."""
+        """Return the planner of a task, or None if this process has received no call for the task."""
         serving = self._serving.get(partition)
         return None if serving is None else serving.planners.get(task_name)
 
     # Leases
 
     def start_leases(self) -> None:
-        """Start to expire recovered or restored leases and samples, each after its full time."""
+        """Start expiring recovered or restored leases and samples, each after its full duration."""
         self._serving_since = self.machine.now_seconds()
         for partition in self._partitions.values():
             for task in partition.tasks.values():
@@ -767,7 +770,7 @@ class Catalog:
     def expire_samples(self) -> Iterator[tuple[str, int]]:
         """Release the samples that have reached the maximum age set by their partition, one partition at a time.
 
-        Call it periodically. Yields the name of each partition and the number of released samples.
+        Call this periodically. Yields the name of each partition and the number of released samples.
         """
         for partition in self.partitions():
             release, now = partition.settings.release, self.machine.now_seconds()
@@ -783,7 +786,7 @@ class Catalog:
     # Waiting
 
     def waiting_claims(self, partition: Partition, task_name: str) -> list[tuple[ClaimRequest, int]]:
-        """Return one waiting claim per set of equal claims, and the set's size; empty `task_name`: all tasks."""
+        """Return one waiting claim per set of equal claims, and the size of the set; empty `task_name`: all tasks."""
         planners = self._serving_of(partition).planners
         names = [task_name] if task_name else list(planners)
         waiting = [each for name in names if name in planners for each in planners[name].waiting_claims()]
@@ -823,9 +826,9 @@ class Catalog:
         """Return a claim; wait for the partition and its samples, up to `max_wait_seconds` in total.
 
         Args:
-            partition_id: the partition.
-            incarnation: its incarnation; empty: any.
-            request: the claim.
+            partition_id: name of the partition.
+            incarnation: incarnation of the partition; empty: any.
+            request: the claim to serve.
             max_wait_seconds: time after which the answer is `NotYet`.
             while_waiting: context held while the call waits. If entering it fails, the call fails without any change.
         """
@@ -835,7 +838,8 @@ class Catalog:
             check_name("partition_id", partition_id)
             check_passed_on("incarnation", incarnation)
             raise StaleIncarnationError(
-                f"partition {partition_id!r} of incarnation {incarnation.hex()} was cleared; drop what you hold of it",
+                f"partition {partition_id!r} of incarnation {incarnation.hex()} was cleared; discard all metadata of "
+                f"it",
                 metadata={"partition_id": partition_id, "got": incarnation.hex()},
             )
         partition = await self.arrival(partition_id, deadline, request, while_waiting)
@@ -870,7 +874,7 @@ class Catalog:
         except TqError:
             self._forget_unused(partition, name)
             raise
-        # If the epoch has ended since, the batch is not followed by batches of the next epoch.
+        # If the epoch has ended since, no batches of the next epoch follow.
         is_followed = request.batch_count > 1 and isinstance(answer, RankPlan) and planner.task.epoch == epoch
         if not is_followed:
             return Claimed(partition, answer)
@@ -884,7 +888,7 @@ class Catalog:
         claim: ClaimRequest | None = None,
         while_waiting: WhileWaiting = nullcontext,
     ) -> Partition | None:
-        """Return a partition once it exists, or None if it does not by a deadline of the loop's clock.
+        """Return a partition once it exists, or None if it does not exist by a deadline of the loop's clock.
 
         Raises:
             UnavailableError: the server is shutting down.
@@ -914,7 +918,7 @@ class Catalog:
         return self._serving_of(partition).enders
 
     def drain(self) -> None:
-        """End all waiting and future calls, so their clients turn to the next server."""
+        """End all waiting and future calls, so that their clients turn to the next server."""
         self._is_draining = True
         for serving in self._serving.values():
             serving.end(_draining_error)
@@ -925,13 +929,13 @@ class Catalog:
                     arrival.set_exception(_draining_error())
 
     def check_not_draining(self) -> None:
-        """Refuse a call that would wait while the server is shutting down."""
+        """Reject a call that would wait while the server is shutting down."""
         if self._is_draining:
             raise _draining_error()
 
 
 async def _free(partition: Partition) -> None:
-    """Free the memory of a cleared partition in steps: millions of objects would block the loop for a second."""
+    """Free the memory of a cleared partition in steps, since millions of objects would block the loop for a second."""
     for _ in partition.free():
         await asyncio.sleep(0)
 
@@ -946,14 +950,15 @@ async def _wake_all(arrivals: Iterable[asyncio.Future[bool]]) -> None:
 
 def _cleared_error(partition_id: str) -> PartitionClearedError:
     return PartitionClearedError(
-        f"partition {partition_id!r} was cleared while the call waited; ask again to wait for its next incarnation",
+        f"partition {partition_id!r} was cleared while the call waited; repeat the call to wait for the next "
+        f"incarnation",
         metadata={"partition_id": partition_id},
     )
 
 
 def _replacement_error() -> UnavailableError:
-    return UnavailableError("a restored checkpoint is taking the place of all partitions; try again")
+    return UnavailableError("a restored checkpoint is replacing partitions; retry")
 
 
 def _draining_error() -> UnavailableError:
-    return UnavailableError("the server is shutting down; the call may be sent again to its successor")
+    return UnavailableError("the server is shutting down; retry the call on its successor")

@@ -1,7 +1,7 @@
-"""Explains why claims wait: the ready samples, and the requirements the others miss.
+"""Explains why claims wait: the ready samples, and the requirements that the others do not meet.
 
-An explanation takes a sweep over all rows, so it is made only on request. Plans and explanations use the same list of
-requirements (`Readiness.requirements`), and `Lack` has the sentences.
+An explanation requires a sweep over all rows, so it is made only on request. Plans and explanations use the same list
+of requirements (`Readiness.requirements`), and `Lack` contains the sentences.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Explainer:
 
     Args:
         catalog: the partitions and the waiting claims.
-        runner: gives the length that a sampler needs.
+        runner: returns the length that a sampler needs.
     """
 
     def __init__(self, catalog: Catalog, runner: RunsPlans) -> None:
@@ -71,8 +71,8 @@ class Explainer:
         Args:
             partition_id: the partition, which need not exist.
             task_name: only claims of this task; empty: of all tasks.
-            names: partitions that the caller may know of; None: it learns only the fields and tasks of the claims.
-            most: maximum number of reasons, those of the earliest claims; None: all.
+            names: partitions that the caller may know of; None: report only the fields and tasks of the claims.
+            most: maximum number of reasons, which are those of the earliest claims; None: all.
         """
         partition = self._catalog.find(partition_id, missing_ok=True)
         if partition is None:
@@ -118,10 +118,10 @@ class Explainer:
         return replace(reason, code=WaitCode.NO_CAPACITY, text=text)
 
     async def _look_once(self, partition: Partition, request: ClaimRequest) -> WaitReason:
-        """Return the reason of a wait; with many rows, a recent one may be shared."""
+        """Return the reason for a wait; with many rows, a recent reason may be shared."""
         if partition.table.count <= _SHARED_ROWS:
             return await self._look(partition, request)
-        # The key does not contain the partition, which would keep it in memory after a clear.
+        # The key does not contain the partition, since that would keep it in memory after a clear.
         key = partition.incarnation, request.task_name, request.spec, request.rank and request.rank.batch_index
         if key not in self._recent:
             self._recent[key] = asyncio.ensure_future(self._look(partition, request))
@@ -129,16 +129,19 @@ class Explainer:
         return await asyncio.shield(self._recent[key])
 
     def _lacking_version(self, wanted: NotBefore | None) -> str | None:
-        """Return a sentence on the version that a claim waits for, or None if it waits for none."""
+        """Return a sentence about the version that a claim waits for, or None if it waits for none."""
         if wanted is None or self._catalog.versions.is_published(wanted.policy, wanted.version):
             return None
         policy = self._catalog.policies.get(wanted.policy)
         if policy is None:
             known = nearest(wanted.policy, self._catalog.policies)
-            return f"it waits for version {wanted.version} of policy {wanted.policy!r}, which has no version; {known}"
+            return (
+                f"it waits for version {wanted.version} of policy {wanted.policy!r}, but no version is published; "
+                f"{known}"
+            )
         return (
-            f"it waits for version {wanted.version} of policy {wanted.policy!r}, but version {policy.version} is "
-            f"published; its trainer must publish the next ones"
+            f"it waits for version {wanted.version} of policy {wanted.policy!r}, but the published version is "
+            f"{policy.version}; its trainer must publish the next versions"
         )
 
     async def _look(self, partition: Partition, request: ClaimRequest) -> WaitReason:
@@ -152,7 +155,7 @@ class Explanation:
     """The counts for one kind of claim, collected slice by slice.
 
     Args:
-        partition: the partition.
+        partition: partition of the task.
         task: the claiming task.
         request: one of the claims.
         length: the length that its sampler needs.
@@ -194,7 +197,7 @@ class Explanation:
         self._ready.append(partition.table.index.data[rows][ready])
 
     async def reason(self, slices: Slices, queue: AdmissionQueue | None) -> WaitReason:
-        """Return why the claim waits, as far as the partition and its queue of puts show."""
+        """Return why the claim waits, as far as this can be told from the partition and its queue of puts."""
         task, request = self._task, self._request
         lacks = [
             NotReady(kind=lack.kind, name=name, sample_count=count, example=self._of_groups(lack, name))
@@ -211,7 +214,7 @@ class Explanation:
         ready_count, split = await self._groups()
         if split is not None:
             lacks.append(split)
-        # All batches up to the claimed one.
+        # All batches up to and including the claimed one are needed.
         batches = 1 if request.rank is None else max(1, request.rank.batch_index - task.next_batch_index + 1)
         needed_count = batches * request.plan_request.min_size
         if (awaited := self._awaited()) is not None:
@@ -242,8 +245,8 @@ class Explanation:
         if lack is not Lack.FIELD or name not in self._partition.cells.shared:
             return ""
         count = self._ungrouped[name]
-        never = f", {count} of them have no group and never get a value" if count else ""
-        return f"their groups have no value yet: a put of groups gives them one{never}"
+        never = f", {count} of them are not in a group and will never have a value" if count else ""
+        return f"their groups lack a value, which a put of groups sets{never}"
 
     def _cause(self, ready_count: int, needed_count: int, lacks: Sequence[NotReady]) -> tuple[WaitCode, str]:
         """Return the code and the sentence of the reason."""
@@ -268,7 +271,7 @@ class Explanation:
             if any(lack.kind == Lack.OLDER.kind for lack in lacks):
                 return WaitCode.STALENESS_BOUNDED, "; ".join([text, *map(_sentence, lacks)])
             code = WaitCode.SAMPLER_WAITS
-            text += f", but sampler {self._request.batch_spec.sampler!r} does not make a batch of them yet"
+            text += f", but sampler {self._request.batch_spec.sampler!r} does not form a batch of them yet"
         else:
             has_split_groups = any(lack.kind == Lack.GROUP.kind for lack in lacks)
             code = WaitCode.GROUPS_INCOMPLETE if has_split_groups else WaitCode.TOO_FEW_READY
@@ -306,15 +309,15 @@ class Explanation:
             are_lost = _sentence(NotReady(kind=Lack.LOST.kind, sample_count=lost))
             return (
                 f"nothing is left for {task_of}: it has consumed {task.consumed_count} samples{leased}, and "
-                f"{are_lost}; put more, seal it, or clear those that task {task.name!r} skips"
+                f"{are_lost}; put more, seal the partition, or clear the samples that task {task.name!r} skips"
             )
         text = (
             f"task {task.name!r} has consumed all {task.consumed_count} samples of partition "
             f"{self._partition.partition_id!r}{leased}"
         )
         if self._partition.sealed:
-            return f"{text}; expired leases return samples, and the end comes once all are acknowledged"
-        return f"{text}, and the partition is open; put more, or seal it if no more will come"
+            return f"{text}; expired leases return samples, and the task ends once all are acknowledged"
+        return f"{text}, and the partition is open; put more, or seal the partition if it is complete"
 
     # Groups
 
@@ -338,11 +341,11 @@ class Explanation:
             return ready.size, None
         positions = self._partition.table.find(ready)
         ready, positions = ready[positions >= 0], positions[positions >= 0]
-        # In a thread, since it sorts all ready samples; the thread reads nothing of the partition.
+        # In a thread, since this sorts all ready samples; the thread does not read the partition.
         ids, first, counts = await asyncio.to_thread(
             np.unique, grouping.ids(positions), return_index=True, return_counts=True
         )
-        if self._partition.groups.in_use != had_named:  # changed since: the ids are not those of groups any more
+        if self._partition.groups.in_use != had_named:  # changed since, so the ids are no longer those of groups
             return await self._groups()
         is_whole = counts == grouping.needed(ids, no_more=self._partition.sealed)
         ready_count = int(np.count_nonzero(is_whole) if self._unit != "sample" else counts[is_whole].sum())
@@ -355,13 +358,13 @@ class Explanation:
         return ready_count, NotReady(kind=Lack.GROUP.kind, sample_count=int(counts[split].sum()), example=example)
 
     def _example(self, ids: Indexes, index: int, ready_count: int, block_size: int | None) -> str:
-        """Describe the first of some groups that are not ready, or name those that wait for a size.
+        """Describe the first of the given groups that are not ready, or list those that wait for a size.
 
         Args:
             ids: ids of the groups.
             index: global index of a sample of the first group.
-            ready_count: number of its ready samples.
-            block_size: number of members of a group that declared no size.
+            ready_count: number of the first group's ready samples.
+            block_size: number of members of a group without a declared size.
         """
         groups = self._partition.groups
         slot = int(ids[0])
@@ -376,12 +379,12 @@ class Explanation:
             inside = inside[(groups.parent[inside] == slot) & ~groups.closed[inside]]
             return (
                 f"group {name!r} has {open_count} rollouts that are not closed, such as "
-                f"{groups.slots.occupants[int(inside[0])]!r}: close or fail them"
+                f"{groups.slots.occupants[int(inside[0])]!r}; close or fail them"
             )
         if kind == "rollout" and not groups.closed[slot] and not self._partition.sealed:
             return (
-                f"rollout {name!r} is not closed, {ready_count} of its {int(groups.members[slot])} samples are ready: "
-                f"close or fail it"
+                f"rollout {name!r} is not closed, {ready_count} of its {int(groups.members[slot])} samples are ready; "
+                f"close or fail the rollout"
             )
         if not size and not self._partition.sealed and not groups.closed[slot]:
             named = ids[ids >= 0]
@@ -389,8 +392,8 @@ class Explanation:
             names = ", ".join(repr(groups.slots.occupants[each]) for each in unsized[:_MOST_NAMED_GROUPS].tolist())
             others = f" and {unsized.size - _MOST_NAMED_GROUPS} others" if unsized.size > _MOST_NAMED_GROUPS else ""
             return (
-                f"groups {names}{others} declared no size, so more members may come: put them with a group_size, "
-                f"close the groups, or seal the partition"
+                f"groups {names}{others} lack a declared size, so more members may be put; put them with a "
+                f"group_size, close the groups, or seal the partition"
             )
         expected = f"{size} expected" if size else "and its size is unknown until the partition is sealed"
         members = int(groups.members[slot])
@@ -405,12 +408,12 @@ class Explanation:
 
 
 def _evicted(task: TaskLedger) -> str:
-    """Return the evictions of a task as the end of a sentence, or "" without any."""
+    """Return the evictions of a task as the end of a sentence, or "" without evictions."""
     counts = [
         (task.unmatched_count, "that their where excludes"),
         (task.too_small_count, "with too few members left"),
         (task.late_count, "that would have become too stale"),
-        (task.overflow_count, "of the lowest priority, for new ones"),
+        (task.overflow_count, "of the lowest priority, to admit new ones"),
     ]
     parts = [f"{count} {reason}" for count, reason in counts if count]
     return f"; {task.evicted_count} samples or groups were evicted: {', '.join(parts)}" if parts else ""

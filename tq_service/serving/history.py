@@ -1,18 +1,18 @@
 """The changes since a revision, in partitions, their samples and tasks, for calls that watch them.
 
-A revision numbers the states of this instance of the service that a client has seen. A change belongs to the next
-revision. Each row has the revision of its last write in a column of its partition, and each task has a number:
+Revisions number the states of this service instance that clients have seen. A change belongs to the next revision. Each
+row stores the revision of its last write in a column of its partition, and each task has a number:
 
     7 is given out .. rows 3, 4 of "a" are written, a task of "b" claims: 8 .. 8 is given out .. row 4 is written: 9
-    a watcher at 7 asks: it gets rows 3, 4 of "a" as they are now, and the task of "b"; then it is at 9
+    a watcher at 7 asks: it receives rows 3, 4 of "a" as they are now, and the task of "b"; then it is at 9
 
-A watcher is therefore one number. A late one gets the latest state of everything changed since its number, once. Only
-blocks of a partition with changed rows are searched.
+A watcher's state is therefore a single number. A late watcher receives the latest state of everything that changed
+since its number, once. Only blocks of a partition with changed rows are searched.
 
 Removed rows and partitions can no longer be read, so their names are kept in a bounded log. A watcher that missed rows
-dropped from the log gets their partition again from the start. If a removed partition was dropped from the log, earlier
-watchers must start over (CompactedError). Nothing is persisted: a restart begins a new history. Nothing is recorded
-before the first revision is given out.
+dropped from the log receives their partition again from the start. If a removed partition was dropped from the log,
+earlier watchers must start over (CompactedError). The history is not persisted: a restart begins a new one. Nothing is
+recorded before the first revision is given out.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _FIRST: Final = 1
 _COLUMN: Final = "revision"
 
 Removed: TypeAlias = tuple[Indexes, NDArray[Any] | None]
-"""Global indexes of removed rows, and their keys; None: none had a key."""
+"""Global indexes of removed rows, and their keys; None if none had a key."""
 
 
 @dataclass(slots=True, eq=False)
@@ -49,12 +49,12 @@ class _Past:
     """The revisions of a partition.
 
     Attributes:
-        made_at: revision of its creation: the partition is new to earlier watchers.
+        made_at: revision of its creation; the partition is new to earlier watchers.
         rows_at: revision of the last change of its rows or its summary.
         block_at: revision of the last write to each block of rows, by block number: index >> 13.
         tasks_at: revision of the last change of any task.
         task_at: the same per task; the key None stands for a change that affects the status of all tasks.
-        forgotten_at: revision of the latest removed rows that were forgotten.
+        forgotten_at: revision of the latest removed rows that have been forgotten.
     """
 
     partition_id: str
@@ -85,8 +85,8 @@ class Watched:
     """The scope of a watch.
 
     Attributes:
-        prefix: prefix of the names of its partitions.
-        is_shown: whether the caller may know of a partition.
+        prefix: prefix of the names of the watched partitions.
+        is_shown: returns whether the caller may know of a partition.
         has_samples: whether samples are watched.
         has_tasks: whether tasks are watched.
     """
@@ -106,11 +106,11 @@ class PartitionChanges:
     """The changes in a partition.
 
     Attributes:
-        partition: the partition; None: this incarnation is gone.
+        partition: the partition; None: this incarnation no longer exists.
         removed: removed rows.
         since: rows written after this revision have changed; 0: all rows.
-        blocks: the blocks of these rows; None: any block.
-        task_names: changed tasks.
+        blocks: the blocks that contain these rows; None: any block.
+        task_names: names of changed tasks.
     """
 
     partition_id: str
@@ -145,10 +145,10 @@ class ChangeHistory:
         state: the state with all partitions.
 
     Attributes:
-        instance_id: names the history, 16 random bytes.
+        instance_id: identifies the history, 16 random bytes.
         number: the revision of the last change.
-        given_out: the last revision given out; 0: none, so no changes need to be recorded.
-        forgotten_at: the revision of the latest removed partition that was forgotten.
+        given_out: the last revision given out; 0: none, so that no changes need to be recorded.
+        forgotten_at: the revision of the latest removed partition that has been forgotten.
         on_change: called after each change.
     """
 
@@ -227,8 +227,8 @@ class ChangeHistory:
         """Return the number of a client's revision.
 
         Raises:
-            CompactedError: it is from another instance of the service.
-            InvalidArgumentError: it is not a valid revision.
+            CompactedError: the revision is from another service instance.
+            InvalidArgumentError: the revision is invalid.
         """
         if revision.instance_id != self.instance_id and len(revision.instance_id) == len(self.instance_id):
             raise CompactedError(
@@ -239,17 +239,17 @@ class ChangeHistory:
         if revision.instance_id != self.instance_id or not 1 <= revision.number <= self.given_out:
             raise InvalidArgumentError(
                 f"revision has an instance_id of {len(revision.instance_id)} bytes and the number {revision.number}; "
-                f"expected {len(self.instance_id)} bytes and 1 to {self.given_out}. Send a revision as returned, "
-                f"or none to start with the full state",
+                f"expected {len(self.instance_id)} bytes and 1 to {self.given_out}. Send a revision as it was "
+                f"returned, or omit it to start with the full state",
                 field="revision",
             )
         return revision.number
 
     def since(self, since: int, selection: Watched) -> list[PartitionChanges]:
-        """Return the changes since a revision, removed partitions first; since 0: the full state.
+        """Return the changes since a revision, removed partitions first, or the full state if `since` is 0.
 
         Raises:
-            CompactedError: some of the changes were forgotten.
+            CompactedError: some of the changes have been forgotten.
         """
         if not since:
             there = [(name, each) for name, each in self._state.partitions.items() if selection.covers(name)]
@@ -257,8 +257,8 @@ class ChangeHistory:
             return [_changes_of(each, past, 0, selection) for (_, each), past in zip(there, pasts, strict=True)]
         if self.forgotten_at > since:
             raise CompactedError(
-                f"the revision {since} is too old: changes up to {self.forgotten_at} were forgotten; "
-                f"list again, or watch without a revision to start with the full state",
+                f"revision {since} is too old, since changes up to {self.forgotten_at} have been forgotten; list "
+                f"again, or watch without a revision to start with the full state",
                 metadata={"got": str(since), "oldest": str(self.forgotten_at)},
             )
         gone: list[_Past] = []
@@ -283,7 +283,7 @@ class ChangeHistory:
         return [*cleared, *reversed(changed)]
 
     def is_there(self, partition: Partition) -> bool:
-        """Whether a partition still exists; if not, a later change reports it as gone."""
+        """Whether a partition still exists; if not, a later change reports its removal."""
         return self._state.partitions.get(partition.partition_id) is partition
 
 

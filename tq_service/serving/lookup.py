@@ -1,7 +1,7 @@
-"""Selections of samples: read in pages, waited for, cleared in parts; and pages of names.
+"""Selections of samples, which are read in pages, awaited, or cleared in parts; and pages of names.
 
-A page of samples is bounded in count and in the size of its metadata, to be quick to make. Its token encodes the start
-of the next page and the incarnation of the partition. The token is not a secret: its holder could request any page
+A page of samples is limited in count and in metadata size, so that producing it is quick. Its token encodes the start
+of the next page and the partition's incarnation. The token is not a secret, since its holder could request any page
 anyway.
 
 `LookupWait` waits until enough samples are found. `Clearing` clears the samples of a selection in parts, with a turn
@@ -48,7 +48,7 @@ _MOST_NUMBERS: Final = 1 << 17  # of custom_meta; at most 1.3 MB
 _LOOKED_AT_ONCE: Final = 16_384  # rows
 _MOST_UNSEEN: Final = 65_536  # rows, repeated writes included: bounds memory by the number of stored rows
 _CLEARED_AT_ONCE: Final = 1 << 15  # samples
-_PUTS_CLEARED_AT_ONCE: Final = 128  # with cells of these samples: a few milliseconds if each sample has its own put
+_PUTS_CLEARED_AT_ONCE: Final = 128  # with cells of these samples; a few milliseconds if each sample has its own put
 
 _MOST_SCANNED: Final = 131_072  # rows, when scanning for members of groups or for conditions
 _NONE: Final = np.zeros(0, np.int64)
@@ -59,8 +59,8 @@ class Part:
     """Consecutive samples of a selection.
 
     Attributes:
-        positions: their positions in the table `(n,)`.
-        places: per sample, the place of a part that starts with it `(n,)`.
+        positions: positions of the samples in the table `(n,)`.
+        places: for each sample, the place of a part that starts with it `(n,)`.
         next_place: the place of the next part; None: this is the last part.
     """
 
@@ -79,9 +79,9 @@ class Part:
 class Selection:
     """The samples that a request selects.
 
-    Named samples come in the order of `indexes`, then of `keys`. Without names, the selection is the members of
-    `groups` and `rollouts`, or all samples, in order of insertion. It is read in parts, as it may have millions of
-    samples. A place is a number of names, or a global index.
+    Samples given by index or key are in the order of `indexes`, then of `keys`. Otherwise, the selection consists of
+    the members of `groups` and `rollouts`, or of all samples, in order of insertion. A selection is read in parts,
+    since it may have millions of samples. A place is a position among the given indexes and keys, or a global index.
 
     Attributes:
         indexes: global indexes `(n,)`.
@@ -89,13 +89,14 @@ class Selection:
         groups: names of groups, whose members are selected.
         rollouts: names of rollouts, whose samples are selected.
         is_all: whether all samples are selected.
-        skipped_by: name of a task that never gets the samples; empty: any samples. Only with `is_all`.
-        left_for: name of a task that may still get the samples, which no worker of any task has leased; empty:
-            any samples.
+        skipped_by: name of a task that will never receive the samples; empty: any samples. Only with `is_all`.
+        left_for: name of a task that may still receive the samples, which no worker of any task has leased; empty: any
+            samples.
         where: further conditions that the samples must satisfy.
 
     Raises:
-        InvalidArgumentError: samples are named individually and by group or rollout, or together with `skipped_by`.
+        InvalidArgumentError: samples are given both individually and by group or rollout, or together with
+            `skipped_by`.
     """
 
     indexes: Indexes = field(default_factory=_NONE.copy)
@@ -110,29 +111,29 @@ class Selection:
     def __post_init__(self) -> None:
         if self.skipped_by and not self.is_all:
             raise InvalidArgumentError(
-                f"skipped_by is {self.skipped_by!r}, but samples or groups are named too; give one of them",
+                f"skipped_by is {self.skipped_by!r}, but samples or groups are set too; pass only one of them",
                 field="skipped_by",
             )
         for name in ("groups", "rollouts"):
             if getattr(self, name) and (self.named_count or self.is_all):
                 raise InvalidArgumentError(
-                    f"{name} and samples are both named; name either samples (by index or key) or their {name}",
+                    f"{name} and samples are both set; pass either samples (by index or key) or their {name}",
                     field=name,
                 )
 
     @property
     def named_count(self) -> int:
-        """Number of named samples, missing ones included."""
+        """The number of samples given by index or key, including missing ones."""
         return self.indexes.size + len(self.keys)
 
     @property
     def has_conditions(self) -> bool:
-        """Whether a named sample may fail to be selected, now or later."""
+        """Whether a given sample may fail to be selected, now or later."""
         return bool(self.where or self.skipped_by or self.left_for)
 
     @property
     def is_named(self) -> bool:
-        """Whether samples are named individually; the list may be empty."""
+        """Whether samples are given individually; the list may be empty."""
         return not self.is_of_groups and not self.is_all
 
     @property
@@ -141,7 +142,7 @@ class Selection:
         return bool(self.groups or self.rollouts)
 
     def part(self, partition: Partition, place: int, size: int) -> Part:
-        """Return the part at a place: `size` names, or `size` rows if no conditions are checked."""
+        """Return the part at a place: `size` given samples, or `size` rows if no conditions are checked."""
         if self.is_named:
             return self._named(partition, place, place + size)
         is_filtered = self.is_of_groups or self.has_conditions
@@ -166,7 +167,7 @@ class Selection:
         return Part(positions=positions, places=table.index[positions], next_place=next_place)
 
     def among(self, partition: Partition, positions: Indexes) -> Indexes:
-        """Return the selected ones of some samples."""
+        """Return those of the given samples that are selected."""
         if self.is_named:
             named = np.concatenate([partition.table.find(self.indexes), partition.key_index.positions_of(self.keys)])
             positions = positions[np.isin(positions, named)]
@@ -209,15 +210,15 @@ class Selection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Page:
-    """Samples of a partition.
+    """A page of samples of a partition.
 
     Attributes:
-        partition: the partition.
-        positions: their positions in the table `(n,)`.
+        partition: partition of the samples.
+        positions: positions of the samples in the table `(n,)`.
         missing_keys: keys of the page that no sample has.
         missing_indexes: indexes of the page that no sample has.
         missing_groups: groups without members in the partition; only on the first page.
-        missing_rollouts: rollouts without samples, likewise.
+        missing_rollouts: rollouts without samples; only on the first page.
         next_place: the place of the next page in the selection; None: this is the last page.
     """
 
@@ -264,8 +265,8 @@ def find_page(
     incarnation, place = _read_token(token)
     if incarnation and partition_id not in catalog.names():
         raise StaleIncarnationError(
-            f"partition {partition_id!r} of incarnation {incarnation.hex()} was cleared while it was listed; "
-            f"drop the pages you have of it",
+            f"partition {partition_id!r} of incarnation {incarnation.hex()} was cleared while it was being listed; "
+            f"discard the pages received so far",
             metadata={"partition_id": partition_id, "got": incarnation.hex()},
         )
     partition = catalog.find(partition_id, incarnation, missing_ok=missing_ok and not incarnation)
@@ -293,7 +294,7 @@ def _unknown(names: Sequence[str], slots: Indexes) -> list[str]:
 def first_known(
     catalog: Catalog, partition_id: str, incarnation: bytes, rows: Indexes
 ) -> tuple[Partition, Indexes] | None:
-    """Return the partition of some samples, and the first of the samples: as many as fit on a page.
+    """Return the partition of the given samples, and as many of the first samples as fit on a page.
 
     Return None if the partition, or one of these samples, no longer exists.
     """
@@ -309,10 +310,10 @@ def find_names(names: Iterable[str], *, of: str, size: int, token: str) -> tuple
 
     Args:
         names: all names, in any order.
-        of: name of the list. A token of a different list is refused.
+        of: name of the list. A token of a different list is rejected.
         size: maximum number of names on the page; 0: the maximum of any page.
-        token: the token of the page, or "" for the first page. It is a checksum and the first name of the page, which
-            need not exist any more.
+        token: the token of the page, or "" for the first page. A token consists of a checksum and the first name of the
+            page, which need no longer exist.
 
     Raises:
         InvalidArgumentError: the size or the token is invalid.
@@ -326,7 +327,7 @@ def find_names(names: Iterable[str], *, of: str, size: int, token: str) -> tuple
 
 
 def name_token(of: str, name: str) -> str:
-    """Return the token of the page of a list that starts with a name."""
+    """Return the token of the page that starts with a name in a list."""
     return f"{zlib.crc32(f'{of}/{name}'.encode()):08x}-{name}"
 
 
@@ -336,17 +337,17 @@ def _page_size(size: int, most: int) -> int:
 
 
 def _check_named(name: str, count: int) -> None:
-    """Refuse a request that names more samples or groups than one answer may cover."""
+    """Reject a request for more samples or groups than one answer may cover."""
     if count > MOST_NAMED:
         raise InvalidArgumentError(
-            f"{name} has {count} entries; expected at most {MOST_NAMED}. Split them over several calls",
+            f"{name} has {count} entries; expected at most {MOST_NAMED}. Split them among several calls",
             field=name,
             metadata={"got": str(count), "limit": str(MOST_NAMED)},
         )
 
 
 def _read_token(token: str) -> tuple[bytes, int]:
-    """Return the incarnation and the first place of the page, from its token."""
+    """Return the incarnation and the first place of a page from its token."""
     if not token:
         return b"", 0
     incarnation, _, place = token.partition("-")
@@ -362,13 +363,13 @@ def no_page_token(token: str) -> InvalidArgumentError:
     """Return the error for a token that does not belong to the list."""
     return InvalidArgumentError(
         f"page_token is {token[:64]!r}, which does not belong to this list; send the next_page_token of the previous "
-        "page with the other fields unchanged, or none for the first page",
+        f"page with the other fields unchanged, or omit page_token for the first page",
         field="page_token",
     )
 
 
 def fitting_count(partition: Partition, positions: Indexes) -> int:
-    """Return how many of the first samples fit into one answer with their metadata: at least one."""
+    """Return the number of leading samples that fit into one answer with their metadata, at least one."""
     columns = [column for name in partition.meta.names() if (column := partition.meta.read(name, positions))]
     number_count = sum(column.values.dtype.kind != "O" for column in columns)
     count = min(positions.size, _MOST_NUMBERS // max(1, number_count))
@@ -410,27 +411,27 @@ def locate(
     skip_missing: bool,
     skip_missing_fields: bool,
 ) -> tuple[Indexes, Sequence[str]]:
-    """Return the positions of the samples that have all cells of some fields, and these fields.
+    """Return the positions of the samples that have cells of all given fields, and these fields.
 
     Args:
         partition: the partition of the samples.
         names: the fields.
-        indexes: global indexes of the samples, unless they are named by key.
+        indexes: global indexes of the samples, unless keys are given.
         keys: keys of the samples.
-        skip_missing: whether to leave out missing samples and samples with missing cells.
-        skip_missing_fields: whether to leave out fields that do not exist or that some samples lack.
+        skip_missing: whether to omit missing samples and samples with missing cells.
+        skip_missing_fields: whether to omit fields that do not exist or that some samples lack.
 
     Raises:
         FieldNotFoundError: a field never existed. If it has lost its cells, the error names the samples instead.
         KeyNotFoundError, SampleNotFoundError, CellNotFoundError: a required sample or cell is missing.
-        InvalidArgumentError: too many samples are named, or samples are named by index and by key.
+        InvalidArgumentError: too many samples are given, or samples are given both by index and by key.
     """
     if not skip_missing_fields:
         check_fields(partition, names)
     _check_named("keys", len(keys))
     _check_named("global_indexes", indexes.size)
     if keys and indexes.size:
-        raise InvalidArgumentError("samples are named both by index and by key; use one of them", field="keys")
+        raise InvalidArgumentError("samples are given both by index and by key; pass only one of them", field="keys")
     rows = indexes
     if keys:
         known = partition.key_index.positions_of(list(keys))
@@ -438,7 +439,7 @@ def locate(
             key = keys[int(np.argmax(known < 0))]
             raise KeyNotFoundError(
                 f"partition {partition.partition_id!r} has no key {key!r}; {nearest(key, partition.key_index)}; "
-                f"leave it out with skip_missing",
+                f"omit it with skip_missing",
                 metadata={"partition_id": partition.partition_id, "key": key},
             )
         rows = partition.table.index[known[known >= 0]]
@@ -456,19 +457,19 @@ def locate(
 
 
 def _missing_cell(partition: Partition, names: Sequence[str], rows: Indexes) -> CellNotFoundError:
-    """Return the error for samples that lack a field; a failed sample, which never gets it, is named first."""
+    """Return the error for samples that lack a field; it reports failed samples first, which will never have it."""
     failed = rows[partition.state[partition.table.find(rows)] == FAILED]
     row = (failed if failed.size else rows)[:1]
     position = partition.table.find(row)
     lacking = [name for name in names if not partition.cells.produced([name], position)[0]]
     key = partition.key[position[0]]
     if failed.size:
-        why = ", and never will: the sample has failed, so data put for it is dropped"
+        why = " and never will, since the sample has failed and data put for it is dropped"
     else:
         why = f" yet, or no longer ({rows.size} samples lack a field); a claim waits for it"
     return CellNotFoundError(
         f"sample {int(row[0])}{'' if key is None else f' (key {key!r})'} of partition {partition.partition_id!r} has "
-        f"no {', '.join(map(repr, lacking))}{why}; leave it out with skip_missing, or its fields with "
+        f"no {', '.join(map(repr, lacking))}{why}; omit the sample with skip_missing, or its fields with "
         f"skip_missing_fields",
         metadata={
             "partition_id": partition.partition_id,
@@ -479,11 +480,11 @@ def _missing_cell(partition: Partition, names: Sequence[str], rows: Indexes) -> 
 
 
 class LookupWait:
-    """Waits for one look-up; a context manager.
+    """Waits until a look-up finds enough samples; a context manager.
 
-    It does not poll. It collects rows as they are written, and checks them once there are enough to reach the number if
-    all of them matched. A partition that is filled row by row therefore gets a few checks of some rows, not one check
-    of all rows per written row. Cleared rows are discounted when the number seems to be reached.
+    The wait does not poll. It collects rows as they are written, and checks them once there are enough to reach the
+    number if all of them matched. Filling a partition row by row therefore causes a few checks of some rows, not one
+    check of all rows per written row. Cleared rows are discounted when the number seems to be reached.
 
     Args:
         partition: the partition of the samples.
@@ -524,7 +525,8 @@ class LookupWait:
     async def until_enough(self, deadline: float) -> bool:
         """Wait until there are enough samples or never will be (True), or until a deadline of the loop's clock (False).
 
-        Samples stored at the time of the call are checked however long that takes; later ones until the deadline.
+        Samples stored at the time of the call are always checked, however long that takes; later samples only until the
+        deadline.
 
         Raises:
             TqError: the wait was ended.
@@ -561,14 +563,14 @@ class LookupWait:
 
     @property
     def _is_in_vain(self) -> bool:
-        """Whether there are too few samples and no more will come."""
+        """Whether there are too few samples and no more will be inserted."""
         count = self._partition.table.present_count
         if self._selection.is_named:
             count = min(count, self._selection.named_count)
         return self._partition.sealed and count < self._min_count
 
     def _look(self) -> int:
-        """Check some written rows, oldest first; return how many."""
+        """Check some written rows, oldest first; return their number."""
         taken: list[Indexes | range] = []
         left = _LOOKED_AT_ONCE
         while self._unseen and left:
@@ -589,7 +591,7 @@ class LookupWait:
         return indexes.size
 
     def _has_enough(self) -> bool:
-        """Whether there are enough samples, whatever the result for rows written again since."""
+        """Whether there are enough samples, regardless of rows that have been rewritten since they were checked."""
         least = self._min_count + sum(len(rows) for rows in self._unseen if not isinstance(rows, range))
         if len(self._found) >= least:
             self._forget_cleared()
@@ -603,7 +605,7 @@ class LookupWait:
 async def wait_for_samples(
     catalog: Catalog, partition_id: str, selection: Selection, min_count: int, max_wait_seconds: float
 ) -> bool:
-    """Wait for a partition, and until it has `min_count` of the selected samples; return whether the wait timed out.
+    """Wait until a partition exists and has `min_count` of the selected samples; return whether the wait timed out.
 
     The wait also ends when the number can no longer be reached.
 
@@ -634,10 +636,10 @@ class Clearing:
     Args:
         catalog: the catalog of the partition.
         partition_id: the partition.
-        incarnation: its incarnation; empty: the current one at the first part.
-        selection: the samples.
-        claim: the leased claim that the samples belong to. It must hold all of them before any is cleared, and those of
-            each part in the step that clears it. None: no claim is checked.
+        incarnation: incarnation of the partition; empty: the current one at the first part.
+        selection: the samples to clear.
+        claim: the leased claim to which the samples belong. It must hold all samples before any is cleared, and those
+            of each part in the step that clears the part. None: no claim is checked.
         missing_ok: whether a partition that does not exist, or no longer exists, counts as having nothing to clear.
     """
 
@@ -684,17 +686,17 @@ class Clearing:
             self._done_count += self._commit(self._last)
 
     def _commit(self, rows: Indexes) -> int:
-        """Clear the samples of a part; return how many existed."""
+        """Clear the samples of a part; return the number that existed."""
         change = SamplesCleared(partition_id=self.partition_id, global_indexes=rows, claim=self.claim)
         return self.catalog.commit(change) or 0
 
     def _next_part(self) -> Indexes:
-        """Return the next samples, at most as many as one step may clear."""
+        """Return the next samples to clear, at most as many as one step may clear."""
         partition = self.catalog.find(self.partition_id, self.incarnation, missing_ok=self.missing_ok)
         if partition is None:
             self._place, self._part = None, self._part[:0]
             return self._part
-        self.incarnation = partition.incarnation  # a partition created under the name later is a different one
+        self.incarnation = partition.incarnation  # a partition created later under this name is a different one
         table = partition.table
         if not self._part.size and self._place is not None:
             part = self.selection.part(partition, self._place, _CLEARED_AT_ONCE).first(_CLEARED_AT_ONCE)
@@ -717,7 +719,7 @@ class Failing(Clearing):
     """Fails samples in parts; missing and failed samples are ignored. See `Clearing`."""
 
     def _remove_groups(self) -> None:
-        """Keep groups without samples: they have nothing to fail."""
+        """Keep groups without samples, since they have nothing to fail."""
 
     def _commit(self, rows: Indexes) -> int:
         """Fail the samples of a part."""

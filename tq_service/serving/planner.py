@@ -4,17 +4,17 @@
           -> joins the line of claims with the same spec -> its turn -> planned on the event loop: answered, or a miss
                                                                      -> planned off the loop, one at a time
 
-Lines take turns in order of arrival, whatever they claim. A line that cannot be served is skipped and gets another turn
-after a change. If a sampler cannot plan on the event loop immediately, its plan is made off the loop, for one line at a
-time. A plan that takes long yields, and the next one can start. Commits, status, replays and claims that are planned at
-once never wait for an off-loop plan.
+Lines take turns in order of arrival, regardless of what they claim. A line that cannot be served is skipped and has
+another turn after a change. If a sampler cannot plan on the event loop immediately, its plan is made off the loop, for
+one line at a time. A slow plan yields, so that the next one can start. Commits, status, replays and claims that can be
+planned immediately never wait for an off-loop plan.
 
-A plan is recorded on the loop, in the same step that checks that all its rows are still ready. A plan that has lost
-rows is made again. To keep others from overtaking a slow sampler forever, the next plan of its line skips as many
-ready rows as others are likely to take while it runs. Later lines wait for that plan if the line's last plan did not
-take long.
+A plan is recorded on the loop, in the same step that checks that all its rows are still ready. If a plan has lost rows,
+the line is planned again. To prevent others from overtaking a slow sampler forever, the next plan of its line skips as
+many ready rows as others are likely to take in the meantime. Later lines wait for that plan if the line's last plan was
+quick.
 
-`WaitQueue` holds the lines and picks the next one; `Planner` makes their plans and records them.
+`WaitQueue` contains the lines and selects the next one; `Planner` makes and records their plans.
 """
 
 from __future__ import annotations
@@ -75,21 +75,21 @@ from tq_service.wait_clock import Waiting, WhileWaiting
 _STEPS_A_TURN = 16
 _TURN_SECONDS = 0.002
 _ANSWERS_WITHOUT_REST = 128
-_LINES_A_TURN: Final = 16  # that are examined after a change
-_MOST_RANKS: Final = 128  # whose token counts are kept
+_LINES_A_TURN: Final = 16  # lines that are examined after a change
+_MOST_RANKS: Final = 128  # ranks whose token counts are kept
 _MOST_BATCHES_A_TURN = 64
-_MOST_PLAN_SECONDS = 0.25  # of a plan off the loop, before other lines get their turns and the next plan may start
+_MOST_PLAN_SECONDS = 0.25  # of a plan off the loop, before other lines have their turns and the next plan may start
 _CLOSED_AT_ONCE = 1 << 12  # changed rows whose gaps one step closes
-_MOST_BATCHES_AHEAD = 256  # loaders claim prefetch_factor * num_workers ahead; all batches before it are planned too
+_MOST_BATCHES_AHEAD = 256  # loaders claim prefetch_factor * num_workers ahead; all batches before that are planned too
 _RANGE_SECONDS: Final = 0.004  # of CPU time, after which a step plans no further batch of a range
 _RATE_SECONDS: Final = 10.0
 _PINNED_SECONDS: Final = 0.01  # between checks whether the last reader has unpinned the table
-_FEW_ROWS = 1 << 13  # up to which the event loop itself looks for the end
+_FEW_ROWS = 1 << 13  # rows up to which the event loop itself looks for the end
 
 
 @dataclass(frozen=True, slots=True)
 class NotYet:
-    """Nothing to deliver within the wait. Never recorded."""
+    """The answer if nothing could be delivered during the wait. It is never recorded."""
 
 
 Answer = RankPlan | Claim | EndCounts | NotYet
@@ -98,9 +98,9 @@ Answer = RankPlan | Claim | EndCounts | NotYet
 class LoopYielder:
     """Shares the event loop among thousands of waiting calls (served or not) and all other work.
 
-    It yields to the loop after every few steps, or after a step that took long. After many answered calls it also
-    pauses for as long as they took. Sending the answers is what costs, and a server that only sends accepts one new
-    call per turn of the loop, so new calls would pile up.
+    The yielder yields to the loop after every few steps, or after a slow step. After many answered calls, it also
+    pauses for as long as they took. Most of the cost is in sending the answers, and a server that only sends accepts
+    one new call per turn of the loop, so new calls would accumulate.
     """
 
     __slots__ = ("_answer_count", "_last", "_step_count")
@@ -123,11 +123,11 @@ class LoopYielder:
 
 @dataclass(slots=True, eq=False)
 class Waiter:
-    """One call. Its answer is set once, by the first of: a claim, an error, the end of its wait.
+    """One waiting call. Its answer is set once, by whichever comes first: a claim, an error, or the end of its wait.
 
     Attributes:
         is_poll: whether the call ends after its first turn.
-        arrival: its number in the queue.
+        arrival: number of the call in the queue.
     """
 
     request: ClaimRequest
@@ -153,7 +153,7 @@ class Waiter:
         return self.request.batch_index
 
     def end(self, outcome: Answer | TqError) -> None:
-        """Answer the call, or end it with an error, unless it has left."""
+        """Answer the call, or end it with an error, unless it is over."""
         if not self.is_waiting:
             return
         if isinstance(outcome, TqError):
@@ -163,7 +163,7 @@ class Waiter:
 
 
 class LineState(Enum):
-    """The event that a line waits for.
+    """The event for which a line waits.
 
     PARKED --something has changed--> QUEUED --its turn--> PARKED, or served and QUEUED again
                                                 |must be awaited
@@ -178,16 +178,17 @@ class LineState(Enum):
 
 @dataclass(slots=True, eq=False, repr=False)
 class Line:
-    """The calls with one spec, in order of arrival. A plan for one of them is a plan for any of them.
+    """The calls with one spec, in order of arrival. A plan for one of these calls serves any of them.
 
     A line exists while a call waits in it or a plan is made for it. The record of unsuccessful searches therefore needs
-    no limit: the waiting calls hold their requests anyway, and they are counted.
+    no limit, since the waiting calls keep their requests anyway, and they are counted.
 
     Attributes:
-        last_miss: why the last search found no plan.
-        polls: its calls that are polls.
-        is_waited_for: whether later lines wait for its next plan off the event loop, because its last one was quick.
-        look_past: number of ready rows that such a plan leaves to others, which were quicker before.
+        last_miss: the reason why the last search found no plan.
+        polls: those of its calls that are polls.
+        is_waited_for: whether later lines wait for this line's next plan off the event loop, because the last one was
+            quick.
+        look_past: number of ready rows that such a plan leaves to other lines, which were quicker before.
     """
 
     spec: ClaimSpec
@@ -207,18 +208,18 @@ class Line:
 
     @property
     def is_ranked(self) -> bool:
-        """Whether ranks wait in it, rather than queue workers."""
+        """Whether ranks rather than queue workers wait in the line."""
         return self.spec.dp_size is not None
 
     @property
     def order(self) -> float:
-        """Position among the lines: the arrival of its first call."""
+        """The position among the lines, which is the arrival of the line's first call."""
         first = self.first()
         return math.inf if first is None else first.arrival
 
     @property
     def batch_index(self) -> int:
-        """The lowest batch index that its ranks wait for."""
+        """The lowest batch index for which ranks of the line wait."""
         return min((waiter.batch_index for waiter in self._waiters), default=-1)
 
     def first(self) -> Waiter | None:
@@ -251,13 +252,13 @@ class Line:
 class WaitQueue:
     """The lines of waiting claims, served in order of arrival of their first calls.
 
-    After a change (`is_stale`), the lines that it may serve are queued again, including lines skipped before. If
-    changes never stop, one scan of all lines is followed by at least as many turns as were due. The cost per turn
-    therefore stays low with many lines.
+    After a change (`is_stale`), the lines that may be served now are queued again, including lines skipped before. If
+    changes never stop, each scan of all lines is followed by at least as many turns as were due. The cost per turn
+    therefore stays low even with many lines.
 
     Attributes:
-        by_spec: the lines. A call that is answered at once joins none.
-        planning: the line whose plan is being made off the event loop and has not yielded yet.
+        by_spec: the lines. A call that is answered immediately joins none of them.
+        planning: the line whose plan is being made off the event loop and has not yet yielded.
         is_stale: whether something has changed since the last scan of all lines.
     """
 
@@ -283,7 +284,7 @@ class WaitQueue:
         return [line for line in self.by_spec.values() if line.is_ranked]
 
     def join(self, waiter: Waiter, miss: Miss) -> Line:
-        """Add a waiter without a plan, and return its line."""
+        """Add a waiter whose search found no plan, and return its line."""
         spec = waiter.request.spec
         line = self.by_spec.get(spec)
         if line is None:
@@ -316,7 +317,7 @@ class WaitQueue:
 
     @property
     def holder(self) -> Line | None:
-        """The line whose plan later lines wait for."""
+        """The line for whose plan later lines wait."""
         return self.planning if self.planning is not None and self.planning.is_waited_for else None
 
     @property
@@ -325,7 +326,7 @@ class WaitQueue:
         return bool(self._turns) and (self.holder is None or self._turns[0][0] < self.holder.order)
 
     def next(self, may_be_served: Callable[[Line], bool]) -> Line | None:
-        """Park and return the line whose turn it is, or None if no line has a turn and nothing is stale."""
+        """Park and return the line whose turn it is; None if no line has a turn and nothing is stale."""
         while self.is_stale or self.has_turn:
             if self.is_stale and (self._turns_left <= 0 or not self.has_turn):
                 self.is_stale = False
@@ -340,11 +341,11 @@ class WaitQueue:
                 if line.order <= order:
                     self._turns_left -= 1
                     return line
-                self.put(line)  # its first calls have left, so claims in other lines may have come earlier
+                self.put(line)  # its first calls have left, so claims in other lines may have arrived earlier
         return None
 
     def next_heavy(self) -> Line | None:
-        """Return the next line to plan for off the event loop, or None if there is none or a plan is in progress."""
+        """Return the next line that needs a plan off the event loop, or None if there is none or one is in progress."""
         if self.planning is not None or not self._heavy:
             return None
         line = min(self._heavy, key=lambda each: each.order)
@@ -355,7 +356,7 @@ class WaitQueue:
         return self.planning
 
     def defer(self, line: Line) -> None:
-        """Move a line behind all claims that wait now."""
+        """Move a line behind all claims that are waiting now."""
         first = line.first()
         if first is not None:
             self._give_number(first)
@@ -365,8 +366,8 @@ def describe_batch(batch_index: int, plan: RecordedPlan, lengths: Indexes | None
     """Return the statistics of a batch.
 
     Args:
-        batch_index: its number.
-        plan: its recorded plan.
+        batch_index: index of the batch.
+        plan: recorded plan of the batch.
         lengths: token counts of `plan.rows` `(n,)`, or None if unknown.
     """
     if lengths is None or not lengths.size:
@@ -388,7 +389,7 @@ def describe_batch(batch_index: int, plan: RecordedPlan, lengths: Indexes | None
 
 
 class DeliveryRate:
-    """Delivery rate of a task: a sum whose terms decay by a factor of e every 10 seconds.
+    """Delivery rate of a task, computed from a sum whose terms decay by a factor of e every 10 seconds.
 
     Memory and time do not depend on the number of deliveries. Times are in seconds of one monotonic clock.
     """
@@ -415,10 +416,10 @@ _log = logging.getLogger(__name__)
 
 
 class RunsPlans(Protocol):
-    """Runs samplers and isolates them: a failing or hanging sampler affects its own request only."""
+    """Runs samplers and isolates them, so that a failing or hanging sampler affects only its own request."""
 
     def length(self, sampler: Sampler) -> LengthSource | None:
-        """Return the length that a sampler needs; raises only TqError."""
+        """Return the length that a sampler needs; this raises only TqError."""
         ...
 
     def run_inline(self, sampler: Sampler, view: View, request: PlanRequest) -> Plan | None:
@@ -431,7 +432,7 @@ class RunsPlans(Protocol):
         ...
 
     async def run(self, sampler: Sampler, view: View, request: PlanRequest) -> Plan | None:
-        """Return a well-formed plan or None, off the event loop and within a time limit; raises only TqError."""
+        """Return a well-formed plan or None, off the event loop and within a time limit; this raises only TqError."""
         ...
 
 
@@ -439,10 +440,10 @@ class Planner:
     """Serves the claims of one task.
 
     Attributes:
-        task: its ledger.
-        last_request: the latest claim, or None if this process has seen none.
+        task: ledger of the task.
+        last_request: the latest claim, or None if this process has received none.
         deliveries: the rate of samples that this process has delivered.
-        step_times: by rank, how the trainer spent the time of its last steps.
+        step_times: by rank, the breakdown of the trainer's time in its last steps.
     """
 
     def __init__(
@@ -455,15 +456,15 @@ class Planner:
         group: Callable[[], AbstractContextManager[None]],
         on_batch: Callable[[str, RecentBatch], None],
     ) -> None:
-        """Start to serve a task.
+        """Start serving a task.
 
         Args:
-            partition: the task's partition.
-            task: its ledger.
+            partition: partition of the task.
+            task: ledger of the task.
             runner: runs samplers.
-            commit: applies a change to the partition, given the result of its `prepare`, or None. It has no effect
-                after the partition was cleared.
-            group: puts the changes of a `with` block into one group; see `StateMachine.group`.
+            commit: applies a change to the partition, given the result of its `prepare`, or None. It has no effect once
+                the partition is cleared.
+            group: combines the changes of a `with` block into one group; see `StateMachine.group`.
             on_batch: called with the name of the sampler and each batch recorded for ranks.
         """
         self._partition = partition
@@ -477,16 +478,16 @@ class Planner:
         self.step_times: dict[int, StepTimes] = {}
         self._names: dict[str, Any] = {"partition_id": partition.partition_id, "task_name": task.name}
         self._starts = ScanStarts(partition, task.name)
-        self._epoch = task.epoch  # that the waiting calls are about
+        self._epoch = task.epoch  # to which the waiting calls belong
         self._queue = WaitQueue()
-        self._to_answer: deque[tuple[Waiter, TqError | None]] = deque()  # calls that may be answered, with an error
+        self._to_answer: deque[tuple[Waiter, TqError | None]] = deque()  # calls to be answered, with an error if any
         self._dispatching: asyncio.Task[None] | None = None
-        self._plans: set[asyncio.Task[Any] | None] = set()  # all in progress off the loop
+        self._plans: set[asyncio.Task[Any] | None] = set()  # all plans in progress off the loop
         self._gone: Callable[[], TqError] | None = None
 
     @property
     def waiting_count(self) -> int:
-        """Number of waiting calls."""
+        """The number of waiting calls."""
         return len(self._queue)
 
     @property
@@ -512,8 +513,8 @@ class Planner:
         return any(published is not None and published.policy == policy for published in conditions)
 
     def wake(self) -> None:
-        """Examine all waiting claims again after a change. A planner is notified of changes only while claims wait."""
-        if self._epoch != self.task.epoch:  # calls may be for the previous epoch
+        """Reexamine all waiting claims after a change. A planner is notified of changes only while claims wait."""
+        if self._epoch != self.task.epoch:  # calls may belong to the previous epoch
             self._epoch = self.task.epoch
             self._enqueue_answers(self._queue)
         self._queue.is_stale = True
@@ -555,7 +556,7 @@ class Planner:
             return await self._wait(request, found, max_wait_seconds)
 
     def following(self, request: ClaimRequest, *, may_plan: bool) -> list[RankPlan | EndCounts]:
-        """Return the answers of a range after its first, up to the first that is not ready or is refused.
+        """Return the answers of a range after its first, up to the first that is not ready or is rejected.
 
         If `may_plan`, batches that can be planned in this step of the event loop are planned, in one group of changes.
         """
@@ -564,7 +565,7 @@ class Planner:
                 self._plan_following(request)
             self._advance()
         answers: list[RankPlan | EndCounts] = []
-        with suppress(TqError):  # a call for that batch gets it
+        with suppress(TqError):  # a call for that batch receives it
             for each in request.following():
                 answer = self._recorded(each)
                 if isinstance(answer, RankPlan | EndCounts):
@@ -574,31 +575,31 @@ class Planner:
         return answers
 
     def _plan_following(self, request: ClaimRequest) -> None:
-        """Plan the batches of a range after its first, until one would have to be waited for; runs within a group."""
+        """Plan the batches of a range after its first, until one requires waiting; runs within a group."""
         task, last = self.task, request.batch_index + request.batch_count - 1
-        began_at = time.thread_time()  # CPU time: a process that waits for a CPU delays nobody by planning
+        began_at = time.thread_time()  # CPU time, since a process that waits for a CPU delays nobody by planning
         while request.batch_index < (batch_index := task.next_batch_index) <= last and task.end is None:
             try:
                 found = self._find_at_once(request)
                 if not isinstance(found, Planned | EndFound):
                     return
                 self._record(request, found)
-            except TqError:  # a call for that batch gets it
+            except TqError:  # a call for that batch receives it
                 return
             is_late = time.thread_time() - began_at > _RANGE_SECONDS
-            if is_late or task.next_batch_index == batch_index:  # the end, or the partition was cleared
+            if is_late or task.next_batch_index == batch_index:  # the task has ended, or the partition was cleared
                 return
 
     def _has_turns(self, spec: ClaimSpec) -> bool:
-        """Whether a call must take its turn in a line, because others have theirs now or wait with the same spec.
+        """Whether a call must take its turn in a line, because others have their turns now or wait with the same spec.
 
-        Otherwise all waiting claims wait for a change, so this call cannot take a turn from them.
+        Otherwise, all waiting claims wait for a change, so this call cannot take a turn from them.
         """
         is_serving = self._dispatching is not None or self._queue.holder is not None
         return is_serving or spec in self._queue.by_spec
 
     async def _wait(self, request: ClaimRequest, miss: Miss | None, max_wait_seconds: float) -> Answer:
-        """Wait for an answer. `miss` is why there is none yet; None: it must be planned off the loop."""
+        """Wait for an answer. `miss` is the reason why there is none yet; None: it must be planned off the loop."""
         loop = asyncio.get_running_loop()
         removed_count = self._partition.table.removed_count
         if self.is_idle:
@@ -622,10 +623,10 @@ class Planner:
             if (
                 isinstance(answer, Claim) and answer.lease and self.task.claims.get(answer.request_id) is not answer
             ):  # the claim ended after it was recorded, in an earlier turn of the loop
-                self.task.recorded(request)  # raises if it was released or has expired
+                self.task.recorded(request)  # raises an error if the claim was released or has expired
                 raise LeaseExpiredError(
-                    f"the lease of this claim of task {self.task.name!r} ended before its answer was sent; ask again "
-                    f"under a new request_id",
+                    f"the lease of this claim of task {self.task.name!r} ended before its answer was sent; claim "
+                    f"again under a new request_id",
                     metadata={"task_name": self.task.name},
                 )
             return answer
@@ -638,23 +639,23 @@ class Planner:
                 timer.cancel()
             line.remove(waiter)
             self._forget_if_unused(line)
-            del waiter  # else an error would keep this frame alive through it, and with it the partition
+            del waiter  # otherwise, an error would keep this frame and with it the partition alive
 
     def _forget_if_unused(self, line: Line) -> None:
-        """Remove a line that is not needed, and stop listening to changes after the last one."""
+        """Remove a line that is not needed, and with the last line stop listening to changes."""
         self._queue.forget_if_unused(line)
         if self.is_idle:
             self._partition.on_change.discard(self.wake)
 
     def has_planned(self, request: ClaimRequest) -> bool:
-        """Whether the batch that a rank claims was planned, or no more batches will be."""
+        """Whether the batch that a rank claims has been planned, or no more batches will be planned."""
         is_planned = request.rank is not None and request.rank.batch_index < self.task.next_batch_index
         return is_planned or self.task.end is not None
 
     def retract(self, request_id: bytes) -> None:
-        """Release a queue claim whose answer did not reach its client, unless a retry got the same answer.
+        """Release a queue claim whose answer did not reach its client, unless a retry received the same answer.
 
-        The client may retry under the same request_id. A named claim stays, because others share it.
+        The client may retry under the same request_id. A named claim is kept, because others share it.
         """
         claim = self.task.claims.get(request_id)
         if claim is None or claim.name:
@@ -673,11 +674,12 @@ class Planner:
         recorded = self.task.recorded(request)
         most = self.task.next_batch_index + _MOST_BATCHES_AHEAD
         if recorded is None and request.rank is not None and request.rank.batch_index > most:
-            # No rank gets there by counting, and all batches before it would be planned and consumed.
+            # No rank reaches such an index by counting, and all batches before it would be planned and consumed.
             raise InvalidArgumentError(
                 f"batch_index is {request.rank.batch_index}; expected at most {most}, which is {_MOST_BATCHES_AHEAD} "
-                f"more than the next batch of task {self.task.name!r} in partition {self._partition.partition_id!r}, "
-                f"{self.task.next_batch_index}. Count batches from 0 in each partition and epoch.",
+                f"more than the next batch_index of task {self.task.name!r} in partition "
+                f"{self._partition.partition_id!r}, {self.task.next_batch_index}. Count batches from 0 in each "
+                f"partition and epoch.",
                 field="batch_index",
                 metadata={"got": str(request.rank.batch_index), "expected": f"0 to {most}"},
             )
@@ -716,15 +718,15 @@ class Planner:
             self._dispatching = None
 
     def _may_be_served(self, line: Line) -> bool:
-        """Whether a search could find a plan that the last one did not."""
+        """Whether a search could find a plan that the last search did not find."""
         return not line.last_miss.is_current(self._partition, self.task)
 
     def _enqueue_answers(self, waiters: Iterable[Waiter], error: TqError | None = None) -> None:
-        """Queue calls for an answer: an error, the recorded answer, or their refusal. A few are answered at a time."""
+        """Queue calls for an answer: an error, the recorded answer, or a rejection. A few are answered at a time."""
         self._to_answer.extend((waiter, error) for waiter in waiters)
 
     def _answer(self, waiter: Waiter, error: TqError | None = None) -> bool:
-        """End a call with an error, its recorded answer, or its refusal; return whether it is over."""
+        """End a call with an error, its recorded answer, or a rejection; return whether the call is over."""
         if self._gone is not None:
             error = self._gone()
         if waiter.is_waiting:
@@ -738,12 +740,12 @@ class Planner:
         return not waiter.is_waiting
 
     def _look(self, line: Line, first: Waiter) -> None:
-        """Give a line its turn: plan for its first call, on the loop or off it."""
+        """Process a line's turn: plan for its first call, on the loop or off it."""
         if self._answer(first):
             self._queue.put(line)
             return
         earlier = line
-        if first.batch_index > self.task.next_batch_index:  # other lines may bind the batches before it
+        if first.batch_index > self.task.next_batch_index:  # other lines may fix the arguments of earlier batches
             others = [each for each in self._queue.ranked_lines if each.state is not LineState.PARKED and each.first()]
             earlier = min([line, *others], key=lambda each: each.batch_index)
         if earlier is not line:
@@ -768,14 +770,14 @@ class Planner:
     def _conclude(self, line: Line, first: Waiter, found: Found, polls: Iterable[Waiter]) -> None:
         """Serve a line with the result of its search, in the same step of the loop, or skip it.
 
-        A rank may wait for a batch far ahead. After many batches its line therefore lets others take their turns, and
+        A rank may wait for a batch far ahead. After many batches, its line therefore lets others take their turns, and
         its polls end.
 
         Args:
-            line: the line.
-            first: its first call.
+            line: the line to serve.
+            first: the first call of the line.
             found: the result of the search.
-            polls: its polls that had arrived when the search started.
+            polls: polls of the line that had arrived when the search started.
         """
         if isinstance(found, Planned | EndFound):
             try:
@@ -796,11 +798,11 @@ class Planner:
         line.expire(polls)
         if line.polls:  # that arrived while the plan was made
             self._queue.put(line)
-        # Changes during the plan are for the next round: the other lines have their turns first.
+        # Changes during the plan are handled in the next round, after the turns of the other lines.
         self._queue.is_stale |= self._may_be_served(line)
 
     def _fail(self, line: Line, error: TqError) -> None:
-        """Fail the first queue worker of a line, or all ranks that wait for the same batch: all would fail alike."""
+        """Fail the first queue worker of a line, or all ranks that wait for one batch, since all would fail alike."""
         first, batch_index = line.first(), line.batch_index
         if line.is_ranked:
             self._enqueue_answers((each for each in line if each.batch_index == batch_index), error)
@@ -811,17 +813,17 @@ class Planner:
     def _fail_all(self, waiters: Iterable[Waiter]) -> None:
         _log.exception(LogMessage("planning failed", task=self.task.name))
         for waiter in waiters:
-            waiter.end(InternalError("planning failed; the server's log has the details"))
+            waiter.end(InternalError("planning failed; see the server's log for details"))
 
     # Recording
 
     def _record(self, request: ClaimRequest, found: Planned | EndFound) -> Answer:
         """Record the result of a search and its evictions; return the answer to the call that caused it.
 
-        It runs within a group. A batch or an end applies to all ranks: waiting claims for it are answered, and claims
-        that disagree are refused.
+        This runs within a group. A batch or an end applies to all ranks: waiting claims for it are answered, and claims
+        that disagree are rejected.
         """
-        self._queue.is_stale = True  # other lines may be at their end now
+        self._queue.is_stale = True  # other lines may have reached their end now
         if request.rank is None:
             return self._record_for_worker(request, found)
         task, spec, batch_index, is_end = self.task, request.spec, self.task.next_batch_index, False
@@ -834,7 +836,7 @@ class Planner:
             batch = SamplesClaimed(**self._names, batch_spec=spec.batch_spec, plan=found.plan)
             self._commit(batch, (self._partition, task, found.positions))
             answer = found.plan.part(request.rank.dp_rank)
-            if task.next_batch_index != batch_index:  # else the partition was cleared
+            if task.next_batch_index != batch_index:  # otherwise, the partition was cleared
                 self.deliveries.add(found.plan.rows.size, time.monotonic())
                 described = describe_batch(batch_index, found.plan, found.lengths)
                 if found.readiness.bound is not None:
@@ -849,7 +851,7 @@ class Planner:
         return answer
 
     def _record_for_worker(self, request: ClaimRequest, found: Planned | EndFound) -> Claim | EndCounts:
-        """Record the answer of a queue worker. An end applies to this worker only, or to all with its claim name.
+        """Record the answer of a queue worker. An end applies only to this worker, or to all with the same claim name.
 
         Raises:
             TqError: slots of prompts could not be created, so the prompts are not claimed.
@@ -867,8 +869,9 @@ class Planner:
         if request.make_slots is not None:
             if grouping is not None or found.plan.is_reusing or found.plan.dropped:
                 raise SamplerError(
-                    f"sampler {request.batch_spec.sampler!r} delivers groups, drops samples or uses them again, "
-                    f"expected one that delivers prompts one by one: admit makes slots for each. Use 'sequential'",
+                    f"sampler {request.batch_spec.sampler!r} delivers groups, drops samples or reuses them; expected "
+                    f"a sampler that delivers prompts one by one, since admit creates slots for each prompt. Use "
+                    f"'sequential'",
                     metadata={"sampler": request.batch_spec.sampler},
                 )
             request.make_slots(found.plan.rows)
@@ -910,7 +913,7 @@ class Planner:
         return self._runner.length(request.sampler)
 
     def _find_at_once(self, request: ClaimRequest) -> Found | None:
-        """Look for a plan or the end in this step of the event loop; return None if that must happen off the loop."""
+        """Search for a plan or the end in this step of the event loop; return None if that must happen off the loop."""
         sampler = request.sampler
         while True:
             search = Search(self._partition, self.task, self._starts, request, self.length(request))
@@ -927,7 +930,7 @@ class Planner:
                 return found
 
     async def _find_off_loop(self, request: ClaimRequest, look_past: int) -> Found:
-        """Look for a plan or the end, while the positions of rows stay fixed.
+        """Search for a plan or the end, while the positions of rows stay fixed.
 
         There is no await between the check of the plan's rows and the return, so the caller can record the plan.
         """
@@ -957,13 +960,14 @@ class Planner:
         """Record a change in how the task keeps groups complete; return `found`."""
         task, kept = self.task, search.kept_groups
         is_of_use = isinstance(found, Planned | EndFound)
-        # A miss does not change a recorded way: two waiting claims that differ would wake each other forever.
+        # A miss does not change what is recorded; otherwise, two waiting claims that differ would wake each other
+        # forever.
         if (is_of_use or (task.kept_groups is None and found != NOT_LOOKED)) and kept != task.kept_groups:
             self._commit(GroupsKept(**self._names, kept_groups=kept), (self._partition, task, True))
         return found
 
     async def _plan_off_loop(self, line: Line) -> None:
-        """Plan for a line, and record the plan for its first claim of that moment, in one step of the event loop."""
+        """Plan for a line off the loop, then record the plan for its first claim in one step of the event loop."""
         loop, task, plan = asyncio.get_running_loop(), self.task, asyncio.current_task()
         self._plans.add(plan)
         timer = loop.call_later(_MOST_PLAN_SECONDS, self._yield_turn, line)
@@ -975,7 +979,7 @@ class Planner:
                 started_at, consumed_count = loop.time(), task.consumed_count
                 if (first := line.first()) is not None and not self._answer(first):
                     found = await self._find_off_loop(first.request, line.look_past)
-                # Twice the number others took, to be in time even if the next plan takes longer.
+                # Twice the number that others took, to be in time even if the next plan takes longer.
                 line.look_past = 2 * max(0, task.consumed_count - consumed_count)
                 line.is_waited_for = loop.time() - started_at < _MOST_PLAN_SECONDS
             finally:
@@ -998,7 +1002,7 @@ class Planner:
             self._advance()
 
     def _yield_turn(self, line: Line) -> None:
-        """Release other lines from waiting for the plan of this one, which may still be in progress."""
+        """Stop other lines from waiting for this line's plan, which may still be in progress."""
         if self._queue.planning is line:
             self._queue.planning = None
             self._advance()
@@ -1006,7 +1010,7 @@ class Planner:
     async def _close_gaps(self) -> None:
         """Close gaps of the table if there are many, in short steps, after all plans of the partition have ended.
 
-        Otherwise plans that always overlap would let the table grow without bound. Plans have a time limit.
+        Otherwise, plans that always overlap would let the table grow without bound. Plans have a time limit.
         """
         table = self._partition.table
         while table.has_many_gaps:

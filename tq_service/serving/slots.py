@@ -1,8 +1,8 @@
 """Slots: samples leased to rollout workers before they are generated, alone or with claimed prompts.
 
-Slots of prompts are created in the step that claims the prompts. A waiting call holds nothing. It first waits for
-prompts, and if there is no capacity for their slots, in the queue of the other partition. Once it has capacity it looks
-for prompts again, and gives the capacity up if other calls took them.
+Slots of prompts are created in the step that claims the prompts. A waiting call holds nothing. The call first waits for
+prompts and then, if there is no capacity for their slots, in the queue of the other partition. Once it has capacity, it
+searches for prompts again, and releases the capacity if other calls took them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from tq_service.wait_clock import WhileWaiting
 
 
 def start_version(catalog: Catalog, partition: Partition, policy: str) -> int | None:
-    """Return the version that slots are stamped with, or None if they are not stamped.
+    """Return the version with which slots are stamped, or None if they are not stamped.
 
     Raises:
         PolicyNotFoundError: no version of the policy is published.
@@ -47,7 +47,7 @@ def start_version(catalog: Catalog, partition: Partition, policy: str) -> int | 
     if bounded is not None and policy not in {"", bounded.policy}:
         raise InvalidArgumentError(
             f"policy is {policy!r}; expected {bounded.policy!r}, whose versions the max_staleness of task "
-            f"{bounded.task_name!r} of partition {partition.partition_id!r} counts. Leave it out",
+            f"{bounded.task_name!r} of partition {partition.partition_id!r} counts. Omit policy",
             field="policy",
         )
     named = policy if bounded is None else bounded.policy
@@ -60,7 +60,7 @@ def make_slots(
     """Add slots and lease them to a worker, within a group of changes.
 
     Raises:
-        TqError: the partition refuses them. It is unchanged, except that the task may be new.
+        TqError: the partition rejects the slots. The partition is unchanged, except that the task may be new.
     """
     catalog.task(partition, task_name)
     written = catalog.write(partition.partition_id, partition.incarnation, write)
@@ -77,7 +77,7 @@ def make_slots(
 
 
 class PromptClaims:
-    """Serves claims of prompts together with their slots, see `Admit`.
+    """Serves claims of prompts together with their slots; see `Admit`.
 
     Args:
         catalog: the partitions.
@@ -94,12 +94,12 @@ class PromptClaims:
         max_wait_seconds: float,
         while_waiting: WhileWaiting = nullcontext,
     ) -> Claimed:
-        """Return a claim of prompts once there is capacity for the slots it asks for; see `Catalog.claim`.
+        """Return a claim of prompts once there is capacity for the requested slots; see `Catalog.claim`.
 
         Raises:
             PartitionNotFoundError, PolicyNotFoundError: the partition or the policy of the slots does not exist.
-            AdmissionLimitError, QuotaExceededError: more slots than the bounds ever allow.
-            AlreadyExistsError: samples or a group with the name of a prompt exist.
+            AdmissionLimitError, QuotaExceededError: the slots exceed the bounds even of an empty partition.
+            AlreadyExistsError: samples or a group with the name of a prompt already exist.
             InvalidArgumentError: a prompt has no key, or both partitions are the same.
         """
         admit, lease = request.spec.admit, request.lease
@@ -124,7 +124,7 @@ class PromptClaims:
             except PartitionSealedError:
                 return self._end(partition_id, request.task_name)
             except (AdmissionLimitError, QuotaExceededError) as error:
-                if error.retry_after_seconds is None or (queue := prompts.queue) is None:  # they will never fit
+                if error.retry_after_seconds is None or (queue := prompts.queue) is None:  # the slots will never fit
                     raise
             try:
                 with while_waiting(), self._waiting(partition_id, request):
@@ -143,7 +143,7 @@ class PromptClaims:
                 return claimed
 
     def _end(self, partition_id: str, task_name: str) -> Claimed:
-        """Return the end, for a call whose prompts can no longer get slots."""
+        """Return the end, for a call whose prompts can no longer receive slots."""
         partition = self._catalog.get(partition_id)
         task = self._catalog.task(partition, task_name)
         return Claimed(partition, EndCounts(consumed_count=task.consumed_count, kept_count=task.kept_count))
@@ -167,7 +167,7 @@ class _Prompts:
         catalog: the partitions.
         partition_id: the partition of the prompts.
         request: the call.
-        admit: the slots that it asks for.
+        admit: the slots that the call requests.
         lease: the lease of the prompts.
     """
 
@@ -199,7 +199,7 @@ class _Prompts:
         return partial(demand_of_slots, self._slots, prompt_count, self._admit.slot_count)
 
     def make(self, rows: Indexes, capacity: WaitingWrite | None = None) -> None:
-        """Create the slots of some prompts; `capacity`: the capacity held for them, or None."""
+        """Create the slots of some prompts; `capacity` is the capacity held for them, or None."""
         slots, queue = self._slots, self.queue
         write = self._write(slots, rows)
         if queue is not None and (capacity is None or not capacity.has_capacity):
@@ -220,16 +220,16 @@ class _Prompts:
         keys = prompts.key[prompts.positions_of(rows)].tolist()
         if None in keys:
             raise InvalidArgumentError(
-                f"sample {int(rows[keys.index(None)])} of partition {self._partition_id!r} has no key, after which "
-                f"its slots are named; put prompts with keys",
+                f"sample {int(rows[keys.index(None)])} of partition {self._partition_id!r} has no key, which is "
+                f"needed to name its slots; put prompts with keys",
                 field="admit",
             )
         known = slots.groups.find(keys) if count > 1 else np.zeros(0, np.int64)
         if (known >= 0).any():
             name = keys[int(np.argmax(known >= 0))]
             raise AlreadyExistsError(
-                f"partition {slots.partition_id!r} already has a group {name!r}, the name of a prompt that gets slots; "
-                f"clear the samples of the group first",
+                f"partition {slots.partition_id!r} already has a group {name!r}, the name of a prompt that needs "
+                f"slots; clear the samples of the group first",
                 metadata={"resource_type": "group", "resource_name": name, "partition_id": slots.partition_id},
             )
         return SampleWrite(

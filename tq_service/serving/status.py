@@ -1,4 +1,4 @@
-"""The status of partitions and their tasks, as shown to clients."""
+"""The status of partitions and their tasks, as reported to clients."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _MOST_DEAD_LETTERED: Final = 100  # named in a status
 _MOST_LEASES: Final = 20  # listed in a status
 _MOST_UNITS: Final = 1_024  # per answer
 _MOST_CHARACTERS: Final = 1 << 19  # of their names; at most 2 MiB
-_CLAIM_ID_BYTES: Final = 4  # of a request_id: enough to find a claim in the call log, too few to acknowledge it
+_CLAIM_ID_BYTES: Final = 4  # of a request_id: enough to find a claim in the call log, but too few to acknowledge it
 
 
 _NOTHING_CONSUMED: Final = ConsumptionStatus(
@@ -47,7 +47,7 @@ _NOTHING_CONSUMED: Final = ConsumptionStatus(
 
 
 def consumption_of(partition: Partition | None, task_name: str, *, missing_ok: bool = False) -> ConsumptionStatus:
-    """Return how much a task has consumed; without a partition nothing.
+    """Return the consumption status of a task; without a partition, nothing is consumed.
 
     Raises:
         TaskNotFoundError: the task is not declared, or it has not claimed yet and `missing_ok` is false.
@@ -80,7 +80,7 @@ def consumption_of(partition: Partition | None, task_name: str, *, missing_ok: b
 def consumption_states(
     partition: Partition, task_name: str, positions: Indexes, *, missing_ok: bool = False
 ) -> NDArray[np.uint8]:
-    """Return the state of samples for a task `(n,)`, as numbers of `SampleConsumption`.
+    """Return the consumption state of samples for a task `(n,)`, as values of `SampleConsumption`.
 
     Raises:
         TaskNotFoundError: see `consumption_of`.
@@ -98,14 +98,14 @@ def consumption_states(
 
 
 def _skipped_count(partition: Partition, task: TaskLedger) -> int:
-    """Return how many samples a task will never get, as far as known."""
+    """Return the number of samples that a task will never receive, as far as known."""
     if task.end is not None:
         return task.end.skipped_count
     return partition.inserted_count - task.consumed_count - task.backlog
 
 
 def _is_complete(partition: Partition, task: TaskLedger) -> bool:
-    """Return whether nothing is left for a task; with rounds, nothing of the rounds that have begun."""
+    """Return whether a task has no samples left or, with rounds, none of the rounds that have begun."""
     if task.end is None:
         return partition.is_whole and task.backlog == 0 and task.leased_count == 0
     known_count = task.end.consumed_count + task.end.skipped_count
@@ -113,11 +113,11 @@ def _is_complete(partition: Partition, task: TaskLedger) -> bool:
 
 
 def production_of(partition: Partition | None, names: Sequence[str], *, missing_ok: bool = False) -> ProductionStatus:
-    """Return how many samples have all of the named fields; without a partition 0.
+    """Return the number of samples that have all the given fields; without a partition, 0.
 
     Raises:
-        InvalidArgumentError: no field is named.
-        FieldNotFoundError: the partition lacks one of the fields and `missing_ok` is false.
+        InvalidArgumentError: no field is given.
+        FieldNotFoundError: the partition lacks one of the fields, and `missing_ok` is false.
     """
     if not names:
         raise InvalidArgumentError("data_fields is empty; name at least one field", field="data_fields")
@@ -151,9 +151,9 @@ def summary_of(partition: Partition) -> PartitionSummary:
 
 
 def description_of(catalog: Catalog, backlogs: Backlogs, partition: Partition) -> PartitionDescription:
-    """Return a partition with its fields and tasks, consistent at one moment.
+    """Return the description of a partition with its fields and tasks, consistent at one moment.
 
-    Versions are the exception: they are those last seen by `Backlogs.refresh`.
+    Only versions may be older: they are those that `Backlogs.refresh` last found.
     """
     with_versions = {task for _, task in tasks_with_versions(partition)}
     return PartitionDescription(
@@ -204,9 +204,9 @@ def status_of(
     Args:
         catalog: the catalog of the partition.
         partition: the partition of the task.
-        task: its ledger.
-        backlog: the versions of its samples, as last seen.
-        leases: the first of its claims that lease samples.
+        task: ledger of the task.
+        backlog: the versions of the task's samples, as last found.
+        leases: the first of the task's claims that lease samples.
     """
     dead_lettered = partition.table.index[task.dead_lettered()[:_MOST_DEAD_LETTERED]]
     planner = catalog.known_planner(partition, task.name)
@@ -247,15 +247,15 @@ def status_of(
 
 
 def _step_times(by_rank: Mapping[int, StepTimes], dp_size: int) -> StepTimes | None:
-    """Return the sum of the times of the current ranks; earlier, there may have been more ranks."""
+    """Return the sum of the current ranks' times; there may have been more ranks earlier."""
     return StepTimes.sum(times for rank, times in by_rank.items() if rank < dp_size)
 
 
 def evicted_by(task: TaskLedger, after: int, limit: int) -> EvictedUnits:
-    """Return the first units after a serial that claims of a task have evicted, as many as fit into an answer.
+    """Return the units that a task's claims evicted after a serial, as many as fit into one answer.
 
     Raises:
-        InvalidArgumentError: a number is out of its range.
+        InvalidArgumentError: a number is out of range.
     """
     check_range("after", after, 0)
     check_range("limit", limit, 0, _MOST_UNITS, hint="; 0 is the most")

@@ -1,7 +1,7 @@
-"""Sweeps over the rows of a partition for questions about all rows, in slices, between which other work runs.
+"""Sweeps over all rows of a partition to answer questions, in slices between which other work runs.
 
-Questions asked together share the slices. Nothing is pinned: rows may be added, removed and moved between two slices,
-so counts are as of the time of each slice. A row that stays is neither missed nor counted twice.
+Questions asked together share the slices. Nothing is pinned, so rows may be added, removed and moved between two
+slices, and counts are as of the time of each slice. A row that remains is neither missed nor counted twice.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Slices:
         self._began_at = time.perf_counter()
 
     async def turn(self) -> None:
-        """End the slice if it has lasted long enough; call this after each small piece of work."""
+        """End the slice if it has lasted long enough; call this after each small unit of work."""
         if time.perf_counter() - self._began_at >= _SLICE_SECONDS:
             await asyncio.sleep(0)
             self._began_at = time.perf_counter()
@@ -37,7 +37,7 @@ class Question(Protocol):
     """A question about rows.
 
     Attributes:
-        cost: duration relative to most questions: conditions on text take 0.1 us per row.
+        cost: duration relative to most questions; conditions on text take 0.1 us per row.
     """
 
     cost: int

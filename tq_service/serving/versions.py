@@ -22,14 +22,14 @@ class VersionWait:
     """One waiting call.
 
     Attributes:
-        at_least: the version that it waits for.
+        at_least: the lowest version that ends the wait.
     """
 
     at_least: int
     reached: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
     def end(self, error: Callable[[], TqError]) -> None:
-        """End it with an error, unless it has ended."""
+        """End the wait with an error, unless it has ended."""
         if not self.reached.done():
             self.reached.set_exception(error())
 
@@ -38,13 +38,13 @@ class VersionWaits:
     """The calls that wait for versions. Confined to one event loop.
 
     Args:
-        policies: the published versions. `wake` must be called after each change of one.
+        policies: the published versions. `wake` must be called after each change.
     """
 
     def __init__(self, policies: Policies) -> None:
         self._policies = policies
         self._waiting: dict[str, dict[VersionWait, None]] = {}  # by policy
-        self._claims: dict[Partition, dict[VersionWait, ClaimRequest]] = {}  # the claims among the calls
+        self._claims: dict[Partition, dict[VersionWait, ClaimRequest]] = {}  # those of the calls that are claims
         self._end_error: Callable[[], TqError] | None = None
 
     def wake(self, policy: str) -> None:
@@ -61,7 +61,7 @@ class VersionWaits:
                 wait.end(error)
 
     def is_published(self, policy: str, at_least: int) -> bool:
-        """Whether a policy has published this or a later version."""
+        """Whether this or a later version of a policy is published."""
         known = self._policies.get(policy)
         return known is not None and known.version >= at_least
 
@@ -82,12 +82,12 @@ class VersionWaits:
         """Return a policy once this version or a later one is published, or its state at the deadline (None: unknown).
 
         Args:
-            policy: its name.
-            at_least: the version.
+            policy: name of the policy.
+            at_least: the version to wait for.
             deadline: time on the clock of the event loop.
             while_waiting: context held while the call waits.
-            claim: the waiting claim and its partition; None: the call is not a claim.
-            enders: set to which the function that ends this wait with an error is added while it lasts.
+            claim: the waiting claim and its partition; None if the call is not a claim.
+            enders: a set that contains, during the wait, the function that ends the wait with an error.
 
         Raises:
             TqError: the wait was ended.
@@ -119,7 +119,7 @@ class VersionWaits:
 
 
 def _remove(waits_by: dict[Any, dict[VersionWait, Any]], key: object, wait: VersionWait) -> None:
-    """Remove a wait, and the entry of its policy or partition after the last one."""
+    """Remove a wait, and with the last wait the entry of its policy or partition."""
     del waits_by[key][wait]
     if not waits_by[key]:
         del waits_by[key]

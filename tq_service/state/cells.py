@@ -1,10 +1,10 @@
-"""The columns of a partition: its fields, the put and row that hold each cell, and custom_meta.
+"""The columns of a partition: its fields, the put and row that store each cell, and custom_meta.
 
-Values of fields are in storage services, located by cells; values of custom_meta columns are here. A cell is one row of
-a put, or several rows once it has grown: see `extents.py`.
+The values of fields are in storage services, and cells locate them; the values of custom_meta columns are here. A cell
+is one row of a put or, once it has grown, several rows (see `extents.py`).
 
-The cells of a field are in the table of their owners: rows or, if the samples of a group share the field, group slots.
-A row finds its cell of a shared field by its group, so a row that joins a group has the cell at once.
+A field's cells are in the table of their owners: rows or, if the samples of a group share the field, group slots. A row
+finds its cell of a shared field through its group, so a row that joins a group has the cell immediately.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _FILLS: dict[str, Any] = {"i": 0, "f": 0.0, "b": False, "O": None}
 
 
 class Put(NamedTuple):
-    """A put, identified together with the instance of the storage service that took it."""
+    """The identity of a put, including the instance of the storage service that received it."""
 
     storage_id: str
     boot_id: bytes
@@ -61,8 +61,9 @@ class ColumnWrite:
 
     Attributes:
         spec: dtype, layout and row shape of the column.
-        extents: size of each row in each ragged dimension of `spec` `(n, ragged dims)`; None if it is not jagged.
-        value_bytes: bytes of its values, all rows together.
+        extents: size of each row in each ragged dimension of `spec` `(n, ragged dims)`; None if the column is not
+            jagged.
+        value_bytes: total bytes of the values.
     """
 
     spec: FieldSpec
@@ -71,7 +72,7 @@ class ColumnWrite:
 
     @property
     def fitting_shape(self) -> tuple[int, ...]:
-        """The row shape with -1 only in dimensions that vary within this put: rows of one size fit that size."""
+        """The row shape, with -1 only in dimensions that vary within this put."""
         shape = list(self.spec.row_shape or ())
         if self.extents is not None and self.extents.size:
             for column, dim in enumerate(self.spec.ragged_dims):
@@ -94,7 +95,7 @@ def cells_of(slot: int, row_count: int) -> Indexes:
 
 
 def slots_and_rows(cells: Indexes) -> tuple[Indexes, Indexes]:
-    """Return the slots of the puts that hold cells, and the rows in these puts."""
+    """Split cells into the slots of their puts and the rows within these puts."""
     return cells >> _SLOT_SHIFT, cells & _ROW_MASK
 
 
@@ -104,8 +105,8 @@ class CellRuns:
 
     Attributes:
         extent_counts: if cells have grown, the number of rows of each cell.
-        extent_lengths: length of the part of each of these rows that belongs to its cell, or `WHOLE_EXTENT`.
-        sample_counts: for fields shared by groups, the number of consecutive samples that have each row as their cell.
+        extent_lengths: for each of these rows, the length that belongs to its cell, or `WHOLE_EXTENT`.
+        sample_counts: for fields shared by groups, the number of consecutive samples that share each row as their cell.
     """
 
     field_names: tuple[str, ...]
@@ -120,7 +121,7 @@ class CellRuns:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CellSet:
-    """Cells of one put; its rows in ascending order, or None for all original cells of the put."""
+    """Cells of one put: those in `rows`, which are ascending, or all of its original cells if `rows` is None."""
 
     put: Put
     field_names: tuple[str, ...] = ()
@@ -128,11 +129,11 @@ class CellSet:
 
 
 Freed: TypeAlias = CellSet | Put
-"""Cells that no sample has any more. A `Put` means all of its cells: those of a large partition are freed at once."""
+"""Cells that no longer belong to any sample. A `Put` stands for all of its cells, which makes large frees quick."""
 
 
 def freed_cells(freed: Freed) -> CellSet:
-    """Return freed cells as a set."""
+    """Return freed cells as a `CellSet`."""
     return CellSet(put=freed) if isinstance(freed, Put) else freed
 
 
@@ -146,17 +147,17 @@ class CellsSnapshot:
 
 
 def cell_columns(table: TableSnapshot) -> dict[str, ColumnSnapshot]:
-    """Return the cell columns of a table, of rows or groups, by field."""
+    """Return the cell columns of a row table or group table, by field."""
     columns = table.columns.items()
     return {name.removeprefix(CELL_COLUMN): column for name, column in columns if name.startswith(CELL_COLUMN)}
 
 
 class Field:
-    """A column of the partition; the number of a cell combines its put and its row in the put.
+    """A field of the partition; the number of a cell combines its put and its row in the put.
 
     Args:
         spec: initial spec.
-        table: the table with its cells: the rows, addressed by position.
+        table: the table that contains its cells: that of the rows, addressed by position.
 
     Attributes:
         is_shared: whether the cells belong to groups.
@@ -178,27 +179,27 @@ class Field:
 
     @property
     def has_lengths(self) -> bool:
-        """Whether it has cells with a length, which are tensors other than scalars."""
+        """Whether the field has cells with a length: tensors other than scalars."""
         return self.produced_count > 0 and bool(self.spec.row_shape)
 
     @property
     def row_count(self) -> int:
-        """Number of rows with a cell."""
+        """The number of rows with a cell."""
         return self.produced_count
 
     def cells_of(self, rows: slice | Indexes) -> Indexes:
-        """Return the cells of rows `(n,)`, `NOT_PRODUCED` for rows without one. Can be called on any thread."""
+        """Return the cells of rows `(n,)`, `NOT_PRODUCED` for rows without one. Can be called from any thread."""
         cells: Indexes = self.cell.data[rows]
         return cells
 
     def snapshot(self) -> ColumnSnapshot:
-        """Return all cells as they are now."""
+        """Return a snapshot of all cells."""
         return self.cell.snapshot(self._table.count)
 
     def lengths(self, rows: slice | Indexes) -> Indexes:
         """Return the sizes of cells in the first dimension that varies between cells, or in dimension 0 if none does.
 
-        The size is -1 for missing cells, scalars and objects. Can be called on any thread.
+        The size is -1 for missing cells, scalars and objects. Can be called from any thread.
         """
         spec, length = self.spec, self.length  # in this order: `widen` writes them in reverse order
         is_there = self.cell[rows] >= 0
@@ -207,12 +208,13 @@ class Field:
         return np.where(is_there, (spec.row_shape or (-1,))[0], -1)
 
     def widen(self, spec: FieldSpec) -> None:
-        """Set another spec of the same name that also fits the present cells."""
+        """Replace the spec with one of the same name that also fits the existing cells."""
         known, first = self.spec, spec.ragged_dims[:1]
         if first and self.length is None:
             self.length = self._table.column(*_length_column(spec.name))
         if self.length is not None and self.produced_count and first != known.ragged_dims[:1]:
-            # All cells have the same size in this dimension so far, or it would have been the first ragged one.
+            # So far, all cells have the same size in this dimension; otherwise it would be the first ragged one
+            # already.
             self.length.write(slice(0, self._table.count), (known.row_shape or ())[first[0]])
         self.spec = spec
         if not first and self.length is not None:
@@ -221,7 +223,7 @@ class Field:
 
 
 class SharedField(Field):
-    """A column with one cell per group, shared by its samples; writes address group slots instead of rows.
+    """A field with one cell per group, shared by the group's samples; writes address group slots instead of rows.
 
     Args:
         spec: initial spec.
@@ -237,12 +239,12 @@ class SharedField(Field):
 
     @property
     def row_count(self) -> int:
-        """Number of rows whose group has a cell, without failed rows."""
+        """The number of rows whose group has a cell, excluding failed rows."""
         groups, slots = self._groups, np.flatnonzero(self.cell[: self._groups.slots.count] >= 0)
         return int((groups.members[slots] - groups.cleared[slots] - groups.failed[slots]).sum())
 
     def cells_of(self, rows: slice | Indexes) -> Indexes:
-        """Return the cells of the rows' groups `(n,)`, `NOT_PRODUCED` if missing. Can be called on any thread."""
+        """Return the cells of the rows' groups `(n,)`, `NOT_PRODUCED` if missing. Can be called from any thread."""
         slots = self._groups.of_rows[rows]
         return np.where(slots < 0, NOT_PRODUCED, self.cell.data[slots])
 
@@ -263,7 +265,8 @@ def _length_column(name: str) -> NewColumn:
 class CellTable:
     """The fields of a partition and the locations of their cells.
 
-    A field exists while it has cells or is declared. With its last cell it loses everything that it took from puts.
+    A field exists while it has cells or is declared. When it loses its last cell, it forgets everything that it adopted
+    from puts.
 
     Args:
         table: the rows.
@@ -312,19 +315,19 @@ class CellTable:
         return self.puts.used_bytes
 
     def snapshot(self) -> CellsSnapshot:
-        """Return the current cells of samples, for `live_cells`."""
+        """Return a snapshot of the samples' cells, to be passed to `live_cells`."""
         cells = {name: field.snapshot() for name, field in self.fields.items()}
         return CellsSnapshot(puts=self.puts.snapshot(), cells=cells, extents=self.extents.snapshot())
 
     def rebuild(self) -> None:
-        """Derive the other state from restored columns."""
+        """Rebuild the derived state from restored columns."""
         self.puts.rebuild()
         self.extents.rebuild()
         for field in self.fields.values():
             field.produced_count = int(np.count_nonzero(field.cell.data >= 0))
 
     def declare(self, spec: FieldSpec) -> Field:
-        """Return the field for a spec: a new one, or the existing one widened to it."""
+        """Return the field for a spec: a new one, or the existing one widened to fit it."""
         field = self.fields.get(spec.name)
         if field is None:
             is_shared = spec.scope is FieldScope.GROUP
@@ -376,7 +379,7 @@ class CellTable:
         return found
 
     def merged_specs(self, columns: Sequence[ColumnWrite], positions: Indexes | None) -> list[FieldSpec]:
-        """Return the specs of the fields after `columns` are written, or refuse the columns.
+        """Return the specs of the fields after `columns` are written, or reject the columns.
 
         Args:
             columns: columns to write.
@@ -400,7 +403,7 @@ class CellTable:
         return merged
 
     def appended_specs(self, columns: Sequence[ColumnWrite]) -> list[FieldSpec]:
-        """Return the specs of the fields after `columns` are appended to cells, or refuse the columns."""
+        """Return the specs of the fields after `columns` are appended to cells, or reject the columns."""
         specs = []
         for column, merged in zip(columns, self.merged_specs(columns, None), strict=True):
             spec = replace(merged, layout=Layout.JAGGED, row_shape=(-1, *(merged.row_shape or ())[1:]))
@@ -409,13 +412,14 @@ class CellTable:
                 raise _mismatch(
                     FieldSpec(spec.name) if field is None else field.spec,
                     column.spec,
-                    "append to fields whose rows differ in their first dimension alone; put the others again in full",
+                    "append only to fields whose rows differ in just the first dimension; put the other fields again "
+                    "in full",
                 )
             specs.append(spec)
         return specs
 
     def lengths(self, name: str, positions: Indexes) -> Indexes:
-        """Return the sizes of cells of a field in their first dimension, 0 for missing cells."""
+        """Return the sizes of a field's cells in their first dimension, 0 for missing cells."""
         field = self.fields.get(name)
         return np.zeros(positions.size, np.int64) if field is None else np.maximum(field.lengths(positions), 0)
 
@@ -442,7 +446,9 @@ class CellTable:
               row_count: int) -> list[Freed]:  # fmt: skip
         """Point the cells at `positions` (a slice for new rows) to the rows of the put, in order.
 
-        For fields that groups share, positions are group slots; the columns of one write are all shared, or none is.
+        For fields shared by groups, positions are group slots; either all or none of the columns of one write are
+        shared.
+
         Return the replaced cells.
         """
         slot = self.puts.add(put, row_count, columns)
@@ -464,9 +470,9 @@ class CellTable:
     def append(
         self, put: Put, columns: Sequence[ColumnWrite], specs: Sequence[FieldSpec], positions: Indexes, lengths: Indexes
     ) -> list[Freed]:
-        """Append the rows of the put, in order, to the cells at `positions`, whose lengths are given.
+        """Append the rows of the put, in order, to the cells at `positions`, whose current lengths are `lengths`.
 
-        Return the rows that are not part of a cell: they are empty and add nothing.
+        Return the rows that did not become part of a cell because they are empty.
         """
         slot = self.puts.add(put, positions.size, columns)
         rows = cells_of(slot, positions.size)
@@ -489,9 +495,9 @@ class CellTable:
         return self._count_off(unused)
 
     def truncate(self, names: Iterable[str], positions: Indexes, lengths: Indexes) -> list[Freed]:
-        """Cut the cells of fields at `positions` to `lengths` `(n,)`, not above their own; return the freed cells.
+        """Truncate the fields' cells at `positions` to `lengths` `(n,)`, at most their own; return the freed cells.
 
-        A cell cut to length 0 is no longer produced.
+        A cell that is truncated to length 0 is no longer produced.
         """
         fields = [field for name in dict.fromkeys(names) if (field := self.fields.get(name)) is not None]
         freed: list[Freed] = []
@@ -520,7 +526,7 @@ class CellTable:
         """Mark the cells of rows as not produced; return those that were. Fields without cells are reset or removed."""
         looked_at = list(fields)
         freed = self._free_cells(positions, looked_at)
-        for field in looked_at:  # without cells it is as declared, or does not exist
+        for field in looked_at:  # without cells, a field reverts to its declaration or is removed
             name = field.spec.name
             declared = self._declared.get(name)
             if field.produced_count or field.spec == declared:
@@ -549,7 +555,7 @@ class CellTable:
         return self._count_off(forgotten)
 
     def _count_off(self, forgotten: Iterable[tuple[str, Indexes]]) -> list[Freed]:
-        """Subtract cells, given by field, that no sample has any more from their puts; return them."""
+        """Subtract cells that no longer belong to any sample, given by field, from their puts' counts; return them."""
         freed: list[Freed] = []
         for slot, alike in _by_put(forgotten).items():
             put = self.puts.get(slot)
@@ -558,7 +564,7 @@ class CellTable:
         return freed
 
     def count_of_runs(self, positions: Indexes, most: int) -> int:
-        """Return how many leading rows have their cells in at most `most` runs, each in one put; -1 means no row."""
+        """Return the number of leading rows whose cells form at most `most` runs, each in one put; -1 means no row."""
         breaks = np.zeros(max(0, positions.size - 1), np.int64)
         for field in self.fields.values():
             cells = np.where(positions < 0, NOT_PRODUCED, field.cells_of(positions))
@@ -628,9 +634,9 @@ class CellTable:
 
 
 def live_cells(snapshot: CellsSnapshot) -> Iterator[CellSet]:
-    """Yield the cells that samples had at the moment of a snapshot, grouped by put.
+    """Yield the cells that samples had at the time of a snapshot, grouped by put.
 
-    It may take long and run on any thread; it works in steps of a few thousand slots or cells.
+    This may take a long time and may run on any thread; each step handles a few thousand slots or cells.
     """
     partial: dict[int, Put] = {}
     masks: list[NDArray[np.bool_]] = []
@@ -667,7 +673,7 @@ def _of_puts(cells: Indexes, is_meant: NDArray[np.bool_]) -> Indexes:
 
 
 def _by_put(cells_of_fields: Iterable[tuple[str, Indexes]]) -> dict[int, dict[bytes, list[str]]]:
-    """Group cells by put slot, and within a put by rows: the fields that have cells in the same rows."""
+    """Group cells by put slot and then by rows; map each set of rows to the fields that have cells in it."""
     found: dict[int, dict[bytes, list[str]]] = {}
     for name, cells in cells_of_fields:
         slots, rows = slots_and_rows(np.sort(cells, kind="stable"))  # quick if sorted already, which is common
@@ -683,7 +689,7 @@ def _cell_sets(put: Put, alike: Mapping[bytes, Sequence[str]]) -> Iterator[CellS
 
 
 class PutTable(SlotTable):
-    """The puts that hold cells of a partition, with their counts of cells and bytes; slots are reused.
+    """The puts that contain a partition's cells, with their numbers of cells and bytes; slots are reused.
 
     Attributes:
         used_bytes: bytes of all cells. A freed cell counts as the mean of its field in its put, the last cell of a put
@@ -751,25 +757,25 @@ class PutTable(SlotTable):
         return [put for put in self.occupants[: self.count] if put is not None]
 
     def rebuild(self) -> None:
-        """Derive the other state from restored columns."""
+        """Rebuild the derived state from restored columns."""
         super().rebuild()
         self.used_bytes = int(self._bytes.data.sum())
 
 
 def _replaces_all(field: Field, positions: Indexes) -> bool:
-    """Whether a write to some rows replaces all cells of a field."""
+    """Whether a write to the given rows replaces all cells of a field."""
     count = field.produced_count
     return count <= positions.size and count == np.count_nonzero(field.cell[positions[positions >= 0]] >= 0)
 
 
 def merge_specs(known: FieldSpec, column: ColumnWrite, layout: Layout) -> FieldSpec:
-    """Return the spec of a field that also holds the rows of a column, or raise FieldMismatchError with both.
+    """Return the spec of a field extended by the rows of a column, or raise FieldMismatchError with both specs.
 
     Args:
         known: spec of the field's rows, or the declared one if it has none.
         column: the new rows.
-        layout: declared layout of the field. A field declared jagged takes rows of equal shape; an "auto" field becomes
-            jagged with the first row that differs or comes jagged.
+        layout: declared layout of the field. A field declared as jagged accepts rows of equal shape; an "auto" field
+            becomes jagged with the first row of a different shape or the first jagged column.
     """
     new = column.spec
     if new.row_shape is None:
@@ -800,7 +806,7 @@ def merge_specs(known: FieldSpec, column: ColumnWrite, layout: Layout) -> FieldS
         raise _mismatch(known, new, "put rows of one shape, or declare the field as auto or jagged")
     is_jagged = -1 in widened or Layout.JAGGED in (layout, known.layout, new.layout)
     if -1 not in widened and new.layout is Layout.JAGGED:  # nothing differs yet
-        # torch marks the first dimension of equal rows as ragged; this means nothing if there are more dimensions.
+        # torch marks the first dimension as ragged even if all rows are equal; with more dimensions, ignore that mark.
         first = 0 if len(widened) == 1 else 1
         widened = (*widened[:first], *new.row_shape[first:])
     taken = Layout.JAGGED if is_jagged else Layout.DENSE
@@ -820,7 +826,7 @@ def _mismatch(known: FieldSpec, new: FieldSpec, hint: str) -> FieldMismatchError
 
 @dataclass(slots=True)
 class _MetaStore:
-    """A custom_meta column: its typed values and its JSON values, each None until the first one."""
+    """A custom_meta column: its typed values and its JSON values, each None until a value is written."""
 
     values: Column | None = None
     present: Column | None = None
@@ -828,7 +834,7 @@ class _MetaStore:
 
     @property
     def kind(self) -> str:
-        """The kind of the typed values, "" without any."""
+        """The kind of the typed values, "" if there are none."""
         return "" if self.values is None else self.values.data.dtype.kind
 
 
@@ -858,7 +864,7 @@ class CustomMeta:
         )
 
     def declare(self, kinds: Mapping[str, str]) -> None:
-        """Declare columns of these kinds, before they are restored."""
+        """Declare columns of the given kinds before their values are restored."""
         for name, kind in kinds.items():
             stored = self._columns[name] = _MetaStore()
             if typed := kind.removesuffix(_JSON):
@@ -882,15 +888,15 @@ class CustomMeta:
         return name in self._columns and self._columns[name].values is not None
 
     def check(self, columns: Sequence[MetaColumn], count: int) -> None:
-        """Refuse columns that do not fit, before anything is written."""
+        """Reject columns that do not fit, before anything is written."""
         names = [column.name for column in columns]
         if len(set(names)) != len(names):
             raise InvalidArgumentError(f"custom_meta names a column twice: {names}", field="custom_meta")
         for column in columns:
             if column.values.size != count:
                 raise InvalidArgumentError(
-                    f"custom_meta column {column.name!r} has {column.values.size} values for {count} samples; give one "
-                    f"entry per sample",
+                    f"custom_meta column {column.name!r} has {column.values.size} values for {count} samples; pass "
+                    f"one entry per sample",
                     field="custom_meta",
                 )
             _fitted(column, self._columns.get(column.name))
@@ -940,7 +946,7 @@ class CustomMeta:
         return [column for column in columns if column is not None and column.has_value.any()]
 
     def holds(self, condition: Condition, rows: slice | Indexes) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-        """Return two masks of rows: the condition holds; there is a value to compare."""
+        """Return two masks of rows: those for which the condition holds, and those with a value to compare."""
         values, present = self.typed(condition.column, rows)
         holds = np.zeros(present.size, np.bool_)
         if present.any():
@@ -948,7 +954,7 @@ class CustomMeta:
         return holds, present
 
     def typed(self, name: str, rows: slice | Indexes) -> tuple[NDArray[Any], NDArray[np.bool_]]:
-        """Return the typed values of a column, and which rows have one."""
+        """Return a column's typed values and a mask of the rows that have one."""
         arrays = self.arrays(name)
         if arrays is None:
             count = self._table.index[rows].size
@@ -956,7 +962,7 @@ class CustomMeta:
         return arrays[0][rows], arrays[1][rows]
 
     def json_values(self, name: str, rows: slice | Indexes) -> NDArray[np.object_] | None:
-        """Return a column's JSON at some rows, None for rows without JSON or with null; None if the column has none."""
+        """Return a column's JSON by row, None for rows without JSON or with null; None if the column has no JSON."""
         stored = self._columns.get(name)
         if stored is None or stored.json is None:
             return None
@@ -973,12 +979,12 @@ class CustomMeta:
 
 
 def _chosen(rows: slice | Indexes, mask: NDArray[np.bool_]) -> slice | Indexes:
-    """Return the rows selected by a mask over them."""
+    """Return the rows that a mask over them selects."""
     return as_slice(np.flatnonzero(mask) + rows.start if isinstance(rows, slice) else rows[mask])
 
 
 def _fitted(column: MetaColumn, stored: _MetaStore | None) -> tuple[MetaColumn, str]:
-    """Return a column with its typed values converted to the kind to be stored, and this kind."""
+    """Return a column with its typed values converted to the kind that will be stored, and that kind."""
     new: str = column.values.dtype.kind
     if stored is None or stored.values is None:
         column = column if column.json is None else fitted(column, new if column.present.any() else None)

@@ -1,4 +1,4 @@
-"""Evictions: samples and groups that claims gave up in the change that records their plans."""
+"""Evictions: the samples and groups that a claim evicts in the same change that records its plan."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from tq_service.state.plan import Indexes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evicted:
-    """The units that a claim evicts at once; each is a sample, or a group or rollout.
+    """The units that a claim evicts in one change: single samples, or groups or rollouts.
 
     Attributes:
         rows: global indexes, those of unit 0 first.
         sizes: number of samples of each unit `(units,)`.
-        reasons: reason for each eviction `(units,)`, as a number of `EvictionCode`.
+        reasons: reason for evicting each unit `(units,)`, as an `EvictionCode`.
         is_group: whether each unit is a group or rollout `(units,)`.
-        unit: "group" or "rollout" for these units.
+        unit: whether these are groups or rollouts.
     """
 
     rows: Indexes

@@ -2,8 +2,8 @@
 
     cell of a row: GROWN | slot --> last extent -- previous --> the one before -- previous --> ... first extent
 
-A cell that was written once is not stored here and costs nothing. An append adds an extent at the end and changes no
-other; a truncation removes extents from the end and cuts the new last one.
+A cell that was written only once is not stored here and costs nothing. An append adds an extent at the end and leaves
+the others unchanged; a truncation removes extents from the end and shortens the new last one.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from tq_service.state.plan import Indexes
 from tq_service.state.table import SlotTable
 
 GROWN: Final = 1 << 62
-"""Marks a cell whose number is the slot of its last extent. Cells of puts are smaller: their slots stay below 2^30."""
+"""Flag of a grown cell, whose other bits are the slot of its last extent. Cells of puts are smaller (slots < 2^30)."""
 
 MOST_EXTENTS: Final = 1024
-"""Maximum number of extents of one cell: a read names each of them."""
+"""Maximum number of extents per cell, since a read lists all of them."""
 
 _NONE: Final = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extents:
-    """The extents of some cells, in order for each cell.
+    """The extents of several cells, in order within each cell.
 
     Attributes:
         owners: position of each extent's cell among the given cells, ascending `(extents,)`.
         slots: slot of each extent in the table, -1 for a cell that has not grown `(extents,)`.
-        cells: each extent's row in a put, as the number of a cell that has not grown `(extents,)`.
+        cells: put and row of each extent, numbered like a cell that has not grown `(extents,)`.
     """
 
     owners: Indexes
@@ -43,13 +43,13 @@ class Extents:
 
     @property
     def counts(self) -> Indexes:
-        """The number of extents of each cell."""
+        """The number of extents per cell."""
         return np.diff(np.flatnonzero(np.diff(self.owners, prepend=_NONE)), append=self.owners.size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chains:
-    """The links between extents, by slot: current ones, or those of a snapshot."""
+    """The links between extents, by slot: either the current ones or those of a snapshot."""
 
     cell: Indexes
     previous: Indexes
@@ -63,7 +63,7 @@ class Chains:
         return counts
 
     def resolve(self, cells: Indexes) -> Extents:
-        """Return the extents of cells."""
+        """Return all extents of the given cells."""
         counts = self.counts(cells)
         owners = np.repeat(np.arange(cells.size), counts)
         slots, found = np.full(owners.size, _NONE), cells[owners]
@@ -79,7 +79,7 @@ class Chains:
 
 
 class ExtentTable(SlotTable):
-    """The extents of all grown cells of a partition; each is a slot occupied by the field's name."""
+    """The extents of a partition's grown cells; each takes one slot, which stores the field's name."""
 
     __slots__ = ("_cell", "_depth", "_end", "_previous")
 
@@ -88,7 +88,7 @@ class ExtentTable(SlotTable):
         self._cell = self.column("cell", np.int64, _NONE)
         self._previous = self.column("previous", np.int64, _NONE)
         self._end = self.column("end", np.int64, 0)  # length of the cell up to the end of the extent
-        self._depth = self.column("depth", np.int64, 0)  # extents up to this one
+        self._depth = self.column("depth", np.int64, 0)  # number of extents up to and including this one
 
     @property
     def chains(self) -> Chains:
@@ -107,12 +107,12 @@ class ExtentTable(SlotTable):
         return np.where(slots == _NONE, WHOLE_EXTENT, self._end[slots] - starts)
 
     def append(self, name: str, cells: Indexes, lengths: Indexes, added: Indexes, ends: Indexes) -> Indexes:
-        """Add an extent to each of some cells of a field; return the new numbers of the cells.
+        """Add one extent to each given cell of a field; return the cells' new numbers.
 
         Args:
             name: the field.
             cells: current cells `(n,)`.
-            lengths: their current lengths `(n,)`.
+            lengths: current lengths of the cells `(n,)`.
             added: the extents, as cells of a put `(n,)`.
             ends: lengths of the cells with these extents `(n,)`.
         """
@@ -134,9 +134,9 @@ class ExtentTable(SlotTable):
         return slots
 
     def truncate(self, name: str, cells: Indexes, lengths: Indexes) -> tuple[Indexes, Indexes]:
-        """Cut cells of a field to lengths `(n,)`, which are at least 1 and below the current ones.
+        """Truncate cells of a field to `lengths` `(n,)`, each at least 1 and below the current length.
 
-        Return the new numbers of the cells, and the extents that no cell has any more, as cells of puts.
+        Return the cells' new numbers, and the removed extents as cells of puts.
         """
         last = cells - GROWN
         is_first = last < 0
@@ -155,7 +155,7 @@ class ExtentTable(SlotTable):
         return GROWN + last, freed
 
     def release(self, cells: Indexes) -> Indexes:
-        """Drop the extents of cells; return them as cells of puts, and cells that have not grown unchanged."""
+        """Drop the extents of cells; return them as cells of puts, along with the cells that have not grown."""
         if not self.has(cells):
             return cells
         extents = self.chains.resolve(cells)

@@ -1,6 +1,6 @@
-"""Groups of samples (the responses to one prompt), rollouts (the turns of an agent), and rows and groups by name.
+"""Groups (the responses to one prompt), rollouts (an agent's turns), and indexes that find rows and groups by name.
 
-`NameIndex` maps names to numbers as a dict does, but no step takes long, however many names it has.
+`NameIndex` maps names to numbers like a dict, but every step is short, regardless of the number of names.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ Part: TypeAlias = tuple[dict[str, int], Collection[str], Any]
 
 
 class NameIndex(Collection[str]):
-    """Numbers by name.
+    """Maps names to numbers.
 
-    A full dict moves all its names at once. Many names are therefore split by hash over many dicts of unequal sizes,
-    which do not become full at the same time.
+    A dict that is full moves all its names at once. A large number of names is therefore split by hash over many dicts
+    of unequal sizes, which do not become full at the same time.
     """
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class NameIndex(Collection[str]):
         return numbers
 
     def add(self, names: Sequence[str], numbers: Indexes) -> None:
-        """Add unknown names and their numbers `(n,)`."""
+        """Add new names with their numbers `(n,)`."""
         if len(self._dicts) == 1 and len(self._dicts[0]) + len(names) > _MOST_IN_ONE_DICT:
             (known,) = self._dicts
             self._dicts = [{} for _ in range(_PART_COUNT)]
@@ -89,7 +89,7 @@ class NameIndex(Collection[str]):
             yield
 
     def _parts(self, names: Sequence[str]) -> Iterator[Part]:
-        """Yield each dict that some names belong to, with these names and their positions."""
+        """Yield each dict that some of the names belong to, with these names and their positions."""
         if len(self._dicts) == 1:
             yield self._dicts[0], names, slice(None)
         elif len(names) <= _FEW:
@@ -141,7 +141,7 @@ class KeyIndex(NameIndex):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedNames:
-    """Names of groups or of rollouts that new samples share, checked against the present table.
+    """Names of the groups or rollouts of new samples, checked against the current table.
 
     Attributes:
         names: the distinct names.
@@ -181,13 +181,13 @@ class CheckedNames:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedGroups:
-    """Groups and rollouts that take new samples, checked against the present table.
+    """Groups and rollouts of new samples, checked against the current table.
 
     Attributes:
         groups: the named groups.
         rollouts: the named rollouts, if any.
         group_codes: for each new sample `(n,)` the position of its group in the names of the groups; NO_GROUP if it has
-            no group, or is in a rollout that has begun.
+            no group, or belongs to a rollout that has begun.
     """
 
     groups: CheckedNames
@@ -196,7 +196,7 @@ class CheckedGroups:
 
     @property
     def begins(self) -> NDArray[np.bool_]:
-        """Which new samples are not in a group or rollout that has begun `(n,)`."""
+        """A mask `(n,)` of the new samples that do not belong to a group or rollout that has begun."""
         has_begun = self.groups.have_begun(self.group_codes)
         if self.rollouts is not None:
             has_begun |= self.rollouts.have_begun(self.rollouts.codes)
@@ -219,9 +219,9 @@ class CheckedGroups:
 class GroupTable:
     """Counts the members of groups and rollouts by status.
 
-    A group is a slot in parallel columns; the slot is reused after the last member was cleared. A group may exist
-    before it has members, if its cells were put first: see `CellTable.shared`. A rollout is also such a slot. Its
-    samples are members of the containing group too; a rollout outside any group is a group itself.
+    A group is a slot in parallel columns; the slot is reused after the last member is cleared. A group may exist before
+    it has members, if its cells were put first (see `CellTable.shared`). A rollout is such a slot too. Its samples are
+    also members of the containing group; a rollout outside any group is a group itself.
 
     - complete: a group has reached its declared size or is closed, and its rollouts are closed; a rollout is closed;
     - broken: a member failed or was cleared;
@@ -238,9 +238,9 @@ class GroupTable:
         self.slots = SlotTable("name")
         self.slot_of = NameIndex()
         self.rollout_slot_of = NameIndex()
-        self.in_use = False  # from the first named group or rollout on, even after all have been cleared
+        self.in_use = False  # set with the first named group or rollout, and kept even after all have been cleared
         self._members: Column = table.column("group", np.int64, NO_GROUP)
-        # The slot plus 1: the fill is 0, so without rollouts the memory is not touched.
+        # The slot plus 1. The fill is thus 0, and memory stays untouched without rollouts.
         self._rollouts: Column = table.column("rollout", np.int64, 0)
         self._names = self.slots.occupants
         self.declared = self.slots.column("declared", np.int64, 0)
@@ -264,7 +264,7 @@ class GroupTable:
 
     @property
     def rollout_count(self) -> int:
-        """Number of rollouts with members."""
+        """The number of rollouts with members."""
         return len(self.rollout_slot_of)
 
     @property
@@ -283,7 +283,7 @@ class GroupTable:
         return slots
 
     def outermost(self, slots: Indexes) -> Indexes:
-        """Return the slots with those of rollouts replaced by the groups that contain them."""
+        """Return the slots, with those of rollouts replaced by the slots of the containing groups."""
         parents = self.parent[slots]
         return np.where(parents < 0, slots, parents)
 
@@ -296,12 +296,12 @@ class GroupTable:
         return slots[parent >= 0] if unit == "rollout" else slots[(parent < 0) | (parent == slots)]
 
     def names_of(self, positions: Indexes) -> list[str | None]:
-        """Return the names of the groups of rows."""
+        """Return the name of each row's group."""
         slots = self._members[positions]
         return self._named(slots, slots < 0 if not self.has_rollouts else (slots < 0) | (self.parent[slots] >= 0))
 
     def rollout_names_of(self, positions: Indexes) -> list[str | None]:
-        """Return the names of the rollouts of rows."""
+        """Return the name of each row's rollout."""
         slots = self.of_unit("rollout", positions)
         return self._named(slots, slots < 0)
 
@@ -312,22 +312,22 @@ class GroupTable:
         return listed
 
     def count_units(self, positions: Indexes, unit: BatchUnit) -> int:
-        """Return the number of units of some rows; a row outside any unit counts as one."""
+        """Return the number of units that rows belong to; a row outside any unit counts as one."""
         if unit == "sample" or not self.in_use or (unit == "rollout" and not self.has_rollouts):
             return int(positions.size)
         slots = self.of_unit(unit, positions)
         return int(np.unique(slots[slots >= 0]).size + np.count_nonzero(slots < 0))
 
     def check(self, groups: Sequence[str], group_size: int, rollouts: Sequence[str] = ()) -> CheckedGroups:
-        """Check the groups and rollouts of new samples without writing; raises if they do not fit.
+        """Check the groups and rollouts of new samples without writing; raise an error if they do not fit.
 
         Args:
-            groups: the group of each sample; "" for none, or for that of its rollout.
+            groups: the group of each sample; "" for none, or for the group of its rollout.
             group_size: see `SampleWrite`.
             rollouts: the rollout of each sample, "" for none; () if there are no rollouts.
         """
         if group_size < 0:
-            raise InvalidArgumentError(f"group_size is {group_size}; give a positive number", field="group_size")
+            raise InvalidArgumentError(f"group_size is {group_size}; expected a positive number", field="group_size")
         named, named_rollouts = CheckedNames.of(groups, self.slot_of, self.members), None
         codes = begun = named.codes
         if any(rollouts):
@@ -338,7 +338,7 @@ class GroupTable:
         return CheckedGroups(groups=named, rollouts=named_rollouts, group_codes=codes)
 
     def _check_sizes(self, named: CheckedNames, counts: Indexes, group_size: int) -> None:
-        """Refuse groups that cannot take `counts` more samples and rollouts."""
+        """Reject groups that have no room for `counts` more samples and rollouts."""
         names, slots = named.names, named.slots
         if group_size:
             too_many = np.flatnonzero((slots < 0) & (counts > group_size))
@@ -349,7 +349,7 @@ class GroupTable:
             size, have = int(self.declared[slot]), int(self.members[slot] - self.continuing[slot])
             if size and group_size and size != group_size:
                 raise InvalidArgumentError(
-                    f"group {name!r} was declared with group_size {size}, got {group_size}; give the same size with "
+                    f"group {name!r} was declared with group_size {size}, got {group_size}; pass the same size with "
                     f"every put of the group",
                     field="group_size",
                 )
@@ -368,7 +368,7 @@ class GroupTable:
 
         Raises:
             PreconditionError: a rollout is closed.
-            InvalidArgumentError: a rollout is in another group.
+            InvalidArgumentError: a rollout belongs to a different group.
         """
         has_begun = rollouts.slots >= 0
         if (is_closed := self.closed[rollouts.slots] & has_begun).any():
@@ -389,8 +389,8 @@ class GroupTable:
             if groups[sample] and groups[sample] != expected[code]:
                 where = f"group {expected[code]!r}" if expected[code] else "no group"
                 raise InvalidArgumentError(
-                    f"rollout {rollouts.names[code]!r} is in {where}, got group {groups[sample]!r}; the first sample "
-                    f"of a rollout sets its group. Give the other samples the same group, or none",
+                    f"rollout {rollouts.names[code]!r} is in {where}, got group {groups[sample]!r}; a rollout's first "
+                    f"sample sets its group. Pass the same group, or none, for its other samples",
                     field="groups",
                 )
         group_of = np.where(has_begun, NO_GROUP, named.codes[first])
@@ -399,7 +399,7 @@ class GroupTable:
         return codes, np.concatenate([named.codes[rollouts.codes < 0], group_of[~has_begun]])
 
     def add(self, checked: CheckedGroups, group_size: int, rows: slice) -> None:
-        """Add new rows as members of groups and rollouts that were checked."""
+        """Add new rows as members of their groups and rollouts, which have been checked."""
         slots, codes = self._slots_for(checked.groups, self.slot_of), checked.group_codes
         of_rows = np.append(slots, NO_GROUP)[codes]  # as an index, NO_GROUP is the last position
         indexes, rollouts = self._index[rows], checked.rollouts
@@ -429,7 +429,7 @@ class GroupTable:
         return CheckedNames.of(names, self.slot_of, self.members)
 
     def open(self, named: CheckedNames) -> Indexes:
-        """Return the slots of groups `(names,)`; missing groups are made, without members."""
+        """Return the slots of groups `(names,)`; missing groups are created without members."""
         return self._slots_for(named, self.slot_of)
 
     def without_members(self) -> Indexes:
@@ -457,17 +457,17 @@ class GroupTable:
         fresh = self.first[slots] < 0
         self.first.write(
             slots[fresh][::-1], indexes[fresh][::-1]
-        )  # reversed: the first of several rows is written last
+        )  # reversed, so that the first of several rows is written last
         self.last.write(slots, indexes)
         self.members.add(slots, 1)
 
     def is_complete(self, slots: NDArray[np.int64], default_size: int | None, *, no_more: bool) -> NDArray[np.bool_]:
-        """Return for each group or rollout whether it has all its members.
+        """Return which groups or rollouts have all their members.
 
         Args:
             slots: slots of the groups or rollouts.
             default_size: size of groups without a declared size.
-            no_more: whether no new rows will come, which completes rollouts and groups of unknown size.
+            no_more: whether no new rows will be inserted, which completes rollouts and groups of unknown size.
         """
         size = self.declared[slots]
         if default_size is not None:
@@ -482,7 +482,7 @@ class GroupTable:
     def members_of(self, slots: Indexes, table: RowTable, unit: BatchUnit = "group") -> Indexes:
         """Return the positions of the members of groups or rollouts.
 
-        It scans the rows between their first and last member.
+        This scans the rows between their first and last member.
         """
         if not slots.size:
             return np.zeros(0, np.int64)
@@ -519,13 +519,13 @@ class GroupTable:
         self.close(slots[slots >= 0])
 
     def _count_not_open(self, slots: Indexes) -> None:
-        """Subtract the open rollouts among the slots from the counts of open rollouts of their groups."""
+        """Subtract the open rollouts among the slots from their groups' counts of open rollouts."""
         if self.has_rollouts:
             parents = self.parent[slots]
             self.open_rollouts.add(parents[(parents >= 0) & (parents != slots) & ~self.closed[slots]], -1)
 
     def count_failed(self, rows: slice | Indexes, by: int) -> None:
-        """Count rows as failed and close their rollouts; -1 as `by` only takes them off the count."""
+        """Count rows as failed and close their rollouts; if `by` is -1, only subtract them from the count."""
         self.failed.add(self._slots_of(rows), by)
         if by > 0 and self.has_rollouts:
             self.close_rollouts_of(rows)
@@ -556,7 +556,7 @@ class GroupTable:
         return np.concatenate([of_groups, rollouts[(rollouts >= 0) & (rollouts != slots)]])
 
     def rebuild(self, *, in_use: bool) -> None:
-        """Derive the other state from restored columns."""
+        """Rebuild the derived state from restored columns."""
         self.in_use = in_use
         self.slots.rebuild()
         names = self._names[: self.slots.count]
@@ -567,7 +567,7 @@ class GroupTable:
 
 
 class UnitCount:
-    """Counts groups (or rollouts) with at least one of a set of rows, and the rows of the set that are in none.
+    """Counts the groups (or rollouts) that contain any row of a set, and the rows of the set that belong to none.
 
     Args:
         groups: groups of the partition.

@@ -1,16 +1,17 @@
-"""The ledger of one task: which samples of a partition its claims have consumed, hold under a lease, or lost.
+"""The ledger of one task: which samples of a partition its claims have consumed, leased or lost.
 
-The column `claim` holds the status of each row; only the ledger writes it:
+The column `claim` contains the status of each row; only the ledger writes it:
 
 - 0: claimable;
 - 1: consumed in an earlier epoch;
 - n (3 or more): consumed for good by the claim with serial n: delivered without a lease, or acknowledged;
 - -n: leased to the claim with serial n and not yet acknowledged;
 - -1: dead-lettered: delivered too often without being acknowledged;
-- -2: dropped: a plan left it out of its batch for good.
+- -2: dropped: a plan excluded it from its batch for good.
 
-The column `skipped` marks rows at 0 whose group lost a member for good, while the task takes only complete groups.
-These rows are not pending. Samplers still see them, so a task that takes the rest of such groups can claim them.
+The column `skipped` marks rows at 0 whose group lost a member for good, while the task accepts only complete groups.
+Skipped rows do not count as pending. Samplers still see them, so a task that accepts the rest of such groups can claim
+them.
 
     0 --deliver----------------------------------------------> n    (nack of a claim without a lease: back to 0)
     0 --deliver with a lease--------> -n --ack, row is gone--> n
@@ -19,13 +20,14 @@ These rows are not pending. Samplers still see them, so a task that takes the re
     0 --deliver, dropped by the plan-------------------------> -2   (under a lease: -n, and -2 with its ack)
     any --reset--> 0, or 1 for a consumed row that stays consumed
 
-A plan may consume other samples than it delivers (`RecordedPlan.consumed`). A sample that it only delivers stays at 0,
-or returns to 0 when a lease on it is acknowledged; the column `uses` counts these deliveries. Such a row does not show
-which records contain it, so these records are not dropped with their rows. Only the last of them are kept.
+The samples that a plan consumes may differ from those that it delivers (`RecordedPlan.consumed`). A sample that is
+delivered but not consumed stays at 0, or returns to 0 when its lease is acknowledged; the column `uses` counts these
+deliveries. Such a row does not identify the records that contain it, so these records are not dropped with their rows.
+Only the most recent of these records are kept.
 
-Methods that change the ledger check nothing and read no clock. Their arguments were looked up and checked before, so a
-claim has the same effect live and in a replay of the log. The timer of the instance that serves the partition decides
-when a lease expires; the expiry reaches the ledger as a change.
+Methods that change the ledger validate nothing and read no clock. Their arguments were resolved and checked beforehand,
+so a claim has the same effect live and in a replay of the log. The timer of the instance that serves the partition
+decides when a lease expires; the expiry reaches the ledger as a change.
 """
 
 from __future__ import annotations
@@ -95,11 +97,11 @@ _NOT_FOLLOWED: Final = nullcontext()
 _OTHER_DP_SIZE: Final = ". To continue with another number of ranks, restart the ranks (docs/asynchronous_rl.md)"
 
 KEPT_ROLLOUTS: Final = -1
-"""Means that a task or claim keeps rollouts together, not groups."""
+"""Marks a task or claim that keeps rollouts together instead of groups."""
 MOST_EVICTED: Final = 65_536
-"""Maximum number of evicted units on record per task; the oldest are forgotten."""
+"""Maximum number of evicted units recorded per task; the oldest are forgotten."""
 MOST_PAST_NAMES: Final = 65_536
-"""Maximum number of names on record per task that no longer refer to a claim; the oldest are forgotten."""
+"""Maximum number of names recorded per task that no longer refer to a claim; the oldest are forgotten."""
 
 Loss: TypeAlias = Literal["cleared", "released", "expired", "forgotten"]
 _LOSSES: Final[Mapping[Loss, tuple[type[TqError], str]]] = {
@@ -109,7 +111,7 @@ _LOSSES: Final[Mapping[Loss, tuple[type[TqError], str]]] = {
     ),
     "expired": (
         LeaseExpiredError,
-        "the lease of this claim of task {task!r} ran out, and other workers may have its samples. Claim again with a "
+        "the lease of this claim of task {task!r} expired, and other workers may have its samples. Claim again with a "
         "new request_id or claim_name",
     ),
     "cleared": (
@@ -128,10 +130,10 @@ _LOSSES: Final[Mapping[Loss, tuple[type[TqError], str]]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PastName:
-    """The record of a name that does not refer to a claim: its call got the end, or its claim was lost.
+    """A name that does not refer to a claim: its call returned the end, or its claim was lost.
 
     Attributes:
-        end: the end that its call got; None if it referred to a claim.
+        end: the end that the call returned; None if the name referred to a claim.
         loss: how samples of the claim were lost.
     """
 
@@ -144,12 +146,12 @@ Steps: TypeAlias = tuple[tuple[Pack, ...], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedPlan:
-    """A plan as recorded. Hundreds of thousands are kept, so it has few objects and omits derived values.
+    """A plan as recorded. Hundreds of thousands are kept, so each has few objects and omits derived values.
 
     Attributes:
-        rows: global indexes of all ranks `(sum(sizes),)`, those of rank 0 first.
+        rows: global indexes of all ranks' samples `(sum(sizes),)`, those of rank 0 first.
         sizes: number of rows of each rank.
-        steps: steps of each rank, see `RankPlan`; empty if the sampler made none.
+        steps: steps of each rank, see `RankPlan`; empty if the sampler returned none.
         micro_batch_size: samples per micro-batch, or None; for a plan without steps.
         consumed: global indexes of the consumed samples, see `Plan`; None: all rows, each of them once.
         dropped: global indexes of the samples that each rank's part drops, see `RankPlan`; empty if none is dropped.
@@ -168,7 +170,7 @@ class RecordedPlan:
 
     @classmethod
     def of(cls, plan: Plan, micro_batch_size: int | None = None) -> RecordedPlan:
-        """Make the record of a plan."""
+        """Create the record of a plan."""
         steps = tuple(part.steps for part in plan.ranks)
         dropped = tuple(part.dropped for part in plan.ranks)
         return cls(
@@ -182,36 +184,36 @@ class RecordedPlan:
 
     @property
     def is_reusing(self) -> bool:
-        """Whether it may deliver samples without consuming them."""
+        """Whether the plan may deliver samples without consuming them."""
         return self.consumed is not None
 
     @property
     def used(self) -> Indexes:
-        """The samples that it delivers or consumes, each once."""
+        """The samples that the plan delivers or consumes, each once."""
         return self.rows if self.consumed is None else np.union1d(self.rows, self.consumed)
 
     @property
     def named(self) -> Indexes:
-        """The samples that it delivers or consumes, followed by those that it drops, each once."""
+        """The samples that the plan delivers or consumes, followed by those that it drops, each once."""
         return np.concatenate([self.used, *self.dropped]) if self.dropped else self.used
 
     @property
     def dropped_count(self) -> int:
-        """The number of samples that it drops."""
+        """The number of samples that the plan drops."""
         return sum(map(len, self.dropped))
 
     def drops(self, rows: Indexes) -> NDArray[np.bool_]:
-        """Return which samples it drops."""
+        """Return which samples the plan drops."""
         return np.isin(rows, np.concatenate(self.dropped)) if self.dropped else np.zeros(rows.size, np.bool_)
 
     def consumes(self, rows: Indexes) -> NDArray[np.bool_]:
-        """Return which samples it consumes."""
+        """Return which samples the plan consumes."""
         return np.ones(rows.size, np.bool_) if self.consumed is None else np.isin(rows, self.consumed)
 
     def part(self, dp_rank: int = 0) -> RankPlan:
-        """Return the part of a rank.
+        """Return a rank's part of the plan.
 
-        Without steps it has micro-batches, the same number on every rank; some may be empty.
+        If the plan has no steps, the part consists of micro-batches, equally many on every rank; some may be empty.
         """
         start, size = sum(self.sizes[:dp_rank]), self.sizes[dp_rank]
         if self.steps:
@@ -241,24 +243,25 @@ class Claim:
     """The delivery of one plan: to all ranks as a batch, or to a queue worker.
 
     Attributes:
-        serial: its number in the task.
+        serial: number of the claim within its task.
         plan: the samples and their use.
         request_id: id of the queue worker's call; empty for a batch.
         batch_index: index of the batch; -1 for a queue worker.
         name: claim name given by the queue worker's caller; empty if unnamed.
         batch_spec: arguments on which all ranks, or all calls under its name, must agree; None for an unnamed claim of
             a queue worker.
-        lease: the lease terms, kept after the last lease ends; None: its samples were done on delivery.
-        delivery_counts: for each sample of a claim with a lease, how often it was delivered, including this time.
+        lease: the lease terms, kept after the last lease ends; None: the samples were done on delivery.
+        delivery_counts: number of deliveries of each sample of a claim with a lease, including this one.
         returned: samples of a claim with a lease that were acknowledged but not consumed, or None.
         remaining: number of its samples that are neither cleared nor released. For a plan that may deliver without
             consuming, and without a lease: number of its consumed samples.
-        leased_count: its samples under a lease: neither acknowledged, failed, cleared nor released.
+        leased_count: number of its samples under a lease: neither acknowledged, failed, cleared nor released.
         deadline: when these leases expire, on the event loop's clock; set by the lease timer, which does not run in a
             replay.
-        delivered_at: when its lease first began in this instance of the service; same clock, also set by the timer.
-        answer_count: calls that this instance of the service answered with it. A call that disconnects before its
-            answer is sent releases the claim only if no retry got the same answer.
+        delivered_at: when its lease first began in this service instance, on the same clock; also set by the lease
+            timer.
+        answer_count: number of calls that this service instance answered with the claim. If a client disconnects before
+            its answer is sent, the claim is released only if no retry received the same answer.
     """
 
     serial: int
@@ -278,33 +281,33 @@ class Claim:
 
     @property
     def rows(self) -> Indexes:
-        """Global indexes of its samples."""
+        """Global indexes of the claim's samples."""
         return self.plan.rows
 
     @property
     def goes_with_rows(self) -> bool:
-        """Whether its rows are marked with its serial; it is then dropped with the last of them."""
+        """Whether the claim's rows are marked with its serial; such a claim is dropped with the last of its rows."""
         return self.lease is not None or not self.plan.is_reusing
 
     @property
     def may_change(self) -> bool:
-        """Whether it may change in more than derived values: in its lease terms, or its returned or reused samples."""
+        """Whether not only derived values may change, but also the lease terms, or the returned or reused samples."""
         return self.lease is not None or self.plan.is_reusing
 
     @property
     def mark(self) -> int:
-        """The value in the `claim` column of the samples that it holds."""
+        """The value that marks the claim's samples in the `claim` column."""
         return self.serial if self.lease is None else -self.serial
 
     def leased_seconds(self, now: float) -> float:
-        """Return how long the worker keeps its leased samples; 0 if it has none."""
+        """Return the seconds left until the worker's lease expires; 0 if no samples are leased."""
         return max(0.0, self.deadline - now) if self.leased_count else 0.0
 
 
 class EndedClaims(OrderedDict[bytes, tuple[float, bool]]):
-    """Request ids of released and expired claims, the oldest first, to refuse a late GetMeta.
+    """Request ids of released and expired claims, oldest first, for rejecting a late GetMeta.
 
-    Maps each to the time it ended and to whether it has expired, even if it was also released.
+    Maps each id to the time when the claim ended and whether it expired, even if it was also released.
     """
 
     def add(self, request_id: bytes, at_seconds: float, *, is_expired: bool) -> None:
@@ -315,24 +318,24 @@ class EndedClaims(OrderedDict[bytes, tuple[float, bool]]):
             self.popitem(last=False)
 
     def has_expired(self, request_id: bytes) -> bool:
-        """Whether samples of the claim were not acknowledged in time."""
+        """Whether some samples of the claim were not acknowledged in time."""
         return request_id in self and self[request_id][1]
 
 
 @dataclass(slots=True, kw_only=True)
 class TaskTotals:
-    """Counters of a task's samples over all epochs, as far as this process has applied the changes.
+    """Counters of a task's samples over all epochs, for the changes that this process has applied.
 
-    They never fall and are not part of snapshots.
+    They never decrease and are not part of snapshots.
 
     Attributes:
-        delivered: samples delivered; each delivery counts.
-        redelivered: deliveries of samples whose earlier lease ran out.
-        expired: samples whose leases ran out.
+        delivered: deliveries of samples, including repeated ones.
+        redelivered: deliveries of samples whose earlier lease expired.
+        expired: samples whose leases expired.
         dead_lettered: expired samples that are not delivered again.
-        unmatched: units that its claims evicted because their `where` excludes them.
-        too_small: groups that its claims evicted because too few members were left.
-        late: samples and groups that its claims evicted because they would have become too stale.
+        unmatched: units that the task's claims evicted because their `where` excludes them.
+        too_small: groups that the task's claims evicted because too few members were left.
+        late: samples and groups that the task's claims evicted because they would have become too stale.
         overflow: samples and groups that were cleared to admit new ones.
     """
 
@@ -348,32 +351,32 @@ class TaskTotals:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class TaskFacts:
-    """The plain values of a task, without its columns and records; stored in snapshots as they are.
+    """The plain values of a task, without its columns and records; snapshots store them unchanged.
 
     Attributes:
-        end: its end; None: not reached.
+        end: the task's end; None until it is reached.
         consumed_count: rows consumed in this epoch, including leased and cleared ones.
-        kept_count: rows among these that were consumed in earlier epochs and stayed consumed at the last reset.
+        kept_count: how many of these rows were consumed in earlier epochs and stayed consumed at the last reset.
         backlog: rows that are live or held, and neither consumed, dead-lettered, dropped nor skipped.
         skipped_count: rows that are live or held and skipped; rows cleared since are not counted.
         kept_groups: how the last request kept groups together: `KEPT_ROLLOUTS`, 0 for named groups, or the length of
-            the blocks that replace groups if none is named. None: it took single samples or the rest of incomplete
-            groups, or there was no request in this epoch.
+            the blocks that replace groups if none is named. None: the request took single samples or the rest of
+            incomplete groups, or this epoch had no request.
         dead_lettered_count: rows dead-lettered in this epoch, including cleared ones.
         dropped_count: rows that plans of this epoch dropped, including cleared ones.
         last_forgotten: the last batch_index whose record was dropped before its rows; -1: none.
         serial: the serial of the latest claim.
-        trained: the last batch_index up to which batches were trained; -1: none.
-        saved: the last batch_index up to which a checkpoint of the trainer covers batches; -1: none.
-        delivered_units: for a task whose admission gives places back after delivery: the units of each of the last
+        trained: all batches up to this batch_index are trained; -1: none.
+        saved: a checkpoint of the trainer covers all batches up to this batch_index; -1: none.
+        delivered_units: if the admission gives places back after delivery, the number of units of each of the last
             batches that still hold their places.
         done_units: units acknowledged, or delivered to queue workers without a lease, that give their places back at
             the next publication.
-        unmatched_count: units that its claims evicted because their `where` excludes them, in all epochs.
-        too_small_count: groups that its claims evicted because too few members were left, in all epochs.
-        late_count: samples and groups that its claims evicted because they would have become too stale.
+        unmatched_count: units that the task's claims evicted because their `where` excludes them, in all epochs.
+        too_small_count: groups that the task's claims evicted because too few members were left, in all epochs.
+        late_count: samples and groups that the task's claims evicted because they would have become too stale.
         overflow_count: samples and groups that were cleared to admit new ones, in all epochs.
-        delivered_count: samples delivered in all epochs, without those released; each delivery counts.
+        delivered_count: deliveries of samples in all epochs, including repeated but not released ones.
         refilled_count: rows that evictions made claimable again for this task, in all epochs.
         released: the last batch_index of this epoch with samples that may have been released; -1: none.
     """
@@ -406,13 +409,13 @@ class TaskFacts:
 
     @property
     def evicted_count(self) -> int:
-        """Units that were evicted, in all epochs."""
+        """The number of units evicted in all epochs."""
         return self.unmatched_count + self.too_small_count + self.late_count + self.overflow_count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskSnapshot:
-    """A task at one moment, without its columns; these give the number of rows left of each record."""
+    """A task at one moment, without its columns, from which the number of rows left of each record is counted."""
 
     facts: TaskFacts
     batches: list[Claim] = field(default_factory=list)
@@ -428,29 +431,27 @@ class TaskLedger(TaskFacts):
     """The progress of one named consumer in a partition: its claims, leases, epoch and end.
 
     The record of a claim is dropped with the last of its rows, so memory is bounded by the stored samples. Two kinds of
-    records may outlive their rows. A short batch in which a rank got nothing is kept, since that rank may come late. Of
-    the records whose rows other claims may also get, the last are kept.
+    records may outlive their rows. A short batch in which a rank received nothing is kept, since that rank may request
+    it late. Of the records whose rows other claims may also receive, only the latest are kept.
 
     Attributes, like those of `TaskFacts`, may be read anywhere and are changed only here:
-        claim: status of each row, see the module.
+        claim: status of each row, see the module docstring.
         deliveries: how often each row was delivered under a lease in this epoch without being acknowledged.
         uses: how often each row was delivered (and acknowledged, if leased) without being consumed.
-        skipped: which rows are skipped, see the module.
+        skipped: which rows are skipped, see the module docstring.
         refills: how often an eviction made each row claimable again in this epoch. Negative: the row becomes claimable
-            once the worker that has it acknowledges it.
-        leased_count: rows that are leased.
-        redelivered_count: rows that were delivered more than once in this epoch, see `deliveries`.
+            once its current worker acknowledges it. more than once in this epoch, see `deliveries`.
         batches: recorded batches by batch_index, in ascending order, including the few kept without rows.
         claims: claims of queue workers by request_id.
-        leases: the claims among these that lease samples, in order of delivery.
+        leases: those of the queue workers' claims that lease samples, in order of delivery.
         names: request_id of the queue claim that each caller-given name refers to.
         past_names: names that no longer refer to a claim, the oldest first.
         ended: ids of claims that were released or have expired.
-        evicted: the last units that its claims have evicted, in all epochs, in order.
+        evicted: the latest units that the task's claims have evicted, over all epochs, in order.
         totals: counters of this process, over all epochs.
-        recent_batches: figures of the last batches of this epoch that this process has planned.
+        recent_batches: statistics of the last batches of this epoch that this process planned.
         state: state of each row; the partition writes it.
-        outstanding: counter of its outstanding units; None if it has no admission.
+        outstanding: counter of the task's outstanding units; None without an admission.
     """
 
     def __init__(
@@ -489,7 +490,7 @@ class TaskLedger(TaskFacts):
 
     @property
     def is_unused(self) -> bool:
-        """Whether nothing is on record: no claim, end, epoch, release or eviction."""
+        """Whether the task has no history: no claim, end, reset, release or eviction."""
         is_first = self.epoch == 0 and self.serial == LAST_RESERVED and not self.evicted_count
         return is_first and self.end is None and not (self.ended or self.past_names)
 
@@ -501,9 +502,9 @@ class TaskLedger(TaskFacts):
         return TaskFacts(**{each.name: getattr(self, each.name) for each in fields(TaskFacts)})
 
     def snapshot(self) -> TaskSnapshot:
-        """Return the records of the task as they are now: references, and copies of those that may change.
+        """Return a snapshot of the task: references to its records, and copies of those that may change.
 
-        The table's snapshot contains its columns.
+        The table's snapshot contains the task's columns.
         """
         return TaskSnapshot(
             facts=self.facts,
@@ -517,7 +518,7 @@ class TaskLedger(TaskFacts):
         )
 
     def restore(self, snapshot: TaskSnapshot) -> None:
-        """Take over the facts and records of a snapshot. The task must be new, with its columns restored."""
+        """Load the facts and records of a snapshot. The task must be new, and its columns already restored."""
         for each in fields(TaskFacts):
             setattr(self, each.name, getattr(snapshot.facts, each.name))
         self.ended.update(snapshot.ended)
@@ -547,7 +548,7 @@ class TaskLedger(TaskFacts):
     # Recorded answers
 
     def check_epoch(self, epoch: int | None) -> None:
-        """Refuse a caller that expects another epoch."""
+        """Reject a caller that expects a different epoch."""
         check_epoch(self.name, self.epoch, epoch)
 
     def recorded(self, request: ClaimRequest) -> RankPlan | Claim | EndCounts | None:
@@ -600,24 +601,24 @@ class TaskLedger(TaskFacts):
         return claim
 
     def _check_alike(self, request: ClaimRequest, claim: Claim, what: str) -> None:
-        """Refuse a call whose arguments differ from those of the recorded answer."""
+        """Reject a call whose arguments differ from those of the recorded answer."""
         differs = None if claim.batch_spec is None else request.batch_spec.disagreement(claim.batch_spec)
         if differs is not None:
             raise _disagreement(*differs, f"{what} of task {self.name!r}")
 
     def check_present(self, rows: Indexes) -> None:
-        """Refuse an answer if any of its samples has been cleared since it was planned."""
+        """Raise an error if any sample of a recorded answer has been cleared."""
         if bool((self._table.find(rows) < 0).any()):
             raise self._loss_error("cleared")
 
     def check_not_released(self, batch_index: int) -> None:
-        """Refuse to go back to a batch whose samples may have been released, or to an earlier one."""
+        """Raise an error if samples of a batch, or of a later one, may have been released."""
         if batch_index <= self.released:
             raise SamplesClearedError(
-                f"batch_index is {batch_index}; expected {self.released + 1} or more, since the partition's release "
-                f"has released samples of earlier batches of task {self.name!r}. Resume from a checkpoint that covers "
-                f"batch {self.released}; to keep samples for older checkpoints, report a batch as trained or saved "
-                f"later (docs/resuming.md)",
+                f"batch_index is {batch_index}; expected {self.released + 1} or more, since samples of earlier "
+                f"batches of task {self.name!r} have been released. Resume from a checkpoint that covers batch "
+                f"{self.released}; to keep samples for older checkpoints, report a batch as trained or saved later "
+                f"(docs/resuming.md)",
                 metadata={
                     "task_name": self.name,
                     "next_batch_index": str(self.next_batch_index),
@@ -636,9 +637,10 @@ class TaskLedger(TaskFacts):
     # Claims
 
     def using_up(self, plan: RecordedPlan, max_uses: int) -> RecordedPlan:
-        """Return the plan, made to consume samples at their last use in addition to those that its sampler consumes.
+        """Return the plan, extended to consume samples at their last use as well as those that its sampler consumes.
 
-        If `max_uses` is 1, it consumes the rows that the sampler names, or all rows if it names none.
+        If `max_uses` is 1, the plan consumes the rows that the sampler lists as consumed, or all rows without such a
+        list.
         """
         if max_uses == 1:
             spent = plan.rows if plan.consumed is None else plan.consumed
@@ -662,11 +664,11 @@ class TaskLedger(TaskFacts):
         """Record the delivery of a plan, as the ranks' next batch or to a queue worker, and consume its samples.
 
         Args:
-            plan: the plan.
+            plan: plan to record.
             positions: positions of `plan.named`.
             request_id: id of the queue worker's call; empty for a batch.
             batch_spec: requested arguments of a batch or a named claim.
-            lease: lease terms of its samples; None: they are done.
+            lease: lease terms of the samples; None: they are done on delivery.
             name: claim name; empty if unnamed.
         """
         self.serial += 1
@@ -718,14 +720,14 @@ class TaskLedger(TaskFacts):
         return None if self.outstanding is None else self.outstanding.count(self)
 
     def _followed(self, positions: Indexes) -> AbstractContextManager[None]:
-        """Have the admission, if any, count the changes of rows in the `with` block."""
+        """Update the admission's count, if any, for rows that change within the `with` block."""
         return _NOT_FOLLOWED if self.outstanding is None else self.outstanding.following(self, positions)
 
     def _count_delivered(self, outstanding: Outstanding, positions: Indexes, *, is_batch: bool) -> None:
-        """Count rows delivered for good until they give their places back."""
+        """Count rows that are delivered for good, until they give their places back."""
         admission, given_back = outstanding.admission, outstanding.admission.given_back
         if given_back != "delivered" and is_batch:
-            # With bounded staleness a batch takes the places of a full global batch, even if it is short.
+            # With bounded staleness, a batch takes as many places as a full global batch, even if it is short.
             count = outstanding.units_of(positions) if admission.max_staleness is None else admission.global_batch
             self.delivered_units = (*self.delivered_units, count)
         elif given_back == "published":
@@ -761,12 +763,12 @@ class TaskLedger(TaskFacts):
         self.deliveries.write(positions, counts)
 
     def _count_uses(self, rows: Indexes, by: int) -> None:
-        """Add `by` to the uses of each row, once per occurrence; rows that no longer exist are left out."""
+        """Add `by` to the uses of each row, once per occurrence; rows that no longer exist are ignored."""
         positions = self._table.find(rows)
         self.uses.add(positions[positions >= 0], by)
 
     def reach_named_end(self, name: str, end: EndCounts) -> None:
-        """Record that the call with this name got the end."""
+        """Record that the call with this name returned the end."""
         self._remember(name, PastName(end=end))
 
     def _lose_name(self, claim: Claim, loss: Loss) -> None:
@@ -793,7 +795,7 @@ class TaskLedger(TaskFacts):
             self.consumed_count += positions.size
 
     def _keep_reusing(self, claim: Claim) -> None:
-        """Keep a claim whose rows others may also get; drop the oldest such claims over the limits."""
+        """Keep a claim whose rows other claims may also receive; drop the oldest such claims above the limits."""
         self._reusing[claim.serial] = claim
         self._reusing_row_count += claim.rows.size
         while len(self._reusing) > 1 and (
@@ -805,23 +807,23 @@ class TaskLedger(TaskFacts):
             self._forget(oldest, "forgotten")
 
     def advance(self, trained: int, saved: int) -> None:
-        """Record the trainer's progress; marks never go down. Saved batches count as trained."""
+        """Record the trainer's progress, which never decreases. Saved batches count as trained."""
         self.trained, self.saved = max(self.trained, trained, saved), max(self.saved, saved)
         if self.outstanding is not None and self.outstanding.admission.given_back == "trained":
             self._give_back_trained()
 
     def give_back_published(self) -> None:
-        """Give back the places of all trained or acknowledged units: the version trained on them is published."""
+        """Give back the places of all trained or acknowledged units, since the version trained on them is published."""
         self._give_back_trained()
         self.done_units = 0
 
     def unpublished_count(self, trained: int = -1) -> int:
-        """Return how many batches are trained but still hold their places; those up to `trained` count as trained."""
+        """Return the number of trained batches (those up to `trained` included) that still hold their places."""
         first_index = self.next_batch_index - len(self.delivered_units)
         return min(max(0, max(self.trained, trained) + 1 - first_index), len(self.delivered_units))
 
     def untrained(self) -> list[Claim]:
-        """Return the batches of ranks that are not reported as trained, the last first."""
+        """Return the ranks' batches that are not reported as trained, latest first."""
         return list(takewhile(lambda batch: batch.batch_index > self.trained, reversed(self.batches.values())))
 
     def _give_back_trained(self) -> None:
@@ -875,7 +877,7 @@ class TaskLedger(TaskFacts):
         return consumed, returned
 
     def nack(self, claim: Claim, positions: Indexes) -> None:
-        """Release rows of a claim as if they had not been delivered; without a lease, all that are left."""
+        """Release rows of a claim as if they had not been delivered; without a lease, release all remaining rows."""
         count = positions.size
         self._lose_name(claim, "released")
         if claim.lease is None:  # rows cleared since then count as cleared before delivery
@@ -892,7 +894,7 @@ class TaskLedger(TaskFacts):
         self._lose(claim, count)
 
     def expire(self, claim: Claim, positions: Indexes, at_seconds: float) -> Indexes:
-        """Expire leased rows; return the positions that can be claimed again, without dead-lettered ones."""
+        """Expire leased rows; return the positions that can be claimed again, which excludes dead-lettered rows."""
         most = None if claim.lease is None else claim.lease.max_deliveries
         is_spent = self.deliveries[positions] >= (np.iinfo(np.int32).max if most is None else most)
         reopened, spent = positions[~is_spent], positions[is_spent]
@@ -932,9 +934,10 @@ class TaskLedger(TaskFacts):
         self._on_fewer_rows(claim)
 
     def _on_fewer_rows(self, claim: Claim) -> None:
-        """Drop a claim without remaining rows, unless it returned some: others may get these, so it is kept.
+        """Drop a claim without remaining rows, unless it returned some, which other claims may receive.
 
-        The last few batches in which some rank got nothing are also kept: that rank still gets its answer.
+        The last few batches in which some rank received nothing are also kept, so that rank can still request its
+        answer.
         """
         if claim.remaining == 0 and claim.returned is None:
             if not claim.request_id and 0 in claim.plan.sizes:
@@ -976,7 +979,7 @@ class TaskLedger(TaskFacts):
     # Evicted rows
 
     def note_evicted(self, units: Sequence[EvictedUnit]) -> None:
-        """Record the units that a claim of the task evicted; the oldest on record may be forgotten."""
+        """Record the units that a claim of the task evicted; the oldest records may be forgotten."""
         for unit in units:
             count = f"{unit.reason}_count"
             setattr(self, count, getattr(self, count) + 1)
@@ -990,7 +993,7 @@ class TaskLedger(TaskFacts):
         return list(islice(self.evicted, start, start + most))
 
     def refill(self, positions: Indexes, most: int) -> tuple[list[RefillOutcome], Indexes]:
-        """Make rows claimable again to replace evicted units; return each outcome and the rows claimable now.
+        """Make rows claimable again to replace evicted units; return the outcomes and the rows that are now claimable.
 
         Args:
             positions: positions of the rows, -1 for a row that does not exist.
@@ -1026,7 +1029,7 @@ class TaskLedger(TaskFacts):
         return outcomes, reopened
 
     def _refill(self, position: int, most: int) -> RefillOutcome:
-        """Count a refill of a row if it may have one; return the outcome."""
+        """Count a refill of a row if another refill is allowed; return the outcome."""
         mark, count = int(self.claim[position]), int(self.refills[position])
         is_skipped = mark == UNCLAIMED and bool(self.skipped[position])
         is_lost = not is_open(self.state[position]) or mark in {DEAD_LETTERED, DROPPED} or is_skipped
@@ -1042,7 +1045,7 @@ class TaskLedger(TaskFacts):
     # Skipped rows
 
     def skip(self, positions: Indexes) -> int:
-        """Skip the pending rows among some; return their number."""
+        """Skip those of the given rows that are pending; return their number."""
         skipped = positions[self.is_pending(positions)]
         with self._followed(skipped):
             self.skipped.write(skipped, True)
@@ -1060,7 +1063,7 @@ class TaskLedger(TaskFacts):
         return positions
 
     def _unmark(self, positions: Indexes) -> int:
-        """Unskip rows without counting them as pending; return how many were skipped."""
+        """Unskip rows without counting them as pending; return the number of rows that were skipped."""
         if not self.skipped_count:
             return 0
         marked = positions[self.skipped[positions]]
@@ -1069,20 +1072,20 @@ class TaskLedger(TaskFacts):
         return int(marked.size)
 
     def is_left(self, rows: slice | Indexes) -> NDArray[np.bool_]:
-        """Return which rows are left, skipped or not: live or held, and neither claimed, dead-lettered nor dropped."""
+        """Return which rows are still to be claimed, skipped or not: live or held, and without a mark in `claim`."""
         left = is_open(self.state[rows])
         left &= self.claim[rows] == UNCLAIMED
         return left
 
     def is_pending(self, rows: slice | Indexes) -> NDArray[np.bool_]:
-        """Return which rows are left and not skipped."""
+        """Return which rows are still to be claimed and not skipped."""
         pending = self.is_left(rows)
         if self.skipped_count:
             pending &= ~self.skipped[rows]
         return pending
 
     def is_lost(self, positions: Indexes) -> NDArray[np.bool_]:
-        """Return which rows the task never gets: failed before it took them, dead-lettered, dropped, or skipped."""
+        """Return which rows the task never receives: those failed before a claim, dead-lettered, dropped or skipped."""
         claims = self.claim[positions]
         is_failed = (self.state[positions] == FAILED) & (claims == UNCLAIMED)
         is_given_up = (claims == DEAD_LETTERED) | (claims == DROPPED)
@@ -1092,7 +1095,7 @@ class TaskLedger(TaskFacts):
     # Released rows
 
     def _batches_after(self, index: int) -> list[Claim]:
-        """Return the recorded batches after an index, the last first."""
+        """Return the recorded batches after an index, latest first."""
         found = []
         for batch_index, batch in reversed(self.batches.items()):
             if batch_index <= index:
@@ -1103,7 +1106,7 @@ class TaskLedger(TaskFacts):
     def rows_of_batches(self, index: int, last: int) -> Indexes:
         """Return the positions of the stored samples of the batches after `index`, up to and including `last`.
 
-        A sample of several batches occurs once. Samples that the batches dropped are included.
+        A sample that is in several batches occurs once. Samples that the batches dropped are included.
         """
         batches = [batch for batch in self._batches_after(index) if batch.batch_index <= last]
         positions = self._table.find(np.concatenate([_NO_ROWS, *(batch.plan.named for batch in batches)]))
@@ -1120,14 +1123,14 @@ class TaskLedger(TaskFacts):
         return is_under_way
 
     def is_done(self, positions: Indexes) -> NDArray[np.bool_]:
-        """Return which rows the task has consumed or dropped, or never gets, except dead-lettered ones."""
+        """Return which rows the task has consumed or dropped, or never receives, except dead-lettered ones."""
         claims = self.claim[positions]
         is_done: NDArray[np.bool_] = (claims > UNCLAIMED) | (claims == DROPPED)
         is_done |= (self.state[positions] == FAILED) | self.skipped[positions]
         return is_done
 
     def note_released(self, positions: Indexes) -> None:
-        """Record the last batch whose samples are being released; ranks cannot go back to it or before it."""
+        """Record the last batch whose samples are being released; ranks cannot return to it or to an earlier batch."""
         last = int(self.claim[positions].max(initial=UNCLAIMED))
         for batch in reversed(self.batches.values()) if last > LAST_RESERVED else ():
             if batch.serial <= last:
@@ -1137,8 +1140,8 @@ class TaskLedger(TaskFacts):
     def reset(self, *, keep_consumed: bool, open_count: int) -> Indexes:
         """Start the next epoch; return the positions of rows that were leased, dead-lettered, dropped or skipped.
 
-        These were not done and become claimable in any case. Without `keep_consumed` all other rows do too, and the
-        backlog becomes `open_count`, the number of rows that are live or held.
+        The task was not done with these rows, so they always become claimable. Without `keep_consumed`, all other rows
+        do too, and the backlog becomes `open_count`, the number of rows that are live or held.
         """
         self.epoch += 1
         self.dp_size = None
@@ -1171,10 +1174,10 @@ class TaskLedger(TaskFacts):
         return reopened
 
     def restart_ranks(self, dp_size: int, trained: int) -> Indexes:
-        """Start the next epoch for other ranks, keeping trained batches; return the positions of reopened rows.
+        """Start the next epoch for a new set of ranks and keep trained batches; return the positions of reopened rows.
 
         Args:
-            dp_size: number of the new ranks.
+            dp_size: number of new ranks.
             trained: the last batch_index that was trained; later batches are planned again, from the next index on.
         """
         reopened, dropped_count = [np.zeros(0, np.int64)], self.next_batch_index - trained - 1
@@ -1233,12 +1236,12 @@ class TaskLedger(TaskFacts):
 
 
 def task_columns(name: str) -> tuple[str, str, str, str, str]:
-    """Return the names of the columns of a task: `claim`, `deliveries`, `uses`, `skipped` and `refills`."""
+    """Return the names of a task's columns: `claim`, `deliveries`, `uses`, `skipped` and `refills`."""
     return f"claim/{name}", f"deliveries/{name}", f"uses/{name}", f"skipped/{name}", f"refills/{name}"
 
 
 def check_epoch(name: str, epoch: int, got: int | None) -> None:
-    """Refuse a caller that expects another epoch than the task's; None accepts any."""
+    """Reject a caller that expects a different epoch from the task's; None matches any."""
     if got is not None and got != epoch:
         raise StaleEpochError(
             f"task {name!r} is at epoch {epoch}, got epoch {got}: its consumption was reset. Use the epoch that "

@@ -1,4 +1,4 @@
-"""Counts the outstanding units of a task with an admission: samples, rollouts, or groups.
+"""Counts the outstanding units (samples, rollouts or groups) of a task with an admission.
 
 A unit is outstanding while the task holds it, and from its delivery until it gives its place back. A task holds its
 pending units and, unless places are given back on delivery, its leased ones. `TaskLedger` changes the status of rows;
@@ -31,7 +31,7 @@ class Held(Protocol):
     state: Column
 
     def is_pending(self, rows: slice | Indexes) -> NDArray[np.bool_]:
-        """Return which rows are left and not skipped."""
+        """Return which rows are still to be claimed and not skipped."""
         ...
 
 
@@ -64,7 +64,7 @@ class Outstanding:
         return held + sum(task.delivered_units) + task.done_units
 
     def units_of(self, positions: Indexes) -> int:
-        """Return the number of units of some rows."""
+        """Return the number of units that rows belong to."""
         return self._groups.count_units(positions, self.admission.unit)
 
     def is_held(self, task: Held, rows: slice | Indexes) -> NDArray[np.bool_]:
@@ -77,7 +77,7 @@ class Outstanding:
 
     @contextlib.contextmanager
     def following(self, task: Held, positions: Indexes) -> Iterator[None]:
-        """Count the changes of rows within the `with` block; each row is named once."""
+        """Update the count for rows that change within the `with` block; each row must be given once."""
         if self._held is None or not positions.size:
             yield
             return
@@ -88,12 +88,12 @@ class Outstanding:
         self.add(positions[before & ~after], -1)
 
     def add(self, positions: Indexes, by: int) -> None:
-        """Count rows that the task now holds, or no longer holds if `by` is -1."""
+        """Count rows that the task has started to hold or, if `by` is -1, no longer holds."""
         if self._held is not None and positions.size:
             self._held.add(positions, by)
 
     def recount(self, task: Held, row_count: int) -> None:
-        """Count all rows again."""
+        """Recount all rows."""
         if self._held is not None:
             self._held.clear()
             self._held.add(np.flatnonzero(self.is_held(task, slice(0, row_count))), 1)

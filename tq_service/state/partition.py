@@ -1,6 +1,6 @@
-"""A partition: rows by fields with states, keys, groups and custom_meta, and the tasks that consume it.
+"""A partition: a table of rows and fields with states, keys, groups and custom_meta, and the tasks that consume it.
 
-This module has its state and the ways to read it; changes are in `machine/`.
+This module contains the state and the code that reads it; changes are made in `machine/`.
 """
 
 from __future__ import annotations
@@ -53,14 +53,16 @@ class PartitionSettings:
     Attributes:
         default_layout: layout of tensor fields without a layout in `fields`.
         fields: declared fields, sorted by name, so equal sets compare equal.
-        max_bytes: limit on the bytes of its cells; new samples wait above it. None: no limit.
+        max_bytes: maximum bytes of all cells; new samples beyond it must wait. None: no limit.
         admissions: limits on the outstanding work of its tasks, sorted by task, so equal sets compare equal.
         tasks: the tasks that may consume it, sorted; empty: any.
-        samples_per_round: number of samples of a round, which is complete without a seal; None: no rounds.
-        release: when samples are cleared without a call; None: never. If it names no tasks, it waits for all `tasks`.
+        samples_per_round: number of samples per round; a round of this size is complete without being sealed. None: no
+            rounds.
+        release: when samples are cleared automatically; None: never. A release that names no tasks waits for all
+            `tasks`.
 
     Raises:
-        InvalidArgumentError: a number is out of range, a field or task is repeated, an admission or release is for a
+        InvalidArgumentError: a number is out of range, a field or task is repeated, an admission or release names a
             task that is not among `tasks`, the default layout is not for tensors, or a release has no tasks to wait
             for.
     """
@@ -80,8 +82,8 @@ class PartitionSettings:
                 check_range(name, value, least, hint=", or leave it out")
         if self.default_layout is Layout.OBJECT:
             raise InvalidArgumentError(
-                "default_layout is 'object', but it applies to tensors; give 'auto', 'dense' or 'jagged', and declare "
-                "object fields in fields",
+                "default_layout is 'object', but it applies only to tensors; set it to 'auto', 'dense' or 'jagged', "
+                "and declare object fields in fields",
                 field="default_layout",
             )
         check_unique("fields", [spec.name for spec in self.fields])
@@ -89,8 +91,8 @@ class PartitionSettings:
         for spec in self.fields:
             if spec.layout is Layout.OBJECT and (spec.dtype or spec.row_shape):
                 raise InvalidArgumentError(
-                    f"field {spec.name!r} is declared with objects, which have neither dtype nor row shape; leave them "
-                    f"out",
+                    f"field {spec.name!r} is declared as an object field, which has neither dtype nor row shape; omit "
+                    f"both",
                     field="dtype" if spec.dtype else "row_shape",
                     metadata={"field_name": spec.name},
                 )
@@ -98,8 +100,8 @@ class PartitionSettings:
         check_unique("admissions", [admission.task_name for admission in admissions])
         if (bounded := [each.task_name for each in admissions if each.max_staleness is not None])[1:]:
             raise InvalidArgumentError(
-                f"admissions bound the staleness of {len(bounded)} tasks ({', '.join(bounded)}), expected one at most: "
-                f"samples have one start_version",
+                f"admissions limit the staleness of {len(bounded)} tasks ({', '.join(bounded)}), expected at most "
+                f"one, since a sample has only one start_version",
                 field="admissions",
             )
         object.__setattr__(self, "admissions", tuple(admissions))
@@ -108,7 +110,7 @@ class PartitionSettings:
         check_unique("tasks", self.tasks)
         for name in [each.task_name for each in admissions if self.tasks and each.task_name not in self.tasks]:
             raise InvalidArgumentError(
-                f"admissions has task {name!r}, which is not one of tasks; {nearest(name, self.tasks)}",
+                f"admissions names task {name!r}, which is not among tasks; {nearest(name, self.tasks)}",
                 field="admissions",
             )
         object.__setattr__(self, "tasks", tuple(sorted(self.tasks)))
@@ -116,38 +118,38 @@ class PartitionSettings:
             self._set_release(self.release)
 
     def _set_release(self, release: Release) -> None:
-        """Set the tasks that a release waits for: its own, or else all."""
+        """Set the tasks that the release waits for: those it names, or else all tasks."""
         release = release if release.tasks else replace(release, tasks=self.tasks)
         object.__setattr__(self, "release", release)
         if not release.tasks:
             raise InvalidArgumentError(
-                f"release names no tasks, but samples are released once {release.when} by its tasks. Name them, or "
-                f"declare the tasks of the partition",
+                f"release names no tasks, but it releases samples once they are {release.when} by its tasks. Name "
+                f"these tasks, or declare the partition's tasks",
                 field="release",
             )
         for name in [name for name in release.tasks if self.tasks and name not in self.tasks]:
             raise InvalidArgumentError(
-                f"release has task {name!r}, which is not one of tasks; {nearest(name, self.tasks)}", field="release"
+                f"release names task {name!r}, which is not among tasks; {nearest(name, self.tasks)}", field="release"
             )
 
     @property
     def known_tasks(self) -> Iterable[str]:
-        """All tasks that it names; they exist from the start, so their counts begin with the first sample."""
+        """All tasks that the settings name; they exist from the start, so their counts begin with the first sample."""
         admitted = (admission.task_name for admission in self.admissions)
         return dict.fromkeys((*self.tasks, *admitted, *self.releasing_tasks))
 
     @property
     def releasing_tasks(self) -> Sequence[str]:
-        """The tasks that must be done with samples before their release; empty: no task releases samples."""
+        """The tasks that must be done with a sample before it is released; empty if releases do not depend on tasks."""
         return () if self.release is None else self.release.tasks
 
     @property
     def keeps_until_saved(self) -> bool:
-        """Whether these tasks need a batch's samples until a checkpoint covers it, not only until it is trained."""
+        """Whether samples are kept until a checkpoint covers their batch, not only until the batch is trained."""
         return self.release is not None and self.release.when == "saved"
 
     def describe_difference(self, other: PartitionSettings) -> str:
-        """Describe the differences for a message."""
+        """Describe the differences from other settings, for an error message."""
         return ", ".join(f"{name} is {shown(own)}, got {shown(got)}" for name, own, got in differences(self, other))
 
     @property
@@ -170,10 +172,10 @@ class PartitionFacts:
         next_index: global index of the next sample.
         sample_count: number of samples, for callers that do not need the tables.
         has_groups: whether groups or rollouts were ever named.
-        meta_kinds: for each custom_meta column the kinds of its values, see `CustomMeta.kinds`.
+        meta_kinds: kinds of the values in each custom_meta column, see `CustomMeta.kinds`.
         fields: current specs of the fields.
         former_fields: last specs of fields that lost all cells, see `CellTable.former_specs`.
-        released_count: samples released because the tasks of its release were done with them.
+        released_count: samples released because all releasing tasks were done with them.
         expired_count: samples released because of their age.
     """
 
@@ -194,9 +196,9 @@ class PartitionFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionSnapshot:
-    """A partition at one moment: read by another thread, written to a file, and restored from there.
+    """A partition at one moment, for another thread to read and write to a file, and for restoring from that file.
 
-    Derived state is left out: scan positions, key indexes, free slots, remaining rows of claims.
+    Derived state is omitted: scan positions, key indexes, free slots, and the number of remaining rows of each claim.
     """
 
     facts: PartitionFacts
@@ -205,10 +207,10 @@ class PartitionSnapshot:
 
 
 class Listeners(list[Callable[..., object]]):
-    """Callbacks for an event, called in the order of their addition."""
+    """Callbacks for an event, called in the order in which they were added."""
 
     def __call__(self, *what: Any) -> None:
-        """Call all of them."""
+        """Call all callbacks."""
         for notify in self:
             notify(*what)
 
@@ -223,10 +225,10 @@ class Partition:
 
     Attributes:
         on_change: called after a change that may matter to waiting claims.
-        on_consumed: called after a task has fewer samples left to consume.
-        on_rows: called, while a change is applied, with the global indexes of written or reopened rows; they are a
-            range if all of them are new.
-        on_reset: called, while a change is applied, with the name of a task that starts again from all rows.
+        on_consumed: called after the number of samples left for a task to consume has decreased.
+        on_rows: called while a change is applied, with the global indexes of written or reopened rows, as a range if
+            all of them are new.
+        on_reset: called while a change is applied, with the name of a task that restarts from all rows.
         policies: policies of the service, for conditions that compare with a published version; set by its owner.
         all_partitions: partitions of the service, for claims that share a lease across partitions; set by its owner.
     """
@@ -266,16 +268,16 @@ class Partition:
 
     @property
     def inserted_count(self) -> int:
-        """Samples ever inserted."""
+        """The number of samples ever inserted."""
         return self.table.next_index
 
     def check_incarnation(self, incarnation: bytes) -> None:
-        """Refuse a caller that refers to an earlier incarnation of the name; empty accepts any."""
+        """Reject a caller that refers to an earlier incarnation of the partition; empty matches any."""
         if incarnation and incarnation != self.incarnation:
             check_passed_on("incarnation", incarnation)
             raise StaleIncarnationError(
                 f"partition {self.partition_id!r} was cleared and created again: got incarnation {incarnation.hex()}, "
-                f"now it is {self.incarnation.hex()}. Discard all metadata of the old one",
+                f"but the current one is {self.incarnation.hex()}. Discard all metadata of the old incarnation",
                 metadata={
                     "partition_id": self.partition_id,
                     "got": incarnation.hex(),
@@ -284,7 +286,7 @@ class Partition:
             )
 
     def count_states(self, rows: slice | Indexes, by: int) -> None:
-        """Add rows to the counts of the partition and their groups by present state; -1 as `by` subtracts them."""
+        """Add rows to the per-state counts of the partition and of their groups, or subtract them if `by` is -1."""
         states = self.state[rows]
         counts = np.bincount(states, minlength=len(self.state_counts)).tolist()
         self.state_counts = [known + by * count for known, count in zip(self.state_counts, counts, strict=True)]
@@ -311,16 +313,16 @@ class Partition:
         return task
 
     def forget_task(self, name: str) -> None:
-        """Remove a task; it must not have anything on record."""
+        """Remove a task, which must have no records."""
         del self.tasks[name]
         for column in task_columns(name):
             self.table.remove_column(column)
 
     def check_task(self, name: str) -> None:
-        """Refuse a task that is not declared, if tasks were declared."""
+        """Reject an undeclared task if the partition declares its tasks."""
         if self.settings.tasks and name not in self.settings.tasks:
             raise TaskNotFoundError(
-                f"partition {self.partition_id!r} was created for other tasks than {name!r}; "
+                f"partition {self.partition_id!r} was not created for task {name!r}; "
                 f"{nearest(name, self.settings.tasks)}",
                 metadata={"partition_id": self.partition_id, "task_name": name},
             )
@@ -330,7 +332,7 @@ class Partition:
         self.check_task(name)
         if name not in self.tasks:
             raise TaskNotFoundError(
-                f"no task {name!r} has asked for samples of partition {self.partition_id!r}; "
+                f"no task {name!r} has requested samples of partition {self.partition_id!r}; "
                 f"{nearest(name, self.tasks)}",
                 metadata={"partition_id": self.partition_id, "task_name": name},
             )
@@ -338,46 +340,46 @@ class Partition:
 
     @property
     def version(self) -> tuple[int, int]:
-        """Counters that change with every change that may matter to waiting claims."""
+        """Counters, at least one of which increases with every change that may matter to waiting claims."""
         return self.state_version, self.row_version
 
     @property
     def mark(self) -> tuple[object, ...]:
-        """The version and the layout of rows: while it is unchanged, checks made for a write stay valid."""
+        """The version and the row layout; while they are unchanged, checks made for a write stay valid."""
         return *self.version, self.table.layout
 
     @property
     def expected_count(self) -> int | None:
-        """Samples in all rounds that have begun, and at least one round; None without rounds."""
+        """The number of samples in all rounds that have begun, at least one round; None without rounds."""
         size = self.settings.samples_per_round
         return None if size is None else max(1, -(-self.inserted_count // size)) * size
 
     @property
     def is_whole(self) -> bool:
-        """Whether no new samples will come, or none before the next round."""
+        """Whether no more samples will be inserted, or none before the next round."""
         return self.sealed or self.inserted_count == self.expected_count
 
     @property
     def may_end_finite(self) -> bool:
-        """Whether `finite` claims may be at their end: not before the first sample, nor within a round."""
+        """Whether `finite` claims may end now: not before the first sample, nor in the middle of a round."""
         return self.inserted_count > 0 and (self.settings.samples_per_round is None or self.is_whole)
 
     @property
     def open_count(self) -> int:
-        """Samples that are live or held."""
+        """The number of live or held samples."""
         return self.state_counts[LIVE] + self.state_counts[HELD]
 
     def held_count(self, unit: BatchUnit) -> int:
-        """Return how many samples are held, or how many groups or rollouts contain a held one.
+        """Return the number of held samples, or of groups or rollouts that contain a held sample.
 
-        Groups and rollouts are counted only if an admission has `most_running` for them.
+        Groups and rollouts are counted only if an admission sets `most_running` for them.
         """
         return self._held_units[unit].count if unit in self._held_units else self.state_counts[HELD]
 
     # Reading
 
     def resolved(self, where: Sequence[Condition]) -> tuple[Condition, ...]:
-        """Return conditions with the versions that are published now."""
+        """Return the conditions with the currently published versions filled in."""
         return tuple(condition.resolved(self.policies) for condition in where)
 
     def is_leased(self, positions: Indexes) -> NDArray[np.bool_]:
@@ -389,7 +391,7 @@ class Partition:
         return is_leased
 
     def in_use(self, positions: Indexes) -> NDArray[np.bool_]:
-        """Return which rows are held, leased to a worker of any task, or in a batch that was not trained."""
+        """Return which rows are held, leased to a worker of any task, or in a batch that is not trained yet."""
         planned = [batch.rows for task in self.tasks.values() for batch in task.untrained()]
         in_use: NDArray[np.bool_] = (self.state[positions] == HELD) | self.is_leased(positions)
         return in_use | np.isin(self.table.index[positions], np.concatenate(planned)) if planned else in_use
@@ -397,7 +399,7 @@ class Partition:
     def in_use_count(self, task: TaskLedger, unit: BatchUnit) -> int:
         """Return an upper bound on a task's outstanding units that are in use, see `in_use`.
 
-        Incomplete groups and rollouts are also in use, as are delivered units that still hold their places.
+        Incomplete groups and rollouts also count as in use, as do delivered units that still hold their places.
         """
         count = self.held_count(unit) + sum(task.delivered_units) + task.done_units
         for each in self.tasks.values():
@@ -409,7 +411,7 @@ class Partition:
         return count
 
     def is_done(self, positions: Indexes) -> NDArray[np.bool_]:
-        """Return which rows all tasks of the release have taken or never get."""
+        """Return which rows every releasing task has consumed or dropped, or will never receive."""
         is_done = np.ones(positions.size, np.bool_)
         for name in self.settings.releasing_tasks:
             is_done &= self.tasks[name].is_done(positions)
@@ -425,18 +427,18 @@ class Partition:
         return ~is_needed
 
     def positions_of(self, indexes: Indexes, *, may_repeat: bool = False) -> Indexes:
-        """Return the positions of samples. All must exist, each named once unless it `may_repeat`."""
+        """Return the positions of samples. All must exist, and each must be listed once unless `may_repeat` is set."""
         positions = self.table.find(indexes)
         if bool((positions < 0).any()):
             missing = indexes[positions < 0]
             raise SampleNotFoundError(
                 f"partition {self.partition_id!r} has no sample {int(missing[0])} ({missing.size} of {indexes.size} "
-                f"are missing); it has {self.table.present_count} of {self.inserted_count} inserted, "
-                f"the others were cleared",
+                f"are missing); {self.table.present_count} of its {self.inserted_count} inserted samples remain, the "
+                f"others were cleared",
                 metadata={"partition_id": self.partition_id, "global_index": str(missing[0])},
             )
         if not may_repeat and distinct(positions, self.table.count).size != positions.size:
-            raise InvalidArgumentError("a sample is named twice; name each once", field="global_indexes")
+            raise InvalidArgumentError("a sample is listed twice; list each sample once", field="global_indexes")
         return positions
 
     # Snapshots
@@ -471,7 +473,7 @@ class Partition:
         )
 
     def snapshot(self) -> PartitionSnapshot:
-        """Return the partition as it is now; the cost does not depend on the number of samples."""
+        """Return a snapshot of the partition; the cost does not depend on the number of samples."""
         return PartitionSnapshot(
             facts=self.facts,
             tables={name: table.snapshot() for name, table in self.tables.items()},
@@ -480,10 +482,10 @@ class Partition:
 
     @classmethod
     def restore(cls, snapshot: PartitionSnapshot) -> Partition:
-        """Return the partition of a snapshot, which cannot be used again.
+        """Create a partition from a snapshot, which cannot be used again.
 
         Raises:
-            NewerVersionError: the snapshot has a table or a column that this version does not know.
+            NewerVersionError: the snapshot has a table or column that is unknown to this version.
         """
         facts = snapshot.facts
         partition = cls(facts.partition_id, facts.settings, facts.incarnation)
@@ -523,7 +525,7 @@ class Partition:
             for column in missing:
                 _log.warning(
                     LogMessage(
-                        "snapshot lacks a column; all its rows get the default",
+                        "snapshot lacks a column; set its rows to the default",
                         partition=self.partition_id,
                         table=name,
                         column=column,
@@ -532,7 +534,7 @@ class Partition:
                 )
 
     def free(self) -> Iterator[None]:
-        """Release all names and objects, in steps; for a removed partition. Its snapshots stay readable."""
+        """Release all names and objects of a removed partition in steps; its snapshots stay readable."""
         for names in (self.key_index, self.groups.slot_of, self.groups.rollout_slot_of):
             yield from names.free()
         for table in self.tables.values():
@@ -546,13 +548,13 @@ class Partition:
         self.on_rows(indexes)
 
     def forget_listeners(self) -> None:
-        """Drop the listeners, whose references to the partition would keep it until a full garbage collection."""
+        """Drop the listeners; their references would keep the partition alive until a full garbage collection."""
         for listeners in (self.on_change, self.on_consumed, self.on_rows, self.on_reset):
             listeners.clear()
 
 
 def _in_state(rows: slice | Indexes, states: NDArray[np.uint8], code: int) -> Indexes:
-    """Return the positions of the rows with a state."""
+    """Return the positions of the rows that are in the given state."""
     positions: Indexes = np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
     found: Indexes = positions[states == code]
     return found
@@ -561,5 +563,5 @@ def _in_state(rows: slice | Indexes, states: NDArray[np.uint8], code: int) -> In
 def _newer(partition_id: str, what: str) -> NewerVersionError:
     return NewerVersionError(
         f"partition {partition_id!r} was written by a newer version: {what}; install that version, or restore a "
-        f"checkpoint of this one into an empty data directory"
+        f"checkpoint written by this version into an empty data directory"
     )

@@ -1,7 +1,8 @@
-"""Claims and plans: the request of a consumer, the view that a sampler gets, and the plan that it returns.
+"""Claims and plans: a consumer's request, the view that a sampler reads, and the plan that the sampler returns.
 
-Everything down to `Sampler` is public API, exported by `tq_service.samplers`: user-defined samplers are subclasses of
-`Sampler`. The rest describes a claim: conditions and order, the specification shared by all ranks, and the call.
+Everything up to and including `Sampler` is public API, exported by `tq_service.samplers`: user-defined samplers are
+subclasses of `Sampler`. The rest describes a claim: conditions and order, the specification shared by all ranks, and
+the call.
 """
 
 from __future__ import annotations
@@ -79,17 +80,17 @@ class LengthSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
-    """A request for a plan.
+    """A request to a sampler for one plan.
 
     Attributes:
         batch_size: samples, rollouts or groups (`batch_unit`) for each rank.
         min_size: minimum number of units over all ranks; return None if fewer are ready. The planner lowers it to 1
-            when no more can come, so a sampler need not know about the end.
+            when no more units can become ready, so samplers need not handle the end.
         batch_unit: unit of the two sizes.
         rank_count: number of ranks; 1 for a queue worker.
-        ranked: whether the request comes from trainer ranks and not from a queue worker.
-        micro_batch_size: samples per micro-batch, or None. The planner cuts the batch by it if the sampler returns no
-            steps.
+        ranked: whether the request comes from trainer ranks rather than from a queue worker.
+        micro_batch_size: samples per micro-batch, or None. If the sampler returns no steps, the planner splits the
+            batch into micro-batches of this size.
         data_fields: the requested fields.
     """
 
@@ -109,7 +110,7 @@ class PlanRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Groups:
-    """Samples in groups: `rows` has the members of group 0, then of group 1, ...; `sizes` counts them."""
+    """Samples in groups: `rows` lists the members of group 0, then those of group 1, ...; `sizes` counts them."""
 
     rows: Indexes
     sizes: Indexes
@@ -140,13 +141,13 @@ class Pack:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlan:
-    """The part of one rank.
+    """One rank's part of a plan.
 
     Attributes:
         rows: global indexes, in batch order.
-        steps: packs by optimizer step; empty: the planner cuts micro-batches, which form one step.
-        dropped: global indexes of ready rows that the batch leaves out, such as too long ones; disjoint from `rows`.
-            The task never gets them; they count as skipped (`EndCounts.overlong_count`).
+        steps: packs of each optimizer step; if empty, the planner creates micro-batches, which form one step.
+        dropped: global indexes of ready rows that the batch excludes, such as overlong ones; disjoint from `rows`. The
+            task never receives them; they count as skipped (`EndCounts.overlong_count`).
         totals: totals of each step over all ranks; the service sets them.
         summed: the custom_meta columns whose sums the totals contain.
     """
@@ -174,7 +175,7 @@ class Plan:
 
     @classmethod
     def of(cls, parts: Sequence[Indexes], consumed: Indexes | None = None) -> Plan:
-        """Return the plan that gives `parts[rank]` to each rank, as plain micro-batches."""
+        """Return a plan that assigns `parts[rank]` to each rank, in plain micro-batches."""
         return cls(
             ranks=tuple(RankPlan(rows=np.asarray(part, dtype=np.int64)) for part in parts),
             consumed=None if consumed is None else np.asarray(consumed, dtype=np.int64),
@@ -184,22 +185,22 @@ class Plan:
 class View(Protocol):
     """A sampler's view of a partition, for one task.
 
-    Rows are global indexes throughout. Ready means: live, all data fields produced, not consumed by the task, passing
-    the request's `where`, having the length the sampler declares. A sampler's thread may read the view while the
-    partition changes; a plan whose rows are gone by then is planned again.
+    Rows are always given as global indexes. A ready row is live, has all data fields produced, is not consumed by the
+    task, passes the request's `where`, and has the length that the sampler declares. A sampler's thread may read the
+    view while the partition changes. If rows of its plan are gone by then, the batch is planned again.
 
     Attributes:
-        plan_count: number of plans recorded for the task before, in all epochs. Use it as the seed of random draws,
-            since everything else may be equal for two batches.
+        plan_count: number of plans recorded for the task so far, in all epochs. Use it as the seed of random draws,
+            since everything else may be identical for two batches.
     """
 
     @property
     def plan_count(self) -> int:
-        """See the class."""
+        """See the class docstring."""
         ...
 
     def ready(self, limit: int | None = None) -> Indexes:
-        """Return up to `limit` ready rows in index order, or in the request's `order_by`."""
+        """Return up to `limit` ready rows in index order, or in the order of the request's `order_by`."""
         ...
 
     def ready_groups(
@@ -220,18 +221,19 @@ class View(Protocol):
                 explicit groups, blocks of this many consecutive indexes are the groups; None then makes each sample a
                 group.
             take_incomplete: deliver the rest of a group after members failed or were cleared, instead of skipping it.
-            blocks: where blocks begin: at multiples of `block_size` ("aligned"), or anywhere. In the second case any
+            blocks: where blocks begin: at multiples of `block_size` ("aligned"), or anywhere. In the latter case, any
                 `block_size` ready rows with consecutive indexes form a group, the earliest first.
 
         Raises:
-            InvalidArgumentError: blocks are aligned and some put of new rows was not a multiple of `block_size`.
+            InvalidArgumentError: blocks are aligned, and the size of some put of new rows was not a multiple of
+                `block_size`.
         """
         ...
 
     def left(self, limit: int | None = None) -> Indexes:
-        """Return up to `limit` rows that are left for the task, ready or not, in index order.
+        """Return up to `limit` rows that the task may still consume, ready or not, in index order.
 
-        These are live or held, not consumed, not leased, and not excluded by the request's `where`.
+        These rows are live or held, not consumed, not leased, and not excluded by the request's `where`.
         """
         ...
 
@@ -259,7 +261,7 @@ class View(Protocol):
         ...
 
     def use_counts(self, rows: Indexes) -> Indexes:
-        """Return how often each row was delivered to the task and not consumed `(n,)`; see `get_meta(max_uses=)`."""
+        """Return how often each row was delivered to the task but not consumed `(n,)`; see `get_meta(max_uses=)`."""
         ...
 
     def states(self, rows: Indexes) -> list[str]:
@@ -282,13 +284,13 @@ class MustBeAwaited(BaseException):
 class Sampler(ABC):
     """Decides which ready samples form a batch and how they are spread over the ranks.
 
-    Its only state is its options, the keyword arguments of its constructor (a frozen dataclass works well). The
-    constructor raises ValueError for bad values. The same view and request give the same plan.
+    A sampler's only state is its options, the keyword arguments of its constructor (a frozen dataclass works well). The
+    constructor raises ValueError for invalid values. The same view and request must give the same plan.
     """
 
     name: ClassVar[str] = ""
     plans_below_min_size: ClassVar[bool] = False
-    """Whether `plan` may make a batch of fewer than `request.min_size` units although more can come.
+    """Whether `plan` may return a batch of fewer than `request.min_size` units although more may become ready.
 
     Such a sampler is called after each change; others are called only when enough rows are ready for a plan.
     """
@@ -301,14 +303,14 @@ class Sampler(ABC):
 
     @property
     def length(self) -> LengthSource | None:
-        """The length that a sample must have to be ready; None: not needed."""
+        """The source of the length that a sample needs to be ready; None if no length is needed."""
         return None
 
     def check(self, request: PlanRequest) -> None:  # noqa: B027  (optional hook)
         """Raise InvalidArgumentError if the request does not fit the sampler's options."""
 
     def runs_inline(self, request: PlanRequest) -> bool:
-        """Whether `plan` takes well under a millisecond and may run on the event loop; else it gets a thread."""
+        """Whether `plan` takes well under a millisecond and may run on the event loop instead of a thread."""
         return False
 
     @abstractmethod
@@ -316,7 +318,7 @@ class Sampler(ABC):
         """Return the plan of one batch, or None if fewer than `request.min_size` units are ready."""
 
 
-# Comparisons that hold for more samples, or for fewer, as the version compared with grows.
+# Comparisons that hold for more samples, or for fewer, as the published version increases.
 _GROWING: Final = frozenset({"<", "<="})
 _SHRINKING: Final = frozenset({">", ">="})
 
@@ -329,8 +331,8 @@ class Condition:
         published: the policy version to compare with instead of values, as published when samples are examined.
 
     Raises:
-        InvalidArgumentError: something is missing, values have several types, or there are more than the operator
-            takes.
+        InvalidArgumentError: an argument is missing, the values have different types, or there are more values than the
+            operator accepts.
     """
 
     column: str
@@ -344,13 +346,13 @@ class Condition:
             return
         if not self.operator or not self.column:
             raise InvalidArgumentError(
-                f"where: got column {self.column!r} and operator {self.operator!r}; give both", field="where"
+                f"where: got column {self.column!r} and operator {self.operator!r}; expected both", field="where"
             )
         given = [value for value in self.values if value is not None]
         if len(given) != len(self.values) or (self.operator != "in" and len(given) != 1):
             raise InvalidArgumentError(
-                f"where: column {self.column!r} {self.operator} got {len(given)} values; give one, or any number with "
-                f"'in'",
+                f"where: column {self.column!r} {self.operator} got {len(given)} values; pass exactly one, or use "
+                f"'in' for any number",
                 field="where",
             )
         if len({isinstance(value, str) for value in given}) > 1:
@@ -369,7 +371,7 @@ class Condition:
             )
 
     def resolved(self, policies: Policies) -> Condition:
-        """Return the condition with the version published now as its value; without one, it never holds."""
+        """Return the condition with the currently published version as its value; without one, it never holds."""
         if self.published is None:
             return self
         policy = policies.get(self.published.policy)
@@ -377,7 +379,7 @@ class Condition:
         return Condition(self.column, self.operator, (version,))
 
     def may_hold_later(self, policies: Policies) -> bool:
-        """Whether it may hold later for a value that fails it now, since versions grow."""
+        """Whether a value that fails the condition now may satisfy it later, since published versions grow."""
         published = self.published
         return published is not None and (self.operator in _GROWING or published.policy not in policies)
 
@@ -395,7 +397,7 @@ class Condition:
         if kind == "O":
             if self.operator == "in":  # isin compares each text with each value
                 return np.fromiter(map(frozenset(self.values).__contains__, data), np.bool_, data.size)
-            # Compare strings as objects: in an array of a string dtype each would take the space of the longest.
+            # Compare strings as objects: in an array of a string dtype, each would take as much space as the longest.
             other = np.array(self.values[0], dtype=np.object_)
             return np.asarray(_COMPARE[self.operator](data, other), dtype=np.bool_)
         if kind == "b":
@@ -459,10 +461,10 @@ class Order:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refill:
-    """The task that produces evicted units again, from the samples of its partition with their names as keys.
+    """The task that regenerates evicted units from the samples of its partition whose keys are the units' names.
 
     Attributes:
-        max_refills: how often a sample is made claimable again for it, per epoch of the task.
+        max_refills: maximum number of times that a sample is made claimable again, per epoch of the task.
 
     Raises:
         InvalidArgumentError: a name is invalid, or the number is less than 1.
@@ -486,7 +488,7 @@ class BatchSpec:
         max_uses: how often a sample is delivered before it counts as consumed.
         unmatched: whether samples that `where` excludes wait or are evicted.
         least_members: a group with fewer members left is evicted; 0: no minimum.
-        refill: task that produces evicted units again, if any.
+        refill: task that regenerates evicted units, if any.
         held: whether held samples are delivered instead of live ones.
         totals: custom_meta columns that are summed for the batches of ranks.
 
@@ -528,7 +530,7 @@ class BatchSpec:
         for name, columns in (("order_by", [order.column for order in self.order_by]), ("totals", list(self.totals))):
             if "" in columns:
                 raise InvalidArgumentError(
-                    f"{name} has an empty column, at position {columns.index('')}; name each column", field=name
+                    f"{name} has an empty column name at position {columns.index('')}; name each column", field=name
                 )
             check_unique(name, columns)
         if len(self.totals) > _MOST_SUMS:
@@ -540,7 +542,7 @@ class BatchSpec:
 
     @property
     def evicts(self) -> bool:
-        """Whether claims evict samples that the task can never get."""
+        """Whether claims evict samples that the task can never consume."""
         return self.unmatched != "wait"
 
     def disagreement(self, other: BatchSpec) -> tuple[str, object, object] | None:
@@ -623,8 +625,8 @@ class Rank:
         missing = [name for name in numbers if name not in given]
         if given and missing:
             raise InvalidArgumentError(
-                f"got {' and '.join(given)} without {' and '.join(missing)}; give all three for a trainer rank, none "
-                f"for a queue worker",
+                f"got {' and '.join(given)} without {' and '.join(missing)}; pass all three for a trainer rank, or "
+                f"none for a queue worker",
                 field=missing[0],
             )
         return cls(**given) if given else None
@@ -637,13 +639,13 @@ class LeaseTerms:
     Attributes:
         seconds: samples not acknowledged within this time can be claimed by other workers.
         max_deliveries: a sample delivered this often without being acknowledged is dead-lettered; None: no limit.
-        group_block_size: how a claim of groups, which acknowledges, releases and redelivers groups as a unit, finds
-            them: 0 for named groups, `KEPT_ROLLOUTS` for rollouts, or the length of the blocks of consecutive indexes
+        group_block_size: how a claim that acknowledges, releases and redelivers groups as units identifies these
+            groups: 0 for named groups, `KEPT_ROLLOUTS` for rollouts, or the length of the blocks of consecutive indexes
             that replace groups. None: samples are handled one by one.
         blocks: where these blocks begin: at multiples of their length, or anywhere.
-        on_lost: for a claim of slots: action on slots still held when the lease runs out; slots released without data
+        on_lost: for a claim of slots: action on slots still held when the lease expires; slots released without data
             are removed. None: a claim of existing samples.
-        shared_with: the partition with the claim that shares the lease, of the same task and request id. The claim of
+        shared_with: the partition of the claim (of the same task and request id) that shares the lease. The claim of
             prompts names the partition of their slots, and vice versa. Empty: the lease is not shared.
 
     Raises:
@@ -660,8 +662,8 @@ class LeaseTerms:
     def __post_init__(self) -> None:
         if not 0 < self.seconds <= MAX_LEASE_SECONDS:  # NaN fails this too
             raise InvalidArgumentError(
-                f"lease is {self.seconds}; give a positive number of seconds, at most {MAX_LEASE_SECONDS:g} (a day), "
-                f"and extend the lease if the work takes longer",
+                f"lease is {self.seconds}; expected a positive number of seconds, at most {MAX_LEASE_SECONDS:g} (a "
+                f"day). Extend the lease if the work takes longer",
                 field="lease",
             )
         if self.max_deliveries is not None:
@@ -692,11 +694,11 @@ class ClaimSpec:
     Calls with equal specs are served by the same plans.
 
     Attributes:
-        data_fields: fields that the answer locates; `batch_spec.data_fields` has these names in one order for all
-            ranks.
+        data_fields: fields that the answer locates; `batch_spec.data_fields` has the same names in an order that all
+            ranks share.
         min_batch_size: minimum batch size of a queue worker; 0 means the full `batch_size`.
         dp_size: number of ranks, None for queue workers.
-        admit: the slots that a rollout worker gets with its prompts, if any.
+        admit: the slots that a rollout worker receives with its prompts, if any.
 
     Raises:
         InvalidArgumentError: a size is out of range, or a field name is empty or repeated.
@@ -714,21 +716,22 @@ class ClaimSpec:
         batch_size, rank_count = self.batch_spec.batch_size, self.dp_size or 1
         if batch_size <= 0 or batch_size * rank_count > MOST_SAMPLES:
             raise InvalidArgumentError(
-                f"batch_size is {batch_size} for {rank_count} ranks; give a positive number, at most {MOST_SAMPLES} "
-                f"over all ranks",
+                f"batch_size is {batch_size} for {rank_count} ranks; expected a positive number, at most "
+                f"{MOST_SAMPLES} over all ranks",
                 field="batch_size",
                 metadata={"got": str(batch_size * rank_count), "expected": f"1 to {MOST_SAMPLES}"},
             )
         if self.dp_size is not None and self.min_batch_size:
             raise InvalidArgumentError(
-                "min_batch_size is for queue workers; a rank's batch is short only at the end", field="min_batch_size"
+                "min_batch_size is only for queue workers; omit it for a rank, whose batch is short only at the end",
+                field="min_batch_size",
             )
         object.__setattr__(self, "min_batch_size", self.min_batch_size or batch_size)
         check_range("min_batch_size", self.min_batch_size, 1, batch_size, hint=", the batch_size")
 
     @cached_property
     def plan_request(self) -> PlanRequest:
-        """The sampler's request: a full batch for all ranks, or at least the minimum of a queue worker."""
+        """The request to the sampler: a full batch for all ranks, or at least a queue worker's minimum."""
         batch_spec, rank_count = self.batch_spec, self.dp_size or 1
         return PlanRequest(
             batch_size=batch_spec.batch_size,
@@ -749,7 +752,7 @@ class ClaimSpec:
 
 
 def check_data_fields(names: Sequence[str]) -> None:
-    """Refuse an empty list of fields, and empty or repeated names."""
+    """Reject an empty list of fields, and empty or repeated names."""
     if not names:
         raise InvalidArgumentError("data_fields is empty; name at least one field", field="data_fields")
     if "" in names:
@@ -771,16 +774,16 @@ class NotBefore:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClaimRequest:
-    """The request of a GetMeta call.
+    """The arguments of a GetMeta call.
 
     Attributes:
-        rank: the calling rank, None for a queue worker; its `dp_size` is that of `spec`.
+        rank: the calling rank, None for a queue worker; its `dp_size` equals that of `spec`.
         epoch: the epoch that the caller expects, None for any.
         lease: lease terms of a queue worker; None: its samples are done on delivery.
-        claim_name: name of a queue worker's claim; later calls with this name get the same claim. Empty: unnamed.
+        claim_name: name of a queue worker's claim; later calls with this name return the same claim. Empty: unnamed.
         not_before: policy version that must be published first, if any.
         batch_count: maximum number of batches for a rank, starting with that of `rank`.
-        make_slots: makes the slots of `spec.admit` for the prompts of a plan, in the same step as their claim. If it
+        make_slots: creates the slots of `spec.admit` for the prompts of a plan, in the same step as their claim. If it
             raises, the prompts are not claimed.
 
     Raises:
@@ -807,24 +810,26 @@ class ClaimRequest:
             check_range("batch_count", self.batch_count, 1, _MOST_BATCHES)
             if self.rank is None:
                 raise InvalidArgumentError(
-                    f"batch_count is {self.batch_count}, expected 1 for a queue worker, whose claims have a request_id "
-                    "each. Make a call for each claim, or ask for a larger batch_size.",
+                    f"batch_count is {self.batch_count}, expected 1 for a queue worker, since each of its claims has "
+                    f"its own request_id. Make one call per claim, or request a larger batch_size",
                     field="batch_count",
                 )
         if self.rank is None and self.batch_spec.totals:
             raise InvalidArgumentError(
-                f"totals is {shown(self.batch_spec.totals)}, which is for ranks, since each gets a part of a batch. "
-                f"Omit it: a queue worker has all samples of its batch",
+                f"totals is {shown(self.batch_spec.totals)}, but totals are only for ranks, since each receives a "
+                f"part of a batch. Omit totals: a queue worker has all samples of its batch",
                 field="totals",
             )
         if self.rank is not None and self.lease is not None:
             raise InvalidArgumentError(
-                "lease is for queue workers; the batches of ranks are not leased: a retry gets the same batch",
+                "lease is only for queue workers; omit it for a rank, whose retry returns the same batch without a "
+                "lease",
                 field="lease",
             )
         if self.batch_spec.held and self.lease is None:
             raise InvalidArgumentError(
-                "held samples are claimed without a lease. Set one: a rollout worker continues them under a lease",
+                "held samples are claimed without a lease. Set a lease, since rollout workers continue held samples "
+                "under one",
                 field="lease",
             )
         if self.spec.admit is not None:
@@ -833,13 +838,13 @@ class ClaimRequest:
             check_name("claim_name", self.claim_name)
             if self.rank is not None:
                 raise InvalidArgumentError(
-                    f"claim_name is {self.claim_name!r}, which is for queue workers; a rank names its batch by dp_rank "
-                    f"and batch_index",
+                    f"claim_name is {self.claim_name!r}, but claim names are only for queue workers; a rank "
+                    f"identifies its batch by dp_rank and batch_index",
                     field="claim_name",
                 )
 
     def _check_admit(self) -> None:
-        """Refuse slots unless the claim leases live prompts, one by one and for one use."""
+        """Reject slots unless the claim leases live prompts one by one, each for a single use."""
         spec = self.batch_spec
         for name, got, expected in (
             ("lease", "unset" if self.lease is None else "set", "set"),
@@ -850,8 +855,8 @@ class ClaimRequest:
         ):
             if got != expected:
                 raise InvalidArgumentError(
-                    f"{name} is {got!r} with admit, expected {expected!r}: slots are made for prompts that a rollout "
-                    f"worker leases one by one",
+                    f"{name} is {got!r} with admit, expected {expected!r}, since slots are created for prompts that a "
+                    f"rollout worker leases one by one",
                     field=name,
                 )
 
@@ -862,13 +867,13 @@ class ClaimRequest:
 
     @property
     def policy(self) -> str | None:
-        """The policy whose version it compares samples with or, failing that, waits for; None: neither."""
+        """The policy whose version the request compares samples with or, failing that, waits for; None if neither."""
         compared = (each.published.policy for each in self.batch_spec.where if each.published is not None)
         return next(compared, None if self.not_before is None else self.not_before.policy)
 
     @property
     def plan_request(self) -> PlanRequest:
-        """The sampler's request."""
+        """The request to the sampler."""
         return self.spec.plan_request
 
     @property
@@ -877,7 +882,7 @@ class ClaimRequest:
         return -1 if self.rank is None else self.rank.batch_index
 
     def following(self) -> Iterator[ClaimRequest]:
-        """Yield a request for each batch of the range except the first."""
+        """Yield a request for each requested batch except the first."""
         if self.rank is not None:
             for index in range(self.rank.batch_index + 1, self.rank.batch_index + self.batch_count):
                 yield replace(self, rank=replace(self.rank, batch_index=index), batch_count=1)

@@ -1,4 +1,4 @@
-"""Policies: the last published version of the weights of each."""
+"""Policies and their latest published weight versions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Policy:
     """The published version of a policy.
 
     Attributes:
-        name: its name, including the namespace of the publishing client, as in a partition id.
+        name: name of the policy, including the publishing client's namespace, as in a partition id.
         version: number of the weights in use.
         published_at: time of publication, in seconds since 1970.
     """

@@ -1,34 +1,35 @@
-"""Tables: columns of one length, each declared once by name, dtype and fill.
+"""Tables: columns of equal length, each declared once by name, dtype and fill.
 
 Growth, compaction, snapshots, restores and comparisons in tests iterate over the declared columns, so a new column
 needs only its declaration.
 
-Names of columns. A column of every table of its kind has a plain word without a slash as name, such as `state`. A
-column for something named by a user is `KIND/NAME`, such as `cell/tokens`, `meta/reward` or `claim/update_actor`. The
-kind is a plain word; everything after the first slash is the user's name, unchanged, slashes included. User-given names
-thus cannot collide with other columns.
+Column names: a column that every table of its kind has is named by a plain word without a slash, such as `state`. A
+column for something that a user named is called `KIND/NAME`, such as `cell/tokens`, `meta/reward` or
+`claim/update_actor`. The kind is a plain word; everything after the first slash is the user's name, unchanged, slashes
+included. Names given by users thus cannot collide with other columns.
 
-A snapshot of a column copies nothing. A later change of the column first keeps the blocks that it is about to modify.
-This copies a few thousand values at most, however long the column is, and only while a snapshot is still being read.
+Taking a snapshot of a column copies nothing. A later change of the column first saves the blocks that it is about to
+modify. This copies a few thousand values at most, regardless of the column's length, and only while a snapshot is still
+being read.
 
 `RowTable`: rows in order of their global index. A removed row stays as a gap until gaps outnumber rows; then the gaps
-are closed. Each step that adds or removes rows also moves others to the front: at least some thousands, and about twice
-the number added or removed. No step takes long, and the work ends before the table has grown much. A gap keeps its
-index, which is needed to find the rows around it; positions vacated by moved rows have no index. Rows are not moved
-while a reader on another thread needs stable positions (`pinned`). If there are many gaps (`has_many_gaps`), such a
-reader first waits for the others to end; otherwise overlapping readers could keep gaps forever. A reader that reads
-rows in slices, yielding to others in between, pins nothing (`slices`).
+are closed. Each step that adds or removes rows then also moves other rows to the front: at least a few thousand, and
+about twice the number added or removed. Every step is short, and the gaps are closed before the table has grown much. A
+gap keeps its index, which is needed to find the rows around it; positions vacated by moved rows have no index. Rows are
+not moved while a reader on another thread needs stable positions (`pinned`). If there are many gaps (`has_many_gaps`),
+such a reader first waits for the others to finish; otherwise overlapping readers could preserve gaps forever. A reader
+that reads rows in slices, yielding to others in between, pins nothing (`slices`).
 
-Large numbers of rows are added in two parts. Capacity is reserved in steps, with other work in between; the step that
-adds the rows then only writes their values (`reserve_capacity`). Columns that this step will declare are also made in
-advance.
+Large numbers of rows are added in two phases. Capacity is reserved in steps, with other work in between; the step that
+adds the rows then only writes their values (`reserve_capacity`). Columns that this step will declare are also created
+in advance.
 
 `SlotTable`: slots for transient objects; free slots are reused.
 
-Long columns grow in place, without copying. Numbers are in reserved memory: Linux allocates the pages of an anonymous
-mapping on first write. Reserving far more than needed therefore costs only address space, and readers' views keep their
-memory. numpy cannot do this for objects, so a long column of objects consists of chunks (`ObjectChunks`); growing adds
-a chunk.
+Long columns grow in place, without copying. Numbers are stored in reserved memory: Linux allocates the pages of an
+anonymous mapping on first write. Reserving far more than needed therefore costs only address space, and readers' views
+keep their memory. numpy cannot do this for objects, so a long column of objects consists of chunks (`ObjectChunks`);
+growing adds a chunk.
 """
 
 from __future__ import annotations
@@ -72,9 +73,9 @@ _CLOSED_SHARE = 2  # examined rows per row that the step adds or removes
 
 BLOCK_SHIFT: Final = 12
 BLOCK_ROWS: Final = 1 << BLOCK_SHIFT
-"""Values of a column in a block, the unit kept for snapshots."""
+"""The number of column values per block, the unit saved for snapshots."""
 RESERVED_FROM: Final = 1 << 16  # minimum size, in values, of a column that grows in place
-_RESERVED: Final = 1 << 26  # values that memory is reserved for then; a larger column reserves four times its size
+_RESERVED: Final = 1 << 26  # values for which such a column reserves memory; a larger one reserves four times its size
 _OVERCOMMIT: Final = Path("/proc/sys/vm/overcommit_memory")
 _NEVER: Final = "2"
 _MAP_NORESERVE: Final = 0x4000  # Linux; missing in the mmap module of Python 3.11
@@ -87,7 +88,7 @@ Where = slice | Indexes | int
 
 
 class ObjectChunks:
-    """An array of objects in chunks that are allocated on first write; growing moves no object.
+    """An array of objects in chunks that are allocated on first write; growing does not move objects.
 
     Attributes:
         size: number of objects; those never written are `fill`.
@@ -143,7 +144,7 @@ class ObjectChunks:
         return chunk
 
     def _parts(self, where: Any) -> tuple[int, Iterable[tuple[int, Any, Any]]]:
-        """Return the number of positions and, by chunk, which of them it contains and at which offsets."""
+        """Return the number of positions and, for each chunk, the positions it contains and their offsets."""
         if isinstance(where, slice):
             start, stop, step = where.indices(self.size)
             if step == 1:
@@ -153,7 +154,7 @@ class ObjectChunks:
 
 
 def blocks_of(where: Where, size: int) -> Iterable[int]:
-    """Return the blocks, among the first `size` rows, that contain the given positions or mask."""
+    """Return the numbers of the blocks, among the first `size` rows, that contain the given positions or mask."""
     if isinstance(where, int | np.integer):
         return (int(where) >> BLOCK_SHIFT,) if where < size else ()
     if not isinstance(where, slice):
@@ -196,9 +197,9 @@ def zeros(count: int, dtype: np.dtype[Any], fill: Any) -> NDArray[Any] | ObjectC
 
 
 def reserved_zeros(count: int, dtype: DTypeLike) -> NDArray[Any] | None:
-    """Return `count` zeros that take memory only when written; None if the system cannot reserve it.
+    """Return `count` zeros that use memory only once they are written; None if the system cannot reserve it.
 
-    The memory is freed with the last array over it.
+    The memory is freed with the last array that refers to it.
     """
     if not _can_reserve():
         return None
@@ -218,7 +219,7 @@ def reserved_zeros(count: int, dtype: DTypeLike) -> NDArray[Any] | None:
 
 
 def reserved_memory(values: NDArray[Any] | ObjectChunks) -> mmap.mmap | None:
-    """Return the reserved memory of values, None if they are in other memory."""
+    """Return the reserved memory that contains the values, or None if they are in other memory."""
     base: Any = getattr(values, "base", None)
     base = base.obj if isinstance(base, memoryview) else base
     return base if isinstance(base, mmap.mmap) else None
@@ -235,7 +236,7 @@ def release_pages(values: NDArray[Any], memory: mmap.mmap, start: int, stop: int
 
 @cache
 def _can_reserve() -> bool:
-    """Whether memory that is only reserved is free; a machine that never overcommits counts it as used."""
+    """Whether reserving memory costs nothing; a machine that never overcommits counts it as used."""
     if sys.platform != "linux":
         return False
     try:
@@ -261,8 +262,8 @@ NewColumn: TypeAlias = tuple[str, DTypeLike, Any]
 class ColumnSnapshot:
     """The first `size` values of a column at the time of the snapshot; can be read once, in order, on any thread.
 
-    The column keeps a block before changing it (on its own thread). The reader copies the column's block first and then
-    looks for a kept one: if there is none, the block had not begun to change when it was copied.
+    The column saves a block before changing it (on its own thread). The reader copies the column's block first and then
+    looks for a saved one. If none exists, the block had not started to change when it was copied.
     """
 
     __slots__ = ("__weakref__", "_array", "_kept", "_next_block", "size")
@@ -296,7 +297,7 @@ class ColumnSnapshot:
         return values
 
     def keep(self, where: Where) -> None:
-        """Keep the unread blocks that are about to change; called by the column."""
+        """Save the unread blocks that are about to change; called by the column."""
         for number in blocks_of(where, self.size):
             if number >= self._next_block and number not in self._kept:
                 self._kept[number] = self._block(number)
@@ -313,7 +314,7 @@ class Column:
     Attributes:
         data: the values up to the capacity; read-only, and replaced whenever the column grows or is compacted. A
             reader's earlier view shows the same memory, unless the column moved.
-        fill: value of positions that were not written.
+        fill: value of positions that were never written.
         is_blank: whether the column was never written, so it contains only the fill.
     """
 
@@ -334,7 +335,7 @@ class Column:
         return self.data[where]
 
     def write(self, where: Where, values: Any) -> None:
-        """Change values; positions must be unique and not negative."""
+        """Write values; positions must be unique and not negative."""
         if self._snapshots:
             self._keep(where)
         if isinstance(self._memory, ObjectChunks):
@@ -356,9 +357,9 @@ class Column:
         self.is_blank = False
 
     def resize(self, capacity: int) -> None:
-        """Grow or shrink to `capacity` values; new values are the fill, and those cut off must be.
+        """Grow or shrink to `capacity` values; new values are the fill, and removed values must be the fill.
 
-        Nothing is copied if the memory behind the column suffices, or can be returned.
+        Nothing is copied if the column's memory is large enough, or if unused memory can be returned to the kernel.
         """
         memory, size = self._memory, self.data.size
         reserved = reserved_memory(memory)
@@ -381,13 +382,13 @@ class Column:
         self.write(slice(0, old.size), old)
 
     def snapshot(self, size: int) -> ColumnSnapshot:
-        """Return the first `size` values as they are now; the cost does not depend on their number."""
+        """Return a snapshot of the first `size` values; the cost does not depend on their number."""
         snapshot = ColumnSnapshot(self._array, size)
         self._snapshots.append(weakref.ref(snapshot))
         return snapshot
 
     def restore(self, snapshot: ColumnSnapshot) -> None:
-        """Copy the values of a snapshot; blocks of only the fill leave new memory untouched."""
+        """Copy the values of a snapshot; blocks that contain only the fill leave new memory untouched."""
         start, is_new = 0, self.is_blank
         for block in snapshot.blocks():
             if not is_new or block.dtype.kind in "fO" or not bool((block == self.fill).all()):  # -0.0 == 0.0
@@ -409,7 +410,7 @@ class Column:
         self._use(0, capacity)
 
     def _use(self, start: int, capacity: int) -> None:
-        """Use `capacity` values, those from `start` on for the first time."""
+        """Use `capacity` values; those from `start` on are used for the first time."""
         self.data: NDArray[Any]
         if isinstance(self._memory, ObjectChunks):
             self._memory.size = capacity
@@ -450,15 +451,15 @@ class Table:
     def __init__(self) -> None:
         self.count = 0
         self.columns: dict[str, Column] = {}
-        self._spare: dict[str, Column] = {}  # made but not yet declared
+        self._spare: dict[str, Column] = {}  # created but not yet declared
         self._unsaved: set[str] = set()  # columns left out of snapshots
         self._capacity = _FIRST_CAPACITY
 
     def column(self, name: str, dtype: DTypeLike, fill: Any) -> Column:
-        """Declare a column whose rows are `fill` until written; see the module for names.
+        """Declare a column whose rows are `fill` until written; see the module docstring for names.
 
         Raises:
-            ValueError: a column of this name exists.
+            ValueError: a column of this name already exists.
         """
         if name in self.columns:
             raise ValueError(f"column {name!r} is declared twice")
@@ -468,7 +469,7 @@ class Table:
         return column
 
     def unsaved_column(self, name: str, dtype: DTypeLike, fill: Any) -> Column:
-        """Declare a column of process-local values, which snapshots leave out."""
+        """Declare a column of process-local values, which snapshots omit."""
         self._unsaved.add(name)
         return self.column(name, dtype, fill)
 
@@ -477,7 +478,7 @@ class Table:
         del self.columns[name]
 
     def snapshot(self) -> TableSnapshot:
-        """Return all columns as they are now; the cost does not depend on the number of rows."""
+        """Return a snapshot of all columns; the cost does not depend on the number of rows."""
         saved = (item for item in self.columns.items() if item[0] not in self._unsaved)
         columns = {name: column.snapshot(self.count) for name, column in saved}
         return TableSnapshot(size=self.count, columns=columns)
@@ -505,7 +506,7 @@ class Table:
         return [name for name in self.columns if name not in snapshot.columns]
 
     def free_objects(self) -> Iterator[None]:
-        """Release all objects, in steps; for a table that is only used by readers of snapshots from now on."""
+        """Release all objects in steps, for a table that from now on only readers of snapshots use."""
         for column in self.columns.values():
             if column.data.dtype.hasobject:
                 for start in range(0, self.count, _CAPACITY_STEP):
@@ -541,7 +542,7 @@ class RowTable(Table):
         self._number(0)
 
     def rebuild(self, next_index: int) -> None:
-        """Derive the counters from restored columns, and continue with this global index."""
+        """Rebuild the counters from restored columns, and continue with the global index `next_index`."""
         self.next_index = next_index
         self.present_count = int(np.count_nonzero(self.state[: self.count]))
         left = np.flatnonzero(self.index[: self.count] == _NO_INDEX)
@@ -564,8 +565,8 @@ class RowTable(Table):
     def reserve_capacity(self, count: int, columns: Iterable[NewColumn] = ()) -> Iterator[None]:
         """Reserve capacity for `count` more rows in steps; other changes may be made between the steps.
 
-        At the end, the indexes of these rows are written for `append`, and the columns to be declared with them are
-        made for `column`.
+        Finally, the indexes of these rows are written for `append`, and the columns to be declared with them are ready
+        for `column`.
         """
         while (end := self.count + count) > self._capacity:
             self._grow(min(end, self._capacity + _CAPACITY_STEP))
@@ -604,7 +605,7 @@ class RowTable(Table):
     def close_gaps(self, changed_count: int) -> None:
         """Close gaps if there are many, within the limit of a step that adds or removes `changed_count` rows.
 
-        Positions of rows change. Call it when a step no longer uses positions; `remove` calls it itself.
+        Closing gaps changes positions, so call this when a step no longer uses positions; `remove` already calls it.
         """
         if self.pin_count:
             return
@@ -624,7 +625,7 @@ class RowTable(Table):
             self._number(to)
 
     def _move_rows(self, start: int, end: int, to: int) -> int:
-        """Move the rows between two positions to `to` and following; return the position after them."""
+        """Move the rows between two positions to the positions from `to` on; return the position after the last one."""
         rows = start + np.flatnonzero(self.state[start:end] != CLEARED)
         end_of_moved = to + rows.size
         if end_of_moved == end:  # no gap so far
@@ -638,7 +639,7 @@ class RowTable(Table):
 
     @property
     def gap_count(self) -> int:
-        """Positions without a row."""
+        """The number of positions without a row."""
         return self.count - self.present_count
 
     @property
@@ -693,7 +694,7 @@ class RowTable(Table):
 
     @property
     def removed_count(self) -> int:
-        """Number of rows that were ever removed."""
+        """The number of rows that were ever removed."""
         return self.next_index - self.present_count
 
     def position_from(self, index: int) -> int:
@@ -761,7 +762,7 @@ class SlotTable(Table):
         return [*slots, *new] if slots else new
 
     def free_slots(self, slots: Indexes) -> None:
-        """Free slots, each named once, and clear their columns."""
+        """Free slots, each given once, and clear their values in all columns."""
         for column in self.columns.values():
             column.clear(slots)
         self._free += slots.tolist()
