@@ -1,7 +1,8 @@
 """The data service for RL post-training of language models.
 
-Samples, columns and balanced batches for data-parallel ranks over gRPC: `Client` and `AsyncClient` talk to the service,
-`tq_service.data` feeds trainers. All errors are in `tq_service.errors`, the types of answers in `tq_service.types`.
+It delivers samples, columns and balanced batches to data-parallel ranks over gRPC. `Client` and `AsyncClient` talk to
+the service, and `tq_service.data` feeds trainers. Errors are defined in `tq_service.errors`, result types in
+`tq_service.types`.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ __all__ = [
     "types",
 ]
 
-# These need grpc, and are imported on first use: the core, samplers and balancing do without it.
-# Imported when they are asked for: the command line, health probes above all, does without clients and numpy.
+# Imported on first use: the core, samplers and balancing do not need grpc, and the command line (health probes in
+# particular) needs neither clients nor numpy.
 _LAZY: Final = {
     **dict.fromkeys(("AsyncClient", "BatchMeta", "Client"), "tq_service.client"),
     **dict.fromkeys(("Admission", "Admit", "FieldSpec", "Published", "Release"), "tq_service.schema"),

@@ -21,7 +21,7 @@ def claim_spec(**arguments):
     [
         (lambda: PartitionSettings(expected_samples=-1), "expected_samples", "is -1; give 0 or more"),
         (lambda: PartitionSettings(samples_per_round=0), "samples_per_round", "is 0; give 1 or more, or leave it out"),
-        (lambda: PartitionSettings(tasks=("a", "a")), "tasks", "has one twice"),
+        (lambda: PartitionSettings(tasks=("a", "a")), "tasks", "contains duplicates"),
         (lambda: PartitionSettings(tasks=("a", "")), "tasks", "printable"),
         (
             lambda: PartitionSettings(tasks=("train", "reward"), admissions=(Admission("trian", 1),)),
@@ -29,7 +29,7 @@ def claim_spec(**arguments):
             "'trian', which is not one of tasks; .*'train'",
         ),
         (lambda: PartitionSettings(max_bytes=0), "max_bytes", "is 0; give 1 or more, or leave it out"),
-        (lambda: PartitionSettings(fields=(FieldSpec("x"), FieldSpec("x"))), "fields", "has one twice"),
+        (lambda: PartitionSettings(fields=(FieldSpec("x"), FieldSpec("x"))), "fields", "contains duplicates"),
         (lambda: PartitionSettings(fields=(FieldSpec("x", "bool", "object"),)), "dtype", "declared with objects"),
         (lambda: PartitionSettings(fields=(FieldSpec("x", "", "object", (2,)),)), "row_shape", "declared with objects"),
         (
@@ -40,17 +40,17 @@ def claim_spec(**arguments):
         (
             lambda: PartitionSettings(admissions=(Admission("t", 1),) * 2),
             "admissions",
-            "has one twice",
+            "contains duplicates",
         ),
         (lambda: new_write(1, key_mode="existing"), "key_mode", "neither keys nor global_indexes"),
         (lambda: claim_spec(data_fields=()), "data_fields", "is empty"),
         (lambda: claim_spec(data_fields=("",)), "data_fields", "name each field"),
-        (lambda: claim_spec(data_fields=("x", "x")), "data_fields", "has one twice"),
+        (lambda: claim_spec(data_fields=("x", "x")), "data_fields", "contains duplicates"),
         (lambda: claim_spec(batch_size=0), "batch_size", "give a positive number"),
         (lambda: claim_spec(batch_size=2**23, dp_size=3), "batch_size", "for 3 ranks"),
         (lambda: claim_spec(micro_batch_size=-1), "micro_batch_size", "0 for the whole batch"),
         (lambda: claim_spec(order_by=(Order("a"), Order(""))), "order_by", "empty column, at position 1"),
-        (lambda: claim_spec(order_by=(Order("a"), Order("a", descending=True))), "order_by", "has one twice"),
+        (lambda: claim_spec(order_by=(Order("a"), Order("a", descending=True))), "order_by", "contains duplicates"),
         (lambda: claim_spec(batch_size=4, min_batch_size=5), "min_batch_size", "give 1 to 4, the batch_size"),
         (lambda: claim_spec(batch_size=4, min_batch_size=2, dp_size=1), "min_batch_size", "is for queue workers"),
         (lambda: Rank(dp_rank=0, dp_size=0, batch_index=0), "dp_size", "give 1 to 65536"),
