@@ -80,7 +80,7 @@ def test_its_log_is_a_file_that_is_appended_to(tmp_path: Path) -> None:
     with ServiceProcess("--host", "0.0.0.0", "--insecure", log=log) as service:
         assert service.read_log().startswith("before\n")
         assert "INSECURE" in service.read_log()
-    with ServiceProcess() as silent, pytest.raises(ValueError, match="give log="):
+    with ServiceProcess() as silent, pytest.raises(ValueError, match="set log to the path"):
         silent.read_log()
 
 
@@ -96,8 +96,8 @@ def test_why_it_did_not_start_is_said(tmp_path: Path) -> None:
 
 
 def test_what_does_not_listen_in_time_is_not_left_behind() -> None:
-    silent = ListeningProcess(program("print('listening on'); import time; time.sleep(600)"), start_timeout=0.5)
-    with pytest.raises(tq.errors.UnavailableError, match="does not listen after"):
+    silent = ListeningProcess(program("print('listening on'); import time; time.sleep(600)"), start_seconds=0.5)
+    with pytest.raises(tq.errors.UnavailableError, match="did not listen within"):
         silent.start()
     assert not psutil.pid_exists(silent.pid)
 

@@ -50,8 +50,8 @@ __all__ = [
     "types",
 ]
 
-# These need grpc, and are imported on first use: the core, samplers and balancing do without it.
-# Imported when they are asked for: the command line, health probes above all, does without clients and numpy.
+# Imported on first use: the core, samplers and balancing do not need grpc, and the command line (health probes in
+# particular) needs neither clients nor numpy.
 _LAZY: Final = {
     **dict.fromkeys(("AsyncClient", "BatchMeta", "Client"), "tq_service.client"),
     **dict.fromkeys(("Admission", "Admit", "FieldSpec", "Published", "Release"), "tq_service.schema"),

@@ -1,4 +1,4 @@
-"""Addresses of services: their syntax, and plain explanations of connection failures."""
+"""Parsing of service addresses, and readable causes of connection failures."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _EXPECTED: Final = f"expected 'host:port', such as '{DEFAULT_ADDRESS}'"
 _HOST: Final = re.compile(r"[\w.-]+")
 # Targets in gRPC's own notation, passed unchanged.
 _LOCAL_SCHEMES: Final = ("unix:", "unix-abstract:", "vsock:", "xds:")
-# The same, with hosts and ports; ipv4 and ipv6 take several.
+# gRPC targets with hosts and ports; ipv4 and ipv6 may list several.
 _DNS: Final = re.compile(r"(dns:(?://[^/]*/)?)(.*)", re.DOTALL)
 _LIST: Final = re.compile(r"(ipv[46]:)(.*)", re.DOTALL)
 
-# Patterns in gRPC's texts, tried in this order, and their meaning.
+# Patterns in gRPC's error texts, tried in this order, each with the cause that it indicates.
 _CAUSES: Final = (
     ("connection refused", "connection refused"),
     ("misformatted domain name|domain name not found|errors resolving|dns resolution|lookup|c-ares", "name not found"),
@@ -27,7 +27,7 @@ _CAUSES: Final = (
     ("certificate_verify_failed|certificate verify failed", "the certificate of the service is not trusted"),
     ("hostname verification check failed|not in peer certificate", "the certificate of the service names another host"),
     ("handshake|ssl_error", "TLS handshake failed"),
-    ("http1|http/2|settings frame as the first", "the server there does not speak gRPC"),
+    ("http1|http/2|settings frame as the first", "the server at this address does not speak gRPC"),
     ("timed out|timeout|deadline exceeded", "timed out"),
     ("network is unreachable|no route to host", "no route to the host"),
     ("no such file or directory", "the socket does not exist"),
@@ -38,11 +38,11 @@ _CAUSES: Final = (
 def parse_address(address: str, name: str = "address", default_port: int = DEFAULT_PORT) -> str:
     """Return an address in gRPC's form, "host:port", with the default port if it lacks one.
 
-    Several addresses, of the controllers of one cluster, are separated by commas.
+    The addresses of several controllers in a cluster are separated by commas.
 
-    Hosts are names, IPv4 addresses, and IPv6 addresses in brackets or, without a port, bare. Targets in gRPC's own
-    notation are accepted too: "dns:...", "ipv4:...", "ipv6:...", "unix:...", "unix-abstract:...", "vsock:...",
-    "xds:...".
+    A host is a name, an IPv4 address or an IPv6 address in brackets; the brackets are optional if the port is omitted.
+    Targets in gRPC's own notation are accepted too: "dns:...", "ipv4:...", "ipv6:...", "unix:...", "unix-abstract:...",
+    "vsock:...", "xds:...".
 
     Args:
         address: the address.
@@ -59,19 +59,19 @@ def parse_address(address: str, name: str = "address", default_port: int = DEFAU
 
 
 def normal_address(address: str, default_port: int = DEFAULT_PORT) -> str:
-    """Like `parse_address`, but the error states only the expectation, not the value.
+    """Like `parse_address`, but the error message omits the value.
 
     Raises:
         ValueError: the address is not valid.
     """
     if not isinstance(address, str):
-        raise ValueError(f"{_EXPECTED}, as text")
+        raise ValueError(f"{_EXPECTED}, as a string")
     if not address:
-        raise ValueError(f"{_EXPECTED}; leave it out, or give None, for the default")
+        raise ValueError(f"{_EXPECTED}; omit it or pass None for the default")
     if address.startswith(_LOCAL_SCHEMES) and not address.endswith(":"):
         return address
     if any(each.isspace() or not each.isprintable() for each in address):
-        raise ValueError(f"{_EXPECTED}; leave out spaces and control characters")
+        raise ValueError(f"{_EXPECTED}; remove spaces and control characters")
     if match := _DNS.fullmatch(address):
         return match[1] + _host_and_port(match[2], default_port)
     if match := _LIST.fullmatch(address):
@@ -83,7 +83,7 @@ def normal_addresses(addresses: str, default_port: int = DEFAULT_PORT) -> str:
     """Like `normal_address`, for one address or several separated by commas.
 
     Raises:
-        ValueError: one of them is not valid.
+        ValueError: one of the addresses is not valid.
     """
     several = split_addresses(addresses) if isinstance(addresses, str) else []
     if len(several) < 2:
@@ -92,14 +92,14 @@ def normal_addresses(addresses: str, default_port: int = DEFAULT_PORT) -> str:
 
 
 def split_addresses(addresses: str) -> list[str]:
-    """Split a text with one or several addresses."""
+    """Split a comma-separated list of addresses."""
     if addresses.startswith((*_LOCAL_SCHEMES, "ipv4:", "ipv6:")):
         return [addresses]
     return addresses.split(",")
 
 
 def hosts_and_ports(address: str) -> list[tuple[str, int]]:
-    """Return the hosts and ports of an address in gRPC's form; none for sockets and targets that gRPC must resolve."""
+    """Return the (host, port) pairs of a gRPC address; empty for sockets and for targets that only gRPC can resolve."""
     if address.startswith(_LOCAL_SCHEMES):
         return []
     if match := _DNS.fullmatch(address) or _LIST.fullmatch(address):
@@ -155,7 +155,7 @@ def _is_ip(text: str, version: int) -> bool:
 
 
 def cause_of(details: str) -> str:
-    """Return a plain explanation of gRPC's text about a failed connection; the text itself if it is unknown."""
+    """Return a readable cause for gRPC's text about a failed connection, or the text itself if no pattern matches."""
     text = details.lower()
     return next((cause for pattern, cause in _CAUSES if re.search(pattern, text)), details)
 

@@ -1,4 +1,4 @@
-"""When a write that waits for capacity may be overtaken by others that fit, and when it may not."""
+"""Turns for writes that wait for capacity, which protect a large write from being overtaken forever."""
 
 from __future__ import annotations
 
@@ -10,22 +10,23 @@ TURN_SECONDS: Final = 5.0
 
 
 class Waits(Protocol):
-    """A write that waits.
+    """A write that waits for capacity.
 
     Attributes:
-        since: start of its wait, or end of its last turn, by the clock of the turn.
+        since: when its wait began or its last turn ended, on the clock of `AdmissionTurn`.
     """
 
     since: float
 
 
 class AdmissionTurn:
-    """Gives a write that is overtaken by others a turn from time to time, during which nothing overtakes it.
+    """Gives overtaken writes an occasional turn, during which no other write may overtake them.
 
-    Writes that fit overtake those that do not, because these may wait for samples of later writes. If freed capacity
-    were always taken at once, a large write would never fit. Therefore the write that has waited longest gets a turn
-    after being overtaken for 10 seconds, and keeps the capacity freed during it. A turn ends after 5 seconds, because a
-    write that can never fit must not block all others; these then proceed for 10 seconds before the next turn.
+    Writes that fit may overtake writes that do not, because the latter may be waiting for samples of later writes. But
+    if freed capacity were always taken at once, a large write would never fit. Therefore the longest-waiting write gets
+    a turn after being overtaken for 10 seconds, and capacity freed during its turn is reserved for it. A turn ends
+    after 5 seconds, because a write that can never fit must not block all others. The others then proceed for 10
+    seconds before the next turn.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -47,7 +48,7 @@ class AdmissionTurn:
         return self._holder
 
     def begin(self, waiting: Iterable[Waits]) -> Waits | None:
-        """Give the turn, if one is due, to the write that has waited longest among writes that do not fit."""
+        """Start a turn, if due, for the longest-waiting of the given writes; return the write whose turn it is."""
         longest = min(waiting, key=lambda each: each.since, default=None)
         now = self._clock()
         if self.holder is None and longest is not None and now - max(longest.since, self._over_at) >= PASSED_SECONDS:

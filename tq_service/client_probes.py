@@ -1,6 +1,6 @@
-"""Timings of clients and loaders, reported to the probes that `tq.instrument` adds; without it to none.
+"""Timings of clients and loaders, reported to the probes that `tq.instrument` registers.
 
-The stages of a batch are collected separately, for the `StepTimer` of the loop that consumes it.
+The stages of a batch are collected separately, for the `StepTimer` of the loop that consumes the batch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple, Protocol, TypeVar, cast
 T = TypeVar("T")
 
 Note = tuple[str, tuple[Any, ...]]
-"""A method of `Probe`, and its arguments."""
+"""The name of a `Probe` method, and its arguments."""
 
 
 class Probe(Protocol):
@@ -53,10 +53,10 @@ probes: Final[list[Probe]] = []
 
 
 class ProbeNotes:
-    """Keeps the events of a worker process until they are reported to its parent, whose probes count.
+    """Buffers the events of a worker process until they are reported to the probes of its parent.
 
-    A probe inherited by a fork would count unread numbers or, with prometheus-client's multiprocess files, count twice
-    with the parent. Therefore this one replaces all others.
+    A probe inherited through a fork would update counters that nothing reads or, with prometheus-client's multiprocess
+    files, count events twice. Therefore `ProbeNotes` replaces all other probes of the worker.
     """
 
     def __init__(self) -> None:
@@ -87,7 +87,7 @@ carriers: Final[list[Callable[[], Sequence[tuple[str, str]]]]] = []
 
 
 class Stage(StrEnum):
-    """Stages of a trainer's step, in the order that a batch passes them; see `StepTimes`."""
+    """Stages of a trainer's step, in the order a batch passes through them; see `StepTimes`."""
 
     WORK = "work"
     LOADER = "loader"
@@ -104,10 +104,10 @@ class Span(NamedTuple):
 
     Attributes:
         stage: the stage.
-        began_at: in seconds of `time.perf_counter`, which all processes of a host share.
-        ended_at: likewise.
+        began_at: start, in seconds of `time.perf_counter`, which all processes of a host share.
+        ended_at: end, on the same clock.
         size_bytes: bytes moved.
-        is_call: whether it is one call, or part of one, for costs per call.
+        is_call: whether the span is one call, or part of one, and counts towards the cost per call.
     """
 
     stage: Stage
@@ -117,15 +117,15 @@ class Span(NamedTuple):
     is_call: bool = False
 
 
-_MOST_SPANS: Final = 4096  # bounds a trainer that calls clients and never reads from its loader again
+_MOST_SPANS: Final = 4096  # bounds memory if a trainer calls clients but never reads from its loader again
 
 
 @dataclass(slots=True, eq=False)
 class Collected:
-    """Stages collected in a section of a program.
+    """Spans collected in a section of a program.
 
     Attributes:
-        spans: stages, in no particular order.
+        spans: the spans, in no particular order.
         batch_count: number of batches begun.
     """
 
@@ -133,7 +133,7 @@ class Collected:
     batch_count: int = 0
 
     def add(self, spans: Iterable[Span], batch_count: int = 0) -> None:
-        """Add stages, such as those of a batch that were collected elsewhere."""
+        """Add spans, such as those of a batch that were collected elsewhere."""
         self.batch_count += batch_count
         if len(self.spans) < _MOST_SPANS:
             self.spans.extend(spans)
@@ -147,13 +147,13 @@ class Collected:
         *,
         is_call: bool = False,
     ) -> None:
-        """Add a stage, which ends now unless `ended_at` is given."""
+        """Add a span, which ends now unless `ended_at` is given."""
         ended_at = time.perf_counter() if ended_at is None else ended_at
         self.add((Span(stage, began_at, ended_at, size_bytes, is_call),))
 
 
 collected_here: Final[ContextVar[Collected | None]] = ContextVar("collected_here", default=None)
-"""Collects the calls of this thread or task; None: not collected."""
+"""Collects the calls of this thread or task; None if they are not collected."""
 
 step_report: Final[ContextVar[Callable[[], Any] | None]] = ContextVar("step_report", default=None)
 """Returns the `StepTimes` that a rank sends with a claim; it may return None."""
@@ -161,7 +161,7 @@ step_report: Final[ContextVar[Callable[[], Any] | None]] = ContextVar("step_repo
 
 @contextmanager
 def collecting() -> Iterator[Collected]:
-    """Collect the calls of a block itself, separately from any enclosing collection."""
+    """Collect the calls made within a block, separately from any enclosing collection."""
     collected = Collected()
     token = collected_here.set(collected)
     try:
@@ -171,7 +171,7 @@ def collecting() -> Iterator[Collected]:
 
 
 class TimesSteps(Protocol):
-    """Times the steps of a trainer; a `StepTimer`."""
+    """Protocol of `StepTimer`, which times the steps of a trainer."""
 
     clock: Callable[[], float]
 
@@ -181,7 +181,7 @@ class TimesSteps(Protocol):
 
 
 def timed(items: Iterable[T], timer: TimesSteps | None = None) -> Iterator[T]:
-    """Yield the micro-batches of a loader, and record the time waiting for each and working on it.
+    """Yield the micro-batches of a loader, and record the time spent waiting for and working on each.
 
     Client calls of the consumer between micro-batches are collected too: the generator runs in the consumer's context,
     so its collection stays active while the consumer works.

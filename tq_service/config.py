@@ -1,4 +1,4 @@
-"""Settings of the service from flags, `TQ_*` environment, TOML file and defaults, in this order, with their source."""
+"""Service settings, merged from flags, `TQ_*` variables, a TOML file and defaults, in this order of precedence."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ CLIENT_VARIABLES: Final = frozenset(
     }
 )
 """Variables read by clients; they may also be set in the environment of a service."""
-# Set by Kubernetes in pods for a Service whose name starts like this: TQ_X_SERVICE_HOST, TQ_X_PORT=tcp://..., etc.
+# Variables that Kubernetes sets in pods for a Service whose name starts with tq: TQ_X_SERVICE_HOST, TQ_X_PORT=tcp://...
 _LINK_NAME: Final = re.compile(r"TQ_\w+_(SERVICE_(HOST|PORT)(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?)")
 _LINK_VALUE: Final = re.compile(r"(tcp|udp|sctp)://.*")
 
@@ -62,7 +62,7 @@ _BYTES: Final = TypeAdapter(ByteSize)
 
 
 def parse_size(text: object) -> object:
-    """Parse a size such as "8GiB", "500 MB" or "1024" to bytes, and "none" to None; other types pass unchanged.
+    """Convert a size such as "8GiB", "500 MB" or "1024" to bytes, and "none" to None; return other types unchanged.
 
     Raises:
         ValueError: the text is not a size.
@@ -77,7 +77,7 @@ def parse_size(text: object) -> object:
 
 
 def format_size(size_bytes: int | None) -> str:
-    """Format a size for `parse_size`, "none" for None; exact if a unit divides it."""
+    """Format a size so that `parse_size` restores it exactly; None becomes "none"."""
     if size_bytes is None:
         return "none"
     for unit in ("TiB", "GiB", "MiB", "KiB"):
@@ -87,7 +87,7 @@ def format_size(size_bytes: int | None) -> str:
 
 
 def format_setting(name: str, value: object) -> str:
-    """Format the value of a setting as input, a URL without its password; empty for None."""
+    """Format a setting's value in its input form, with passwords removed from URLs; None becomes ""."""
     if name.endswith("_bytes") and (value is None or isinstance(value, int)):
         return format_size(value)
     if isinstance(value, str) and "://" in value:
@@ -96,7 +96,7 @@ def format_setting(name: str, value: object) -> str:
 
 
 def default_max_bytes() -> int:
-    """Return half of the memory available to this process, in full MiB; the rest is for streams and other uses."""
+    """Return half of this process's available memory, rounded down to MiB; the rest is for streams and other uses."""
     return max(memory_limit_bytes() // 2 // 2**20, 1) * 2**20
 
 
@@ -137,7 +137,7 @@ ETCD_PORT: Final = 2379
 Address = Annotated[str, AfterValidator(normal_address)]
 Addresses = Annotated[str, AfterValidator(normal_addresses)]
 Journal = Annotated[str, AfterValidator(_checked_journal)]
-AdvertisedAddress = Annotated[str, AfterValidator(_checked_address)]  # the port may be left to the listening one
+AdvertisedAddress = Annotated[str, AfterValidator(_checked_address)]  # without a port, the listening one
 Size = Annotated[int, BeforeValidator(parse_size)]
 SizeOrNone = Annotated[int | None, BeforeValidator(parse_size)]
 
@@ -155,50 +155,50 @@ class _Network(_Section):
     port: int = Field(DEFAULT_PORT, ge=0, le=65535, description="Port to listen on; 0 lets the system choose one.")
     advertise: AdvertisedAddress | None = Field(
         None,
-        description="Address host:port for clients of this storage service, or of this controller of a cluster; "
-        "without a port the listening one. Default: host name and port for role storage and for controllers of a "
-        "cluster, the address of the controller for role all.",
+        description="Address (host:port) under which clients reach this storage service, or this controller of a "
+        "cluster; the port defaults to the listening port. Default: host name and port for role storage and for "
+        "controllers of a cluster; the controller's address for role all.",
     )
     controller: Addresses | None = Field(
         None,
-        description="Address host:port of the controller that a storage service registers with; the port defaults to "
-        "50051. For several controllers: comma-separated addresses.",
+        description="Address (host:port) of the controller that a storage service registers with; the port defaults to "
+        "50051. Separate the addresses of several controllers with commas.",
     )
     shared_memory: Literal["auto", "on", "off"] = Field(
         "auto",
-        description="Use of shared memory by clients on this host, instead of sending bytes: on, off, or auto (if the "
+        description="Shared memory for clients on this host, instead of sending bytes: on, off, or auto (on if the "
         "system and the directory allow it).",
     )
     shared_memory_dir: Path = Field(
         default_factory=default_shared_memory_dir,
-        description="Directory of the socket for shared memory; its permissions control which users may use it. "
-        "Containers on one host must mount the same directory. Default: tq_service-<uid> in the directory for "
+        description="Directory of the socket for shared memory; its permissions determine which users can use shared "
+        "memory. Containers on one host must mount the same directory. Default: tq_service-<uid> in the directory for "
         "temporary files, accessible to this user only.",
     )
     bulk: Literal["on", "off"] = Field(
         "on",
-        description="Separate connections for puts and gets of 2 MiB and more, which use all cores: on (if clients "
-        "reach the bulk port), or off (all bytes go in gRPC messages).",
+        description="Separate connections for puts and gets of 2 MiB or more, which use all cores: on (for clients "
+        "that can reach the bulk port), or off (all bytes are sent in gRPC messages).",
     )
     bulk_port: int = Field(
         0,
         ge=0,
         le=65535,
-        description="Port for bulk connections, at the address and with the security of the service; 0 lets the "
-        "system choose one, which firewalls and Kubernetes usually block.",
+        description="Port for bulk connections, with the address and security settings of the service; 0 lets the "
+        "system choose a port, which firewalls and Kubernetes usually block.",
     )
     bulk_advertise: AdvertisedAddress | None = Field(
         None,
-        description="Address host:port for clients of the bulk port; without a port the listening one. Default: "
-        "the host of this storage service's address.",
+        description="Address (host:port) under which clients reach the bulk port; the port defaults to the listening "
+        "port. Default: the host of this storage service's address.",
     )
     metrics_port: int | None = Field(
         None,
         ge=0,
         le=65535,
-        description="Port for Prometheus to scrape metrics at /metrics; 0 lets the system choose one. Secured like the "
-        "service: over TLS with tls_cert, and with auth_tokens_file only for tokens with the role read and the "
-        "prefix ''. Needs tq-service[metrics]. Default: none.",
+        description="Port on which Prometheus scrapes /metrics; 0 lets the system choose one. Secured like the "
+        "service: served over TLS if tls_cert is set, and only to tokens with the role read and the prefix '' if "
+        "auth_tokens_file is set. Requires tq-service[metrics]. Default: none.",
     )
     metrics_host: str = Field(
         "127.0.0.1", min_length=1, description="Address to listen on for metrics; 0.0.0.0 for all interfaces."
@@ -210,19 +210,19 @@ class _Network(_Section):
         description="Maximum size of a gRPC message; larger requests and bulk data are split into several messages.",
     )
     max_metadata_bytes: Size = Field(
-        16 * 2**10, ge=2**10, description="Maximum metadata of one call: its headers, including the token."
+        16 * 2**10, ge=2**10, description="Maximum size of one call's metadata: its headers, including the token."
     )
     stall_seconds: float = Field(
         60.0,
         gt=0,
-        description="Idle timeout of streaming calls: if a client takes longer to send or receive 64 KiB, its call is "
+        description="Idle timeout of streaming calls: if a client takes longer to send or receive 64 KiB, the call is "
         "aborted and its memory released.",
     )
     min_stream_rate_bytes: Size = Field(
         8 * 2**20,
         ge=0,
-        description="Minimum total rate, in bytes per second, of put and get streams after 10 s, while puts wait for "
-        "capacity; of n streams, those slower than an nth of it are aborted. 0: no minimum.",
+        description="Minimum combined rate of put and get streams, in bytes per second, enforced while puts wait for "
+        "capacity: of n streams, those that are slower than an nth of it after 10 s are aborted. 0: no minimum.",
     )
 
 
@@ -231,13 +231,13 @@ class _Process(_Section):
 
     role: Role = Field("all", description="Role of this process: the controller, a storage service, or both (all).")
     uvloop: Literal["auto", "on", "off"] = Field(
-        "auto", description="Event loop: uvloop (on), asyncio's own (off), or uvloop if installed (auto)."
+        "auto", description="Event loop: uvloop (on), asyncio's default loop (off), or uvloop if installed (auto)."
     )
     grace_seconds: float = Field(15.0, ge=0, description="Time for calls in flight to finish after SIGTERM.")
     traces: bool = Field(
         False,
-        description="Trace calls with OpenTelemetry, below the spans of clients. Run the service in a program that "
-        "configures a provider, such as opentelemetry-instrument. Needs tq-service[traces].",
+        description="Trace calls with OpenTelemetry, as children of the clients' spans. Run the service under a "
+        "program that configures a provider, such as opentelemetry-instrument. Requires tq-service[traces].",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Minimum level to log.")
     log_format: Literal["text", "json"] = Field("text", description="Format of the log lines on stderr.")
@@ -248,79 +248,84 @@ class _StorageAndDurability(_Section):
 
     storage_id: str | None = Field(
         None,
-        description="Name of the storage service; it must be unique, and stay the same over restarts. Default: host "
-        "name and port.",
+        description="Name of the storage service, which must be unique and stay the same across restarts. Default: "
+        "host name and port.",
     )
     max_bytes: SizeOrNone = Field(
         default_factory=default_max_bytes,
         gt=0,
-        description="Quota of the storage service, such as 8GiB; none for no limit. Default: half of the memory.",
+        description="Quota of the storage service, such as 8GiB; none for no limit. Default: half of the available "
+        "memory.",
     )
     data_dir: Path | None = Field(
         None,
-        description="Data directory for the service's state, used by one process at a time. Default: none; the state "
-        "is in memory and lost when the service stops.",
+        description="Directory for the service's state, used by one process at a time. Default: none; the state is "
+        "kept in memory and lost when the service stops.",
     )
     durability: Literal["auto", "memory", "process", "disk"] = Field(
         "auto",
-        description="Failures that acknowledged changes survive: none (memory), a crash of any process (process), or "
-        "of the host (disk); auto is process with data_dir, memory without.",
+        description="Failures that acknowledged changes survive: none (memory), the crash of any process (process), or "
+        "the crash of the host (disk); auto means process if data_dir is set, otherwise memory.",
     )
     mirror: str | None = Field(
         None,
         min_length=1,
-        description="Second location for the puts of a storage service, on other nodes: URL of an object store, such "
-        "as s3://bucket/prefix, see docs/engines.md. If this service is lost, another storage service with the same "
-        "mirror takes over its puts. For role storage without data_dir. Default: none.",
+        description="URL of an object store for copies of this storage service's puts on other nodes, such as "
+        "s3://bucket/prefix; see docs/engines.md. If this service is lost, another storage service with the same "
+        "mirror takes over its puts. Requires role storage, without data_dir. Default: none.",
     )
     mirror_copies: int = Field(
-        1, ge=1, description="Copies of each put to keep in the mirror, on nodes other than this one."
+        1, ge=1, description="Number of copies of each put in the mirror, on nodes other than this one."
     )
     mirror_required: int = Field(
         1,
         ge=0,
-        description="Copies that the mirror must have before a put is complete; 0 mirrors it afterwards, and the "
-        "latest puts are lost with this service.",
+        description="Number of copies that the mirror must have before a put completes. With 0, puts are mirrored "
+        "afterwards, and the latest puts are lost along with this service.",
     )
     mirror_memory_bytes: Size | None = Field(
         None,
         ge=1,
-        description="Memory for puts: the least recently used ones leave it once the mirror has their copies, and are "
-        "read back on access, so max_bytes may exceed memory. Puts and gets in progress take additional memory. For "
-        "object stores that survive power loss. Default: all puts stay in memory.",
+        description="Memory for stored puts: the least recently used ones are evicted once the mirror has copies of "
+        "them, and read back on access, so max_bytes may exceed memory. Puts and gets in progress need additional "
+        "memory. Only for object stores that survive a power loss. Default: all puts stay in memory.",
     )
     mirror_offered_bytes: Size = Field(
         0,
         ge=0,
-        description="Memory that this node contributes to an object store that runs on such memory, for copies of "
-        "other nodes' puts; in addition to max_bytes.",
+        description="Memory, in addition to max_bytes, that this node contributes to an object store built on the "
+        "memory of its nodes; it contains copies of other nodes' puts.",
     )
     checkpoint_dir: Path | None = Field(
         None,
-        description="Directory for checkpoints on the controller's host, by name; preferably on a different disk from "
-        "data_dir. Default: checkpoints in data_dir; without data_dir none, and Checkpoint and Restore are rejected.",
+        description="Directory for checkpoints on the controller's host, preferably on a different disk than data_dir. "
+        "Default: the subdirectory checkpoints of data_dir; without data_dir, Checkpoint and Restore are rejected.",
     )
     record: str | None = Field(
         None,
         min_length=1,
-        description="Directory, or URL of an object store such as s3://bucket/prefix, for a recording of each batch of "
-        "ranks with its bytes, for tq-service replay; see docs/recording.md. For role all. Preferably on the file "
-        "system of data_dir, whose files are then linked instead of copied. Default: none.",
+        description="Directory, or URL of an object store such as s3://bucket/prefix, where each batch planned for "
+        "ranks is recorded with its bytes, for tq-service replay; see docs/recording.md. Requires role all. On the "
+        "file system of data_dir, files are linked instead of copied. Default: none.",
     )
     record_steps: int | None = Field(
-        None, ge=1, description="Steps to keep in the recording; the oldest are removed. Default: all."
+        None,
+        ge=1,
+        description="Maximum number of steps in the recording; the oldest are removed beyond it. Default: all.",
     )
     record_bytes: SizeOrNone = Field(
-        None, ge=1, description="Bytes to keep in the recording; the oldest steps are removed. Default: unlimited."
+        None,
+        ge=1,
+        description="Maximum size of the recording; the oldest steps are removed beyond it. Default: unlimited.",
     )
     accept_journal_loss: bool = Field(
         False,
         description="Start despite a damaged journal record in data_dir: records before it are kept, later ones are "
-        "dropped. Set it for one start only, after reading the error of the failed start.",
+        "dropped. Use this for one start only, after reading the error of the failed start.",
     )
     put_ttl_seconds: float = Field(300.0, gt=0, description="Time until an uncommitted put expires.")
     request_record_seconds: float = Field(
-        600.0, gt=0, description="Time to keep the answers of mutating requests for retries."
+        600.0, gt=0, description="Retention time of answers to mutating requests, which retries receive again."
     )
     request_record_bytes: Size = Field(
         128 * 2**20,
@@ -335,8 +340,9 @@ class _Cluster(_Section):
     journal: Journal | None = Field(
         None,
         description="Location of the journal of a cluster of controllers: etcd://host:port,host:port,... with the "
-        "client addresses of etcd's members. One controller leads; the others follow the journal and take over. Needs "
-        "role controller, cluster and data_dir (for each controller's snapshots). Default: the journal is in data_dir.",
+        "client addresses of etcd's members. One controller leads; the others follow the journal, and one of them "
+        "takes over if the leader fails. Requires role controller, cluster and data_dir (for each controller's "
+        "snapshots). Default: the journal is in data_dir.",
     )
     cluster: str | None = Field(
         None,
@@ -347,13 +353,17 @@ class _Cluster(_Section):
         5.0,
         ge=2,
         le=60,
-        description="Lease of the leading controller: if it dies, another takes over after this time.",
+        description="Lease of the leading controller: if it dies, a standby takes over after this time.",
     )
-    etcd_user: str | None = Field(None, min_length=1, description="User of etcd. Default: none, no authentication.")
+    etcd_user: str | None = Field(
+        None,
+        min_length=1,
+        description="User name for etcd. Default: none (no authentication).",
+    )
     etcd_password_file: Path | None = Field(None, description="File with the password of etcd_user.")
     etcd_ca: Path | None = Field(
         None,
-        description="CA certificates (PEM) to verify etcd's members; this or etcd_cert enables TLS to etcd.",
+        description="CA certificates (PEM) to verify etcd's members; setting this or etcd_cert enables TLS to etcd.",
     )
     etcd_cert: Path | None = Field(None, description="Client certificate for etcd, with its chain (PEM).")
     etcd_key: Path | None = Field(None, description="Private key of etcd_cert (PEM, no passphrase).")
@@ -365,14 +375,15 @@ class _Batches(_Section):
     max_wait_cap_seconds: float = Field(
         60.0,
         gt=0,
-        description="Maximum wait of one GetMeta or LookupSamples call; clients repeat it until their own timeout.",
+        description="Maximum wait of one GetMeta or LookupSamples call; clients repeat the call until their own "
+        "timeout.",
     )
     sampler_timeout_seconds: float = Field(30.0, gt=0, description="Timeout of a sampler per batch.")
     sampler_threads: int = Field(4, ge=1, description="Threads reserved for samplers.")
     allow_sampler_import: bool = Field(
         False,
         description="Allow clients to name samplers as module:Class, which imports the module in the server. Default: "
-        "yes if the server is reachable only from this machine and needs no tokens, else no.",
+        "yes if the server is reachable only from this machine and requires no tokens, otherwise no.",
     )
 
 
@@ -391,8 +402,8 @@ class _Security(_Section):
     )
     tls_ca: Path | None = Field(
         None,
-        description="CA certificates (PEM) to verify the certificates of other services; this or tls_cert enables TLS "
-        "to them, with tls_cert as the client certificate. Default: gRPC's default CA certificates.",
+        description="CA certificates (PEM) to verify the certificates of other services; setting this or tls_cert "
+        "enables TLS to them, with tls_cert as the client certificate. Default: gRPC's default CA certificates.",
     )
     auth_tokens_file: Path | None = Field(
         None,
@@ -400,66 +411,93 @@ class _Security(_Section):
         "valid token are rejected. Reloaded when it changes.",
     )
     peer_token_file: Path | None = Field(
-        None, description="File with a token of role service, which this service sends to other services."
+        None, description="File with a token of role service, which this service presents to other services."
     )
     internal_secret_file: Path | None = Field(
         None,
         description="File with the secret shared by the services of one deployment. It proves that a call comes from a "
-        "service, not from a client. Role controller or all creates it if missing. Reloaded when it changes. "
-        "Default: none if services have tokens of role service; a file of this user if everything listens on the "
-        "loopback address; else none, and split services do not start.",
+        "service, not from a client. A service with role controller or all creates the file if it is missing. Reloaded "
+        "when it changes. Default: none if services have tokens of role service; a file of this user if everything "
+        "listens on the loopback address; otherwise none, and services in separate processes do not start.",
     )
     insecure: bool = Field(
         False, description="Allow listening beyond this machine without TLS and tokens; for trusted networks only."
     )
     audit_file: Path | None = Field(
         None,
-        description="File to append the audit log to: a line per rejected call and per administrative call. Default: "
-        "stderr, with the other log lines.",
+        description="File to append the audit log to, with one line per rejected call and per administrative call. "
+        "Default: stderr, with the other log lines.",
     )
     audit_repeat_seconds: float = Field(
         0.0,
         ge=0,
-        description="Window for logging repeated rejections of one kind as one line with a count, to keep them from "
-        "filling the disk; 0 logs each.",
+        description="Window within which repeated rejections of one kind are logged as one line with a count, to keep "
+        "them from filling the disk; 0 logs each rejection.",
     )
 
 
 class _Limits(_Section):
     """Limits."""
 
-    max_connections: int = Field(16_384, ge=1, description="Open connections; new ones beyond it are closed.")
+    max_connections: int = Field(
+        16_384,
+        ge=1,
+        description="Maximum number of open connections; further ones are closed.",
+    )
     first_call_seconds: float = Field(
         10.0,
         gt=0,
-        description="Time until a connection must make its first call, with a valid token if tokens are required; "
-        "otherwise it is closed. Health checks of a service with tokens do not count.",
+        description="Time within which a connection must make its first call, with a valid token if tokens are "
+        "required; otherwise it is closed. If tokens are required, health checks do not count.",
     )
     idle_connection_seconds: float = Field(
-        600.0, gt=0, description="Time without calls until a connection is closed; clients reconnect."
+        600.0, gt=0, description="Time without calls after which a connection is closed; clients reconnect."
     )
-    max_streams: int = Field(4_096, ge=1, description="Concurrent calls per connection; its client queues more.")
-    max_calls: int = Field(65_536, ge=1, description="Concurrent calls, without health checks.")
-    max_waiting_calls: int = Field(32_768, ge=1, description="Calls waiting for samples or for capacity.")
-    max_waiting_calls_per_client: int = Field(2_048, ge=1, description="Waiting calls per client (connection).")
+    max_streams: int = Field(
+        4_096,
+        ge=1,
+        description="Maximum number of concurrent calls per connection; its client queues more.",
+    )
+    max_calls: int = Field(65_536, ge=1, description="Maximum number of concurrent calls, without health checks.")
+    max_waiting_calls: int = Field(32_768, ge=1, description="Maximum number of calls waiting for samples or capacity.")
+    max_waiting_calls_per_client: int = Field(
+        2_048,
+        ge=1,
+        description="Maximum number of waiting calls per client (connection).",
+    )
     max_watchers: int = Field(
-        1_000, ge=1, description="Calls that watch partitions; they get at most about 100 answers per second in total."
+        1_000,
+        ge=1,
+        description="Maximum number of calls that watch partitions; together they receive at most about 100 answers "
+        "per second.",
     )
-    max_puts: int = Field(4_000_000, ge=1, description="Puts stored by the storage service.")
-    max_uncommitted_puts: int = Field(65_536, ge=1, description="Uncommitted puts for a controller in another process.")
-    max_partitions: int = Field(10_000, ge=1, description="Partitions.")
-    max_policies: int = Field(1_000, ge=1, description="Policies with published versions.")
+    max_puts: int = Field(4_000_000, ge=1, description="Maximum number of puts in the storage service.")
+    max_uncommitted_puts: int = Field(
+        65_536,
+        ge=1,
+        description="Maximum number of uncommitted puts, for a controller in another process.",
+    )
+    max_partitions: int = Field(10_000, ge=1, description="Maximum number of partitions.")
+    max_policies: int = Field(1_000, ge=1, description="Maximum number of policies with published versions.")
     max_samples: int = Field(
         50_000_000,
         ge=1,
-        description="Samples in all partitions; each takes about 60 bytes of controller memory, plus 8 per field.",
+        description="Maximum number of samples in all partitions; each takes about 60 bytes of controller memory, plus "
+        "8 per field.",
     )
-    max_fields: int = Field(1_024, ge=1, description="Fields per partition.")
-    max_tasks: int = Field(256, ge=1, description="Tasks per partition.")
-    max_meta_columns: int = Field(256, ge=1, description="custom_meta columns per partition.")
-    max_sample_meta_bytes: Size = Field(16 * 2**10, ge=8, description="custom_meta bytes per sample and write.")
+    max_fields: int = Field(1_024, ge=1, description="Maximum number of fields per partition.")
+    max_tasks: int = Field(256, ge=1, description="Maximum number of tasks per partition.")
+    max_meta_columns: int = Field(256, ge=1, description="Maximum number of custom_meta columns per partition.")
+    max_sample_meta_bytes: Size = Field(
+        16 * 2**10,
+        ge=8,
+        description="Maximum bytes of custom_meta per sample and write.",
+    )
     max_name_length: int = Field(
-        512, ge=1, description="Characters of a key, or of the name of a group, field, task or custom_meta column."
+        512,
+        ge=1,
+        description="Maximum length, in characters, of a key or of the name of a group, field, task or custom_meta "
+        "column.",
     )
 
 
@@ -471,7 +509,7 @@ class ServeSettings(_Limits, _Security, _Batches, _Cluster, _StorageAndDurabilit
 
     @classmethod
     def section_of(cls, name: str) -> str:
-        """Return the title of the section of a setting."""
+        """Return the title of a setting's section."""
         sections = (base for base in cls.__bases__ if issubclass(base, _Section) and name in base.model_fields)
         return inspect.cleandoc(next(sections).__doc__ or "").rstrip(".")
 
@@ -492,28 +530,28 @@ class ServeSettings(_Limits, _Security, _Batches, _Cluster, _StorageAndDurabilit
     def _wrong_in_security(self) -> Iterator[str]:
         for name in ("etcd_user", "etcd_password_file", "etcd_ca", "etcd_cert", "etcd_key"):
             if self.journal is None and getattr(self, name) is not None:
-                yield f"{name} is for a journal in etcd; set journal and cluster, or leave it out"
+                yield f"{name} requires a journal in etcd; set journal and cluster, or leave {name} out"
         for one, other in _PAIRS:
             if (getattr(self, one) is None) != (getattr(self, other) is None):
-                yield f"got one of {one} and {other}; give both, or neither"
+                yield f"only one of {one} and {other} is set; set both or neither"
         if self.tls_client_ca is not None and self.tls_cert is None:
-            yield "tls_client_ca needs tls_cert and tls_key; give them, or leave it out"
+            yield "tls_client_ca requires tls_cert and tls_key; set both, or leave tls_client_ca out"
         hosts = [self.host] if self.metrics_port is None else [self.host, self.metrics_host]
         host = next((host for host in hosts if not is_loopback(host)), None)
         if not self.is_secured and host is not None and not self.insecure:
             lacking = [name for name in ("tls_cert", "auth_tokens_file") if getattr(self, name) is None]
             yield (
-                f"other machines reach {host}, and there is no {' and no '.join(lacking)}; give TLS and tokens "
-                "(docs/security.md), listen on 127.0.0.1, or set insecure if the network itself is trusted"
+                f"other machines can reach {host}, but the service has no {' and no '.join(lacking)}; set up TLS and "
+                "tokens (docs/security.md), listen on 127.0.0.1, or set insecure if the network itself is trusted"
             )
 
     def _wrong_in_roles(self) -> Iterator[str]:
         if self.role == "storage" and self.controller is None:
-            yield "role storage needs the setting controller, the address host:port to register with"
+            yield "role storage requires the setting controller, the address (host:port) to register with"
         if self.role != "storage" and self.controller is not None:
-            yield f"the setting controller is for role storage, but the role is {self.role}; leave one out"
+            yield f"the setting controller is for role storage, but the role is {self.role}; leave one of the two out"
         if self.durability in {"process", "disk"} and self.data_dir is None:
-            yield f"durability {self.durability} needs the setting data_dir, the directory for the state"
+            yield f"durability {self.durability} requires the setting data_dir, the directory for the state"
         if self.durability == "memory" and self.data_dir is not None:
             yield "durability is memory, which does not use data_dir; leave one of the two out"
         if self.journal is None:
@@ -524,15 +562,20 @@ class ServeSettings(_Limits, _Security, _Batches, _Cluster, _StorageAndDurabilit
                 "services in separate processes, since their data belongs to one host"
             )
         if self.data_dir is None:
-            yield "the journal is in etcd, but data_dir is missing; give it for the snapshots of this controller"
+            yield (
+                "the journal is in etcd, but data_dir is missing; set it to a directory for this controller's snapshots"
+            )
         if self.durability != "auto":
-            yield f"the journal is in etcd, so leave durability out; got {self.durability}"
+            yield f"durability is {self.durability}, but the journal is in etcd; leave durability out"
 
     def _wrong_in_mirror(self) -> Iterator[str]:
         if self.mirror is None:
             given = sorted(name for name in self.model_fields_set if name.startswith("mirror_"))
             if given:
-                yield f"got {', '.join(given)} without mirror, the URL of an engine; give it, or leave them out"
+                yield (
+                    f"{', '.join(given)} set without mirror, the URL of an object store; set mirror too, or leave "
+                    "these settings out"
+                )
             return
         if self.role != "storage":
             yield (
@@ -540,7 +583,7 @@ class ServeSettings(_Limits, _Security, _Batches, _Cluster, _StorageAndDurabilit
                 "process, so another can take over its puts"
             )
         if self.data_dir is not None:
-            yield "mirror replaces the files in data_dir for puts; leave one of the two out"
+            yield "mirror replaces the put files in data_dir; set only one of mirror and data_dir"
         if "://" not in self.mirror:
             yield "mirror is not a URL; expected one such as s3://bucket/prefix or file:///mnt/shared"
         if (self.mirror_memory_bytes or 0) > (self.max_bytes or sys.maxsize):
@@ -558,11 +601,14 @@ class ServeSettings(_Limits, _Security, _Batches, _Cluster, _StorageAndDurabilit
         if self.record is None:
             for name in ("record_steps", "record_bytes"):
                 if getattr(self, name) is not None:
-                    yield f"got {name} without record, the place of the recording; give it, or leave {name} out"
+                    yield (
+                        f"{name} is set without record, the location of the recording; set record too, or leave {name} "
+                        "out"
+                    )
         elif self.role != "all":
             yield (
-                f"record is for role all, but the role is {self.role}: bytes are recorded in the process that stores "
-                "them and plans the batches; run both in one process, or leave record out"
+                f"record requires role all, but the role is {self.role}; the process that records a batch must store "
+                "its bytes and plan it. Run both in one process, or leave record out"
             )
 
     @property
@@ -577,7 +623,7 @@ class ServeSettings(_Limits, _Security, _Batches, _Cluster, _StorageAndDurabilit
 
     @property
     def effective_durability(self) -> Literal["memory", "process", "disk", "cluster"]:
-        """The failures that acknowledged changes survive."""
+        """The durability in effect, with "auto" resolved."""
         if self.journal is not None:
             return "cluster"
         if self.durability == "auto":
@@ -585,15 +631,15 @@ class ServeSettings(_Limits, _Security, _Batches, _Cluster, _StorageAndDurabilit
         return self.durability
 
     def checkpoint_directory(self) -> Path | None:
-        """Return the parent directory of all checkpoints, or None without one."""
+        """Return the directory that contains all checkpoints, or None if none is configured."""
         if self.checkpoint_dir is None and self.data_dir is not None:
             return self.data_dir / "checkpoints"
         return self.checkpoint_dir
 
     def advertised_address(self, port: int) -> str:
-        """Return the address of this storage service or controller for clients; `port` is the listening one.
+        """Return the address of this storage service or controller for its clients; `port` is the listening port.
 
-        Empty means the address that clients use for the controller, in the same process.
+        The address is empty if the storage service shares the controller's process, and thus its address.
         """
         if self.advertise is not None:
             return normal_address(self.advertise, port)
@@ -603,7 +649,7 @@ class ServeSettings(_Limits, _Security, _Batches, _Cluster, _StorageAndDurabilit
         return join_address(socket.gethostname() if anywhere else self.host, port)
 
     def bulk_address(self, port: int) -> str:
-        """Return the address of the bulk port, as `StatResponse.bulk_address`; `port` is the listening one."""
+        """Return the bulk address, as sent in `StatResponse.bulk_address`; `port` is the listening port."""
         return f":{port}" if self.bulk_advertise is None else normal_address(self.bulk_advertise, port)
 
     def storage_name(self, port: int) -> str:
@@ -631,7 +677,7 @@ class LoadedSettings:
 
 
 def load_settings(flags: Mapping[str, object], config: Path | None = None) -> LoadedSettings:
-    """Merge flags over the `TQ_*` environment over the file over defaults.
+    """Merge settings, in order of precedence, from flags, `TQ_*` variables, the file and defaults.
 
     Args:
         flags: settings given on the command line; None means not given.
@@ -660,9 +706,9 @@ def load_settings(flags: Mapping[str, object], config: Path | None = None) -> Lo
 
 
 def unknown_variables() -> dict[str, str | None]:
-    """Return `TQ_*` variables of this process that neither settings nor clients use, each with the nearest known name.
+    """Return unknown `TQ_*` variables of this process, each with the most similar known name.
 
-    Most are misspelt settings, which are ignored.
+    Neither settings nor clients use these variables; most of them are misspelt settings.
     """
     known = {f"{ENV_PREFIX}{name.upper()}" for name in ServeSettings.model_fields} | CLIENT_VARIABLES
     known.add(CONFIG_VARIABLE)
@@ -686,7 +732,7 @@ def _read_file(path: Path) -> dict[str, object]:
         close = difflib.get_close_matches(unknown[0], known, n=1)
         raise InvalidArgumentError(
             f"the settings file {path} has unknown settings: {', '.join(unknown)};"
-            f"{f' did you mean {close[0]}?' if close else ''} known are {', '.join(known)}"
+            f"{f' did you mean {close[0]}?' if close else ''} known settings: {', '.join(known)}"
         )
     return values
 
@@ -701,7 +747,7 @@ def _explain(error: ValidationError, sources: Mapping[str, Source], config: Path
             continue
         name = str(problem["loc"][0])
         got = problem["input"]
-        if isinstance(got, str) and "@" in got and "://" in got:  # it may hold a password
+        if isinstance(got, str) and "@" in got and "://" in got:  # it may contain a password
             got = redacted(got)
         place = {
             "flag": f"--{name.replace('_', '-')}",
@@ -710,6 +756,9 @@ def _explain(error: ValidationError, sources: Mapping[str, Source], config: Path
         }.get(sources.get(name, "default"), name)
         reason = f"{place}: got {got!r}: {reason[:1].lower()}{reason[1:]}"
         if sources.get(name) == "env" and isinstance(got, str) and "://" in got:
-            reason += " (Kubernetes sets this for a service named tq: use another name, or enableServiceLinks: false)"
+            reason += (
+                " (Kubernetes sets this variable for a service named tq: rename the service, or set "
+                "enableServiceLinks: false)"
+            )
         problems.append(reason)
     return "; ".join(problems)

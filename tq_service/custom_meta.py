@@ -1,4 +1,4 @@
-"""custom_meta in columns: per sample a typed value that claims compare and order by, or any other value as JSON.
+"""Columns of custom_meta: typed values that claims can compare and sort by, and all other values as JSON.
 
 A column has one type: that of its first number, bool or string. Values of other types, and null, lists and objects, are
 stored separately as JSON text. This way all JSON values are accepted, at no extra cost for typed ones. `where`,
@@ -35,14 +35,14 @@ class JsonNull(Enum):
 
 
 JSON_NULL: Final = JsonNull.JSON_NULL
-"""Stores null as the value of a sample, which is read as None; None itself removes the value."""
+"""Stores null as a sample's value, which is read back as None. Writing None itself removes the value."""
 _NULL: Final = "null"
 
 MetaValue: TypeAlias = "JsonValue | JsonNull"
 
 
 def keeping_nulls(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return custom_meta that stores None as null, instead of removing a value."""
+    """Return a copy of custom_meta in which each None is stored as null instead of removing the value."""
     return [{name: JSON_NULL if value is None else value for name, value in row.items()} for row in rows]
 
 
@@ -60,9 +60,9 @@ class MetaColumn:
         name: name of the column.
         values: `(n,)` of dtype int64, float64, bool or object (str); undefined if not present.
         present: `(n,)`, whether the sample has a typed value.
-        json: `(n,)` of dtype object, the JSON text of each sample with another value, else None; None: no sample has
-            one.
-        removed: `(n,)`, of a write: whether the value of the sample is removed; None: none is removed.
+        json: `(n,)` of dtype object: the JSON text for samples whose value is not typed, None for all others. None as a
+            whole if no sample has such a value.
+        removed: `(n,)`, for writes: whether the sample's value is removed; None if no value is removed.
     """
 
     name: str
@@ -73,17 +73,17 @@ class MetaColumn:
 
     @property
     def has_json(self) -> NDArray[np.bool_]:
-        """Which samples have a JSON value `(n,)`."""
+        """Whether each sample has a JSON value, `(n,)`."""
         return np.zeros(self.present.size, np.bool_) if self.json is None else self.json != None  # noqa: E711  (of each)
 
     @property
     def has_value(self) -> NDArray[np.bool_]:
-        """Which samples have a value of any kind `(n,)`."""
+        """Whether each sample has a value of any kind, `(n,)`."""
         return self.present if self.json is None else self.present | self.has_json
 
     @property
     def is_written(self) -> NDArray[np.bool_]:
-        """Which samples get a value, or lose theirs, when the column is written `(n,)`."""
+        """Whether writing the column sets or removes each sample's value, `(n,)`."""
         return self.has_value if self.removed is None else self.has_value | self.removed
 
     def at(self, positions: NDArray[Any]) -> MetaColumn:
@@ -141,17 +141,17 @@ def column_of(name: str, size: int, positions: Sequence[int], values: Sequence[A
 
 
 def no_values(name: str, size: int, kind: str = "b") -> MetaColumn:
-    """Return a column of a type without values, for `size` samples."""
+    """Return a column of the given type without values, for `size` samples."""
     values = np.full(size, "" if kind == "O" else 0, DTYPES[kind])
     return MetaColumn(name=name, values=values, present=np.zeros(size, np.bool_))
 
 
 def fitted(column: MetaColumn, kind: str | None) -> MetaColumn:
-    """Return a column with the values that fit a type as typed ones, and the others as JSON.
+    """Convert a column to a type: values that fit become typed values, all others become JSON.
 
     Args:
         column: the column.
-        kind: the type, as numpy's kind; None: that of the first scalar.
+        kind: the type, as numpy's kind; None: the type of the first scalar.
 
     Raises:
         InvalidArgumentError: a number of another type is not finite, which JSON cannot represent.
@@ -176,7 +176,7 @@ def _texts(column: MetaColumn) -> list[str | None]:
 
 
 def _kind_of(scalars: Sequence[Scalar]) -> str:
-    """Return the kind of the first scalar; float for a mix with integers, if floats represent all of these exactly."""
+    """Return the kind of the first scalar, but float for integers mixed with floats that represent them exactly."""
     kind = _KINDS[type(scalars[0])] if scalars else "b"
     if kind == "i" and all(_fits("f", each) for each in scalars if type(each) is int):
         kind = "f" if float in set(map(type, scalars)) else "i"
@@ -190,7 +190,7 @@ def _fits(kind: str, value: Scalar) -> bool:
 
 
 def _assembled(name: str, kind: str, scalars: Mapping[int, Scalar], texts: NDArray[Any]) -> MetaColumn:
-    """Return a column from scalars by position, typed if they fit the kind, and from the JSON texts of others."""
+    """Return a column of scalars by position, which are typed if they fit the kind, and of the JSON texts of others."""
     column = no_values(name, texts.size, kind)
     for position, value in scalars.items():
         if _fits(kind, value):
@@ -201,7 +201,7 @@ def _assembled(name: str, kind: str, scalars: Mapping[int, Scalar], texts: NDArr
 
 
 def concatenated(columns: Sequence[MetaColumn]) -> MetaColumn:
-    """Return the concatenation of columns; values that do not fit the type of the first ones become JSON."""
+    """Concatenate columns; values that do not fit the type of the first typed values become JSON."""
     kinds = [column.values.dtype.kind for column in columns if column.present.any()]
     kind = "f" if set(kinds) == {"i", "f"} else next(iter(kinds), "b")
     alike = [column if column.values.dtype.kind == kind else fitted(column, kind) for column in columns]
@@ -215,7 +215,7 @@ def concatenated(columns: Sequence[MetaColumn]) -> MetaColumn:
 
 
 def laid_over(old: MetaColumn, new: MetaColumn) -> MetaColumn:
-    """Return a column after a write to the same samples: new values replace old ones, as far as types allow."""
+    """Return a column after a write to the same samples: new values replace old ones, as JSON if their type differs."""
     rows = np.arange(new.present.size)
     return concatenated([old, new]).at(np.where(new.is_written, rows + rows.size, rows))
 
@@ -227,15 +227,15 @@ def to_json(name: str, position: int, value: Any, *, beside: str = "") -> str:
     """Return plain values as JSON text.
 
     Raises:
-        InvalidArgumentError: a number is not finite, or text is not valid Unicode; names column and position.
+        InvalidArgumentError: a number is not finite, or text is not valid Unicode; the error names column and position.
     """
     try:
         text = _dumped(value)
     except ValueError as error:  # includes UnicodeEncodeError
         where = f", in a column of {beside} values" if beside else ""
         raise InvalidArgumentError(
-            f"custom_meta[{position}][{name!r}] is {value!r:.200}{where}, which is not JSON ({error}); give finite "
-            f"numbers and valid Unicode",
+            f"custom_meta[{position}][{name!r}] is {value!r:.200}{where}, which cannot be encoded as JSON ({error}); "
+            "use finite numbers and valid Unicode",
             field="custom_meta",
         ) from None
     return text
@@ -250,7 +250,7 @@ def _dumped(value: Any) -> str:
 
 
 def checked_texts(name: str, texts: Iterable[str]) -> list[str]:
-    """Return JSON texts from a client in the stored form.
+    """Validate JSON texts from a client, and return them in the stored form.
 
     Raises:
         InvalidArgumentError: a text is not JSON, or is nested too deeply.
@@ -266,7 +266,7 @@ def _checked_text(name: str, text: str) -> str:
     except (ValueError, RecursionError) as error:
         raise InvalidArgumentError(
             f"custom_meta column {name!r} has the JSON text {text!r:.200}, which is invalid ({error}); send null, a "
-            f"number that a double holds, a string in valid Unicode, true, false, a list or an object",
+            "number that fits a double, a string in valid Unicode, true, false, a list or an object",
             field="custom_meta",
             metadata={"column": name},
         ) from None
@@ -293,8 +293,7 @@ def _depth(value: Any) -> int:
 
 def _too_deep(where: str) -> InvalidArgumentError:
     return InvalidArgumentError(
-        f"{where} has more than {MOST_JSON_DEPTH} lists and objects nested, at most {MOST_JSON_DEPTH} expected; "
-        f"put it as an object field",
+        f"{where} nests more than {MOST_JSON_DEPTH} lists and objects; store it as an object field instead",
         field="custom_meta",
     )
 
@@ -318,8 +317,8 @@ def _plain_value(value: Any, path: tuple[Any, ...]) -> Any:
     is_object = isinstance(value, Mapping)
     if not is_object and not isinstance(value, list | tuple):
         raise InvalidArgumentError(
-            f"{_shown(path)} is {type(value).__name__}, expected a JSON value: bool, int, float, str, None, or lists "
-            f"and dicts of these; put anything else as a field",
+            f"{_shown(path)} has type {type(value).__name__}; expected a JSON value: bool, int, float, str, None, or "
+            "lists and dicts of these. Store other types as a field",
             field="custom_meta",
         )
     if len(path) == MOST_JSON_DEPTH + 2:
@@ -329,7 +328,8 @@ def _plain_value(value: Any, path: tuple[Any, ...]) -> Any:
     for key in value:
         if not isinstance(key, str):
             raise InvalidArgumentError(
-                f"{_shown(path)} has the key {key!r:.200}, expected a string as in JSON objects", field="custom_meta"
+                f"{_shown(path)} has the key {key!r:.200}; expected a string, like all keys of JSON objects",
+                field="custom_meta",
             )
     return {str(key): _plain_value(one, (*path, key)) for key, one in value.items()}
 

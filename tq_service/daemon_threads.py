@@ -19,8 +19,8 @@ def start_daemon_thread(call: Callable[[], T], *, thread_name: str) -> asyncio.F
     """Run `call` in a new daemon thread.
 
     Returns:
-        A future of the function returned by `outcome_of`, because a future cannot carry every exception. Cancelling it
-        does not stop the thread.
+        A future that resolves to the function returned by `outcome_of`, since a future cannot carry every exception.
+        Cancelling the future does not stop the thread.
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Callable[[], T]] = loop.create_future()
@@ -48,7 +48,7 @@ def outcome_of(call: Callable[[], T]) -> Callable[[], T]:
     """Make a call, and return a function that returns its result or raises its exception."""
     try:
         result = call()
-    except BaseException as error:  # of any kind: it belongs to the waiting caller
+    except BaseException as error:  # any exception is the waiting caller's to handle
         raised = error
 
         def reraise() -> T:

@@ -1,9 +1,10 @@
-"""Every error of the service: one class hierarchy, raised on the server and raised again, the same class, in clients.
+"""All errors of the service, in one class hierarchy: clients re-raise the class that the server raised.
 
-`code` is the name of the gRPC status code of the failed call, and `reason` travels as `google.rpc.ErrorInfo.reason`
+`code` is the name of the gRPC status code of the failed call, and `reason` is sent as `google.rpc.ErrorInfo.reason`
 (`tq_service.wire.error_table`). Messages state the value, the expectation and the remedy.
 
-A class exists if programs may want to catch it. Errors that differ only for people share a class, with other reasons.
+An error has its own class if programs may want to catch it. Errors that only people need to distinguish share a class
+and have different reasons.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from typing import ClassVar, Final
 
 
 class TqError(Exception):
-    """Base of all errors of tq_service.
+    """Base class of all errors of tq_service.
 
     Attributes:
         message: the value, the expectation and the remedy.
-        reason: reason of the class, unless a narrower one is given.
-        metadata: short facts for programs, such as both values of a disagreement.
+        reason: the class's reason, unless a more specific one is given.
+        metadata: short facts for programs, such as the two values that conflict.
     """
 
     reason: str = "INTERNAL"
@@ -38,7 +39,7 @@ class TqError(Exception):
 
 
 class InvalidArgumentError(TqError, ValueError):
-    """An argument is invalid in any state of the service; `metadata["field"]` names it."""
+    """An argument is invalid, whatever the service's state; `metadata["field"]` names the argument."""
 
     reason = "INVALID_ARGUMENT"
     code = "INVALID_ARGUMENT"
@@ -72,7 +73,7 @@ class MissingLengthError(InvalidArgumentError):
 
 
 class UnsupportedObjectError(TqError, TypeError):
-    """A Python object that would need pickle."""
+    """A Python object could only be serialized with pickle, which is not used."""
 
     reason = "UNSUPPORTED_OBJECT"
     code = "INVALID_ARGUMENT"
@@ -148,13 +149,13 @@ class PreconditionError(TqError, RuntimeError):
 
 
 class StaleIncarnationError(PreconditionError):
-    """The partition was cleared and created again since the caller saw it."""
+    """The partition was cleared and created again since the caller last saw it."""
 
     reason = "STALE_INCARNATION"
 
 
 class StaleEpochError(PreconditionError):
-    """The task's consumption was reset since the caller saw it."""
+    """The task's consumption was reset since the caller last saw it."""
 
     reason = "STALE_EPOCH"
 
@@ -166,13 +167,13 @@ class VersionError(PreconditionError):
 
 
 class RankDisagreementError(PreconditionError):
-    """Ranks, or calls with one claim_name, requested one batch with different arguments."""
+    """Ranks, or calls with the same claim_name, requested the same batch with different arguments."""
 
     reason = "RANKS_DISAGREE"
 
 
 class PartitionSealedError(PreconditionError):
-    """New samples for a sealed partition, or an upsert that would overwrite samples of it."""
+    """The call would add samples to a sealed partition or, with an upsert, overwrite its samples."""
 
     reason = "PARTITION_SEALED"
 
@@ -184,7 +185,7 @@ class PartitionClearedError(PreconditionError):
 
 
 class CompactedError(PreconditionError):
-    """Changes since a revision are no longer known: it is too old, or the service has restarted since."""
+    """Changes since a revision are no longer available: the revision is too old, or the service has restarted since."""
 
     reason = "COMPACTED"
 
@@ -196,13 +197,13 @@ class SamplesClearedError(PreconditionError):
 
 
 class BatchForgottenError(PreconditionError):
-    """The batch was planned without consuming its samples, and too many such batches were planned since."""
+    """The batch was planned without consuming its samples, and too many such batches have been planned since."""
 
     reason = "BATCH_FORGOTTEN"
 
 
 class NothingDeliveredError(PreconditionError):
-    """A loader reached the end of a partition with samples, but its task was delivered none; raised on all ranks."""
+    """A loader reached the end of a non-empty partition, but its task received no samples; raised on all ranks."""
 
     reason = "NOTHING_DELIVERED"
 
@@ -214,25 +215,25 @@ class ClaimReleasedError(PreconditionError):
 
 
 class LeaseExpiredError(PreconditionError):
-    """The lease expired, so others may do the same work; nothing is acknowledged, released or written."""
+    """The lease expired, so others may do the same work; the call acknowledged, released and wrote nothing."""
 
     reason = "LEASE_EXPIRED"
 
 
 class DataDirError(PreconditionError):
-    """The data directory is unusable: in use by another process, of a later format, damaged, or not writable."""
+    """The data directory is unusable: in use by another process, in a newer format, damaged, or not writable."""
 
     reason = "DATA_DIR"
 
 
 class NewerVersionError(DataDirError):
-    """A data directory or checkpoint was written by a newer version, in a format that this one does not know."""
+    """A data directory or checkpoint was written by a newer version, in a format that this version does not support."""
 
     reason = "NEWER_VERSION"
 
 
 class ResourceExhaustedError(TqError, RuntimeError):
-    """A limit is reached. `retry_after_seconds` is the time to wait before a retry; None: retrying is pointless."""
+    """A limit is reached. `retry_after_seconds` is the time to wait before retrying; None: retrying is pointless."""
 
     reason = "RESOURCE_EXHAUSTED"
     code = "RESOURCE_EXHAUSTED"
@@ -250,7 +251,7 @@ class ResourceExhaustedError(TqError, RuntimeError):
 
 
 class QuotaExceededError(ResourceExhaustedError):
-    """The capacity does not suffice for these bytes."""
+    """The available capacity is too small for the bytes of the call."""
 
     reason = "QUOTA_EXCEEDED"
 
@@ -352,13 +353,13 @@ class SupersededError(UnavailableError):
 
 
 class ServiceFailedError(UnavailableError):
-    """The service has failed and cannot continue; changes that it had not persisted are lost. Restart it."""
+    """The service has failed and cannot continue; changes that it had not persisted are lost. Restart the service."""
 
     reason = "SERVICE_FAILED"
 
 
 class InternalError(TqError, RuntimeError):
-    """A fault of the service itself; its log has the details."""
+    """An internal error of the service; the service's log has the details."""
 
     reason = "INTERNAL"
 
@@ -370,7 +371,8 @@ class CallCancelledError(TqError, RuntimeError):
     code = "CANCELLED"
 
 
-# Clients choose names, and comparing them takes event loop time: of many or long names only a part is compared.
+# Clients choose the names, and comparing takes time on the event loop: only some of many names, and only the start of
+# long ones, are compared.
 _MOST_SORTED: Final = 10_000
 _MOST_COMPARED: Final = 128
 _MOST_COMPARED_CHARACTERS: Final = 64

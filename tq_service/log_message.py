@@ -1,4 +1,4 @@
-"""Log messages with fields: `storage lost puts storage=s count=3`, one form for services and clients."""
+"""Structured log messages of services and clients, such as `storage lost puts storage=s count=3`."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _PLAIN = re.compile(r"[\w./:@+*-]+", re.ASCII)
 class LogMessage:
     """The message of a log line: an event, then facts as key=value.
 
-    Any formatter works: it is formatted when a handler writes it. `tq-service serve --log-format json` writes the
-    fields by name. Values other than one plain word are written as JSON strings, so names chosen by callers cannot
-    forge fields or lines.
+    It works with any formatter, since it is rendered when a handler writes it. `tq-service serve --log-format json`
+    writes each field under its name. Values that are not a single plain word are written as JSON strings, so names
+    chosen by callers cannot forge fields or lines.
 
     Args:
         text: the event, the same for all lines of this kind, which makes it searchable.
-        fields: facts by name, such as `partition`, `storage`, `put_id`, `request_id`, `error`. Bytes are ids, written
-            in hex; None leaves a field out.
+        fields: facts by name, such as `partition`, `storage`, `put_id`, `request_id`, `error`. Bytes are ids and
+            written in hex; fields that are None are omitted.
     """
 
     __slots__ = ("fields", "text")

@@ -1,4 +1,4 @@
-"""Memory available to this process: that of the machine, or less if a control group limits it."""
+"""Memory available to this process: the machine's memory, or less if a control group limits it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _FILES = {"cgroup2": "memory.max", "cgroup": "memory.limit_in_bytes"}
 def memory_limit_bytes(root: Path = Path("/")) -> int:
     """Return the minimum of the machine's memory and the limits of the process's control group and its ancestors.
 
-    Control groups limit containers, steps of Slurm jobs, and services and scopes of systemd. Versions 1 and 2 are read.
-    In a cgroup namespace, a process only sees groups from the root of the namespace down.
+    Control groups limit containers, steps of Slurm jobs, and services and scopes of systemd. Versions 1 and 2 of
+    control groups are supported. In a cgroup namespace, a process only sees groups from the root of the namespace down.
 
     Args:
         root: directory with `proc` and the mounts of control groups.
@@ -28,7 +28,7 @@ def _group_limits(root: Path) -> Iterator[int]:
         top = root / mount_point.lstrip("/")
         try:
             below = PurePosixPath(own_groups[kind]).relative_to(mounted_group)
-        except (KeyError, ValueError):  # the mount shows other groups; in a container they start at its own group
+        except (KeyError, ValueError):  # the mount shows other groups; in a container it starts at its group
             below = PurePosixPath()
         if ".." in below.parts:
             below = PurePosixPath()
@@ -36,7 +36,7 @@ def _group_limits(root: Path) -> Iterator[int]:
         for directory in (group, *list(group.parents)[: len(below.parts)]):
             try:
                 yield int((directory / _FILES[kind]).read_text())
-            except (OSError, ValueError):  # the root group lacks a limit; an unset one is "max"
+            except (OSError, ValueError):  # the root group has no limit file; unset limits read "max"
                 continue
 
 

@@ -1,4 +1,4 @@
-"""Answers of the calls about partitions, tasks and services."""
+"""Result types of calls about partitions, tasks and services."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from tq_service.step_times import StepTimes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Revision:
-    """A point in the history of one instance of the service, from which `watch` can start; plain data that can be sent.
+    """A point in a service instance's history that `watch` can start from; plain data that can be serialized.
 
     Attributes:
-        instance_id: id of the instance, 16 random bytes: a restarted service has another history.
-        number: counts changes; later states have higher numbers.
+        instance_id: id of the instance, 16 random bytes; a restarted service has a new id and a new history.
+        number: counter of changes; later states have higher numbers.
     """
 
     instance_id: bytes
@@ -31,10 +31,10 @@ class ConsumptionStatus:
     Attributes:
         consumed_count: samples consumed in this epoch, including cleared ones.
         total_count: samples ever inserted.
-        skipped_count: samples the task will never get, including the rest of groups that lost a member.
+        skipped_count: samples that the task will never receive, including the rest of groups that lost a member.
         sealed: whether no new samples will come.
-        complete: whether nothing is left for the task: of a sealed partition, or, with `samples_per_round`, of the
-            rounds that have begun.
+        complete: whether nothing is left for the task in a sealed partition or, with `samples_per_round`, in the rounds
+            that have begun.
         epoch: epoch of the task, which counts its resets.
         leased_count: samples of `consumed_count` that are leased and not acknowledged; they may be delivered again.
         dead_lettered_count: samples of `skipped_count` that were delivered `max_deliveries` times and never
@@ -56,13 +56,13 @@ class ConsumptionStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProductionStatus:
-    """Number of samples that have all of some fields.
+    """Number of samples that have all of the requested fields.
 
     Attributes:
-        produced_count: samples that have all of them.
-        total_count: samples that can have them: neither cleared nor failed.
-        complete: whether all have them and no new samples will come, or, with `samples_per_round`, none before the next
-            round.
+        produced_count: samples that have all of the requested fields.
+        total_count: samples that can have these fields, because they are neither cleared nor failed.
+        complete: whether all of these samples have the fields and no new samples will come (with `samples_per_round`,
+            none before the next round).
     """
 
     produced_count: int
@@ -77,7 +77,7 @@ class WaitCode(StrEnum):
         PARTITION_NOT_FOUND: the partition does not exist.
         NO_SAMPLES: the partition is empty.
         FIELD_NEVER_PUT: a requested field was never put.
-        ALL_CONSUMED: nothing is left of a partition that is not sealed.
+        ALL_CONSUMED: nothing is left to consume, but the partition is not sealed.
         TOO_FEW_READY: fewer samples are ready than requested.
         GROUPS_INCOMPLETE: too few groups have all their samples ready.
         SAMPLER_WAITS: enough samples are ready, but the sampler does not plan a batch yet.
@@ -101,17 +101,17 @@ class WaitCode(StrEnum):
 
 
 class Lack(Enum):
-    """What keeps samples from being delivered, each with a sentence whose `{0}` is the `NotReady`.
+    """Reasons why samples cannot be delivered yet; each value is a sentence template in which `{0}` is the `NotReady`.
 
     Attributes:
-        FIELD: they lack the field `name`.
+        FIELD: the samples lack the field `name`.
         WHERE: a condition on the custom_meta column `name` does not hold.
-        LENGTH: they lack a length for the sampler in the custom_meta column `name`.
-        HELD: they are held.
-        LEASED: they are leased to workers of the task.
-        GROUP: they are ready, but other members of their groups are not.
-        LOST: their group lost a member for good, so the task will never get them.
-        OLDER: they are not ready, and would become too stale if others were trained first.
+        LENGTH: the samples have no length for the sampler in the custom_meta column `name`.
+        HELD: the samples are held.
+        LEASED: the samples are leased to workers of the task.
+        GROUP: the samples are ready, but other members of their groups are not.
+        LOST: the samples' group has permanently lost a member, so the task will never receive them.
+        OLDER: the samples are not ready, and would become too stale if others were trained first.
     """
 
     FIELD = "{0.sample_count} lack field {0.name!r}"
@@ -125,20 +125,21 @@ class Lack(Enum):
 
     @property
     def kind(self) -> str:
-        """Its name in a `NotReady`."""
+        """The reason's name, as stored in `NotReady.kind`."""
         return self.name.lower()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NotReady:
-    """Samples that cannot be delivered yet, by their `Lack`.
+    """Number of samples that cannot be delivered yet for one reason, a `Lack`.
 
     Attributes:
-        kind: kind of the `Lack`; a newer service may have others.
+        kind: kind of the `Lack`; a newer service may report other kinds.
         name: name of the field or column, else empty.
         sample_count: number of samples.
         ends_in_seconds: for "leased": time until the first lease expires; otherwise None.
-        example: for "group": the name of one, with its counts; for "field": the missing put, if groups share the field.
+        example: for "group": name and counts of one such group; for "field": the missing put, if groups share the
+            field.
     """
 
     kind: str
@@ -150,22 +151,22 @@ class NotReady:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WaitReason:
-    """Why claims with the same arguments wait, with sample counts of one moment.
+    """Why claims with the same arguments wait, with sample counts at one point in time.
 
     Attributes:
         code: the reason as a code, see `WaitCode`.
         text: the reason as a sentence.
         task_name: the consumer.
-        data_fields: the fields that it requests.
-        waiting_count: number of calls that wait for this; 0 in the answer to the caller's claim.
+        data_fields: the fields that the consumer requests.
+        waiting_count: number of calls that wait for this reason; 0 in the answer to the caller's own claim.
         left_count: live or held samples that the task has not consumed.
-        ready_count: samples of these that could be delivered now; with `counts_groups`, groups or rollouts.
-        needed_count: number of these that the claim needs.
-        counts_groups: whether the last two are numbers of groups, or of rollouts.
-        not_ready: samples by the thing they lack; a sample may be counted several times.
+        ready_count: samples among `left_count` that could be delivered now; with `counts_groups`, groups or rollouts.
+        needed_count: number of ready samples that the claim needs; with `counts_groups`, groups or rollouts.
+        counts_groups: whether `ready_count` and `needed_count` count groups or rollouts.
+        not_ready: samples that cannot be delivered yet, by reason; a sample may be counted several times.
         sealed: whether no new samples will come.
         waiting_put_count: puts with new samples that wait for capacity.
-        put_waits_for: why the first of these waits; empty if none does.
+        put_waits_for: why the first of these puts waits; empty if no put waits.
     """
 
     code: str
@@ -188,8 +189,8 @@ class PartitionSummary:
     """Summary of a partition.
 
     Attributes:
-        partition_id: its name.
-        incarnation: 16 random bytes; they change if the name is reused after a clear.
+        partition_id: name of the partition.
+        incarnation: 16 random bytes that change if the name is reused after a clear.
         inserted_count: samples ever inserted.
         present_count: samples not cleared.
         sealed: whether no new samples will come.
@@ -227,11 +228,11 @@ class RecentBatch:
     """Statistics of a batch that was planned for ranks.
 
     Attributes:
-        batch_index: its number in the epoch.
-        tokens_per_rank: tokens of the first 128 ranks, by `dp_rank`; empty if the length of a sample is unknown.
-        imbalance: excess tokens of the heaviest rank over the mean of all, as a share of the mean.
-        padding_share: share of padding: in packs, tokens that fill them up; in micro-batches, tokens that pad each
-            sample to the longest of its micro-batch, which jagged fields do not need.
+        batch_index: number of the batch in its epoch.
+        tokens_per_rank: tokens of the first 128 ranks, by `dp_rank`; empty if the length of any sample is unknown.
+        imbalance: tokens of the heaviest rank in excess of the mean of all ranks, as a share of the mean.
+        padding_share: share of padding tokens: in packs, those that fill up a pack; in micro-batches, those that pad
+            each sample to the longest one in its micro-batch, which jagged fields do not need.
         staleness: for a task with a `max_staleness`: the maximum number of versions between the slot of its oldest
             sample and its training; None: unbounded.
     """
@@ -249,8 +250,8 @@ class ClaimLease:
 
     Attributes:
         claim_id: the first 8 hexadecimal digits of its request_id, as in the log of calls.
-        claim_name: its name, if its caller gave one; otherwise empty.
-        leased_count: its samples that are leased and not acknowledged.
+        claim_name: name of the claim, if its caller gave one; otherwise empty.
+        leased_count: samples of the claim that are leased and not acknowledged.
         delivered_ago_seconds: time since delivery, or since the start of the service if that was later.
         ends_in_seconds: time until its lease expires, unless it is extended.
     """
@@ -267,43 +268,43 @@ class TaskStatus:
     """A task in a partition.
 
     Attributes:
-        task_name: its name.
-        epoch: number of resets of its consumption.
+        task_name: name of the task.
+        epoch: number of times its consumption was reset.
         consumed_count: samples consumed in this epoch.
-        skipped_count: samples it will never get, including the rest of groups that lost a member.
+        skipped_count: samples that the task will never receive, including the rest of groups that lost a member.
         planned_batch_count: batches planned in this epoch (ranked consumers).
         dp_size: number of ranks, once bound; 0 before.
-        waiting_count: waiting calls.
-        complete: whether nothing is left for it.
+        waiting_count: number of calls that wait.
+        complete: whether nothing is left for the task.
         leased_count: samples that are leased and not acknowledged; they may be delivered again.
         dead_lettered_count: samples that were delivered `max_deliveries` times without being acknowledged.
-        dead_lettered_indexes: the first hundred of these that are not cleared.
-        pending_count: samples left for it: live or held, neither consumed nor dead-lettered.
-        redelivered_count: samples delivered more than once in this epoch because a lease expired; released or cleared
-            ones do not count.
-        delivered_per_second: recent rate of deliveries: each delivery decays by a factor of e every 10 seconds. Starts
-            from 0 when the service starts.
-        recent_batches: the last 16 batches planned for its ranks in this epoch, in order; empty after a start of the
+        dead_lettered_indexes: indexes of the first hundred dead-lettered samples that are not cleared.
+        pending_count: samples left for the task: live or held, neither consumed nor dead-lettered.
+        redelivered_count: samples delivered more than once in this epoch because a lease expired; samples that were
+            released or cleared do not count.
+        delivered_per_second: recent rate of deliveries, in which the weight of a delivery decays by a factor of e every
+            10 seconds. The rate starts from 0 when the service starts.
+        recent_batches: the last 16 batches planned for its ranks in this epoch, in order; empty after a restart of the
             service.
-        oldest_version: lowest `version` of the samples left for it, live or held; None: these samples lack a version,
-            or were not scanned yet. From the last scan, a moment ago; None in updates of `watch`.
-        staleness_versions: highest version of a sample of the partition minus `oldest_version`, the lead of the
-            producers over the task; None without it.
+        oldest_version: lowest `version` of the live or held samples left for the task, as of the last scan, a moment
+            ago. None if these samples lack a version or have not been scanned yet, and in updates of `watch`.
+        staleness_versions: highest version of a sample in the partition minus `oldest_version`, that is, how far the
+            producers are ahead of the task; None if `oldest_version` is None.
         leasing_claim_count: claims with leased samples.
-        leases: the 20 of these that were delivered first, in order; empty in updates of `watch`.
+        leases: the 20 of these claims that were delivered first, in order; empty in updates of `watch`.
         trained_batch_count: trained batches of this epoch, see `advance`.
         saved_batch_count: batches of this epoch covered by a checkpoint of the trainer, see `advance`.
-        outstanding_count: outstanding units, as counted by its admission; None without one.
-        running_count: held units, which are being generated, as counted by its admission; None without a
+        outstanding_count: outstanding units, as counted by the task's admission; None without an admission.
+        running_count: held units, which are being generated, as counted by the task's admission; None without
             `most_running`.
-        unmatched_count: samples and groups that its claims evicted because `where` excluded them, in all epochs.
-        too_small_count: groups that its claims evicted because too few members were left, in all epochs.
-        late_count: samples and groups that they evicted because they would have become too stale.
+        unmatched_count: samples and groups that the task's claims evicted because `where` excluded them, in all epochs.
+        too_small_count: groups that the task's claims evicted because too few members were left, in all epochs.
+        late_count: samples and groups that the task's claims evicted because they would have become too stale.
         overflow_count: samples and groups that were cleared for new ones (`Admission(overflow="drop_lowest")`).
-        delivered_count: deliveries of samples in all epochs, without those of released claims.
-        refilled_count: samples that evictions made claimable for it again, in all epochs.
-        step_times: breakdown of the last steps of its ranks, summed over the ranks that report theirs, such as
-            loaders; None if none does.
+        delivered_count: deliveries of samples in all epochs, not counting released claims.
+        refilled_count: samples that evictions made claimable for the task again, in all epochs.
+        step_times: breakdown of the last steps of the task's ranks, summed over the ranks that report it, as loaders
+            do; None if no rank does.
     """
 
     task_name: str
@@ -340,7 +341,7 @@ class TaskStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerProgress:
-    """Progress in this epoch of the trainer formed by the ranks of a task.
+    """Progress, in the current epoch, of a trainer whose ranks consume a task.
 
     Attributes:
         trained_batch_count: trained batches.
@@ -359,10 +360,11 @@ class RestartedRanks:
 
     Attributes:
         epoch: epoch of the task.
-        batch_index: the first batch for them to request.
-        repeated_batch_count: batches from there on that were trained before, and whose samples are trained again.
-        repeated_sample_count: samples of these batches. Both are 0 if the ranks had already been restarted before this
-            call.
+        batch_index: the first batch that the ranks have to request.
+        repeated_batch_count: batches from `batch_index` on that were trained before, and whose samples are trained
+            again.
+        repeated_sample_count: samples of these batches. Both counts are 0 if the ranks had already been restarted
+            before this call.
     """
 
     epoch: int
@@ -376,20 +378,21 @@ class EvictedUnit:
     """A sample, rollout or group that was evicted by claims of a task, or by its admission.
 
     Attributes:
-        serial: its number within the task, counted from 1.
-        unit: "sample" for one evicted alone, "rollout" or "group".
-        group: name of the group, or of the group it was in; None if it was in none.
-        key: key of its first sample; None without one.
-        reason: "unmatched": `where` excluded it, or a member of it; "too_small": fewer than `least_members` were left;
-            "late": it was not finished, and would have become too stale; "overflow": it had the lowest priority when
-            new samples came.
-        version: the version published at that time, for the policy that `where` compares with, or else of
-            `not_before_version` or of the partition's `max_staleness`; None without a policy or a version.
+        serial: number of the unit within the task, counted from 1.
+        unit: "sample" if a single sample was evicted, otherwise "rollout" or "group".
+        group: name of the evicted group, or of the group that contained the unit; None without a group.
+        key: key of the unit's first sample; None without a key.
+        reason: "unmatched": `where` excluded the unit or one of its members; "too_small": fewer than `least_members`
+            were left; "late": the unit was not finished, and would have become too stale; "overflow": the unit had the
+            lowest priority when new samples came.
+        version: the version that was published when the unit was evicted. Its policy is the one that `where` compares
+            with, or else that of `not_before_version` or of the partition's `max_staleness`; None without a policy or
+            version.
         sample_count: evicted samples; for a cleared group also those that had failed before.
-        refill: outcome of `get_meta(refill=)`: "refilled"; "pending": its sample was claimable already; "unknown": the
-            partition or key does not exist; "used_up": it was already refilled `max_refills` times; "given_up": the
-            task will never get it, because it failed, was dead-lettered, dropped or skipped, or the ranks are at their
-            end. None: no refill was requested.
+        refill: outcome of `get_meta(refill=)`: "refilled"; "pending": the sample to refill was claimable already;
+            "unknown": the partition or key does not exist; "used_up": the sample was already refilled `max_refills`
+            times; "given_up": the task will never receive the sample, because it failed, was dead-lettered, dropped or
+            skipped, or the ranks are at their end. None: no refill was requested.
         rollout: name of the rollout, or of the rollout of its first sample; None without one.
     """
 
@@ -409,8 +412,8 @@ class EvictedUnits:
     """Units that claims of a task have evicted, sorted by serial.
 
     Attributes:
-        units: the units; empty: none have serials after the given one.
-        dropped_count: units after that serial that are no longer kept.
+        units: the units; empty if no serial is higher than the given one.
+        dropped_count: units with higher serials that are no longer stored.
     """
 
     units: tuple[EvictedUnit, ...]
@@ -423,8 +426,8 @@ class PolicyStatus:
 
     Attributes:
         policy: its name.
-        version: the number of its weights.
-        published_ago_seconds: time since it was published.
+        version: version number of its weights.
+        published_ago_seconds: time since this version was published.
     """
 
     policy: str
@@ -439,7 +442,7 @@ class MetaColumnStatus:
     Attributes:
         name: its name.
         kind: type of the values that claims compare: "int64", "double", "bool" or "string"; "" before the first value.
-        has_json: whether samples have had values of other types, stored as JSON.
+        has_json: whether any sample has had a value of another type, stored as JSON.
     """
 
     name: str
@@ -449,7 +452,7 @@ class MetaColumnStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionDescription:
-    """A partition: its samples by state, fields and tasks.
+    """A partition with its samples by state, its fields and its tasks.
 
     Attributes:
         summary: summary of the partition.
@@ -466,10 +469,10 @@ class PartitionDescription:
         max_bytes: maximum of these bytes; None: unlimited.
         admissions: limits on outstanding work per task.
         waiting_put_count: puts of new samples that wait for capacity or for a task.
-        declared_tasks: names of all tasks that may consume it; empty if any may.
+        declared_tasks: names of all tasks that may consume the partition; empty if any task may.
         samples_per_round: samples per round, if declared.
         revision: revision of this answer, which `watch` can start from.
-        release: when its samples are cleared automatically; None: never.
+        release: rules for clearing its samples automatically; None: they are never cleared automatically.
         released_count: samples that were released after all required tasks were done with them.
         expired_count: samples that were released because of their age.
     """
@@ -502,8 +505,8 @@ class SamplerOption:
 
     Attributes:
         name: its name.
-        type: its type, such as "whole number", "text or null" or "one of skip, take"; "" if the sampler does not
-            declare it.
+        type: type of the option, such as "whole number", "text or null" or "one of skip, take"; "" if the sampler does
+            not declare it.
         default_json: the default as JSON; None if the option is required.
         summary: description of the option.
     """
@@ -525,16 +528,16 @@ class SamplerDescription:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StorageStat:
-    """Sizes and counts of a storage service.
+    """Byte sizes and counts of a storage service.
 
     Attributes:
         storage_id: its name.
-        boot_id: id of its instance, 16 bytes.
+        boot_id: id of the service's instance, 16 bytes.
         max_bytes: its quota; None: unlimited.
         used_bytes: bytes stored and reserved.
         pooled_bytes: bytes of memory held for reuse, in addition to `used_bytes`.
         put_count: stored puts.
-        uncommitted_put_count: puts not yet committed.
+        uncommitted_put_count: puts that are not committed yet.
         shared_memory_count: memfds received from clients on the same host.
         damaged_put_count: puts found since the start to have lost bytes.
     """
@@ -555,9 +558,10 @@ class RecordingStatus:
     """State of the recording of a service.
 
     Attributes:
-        place: directory or URL of the recording, without passwords; empty if the token is not for all partitions.
+        place: directory or URL of the recording, without passwords; empty if the caller's token does not cover all
+            partitions.
         is_recording: whether steps are recorded; False after an error.
-        error: that error.
+        error: the error that stopped the recording; otherwise empty.
         step_count: steps in the recording.
         stored_bytes: bytes of these steps.
         recorded_step_count: steps recorded since the start.
@@ -565,8 +569,9 @@ class RecordingStatus:
         removed_step_count: steps removed since the start, to make space for newer ones.
         pending_bytes: bytes in memory that wait to be written.
         copied_bytes: bytes of puts that were copied since the start.
-        linked_bytes: bytes of puts whose file in the data directory was kept since the start, instead of a copy.
-        processor_seconds: processor time of the recording since the start, without that of the system's writes.
+        linked_bytes: bytes of puts that were recorded since the start by linking their file in the data directory
+            instead of copying it.
+        processor_seconds: CPU time of the recording since the start, without the operating system's writes.
     """
 
     place: str
@@ -588,18 +593,19 @@ class ServiceInfo:
     """Properties of a service process.
 
     Attributes:
-        version: its version, such as "0.1.0".
+        version: version of the service, such as "0.1.0".
         instance_id: 16 random bytes, new for each start of the process.
         role: "all", or "controller" if storage services run in other processes.
         uptime_seconds: time since its start.
         durability: the failures that acknowledged changes survive: none ("memory"), a crash of any process ("process")
             or of the host ("disk"), or the loss of the host ("cluster").
-        data_dir: the directory of its state; empty without one, or if the token is not for all partitions.
+        data_dir: directory of the service's state; empty if it has none, or if the caller's token does not cover all
+            partitions.
         tls: whether it uses TLS.
         client_certificates: whether clients must present a certificate.
-        auth: whether it requires tokens.
+        auth: whether calls require a token.
         shared_memory: whether it shares memory with clients on its host.
-        recording: state of its recording; None: it does not record.
+        recording: state of the recording; None if the service does not record.
     """
 
     version: str
@@ -620,11 +626,11 @@ class ControllerStatus:
     """A controller of a cluster, as known to the leader.
 
     Attributes:
-        name: its name among the controllers, as permanent as its data directory.
+        name: name of the controller within the cluster, which lasts as long as its data directory.
         address: its address for clients.
-        is_leader: whether it leads; the others are standbys.
-        epoch: for the leader: higher than that of each leader before it; 0 for others.
-        lag_count: journal records it has not applied yet, as of a second ago.
+        is_leader: whether it leads; all other controllers are standbys.
+        epoch: for the leader, a number higher than that of every earlier leader; 0 for standbys.
+        lag_count: journal records that the controller has not applied yet, as of a second ago.
     """
 
     name: str
@@ -640,11 +646,11 @@ class MirrorStatus:
 
     Attributes:
         url: the object store, without user, password and settings.
-        is_reachable: whether it answered the last call; None before the first call.
+        is_reachable: whether the object store answered the last call; None before the first call.
         unmirrored_bytes: bytes of puts that lack required copies, complete or not.
-        short_put_count: puts with all required copies, but fewer than requested.
+        short_put_count: puts with all required copies, but fewer copies than requested.
         unfetched_put_count: puts taken over from another storage service and not fetched yet.
-        spilled_bytes: used bytes that are only in the mirror: they have left memory.
+        spilled_bytes: used bytes that are only in the mirror, since they were evicted from memory.
     """
 
     url: str
@@ -661,16 +667,16 @@ class StorageStatus:
 
     Attributes:
         storage_id: its name.
-        address: its address for clients; empty: that of the controller, in whose process it runs.
+        address: its address for clients; empty if it runs in the controller's process, at the controller's address.
         used_bytes: bytes stored and reserved.
         max_bytes: its quota; None: unlimited.
         put_count: number of stored puts.
         version: its version; empty if unknown.
-        heard_ago_seconds: time since its last heartbeat; None: it runs in the process of the controller.
-        is_silent: whether it has been silent for too long to get puts.
+        heard_ago_seconds: time since its last heartbeat; None if it runs in the controller's process.
+        is_silent: whether it has been silent too long to receive new puts.
         mirror: state of its mirror at the last heartbeat; None without a mirror.
-        is_adopted: whether these are puts of a lost storage service of this name that the service at `address` has
-            taken over; `used_bytes` and `max_bytes` are those of the successor, whose quota they count towards.
+        is_adopted: whether this entry describes the puts of a lost storage service, which the service at `address` has
+            taken over; `used_bytes` and `max_bytes` are those of the successor, whose quota these puts count towards.
     """
 
     storage_id: str
@@ -691,8 +697,8 @@ class PartitionWait:
 
     Attributes:
         partition_id: the partition; it may not exist.
-        reason: why they wait. Without `explain` it only has `task_name`, `data_fields` and `waiting_count`; `task_name`
-            is empty for waits of `lookup_samples`.
+        reason: why the calls wait. Without `explain` it contains only `task_name`, `data_fields` and `waiting_count`;
+            `task_name` is empty for waits of `lookup_samples`.
     """
 
     partition_id: str
@@ -701,7 +707,7 @@ class PartitionWait:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceStatus:
-    """A service with its storage services, its partitions, and waiting calls.
+    """Status of a service with its storage services, partitions and waiting calls.
 
     Attributes:
         service: the service process.
@@ -710,7 +716,7 @@ class ServiceStatus:
         waits: waiting calls by reason, sorted by partition, then by arrival of the first call; at most 32 per
             partition.
         revision: revision of the complete status, which `watch` can start from.
-        controllers: those of its cluster, the leader first; empty for a single controller.
+        controllers: controllers of its cluster, the leader first; empty for a single controller.
         policies: the published versions, sorted by policy.
     """
 
@@ -724,11 +730,11 @@ class ServiceStatus:
 
     @property
     def own_storages(self) -> list[StorageStatus]:
-        """The storage services under their own names, whose bytes and quotas can be summed."""
+        """Storage services without adopted entries, so their bytes and quotas can be summed."""
         return [storage for storage in self.storages if not storage.is_adopted]
 
     def heir_of(self, adopted: StorageStatus) -> str | None:
-        """Return the name of the storage service that has taken over puts; None if it has not registered."""
+        """Return the name of the storage service that took over these puts, or None if it has not registered."""
         return next((each.storage_id for each in self.own_storages if each.address == adopted.address), None)
 
 
@@ -737,8 +743,8 @@ class RestoredCheckpoint:
     """Contents of a restored checkpoint.
 
     Attributes:
-        put_count: puts created from its bytes.
-        value_bytes: their bytes.
+        put_count: puts created from the checkpoint's bytes.
+        value_bytes: bytes of these puts.
         metadata: metadata given by the caller of `checkpoint`.
     """
 
@@ -751,14 +757,14 @@ class RestoredCheckpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSummary:
-    """A checkpoint in a list.
+    """Summary of a checkpoint in a list.
 
     Attributes:
         name: its name, below the `checkpoint_dir` of the service.
-        written_at: start of its writing, in seconds since 1970 (UTC).
+        written_at: time when writing it began, in seconds since 1970 (UTC).
         file_bytes: size of its file.
         metadata: metadata given by its caller.
-        problem: why it cannot be read, judged by its header; empty if it can.
+        problem: why the checkpoint cannot be read, judging by its header; empty if it can.
     """
 
     name: str
@@ -776,9 +782,9 @@ class CheckpointCopy:
 
     Attributes:
         name: its name, below the `checkpoint_dir` of the service.
-        put_count: puts that restoring it will create.
-        value_bytes: their bytes.
-        pause_seconds: longest time that the service answered no call while writing.
+        put_count: number of puts that restoring the checkpoint will create.
+        value_bytes: bytes of these puts.
+        pause_seconds: longest time for which the service answered no calls while it wrote the checkpoint.
     """
 
     name: str

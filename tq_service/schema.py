@@ -1,4 +1,4 @@
-"""Vocabulary of all layers: layouts, states, dtypes, field specs, and the validity of names and numbers."""
+"""Types shared by all layers, such as layouts, states and field specs, and checks of names and numbers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tq_service.errors import InvalidArgumentError
 
 
 class Layout(StrEnum):
-    """Layout of the rows of a field; `AUTO`, only in declarations: dense until a row differs in shape, then jagged."""
+    """Layout of a field's rows; `AUTO`, only in declarations, is dense until a row differs in shape, then jagged."""
 
     AUTO = "auto"
     DENSE = "dense"
@@ -30,7 +30,7 @@ class Encoding(StrEnum):
 
 
 class FieldScope(StrEnum):
-    """Whether a field has one value per sample, or one per group for all of its samples."""
+    """Whether a field has one value per sample, or one value per group that all of the group's samples share."""
 
     ROW = "row"
     GROUP = "group"
@@ -52,7 +52,7 @@ StateGiven = SampleState | Literal["live", "held", "failed"]
 
 
 class SampleConsumption(IntEnum):
-    """State of a sample for a task, with the numbers of the protos."""
+    """State of a sample for a task, numbered as in the protos."""
 
     LEFT = 1
     LEASED = 2
@@ -62,7 +62,7 @@ class SampleConsumption(IntEnum):
 
 
 class EvictionCode(IntEnum):
-    """Why a sample or a group was evicted, with the numbers of the protos."""
+    """Why a sample or group was evicted, numbered as in the protos."""
 
     UNMATCHED = 1
     TOO_SMALL = 2
@@ -88,7 +88,7 @@ DEFAULT_POLICY: Final = "default"
 START_VERSION: Final = "start_version"
 """The custom_meta column with the version that was published when the slot of a sample was created."""
 
-# Bytes per element by torch's name of the dtype. Sub-byte dtypes are left out: their rows may not end at a byte.
+# Bytes per element, by torch dtype name. Sub-byte dtypes are not supported: their rows may not end on a byte boundary.
 DTYPE_SIZES: dict[str, int] = {
     "bool": 1, "uint8": 1, "int8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1,
     "float8_e8m0fnu": 1, "uint16": 2, "int16": 2, "float16": 2, "bfloat16": 2,
@@ -116,16 +116,18 @@ class FieldSpec:
 
     Attributes:
         name: unique in the partition.
-        dtype: torch's name of the dtype ("float32", "bfloat16"); "" for objects, or if left to the first put.
+        dtype: torch dtype name ("float32", "bfloat16"); "" for objects, or if the first put determines it.
         layout: dense, jagged or object. In declarations also "auto": dense until a row differs in shape, jagged from
             then on; None: the `default_layout` of the partition.
-        row_shape: shape of one row, -1 in ragged dimensions, () for scalars; None: left to the first put.
+        row_shape: shape of one row, -1 in ragged dimensions, () for scalars; None: the first put determines it.
         encoding: for objects: UTF-8 text, raw bytes, or msgpack, which represents any object. A field declared as text
-            or bytes accepts nothing else. None, or msgpack, accepts any object, in the encoding of each put.
-        write_once: whether each sample accepts only one value: a second one is refused (AlreadyExistsError) until the
-            sample is cleared.
-        scope: "row": each sample has its own value. "group": the samples of a group share one, such as the image of
-            their prompt, which `put_groups` stores once. Such fields must be declared when the partition is created.
+            or bytes accepts nothing else. With None or msgpack, the field accepts any object, and stores it in the
+            encoding of its put.
+        write_once: whether each sample accepts only one value: a second value is rejected (AlreadyExistsError) until
+            the sample is cleared.
+        scope: "row": each sample has its own value. "group": the samples of a group share one value, such as the image
+            of their prompt, which `put_groups` stores once. Group fields must be declared when the partition is
+            created.
     """
 
     name: str
@@ -168,14 +170,14 @@ class FieldSpec:
             self._check_scope()
         if self.encoding is not None and self.layout is not Layout.OBJECT:
             raise InvalidArgumentError(
-                f"field {self.name!r}: encoding {self.encoding.value!r} is for objects, but the layout is "
-                f"{self.layout or 'not given'}; give the layout object too",
+                f"field {self.name!r}: encoding {self.encoding.value!r} applies only to objects, but the layout is "
+                f"{self.layout or 'not given'}; set the layout to object",
                 field="encoding",
                 metadata={"field_name": self.name},
             )
         if self.dtype and self.dtype not in DTYPE_SIZES:
             raise InvalidArgumentError(
-                f"field {self.name!r}: dtype {self.dtype!r} is unknown; use torch's name of the dtype, one of "
+                f"field {self.name!r}: dtype {self.dtype!r} is unknown; use a torch dtype name: "
                 f"{', '.join(sorted(DTYPE_SIZES))}",
                 field="dtype",
                 metadata={"field_name": self.name},
@@ -186,7 +188,7 @@ class FieldSpec:
     def _check_scope(self) -> None:
         if self.scope is None:
             raise InvalidArgumentError(
-                f"field {self.name!r}: scope is None; expected 'row' or 'group', leave it out for 'row'",
+                f"field {self.name!r}: scope is None; expected 'row' or 'group'. Leave scope out for 'row'",
                 field="scope",
                 metadata={"field_name": self.name},
             )
@@ -213,11 +215,11 @@ class FieldSpec:
 
     @property
     def ragged_dims(self) -> tuple[int, ...]:
-        """Dimensions in which rows may differ; empty for a jagged field whose rows have all had one shape so far."""
+        """Dimensions along which rows may differ; empty for a jagged field whose rows have all had one shape so far."""
         return tuple(dim for dim, size in enumerate(self.row_shape or ()) if size < 0)
 
     def describe(self) -> str:
-        """Return the spec in the form used in messages, such as `int64 jagged [-1]` or `object (text)`."""
+        """Return the spec as shown in messages, such as `int64 jagged [-1]` or `object (text)`."""
         if self.layout is Layout.OBJECT:
             return f"object ({self.encoding or 'any encoding'})"
         shape = "any shape" if self.row_shape is None else str(list(self.row_shape))
@@ -226,16 +228,16 @@ class FieldSpec:
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """Limit on the outstanding work of a task of a partition; puts of new samples wait until they are admitted.
+    """Limit on a task's outstanding work in a partition; puts of new samples wait until they are admitted.
 
-    Samples pending for the task are outstanding, and delivered ones until they are given back. Samples that fail, are
-    cleared before their delivery, dead-lettered, or skipped with their group are given back at once.
+    Samples are outstanding while they are pending for the task and, once delivered, until they are given back. Samples
+    that fail, are cleared before delivery, are dead-lettered or are skipped with their group are given back at once.
 
     Attributes:
         task_name: the task. For a task that has not claimed yet, all samples are pending.
         most: maximum number of outstanding units, 1 or more.
-        unit: what `most` counts: samples, rollouts, or groups; a sample without one counts as one. Further members of a
-            group or rollout that has begun do not count.
+        unit: the unit of `most`: samples, rollouts or groups; a sample without a rollout or group counts as one unit.
+            Further members of a group or rollout that has begun do not count.
         given_back: when delivered units are given back: at once ("delivered"), once their batch was trained or their
             samples were acknowledged ("trained"), or with the next version of `policy` published after that
             ("published").
@@ -243,23 +245,23 @@ class Admission:
         max_staleness: maximum number of versions published between the slot of a sample and its training. It sets
             `most` to `(max_staleness + 1) * global_batch` and `given_back` to "published", plans batches within the
             bound, and leaves the creation of samples to `acquire`. None: unbounded.
-        global_batch: with `max_staleness`: units that all ranks take per version.
-        late: with `max_staleness`: handling of unfinished work that delays a batch: batches "wait" for it, or it is
-            evicted ("evict"), even if a worker holds it; see `get_meta(unmatched=, refill=)`.
+        global_batch: with `max_staleness`: units that all ranks together consume per version.
+        late: with `max_staleness`: handling of unfinished work that delays a batch. Batches "wait" for the work, or
+            "evict" it even if a worker holds it; see `get_meta(unmatched=, refill=)`.
         most_running: maximum number of held units, which are being generated, at a time: `acquire`, `get_meta(admit=)`
-            and puts of held samples wait for others to finish. A group is held as long as one of its samples is. 0:
-            unlimited.
-        overflow: handling of a put that would make more units outstanding than `most`. "wait": it waits.
+            and puts of held samples wait for others to finish. A group is held as long as any of its samples is held.
+            0: unlimited.
+        overflow: handling of a put that would make more units outstanding than `most`. "wait": the put waits.
             "drop_lowest": pending units of the lowest priority are cleared in the same change. Units that are held,
             leased, in a batch of ranks not trained yet (`advance`), or in an incomplete group are kept.
-        priority_key: with `overflow="drop_lowest"`: custom_meta column with the priority of a sample; that of a group
-            is the mean of its members'. Units without a value are dropped last, and of equal ones the oldest first.
+        priority_key: with `overflow="drop_lowest"`: custom_meta column with the priority of a sample; a group has the
+            mean priority of its members. Units without a value are dropped last, and of equal ones the oldest first.
             Empty: the oldest first.
-        samples_per_insert: average number of deliveries to the task per inserted sample. Its batches wait if it was
-            delivered too many, and puts wait if it was delivered too few. 0: unbounded.
+        samples_per_insert: average number of deliveries to the task per inserted sample. The task's batches wait if it
+            was delivered too many samples, and puts wait if it was delivered too few. 0: unbounded.
         min_size_to_sample: with `samples_per_insert`: samples that must be inserted before the first batch; the ratio
-            counts samples inserted after them. 0 means 1.
-        error_buffer: with `samples_per_insert`: deliveries that the task may be ahead or behind.
+            counts only samples inserted after these. 0 means 1.
+        error_buffer: with `samples_per_insert`: deliveries that the task may be ahead of or behind the ratio.
     """
 
     task_name: str
@@ -289,31 +291,36 @@ class Admission:
         for name, word, words in check_words:
             if word not in words:
                 raise InvalidArgumentError(
-                    f"{name} of the admission of task {self.task_name!r} is {word!r}; give one of {', '.join(words)}",
+                    f"{name} in the admission of task {self.task_name!r} is {word!r}; expected one of "
+                    f"{', '.join(words)}",
                     field="admissions",
                 )
         self._set_by_staleness()
         if self.most < 1:
             raise InvalidArgumentError(
-                f"most of the admission of task {self.task_name!r} is {self.most}; give 1 or more, or max_staleness "
-                f"and global_batch",
+                f"most in the admission of task {self.task_name!r} is {self.most}; expected 1 or more. Alternatively, "
+                "set max_staleness and global_batch",
                 field="admissions",
             )
-        check_range("most_running", self.most_running, 0, hint="; 0 stands for no bound")
+        check_range("most_running", self.most_running, 0, hint="; 0 means no limit")
         self._check_replay()
 
     def _check_replay(self) -> None:
-        """Refuse meaningless combinations of replay buffer options."""
+        """Reject meaningless combinations of replay buffer options."""
         ratio, least = self.samples_per_insert, max(1.0, self.samples_per_insert)
         given_ratio = self.min_size_to_sample != 0 or self.error_buffer != 0
         for is_wrong, name, expected in (
-            (self.priority_key and self.overflow == "wait", "priority_key", "none without overflow 'drop_lowest'"),
+            (
+                self.priority_key and self.overflow == "wait",
+                "priority_key",
+                "no value unless overflow is 'drop_lowest'",
+            ),
             (
                 self.max_staleness is not None and (ratio or self.overflow != "wait"),
                 "max_staleness",
-                "none with overflow 'drop_lowest' or samples_per_insert, which deliver samples repeatedly",
+                "no value with overflow 'drop_lowest' or samples_per_insert, which deliver samples repeatedly",
             ),
-            (not 0 <= ratio < math.inf, "samples_per_insert", "a positive finite number, or 0 for no bound"),
+            (not 0 <= ratio < math.inf, "samples_per_insert", "a positive finite number, or 0 for no limit"),
             (self.min_size_to_sample < 0, "min_size_to_sample", "0 or more"),
             (given_ratio and not ratio, "samples_per_insert", "a number above 0 with error_buffer"),
             (
@@ -324,27 +331,27 @@ class Admission:
         ):
             if is_wrong:
                 raise InvalidArgumentError(
-                    f"{name} of the admission of task {self.task_name!r} is {getattr(self, name)!r}; expected "
+                    f"{name} in the admission of task {self.task_name!r} is {getattr(self, name)!r}; expected "
                     f"{expected}",
                     field="admissions",
                 )
         object.__setattr__(self, "min_size_to_sample", max(1, self.min_size_to_sample) if ratio else 0)
 
     def _set_by_staleness(self) -> None:
-        """Set the values implied by `max_staleness`, and refuse values that contradict it."""
-        whose = f"of the admission of task {self.task_name!r}"
+        """Set the values implied by `max_staleness`, and reject values that contradict it."""
+        whose = f"in the admission of task {self.task_name!r}"
         if self.max_staleness is None:
             for name, value in (("global_batch", self.global_batch), ("late", self.late)):
                 if value not in {0, "wait"}:
                     raise InvalidArgumentError(
-                        f"{name} {whose} is {value!r}, without max_staleness; give both, or most instead",
+                        f"{name} {whose} is {value!r}, but max_staleness is not set; set both, or set most instead",
                         field="admissions",
                     )
             return
         if self.max_staleness < 0 or self.global_batch < 1:
             raise InvalidArgumentError(
-                f"max_staleness {whose} is {self.max_staleness} with a global_batch of {self.global_batch}; give 0 or "
-                f"more versions, and the units of a batch over all ranks, 1 or more",
+                f"max_staleness {whose} is {self.max_staleness}, with a global_batch of {self.global_batch}; expected "
+                "0 or more versions, and 1 or more units per batch over all ranks",
                 field="admissions",
             )
         most = (self.max_staleness + 1) * self.global_batch
@@ -353,7 +360,7 @@ class Admission:
         ):  # fmt: skip
             if given not in (implied, unset):
                 raise InvalidArgumentError(
-                    f"{name} {whose} is {given!r}, and its max_staleness sets it to {implied!r}; leave it out",
+                    f"{name} {whose} is {given!r}, but its max_staleness implies {implied!r}; leave {name} out",
                     field="admissions",
                 )
             object.__setattr__(self, name, implied)
@@ -361,18 +368,19 @@ class Admission:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """When the service clears samples of a partition automatically, in the change that makes them due, and counts them.
+    """Rules for clearing a partition's samples automatically, in the same change that makes them due.
 
-    Groups are released together. Held samples are never released, nor samples leased by a worker of any task. Keys and
-    names of groups can be used again, as after a clear.
+    Released samples are counted. Groups are released together. Samples that are held, or leased by a worker of any
+    task, are never released. Keys and group names can be reused, as after a clear.
 
     Attributes:
         when: release samples that all of `tasks` are done with. A queue worker is done when it acknowledges. Ranks are
             done once their batch is "trained", or "saved": covered by a checkpoint of the trainer (`advance`). Samples
-            that failed or were skipped with their group are done, too. None: not released by tasks.
-        tasks: tasks that must be done; empty: all `tasks` of the partition. Their claims without ranks need a lease.
+            that failed or were skipped with their group are done, too. None: tasks do not cause releases.
+        tasks: tasks that must be done; empty: all `tasks` of the partition. Queue claims of these tasks need a lease.
         ttl_seconds: release samples this long after they were put or became live, done or not. Samples in a batch that
-            one of `tasks` has yet to train or save are kept. Ages restart when the service starts. None: at no age.
+            one of `tasks` has yet to train or save are kept. Ages restart from 0 when the service starts. None: samples
+            are not released by age.
 
     Raises:
         InvalidArgumentError: neither `when` nor `ttl_seconds` is given, or a value is out of range.
@@ -385,13 +393,13 @@ class Release:
     def __post_init__(self) -> None:
         problem = ""
         if self.when not in {None, *get_args(ReleaseWhen)}:
-            problem = f"when is {self.when!r}; give one of {', '.join(get_args(ReleaseWhen))}"
+            problem = f"when is {self.when!r}; expected one of {', '.join(get_args(ReleaseWhen))}"
         elif self.ttl_seconds is not None and not 0 < self.ttl_seconds < math.inf:
-            problem = f"ttl_seconds is {self.ttl_seconds}; give more than 0"
+            problem = f"ttl_seconds is {self.ttl_seconds}; expected more than 0"
         elif self.when is None and self.ttl_seconds is None:
-            problem = "neither when nor ttl_seconds is given; give one, or both"
+            problem = "neither when nor ttl_seconds is given; set at least one of them"
         elif self.when is None and self.tasks:
-            problem = f"tasks is {', '.join(self.tasks)}, without when; give both"
+            problem = f"tasks is {', '.join(self.tasks)}, but when is not set; set both"
         if problem:
             raise InvalidArgumentError(f"release: {problem}", field="release")
         for name in self.tasks:
@@ -402,15 +410,15 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class Admit:
-    """Slots that rollout workers get with the prompts that they claim; see `get_meta(admit=)`.
+    """Slots that rollout workers receive with the prompts they claim; see `get_meta(admit=)`.
 
     Attributes:
         partition_id: the partition of the slots, which must exist.
-        group_size: slots per prompt. More than 1: they are a group, named by the key of the prompt; 1 or None: one
-            slot with the key of the prompt.
-        on_lost: handling of slots that are still held when the lease expires. "remove": their prompts can be claimed
-            again. "requeue": workers claim them with `get_meta(held=True)`; "fail": they fail. In both cases their
-            prompts are done.
+        group_size: slots per prompt. More than 1: the slots form a group, named after the prompt's key; 1 or None: a
+            single slot with the prompt's key.
+        on_lost: handling of slots that are still held when the lease expires. "remove": the slots are removed, and
+            their prompts can be claimed again. "requeue": workers claim the slots with `get_meta(held=True)`; "fail":
+            the slots fail. In these two cases, their prompts are done.
         policy: the published version of this policy becomes `start_version` in the custom_meta of the slots. None: the
             policy of the admission with a `max_staleness`; without one, no `start_version` is set.
     """
@@ -425,7 +433,7 @@ class Admit:
         check_range("group_size", self.slot_count, 1, MOST_SAMPLES)
         if self.on_lost not in get_args(OnLost):
             words = ", ".join(get_args(OnLost))
-            raise InvalidArgumentError(f"on_lost is {self.on_lost!r}, expected one of {words}", field="on_lost")
+            raise InvalidArgumentError(f"on_lost is {self.on_lost!r}; expected one of {words}", field="on_lost")
 
     @property
     def slot_count(self) -> int:
@@ -441,7 +449,7 @@ class StepTotals:
         sample_count: samples; each counts as often as it is delivered.
         rollout_count: rollouts; a sample without one counts as one.
         group_count: groups; a rollout or sample without one counts as one. A group in several steps counts in each.
-        token_count: tokens, by the lengths of the packs, else of the samples; None: a length is unknown.
+        token_count: tokens, from the lengths of the packs, or else of the samples; None: a length is unknown.
         sums: sums of the requested custom_meta columns.
     """
 
@@ -484,30 +492,30 @@ class EndCounts:
 
     @property
     def skipped_counts(self) -> dict[str, int]:
-        """Counts of the samples that the task will never get, by name, without those that are 0."""
+        """Counts of samples that the task will never receive, by name, without zero counts."""
         return {name: count for name, count in asdict(self).items() if count and name not in _CONSUMED}
 
     @property
     def skipped_count(self) -> int:
-        """Number of samples that the task will never get."""
+        """Number of samples that the task will never receive."""
         return sum(self.skipped_counts.values())
 
 
 # Checks of requests that do not depend on the state of the service
 
 MOST_SAMPLES: Final = 2**24
-"""Most samples that one request writes or claims."""
+"""Maximum number of samples that one request may write or claim."""
 MOST_NAMED_PER_WRITE: Final = 2**14
-"""Most samples with keys or groups that one request writes."""
+"""Maximum number of samples with keys or groups in one write request."""
 LARGEST_EXACT: Final = 1 << 53
 """Largest integer up to which floats represent all integers exactly."""
 WHOLE_EXTENT: Final = (1 << 32) - 1
-"""Length of an extent that is not cut."""
+"""Length of an extent that covers a whole row."""
 _LARGEST: Final = sys.float_info.max
 
 
 def check_range(name: str, value: float, least: int, most: float = _LARGEST, hint: str = "") -> None:
-    """Refuse a number out of range; `hint` ends the message."""
+    """Reject a number that is out of range; `hint` is appended to the message."""
     if not least <= value <= most:  # NaN and infinity fail this
         expected = f"{least} or more" if most == _LARGEST else f"{least} to {most}"
         raise InvalidArgumentError(
@@ -518,7 +526,7 @@ def check_range(name: str, value: float, least: int, most: float = _LARGEST, hin
 
 
 def check_named_rows(name: str, count: int) -> None:
-    """Refuse too many samples with keys or groups in one write, which would block the event loop for long."""
+    """Reject writes of too many samples with keys or groups, which would block the event loop for long."""
     if count > MOST_NAMED_PER_WRITE:
         raise InvalidArgumentError(
             f"{name} names {count} samples, expected at most {MOST_NAMED_PER_WRITE} in one call. Write them in several "
@@ -529,13 +537,13 @@ def check_named_rows(name: str, count: int) -> None:
 
 
 def check_unique(name: str, names: Sequence[str]) -> None:
-    """Refuse repeated names."""
+    """Reject repeated names."""
     if len(set(names)) != len(names):
-        raise InvalidArgumentError(f"{name} has one twice: {list(names)}; name each once", field=name)
+        raise InvalidArgumentError(f"{name} contains duplicates: {list(names)}; list each name once", field=name)
 
 
 def check_name(what: str, name: str) -> None:
-    """Refuse names that cannot be typed or printed."""
+    """Reject names that cannot be typed or printed."""
     if not name or len(name) > 512 or not name.isprintable():
         raise InvalidArgumentError(
             f"{what} is {name[:64]!r}; give 1 to 512 printable characters",
@@ -545,11 +553,11 @@ def check_name(what: str, name: str) -> None:
 
 
 CONTROLLER_NAME_BYTES: Final = 8
-"""First bytes of the id of a controller without persistent state, the same at each start; the rest is random."""
+"""Leading bytes of a controller id that stay the same across starts without persistent state; the rest is random."""
 
 
 def check_id(name: str, value: bytes, hint: str = "send 16 random bytes, the same over retries") -> None:
-    """Refuse ids that are not 16 bytes; `hint` ends the message."""
+    """Reject ids that are not 16 bytes long; `hint` is appended to the message."""
     if len(value) != 16:
         raise InvalidArgumentError(
             f"{name} has {len(value)} bytes, expected 16; {hint}",
@@ -559,5 +567,5 @@ def check_id(name: str, value: bytes, hint: str = "send 16 random bytes, the sam
 
 
 def check_passed_on(name: str, value: bytes) -> None:
-    """Refuse a malformed id from the service. Called only for unknown ids, so known ones cost nothing."""
+    """Reject a malformed id that should come from the service. Called only for unknown ids; known ones cost nothing."""
     check_id(name, value, "send it as returned by the service")

@@ -1,8 +1,8 @@
 """Breakdown of the time of a trainer's steps: `StepTimer` measures it, `StepReport` shows shares and advice.
 
-A step ends when the trainer gets its next data. Its time is split into the trainer's own work and the stages it waited
-for. A batch fetched while the trainer works costs nothing, so each stage only counts as far as it overlaps with the
-trainer's wait::
+A step ends when the trainer receives its next data. Its time is split into the trainer's own work and the stages it
+waited for. A batch fetched while the trainer works costs nothing, so a stage counts only to the extent that it overlaps
+with the trainer's wait::
 
     trainer   ── work ─────────────────────┐   waits   ┌── work ──
     loader        rollouts ── plan ── transfer ── host ┘
@@ -48,7 +48,7 @@ class StepTimes:
         plan_seconds: calls to the controller: planning and the round trip.
         transfer_seconds: transfer of bytes from storage services.
         host_seconds: decoding, copying, splitting and packing on the host.
-        device_seconds: copies to a device, as far as the host waits for them.
+        device_seconds: copies to a device, to the extent that the host waits for them.
         loader_seconds: other work of the loader, such as waiting for a replica that fetches for this one.
         put_seconds: puts made by the trainer itself.
         batch_count: number of batches.
@@ -74,7 +74,7 @@ class StepTimes:
 
     @classmethod
     def sum(cls, ranks: Iterable[StepTimes]) -> StepTimes | None:
-        """Return the summed times of ranks; None for an empty list."""
+        """Return the summed times of all ranks; None for an empty list."""
         found = list(ranks)
         if not found:
             return None
@@ -92,19 +92,19 @@ class StepTimes:
 
     @property
     def shares(self) -> dict[Stage, float]:
-        """The share of each stage, from 0 to 1; all 0 if nothing was measured."""
+        """Share of each stage in the total time, from 0 to 1; all 0 if nothing was measured."""
         total = self.total_seconds
         return {stage: each / total if total else 0.0 for stage, each in self.seconds.items()}
 
     @property
     def data_plane_share(self) -> float:
-        """The share of all stages other than the trainer's work and the wait for rollouts."""
+        """Combined share of all stages except the trainer's own work and the wait for rollouts."""
         shares = self.shares
         return sum(share for stage, share in shares.items() if stage not in {Stage.WORK, Stage.ROLLOUTS})
 
     @property
     def advice(self) -> str:
-        """A sentence with the most expensive stage, and how to reduce it."""
+        """A sentence that names the most expensive stage and how to make it cheaper."""
         return advice_for(self)
 
     def __str__(self) -> str:
@@ -120,12 +120,12 @@ class CallCost:
     """Cost of calls of one kind, in the thread or process that made them, regardless of whether the trainer waited.
 
     Attributes:
-        stage: their kind: `plan` for claims, `transfer` and `host` for the two parts of a `get_data`.
-        call_count: number of calls, the last 256 at most.
+        stage: kind of the calls: `plan` for claims, `transfer` and `host` for the two parts of a `get_data`.
+        call_count: number of calls; only the last 256 are counted.
         mean_seconds: mean duration.
         mean_bytes: mean size; 0 for claims.
-        fixed_seconds: fixed cost per call, independent of its size; None: the sizes vary too little to tell.
-        bytes_per_second: throughput in the remaining time; None likewise.
+        fixed_seconds: fixed cost per call, independent of its size; None if the sizes vary too little to tell.
+        bytes_per_second: throughput in the remaining time; None if the sizes vary too little to tell.
     """
 
     stage: Stage
@@ -172,7 +172,7 @@ class StepReport:
 
     @property
     def advice(self) -> str:
-        """A sentence with the most expensive stage, and how to reduce it."""
+        """A sentence that names the most expensive stage and how to make it cheaper."""
         return advice_for(self.times, self.calls)
 
     def __str__(self) -> str:
@@ -194,8 +194,8 @@ class StepTimer:
         print(timer.report())
 
     Args:
-        batch_count: number of batches a report covers, counted from the last.
-        clock: returns the seconds of a clock shared by all processes of the host.
+        batch_count: number of most recent batches that a report covers.
+        clock: returns the time in seconds, on a clock shared by all processes of the host.
 
     Raises:
         InvalidArgumentError: the number of batches is not positive.
@@ -203,7 +203,7 @@ class StepTimer:
 
     def __init__(self, batch_count: int = _BATCHES, *, clock: Callable[[], float] = time.perf_counter) -> None:
         if batch_count < 1:
-            raise InvalidArgumentError(f"batch_count: got {batch_count}; expected at least 1", field="batch_count")
+            raise InvalidArgumentError(f"batch_count is {batch_count}; expected at least 1", field="batch_count")
         self.clock = clock
         self._lock = Lock()  # the fetching thread reports measurements of the training thread
         self._batches: deque[dict[Stage, float]] = deque(maxlen=batch_count)
@@ -212,10 +212,10 @@ class StepTimer:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Measure a step: client calls inside are waits, and the rest is the trainer's own work.
+        """Measure a step: client calls in the block count as waits, everything else as the trainer's own work.
 
-        This counts calls made by the block itself, in its thread or in asyncio tasks that it starts. A step that raises
-        is not counted.
+        Calls are counted if the block makes them, in its own thread or in asyncio tasks that it starts. A step that
+        raises is not counted.
         """
         reported = step_report.set(self.take_report)
         began_at = self.clock()
@@ -231,11 +231,11 @@ class StepTimer:
         """Add a step or a part of one: the trainer works from `began_at`, and waits from `asked_at` until `ended_at`.
 
         Args:
-            began_at: when the trainer got its last data.
-            asked_at: when it requested more.
-            ended_at: when it got them.
+            began_at: when the trainer received its last data.
+            asked_at: when the trainer requested more data.
+            ended_at: when the trainer received that data.
             calls: calls made by the trainer during its work.
-            waits: all stages of the batch that it waited for, and how many batches begin with it.
+            waits: all stages of the batch that the trainer waited for, and how many batches begin with it.
         """
         seconds = dict.fromkeys(Stage, 0.0)
         _split(seconds, began_at, asked_at, calls.spans, Stage.WORK)
@@ -261,7 +261,7 @@ class StepTimer:
         return StepReport(times=self._times(), calls=tuple(CallCost.of(stage, each) for stage, each in calls.items()))
 
     def take_report(self) -> StepTimes | None:
-        """Return the times to send to the service, which shows them to others; None if sent a moment ago."""
+        """Return the times to send to the service, which shows them to others; None if they were sent a moment ago."""
         now = self.clock()
         if not self._batches or (self._reported_at is not None and now - self._reported_at < _REPORT_SECONDS):
             return None
@@ -301,7 +301,7 @@ _ORDER: Final = {stage: number for number, stage in enumerate(Stage)}
 
 
 def fit_calls(size_bytes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float] | None:
-    """Fit `seconds = fixed + bytes / rate` to calls, by least squares with reduced weights for outliers.
+    """Fit `seconds = fixed + bytes / rate` to calls, by least squares with lower weights for outliers.
 
     The weights are Huber's (Robust Estimation of a Location Parameter, 1964), found by iteration.
 
@@ -339,37 +339,40 @@ def fit_calls(size_bytes: Sequence[float], seconds: Sequence[float]) -> tuple[fl
 
 
 _REMEDIES: Final = {
-    Stage.ROLLOUTS: "waiting for rollouts is {share} of the step: add rollout workers, or raise max_staleness; the "
-    "data plane is {plane}",
-    Stage.PLAN: "waiting for plans is {share} of the step: fetch further ahead (prefetch_factor), or let one batch be "
-    "larger; a sampler that balances or packs costs most",
-    Stage.TRANSFER: "waiting for bytes is {share} of the step: ask for fewer data_fields, fetch further ahead "
+    Stage.ROLLOUTS: "waiting for rollouts takes {share} of the step: add rollout workers, or raise max_staleness; the "
+    "data plane takes {plane}",
+    Stage.PLAN: "waiting for plans takes {share} of the step: fetch further ahead (prefetch_factor), or use larger "
+    "batches; samplers that balance or pack cost most",
+    Stage.TRANSFER: "waiting for bytes takes {share} of the step: request fewer data_fields, fetch further ahead "
     "(prefetch_factor, num_workers), or add storage services",
-    Stage.HOST: "decoding and copying on the host is {share} of the step: use num_workers in the loader, and tensors "
-    "instead of objects",
-    Stage.DEVICE: "copies to the device are {share} of the step: give the loader device= and prefetch_factor, to "
-    "copy batches in advance",
-    Stage.LOADER: "the loader itself is {share} of the step: look at process_batch_fn and fetch_batch_fn; if a "
-    "replica gets its batches from another, see the report of the other",
-    Stage.PUT: "puts of the trainer are {share} of the step: put all columns in one call, or put from another thread",
+    Stage.HOST: "decoding and copying on the host takes {share} of the step: use num_workers in the loader, and "
+    "tensors instead of objects",
+    Stage.DEVICE: "copies to the device take {share} of the step: set device and prefetch_factor of the loader, so "
+    "batches are copied in advance",
+    Stage.LOADER: "the loader itself takes {share} of the step: check process_batch_fn and fetch_batch_fn; if this "
+    "rank receives its batches from a replica, see the replica's report",
+    Stage.PUT: "the trainer's puts take {share} of the step: put all columns in one call, or put from another thread",
 }
 
 
 def advice_for(times: StepTimes, calls: Sequence[CallCost] = ()) -> str:
-    """Return a sentence with the most expensive stage of steps, and how to reduce it."""
+    """Return a sentence that names the most expensive stage and how to make it cheaper."""
     shares = times.shares
     if not times.total_seconds:
         return "no step was measured"
     worst = max(_REMEDIES, key=lambda stage: shares[stage])
     if shares[worst] < _LITTLE:
         return (
-            f"the trainer's own work is {percent(shares[Stage.WORK])} of the step: neither rollouts "
-            f"({percent(shares[Stage.ROLLOUTS])}) nor the data plane ({percent(times.data_plane_share)}) hold it up"
+            f"the trainer's own work takes {percent(shares[Stage.WORK])} of the step: neither rollouts "
+            f"({percent(shares[Stage.ROLLOUTS])}) nor the data plane ({percent(times.data_plane_share)}) slow it down"
         )
     text = _REMEDIES[worst].format(share=percent(shares[worst]), plane=percent(times.data_plane_share))
     cost = next((each for each in calls if each.stage is worst and each.fixed_seconds is not None), None)
     if cost is not None and cost.fixed_seconds is not None and cost.fixed_seconds > cost.mean_seconds / 2:
-        text += f". Most of it is the fixed {_seconds(cost.fixed_seconds)} of each call: fewer, larger ones cost less"
+        text += (
+            f". Most of this is the fixed cost of {_seconds(cost.fixed_seconds)} per call: fewer, larger calls cost "
+            "less"
+        )
     return text
 
 

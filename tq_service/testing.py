@@ -40,10 +40,10 @@ class ListeningProcess:
 
     Args:
         command: the program and its arguments.
-        env: its environment; None: that of this process.
-        cwd: its working directory; None: that of this process.
-        log: file to append its stderr to; None: the stderr of this process.
-        start_new_session: whether only this process gets signals of the terminal, such as that of Ctrl-C, and decides
+        env: environment of the program; None: that of this process.
+        cwd: working directory of the program; None: that of this process.
+        log: file to append the program's stderr to; None: the stderr of this process.
+        start_new_session: whether terminal signals, such as that of Ctrl-C, reach only this process, which then decides
             when the program ends.
         start_timeout: seconds within which it has to listen.
         stop_timeout: seconds after SIGTERM until it is killed.
@@ -86,11 +86,11 @@ class ListeningProcess:
         """Start the program and wait until it listens.
 
         Raises:
-            RuntimeError: it is already running.
-            UnavailableError: it has ended, or did not listen in time and was killed.
+            RuntimeError: the program is already running.
+            UnavailableError: the program ended, or did not listen in time and was killed.
         """
         if self._process is not None and self.exit_code is None:
-            raise RuntimeError(f"process {self.pid} is already running; stop or kill it before it is started again")
+            raise RuntimeError(f"process {self.pid} is already running; stop or kill it before starting it again")
         log = None if self._log is None else self._log.open("ab")
         try:
             self._process = subprocess.Popen(
@@ -137,12 +137,12 @@ class ListeningProcess:
 
     @property
     def address(self) -> str:
-        """Its listening address, "host:port"; "" before the first start."""
+        """The program's listening address, "host:port"; "" before the first start."""
         return self._address
 
     @property
     def port(self) -> int:
-        """Its listening port."""
+        """The program's listening port."""
         return int(self._address.rpartition(":")[2])
 
     @property
@@ -150,10 +150,12 @@ class ListeningProcess:
         """The process started last.
 
         Raises:
-            RuntimeError: it was never started.
+            RuntimeError: the program was never started.
         """
         if self._process is None:
-            raise RuntimeError("it has not been started; use it in a `with` statement, or call start() first")
+            raise RuntimeError(
+                "the program has not been started; use the object in a `with` statement, or call start() first"
+            )
         return self._process
 
     @property
@@ -163,31 +165,31 @@ class ListeningProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """Its exit code, or the negative number of the signal that killed it; None while it runs."""
+        """The program's exit code, or the negative number of the signal that killed it; None while it runs."""
         return self.process.poll()
 
     def read_log(self) -> str:
-        """Return its log so far.
+        """Return the program's log so far.
 
         Raises:
-            ValueError: it does not have a separate log.
+            ValueError: the program does not have a separate log.
         """
         if self._log is None:
-            raise ValueError("got no log, expected the path of a file; give log=")
+            raise ValueError("the program has no separate log; set log to the path of a file")
         return self._log.read_text(encoding="utf-8", errors="replace")
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Send a signal, unless it has ended."""
+        """Send a signal to the program, unless it has ended."""
         self.process.send_signal(number)
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for it to end, and return its exit code.
+        """Wait until the program ends, and return its exit code.
 
         Args:
             timeout: maximum seconds to wait; None: no limit.
 
         Raises:
-            subprocess.TimeoutExpired: it is still running.
+            subprocess.TimeoutExpired: the program is still running.
         """
         code = self.process.wait(timeout)
         if self.process.stdin is not None:
@@ -195,7 +197,7 @@ class ListeningProcess:
         return code
 
     def stop(self) -> int:
-        """Terminate it with SIGTERM, or SIGKILL if that takes too long; return its exit code."""
+        """Stop the program with SIGTERM, or SIGKILL if that takes too long; return its exit code."""
         self.send_signal(signal.SIGTERM)
         try:
             return self.wait(self._stop_timeout)
@@ -203,7 +205,7 @@ class ListeningProcess:
             return self.kill()
 
     def kill(self) -> int:
-        """Kill it, unless it has ended; return its exit code."""
+        """Kill the program, unless it has ended; return its exit code."""
         self.send_signal(signal.SIGKILL)
         return self.wait()
 
@@ -222,22 +224,22 @@ class ServiceProcess(ListeningProcess):
         with ServiceProcess("--max-bytes", "1GiB") as service, tq.Client(service.address) as client:
             ...
 
-    It keeps its port across restarts, and ends when this process ends for any reason. It ignores settings in the
-    environment (`TQ_*`).
+    The service keeps its port across restarts, and ends when this process ends for any reason. It ignores settings in
+    the environment (`TQ_*`).
 
     Args:
         *flags: flags of `tq-service serve`.
-        data_dir: data directory of the service; None: its state is lost when it ends.
+        data_dir: data directory of the service; None: the state is lost when the service ends.
         env: additional environment variables.
         command: the program that runs the command line.
-        cwd: its working directory; None: that of this process.
-        log: file to append its log to; None: the stderr of this process.
+        cwd: working directory of the program; None: that of this process.
+        log: file to append the service's log to; None: the stderr of this process.
         start_new_session: see `ListeningProcess`.
         start_timeout: seconds within which it has to listen.
         stop_timeout: seconds after SIGTERM until it is killed.
     """
 
-    # The service reads its end of this pipe. The other end closes with this process, even if that is killed.
+    # The service reads one end of this pipe. The other end is closed when this process ends, even if it is killed.
     _stdin = subprocess.PIPE
 
     def __init__(
@@ -252,7 +254,7 @@ class ServiceProcess(ListeningProcess):
         start_timeout: float = 60.0,
         stop_timeout: float = _STOP_SECONDS,
     ) -> None:
-        # Bound for the lifetime of this object: no other program can get the port while the service is down.
+        # Bound for the lifetime of this object, so no other program can take the port while the service is down.
         reserved = socket.socket()
         weakref.finalize(self, reserved.close)
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -271,6 +273,6 @@ class ServiceProcess(ListeningProcess):
         )
 
     def restart(self) -> None:
-        """Kill it, unless it has ended, and start it again."""
+        """Kill the service, unless it has ended, and start it again."""
         self.kill()
         self.start()

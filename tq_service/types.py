@@ -1,4 +1,4 @@
-"""The types of arguments and answers of clients, for annotations and comparisons."""
+"""Types of client arguments and results, for annotations and comparisons."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ _COMMIT_LENGTH: Final = 9
 
 
 def _commit() -> str:
-    """Return the commit this package was built from, or that of its clone; "" if neither is known."""
+    """Return the commit that this package was built from or that its clone is at; "" if neither is known."""
     try:
         return (_PACKAGE / "COMMIT").read_text().strip()  # written by hatch_build.py
     except OSError:
@@ -37,7 +37,7 @@ def _head_of(clone: Path) -> str:
         OSError: the directory is not a clone.
     """
     git = clone / ".git"
-    if git.is_file():  # a worktree: the file names its directory, which shares the branches of the main one
+    if git.is_file():  # a worktree: the file names its git directory, which shares the branches of the main clone
         git = clone / git.read_text().removeprefix("gitdir:").strip()
     head = (git / "HEAD").read_text().strip()
     if not head.startswith("ref:"):
@@ -55,4 +55,4 @@ BUILD: Final = f"{VERSION}+{COMMIT}" if COMMIT else VERSION
 """The version with the commit, such as "0.1.0+64c3520ab", a local version of PEP 440."""
 
 USER_AGENT: Final = f"tq-service/{BUILD} (protocol {PROTOCOL})"
-"""Start of the user agent of all calls; it tells a service the protocol version of its caller."""
+"""Prefix of the user agent of all calls, which tells a service the protocol version of its caller."""

@@ -24,7 +24,7 @@ wait_clock: Final[ContextVar[WaitClock | None]] = ContextVar("wait_clock", defau
 
 
 WhileWaiting: TypeAlias = Callable[[], AbstractContextManager[None]]
-"""Returns a context manager that a call holds while it waits, for example to be counted."""
+"""Returns a context manager that is active while a call waits, for example to count waiting calls."""
 
 
 class Waiting:

@@ -336,7 +336,7 @@ def test_where_the_time_of_steps_goes_is_shown(client: tq.Client) -> None:
         )
     lines = [" ".join(line) for line in lines_of("task", "show", "p", "t")]
     assert any(line.startswith("steps ") and line.endswith("per batch: work 100 % (1 ranks)") for line in lines)
-    assert any("the trainer's own work is 100 % of the step" in line for line in lines)
+    assert any("the trainer's own work takes 100 % of the step" in line for line in lines)
 
 
 def test_tasks_are_shown_and_start_over(filled: tq.Client) -> None:

@@ -67,7 +67,9 @@ def test_empty_variables_count_as_not_given(monkeypatch: pytest.MonkeyPatch) -> 
 def test_unknown_settings_in_a_file_are_refused_with_the_known_ones(tmp_path: Path) -> None:
     path = tmp_path / "tq.toml"
     path.write_text("max_byte = 5\n")
-    with pytest.raises(InvalidArgumentError, match=r"max_byte; did you mean max_bytes\? known are .*host.*uvloop"):
+    with pytest.raises(
+        InvalidArgumentError, match=r"max_byte; did you mean max_bytes\? known settings: .*host.*uvloop"
+    ):
         load_settings({}, path)
 
 
@@ -87,7 +89,7 @@ def test_unreadable_files_are_named(tmp_path: Path, text: str | None, message: s
         ({"max_bytes": "8 foo"}, r"--max-bytes: got '8 foo': expected bytes, such as 8GiB"),
         ({"max_bytes": "0"}, r"--max-bytes: got 0"),
         ({"role": "both"}, r"--role: got 'both'.*'controller', 'storage' or 'all'"),
-        ({"role": "storage"}, r"role storage needs the setting controller"),
+        ({"role": "storage"}, r"role storage requires the setting controller"),
         ({"controller": "a:1"}, r"for role storage, but the role is all"),
         ({"port": -1, "grace_seconds": -2}, r"--port: .*; --grace-seconds: "),
     ],
@@ -168,7 +170,7 @@ def test_a_port_beyond_this_machine_takes_tls_and_tokens_or_insecure() -> None:
     [
         ({"tls_cert": "c"}, "one of tls_cert and tls_key"),
         ({"tls_key": "k"}, "one of tls_cert and tls_key"),
-        ({"tls_client_ca": "a"}, "needs tls_cert and tls_key"),
+        ({"tls_client_ca": "a"}, "requires tls_cert and tls_key"),
     ],
 )
 def test_tls_settings_go_together(given: dict[str, str], match: str) -> None:
@@ -220,8 +222,8 @@ def test_every_setting_has_a_flag_with_its_description() -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"durability": "process"}, "needs the setting data_dir"),
-        ({"durability": "disk"}, "needs the setting data_dir"),
+        ({"durability": "process"}, "requires the setting data_dir"),
+        ({"durability": "disk"}, "requires the setting data_dir"),
         ({"durability": "memory", "data_dir": "/srv/tq"}, "does not use"),
         ({"durability": "always"}, "--durability"),
     ],

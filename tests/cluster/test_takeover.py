@@ -651,7 +651,7 @@ WRONG = {
         "durability": "disk",
     },
     "expected etcd://": {"journal": "http://e:2379", "cluster": "c", "role": "controller", "data_dir": "d"},
-    "etcd_user is for a journal in etcd": {"etcd_user": "tq"},
+    "etcd_user requires a journal in etcd": {"etcd_user": "tq"},
     "one of etcd_user and etcd_password_file": {
         "journal": "etcd://e",
         "cluster": "c",

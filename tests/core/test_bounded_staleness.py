@@ -208,11 +208,11 @@ async def test_what_could_evade_the_bound_is_refused():
     [
         ({"max_staleness": -1, "global_batch": 1}, "0 or more versions"),
         ({"max_staleness": 1}, "1 or more"),
-        ({"global_batch": 4, "most": 2}, "without max_staleness"),
-        ({"most": 2, "late": "evict"}, "without max_staleness"),
+        ({"global_batch": 4, "most": 2}, "max_staleness is not set"),
+        ({"most": 2, "late": "evict"}, "max_staleness is not set"),
         ({"max_staleness": 1, "global_batch": 2, "late": "never"}, "wait, evict"),
-        ({"max_staleness": 1, "global_batch": 2, "most": 3}, "sets it to 4"),
-        ({"max_staleness": 1, "global_batch": 2, "given_back": "trained"}, "sets it to 'published'"),
+        ({"max_staleness": 1, "global_batch": 2, "most": 3}, "implies 4"),
+        ({"max_staleness": 1, "global_batch": 2, "given_back": "trained"}, "implies 'published'"),
     ],
 )
 def test_what_contradicts_the_bound_is_refused(arguments, message):

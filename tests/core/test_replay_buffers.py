@@ -326,15 +326,15 @@ async def _exchange(ratio, least, batch_size, put_size, rng):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"overflow": "drop"}, "overflow of the admission of task 't' is 'drop'"),
-        ({"priority_key": "p"}, "priority_key .* expected none without overflow 'drop_lowest'"),
+        ({"overflow": "drop"}, "overflow in the admission of task 't' is 'drop'"),
+        ({"priority_key": "p"}, "priority_key .* expected no value unless overflow is 'drop_lowest'"),
         ({"samples_per_insert": -1.0}, "samples_per_insert .* is -1.0; expected a positive"),
         ({"samples_per_insert": 2.0}, "error_buffer .* is 0; expected 2 or more with samples_per_insert 2"),
         ({"error_buffer": 2}, "samples_per_insert .* expected a number above 0 with error_buffer"),
         ({"samples_per_insert": 1.0, "error_buffer": 1, "min_size_to_sample": -1}, "min_size_to_sample .* is -1"),
         (
             {"most": 0, "max_staleness": 1, "global_batch": 1, "overflow": "drop_lowest"},
-            "max_staleness .* expected none",
+            "max_staleness .* expected no value",
         ),
     ],
 )

@@ -230,7 +230,9 @@ def test_a_replay_refuses_what_it_has_not(tmp_path: Path) -> None:
         ranked = {"dp_rank": 0, "batch_index": 0, "data_fields": ["text"]}
         with pytest.raises(tq.errors.RankDisagreementError, match="planned for 2 ranks; ask with dp_size 2"):
             client.get_meta(dp_size=3, **ranked, **claim)
-        with pytest.raises(tq.errors.FieldNotFoundError, match=r"field 'texts' was not recorded; .* have half, ids"):
+        with pytest.raises(
+            tq.errors.FieldNotFoundError, match=r"field 'texts' was not recorded; .* have the fields half, ids"
+        ):
             client.get_meta(dp_size=2, **ranked | {"data_fields": ["texts"]}, **claim)
         with pytest.raises(tq.errors.TaskNotFoundError, match="it has 0 of task 'sequential' in partition 'train'"):
             client.get_meta(dp_size=2, **ranked, **claim | {"task_name": "other"})
@@ -335,4 +337,4 @@ def test_steps_are_compared(tmp_path: Path) -> None:
     assert "heaviest rank above mean" in text
     wrong = subprocess.run([*COMMAND, "diff", str(recording), "0", "0"], capture_output=True, check=False, text=True)
     assert wrong.returncode == 1
-    assert "step 0 is 2 steps" in wrong.stderr
+    assert "step 0 matches 2 steps" in wrong.stderr

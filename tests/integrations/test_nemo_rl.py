@@ -125,7 +125,7 @@ def test_a_claim_that_does_not_wait_takes_what_is_there(plane: Any) -> None:
     plane.put_samples(["a"], "train", rows([1]))
     assert plane.claim_meta("train", "train", FIELDS, 2, blocking=False).sample_ids == ["a"]
     with pytest.raises(
-        TimeoutError, match=r"fields \['input_ids', 'reward'\] was ready for task 'train' within 0\.1 s"
+        TimeoutError, match=r"fields \['input_ids', 'reward'\] became ready for task 'train' within 0\.1 s"
     ):
         plane.claim_meta("train", "train", FIELDS, 2, timeout_s=0.1)
 
@@ -255,5 +255,5 @@ def test_a_checkpoint_is_loaded_before_anything_else(plane: Any, tmp_path: Path)
     plane.save_checkpoint(tmp_path / "step_0")
     assert plane.load_checkpoint(tmp_path / "step_0") == {}
     plane.register_partition("train", FIELDS, 2, ["train"])
-    with pytest.raises(RuntimeError, match=r"needs a clean data-plane client.*load before anything else"):
+    with pytest.raises(RuntimeError, match=r"needs an unused data-plane client.*load the checkpoint first"):
         plane.load_checkpoint(tmp_path / "step_0")

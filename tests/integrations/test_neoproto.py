@@ -356,7 +356,7 @@ def test_consolidate_takes_refs_of_other_engines_and_slices(engine: Any) -> None
 )
 def test_values_that_do_not_fit_are_not_consolidated(engine: Any, values: list[Any]) -> None:
     refs = engine.put_many(values)
-    with pytest.raises(ValueError, match="expected one dtype, and rows of one shape"):
+    with pytest.raises(ValueError, match="expected the same dtype and row shape for all"):
         engine.consolidate(engine, refs)
     for bad in ([], [refs[0], None]):
         with pytest.raises(ValueError, match="expected at least one ref"):

@@ -261,7 +261,7 @@ def test_a_port_that_is_taken_is_refused(live: LiveServer, start_server: StartSe
 
 
 def test_other_machines_need_a_secured_service() -> None:
-    with pytest.raises(InvalidArgumentError, match=r"other machines reach 0\.0\.0\.0"):
+    with pytest.raises(InvalidArgumentError, match=r"other machines can reach 0\.0\.0\.0"):
         load_settings({"metrics_port": 0, "metrics_host": "0.0.0.0"})
     load_settings({"metrics_host": "0.0.0.0"})
     load_settings({"metrics_port": 0, "metrics_host": "0.0.0.0", "insecure": True})

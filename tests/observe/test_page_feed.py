@@ -59,7 +59,7 @@ async def test_a_frame_has_where_the_time_of_steps_went() -> None:
     (step,) = frame["status"]["steps"]
     assert (step["group"], step["task"], step["rank_count"]) == ("train", "update", 4)
     assert (step["shares"]["rollouts"], step["data_plane_share"]) == (0.5, 0.25)
-    assert step["advice"].startswith("waiting for rollouts is 50 % of the step")
+    assert step["advice"].startswith("waiting for rollouts takes 50 % of the step")
     assert step["text"] == "2.00 s per batch: rollouts 50 %, work 25 %, transfer 25 %"
 
 

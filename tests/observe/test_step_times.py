@@ -236,7 +236,7 @@ def test_reports_for_the_service_are_apart(clock: Clock, timer: StepTimer) -> No
 
 @pytest.mark.parametrize("count", [0, -1])
 def test_a_timer_needs_a_batch(count: int) -> None:
-    with pytest.raises(tq.errors.InvalidArgumentError, match="batch_count: got"):
+    with pytest.raises(tq.errors.InvalidArgumentError, match="batch_count is"):
         StepTimer(count)
 
 
@@ -246,13 +246,13 @@ def test_a_timer_needs_a_batch(count: int) -> None:
 @pytest.mark.parametrize(
     ("stage", "begin"),
     [
-        (Stage.ROLLOUTS, "waiting for rollouts is 62 % of the step: add rollout workers, or raise max_staleness"),
-        (Stage.PLAN, "waiting for plans is 62 % of the step: fetch further ahead"),
-        (Stage.TRANSFER, "waiting for bytes is 62 % of the step: ask for fewer data_fields"),
-        (Stage.HOST, "decoding and copying on the host is 62 % of the step: use num_workers"),
-        (Stage.DEVICE, "copies to the device are 62 % of the step: give the loader device="),
-        (Stage.LOADER, "the loader itself is 62 % of the step: look at process_batch_fn"),
-        (Stage.PUT, "puts of the trainer are 62 % of the step: put all columns in one call"),
+        (Stage.ROLLOUTS, "waiting for rollouts takes 62 % of the step: add rollout workers, or raise max_staleness"),
+        (Stage.PLAN, "waiting for plans takes 62 % of the step: fetch further ahead"),
+        (Stage.TRANSFER, "waiting for bytes takes 62 % of the step: request fewer data_fields"),
+        (Stage.HOST, "decoding and copying on the host takes 62 % of the step: use num_workers"),
+        (Stage.DEVICE, "copies to the device take 62 % of the step: set device"),
+        (Stage.LOADER, "the loader itself takes 62 % of the step: check process_batch_fn"),
+        (Stage.PUT, "the trainer's puts take 62 % of the step: put all columns in one call"),
     ],
 )
 def test_the_sentence_names_the_worst_stage(stage: Stage, begin: str) -> None:
@@ -261,13 +261,14 @@ def test_the_sentence_names_the_worst_stage(stage: Stage, begin: str) -> None:
         times = StepTimes.of({stage: 62.0, Stage.WORK: 38.0}, 1)
     assert times.advice.startswith(begin)
     if stage is Stage.ROLLOUTS:
-        assert times.advice.endswith("the data plane is 3.0 %")
+        assert times.advice.endswith("the data plane takes 3.0 %")
 
 
 def test_the_sentence_says_when_nothing_is_to_be_done() -> None:
     times = StepTimes.of({Stage.WORK: 96.0, Stage.ROLLOUTS: 3.0, Stage.TRANSFER: 1.0}, 1)
     assert times.advice == (
-        "the trainer's own work is 96 % of the step: neither rollouts (3.0 %) nor the data plane (1.0 %) hold it up"
+        "the trainer's own work takes 96 % of the step: neither rollouts (3.0 %) nor the data plane (1.0 %) slow it "
+        "down"
     )
     assert StepTimes().advice == "no step was measured"
     assert str(times) == "100.00 s per batch: work 96 %, rollouts 3.0 %, transfer 1.0 %"
@@ -283,7 +284,7 @@ def test_the_sentence_says_where_calls_are_too_small() -> None:
         at += seconds
     timer.add(0.0, 0.0, at, calls=Collected(), waits=waits)
     report = timer.report()
-    assert report.advice.endswith("Most of it is the fixed 10.0 ms of each call: fewer, larger ones cost less")
+    assert report.advice.endswith("Most of this is the fixed cost of 10.0 ms per call: fewer, larger calls cost less")
     text = str(report).splitlines()
     assert text[1] == report.advice
     assert text[2] == "transfer: 20 calls of 10.0 ms and 48.5 kB; 10.0 ms fixed per call, the rest at 1 GB/s"

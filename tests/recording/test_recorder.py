@@ -361,7 +361,7 @@ async def test_a_kill_between_any_two_calls_leaves_whole_steps(engine: StorageEn
 
 async def test_one_service_writes_to_a_directory(tmp_path: Path) -> None:
     async with recording_to(directory(tmp_path)):
-        with pytest.raises(DataDirError, match="another service records to"):
+        with pytest.raises(DataDirError, match="another service already records to"):
             await Recorder(directory(tmp_path)).open()
     async with recording_to(directory(tmp_path)):
         pass
@@ -391,7 +391,7 @@ async def test_damage_is_told_and_not_served(engine: StorageEngine, tmp_path: Pa
     async with reading_from(directory(tmp_path)) as recording:
         assert recording.steps == []
         assert set(recording.damaged) == {f"steps/{path.name}" for path in (first, second)}
-        with pytest.raises(NotFoundError, match="no steps; 2 steps are damaged"):
+        with pytest.raises(NotFoundError, match="available: no steps; 2 steps are damaged"):
             recording.select(Asked(task_name="train"))
 
 
@@ -404,9 +404,11 @@ async def test_steps_that_nobody_wants_are_known_by_name_alone(engine: StorageEn
     await recording.open(asked)
     assert [len(step.puts) for step in recording.steps] == [0, 1, 0]
     assert recording.one(asked).batch_index == 1
-    with pytest.raises(NotFoundError, match=r"lacks step 7; it has 0 to 2 of task 'train' in partition 'train@0'$"):
+    with pytest.raises(
+        NotFoundError, match=r"does not contain step 7; available: 0 to 2 of task 'train' in partition 'train@0'$"
+    ):
         recording.select(Asked(batch_index=7))
-    with pytest.raises(InvalidArgumentError, match="task train is 3 steps"):
+    with pytest.raises(InvalidArgumentError, match="task train matches 3 steps"):
         recording.one(Asked(task_name="train"))
     await recording.close()
 
@@ -452,5 +454,5 @@ async def test_a_put_larger_than_an_object_is_cut(tmp_path: Path, monkeypatch: p
 async def test_other_directories_are_no_recordings(tmp_path: Path) -> None:
     with pytest.raises(DataDirError, match="is not a recording: the directory 'steps' is missing"):
         await Recording(Directory(tmp_path)).open()
-    with pytest.raises(InvalidArgumentError, match="does not list names"):
+    with pytest.raises(InvalidArgumentError, match="cannot list names"):
         place_of("valkey://localhost:1/0")

@@ -271,7 +271,7 @@ WRONG_PUTS = [
     invalid("insert too many", lambda c, m: c.insert("train", 2**24 + 1), "row_count", str(2**24 + 1), str(2**24)),
     invalid("insert none", lambda c, m: c.insert("train", 0), "row_count", "0", "at least one"),
     invalid("metadata that is no JSON", lambda c, m: c.set_custom_meta(m, [{"tag": {1}}] * 4), "custom_meta",
-            "custom_meta[0]['tag'] is set", "a JSON value", "as a field"),
+            "custom_meta[0]['tag'] has type set", "a JSON value", "as a field"),
     invalid("not a number in metadata", put({"score": torch.zeros(1, 3)}, custom_meta=[{"tag": [float("nan")]}]),
             "custom_meta", "[nan]", "finite numbers"),
     invalid("not a number beside text", lambda c, m: c.set_custom_meta(m, [{"uid": "a"}, *[{"uid": float("nan")}] * 3]),

@@ -101,7 +101,9 @@ def test_a_field_declared_as_text_takes_nothing_else(start_server: StartServer) 
 
 
 def test_an_encoding_is_of_objects() -> None:
-    with pytest.raises(tq.errors.InvalidArgumentError, match="encoding 'text' is for objects, but the layout is dense"):
+    with pytest.raises(
+        tq.errors.InvalidArgumentError, match="encoding 'text' applies only to objects, but the layout is dense"
+    ):
         tq.FieldSpec("x", dtype="int64", layout="dense", encoding="text")  # type: ignore[arg-type]
     with pytest.raises(
         tq.errors.InvalidArgumentError, match="encoding 'json' is unknown; use one of text, msgpack, bytes"

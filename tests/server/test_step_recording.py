@@ -103,7 +103,7 @@ def test_an_object_store_that_does_not_answer_is_no_reason_not_to_start(
 
 def test_a_directory_that_cannot_be_used_is(start_server: StartServer, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(tq.errors.DataDirError, match="a recording cannot be at"):
+    with pytest.raises(tq.errors.DataDirError, match="cannot create a recording at"):
         start_server(record=str(tmp_path / "file"))
 
 
@@ -114,8 +114,8 @@ def test_a_service_that_records_nothing_says_so(server: LiveServer) -> None:
 @pytest.mark.parametrize(
     ("flags", "error"),
     [
-        ({"record": "r", "role": "controller"}, "record is for role all, but the role is controller"),
-        ({"record": "r", "role": "storage", "controller": "localhost:1"}, "record is for role all"),
+        ({"record": "r", "role": "controller"}, "record requires role all, but the role is controller"),
+        ({"record": "r", "role": "storage", "controller": "localhost:1"}, "record requires role all"),
         ({"record_steps": 3}, "got record_steps without record"),
         ({"record_bytes": "1GiB"}, "got record_bytes without record"),
         ({"record": "r", "record_steps": 0}, "--record-steps: got 0"),

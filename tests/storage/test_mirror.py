@@ -202,7 +202,10 @@ async def test_a_read_of_a_put_that_cannot_be_fetched_now_is_to_be_tried_again()
     [
         ({"mirror_copies": 2}, "without mirror"),
         ({"mirror": "file:///m"}, "mirror is for role storage"),
-        ({"mirror": "file:///m", "role": "storage", "controller": "c", "data_dir": "/d"}, "leave one of the two out"),
+        (
+            {"mirror": "file:///m", "role": "storage", "controller": "c", "data_dir": "/d"},
+            "set only one of mirror and data_dir",
+        ),
         ({"mirror": "m", "role": "storage", "controller": "c"}, "mirror is not a URL"),
         ({"mirror": "file:///m", "role": "storage", "controller": "c", "mirror_required": 2}, "no put could ever be"),
     ],

@@ -1,4 +1,4 @@
-"""Balancing and packing of samples by their lengths: pure functions on numpy."""
+"""Balancing and packing of samples by length, as pure functions on numpy arrays."""
 
 from tq_service.balancing.packs import Overlong, PackPlan, best_fit_decreasing, plan_packs
 from tq_service.balancing.partitions import (

@@ -1,8 +1,8 @@
-"""Assigns samples to ranks, optimizer steps and packs of one size, from lengths alone and for all ranks at once.
+"""Assigns samples to ranks, optimizer steps and fixed-size packs, from their lengths alone and for all ranks at once.
 
-Packs are bins, filled by best fit decreasing, followed by a search for one bin fewer. S. Martello, P. Toth, "Knapsack
-Problems", chapter 8, 1990 (bounds, branch and bound); J. N. D. Gupta, J. C. Ho, "A new heuristic algorithm for the
-one-dimensional bin-packing problem", 1999 (filling bins one after another as full as possible).
+Packs are bins, filled by best fit decreasing; a search then tries to save one bin at a time. S. Martello, P. Toth,
+"Knapsack Problems", chapter 8, 1990 (bounds, branch and bound); J. N. D. Gupta, J. C. Ho, "A new heuristic algorithm
+for the one-dimensional bin-packing problem", 1999 (filling each bin in turn as full as possible).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tq_service.balancing.partitions import (
 Bins = list[list[int]]
 Overlong = Literal["error", "truncate", "drop"]
 
-# Effort of the search for one bin fewer: bits of the tables of reachable sums, and nodes of the search tree.
+# Limits of the search for one bin fewer: bits in the tables of reachable sums, and nodes of the search tree.
 _MOST_BITS = 2**24
 _MOST_FILL_ITEMS = 192
 _MOST_NODES = 4_000
@@ -41,16 +41,18 @@ class PackPlan:
     """The samples of each pack, by optimizer step and rank.
 
     Attributes:
-        packs: `packs[dp_rank][step][pack]` are indexes of samples; an empty list is a padding-only pack. All ranks
-            have the same number of steps, and within a step the same number of packs, at least 1.
-        lengths: token count of each sample in its pack, `(n,)`: cut for `truncated` samples, 0 for `dropped` ones.
+        packs: `packs[dp_rank][step][pack]` is the list of sample indexes in a pack; an empty list is a padding-only
+            pack. All ranks have the same number of steps, and within a step the same number of packs, at least 1.
+        lengths: tokens of each sample in its pack, `(n,)`: `pack_max_length` for `truncated` samples, 0 for `dropped`
+            ones.
         pack_max_length: tokens per pack, after padding.
-        truncated: indexes of the samples cut to `pack_max_length`, ascending.
-        dropped: indexes of the samples left out because they are too long, ascending.
-        rank_costs: cost of the samples of each rank, `(dp_size,)`, in the units of the cost function or a multiple.
-        pack_count_lower_bound: minimum number of packs, over all ranks and steps, of any plan for these ranks and
-            steps.
-        seconds: duration of the planning.
+        truncated: indexes of the samples that were truncated to `pack_max_length`, ascending.
+        dropped: indexes of the samples that were dropped because they are too long, ascending.
+        rank_costs: total cost of each rank's samples, `(dp_size,)`, in units of the cost function or a multiple of
+            them.
+        pack_count_lower_bound: lower bound on the number of packs, over all ranks and steps, of any plan for these
+            ranks and steps.
+        seconds: time that planning took.
     """
 
     packs: list[list[list[list[int]]]] = field(repr=False)
@@ -106,11 +108,11 @@ class PackPlan:
 
     @property
     def step_imbalance(self) -> float:
-        """Relative excess of the heaviest rank's tokens over the mean of the step, in the worst step."""
+        """Relative excess of the heaviest rank's tokens over the mean of all ranks, in the worst step."""
         return max(_above_mean(of_ranks) for of_ranks in self.tokens.T)
 
     def pack_tokens(self, pack: list[int]) -> int:
-        """Return the tokens of a pack's samples."""
+        """Return the number of sample tokens in a pack."""
         return int(self.lengths[pack].sum()) if pack else 0
 
 
@@ -134,12 +136,12 @@ def plan_packs(
 ) -> PackPlan:
     """Plan the packs of a batch for all ranks, with the same number of packs in a step on every rank.
 
-    1. Samples, or groups, are distributed over the ranks. Their numbers are equal or differ by at most one; their costs
-       are balanced by Karmarkar-Karp and its refinement.
-    2. The samples of a rank are distributed over the optimizer steps with token totals as equal as possible. On every
-       rank, steps are ordered by their tokens, heaviest first, so heavy steps run at the same time.
+    1. Samples, or groups, are distributed over the ranks. Ranks receive equal numbers of them, or numbers that differ
+       by one; their costs are balanced by Karmarkar-Karp and its refinement.
+    2. Each rank's samples are distributed over the optimizer steps, with token totals as equal as possible. On every
+       rank, steps are ordered by tokens, heaviest first, so that heavy steps run at the same time.
     3. The samples of a rank's step are packed by best fit decreasing. While a rank needs more packs than its lower
-       bound and the others need fewer, a search tries one pack fewer. Ranks with fewer packs than others get
+       bound and more than the other ranks, a search tries one pack fewer. Ranks with fewer packs than others receive
        padding-only packs, and every step has at least one pack. The packs of a step are ordered by their tokens,
        heaviest first.
 
@@ -150,20 +152,20 @@ def plan_packs(
         pack_max_length: maximum number of tokens per pack.
         groups: the group of each sample, `(n,)`; a group stays on one rank, but may be split over steps. A None element
             is a sample without a group. None: no groups.
-        rollouts: the rollout of each sample, `(n,)`, in the same form. The samples of a rollout, which belong to one
-            group, stay in one step, too. Without `groups` each rollout is a group.
-        overlong: handling of a sample longer than `pack_max_length`: refuse it, cut it to `pack_max_length`, or leave
-            it out. The plan lists the samples that were cut or left out.
+        rollouts: the rollout of each sample, `(n,)`, in the same form as `groups`. The samples of a rollout, which
+            belong to one group, also stay in one step. Without `groups`, each rollout is a group.
+        overlong: handling of a sample longer than `pack_max_length`: raise an error, truncate the sample to
+            `pack_max_length`, or drop it. The plan lists truncated and dropped samples.
         cost: quantity to balance over the ranks, see `get_costs`; None: tokens.
-        even_steps: whether the steps of a rank get token totals as equal as possible. If a step fills few packs, this
-            may cost much padding: tokens for 2.1 packs take 3. False: all samples of a rank are packed first, and the
-            packs are assigned to steps. The number of packs then differs between steps by at most one, or
-            `packs_multiple_of`. False has no effect if a rollout has several samples, since they could be in different
-            packs.
-        packs_multiple_of: the number of packs of each step is a multiple of this, as required by interleaved pipelines.
+        even_steps: whether a rank's steps have token totals as equal as possible. If a step fills only a few packs,
+            this may cost much padding: tokens for 2.1 packs need 3. False: all samples of a rank are packed first, and
+            the packs are then assigned to steps. The number of packs then differs between steps by at most one, or
+            `packs_multiple_of`. False has no effect if a rollout has several samples, since these could end up in
+            different packs.
+        packs_multiple_of: number that divides each step's number of packs, as interleaved pipelines require.
 
     Returns:
-        The plan with its statistics. The same arguments give the same packs.
+        The plan with its statistics. The same arguments always yield the same packs.
 
     Raises:
         ValueError: lengths that are negative, not integers or not one-dimensional, counts below 1, a number of groups
@@ -210,13 +212,13 @@ def plan_packs(
 
 
 def check_overlong(overlong: str) -> None:
-    """Raise ValueError if the policy does not exist."""
+    """Raise ValueError if the policy is unknown."""
     if overlong not in get_args(Overlong):
         raise ValueError(f"overlong: got {overlong!r}, expected 'error', 'truncate' or 'drop'")
 
 
 def _apply_overlong(lengths: Int64s, pack_max_length: int, overlong: Overlong) -> tuple[Int64s, Int64s, Int64s]:
-    """Return the samples to pack, those to cut, and those to leave out."""
+    """Return the samples to pack, those to truncate, and those to drop."""
     check_overlong(overlong)
     too_long, none = np.flatnonzero(lengths > pack_max_length), np.zeros(0, np.int64)
     if too_long.size and overlong == "error":
@@ -232,7 +234,7 @@ def _apply_overlong(lengths: Int64s, pack_max_length: int, overlong: Overlong) -
 
 
 def _units(name: str, groups: Sequence[Hashable | None] | None, count: int, kept: Int64s) -> list[Int64s]:
-    """Return the units that stay together: the samples of each group, or rollout, in the order of first members."""
+    """Return the units that stay together: each group's or rollout's samples, ordered by first member."""
     if groups is None:
         return list(kept[:, None])
     if len(groups) != count:
@@ -247,7 +249,7 @@ def _units(name: str, groups: Sequence[Hashable | None] | None, count: int, kept
 def _spread_over_steps(
     samples: Int64s, lengths: Int64s, optimizer_steps: int, rollout_of: Int64s | None
 ) -> list[Int64s]:
-    """Return the samples of each step; the samples of a rollout, if given, are in the same step."""
+    """Return the samples of each step; if rollouts are given, all samples of a rollout are in the same step."""
     if rollout_of is None:
         parts = [samples[part] for part in get_free_partitions(lengths[samples], optimizer_steps)]
     else:
@@ -259,10 +261,10 @@ def _spread_over_steps(
 
 
 def _deal(packs: Bins, optimizer_steps: int, multiple_of: int) -> list[Bins]:
-    """Assign packs to steps, fullest first; pack counts are multiples and differ by at most one multiple.
+    """Assign packs to steps, fullest first; pack counts are multiples and differ by one multiple at most.
 
     Args:
-        packs: packs of all steps, fullest first; their number is a multiple.
+        packs: packs of all steps, fullest first; their number is a multiple of `multiple_of`.
         optimizer_steps: number of steps.
         multiple_of: see `plan_packs`.
     """
@@ -277,7 +279,7 @@ def _deal(packs: Bins, optimizer_steps: int, multiple_of: int) -> list[Bins]:
 def _pack(
     of_ranks: Sequence[Int64s], lengths: Int64s, pack_max_length: int, multiple_of: int, *, spread: bool = False
 ) -> list[Bins]:
-    """Return the packs of the samples of every rank, the same number for each rank."""
+    """Pack each rank's samples; every rank has the same number of packs."""
     packed = pack_ranks_equally(
         [lengths[samples] for samples in of_ranks], pack_max_length, multiple_of=multiple_of, spread=spread
     )
@@ -289,20 +291,20 @@ def _pack(
 def pack_ranks_equally(
     sizes_of_ranks: Sequence[Int64s], capacity: int, *, multiple_of: int = 1, spread: bool = False
 ) -> list[Bins]:
-    """Pack the items of every rank into the fewest bins found, the same number for every rank.
+    """Pack each rank's items into as few bins as the search finds, the same number on every rank.
 
     Best fit decreasing gives an initial number of bins for each rank. A search of bounded effort then packs the ranks
     with the most bins into one bin fewer, and repeats as long as it succeeds for all of these ranks.
 
     Args:
-        sizes_of_ranks: for each rank the sizes of its items, none above `capacity`.
+        sizes_of_ranks: for each rank, the sizes of its items, all at most `capacity`.
         capacity: capacity of a bin.
-        multiple_of: the number of bins is a multiple of this.
-        spread: whether to distribute the items of a rank evenly over its bins instead of filling some and leaving the
-            others empty.
+        multiple_of: number that divides the number of bins.
+        spread: whether to distribute a rank's items evenly over its bins, instead of filling some and leaving others
+            empty.
 
     Returns:
-        For each rank its bins, at least one, fullest first, followed by empty bins up to the common number.
+        For each rank, its bins (at least one), fullest first, padded with empty bins to the common number.
     """
     packed = [best_fit_decreasing(sizes, capacity) for sizes in sizes_of_ranks]
     at_least = max([1, *(count_bins_at_least(sizes, capacity) for sizes in sizes_of_ranks)])
@@ -335,7 +337,7 @@ def _try_fewer(packed: list[Bins], sizes_of_ranks: Sequence[Int64s], capacity: i
 
 
 def _spread(sizes: Int64s, bins: Bins, capacity: int, count: int) -> Bins:
-    """Distribute the items over `count` bins of nearly equal sums; return `bins` unchanged if one would overflow."""
+    """Distribute the items over `count` bins with nearly equal sums; return `bins` unchanged if a bin overflows."""
     even = [part for part in get_free_partitions(sizes, count) if part]
     return even if all(int(sizes[part].sum()) <= capacity for part in even) else bins
 
@@ -344,18 +346,18 @@ def count_bins_at_least(sizes: Int64s, capacity: int) -> int:
     """Return a lower bound on the number of bins for the items.
 
     No two items above half the capacity fit into one bin. For every threshold t, an item above `capacity - t` cannot
-    share a bin with an item of at least t. So the items from t to half the capacity need additional bins, apart from
-    the space left free by the remaining large items.
+    share a bin with an item of at least t. So the items from t to half the capacity need additional bins, except for
+    those that fit into the space left by the remaining large items.
     """
     if not sizes.size:
         return 0
     ascending = np.sort(sizes)
     total = np.concatenate([np.zeros(1, np.int64), np.cumsum(ascending)])
     bound = max(-(-int(total[-1]) // capacity), 1)
-    half = int(np.searchsorted(2 * ascending, capacity, side="right"))  # items from here on exceed half the capacity
+    half = int(np.searchsorted(2 * ascending, capacity, side="right"))  # items from here on exceed half of it
     thresholds = np.unique(ascending[:half])
     thresholds = thresholds[thresholds > 0]
-    large_from = np.searchsorted(ascending, capacity - thresholds, side="right")  # these leave less than t
+    large_from = np.searchsorted(ascending, capacity - thresholds, side="right")  # items from here on leave less than t
     small_from = np.searchsorted(ascending, thresholds, side="left")
     middle_free = (large_from - half) * capacity - (total[large_from] - total[half])
     missing = np.maximum(total[half] - total[small_from] - middle_free, 0)
@@ -363,7 +365,7 @@ def count_bins_at_least(sizes: Int64s, capacity: int) -> int:
 
 
 def best_fit_decreasing(sizes: Int64s, capacity: int) -> Bins:
-    """Put the items, largest first, each into the fullest bin with enough space; return the bins."""
+    """Put each item, largest first, into the fullest bin with enough space; return the bins."""
     bins: Bins = []
     free: list[tuple[int, int]] = []  # (free capacity, bin), ascending
     listed = sizes.tolist()
@@ -395,7 +397,7 @@ def pack_into(sizes: Int64s, capacity: int, bin_count: int) -> Bins | None:
 
 
 def _fill_one_by_one(sizes: Int64s, capacity: int, bin_count: int) -> Bins | None:
-    """Fill bins one after another, each with the largest remaining item and the fullest subset that fits with it."""
+    """Fill bins in turn, each with the largest remaining item and the largest subset of the others that still fits."""
     listed = sizes.tolist()
     left = np.argsort(-sizes, kind="stable").tolist()
     most_items = min(_MOST_FILL_ITEMS, max(8, _MOST_BITS // (capacity + 1)))
@@ -417,7 +419,7 @@ def _fill_one_by_one(sizes: Int64s, capacity: int, bin_count: int) -> Bins | Non
 
 
 def _fullest_subset(items: list[int], listed: list[int], capacity: int) -> list[int]:
-    """Return items whose sum is closest to `capacity` from below; bit s of a table means that sum s is reachable."""
+    """Return the items with the largest sum up to `capacity`; bit s of a table means that sum s is reachable."""
     window = (1 << (capacity + 1)) - 1
     tables = [1]
     for item in items:
@@ -434,7 +436,7 @@ def _fullest_subset(items: list[int], listed: list[int], capacity: int) -> list[
 
 
 class _TreeSearch:
-    """Depth-first search over the bins of each item, largest item first, fullest bin first."""
+    """Depth-first search over the bins for each item, trying largest items and fullest bins first."""
 
     def __init__(self, sizes: Int64s, capacity: int, bin_count: int) -> None:
         self._order: list[int] = np.argsort(-sizes, kind="stable").tolist()
@@ -445,7 +447,7 @@ class _TreeSearch:
         self._nodes = 0
 
     def run(self) -> Bins | None:
-        """Return the non-empty bins, or None if no solution was found with the allowed effort."""
+        """Return the non-empty bins, or None if no solution was found within the node limit."""
         return [found for found in self._bins if found] if self._place(0) else None
 
     def _place(self, at: int) -> bool:

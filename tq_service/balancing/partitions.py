@@ -1,13 +1,14 @@
-"""Splits items into k partitions of nearly equal cost by Karmarkar-Karp largest differencing and a refinement.
+"""Splits items into k partitions of nearly equal cost, by Karmarkar-Karp largest differencing and a refinement.
 
 N. Karmarkar, R. M. Karp, "The differencing method of set partitioning", UCB/CSD 82/113, 1982; the k-way form is from
 R. E. Korf, "Multi-way number partitioning", IJCAI 2009.
 
 A partial solution has up to k columns, each a set of items with its sum. The two partial solutions with the widest
-spread (largest sum minus smallest) are merged, heaviest column with lightest, until one is left. Columns are kept as
-sorted numpy sums with the id of one item each. Merging two columns points one id at the other; following the pointers
-at the end gives the items of each column. So the cost of a merge depends on k only, not on the number of items. The
-refinement makes moves and swaps from the heaviest set to lighter ones until none helps.
+spread (largest sum minus smallest) are merged, heaviest column with lightest, until one is left. A column is stored as
+its sum, in a sorted numpy array, and the id of one of its items. Merging two columns points one id at the other;
+following the pointers at the end yields the items of each column. The cost of a merge therefore depends only on k, not
+on the number of items. The refinement moves or swaps items from the heaviest set to lighter ones until no exchange
+helps.
 """
 
 from __future__ import annotations
@@ -25,15 +26,16 @@ Lengths = Sequence[int] | NDArray[np.integer]
 CostName = Literal["tokens", "attention"]
 Cost = CostName | Callable[[Int64s], NDArray[Any]]
 
-# Sums of all lengths, or costs, must stay exact in int64.
+# The sum of all lengths, or of all costs, must be exact in int64.
 _LARGEST_TOTAL = 2**62
-# Non-integer costs are rounded to multiples of the largest cost divided by this.
+# Non-integer costs are rounded to multiples of the largest cost divided by this number.
 _STEPS = 2**40
-# The heaviest set is tried against this many of the lightest sets, one by one, before it is tried against all others at
-# once. The latter compares every pair of items; with more pairs than this, the others are tried one by one too.
+# The heaviest set is compared with this many of the lightest sets, one by one, before it is compared with all others at
+# once. The latter considers every pair of items; with more than `_MOST_PAIRS` pairs, the others are also tried one by
+# one.
 _LIGHTEST_FIRST = 32
 _MOST_PAIRS = 1_000_000
-# A heaviest set this close to the lower bound is good enough: the last few tokens of a million take most of the time.
+# A heaviest set this close to the lower bound is good enough: removing the last few of a million tokens takes longest.
 _TOLERANCE = 1e-5
 
 
@@ -42,12 +44,12 @@ class AttentionCost:
     """Cost of a sequence of L tokens, `linear * L + quadratic * L**2`.
 
     The linear part models the matrix products, which cost the same for every token. The quadratic part models the
-    attention of each token to the earlier ones. The defaults are the ratio commonly used in balancing code, for a
-    hidden size of 4,096: the two parts are equal at 24,576 tokens.
+    attention of each token to earlier tokens. The defaults have the ratio commonly used in balancing code for a hidden
+    size of 4,096, where both parts are equal at 24,576 tokens.
 
     Attributes:
-        linear: cost of a token.
-        quadratic: cost of a pair of tokens.
+        linear: cost per token.
+        quadratic: cost per pair of tokens.
     """
 
     linear: float = 24_576
@@ -56,12 +58,12 @@ class AttentionCost:
     def __post_init__(self) -> None:
         if not (self.linear >= 0 and self.quadratic >= 0 and 0 < self.linear + self.quadratic < float("inf")):
             raise ValueError(
-                f"got linear={self.linear}, quadratic={self.quadratic}, expected finite numbers of at least 0, one of "
-                "them above 0"
+                f"got linear={self.linear} and quadratic={self.quadratic}; expected finite numbers of at least 0, at "
+                "least one of them above 0"
             )
 
     def __call__(self, lengths: Int64s) -> NDArray[np.float64]:
-        """Return the costs `(n,)` of sequences of these lengths `(n,)`."""
+        """Return the costs `(n,)` of sequences with the given lengths `(n,)`."""
         exact = lengths.astype(np.float64)
         return np.asarray(exact * (self.linear + self.quadratic * exact), np.float64)
 
@@ -70,7 +72,7 @@ _ATTENTION: Final = AttentionCost()
 
 
 def get_costs(lengths: Int64s, cost: Cost | None = None) -> Int64s:
-    """Return the costs of samples of these lengths, as integers in the ratios given by the cost function.
+    """Return integer costs of samples with the given lengths, in the proportions that the cost function yields.
 
     Args:
         lengths: token counts, `(n,)`.
@@ -78,11 +80,11 @@ def get_costs(lengths: Int64s, cost: Cost | None = None) -> Int64s:
             `(n,)`, integers or not; None: tokens.
 
     Returns:
-        Costs `(n,)`; non-integers are scaled to a maximum of 2**40, and rounded.
+        Costs `(n,)`; non-integer costs are scaled to a maximum of 2**40 and rounded.
 
     Raises:
-        ValueError: the name is unknown, or the function returns another shape, no numbers, or numbers that are
-            negative, not finite, or too large to add up exactly.
+        ValueError: the name is unknown, or the function returns an array of another shape, values that are not numbers,
+            or numbers that are negative, not finite, or too large for an exact sum.
     """
     if isinstance(cost, str):
         check_cost_name(cost)
@@ -91,7 +93,9 @@ def get_costs(lengths: Int64s, cost: Cost | None = None) -> Int64s:
         raise ValueError(f"cost: got {cost!r}, expected a name or a function of lengths")
     costs = lengths if cost is None else np.asarray(cost(lengths))
     if costs.shape != lengths.shape:
-        raise ValueError(f"cost: got an array of shape {costs.shape} for {lengths.size} lengths, expected one each")
+        raise ValueError(
+            f"cost: got an array of shape {costs.shape} for {lengths.size} lengths, expected one cost per length"
+        )
     if costs.dtype.kind not in "iuf":
         raise ValueError(f"cost: got values of dtype {costs.dtype}, expected integers or floats")
     if not costs.size:
@@ -118,7 +122,7 @@ def check_lengths(seqlen_list: Lengths) -> NDArray[np.int64]:
     """Return the lengths as an int64 array `(n,)`.
 
     Raises:
-        ValueError: not one-dimensional, not integers, negative, or too large to add up exactly.
+        ValueError: the lengths are not one-dimensional, not integers, negative, or too large for an exact sum.
     """
     try:
         lengths = np.asarray(seqlen_list)
@@ -144,10 +148,10 @@ def check_lengths(seqlen_list: Lengths) -> NDArray[np.int64]:
 
 
 def check_count(name: str, value: int) -> int:
-    """Return a number of partitions, ranks, steps or tokens.
+    """Validate and return a number of partitions, ranks, steps or tokens.
 
     Raises:
-        ValueError: it is not an integer, or below 1.
+        ValueError: the number is not an integer, or below 1.
     """
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
         raise ValueError(f"{name}: got {value!r}, expected an integer of at least 1")
@@ -162,16 +166,16 @@ def _first_non_integer(lengths: NDArray[np.generic]) -> str:
 
 
 def karmarkar_karp(seqlen_list: Lengths, k_partitions: int, equal_size: bool) -> list[list[int]]:
-    """Split items into partitions of nearly equal total length by largest differencing.
+    """Split items into partitions of nearly equal total length, by largest differencing.
 
     Args:
         seqlen_list: length of each item, `(n,)`.
         k_partitions: number of partitions.
-        equal_size: whether every partition gets `n / k_partitions` items; otherwise any number of at least 1.
+        equal_size: whether every partition has `n / k_partitions` items; otherwise each has at least one item.
 
     Returns:
         The item positions of each partition, ascending, heaviest partition first; every position occurs once. The same
-        arguments give the same result.
+        arguments always yield the same result.
 
     Raises:
         ValueError: lengths that are negative, not integers or not one-dimensional, fewer items than partitions,
@@ -187,7 +191,7 @@ def get_seqlen_balanced_partitions(
     """Split items into partitions of nearly equal total cost: `karmarkar_karp`, then refined by moves and swaps.
 
     Arguments, result and errors are as in `karmarkar_karp`, except that partitions are ordered by their sums before the
-    refinement. `cost` is the quantity to balance, see `get_costs`; None: the lengths.
+    refinement. `cost` is the quantity to balance (see `get_costs`); None balances lengths.
     """
     lengths, k = _check(seqlen_list, k_partitions, equal_size)
     costs = get_costs(lengths, cost)
@@ -195,31 +199,31 @@ def get_seqlen_balanced_partitions(
 
 
 def get_even_partitions(seqlen_list: Lengths, k_partitions: int) -> list[list[int]]:
-    """Split items into partitions of nearly equal total length whose sizes are equal, or differ by at most one.
+    """Split items into partitions of nearly equal total length, with sizes that differ by at most one.
 
-    Accepts any number of items, including fewer than partitions.
+    Accepts any number of items, even fewer than partitions.
 
     Raises:
-        ValueError: as `karmarkar_karp`, without its conditions on the number of items.
+        ValueError: as for `karmarkar_karp`, except that any number of items is valid.
     """
     return _padded_partitions(seqlen_list, k_partitions, equal_size=True)
 
 
 def get_free_partitions(seqlen_list: Lengths, k_partitions: int) -> list[list[int]]:
-    """Split items into partitions of nearly equal total length, of any sizes.
+    """Split items into partitions of nearly equal total length and of any size.
 
-    Accepts any number of items, including fewer than partitions; partitions may be empty.
+    Accepts any number of items, even fewer than partitions; partitions may be empty.
 
     Raises:
-        ValueError: as `karmarkar_karp`, without its conditions on the number of items.
+        ValueError: as for `karmarkar_karp`, except that any number of items is valid.
     """
     return _padded_partitions(seqlen_list, k_partitions, equal_size=False)
 
 
 def _padded_partitions(seqlen_list: Lengths, k_partitions: int, *, equal_size: bool) -> list[list[int]]:
-    """Pad the items with items of length 0, which are left out of the result.
+    """Partition the items after padding them with items of length 0, which are removed from the result.
 
-    With equal sizes no two padding items are in the same partition.
+    With equal sizes, each partition contains at most one padding item.
     """
     lengths, k = check_lengths(seqlen_list), check_count("k_partitions", k_partitions)
     missing = -lengths.size % k if equal_size else max(k - lengths.size, 0)
@@ -254,7 +258,7 @@ def _partition(lengths: Int64s, k: int, equal_size: bool) -> list[Int64s]:
         differencing.seed_full_rows()
     final = differencing.run()
     owner = differencing.parent
-    while not np.array_equal(owner[owner], owner):  # to the end of each chain of pointers
+    while not np.array_equal(owner[owner], owner):  # follow each chain of pointers to its end
         owner = owner[owner]
     column_of = np.empty(lengths.size, np.int64)
     column_of[owner[final.ids[::-1]]] = np.arange(k)
@@ -271,10 +275,10 @@ class _Partial(NamedTuple):
 
 
 class _Differencing:
-    """A run of the algorithm, with partial solutions in a heap and single items in a separate descending array.
+    """One run of the algorithm, with partial solutions in a heap and single items in a separate descending array.
 
-    Singles are partial solutions of one column, whose spread is their length. Outside the heap, runs of them can be
-    taken at once; they make up most of the merges of the free-size method.
+    Single items are partial solutions with one column, whose spread is their length. Outside the heap, several of them
+    can be merged at once, which covers most merges of the free-size method.
     """
 
     def __init__(self, lengths: Int64s, k: int) -> None:
@@ -288,7 +292,7 @@ class _Differencing:
         self._next = 0
 
     def seed_full_rows(self) -> None:
-        """Make rows of k consecutive items each; every partition gets one item of every row."""
+        """Create rows of k consecutive items; every partition receives one item of every row."""
         rows = zip(self._single_lengths.reshape(-1, self._k), self._single_ids.reshape(-1, self._k), strict=True)
         for sums, ids in rows:
             self._push(_Partial(sums[::-1], ids[::-1]))
@@ -320,19 +324,19 @@ class _Differencing:
         return heapq.heappop(self._heap)[2]
 
     def _singles_ahead(self) -> int:
-        """Count the singles that come before the partial solutions in the heap."""
+        """Return the number of singles that precede all partial solutions in the heap."""
         end = self._negated.size if not self._heap else self._negated.searchsorted(self._heap[0][0], side="right")
         return max(int(end) - self._next, 0)
 
     def _fill(self, partial: _Partial, count: int) -> _Partial:
-        """Merge with `count` singles, each into an empty column; the spread stays the widest until all are taken."""
+        """Merge with `count` singles, each into an empty column; its spread stays the widest until all are merged."""
         taken = slice(self._next, self._next + count)
         self._next += count
         sums = np.concatenate([partial.sums, self._single_lengths[taken]])
         return _ordered(sums, np.concatenate([partial.ids, self._single_ids[taken]]))
 
     def _absorb(self, partial: _Partial) -> _Partial:
-        """Merge with singles, each into the lightest column, as long as the two have the widest spread."""
+        """Merge with singles, each into the lightest column, while the two have the widest spreads."""
         columns = list(zip(partial.sums.tolist(), partial.ids.tolist(), strict=True))  # ascending, so a heap already
         heaviest, widest_in_heap = columns[-1][0], -self._heap[0][0] if self._heap else 0
         lengths, ids = self._single_lengths, self._single_ids
@@ -348,7 +352,7 @@ class _Differencing:
         return _ordered(np.array([total for total, _ in columns]), np.array([column for _, column in columns]))
 
     def _merge(self, first: _Partial, second: _Partial) -> _Partial:
-        """Merge heaviest with lightest columns; a column merged with an empty one is unchanged."""
+        """Merge the heaviest with the lightest columns; a column merged with an empty one is unchanged."""
         shared = max(first.sums.size + second.sums.size - self._k, 0)
         self.parent[second.ids[:shared]] = first.ids[:shared][::-1]
         sums = np.concatenate(
@@ -363,12 +367,12 @@ def _ordered(sums: Int64s, ids: Int64s) -> _Partial:
 
 
 def refine_partitions(lengths: Int64s, partitions: list[Int64s], *, equal_size: bool) -> list[Int64s]:
-    """Exchange items until no exchange relieves the heaviest set, or that set is within 0.001 % of the lower bound.
+    """Exchange items until no exchange makes the heaviest set lighter, or it is within 0.001 % of the lower bound.
 
-    The bound is max(mean, longest item); with `equal_size` it includes the shortest items that must accompany the
-    longest. An exchange gives one item of the heaviest set for a shorter one of another set, or for nothing if sizes
-    are free. It is made only if both sets end below the old maximum. So the sorted sums decrease with each exchange;
-    in addition, the number of exchanges is limited to four per set.
+    The bound is max(mean, longest item); with `equal_size`, the shortest items that must accompany the longest item are
+    added to it. An exchange swaps an item of the heaviest set for a shorter item of another set, or just moves it if
+    sizes are free. An exchange is made only if both sets end up below the old maximum, so the sorted sums decrease each
+    time. In addition, the number of exchanges is limited to four per set.
 
     Args:
         lengths: length of each item, `(n,)`.
@@ -400,7 +404,7 @@ class _Sets:
         self._good_enough = lower_bound + int(lower_bound * _TOLERANCE)
 
     def relieve_heaviest(self) -> bool:
-        """Make the best exchange of the heaviest set; return whether one was found."""
+        """Make the best exchange for the heaviest set; return whether one was found."""
         heaviest = int(np.argmax(self._sums))
         if self._sums[heaviest] <= self._good_enough:
             return False
@@ -415,13 +419,13 @@ class _Sets:
         return True
 
     def _offered(self, heaviest: int, other: int) -> Int64s:
-        """Return the lengths that the other set can give back; if sizes are free, the last one is 0, for nothing."""
+        """Return the lengths that the other set can give in return; a final 0, if sizes are free, means no item."""
         if self._keep_sizes or self.items[heaviest].size < 2:
             return self._values[other]
         return np.append(self._values[other], np.int64(0))
 
     def _first_exchange(self, heaviest: int, others: Int64s) -> tuple[int, int, int] | None:
-        """Return the best exchange with the first of the other sets that has one."""
+        """Return the best exchange with the first of the other sets that allows one."""
         given = self._values[heaviest]
         for other in others.tolist():
             offered = self._offered(heaviest, other)
@@ -429,7 +433,7 @@ class _Sets:
                 continue
             gap = int(self._sums[heaviest] - self._sums[other])
             order = offered.argsort(kind="stable")
-            # The nearest lengths above and below the one that would make the two sets equal.
+            # The nearest lengths above and below the length that would make the two sets equal.
             above = (2 * offered[order]).searchsorted(2 * given - gap).clip(max=order.size - 1)
             places = order[np.concatenate([above, (above - 1).clip(min=0)])]
             moved = np.concatenate([given, given]) - offered[places]
@@ -439,7 +443,7 @@ class _Sets:
         return None
 
     def _any_exchange(self, heaviest: int, others: Int64s) -> tuple[int, int, int] | None:
-        """Return the exchange with any of the other sets that minimises the heavier of the two resulting sums."""
+        """Return the exchange, with any of the other sets, that minimizes the larger of the two resulting sums."""
         given = self._values[heaviest]
         offered = [self._offered(heaviest, other) for other in others.tolist()]
         owners = np.repeat(others, [values.size for values in offered]) if offered else others
@@ -456,9 +460,9 @@ class _Sets:
         return other, given_place, flat - int((owners == other).argmax())
 
     def _make(self, heaviest: int, other: int, given: int, returned: int) -> None:
-        """Exchange the item at place `given` for the one at place `returned` of the other set.
+        """Exchange the item at position `given` for the item at position `returned` of the other set.
 
-        A `returned` after the last place of the other set stands for nothing.
+        If `returned` is after the last position of the other set, no item is given in return.
         """
         is_swap = returned < self.items[other].size
         moved = int(self._values[heaviest][given])

@@ -1,1 +1,1 @@
-"""Drop-in replacements of other data planes, built on the clients: TransferQueue."""
+"""Drop-in replacements for other data planes, built on the clients; so far TransferQueue."""

@@ -1,4 +1,4 @@
-"""Location of the package `transfer_queue` that replaces TransferQueue; put it first on PYTHONPATH.
+"""Location of the `transfer_queue` package that replaces TransferQueue; put it first on PYTHONPATH.
 
 python -m tq_service.compat.transfer_queue --path
 """

@@ -1,1 +1,1 @@
-"""Adapters for trainer frameworks. Each imports its framework, which must be installed separately."""
+"""Adapters for trainer frameworks. Each adapter imports its framework, which must be installed separately."""

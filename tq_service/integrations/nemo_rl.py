@@ -1,6 +1,7 @@
-"""NeMo-RL's data plane on the service: a `DataPlaneClient`, selected in NeMo-RL's configuration.
+"""NeMo-RL's data plane on top of the service: a `DataPlaneClient` that NeMo-RL's configuration selects.
 
-`docs/integrations/nemo_rl.md` has the settings, and a patch for NeMo-RL's factory to select a class by name.
+`docs/integrations/nemo_rl.md` describes the settings, and contains a patch that lets NeMo-RL's factory select a class
+by name.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from tq_service.client.batch_meta import BatchMeta
 from tq_service.custom_meta import keeping_nulls
 from tq_service.schema import Encoding, Layout
 
-_LENGTH_TAG: Final = "input_lengths"  # NeMo-RL balances its ranks by this tag
+_LENGTH_TAG: Final = "input_lengths"  # NeMo-RL balances its ranks by this tag's values
 _LEAST_WAIT_SECONDS: Final = 0.05
 _MARKER: Final = "tq_service.json"
-_REMEMBERED_IDS: Final = 65_536  # ids put by this process, before those cleared by others are dropped
+_REMEMBERED_IDS: Final = 65_536  # ids to remember before those cleared by others are dropped
 
 
 class TqServiceDataPlaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-RL is not installed for type checks
@@ -37,16 +38,16 @@ class TqServiceDataPlaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-R
         claim_meta         ──> get_meta as a queue worker: waits at the service, without polling
         get_samples        ──> get_data: rows of equal shape are returned dense, others jagged
         list_sample_ids    ──> lookup_samples
-        clear_samples      ──> clear_samples: named ones, or those put by this process
+        clear_samples      ──> clear_samples: the named samples, or those put by this process
 
     Args:
         cfg: NeMo-RL's section `data_plane`. `controller_address` is the address of the service, "host:port"; default:
             `TQ_ADDRESS`. `namespace` separates the partitions of runs that share a service; default: `TQ_NAMESPACE`.
             Sizes of TransferQueue's backends are ignored.
-        bootstrap: whether this is the driver, which checks at once that the service is reachable.
+        bootstrap: whether this process is the driver, which checks at once that the service is reachable.
 
     Raises:
-        UnavailableError: `bootstrap` is set, and the service does not answer.
+        UnavailableError: `bootstrap` is set, but the service does not answer.
     """
 
     def __init__(self, cfg: Mapping[str, Any], *, bootstrap: bool = True) -> None:
@@ -57,7 +58,7 @@ class TqServiceDataPlaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-R
     def _start(self, client: tq.Client) -> None:
         self._client = client
         self._is_clean = True
-        # Ids put by this process, by partition: those that clear_samples(None) clears.
+        # Ids put by this process, by partition; clear_samples(None) clears these samples.
         self._put_ids: dict[str, dict[str, None]] = {}
         self._remembered_ids = _REMEMBERED_IDS
 
@@ -65,11 +66,11 @@ class TqServiceDataPlaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-R
         return self._client
 
     def __setstate__(self, client: tq.Client) -> None:
-        self._start(client)  # in another process, which has not put anything yet
+        self._start(client)  # in a new process, which has not put anything yet
 
     @property
     def _used_client(self) -> tq.Client:
-        """The client, for calls after which loading a checkpoint is refused."""
+        """The client, for calls after which `load_checkpoint` is rejected."""
         self._is_clean = False
         return self._client
 
@@ -82,20 +83,22 @@ class TqServiceDataPlaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-R
         grpo_group_size: int | None = None,
         enums: dict[str, list[str]] | None = None,
     ) -> None:
-        """Create a partition with declared tasks: others are refused, and these start with nothing consumed.
+        """Create a partition with declared tasks, which start with nothing consumed; other tasks are rejected.
 
-        An existing empty partition with other settings is created again, as a step that reuses it may request.
+        An existing empty partition with other settings is created anew, since a later step may reuse it with new
+        settings.
 
         Args:
-            partition_id: its name.
+            partition_id: name of the partition.
             fields: ignored: every field is accepted, whether or not the partition has samples.
-            num_samples: ignored: the service grows as needed.
-            consumer_tasks: its tasks.
+            num_samples: ignored: the partition grows as needed.
+            consumer_tasks: tasks of the partition.
             grpo_group_size: ignored: NeMo-RL balances groups in its driver.
-            enums: fields of text with few values. They are stored as text; other values for them are refused.
+            enums: text fields with few distinct values. They are stored as text, and values of other types are
+                rejected.
 
         Raises:
-            AlreadyExistsError: it exists with other tasks or enums, and has samples.
+            AlreadyExistsError: the partition exists with other tasks or enums, and has samples.
         """
         del fields, num_samples, grpo_group_size
         settings: dict[str, Any] = {
@@ -121,16 +124,16 @@ class TqServiceDataPlaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-R
         blocking: bool = True,
         timeout_s: float = 60.0,
     ) -> KVBatchMeta:
-        """Claim samples for a task; other claims of the task do not get them.
+        """Claim samples for a task; no other claim of the task receives them.
 
         Args:
             partition_id: the partition.
             task_name: the task.
-            required_fields: fields that make a sample ready.
+            required_fields: fields that a sample must have to be ready.
             batch_size: maximum number of samples.
             dp_rank: ignored: NeMo-RL shards the batch itself.
             blocking: whether to wait for a full batch; otherwise claim the samples that are ready now, possibly none.
-            timeout_s: seconds to wait; after that, the samples that are ready are claimed.
+            timeout_s: seconds to wait for a full batch; after that, the samples that are ready are claimed.
 
         Raises:
             TimeoutError: nothing was ready in time.
@@ -152,24 +155,22 @@ class TqServiceDataPlaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-R
             return _batch_of(meta, task_name, required_fields)
         if blocking:
             raise TimeoutError(
-                f"claim_meta: no sample of partition {partition_id!r} with fields {required_fields} was ready for task "
-                f"{task_name!r} within {timeout_s:g} s; batch_size is {batch_size}"
+                f"claim_meta: no sample of partition {partition_id!r} with the fields {required_fields} became ready "
+                f"for task {task_name!r} within {timeout_s:g} s; batch_size is {batch_size}"
             )
         return KVBatchMeta(
             partition_id=partition_id, task_name=task_name, sample_ids=[], fields=list(required_fields), tags=[]
         )
 
     def get_data(self, meta: KVBatchMeta, select_fields: list[str] | None = None) -> TensorDict:
-        """Return the data of a batch: of `select_fields`, else of `meta.fields`.
+        """Return the data of a batch: `select_fields` if given, otherwise `meta.fields`.
 
         Raises:
-            ValueError: neither names the fields.
+            ValueError: neither argument names fields.
         """
         fields = meta.fields if select_fields is None else select_fields
         if fields is None:
-            raise ValueError(
-                "get_data: got no select_fields, and meta.fields is None; name the fields: there is no default"
-            )
+            raise ValueError("get_data: select_fields and meta.fields are both None; name the fields in one of them")
         return self.get_samples(meta.sample_ids, meta.partition_id, list(fields))
 
     def check_consumption_status(self, partition_id: str, task_names: list[str]) -> bool:
@@ -187,7 +188,7 @@ class TqServiceDataPlaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-R
         """Put fields and tags of samples, new or existing, in one step.
 
         Returns:
-            The samples, with the fields and tags of this put.
+            References to the samples, with the fields and tags of this put.
         """
         if sample_ids and (fields is not None or tags is not None):
             data = None if fields is None else fields.detach()
@@ -203,7 +204,7 @@ class TqServiceDataPlaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-R
         )
 
     def _remember(self, partition_id: str, sample_ids: Sequence[str]) -> None:
-        """Record ids put by this process, and drop those that others have cleared: rollout actors never clear."""
+        """Record ids put by this process, and drop ids cleared by others, since rollout actors never clear."""
         put_ids = self._put_ids.setdefault(partition_id, {})
         put_ids.update(dict.fromkeys(sample_ids))
         if len(put_ids) > self._remembered_ids:
@@ -212,7 +213,7 @@ class TqServiceDataPlaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-R
             self._remembered_ids = max(_REMEMBERED_IDS, 2 * len(self._put_ids[partition_id]))
 
     def get_samples(self, sample_ids: list[str], partition_id: str, select_fields: list[str]) -> TensorDict:
-        """Return fields of samples, in their order; rows of equal shape as a dense tensor, others as a nested one."""
+        """Return fields of samples, in order: rows of equal shape as a dense tensor, other rows as a nested one."""
         if not sample_ids:
             return TensorDict({}, batch_size=(0,))
         data: TensorDict = self._used_client.get_data(
@@ -221,7 +222,7 @@ class TqServiceDataPlaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-R
         return data
 
     def list_sample_ids(self, partition_id: str) -> list[str]:
-        """Return the ids of all samples of a partition, sorted; empty if it does not exist."""
+        """Return the sorted ids of a partition's samples; empty if the partition does not exist."""
         samples, _ = self._used_client.lookup_samples(partition_id, missing_ok=True)
         return sorted(key for key in samples.keys or () if key)
 
@@ -229,7 +230,7 @@ class TqServiceDataPlaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-R
         """Remove samples; missing ones are ignored.
 
         Args:
-            sample_ids: the samples. None: those put by this process or, if it put none, all of the partition.
+            sample_ids: the samples; None: those put by this process or, if it put none, all samples of the partition.
             partition_id: the partition.
         """
         put_ids = self._put_ids.get(partition_id, {})
@@ -238,7 +239,8 @@ class TqServiceDataPlaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-R
             if not named:
                 warnings.warn(
                     f"clear_samples(None, {partition_id!r}) found nothing to clear: this process has put no samples "
-                    "there, and the partition is empty; name the sample_ids if another process has cleared them",
+                    "into the partition, and the partition is empty. If another process has cleared the samples, pass "
+                    "their sample_ids",
                     RuntimeWarning,
                     stacklevel=2,
                 )
@@ -250,9 +252,9 @@ class TqServiceDataPlaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-R
             put_ids.pop(name, None)
 
     def save_checkpoint(self, checkpoint_dir: str | Path, *, metadata: dict[str, Any] | None = None) -> None:
-        """Write a checkpoint of the service, named after the directory, and a marker with its name into the directory.
+        """Write a checkpoint of the service, named after the directory, and store its name in the directory.
 
-        The service needs `--checkpoint-dir`; the samples are written there, not to `checkpoint_dir`.
+        The service needs `--checkpoint-dir`, where it writes the samples; `checkpoint_dir` only receives a marker file.
         """
         directory = Path(checkpoint_dir)
         copy = self._client.checkpoint(f"{directory.name}-{secrets.token_hex(8)}", metadata=metadata or {})
@@ -260,16 +262,16 @@ class TqServiceDataPlaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-R
         (directory / _MARKER).write_text(json.dumps({"checkpoint": copy.name}))
 
     def load_checkpoint(self, checkpoint_dir: str | Path) -> dict[str, Any]:
-        """Replace the contents of the service by the checkpoint of a directory, and return its metadata.
+        """Replace the service's contents with the checkpoint named in a directory, and return its metadata.
 
         Raises:
             FileNotFoundError: `save_checkpoint` was not called for this directory.
-            RuntimeError: this client has already registered, put, claimed, read or cleared.
+            RuntimeError: this client has already been used to register, put, claim, read or clear.
         """
         if not self._is_clean:
             raise RuntimeError(
-                f"load_checkpoint({str(checkpoint_dir)!r}) needs a clean data-plane client, and this one has "
-                "registered, put, claimed, read or cleared already; load before anything else"
+                f"load_checkpoint({str(checkpoint_dir)!r}) needs an unused data-plane client, but this one has already "
+                "registered, put, claimed, read or cleared; load the checkpoint first"
             )
         marker = json.loads((Path(checkpoint_dir) / _MARKER).read_text())
         restored = self._client.restore(marker["checkpoint"], replace=True)

@@ -1,7 +1,8 @@
-"""verl's NeoProto on the service: a `StorageEngine` for its values, selected by `install`.
+"""verl's NeoProto on top of the service: a `StorageEngine` for its values, which `install` selects.
 
-`docs/integrations/neoproto.md` has the settings and semantics. Written for `verl/experimental/neoproto/storage` in
-verl's repository at commits 68ee5fa and 40c4bd1; no release of verl includes it yet.
+`docs/integrations/neoproto.md` describes settings and semantics. The engine was written for
+`verl/experimental/neoproto/storage` in verl's repository at commits 68ee5fa and 40c4bd1; no release of verl includes
+NeoProto yet.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from verl.experimental.neoproto.storage.engine import Ref
 import tq_service as tq
 
 BACKEND: Final = "tq_service"
-"""The `backend` of refs to values of this engine."""
+"""The `backend` of refs to values in this engine."""
 
 _PARTITION: Final = "neoproto"
-# A tensor of several rows is stored row by row if these are large enough to be fetched separately.
+# A tensor with several rows is stored row by row if its rows are large enough to be fetched separately.
 _LEAST_ROW_BYTES: Final = 1 << 10
 _MOST_ROWS: Final = 1 << 16
 _SMALL_BYTES: Final = 1 << 18  # smaller values of `put_many` share a put
@@ -42,18 +43,18 @@ _NUMBERS: Final = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class StoredValue:
-    """Location of a value; the `dataptr` of refs. It can be pickled, compared and stored, and keeps nothing alive.
+    """Location of a value, the `dataptr` of its refs. It can be pickled, compared and stored, and keeps nothing alive.
 
     Attributes:
-        namespace: namespace of the client that put it.
-        partition_id: its partition, in this namespace.
-        incarnation: incarnation of the partition, which distinguishes it from all later values.
-        first_index: its first sample.
-        row_count: number of its samples: with `is_split` one per row, else 1.
+        namespace: namespace of the client that put the value.
+        partition_id: partition of the value, within the namespace.
+        incarnation: incarnation of the partition, which distinguishes the value from all later ones.
+        first_index: index of the value's first sample.
+        row_count: number of the value's samples: with `is_split`, one per row; otherwise 1.
         field: the field of the samples.
-        form: the type of the original value.
+        form: kind of the original value.
         shape: shape of a tensor or array.
-        is_split: whether its rows are samples.
+        is_split: whether each row of the value is a sample.
     """
 
     namespace: str
@@ -72,7 +73,7 @@ class StoredValue:
 
 
 def _received(*values: Any) -> StoredValue:
-    """Return a value sent by another process, and register an engine with verl for its refs."""
+    """Return the location of a value received from another process, and register an engine for its refs with verl."""
     _register(None)
     return StoredValue(*values)
 
@@ -82,8 +83,8 @@ class _Column:
     """A value as rows of a field.
 
     Attributes:
-        value: its location; the samples are not known yet.
-        rows: `(row_count, ...)`; a list with one object.
+        value: location of the value, whose samples are not known yet.
+        rows: tensor or array `(row_count, ...)`, or a list with one object.
         size_bytes: size of the rows, 0 for objects.
     """
 
@@ -104,18 +105,18 @@ class TqServiceStorageEngine:
         apply         ──> get, a function of the caller in this process, put of its result
         release       ──> clear_samples
 
-    Any process may get and release values put by another. `release` frees values at once, even if others have refs to
-    them, as verl's own engines do.
+    Any process may get and release values that another process put. `release` frees values at once, even if other
+    processes have refs to them, as verl's own engines do.
 
-    An engine may be used by several threads, and after a fork; it connects on first use. A pickled engine keeps its
-    settings.
+    An engine may be used by several threads, and after a fork; it connects on first use. Pickling an engine preserves
+    its settings.
 
     Args:
-        address: address of the service, "host:port", or several; None: `TQ_ADDRESS`.
-        partition_id: partition for new values. Values in other partitions are found too.
+        address: address of the service, "host:port", or several addresses; None: `TQ_ADDRESS`.
+        partition_id: partition for new values. Refs to values in other partitions also work.
         namespace: separates the partitions of runs that share a service; None: `TQ_NAMESPACE`.
-        ttl_seconds: age after which the service frees unreleased values; None: never. Set by the engine that creates
-            the partition, when it connects or clears.
+        ttl_seconds: age at which the service frees unreleased values; None: never. It takes effect in the engine that
+            creates the partition, when that engine connects or clears.
     """
 
     backend = BACKEND
@@ -144,7 +145,7 @@ class TqServiceStorageEngine:
         connected = self._connected
         if connected is not None and connected[0] == os.getpid():
             return connected[1]
-        if connected is not None:  # of the parent process, which may have held the lock during the fork
+        if connected is not None:  # the client of the parent process, which may have held the lock during the fork
             self._connecting = threading.Lock()
         with self._connecting:
             if self._connected is None or self._connected[0] != os.getpid():
@@ -154,7 +155,7 @@ class TqServiceStorageEngine:
             return self._connected[1]
 
     def _create_partition(self, client: tq.Client) -> None:
-        if self._ttl_seconds is not None:  # otherwise the first put creates it
+        if self._ttl_seconds is not None:  # otherwise the first put creates the partition
             with suppress(tq.errors.AlreadyExistsError):
                 client.create_partition(self.partition_id, release=tq.Release(ttl_seconds=self._ttl_seconds))
 
@@ -177,16 +178,16 @@ class TqServiceStorageEngine:
             spec: verl's FieldSpec; its dtype and shape are used for the ref if the value lacks them.
 
         Raises:
-            UnsupportedObjectError: an object of this type cannot be stored.
+            UnsupportedObjectError: objects of this type cannot be stored.
             QuotaExceededError, ResourceExhaustedError: the service is full.
         """
         return self.put_many([value], key_hint=key_hint, spec=spec)[0]
 
     def put_many(self, values: Iterable[Any], *, key_hint: str | None = None, spec: Any = None) -> list[Ref]:
-        """Store values and return refs to them, in order. If one cannot be stored, none is.
+        """Store values and return refs to them, in order. If one value cannot be stored, none is.
 
-        Large values are stored one by one as they arrive, so a generator need not hold all of them. Small ones of one
-        dtype share a put.
+        Large values are stored one by one as they arrive, so a generator need not keep all of them in memory. Small
+        values with the same dtype share a put.
         """
         stored: dict[int, StoredValue] = {}
         described: list[tuple[str, tuple[int, ...] | None]] = []
@@ -238,20 +239,20 @@ class TqServiceStorageEngine:
             at += column.value.row_count
 
     def get(self, ref: Ref) -> Any:
-        """Return the value of a ref, after its slice and operations.
+        """Return the value of a ref, with the ref's slice and operations applied.
 
         Raises:
-            SampleNotFoundError, PartitionNotFoundError: it was released or cleared; both are KeyErrors.
+            SampleNotFoundError, PartitionNotFoundError: the value was released or cleared; both are KeyErrors.
             ValueError: the ref belongs to another backend.
-            DataLossError: the storage service that held it restarted empty.
+            DataLossError: the storage service with the value restarted empty.
         """
         return self.get_many([ref])[0]
 
     def get_many(self, refs: Sequence[Ref | None], apply_ops: bool = True) -> list[Any]:
-        """Return the values of refs, in order, None for None; one call fetches all values of one kind.
+        """Return the values of refs in order, and None for None; one call fetches all values of the same kind.
 
         Args:
-            refs: the refs. Several may select different rows of one value.
+            refs: the refs, several of which may select different rows of one value.
             apply_ops: whether to apply slices and operations of the refs; otherwise complete values are returned.
 
         Raises:
@@ -267,7 +268,7 @@ class TqServiceStorageEngine:
         return [None if each is None else each.result() for each in wanted]
 
     def _fetch(self, group: Sequence[_Wanted]) -> None:
-        """Fetch values of one kind: rows of one shape, or complete values of one field."""
+        """Fetch values of the same kind: rows with one shape, or complete values of one field."""
         first = group[0].value
         indexes = np.concatenate([each.indexes for each in group])
         column: Any
@@ -298,11 +299,11 @@ class TqServiceStorageEngine:
         )
 
     def get_rows(self, ref: Ref, rows: Any) -> Any:
-        """Return rows of a value, by their numbers in the ref's selection; NeoProto requests the rows of a rank."""
+        """Return rows of a value by position in the ref's selection; NeoProto uses it to request a rank's rows."""
         return self.get_rows_many([ref], rows)[0]
 
     def get_rows_many(self, refs: Sequence[Ref], rows: Any) -> list[Any]:
-        """Return the same rows of several values. Of tensors stored by row, only these rows are fetched."""
+        """Return the same rows of several values. For tensors stored by row, only these rows are fetched."""
         numbers = np.asarray(rows)
         wanted = [_Wanted(ref, apply_ops=True, rows=numbers) for ref in refs]
         together: dict[Any, list[_Wanted]] = {}
@@ -315,23 +316,23 @@ class TqServiceStorageEngine:
     def consolidate(self, old_engine: Any, refs: Sequence[Ref]) -> Ref:
         """Store the values of refs, joined along their first dimension, as one value; the refs stay valid.
 
-        Tensors and arrays without dimensions are stacked, and objects become an array of objects. Data scattered over
-        puts and storage services is then stored together, and one call fetches it.
+        Tensors and arrays without dimensions are stacked, and objects become an array of objects. Data that was
+        scattered over puts and storage services is then stored together, and a single call fetches it.
 
         Args:
             old_engine: the engine of the refs; None: this one.
             refs: at least one, in the order of the rows.
 
         Raises:
-            ValueError: refs are empty, one of them is None, or the values do not fit together.
+            ValueError: there are no refs, a ref is None, or the values do not fit together.
         """
         if not refs or any(ref is None for ref in refs):
-            raise ValueError(f"refs: got {list(refs)!r}; expected at least one ref, and none that is None")
+            raise ValueError(f"refs: got {list(refs)!r}; expected at least one ref, and no None")
         engine = self if old_engine is None else old_engine
         return self.put(_consolidated(engine.get_many(list(refs))), key_hint="consolidated")
 
     def release(self, refs: Ref | Iterable[Ref | None]) -> None:
-        """Free the values of refs, for all holders of refs to them. Values that are already freed are ignored.
+        """Free the values of refs, even if other refs to them exist. Values that are already freed are ignored.
 
         Raises:
             ValueError: a ref belongs to another backend; nothing is freed.
@@ -348,13 +349,13 @@ class TqServiceStorageEngine:
             for begin in range(0, len(indexes), _MOST_NAMED):
                 with suppress(
                     tq.errors.StaleIncarnationError, tq.errors.PartitionNotFoundError
-                ):  # all of it was cleared
+                ):  # the whole partition was cleared
                     self.client.clear_samples(self._meta(group[0], indexes[begin : begin + _MOST_NAMED]))
 
     def apply(self, ref: Ref, fn: Callable[[Any], Any], *, key_hint: str | None = None, spec: Any = None) -> Ref:
-        """Return a ref to the result of a function of the value of a ref; the value stays.
+        """Apply a function to the value of a ref, and return a ref to the result; the original value is kept.
 
-        The function runs in this process: the service executes no code of its clients.
+        The function runs in this process, since the service does not execute code of its clients.
         """
         return self.put(fn(self.get(ref)), key_hint=key_hint, spec=spec)
 
@@ -367,7 +368,7 @@ class TqServiceStorageEngine:
         self._create_partition(client)
 
     def close(self) -> None:
-        """Close the client of this process. Idempotent; stored values stay, and using the engine connects again."""
+        """Close the client of this process. Idempotent; stored values are kept, and the next call reconnects."""
         connected, self._connected = self._connected, None
         if connected is not None and connected[0] == os.getpid():
             connected[1].close()
@@ -383,10 +384,10 @@ class _Wanted:
     """A ref whose value is to be fetched.
 
     Attributes:
-        value: its location.
-        indexes: the samples needed.
+        value: location of the value.
+        indexes: indexes of the required samples.
         alike: key shared by refs that are fetched together.
-        rows: rows of these samples, after they are fetched.
+        rows: the rows of these samples, once they are fetched.
     """
 
     def __init__(self, ref: Ref, *, apply_ops: bool, rows: NDArray[Any] | None = None) -> None:
@@ -398,7 +399,7 @@ class _Wanted:
         self.rows: Any = None
         self.indexes = _indexes(value)
         self._takes_first = False
-        # Operations may change the rows, so rows are selected from their result.
+        # Operations may change the rows, so rows are selected from the result of the operations.
         self._late_rows = rows if ref.apply_funcs else None
         early_rows = None if ref.apply_funcs else rows
         if value.is_split and (self._spec or early_rows is not None):
@@ -408,7 +409,7 @@ class _Wanted:
             self.indexes = value.first_index + np.atleast_1d(kept)
             self._takes_first = np.ndim(kept) == 0
             is_paired = any(isinstance(dim, (list, tuple, np.ndarray)) for dim in self._spec[1:])
-            # Lists for several axes select pairs, so that of the first axis must stay a list.
+            # Lists for several axes select pairs, so the selector of the first axis must stay a list.
             first: Any = 0 if self._takes_first else slice(None)
             if is_paired and isinstance(self._spec[0], (list, tuple, np.ndarray)):
                 first = list(range(self.indexes.size))
@@ -421,7 +422,7 @@ class _Wanted:
         )  # fmt: skip
 
     def result(self) -> Any:
-        """Return the value from its rows."""
+        """Build the value from its fetched rows."""
         value: Any = self.rows if self.value.is_split else self.rows[0]
         if self.value.form == "array":
             value = value.numpy()
@@ -437,7 +438,7 @@ class _Wanted:
 
 
 def apply_slice(value: Any, spec: Sequence[Any]) -> Any:
-    """Apply verl's `SliceSpec`: one selector per axis; for lists and objects only the first."""
+    """Apply verl's `SliceSpec`, with one selector per axis; for lists and objects, only the first selector applies."""
     if not isinstance(value, (torch.Tensor, np.ndarray)):
         picked = _axis_indices(spec[0], len(value))
         return value[int(picked)] if np.ndim(picked) == 0 else [value[int(each)] for each in picked]
@@ -445,7 +446,7 @@ def apply_slice(value: Any, spec: Sequence[Any]) -> Any:
 
 
 def _selector(dim: Any, length: int) -> Any:
-    """Return the selector of an axis in the form for torch and numpy; two composed ones become one list."""
+    """Return an axis selector in a form that torch and numpy accept; two composed selectors become one list."""
     if dim is None:
         return slice(None)
     if isinstance(dim, (int, np.integer)):
@@ -457,14 +458,14 @@ def _selector(dim: Any, length: int) -> Any:
 
 
 def _axis_indices(dim: Any, length: int) -> NDArray[np.int64]:
-    """Return the indices selected by an axis selector; a scalar if it removes the axis.
+    """Return the indices that an axis selector selects, or a scalar if it removes the axis.
 
     Raises:
         IndexError: an index is out of range.
     """
     indices: Any = np.arange(length, dtype=np.int64)
     is_composed = isinstance(dim, tuple) and not all(isinstance(each, (int, np.integer)) for each in dim)
-    for each in dim if is_composed else (dim,):  # verl keeps two selectors of one axis if it cannot join them
+    for each in dim if is_composed else (dim,):  # verl keeps two selectors of an axis that it cannot combine
         indices = indices[_plain(each)]
     return np.asarray(indices, np.int64)
 
@@ -481,7 +482,7 @@ def _plain(dim: Any) -> Any:
 
 
 def _column_of(value: Any, partition_id: str) -> _Column:
-    """Return a value as rows of the field for its dtype and number of dimensions."""
+    """Return a value as rows of the field that stores its dtype and number of dimensions."""
     form: Literal["tensor", "array", "object"] = "object"
     dtype, size_bytes = "", 0
     if isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_nested:
@@ -500,7 +501,7 @@ def _column_of(value: Any, partition_id: str) -> _Column:
 
 
 def _joined(columns: Sequence[Any]) -> Any:
-    """Return the concatenated rows of columns of one field."""
+    """Concatenate the rows of columns of the same field."""
     if len(columns) == 1:
         return columns[0]
     if isinstance(columns[0], list):
@@ -523,7 +524,7 @@ def _consolidated(values: Sequence[Any]) -> Any:
         alike = {(each.dtype, tuple(each.shape[1:])) for each in values}
         if len(has_no_rows) > 1 or len(alike) > 1:
             shapes = [f"{each.dtype} {tuple(each.shape)}" for each in values[:8]]
-            raise ValueError(f"the values of refs are {shapes}; expected one dtype, and rows of one shape")
+            raise ValueError(f"the values of refs are {shapes}; expected the same dtype and row shape for all")
         if kinds == {torch.Tensor}:
             return torch.stack(list(values)) if has_no_rows == {True} else torch.cat(list(values))
         return np.stack(values) if has_no_rows == {True} else np.concatenate(values)
@@ -562,7 +563,7 @@ def _value_of(ref: Ref) -> StoredValue:
     if ref.backend != BACKEND or not isinstance(ref.dataptr, StoredValue):
         raise ValueError(
             f"ref belongs to backend {ref.backend!r}, and its dataptr is a {type(ref.dataptr).__name__}; expected a "
-            f"ref of backend {BACKEND!r}. Use the engine that created it"
+            f"ref of backend {BACKEND!r}. Use the engine that created the ref"
         )
     return ref.dataptr
 
@@ -571,13 +572,14 @@ def _value_of(ref: Ref) -> StoredValue:
 
 
 def install(engine: TqServiceStorageEngine | None = None, *, clear_at_exit: bool = False) -> TqServiceStorageEngine:
-    """Make an engine verl's default in this process: NeoProto values are stored in it from now on.
+    """Make an engine verl's default in this process, so NeoProto stores values in it from now on.
 
-    Processes that only receive refs need not call it: unpickling a ref sets up an engine for `TQ_ADDRESS`.
+    Processes that only receive refs need not call this function: unpickling a ref sets up an engine for `TQ_ADDRESS`.
 
     Args:
-        engine: the engine; None: one for `TQ_ADDRESS`.
-        clear_at_exit: whether to free all values of its partition when this process ends: for the driver of a run.
+        engine: the engine; None: an engine for `TQ_ADDRESS`.
+        clear_at_exit: whether to free all values of the engine's partition when this process ends; for the driver of a
+            run.
 
     Returns:
         The engine.
@@ -599,9 +601,9 @@ def _clear_quietly(engine: TqServiceStorageEngine) -> None:
 
 
 def _register(engine: TqServiceStorageEngine | None) -> None:
-    """Register an engine with verl for refs of this backend; None: one for `TQ_ADDRESS`, unless one is registered.
+    """Register an engine with verl for refs of this backend; None: an engine for `TQ_ADDRESS`, if none is registered.
 
-    Verl looks up engines in a dict and, when refs are released, with a function that only knows its own backends.
+    Verl looks up engines in a dict and, when refs are released, through a function that knows only verl's own backends.
     """
     from verl.experimental.neoproto import neo  # noqa: PLC0415  (it imports the engine's module)
     from verl.experimental.neoproto.storage import default  # noqa: PLC0415  (likewise)

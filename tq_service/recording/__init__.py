@@ -1,1 +1,1 @@
-"""Recordings: the planned batches of a service with the bytes of their samples, for later inspection."""
+"""Recordings: a service's planned batches, with the bytes of their samples, for later inspection."""

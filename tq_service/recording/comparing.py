@@ -29,8 +29,8 @@ class Spread:
     """The distribution of a number over many samples.
 
     Attributes:
-        count: number of samples that have one.
-        least, median, mean, most: of these numbers; None if no sample has one.
+        count: number of samples that have a number.
+        least, median, mean, most: minimum, median, mean and maximum; None if no sample has a number.
     """
 
     count: int
@@ -41,7 +41,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: NDArray[Any]) -> Spread:
-        """Return the spread of numbers or truth values."""
+        """Return the spread of numbers or booleans."""
         if not values.size:
             return cls(count=0)
         least, median, most = np.quantile(values.astype(np.float64), _QUANTILES).tolist()
@@ -55,12 +55,12 @@ class Spread:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepFacts:
-    """The statistics of a step.
+    """Statistics of a recorded step.
 
     Attributes:
         number: number of the step in its recording.
-        task_name, partition_id, incarnation, epoch, batch_index: the batch.
-        recorded_at: seconds since 1970.
+        task_name, partition_id, incarnation, epoch, batch_index: the batch that was recorded.
+        recorded_at: time of recording, in seconds since 1970.
         version: version of the service that recorded it.
         sample_count: delivered samples, counting repeats.
         distinct_count: distinct samples.
@@ -69,16 +69,15 @@ class StepFacts:
         samples_per_rank: samples of each rank.
         packs_per_rank: packs, or micro-batches, of each rank.
         optimizer_steps: optimizer steps.
-        tokens_per_rank: tokens of each rank; None: lengths are unknown.
+        tokens_per_rank: tokens of each rank; None if lengths are unknown.
         imbalance: tokens of the heaviest rank relative to the mean, minus 1.
         padding_tokens: tokens that pad packs.
         lengths: lengths of the samples, in tokens.
-        policies: the published versions, by name.
+        policies: published versions by policy.
         staleness: the published version minus the `start_version` (or `version`) of each sample.
         fields: descriptions of the columns.
-        custom_meta: distribution of each column of numbers; for a column of texts, the counts of the most frequent
-            ones.
-        put_bytes: bytes of the puts that it names.
+        custom_meta: distribution of each numeric column; for a text column, counts of its most frequent values.
+        put_bytes: bytes of the puts that the step names.
     """
 
     number: int
@@ -142,7 +141,7 @@ class StepSamples:
         return column.values.astype(np.int64)
 
     def staleness(self) -> Spread:
-        """Return how far the versions of the samples are behind the published version."""
+        """Return the distribution of the number of versions that samples are behind the published one."""
         published = [version for _, version in self.step.policies]
         column = next((self.columns[name] for name in _VERSIONS if name in self.columns), None)
         if column is None or column.values.dtype.kind not in "if" or len(published) != 1:
@@ -194,11 +193,11 @@ def _column_facts(column: MetaColumn) -> Spread | Mapping[str, int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Names:
-    """Names or indexes of some samples or groups.
+    """Names or indexes of samples or groups, of which only the first few are listed.
 
     Attributes:
-        count: number of all of them.
-        first: the first few of them.
+        count: total number of samples or groups.
+        first: the first few names or indexes.
     """
 
     count: int
@@ -206,7 +205,7 @@ class Names:
 
     @classmethod
     def of(cls, names: Sequence[Any]) -> Names:
-        """Return names in order."""
+        """Return the names in the given order."""
         return cls(count=len(names), first=tuple(map(str, names[:_MOST_NAMED])))
 
     def __str__(self) -> str:
@@ -216,11 +215,11 @@ class Names:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChangedColumn:
-    """A custom_meta column that differs between samples of both steps.
+    """A custom_meta column whose values differ for samples that are in both steps.
 
     Attributes:
         count: number of samples with a difference.
-        examples: for a few of them the name and both values.
+        examples: name and both values of a few of these samples.
     """
 
     count: int
@@ -233,14 +232,14 @@ class StepDifference:
 
     Attributes:
         first, second: the statistics of the steps.
-        matched_by: the attribute that matches samples, "key" or "global_index"; "" if the partitions differ and the
-            samples lack keys.
+        matched_by: the attribute by which samples are matched, "key" or "global_index"; "" if the partitions differ and
+            the samples lack keys.
         common_count: samples in both steps.
-        only_first, only_second: samples in only one of them.
-        groups_only_first, groups_only_second: groups in only one of them.
-        moved_count: samples in both that went to different ranks.
-        changed_columns: custom_meta of samples in both that differs.
-        request: arguments of the claims that differ, with both values.
+        only_first, only_second: samples in only one of the steps.
+        groups_only_first, groups_only_second: groups in only one of the steps.
+        moved_count: samples in both steps that were assigned to different ranks.
+        changed_columns: custom_meta columns that differ for samples in both steps.
+        request: claim arguments that differ, with both values.
         fields: columns that differ, with both descriptions.
         policies: versions that differ.
     """
@@ -297,7 +296,7 @@ def _names(samples: StepSamples, matched_by: str) -> list[Any]:
 def _changed(
     one: StepSamples, other: StepSamples, common: Sequence[Any], at: Sequence[Indexes]
 ) -> Iterator[tuple[str, ChangedColumn]]:
-    """Yield the columns that differ between samples of both steps."""
+    """Yield the columns whose values differ for samples in both steps."""
     for name in dict.fromkeys((*one.columns, *other.columns)):
         values = [_values(samples, name, some) for samples, some in zip((one, other), at, strict=True)]
         changed = [

@@ -4,9 +4,9 @@
     puts/9f3c1a2b-41                 tables and values of puts that were in memory, in order
     puts/9f3c1a2b-42.seg             a file of the data directory, linked under another name: one put
 
-Numbers of steps continue after restarts. `9f3c1a2b` names one start of a service, so no name is used twice. An object
-of puts is written before the first step that names it. A put is stored once, however many steps name it. A stored step
-is therefore complete, whenever the service was killed, and answers its claims without any other step.
+Step numbers continue after restarts. `9f3c1a2b` identifies one start of a service, so no name is used twice. An object
+with puts is written before the first step that names it, and a put is stored once, however many steps name it. A stored
+step is therefore complete even if the service was killed, and can answer its claims without any other step.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _STEP: Final = re.compile(r"steps/(\d{12})-([0-9a-f]{8})")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PutPlace:
-    """The place of the bytes of a put.
+    """Location of a put's bytes.
 
     Attributes:
         record: the put, with the checksum of its bytes.
-        names: the objects that contain the bytes, concatenated.
-        start: offset of the bytes in these objects.
+        names: the objects whose concatenation contains the bytes.
+        start: offset of the bytes in this concatenation.
     """
 
     record: PutStored
@@ -45,21 +45,21 @@ class PutPlace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedStep:
-    """A batch of the ranks of a task, as it was planned.
+    """A batch as it was planned for the ranks of a task.
 
     Attributes:
         number: number of the step in the recording, from 1.
         version: version of the service that recorded it.
         partition_id, incarnation: the partition.
         task_name, epoch, batch_index: the batch.
-        recorded_at: seconds since 1970.
+        recorded_at: time of recording, in seconds since 1970.
         plan: the parts of all ranks.
         batch_spec: the request of the ranks.
-        policies: the published versions, by name.
+        policies: pairs of policy and published version.
         meta: a serialized `BatchMeta` of the samples of all ranks, in the order of `plan.rows`, with the fields that
             all of them have.
         empty_fields: serialized `FieldSpec`s for a rank without samples; empty if each rank has samples.
-        puts: the places of the puts that `meta` names.
+        puts: locations of the puts that `meta` names.
         format: format of this record.
     """
 
@@ -86,45 +86,49 @@ class RecordedStep:
 
 
 def step_name(number: int, run: str) -> str:
-    """Return the name of the object of a step."""
+    """Return the object name of a step."""
     return f"{STEPS}{number:012d}-{run}"
 
 
 def step_number(name: str) -> int:
-    """Return the number of the step of an object; -1 for other objects."""
+    """Return the step number in an object's name, or -1 if the object is not a step."""
     found = _STEP.fullmatch(name)
     return -1 if found is None else int(found[1])
 
 
 def encode_step(step: RecordedStep) -> bytes:
-    """Return the bytes of a step."""
+    """Return the encoded step."""
     return codec.encode_named(step)
 
 
 def decode_step(name: str, data: memoryview) -> RecordedStep:
-    """Return the step of an object.
+    """Decode a step from the bytes of its object.
 
     Raises:
-        DataLossError: it is damaged.
+        DataLossError: the step is damaged.
         NewerVersionError: a newer version recorded it.
     """
     try:
         kind, fields = codec.unpack(data)
         if fields.get("format", FORMAT) > FORMAT:
-            raise NewerVersionError(f"{name} has format {fields['format']}; a newer version recorded it: install that")
+            raise NewerVersionError(
+                f"{name} has format {fields['format']}, which a newer version recorded; install that version"
+            )
         return codec.decode_named({RecordedStep.__name__: RecordedStep}, kind, fields)
     except (ValueError, TypeError, KeyError, AttributeError, struct.error) as error:
-        raise DataLossError(f"{name} of the recording is not a step ({error}); it is damaged") from error
+        raise DataLossError(
+            f"{name} of the recording cannot be decoded as a step ({error}); the object is damaged"
+        ) from error
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Pack:
-    """Objects of puts that are removed together.
+    """Objects with puts, which are removed together.
 
     Attributes:
         names: names of the objects.
-        size: size of all puts in them, in bytes.
-        put_count: number of its puts that a step names.
+        size: total size of the puts in the objects, in bytes.
+        put_count: number of puts in the objects that some step names.
     """
 
     names: tuple[str, ...]

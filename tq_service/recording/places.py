@@ -1,7 +1,8 @@
-"""Places of recordings: a directory, which may share files with a data directory, or an object store.
+"""Storage of recordings: a directory, which may share files with a data directory, or an object store.
 
-Both hold named objects. An object is written once and atomically, with a header of its size and checksum, so a reader
-never gets other bytes. A file shared with a data directory lacks the header; its bytes are checked by their put.
+Both store named objects. An object is written once and atomically, with a header that contains its size and checksum,
+so a reader never receives wrong bytes. A file shared with a data directory lacks the header; its bytes are verified
+with the checksum of its put.
 """
 
 from __future__ import annotations
@@ -37,24 +38,24 @@ from tq_service.objects.base import (
 from tq_service.storage.blobs.segments import SegmentBlobs
 
 LEAST_FREE_BYTES: Final = 1 << 30
-"""Bytes of the disk left free, since puts need space there, too."""
+"""Free disk space to leave, in bytes, since puts need space on the disk, too."""
 
 LINKED_SUFFIX: Final = ".seg"
 _LOCK: Final = "lock"
 _PART_SUFFIX: Final = ".part"
 _MOST_BUFFERS: Final = 512  # per call; the system limit is 1,024
 _SLACK_SHARE: Final = 16
-"""A file of the data directory is truncated if more than this part of it is unused: it takes longer than the link."""
+"""A linked file is truncated only if more than a 16th of it is unused, since truncation takes longer than the link."""
 
 _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _CANNOT_LINK: Final = frozenset({errno.EXDEV, errno.EPERM, errno.ENOTSUP, errno.EMLINK, errno.EACCES, errno.ENOSYS})
 
 
 class Place(ABC):
-    """Named objects of one recording. Confined to one event loop; nothing blocks it.
+    """The named objects of one recording. Confined to one event loop, which no method blocks.
 
     Attributes:
-        name: the place as shown, without passwords.
+        name: the place as shown to users, without passwords.
     """
 
     name: str
@@ -64,7 +65,7 @@ class Place(ABC):
         """Open the place.
 
         Raises:
-            DataDirError: it is not a recording, cannot be used, or another service writes to it.
+            DataDirError: the place is not a recording, cannot be used, or another service writes to it.
             InvalidArgumentError, UnavailableError: the object store cannot be used.
         """
 
@@ -73,20 +74,20 @@ class Place(ABC):
         """Write an object under a name that was never used before.
 
         Raises:
-            TqError: it cannot be written.
+            TqError: the object cannot be written.
         """
 
     async def link(self, files: Sequence[tuple[str, Path, int]]) -> bool:
-        """Link files that nobody writes to any more under names here, and truncate them if they are much larger.
+        """Link files that are no longer written to into this place, and truncate files with much unused space.
 
         Args:
-            files: per file its name here, its path, and the number of bytes used.
+            files: for each file, its name in this place, its path, and its number of used bytes.
 
         Returns:
-            Whether the place supports this.
+            Whether the place supports links.
 
         Raises:
-            TqError: it cannot be done now.
+            TqError: the files cannot be linked now.
         """
         return False
 
@@ -95,12 +96,12 @@ class Place(ABC):
         """Read an object.
 
         Raises:
-            DataLossError: it is missing or damaged.
+            DataLossError: the object is missing or damaged.
         """
 
     @abstractmethod
     async def read_part(self, name: str, start: int, size: int) -> memoryview:
-        """Read some bytes of an object; the caller checks them, since they may be damaged.
+        """Read some bytes of an object, which the caller must verify, since they may be damaged.
 
         Raises:
             DataLossError: the object is shorter.
@@ -112,21 +113,21 @@ class Place(ABC):
 
     @abstractmethod
     async def names(self, prefix: str) -> list[str]:
-        """Return the names of the objects with a prefix, which ends with a slash, in order."""
+        """Return the sorted names of the objects with a prefix, which ends with a slash."""
 
     @abstractmethod
     async def close(self) -> None:
-        """Close the place; a second call does nothing."""
+        """Close the place. Idempotent."""
 
 
 class Directory(Place):
-    """A directory.
+    """A recording in a directory.
 
     Args:
-        path: path of the directory, created if it is opened for writing.
-        sync: whether a written object is synced to disk, rather than left to the operating system.
-        least_free_bytes: bytes of the disk that stay free.
-        segments: gets files of the data directory back when they are removed here; None: they are deleted.
+        path: path of the directory, which is created when it is opened for writing.
+        sync: whether to sync written objects to disk, instead of leaving that to the operating system.
+        least_free_bytes: free disk space to leave, in bytes.
+        segments: takes back files of the data directory that are removed from the recording; None: they are deleted.
     """
 
     def __init__(
@@ -152,8 +153,8 @@ class Directory(Place):
             if not for_writing:
                 if not (self._path / "steps").is_dir():
                     raise DataDirError(
-                        f"{self._path} is not a recording: the directory 'steps' is missing; name the directory "
-                        "that was given to serve --record, or a copy of it",
+                        f"{self._path} is not a recording: the directory 'steps' is missing. Pass the directory given "
+                        "to serve --record, or a copy of it",
                         metadata={"path": self.name},
                     )
                 return
@@ -162,7 +163,7 @@ class Directory(Place):
             fd = os.open(self._path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise DataDirError(
-                f"a recording cannot be at {self._path} ({error}); name a directory that this user may write to",
+                f"cannot create a recording at {self._path} ({error}); use a directory that this user may write to",
                 metadata={"path": self.name},
             ) from error
         try:
@@ -170,7 +171,7 @@ class Directory(Place):
         except OSError as error:
             os.close(fd)
             raise DataDirError(
-                f"another service records to {self._path}; give each service a separate directory",
+                f"another service already records to {self._path}; use a separate directory for each service",
                 metadata={"path": self.name},
             ) from error
         self._lock_fd = fd
@@ -206,7 +207,8 @@ class Directory(Place):
         if free_bytes - size < self._least_free_bytes:
             raise OSError(
                 errno.ENOSPC,
-                f"the disk has {free_bytes} bytes free; a recording leaves {self._least_free_bytes} bytes free",
+                f"the disk has only {free_bytes} bytes free; a recording must leave {self._least_free_bytes} bytes "
+                "free",
             )
 
     def _sync_parent(self, path: Path) -> None:
@@ -220,8 +222,8 @@ class Directory(Place):
     def _refusal(self, error: OSError) -> TqError:
         if error.errno in _FULL:
             return DiskFullError(
-                f"the recording at {self._path} is out of space ({error}); free some, or bound it with record_steps or "
-                "record_bytes",
+                f"the recording at {self._path} is out of space ({error}); free disk space, or limit the recording "
+                "with record_steps or record_bytes",
                 metadata={"path": self.name},
             )
         return UnavailableError(f"the recording at {self._path} cannot be written ({error})", reason="DISK_FAILED")
@@ -317,7 +319,7 @@ def _write_all(fd: int, views: Sequence[memoryview]) -> None:
 
 
 class Objects(Place):
-    """An object store; one service at a time writes to a URL.
+    """A recording in an object store; only one service at a time may write to a URL.
 
     Args:
         url: URL of the object store.
@@ -328,7 +330,7 @@ class Objects(Place):
         self._objects: ObjectStore = make_object_store(url)
         if not self._objects.abilities.lists_names:
             raise InvalidArgumentError(
-                f"{self.name}: the engine does not list names, which is needed to find the steps of a recording; name "
+                f"{self.name}: this engine cannot list names, which is required to find the steps of a recording; use "
                 "a directory, or an engine such as s3, gs, az or file",
                 field="record",
             )
@@ -351,7 +353,7 @@ class Objects(Place):
         return data
 
     async def remove(self, names: Sequence[str]) -> None:
-        await self._objects.remove(names)  # the next `open` for writing retries those that stay
+        await self._objects.remove(names)  # the next `open` for writing removes any that are left
 
     async def names(self, prefix: str) -> list[str]:
         return sorted([name async for name in self._objects.list_names(prefix)])
@@ -361,9 +363,9 @@ class Objects(Place):
 
 
 def place_of(where: str, *, sync: bool = False, segments: SegmentBlobs | None = None) -> Place:
-    """Return the place of a path, or of the URL of an object store; `sync` and `segments` apply to a directory.
+    """Return the place at a path or object store URL; `sync` and `segments` apply only to directories.
 
     Raises:
-        InvalidArgumentError: no object store has the URL, or it cannot hold a recording.
+        InvalidArgumentError: the URL does not match any object store, or the object store cannot store a recording.
     """
     return Objects(where) if "://" in where else Directory(Path(where), sync=sync, segments=segments)

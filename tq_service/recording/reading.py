@@ -1,4 +1,4 @@
-"""Reads a recording: its list of steps, one step, the part of one rank, and the bytes of its puts."""
+"""Reads a recording: its list of steps, single steps, the part of one rank, and the bytes of puts."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ _NO_PLAN: Final = RecordedPlan(rows=np.zeros(0, np.int64), sizes=())
 
 
 async def read_step(place: Place, name: str) -> tuple[RecordedStep, int]:
-    """Return the step of an object, and the size of the object.
+    """Read a step; return it with the size of its object.
 
     Raises:
         DataLossError: it is damaged.
         NewerVersionError: a newer version recorded it.
-        UnavailableError: it cannot be read now.
+        UnavailableError: the step cannot be read now.
     """
     data = await place.read(name)
 
@@ -47,7 +47,9 @@ async def read_step(place: Place, name: str) -> tuple[RecordedStep, int]:
         try:
             return decode_step(name, memoryview(zlib.decompress(data)))
         except zlib.error as error:
-            raise DataLossError(f"{name} of the recording cannot be unpacked ({error}); it is damaged") from error
+            raise DataLossError(
+                f"{name} of the recording cannot be decompressed ({error}); the object is damaged"
+            ) from error
 
     return await asyncio.to_thread(decoded), len(data)
 
@@ -57,7 +59,7 @@ class Asked:
     """A selection of steps; None matches any value.
 
     Attributes:
-        incarnation: prefix of its hexadecimal digits.
+        incarnation: prefix of the partition's incarnation in hexadecimal digits.
     """
 
     task_name: str | None = None
@@ -88,12 +90,12 @@ class Asked:
 
 
 class Recording:
-    """The steps of a recording, all in memory, without the bytes of their puts. Confined to one event loop.
+    """The steps of a recording, all in memory but without the bytes of their puts. Confined to one event loop.
 
     Attributes:
-        place: its place.
-        steps: the steps in the order of their numbers; of a batch that was recorded twice, only the last.
-        damaged: damaged steps by the names of their objects, with the reason.
+        place: the place of the recording.
+        steps: the steps, sorted by number; of a batch that was recorded twice, only the last step.
+        damaged: the reason for each damaged step, by object name.
     """
 
     def __init__(self, place: Place) -> None:
@@ -105,11 +107,11 @@ class Recording:
         """Open the place and read all steps.
 
         Args:
-            wanted: steps whose metadata and plans are needed; those of other steps are dropped, since a recording may
-                have thousands. None: all are needed.
+            wanted: steps whose metadata and plans are needed. For other steps they are dropped, since a recording may
+                have thousands of steps. None: all steps.
 
         Raises:
-            TqError: it is not a recording, or cannot be read.
+            TqError: the place is not a recording, or cannot be read.
         """
         await self.place.open(for_writing=False)
         try:
@@ -129,7 +131,7 @@ class Recording:
             raise
 
     def select(self, asked: Asked) -> list[RecordedStep]:
-        """Return the selected steps; they must be among those `wanted` by `open`.
+        """Return the selected steps, which must be among the steps `wanted` by `open`.
 
         If a partition has several incarnations, or a task several epochs, only steps of the last one are returned,
         unless `asked` names another.
@@ -141,7 +143,7 @@ class Recording:
         if not found:
             damaged = f"; {len(self.damaged)} steps are damaged" if self.damaged else ""
             raise NotFoundError(
-                f"the recording at {self.place.name} lacks {asked}; it has "
+                f"the recording at {self.place.name} does not contain {asked}; available: "
                 f"{summary_of(self.steps) or 'no steps'}{damaged}"
             )
         last = {(step.partition_id, step.task_name): (step.incarnation, step.epoch) for step in found}
@@ -157,7 +159,8 @@ class Recording:
         found = self.select(asked)
         if len(found) > 1:
             raise InvalidArgumentError(
-                f"{asked} is {len(found)} steps: {summary_of(found)}; name one with --task, --partition and --epoch"
+                f"{asked} matches {len(found)} steps: {summary_of(found)}; select one with --task, --partition and "
+                "--epoch"
             )
         return found[0]
 
@@ -165,8 +168,8 @@ class Recording:
         """Return the tables and values of a put.
 
         Raises:
-            DataLossError: they are damaged.
-            UnavailableError: they cannot be read now.
+            DataLossError: the bytes are damaged.
+            UnavailableError: the bytes cannot be read now.
         """
         size, at, parts = place.record.size_bytes, place.start, []
         left = size
@@ -181,8 +184,8 @@ class Recording:
         found = await asyncio.to_thread(xxhash.xxh3_64_intdigest, data)
         if found != place.record.checksum:
             raise DataLossError(
-                f"put {place.record.put_id.hex()} in {', '.join(place.names)} of the recording has checksum "
-                f"{found:016x}, expected {place.record.checksum:016x}; the file is damaged"
+                f"put {place.record.put_id.hex()} in {', '.join(place.names)} of the recording has the checksum "
+                f"{found:016x}; expected {place.record.checksum:016x}. The file is damaged"
             )
         return data
 
@@ -192,7 +195,7 @@ class Recording:
 
 
 def summary_of(steps: Sequence[RecordedStep]) -> str:
-    """Return a text that lists the available steps."""
+    """Return a summary of steps, by task, partition and epoch."""
     by_task: dict[tuple[str, str, int], list[int]] = {}
     for step in steps:
         by_task.setdefault((step.task_name, step.partition_id, step.epoch), []).append(step.batch_index)
@@ -224,10 +227,10 @@ def _listed(names: Sequence[str]) -> str:
 
 
 class RecordedPuts(Backing[PutPlace]):
-    """The puts of steps, read-only: a put is read from the recording when it is first needed.
+    """Read-only puts of recorded steps; a put is read from the recording when it is first needed.
 
     Args:
-        recording: the recording with their bytes.
+        recording: the recording that contains the bytes of the puts.
     """
 
     is_volatile = False
@@ -237,7 +240,7 @@ class RecordedPuts(Backing[PutPlace]):
         self._recording = recording
 
     def add(self, steps: Sequence[RecordedStep]) -> None:
-        """Add the puts of steps; an engine must have this backing already."""
+        """Add the puts of steps. This backing must already belong to an engine."""
         places = {place.record.put_id: place for step in steps for place in step.puts}
         self._unfetched.update(places)
         self.on_recovered(
@@ -245,7 +248,7 @@ class RecordedPuts(Backing[PutPlace]):
         )
 
     def partition_of(self, put_id: bytes) -> str | None:
-        """Return the partition of a put that was not read yet, or None for other puts."""
+        """Return the partition of a put that has not been read yet, or None for other puts."""
         place = self._unfetched.get(put_id)
         return None if place is None else place.record.partition_id
 
@@ -269,7 +272,7 @@ class RecordedPuts(Backing[PutPlace]):
 def samples_of(
     meta: metadata_pb2.BatchMeta, positions: Indexes, empty_fields: Sequence[bytes] = ()
 ) -> metadata_pb2.BatchMeta:
-    """Return the part of an answer about some of its samples, equal to an answer about only these.
+    """Return the part of an answer about the selected samples, equal to an answer about only these samples.
 
     Args:
         meta: the answer, with all metadata of its samples.
@@ -319,15 +322,15 @@ def _locations_of(locations: metadata_pb2.Locations, positions: Indexes) -> meta
 
 
 def only_fields(meta: metadata_pb2.BatchMeta, names: Sequence[str]) -> None:
-    """Keep only some fields of an answer, in the given order.
+    """Reduce an answer to the named fields, in the given order.
 
     Raises:
-        FieldNotFoundError: the answer lacks one of them.
+        FieldNotFoundError: the answer lacks one of the fields.
     """
     specs = {spec.name: spec for spec in meta.fields}
     if missing := [name for name in names if name not in specs]:
         raise FieldNotFoundError(
-            f"field {missing[0]!r} was not recorded; the samples of this step have {_listed(sorted(specs))}",
+            f"field {missing[0]!r} was not recorded; the samples of this step have the fields {_listed(sorted(specs))}",
             metadata={"partition_id": meta.partition_id, "field_name": missing[0]},
         )
     chosen = [specs[name] for name in names]
@@ -354,5 +357,5 @@ def positions_of_rank(step: RecordedStep, dp_rank: int) -> Indexes:
 
 
 def parts_of(step: RecordedStep) -> Iterator[RankPlan]:
-    """Yield the part of each rank."""
+    """Yield each rank's part of a step."""
     return (step.plan.part(dp_rank) for dp_rank in range(step.dp_size))

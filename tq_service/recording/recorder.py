@@ -2,9 +2,9 @@
 
     planned -> taken (bytes pinned, files kept) -> puts written or linked -> the step written -> removed by retention
 
-A step is taken when it is planned, in the same step of the event loop, without a copy. It is written later, in order. A
-recording never stops the service: a step is skipped if too many bytes wait already, and a lasting error ends the
-recording. Both are counted, logged, and shown in the status.
+A step is taken when it is planned, in the same iteration of the event loop and without a copy. It is written later, in
+order. A recording never stops the service: a step is skipped if too many bytes already wait to be written, and a
+persistent error ends the recording. Skipped steps and errors are logged and shown in the status.
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ from tq_service.storage.mirror.layout import cut
 
 _log = logging.getLogger(__name__)
 MOST_PENDING_BYTES: Final = 1 << 30
-"""Bytes of puts in memory waiting to be written; until then they count in the quota of the storage service."""
+"""Maximum bytes of puts in memory waiting to be written; until then they count towards the storage service's quota."""
 
 _PAUSES_SECONDS: Final = (0.2, 1.0, 3.0)  # before each retry, if the place does not answer
 _CLOSE_SECONDS: Final = 10.0
 T = TypeVar("T")
 TaskEpoch: TypeAlias = tuple[bytes, str, int]
-"""The incarnation of a partition, a task of the partition, and an epoch of the task."""
+"""A partition's incarnation, a task of the partition, and an epoch of the task."""
 
 _COMPRESSION: Final = 1  # of steps, which describe their puts in similar terms
 
 
 @dataclass(slots=True, eq=False)
 class _Put:
-    """A put that is recorded, or will be with a waiting step.
+    """A put that has been recorded, or will be recorded with a waiting step.
 
     Attributes:
-        place: its place; None until it is written.
-        pack: the objects that are removed together with it.
-        step_count: number of steps that name it.
+        place: location of its bytes; None until they are written.
+        pack: the objects that are removed together with the put.
+        step_count: number of steps that name the put.
     """
 
     place: PutPlace | None = None
@@ -68,8 +68,8 @@ class _Waiting:
     Attributes:
         step: the step, without its number and puts.
         put_ids: ids of its puts.
-        kept: those of its puts that no earlier step has.
-        size: size of these puts in memory, in bytes.
+        kept: the puts of the step that no earlier step names.
+        size: size of `kept` in memory, in bytes.
     """
 
     step: RecordedStep
@@ -84,7 +84,7 @@ class _Waiting:
 
 @dataclass(slots=True, eq=False)
 class _Step:
-    """A written step: the name and size of its object, and its puts."""
+    """A written step: the name and size of its object, and the ids of its puts."""
 
     name: str
     size: int
@@ -95,11 +95,11 @@ class Recorder:
     """Records the steps of a service. Confined to one event loop.
 
     Args:
-        place: the place of the recording; closed with the recorder.
+        place: the place of the recording, which is closed with the recorder.
         most_steps: maximum number of stored steps; None: unlimited.
-        most_bytes: maximum bytes of stored steps, except that the last step always stays. None: unlimited.
-        most_pending_bytes: maximum bytes in memory waiting to be written; above it, steps are skipped.
-        run: name of this start of the service; None: a new name.
+        most_bytes: maximum bytes of stored steps, although the last step is always kept. None: unlimited.
+        most_pending_bytes: maximum bytes in memory waiting to be written; steps beyond this limit are skipped.
+        run: name that identifies this start of the service; None: a new name.
     """
 
     def __init__(
@@ -176,7 +176,7 @@ class Recorder:
         return last
 
     def _take_over(self, name: str, size: int, step: RecordedStep) -> None:
-        """Count a step recorded by an earlier start of the service."""
+        """Account for a step that was recorded before this start of the service."""
         packs: dict[tuple[str, ...], Pack] = {}
         for place in step.puts:
             known = self._puts.get(place.record.put_id)
@@ -197,9 +197,9 @@ class Recorder:
         """Take a step with the current bytes of its puts; return a callback that queues it for writing.
 
         Args:
-            step: the step; its number and its puts are set here.
-            put_ids: the puts that it names, each once.
-            keep: pins the bytes of a put until they are released; returns None if they are not here.
+            step: the step, whose number and puts are set when it is written.
+            put_ids: the puts that the step names, without duplicates.
+            keep: pins the bytes of a put until they are released; returns None if they are not in this process.
         """
         kept: dict[bytes, KeptPut] = {}
         for put_id in put_ids:
@@ -211,7 +211,8 @@ class Recorder:
         size = sum(len(part) for each in kept.values() for part in each.parts)
         if self._pending_bytes and self._pending_bytes + size > self._most_pending_bytes:
             return self._leave(
-                kept, f"{self._pending_bytes} bytes wait to be written; the limit is {self._most_pending_bytes}"
+                kept,
+                f"{self._pending_bytes} bytes already wait to be written, and the limit is {self._most_pending_bytes}",
             )
         for put_id in put_ids:
             self._puts.setdefault(put_id, _Put()).step_count += 1
@@ -238,7 +239,7 @@ class Recorder:
 
     @property
     def is_recording(self) -> bool:
-        """Whether steps are recorded: no error has ended the recording."""
+        """Whether steps are recorded, because no error has ended the recording."""
         return not self._error
 
     def skip(self, reason: str) -> None:
@@ -265,7 +266,7 @@ class Recorder:
     # Writing
 
     async def run(self) -> None:
-        """Write steps until cancelled; errors end the recording, never the caller."""
+        """Write steps until cancelled; errors end the recording, but are not raised."""
         while True:
             await self._has_waiting.wait()
             self._has_waiting.clear()
@@ -279,7 +280,7 @@ class Recorder:
             self._is_idle.set()
 
     async def _write(self, waiting: _Waiting) -> None:
-        """Write a step and its puts; retry if the place does not answer."""
+        """Write a step and its puts, with retries if the place does not answer."""
         for pause in (*_PAUSES_SECONDS, None):
             try:
                 await self._write_once(waiting)
@@ -368,12 +369,12 @@ class Recorder:
             oldest = self._steps.popleft()
             self._bytes -= oldest.size
             self._removed_count += 1
-            await self._place.remove([oldest.name])  # before its puts: a stored step is complete
+            await self._place.remove([oldest.name])  # before its puts, so a stored step is always complete
             if unneeded := list(self._forget(oldest.puts)):
                 await self._place.remove(unneeded)
 
     def _forget(self, put_ids: Sequence[bytes]) -> Iterator[str]:
-        """Count puts that one fewer step names; yield the objects that are no longer needed."""
+        """Remove a step's references to its puts; yield the names of objects that are no longer needed."""
         for put_id in put_ids:
             entry = self._puts[put_id]
             entry.step_count -= 1
@@ -396,7 +397,7 @@ class Recorder:
 
 
 def _packed(puts: Sequence[KeptPut]) -> Iterator[list[KeptPut]]:
-    """Yield groups of puts for one object each: some MiB together, or one larger put."""
+    """Yield groups of puts that are stored in one object each: several MiB of puts, or one larger put."""
     some: list[KeptPut] = []
     size = 0
     for put in puts:

@@ -112,21 +112,25 @@ class _Late:
 class _LateEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_Late.ValueType], builtins.type):
     DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
     LATE_UNSPECIFIED: _Late.ValueType  # 0
-    """Unset: plans wait for it."""
+    """Unset: plans wait for this work."""
     LATE_WAIT: _Late.ValueType  # 1
-    """Plans wait for it."""
+    """Plans wait for this work."""
     LATE_EVICT: _Late.ValueType  # 2
-    """It is evicted, including held and leased samples, as GetMetaRequest.unmatched specifies; without that it fails."""
+    """The work is evicted, including held and leased samples, as GetMetaRequest.unmatched specifies; if that is unset,
+    the work fails.
+    """
 
 class Late(_Late, metaclass=_LateEnumTypeWrapper):
     """Treatment of work that a plan would make too stale."""
 
 LATE_UNSPECIFIED: Late.ValueType  # 0
-"""Unset: plans wait for it."""
+"""Unset: plans wait for this work."""
 LATE_WAIT: Late.ValueType  # 1
-"""Plans wait for it."""
+"""Plans wait for this work."""
 LATE_EVICT: Late.ValueType  # 2
-"""It is evicted, including held and leased samples, as GetMetaRequest.unmatched specifies; without that it fails."""
+"""The work is evicted, including held and leased samples, as GetMetaRequest.unmatched specifies; if that is unset,
+the work fails.
+"""
 global___Late = Late
 
 class _BatchUnit:
@@ -170,7 +174,7 @@ class _OperatorEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumT
     OPERATOR_UNSPECIFIED: _Operator.ValueType  # 0
     """Rejected with INVALID_ARGUMENT."""
     OPERATOR_EQ: _Operator.ValueType  # 1
-    """Value equals that of the condition."""
+    """The value equals that of the condition."""
     OPERATOR_NE: _Operator.ValueType  # 2
     """The value differs from that of the condition."""
     OPERATOR_LT: _Operator.ValueType  # 3
@@ -192,7 +196,7 @@ class Operator(_Operator, metaclass=_OperatorEnumTypeWrapper):
 OPERATOR_UNSPECIFIED: Operator.ValueType  # 0
 """Rejected with INVALID_ARGUMENT."""
 OPERATOR_EQ: Operator.ValueType  # 1
-"""Value equals that of the condition."""
+"""The value equals that of the condition."""
 OPERATOR_NE: Operator.ValueType  # 2
 """The value differs from that of the condition."""
 OPERATOR_LT: Operator.ValueType  # 3
@@ -310,13 +314,13 @@ class _EvictionReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper.
     EVICTION_REASON_UNSPECIFIED: _EvictionReason.ValueType  # 0
     """Never sent."""
     EVICTION_REASON_UNMATCHED: _EvictionReason.ValueType  # 1
-    """`where` excluded it, or a member of it."""
+    """`where` excluded the unit, or a member of it."""
     EVICTION_REASON_TOO_SMALL: _EvictionReason.ValueType  # 2
     """The group had fewer than `least_members` members left."""
     EVICTION_REASON_LATE: _EvictionReason.ValueType  # 3
-    """It was unfinished and would have become too stale (`Admission.late`)."""
+    """The unit was unfinished and would have become too stale (`Admission.late`)."""
     EVICTION_REASON_OVERFLOW: _EvictionReason.ValueType  # 4
-    """It had the lowest priority when new samples exceeded `Admission.most` (OVERFLOW_DROP_LOWEST)."""
+    """The unit had the lowest priority when new samples exceeded `Admission.most` (OVERFLOW_DROP_LOWEST)."""
 
 class EvictionReason(_EvictionReason, metaclass=_EvictionReasonEnumTypeWrapper):
     """Why a unit was evicted."""
@@ -324,13 +328,13 @@ class EvictionReason(_EvictionReason, metaclass=_EvictionReasonEnumTypeWrapper):
 EVICTION_REASON_UNSPECIFIED: EvictionReason.ValueType  # 0
 """Never sent."""
 EVICTION_REASON_UNMATCHED: EvictionReason.ValueType  # 1
-"""`where` excluded it, or a member of it."""
+"""`where` excluded the unit, or a member of it."""
 EVICTION_REASON_TOO_SMALL: EvictionReason.ValueType  # 2
 """The group had fewer than `least_members` members left."""
 EVICTION_REASON_LATE: EvictionReason.ValueType  # 3
-"""It was unfinished and would have become too stale (`Admission.late`)."""
+"""The unit was unfinished and would have become too stale (`Admission.late`)."""
 EVICTION_REASON_OVERFLOW: EvictionReason.ValueType  # 4
-"""It had the lowest priority when new samples exceeded `Admission.most` (OVERFLOW_DROP_LOWEST)."""
+"""The unit had the lowest priority when new samples exceeded `Admission.most` (OVERFLOW_DROP_LOWEST)."""
 global___EvictionReason = EvictionReason
 
 class _RefillOutcome:
@@ -342,16 +346,16 @@ class _RefillOutcomeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._
     REFILL_OUTCOME_UNSPECIFIED: _RefillOutcome.ValueType  # 0
     """No refill was requested."""
     REFILL_OUTCOME_REFILLED: _RefillOutcome.ValueType  # 1
-    """Its sample is claimable again, or will be after the worker that holds it acknowledges it."""
+    """The sample is claimable again, or will be once the worker that holds it acknowledges it."""
     REFILL_OUTCOME_PENDING: _RefillOutcome.ValueType  # 2
-    """Its sample was already claimable."""
+    """The sample was already claimable."""
     REFILL_OUTCOME_UNKNOWN: _RefillOutcome.ValueType  # 3
-    """The partition, or a sample with its key, does not exist."""
+    """The partition, or a sample with the key, does not exist."""
     REFILL_OUTCOME_USED_UP: _RefillOutcome.ValueType  # 4
-    """Its sample has already been refilled `max_refills` times."""
+    """The sample has already been refilled `max_refills` times."""
     REFILL_OUTCOME_GIVEN_UP: _RefillOutcome.ValueType  # 5
-    """The task will never get its sample: it failed, was dead-lettered, dropped or skipped, or the ranks have reached
-    their end.
+    """The task will never receive the sample, because it failed, was dead-lettered, dropped or skipped, or the ranks have
+    reached their end.
     """
 
 class RefillOutcome(_RefillOutcome, metaclass=_RefillOutcomeEnumTypeWrapper):
@@ -360,16 +364,16 @@ class RefillOutcome(_RefillOutcome, metaclass=_RefillOutcomeEnumTypeWrapper):
 REFILL_OUTCOME_UNSPECIFIED: RefillOutcome.ValueType  # 0
 """No refill was requested."""
 REFILL_OUTCOME_REFILLED: RefillOutcome.ValueType  # 1
-"""Its sample is claimable again, or will be after the worker that holds it acknowledges it."""
+"""The sample is claimable again, or will be once the worker that holds it acknowledges it."""
 REFILL_OUTCOME_PENDING: RefillOutcome.ValueType  # 2
-"""Its sample was already claimable."""
+"""The sample was already claimable."""
 REFILL_OUTCOME_UNKNOWN: RefillOutcome.ValueType  # 3
-"""The partition, or a sample with its key, does not exist."""
+"""The partition, or a sample with the key, does not exist."""
 REFILL_OUTCOME_USED_UP: RefillOutcome.ValueType  # 4
-"""Its sample has already been refilled `max_refills` times."""
+"""The sample has already been refilled `max_refills` times."""
 REFILL_OUTCOME_GIVEN_UP: RefillOutcome.ValueType  # 5
-"""The task will never get its sample: it failed, was dead-lettered, dropped or skipped, or the ranks have reached
-their end.
+"""The task will never receive the sample, because it failed, was dead-lettered, dropped or skipped, or the ranks have
+reached their end.
 """
 global___RefillOutcome = RefillOutcome
 
@@ -402,7 +406,7 @@ class CreatePartitionRequest(google.protobuf.message.Message):
     JAGGED, since they do not have a dimension that could be ragged.
     """
     max_bytes: builtins.int
-    """Maximum bytes of its samples' values; a put of new samples waits for capacity. Unset: only the quotas of the
+    """Maximum bytes of the samples' values; a put of new samples waits for capacity. Unset: only the quotas of the
     storage services limit it.
     """
     samples_per_round: builtins.int
@@ -422,13 +426,13 @@ class CreatePartitionRequest(google.protobuf.message.Message):
 
     @property
     def tasks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Names of all tasks that may consume it. They exist from the start; any other is NOT_FOUND (TASK_NOT_FOUND). Empty:
-        any task may consume it and is created by its first claim.
+        """Names of all tasks that may consume the partition. They exist from the start; any other task is NOT_FOUND
+        (TASK_NOT_FOUND). Empty: any task may consume the partition and is created by its first claim.
         """
 
     @property
     def release(self) -> global___Release:
-        """When the service clears its samples automatically. Unset: never."""
+        """Rules for clearing samples automatically. Unset: they are never cleared automatically."""
 
     def __init__(
         self,
@@ -457,9 +461,8 @@ global___CreatePartitionRequest = CreatePartitionRequest
 
 @typing.final
 class Release(google.protobuf.message.Message):
-    """When the service clears samples automatically, in the same step that makes them due. Groups are cleared together.
-    Held samples and samples leased to a worker of any task are never cleared. At least one of `when` and `ttl` must be
-    set.
+    """Rules for clearing samples automatically, in the same step that makes them due. Groups are cleared together. Held
+    samples and samples leased to a worker of any task are never cleared. At least one of `when` and `ttl` must be set.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -469,11 +472,11 @@ class Release(google.protobuf.message.Message):
     TTL_FIELD_NUMBER: builtins.int
     when: global___ReleaseWhen.ValueType
     """Progress that all of `tasks` must have made. Samples that failed, or were skipped with their group, do not wait for
-    them. Unset: samples are released only by age.
+    tasks. Unset: samples are released only by age.
     """
     @property
     def tasks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """With `when`: the tasks that must have made it. Their claims without ranks need a lease (FAILED_PRECONDITION).
+        """With `when`: the tasks that must have made this progress. Their queue claims need a lease (FAILED_PRECONDITION).
         Empty: all `tasks` of the partition.
         """
 
@@ -535,8 +538,8 @@ class Admission(google.protobuf.message.Message):
     global_batch: builtins.int
     """With `max_staleness`: number of units that all ranks together consume per version, 1 or more."""
     late: global___Late.ValueType
-    """With `max_staleness`: treatment of unfinished units that alone delay a batch, because they would become too stale
-    if it were planned before them. Unset: batches wait for them.
+    """With `max_staleness`: treatment of unfinished units that would become too stale if a batch were planned before
+    them, and thus delay it. Unset: batches wait for them.
     """
     most_running: builtins.int
     """Maximum number of held units, those being generated: new held samples wait until others become live, fail or are
@@ -546,7 +549,8 @@ class Admission(google.protobuf.message.Message):
     """Treatment of new samples that would exceed `most`. Unset: their put waits."""
     priority_key: builtins.str
     """With OVERFLOW_DROP_LOWEST: custom_meta column that holds a sample's priority; a group's priority is the mean of its
-    members'. Units without a value are dropped last, and the oldest first among equals. Empty: the oldest first.
+    members'. Units without a value are dropped last, and the oldest first among equals. Empty: the oldest units are
+    dropped first.
     """
     samples_per_insert: builtins.float
     """Average number of deliveries to the task per inserted sample: its batches wait if it received too many, and puts of
@@ -557,8 +561,8 @@ class Admission(google.protobuf.message.Message):
     1.
     """
     error_buffer: builtins.int
-    """With `samples_per_insert`: number of deliveries that the task may be ahead or behind; at least 1 and at least
-    `samples_per_insert`.
+    """With `samples_per_insert`: number of deliveries that the task may be ahead of or behind the ratio; at least 1 and
+    at least `samples_per_insert`.
     """
     def __init__(
         self,
@@ -673,7 +677,7 @@ global___InsertRequest = InsertRequest
 
 @typing.final
 class InsertResponse(google.protobuf.message.Message):
-    """Names the created samples."""
+    """Identifies the created samples."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -835,8 +839,8 @@ class AcquireRequest(google.protobuf.message.Message):
     on_lost: global___OnLost.ValueType
     """Treatment of slots that are still held when the lease runs out."""
     policy: builtins.str
-    """Policy whose published version becomes their `start_version`. If an admission has a `max_staleness`, it must be the
-    policy of that admission, which is also the default. Otherwise empty: no `start_version`.
+    """Policy whose published version becomes the slots' `start_version`. If an admission has a `max_staleness`, it must
+    be the policy of that admission, which is also the default. Otherwise empty: no `start_version`.
     """
     ack: builtins.bool
     """Whether to acknowledge the samples of `holding` in the same step, as AckClaim does: a prompt is done once it has
@@ -850,17 +854,17 @@ class AcquireRequest(google.protobuf.message.Message):
 
     @property
     def lease(self) -> google.protobuf.duration_pb2.Duration:
-        """Duration of their lease; more than 0, at most one day."""
+        """Duration of the slots' lease; more than 0, at most one day."""
 
     @property
     def max_wait(self) -> google.protobuf.duration_pb2.Duration:
-        """Maximum wait for capacity; the service may shorten it (60 s). Unset: it answers at once."""
+        """Maximum wait for capacity; the service may shorten it, by default to 60 s. Unset: the service answers at once."""
 
     @property
     def holding(self) -> global___HeldSamples:
         """Samples that the worker must still hold, such as the current turn of the rollout that the slots continue, or their
         prompt. LEASE_EXPIRED if their claim has lost them, SAMPLE_NOT_FOUND if they were cleared. A worker that was
-        presumed dead thus gets no slots. Unset: not checked.
+        presumed dead thus receives no slots. Unset: not checked.
         """
 
     def __init__(
@@ -1022,11 +1026,11 @@ class GetMetaRequest(google.protobuf.message.Message):
     samples do not count as delivered. 0: unlimited.
     """
     claim_name: builtins.str
-    """Queue workers: a name for the claim, 1 to 512 printable characters. The first call with the name gets the next
-    samples or the end. Later calls with it get the same response until the epoch of the task ends, whatever their
-    request_id; their other arguments must be the same (RANKS_DISAGREE). After samples of the claim were released, lost
-    with their lease or cleared, they fail with CLAIM_RELEASED, LEASE_EXPIRED or SAMPLES_CLEARED. A named claim is not
-    released if its caller disconnects. Empty: unnamed.
+    """Queue workers: a name for the claim, 1 to 512 printable characters. The first call with the name receives the next
+    samples or the end. Later calls with the name receive the same response until the epoch of the task ends, whatever
+    their request_id; their other arguments must be the same (RANKS_DISAGREE). After samples of the claim were
+    released, lost with their lease or cleared, later calls fail with CLAIM_RELEASED, LEASE_EXPIRED or SAMPLES_CLEARED.
+    A named claim is not released if its caller disconnects. Empty: unnamed.
     """
     max_uses: builtins.int
     """Number of deliveries to the task after which a sample counts as consumed; until then it stays ready for later
@@ -1086,7 +1090,7 @@ class GetMetaRequest(google.protobuf.message.Message):
 
     @property
     def max_wait(self) -> google.protobuf.duration_pb2.Duration:
-        """Maximum wait for samples; the service may shorten it (60 s). Unset: it answers at once."""
+        """Maximum wait for samples; the service may shorten it, by default to 60 s. Unset: the service answers at once."""
 
     @property
     def lease(self) -> google.protobuf.duration_pb2.Duration:
@@ -1096,7 +1100,7 @@ class GetMetaRequest(google.protobuf.message.Message):
 
     @property
     def refill(self) -> global___Refill:
-        """The task that makes replacements for evicted units; requires `unmatched`. Unset: none."""
+        """The task that produces replacements for evicted units; requires `unmatched`. Unset: none."""
 
     @property
     def admit(self) -> global___Admit:
@@ -1173,7 +1177,7 @@ global___GetMetaRequest = GetMetaRequest
 
 @typing.final
 class StepTimes(google.protobuf.message.Message):
-    """Time breakdown of a trainer's latest batches. All durations except `work` are time that it waited."""
+    """Time breakdown of a trainer's latest batches. All durations except `work` are time that the trainer waited."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -1268,7 +1272,7 @@ class Admit(google.protobuf.message.Message):
     as done. Unset: they are removed, and their prompts can be claimed again.
     """
     policy: builtins.str
-    """Policy whose published version becomes their `start_version`; see AcquireRequest."""
+    """Policy whose published version becomes the slots' `start_version`; see AcquireRequest."""
     def __init__(
         self,
         *,
@@ -1283,10 +1287,10 @@ global___Admit = Admit
 
 @typing.final
 class Refill(google.protobuf.message.Message):
-    """The task that makes replacements for evicted units. The eviction makes a sample of its partition claimable for it
-    again, in the same step: the one whose key is the name of the evicted group or rollout, or the key of the single
-    evicted sample. If a worker has leased that sample, it becomes claimable after its acknowledgement. TakeEvicted
-    returns the outcome.
+    """The task that produces replacements for evicted units. The eviction makes a sample of its partition claimable for the
+    task again, in the same step: the sample whose key is the name of the evicted group or rollout, or the key of the
+    single evicted sample. If a worker has leased that sample, it becomes claimable after its acknowledgement.
+    TakeEvicted returns the outcome.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -1297,7 +1301,7 @@ class Refill(google.protobuf.message.Message):
     partition_id: builtins.str
     """The partition, such as that of the prompts. Nothing is refilled if it does not exist."""
     task_name: builtins.str
-    """The task that claims from it, 1 to 512 printable characters."""
+    """The task that claims from this partition, 1 to 512 printable characters."""
     max_refills: builtins.int
     """Maximum number of refills of a sample in an epoch of the task, 1 or more. 0: 3."""
     def __init__(
@@ -1391,13 +1395,13 @@ class WaitReason(google.protobuf.message.Message):
     task_name: builtins.str
     """Task of the claims."""
     waiting_count: builtins.int
-    """Number of calls that wait for this; 0 in the response of GetMeta."""
+    """Number of calls that wait for this reason; 0 in the response of GetMeta."""
     left_count: builtins.int
     """Samples that are live or held and that the task has not consumed."""
     ready_count: builtins.int
-    """Those of them that could be delivered now; groups or rollouts if `counts_groups`."""
+    """Part of `left_count` that could be delivered now; groups or rollouts if `counts_groups`."""
     needed_count: builtins.int
-    """Number of these that the claim needs."""
+    """Number of ready samples, groups or rollouts that the claim needs."""
     counts_groups: builtins.bool
     """Whether `ready_count` and `needed_count` count groups, or rollouts if the claim requests rollouts."""
     sealed: builtins.bool
@@ -1412,7 +1416,7 @@ class WaitReason(google.protobuf.message.Message):
 
     @property
     def not_ready(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___NotReady]:
-        """Samples that are not ready, by reason. A sample may be counted in several."""
+        """Samples that are not ready, by reason. A sample may be counted under several reasons."""
 
     def __init__(
         self,
@@ -1447,10 +1451,11 @@ class NotReady(google.protobuf.message.Message):
     ENDS_IN_FIELD_NUMBER: builtins.int
     EXAMPLE_FIELD_NUMBER: builtins.int
     kind: builtins.str
-    """"field": they lack the field `name`; "where": a condition on the custom_meta column `name` does not hold; "length":
-    they do not have the length that the sampler needs; "held"; "leased": to workers of the task; "group": they are
-    ready, but other members of their groups are not; "lost": their group lost a member for good, so the task never
-    gets them; "older": they are not ready, and would become too stale if others were trained first.
+    """"field": the samples lack the field `name`; "where": a condition on the custom_meta column `name` does not hold;
+    "length": the samples lack the length that the sampler needs; "held"; "leased": to workers of the task; "group":
+    the samples are ready, but other members of their groups are not; "lost": their group permanently lost a member, so
+    the task never receives them; "older": the samples are not ready, and would become too stale if others were trained
+    first.
     """
     name: builtins.str
     """Name of a field or column, otherwise empty."""
@@ -1743,11 +1748,11 @@ class CheckConsumptionResponse(google.protobuf.message.Message):
     total_count: builtins.int
     """Ever inserted, including cleared ones."""
     skipped_count: builtins.int
-    """Samples that the task will never get: failed or cleared before it took them, the rest of groups that lost such a
-    member if the task keeps groups together, and samples left out at its end.
+    """Samples that the task will never receive: those that failed or were cleared before the task took them, the rest of
+    groups that lost such a member if the task keeps groups together, and samples left out at its end.
     """
     sealed: builtins.bool
-    """Whether the partition gets no new samples."""
+    """Whether no new samples will come."""
     complete: builtins.bool
     """Whether no samples are left for the task and none will come; with `samples_per_round` also between two rounds."""
     epoch: builtins.int
@@ -1819,7 +1824,7 @@ class CheckProductionResponse(google.protobuf.message.Message):
     produced_count: builtins.int
     """Number of samples that have all fields."""
     total_count: builtins.int
-    """Number of samples that can have them: not cleared and not failed."""
+    """Number of samples that can have these fields: neither cleared nor failed."""
     complete: builtins.bool
     """Whether `produced_count` equals `total_count` and the partition is sealed; with `samples_per_round` also between
     two rounds.
@@ -1857,8 +1862,8 @@ class ResetConsumptionRequest(google.protobuf.message.Message):
     current epoch; each request ends one.
     """
     keep_consumed: builtins.bool
-    """Whether consumed samples stay consumed; batches of the remaining ones are then counted from 0. Unset: all samples
-    are claimable again.
+    """Whether consumed samples stay consumed; batches of the remaining samples are then counted from 0. Unset: all
+    samples are claimable again.
     """
     def __init__(
         self,
@@ -1883,7 +1888,7 @@ class ResetConsumptionResponse(google.protobuf.message.Message):
 
     EPOCH_FIELD_NUMBER: builtins.int
     epoch: builtins.int
-    """The new epoch, one higher than the one that ended."""
+    """The new epoch: the previous one plus 1."""
     def __init__(
         self,
         *,
@@ -1911,7 +1916,7 @@ class RequeueDeadLetteredRequest(google.protobuf.message.Message):
     incarnation: builtins.bytes
     """Expected incarnation. STALE_INCARNATION if it differs, because the partition was cleared and recreated. Empty: any."""
     task_name: builtins.str
-    """Task to which they were delivered too often."""
+    """Task to which the samples were delivered too often."""
     @property
     def global_indexes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Indexes of samples; those that are not dead-lettered are ignored. Empty: all dead-lettered samples. Do not call it
@@ -2071,7 +2076,7 @@ global___TruncateSamplesResponse = TruncateSamplesResponse
 
 @typing.final
 class CloseGroupsRequest(google.protobuf.message.Message):
-    """Names groups that get no further members, and rollouts that get no further samples."""
+    """Names groups that accept no further members, and rollouts that accept no further samples."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -2088,8 +2093,8 @@ class CloseGroupsRequest(google.protobuf.message.Message):
     """Expected incarnation. STALE_INCARNATION if it differs, because the partition was cleared and recreated. Empty: any."""
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Names of groups; they must exist. A closed group takes no further rollouts; its existing rollouts may grow until
-        they are closed too.
+        """Names of groups; they must exist. A closed group accepts no further rollouts; its existing rollouts may grow until
+        they are closed, too.
         """
 
     @property
@@ -2164,7 +2169,7 @@ class LookupSamplesRequest(google.protobuf.message.Message):
 
     @property
     def global_indexes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Indexes of samples, at most 65,536; listed before those of `keys`. Ignored with `all_samples`."""
+        """Indexes of samples, at most 65,536; listed before the samples of `keys`. Ignored with `all_samples`."""
 
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
@@ -2180,9 +2185,9 @@ class LookupSamplesRequest(google.protobuf.message.Message):
 
     @property
     def max_wait(self) -> google.protobuf.duration_pb2.Duration:
-        """Maximum wait for these samples, and for the partition to exist; the service may shorten it (60 s). The wait ends
-        early if the partition is sealed with fewer samples than `min_count`. Ignored with a `page_token`. Unset: it
-        answers at once.
+        """Maximum wait for these samples, and for the partition to exist; the service may shorten it, by default to 60 s. The
+        wait ends early if the partition is sealed with fewer samples than `min_count`. Ignored with a `page_token`. Unset:
+        the service answers at once.
         """
 
     @property
@@ -2389,13 +2394,13 @@ class ClearSamplesRequest(google.protobuf.message.Message):
     NOT_FOUND and STALE_INCARNATION.
     """
     skipped_by: builtins.str
-    """Name of a task. Selects all samples that it never gets: those that failed before it took them, those it
-    dead-lettered and, if it keeps groups together, the rest of groups that lost such a member or a cleared one. Not
-    together with keys, indexes or groups. NOT_FOUND if the task has not claimed yet. Empty: not used.
+    """Name of a task. Selects all samples that the task never receives: those that failed before the task took them, its
+    dead-lettered samples and, if it keeps groups together, the rest of groups that lost such a member or a cleared
+    one. Not together with keys, indexes or groups. NOT_FOUND if the task has not claimed yet. Empty: not used.
     """
     task_name: builtins.str
-    """Name of a task. Restricts the selection to samples that are left for it and not leased to a worker of any task.
-    NOT_FOUND if the task has not claimed yet. Empty: no restriction.
+    """Name of a task. Restricts the selection to samples that are left for the task and not leased to a worker of any
+    task. NOT_FOUND if the task has not claimed yet. Empty: no restriction.
     """
     @property
     def global_indexes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
@@ -2417,8 +2422,8 @@ class ClearSamplesRequest(google.protobuf.message.Message):
 
     @property
     def claim(self) -> tq_service.v1.metadata_pb2.LeasedClaim:
-        """The claim that holds the samples in `global_indexes`, which it requires; not together with keys or groups. Unset:
-        the call is not checked against a lease.
+        """The claim that holds the samples; requires `global_indexes`, and is not allowed with keys or groups. Unset: the
+        call is not checked against a lease.
         """
 
     @property
@@ -2697,7 +2702,7 @@ class ClearPartitionResponse(google.protobuf.message.Message):
 
     CLEARED_COUNT_FIELD_NUMBER: builtins.int
     cleared_count: builtins.int
-    """Number of samples removed with it."""
+    """Number of samples removed with the partition."""
     def __init__(
         self,
         *,
@@ -2753,7 +2758,7 @@ class PartitionSummary(google.protobuf.message.Message):
     present_count: builtins.int
     """Number of samples not cleared."""
     sealed: builtins.bool
-    """Whether the partition gets no new samples."""
+    """Whether no new samples will come."""
     def __init__(
         self,
         *,
@@ -2871,7 +2876,7 @@ global___MetaColumnStatus = MetaColumnStatus
 
 @typing.final
 class RecentBatch(google.protobuf.message.Message):
-    """Figures of a batch planned for ranks."""
+    """Statistics of a batch planned for ranks."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -2887,8 +2892,8 @@ class RecentBatch(google.protobuf.message.Message):
     lengths are not known.
     """
     padding_share: builtins.float
-    """Fraction of padding, 0 to 1. For packs: the tokens that fill them up. For micro-batches: padding of each sample to
-    the longest one of its micro-batch, which fields with the jagged layout do not need.
+    """Fraction of padding, 0 to 1. For packs: tokens that fill up a pack. For micro-batches: tokens that pad each sample
+    to the longest one of its micro-batch, which jagged fields do not need.
     """
     staleness: builtins.int
     """For a task with a `max_staleness`: upper bound on the number of versions between the slot of its oldest sample and
@@ -2896,7 +2901,7 @@ class RecentBatch(google.protobuf.message.Message):
     """
     @property
     def tokens_per_rank(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Number of tokens of each of the first 128 ranks, by dp_rank. Empty: the length of a sample is not known."""
+        """Number of tokens of each of the first 128 ranks, by dp_rank. Empty: the length of some sample is not known."""
 
     def __init__(
         self,
@@ -2925,11 +2930,11 @@ class ClaimLease(google.protobuf.message.Message):
     DELIVERED_AGO_FIELD_NUMBER: builtins.int
     ENDS_IN_FIELD_NUMBER: builtins.int
     claim_id: builtins.str
-    """First 8 hexadecimal digits of its request_id."""
+    """First 8 hexadecimal digits of the claim's request_id."""
     claim_name: builtins.str
     """`claim_name` of its GetMeta. Empty: unnamed."""
     leased_count: builtins.int
-    """Number of its samples that are leased and unacknowledged."""
+    """Number of samples of the claim that are leased and unacknowledged."""
     @property
     def delivered_ago(self) -> google.protobuf.duration_pb2.Duration:
         """Time since their delivery, or since the start of the service if that was later."""
@@ -2995,7 +3000,7 @@ class TaskStatus(google.protobuf.message.Message):
     consumed_count: builtins.int
     """Consumed in this epoch, including leased and cleared ones."""
     skipped_count: builtins.int
-    """Samples that the task will never get, as far as known."""
+    """Samples that the task will never receive, as far as known."""
     planned_batch_count: builtins.int
     """Number of batches planned for ranks in this epoch; 0 for queue workers."""
     dp_size: builtins.int
@@ -3017,9 +3022,9 @@ class TaskStatus(google.protobuf.message.Message):
     0 when the service starts.
     """
     oldest_version: builtins.float
-    """Lowest `version` of the samples left for it, live or held. Recomputed after changes, at intervals of at least 50
-    times the duration of the last computation. Unset: no remaining sample has a version, it was not computed yet, or
-    this is a response of Watch.
+    """Lowest `version` of the live or held samples left for the task. Recomputed after changes, at intervals of at least
+    50 times the duration of the last computation. Unset: no remaining sample has a version, it was not computed yet,
+    or this is a response of Watch.
     """
     staleness_versions: builtins.float
     """Highest version of a sample of the partition minus `oldest_version`: the lead of producers over the task. Unset if
@@ -3032,21 +3037,21 @@ class TaskStatus(google.protobuf.message.Message):
     saved_batch_count: builtins.int
     """Number of batches of this epoch that a checkpoint of the trainer covers; see Advance."""
     outstanding_count: builtins.int
-    """Number of units outstanding for it, as counted by its admission. Unset: no admission."""
+    """Number of units outstanding for the task, as counted by its admission. Unset: no admission."""
     unmatched_count: builtins.int
-    """Number of units evicted by its claims because `where` excluded them, in all epochs."""
+    """Number of units evicted by the task's claims because `where` excluded them, in all epochs."""
     too_small_count: builtins.int
-    """Number of groups evicted by its claims because too few members were left, in all epochs."""
+    """Number of groups evicted by the task's claims because too few members were left, in all epochs."""
     refilled_count: builtins.int
-    """Samples made claimable again for it by evictions, in all epochs."""
+    """Samples made claimable again for the task by evictions, in all epochs."""
     late_count: builtins.int
-    """Number of units evicted by its claims because they would have become too stale, in all epochs."""
+    """Number of units evicted by the task's claims because they would have become too stale, in all epochs."""
     running_count: builtins.int
     """Number of held units, those being generated, as counted by its admission. Unset: no `most_running`."""
     overflow_count: builtins.int
-    """Number of units cleared to make place for new ones (OVERFLOW_DROP_LOWEST), in all epochs."""
+    """Number of units cleared to make space for new ones (OVERFLOW_DROP_LOWEST), in all epochs."""
     delivered_count: builtins.int
-    """Deliveries of samples to it in all epochs; excludes released claims."""
+    """Deliveries of samples to the task in all epochs; excludes released claims."""
     @property
     def dead_lettered_indexes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Indexes of dead-lettered samples that are not cleared; only the first 100."""
@@ -3059,11 +3064,11 @@ class TaskStatus(google.protobuf.message.Message):
 
     @property
     def leases(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ClaimLease]:
-        """The 20 of them that were delivered first, in order. Empty in responses of Watch."""
+        """The 20 of these claims that were delivered first, in order. Empty in responses of Watch."""
 
     @property
     def step_times(self) -> global___StepTimes:
-        """Time breakdown of the latest steps of its ranks, summed over the ranks that reported it. Unset: none did."""
+        """Time breakdown of the ranks' latest steps, summed over the ranks that reported it. Unset: no rank reported it."""
 
     def __init__(
         self,
@@ -3149,7 +3154,7 @@ class DescribePartitionResponse(google.protobuf.message.Message):
     group_count: builtins.int
     """Number of groups that have members in the partition; rollouts without a group do not count."""
     used_bytes: builtins.int
-    """Bytes of the values of its samples."""
+    """Bytes of its samples' values."""
     max_bytes: builtins.int
     """Limit on these bytes. Unset: only the quotas of the storage services limit them."""
     waiting_put_count: builtins.int
@@ -3184,7 +3189,7 @@ class DescribePartitionResponse(google.protobuf.message.Message):
 
     @property
     def declared_tasks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Names of all tasks that may consume it. Empty: any task may."""
+        """Names of all tasks that may consume the partition. Empty: any task may."""
 
     @property
     def revision(self) -> global___Revision:
@@ -3192,7 +3197,7 @@ class DescribePartitionResponse(google.protobuf.message.Message):
 
     @property
     def release(self) -> global___Release:
-        """When the service clears its samples automatically. Unset: never."""
+        """Rules for clearing samples automatically. Unset: they are never cleared automatically."""
 
     def __init__(
         self,
@@ -3270,7 +3275,7 @@ class WatchRequest(google.protobuf.message.Message):
     """Whether to omit tasks; claims then cause no responses."""
     @property
     def revision(self) -> global___Revision:
-        """Last revision that the client received from a Watch or a list. Unset: the client first gets the full state."""
+        """Last revision that the client received from a Watch or a list. Unset: the client first receives the full state."""
 
     @property
     def progress_interval(self) -> google.protobuf.duration_pb2.Duration:
@@ -3469,7 +3474,7 @@ class ServiceInfo(google.protobuf.message.Message):
     host ("disk"), or the loss of the host ("cluster").
     """
     data_dir: builtins.str
-    """Directory of its state. Empty: none, or the token does not cover all partitions."""
+    """Directory of the service's state. Empty: none, or the token does not cover all partitions."""
     tls: builtins.bool
     """Whether it uses TLS."""
     client_certificates: builtins.bool
@@ -3477,7 +3482,7 @@ class ServiceInfo(google.protobuf.message.Message):
     auth: builtins.bool
     """Whether it requires tokens."""
     shared_memory: builtins.bool
-    """Whether clients on its host share memory with it."""
+    """Whether the service shares memory with clients on its host."""
     @property
     def uptime(self) -> google.protobuf.duration_pb2.Duration:
         """Time since its start."""
@@ -3508,7 +3513,9 @@ global___ServiceInfo = ServiceInfo
 
 @typing.final
 class RecordingStatus(google.protobuf.message.Message):
-    """Status of a service's recording: the batches of ranks and their bytes, which tq-service replay serves again."""
+    """Status of a service's recording, which contains the batches of ranks with their bytes and can be served again by
+    tq-service replay.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -3531,7 +3538,7 @@ class RecordingStatus(google.protobuf.message.Message):
     is_recording: builtins.bool
     """Whether steps are being recorded; if not, `error` stopped it until the service restarts."""
     error: builtins.str
-    """Why recording stopped. Empty: it did not, or the token does not cover all partitions."""
+    """Why recording stopped. Empty: it did not stop, or the token does not cover all partitions."""
     step_count: builtins.int
     """Number of steps in the recording."""
     stored_bytes: builtins.int
@@ -3541,16 +3548,16 @@ class RecordingStatus(google.protobuf.message.Message):
     skipped_step_count: builtins.int
     """Steps since the start that could not be recorded."""
     removed_step_count: builtins.int
-    """Steps removed since the start to make place for newer ones, by `record_steps` or `record_bytes`."""
+    """Steps removed since the start to make space for newer ones, because of `record_steps` or `record_bytes`."""
     pending_bytes: builtins.int
     """Bytes in memory, waiting to be written."""
     copied_bytes: builtins.int
     """Bytes of puts copied since the start."""
     linked_bytes: builtins.int
-    """Bytes of puts recorded since the start by keeping a file of the data directory."""
+    """Bytes of puts recorded since the start by linking a file of the data directory."""
     @property
     def processor(self) -> google.protobuf.duration_pb2.Duration:
-        """Processor time of recording since the start, excluding writes by the operating system."""
+        """CPU time of recording since the start, excluding writes by the operating system."""
 
     def __init__(
         self,
@@ -3589,7 +3596,7 @@ class ControllerStatus(google.protobuf.message.Message):
     address: builtins.str
     """Address for clients."""
     is_leader: builtins.bool
-    """Whether it leads; the others are standbys."""
+    """Whether the controller leads; all others are standbys."""
     epoch: builtins.int
     """Epoch of the leader, higher than that of every earlier leader. 0 for standbys."""
     lag_count: builtins.int
@@ -3636,9 +3643,9 @@ class StorageStatus(google.protobuf.message.Message):
     version: builtins.str
     """Version of the storage service. Empty: not reported."""
     is_silent: builtins.bool
-    """Whether it gets no puts because its heartbeats are overdue."""
+    """Whether it receives no puts because its heartbeats are overdue."""
     is_adopted: builtins.bool
-    """Whether the service at `address` took over the puts of a lost storage service of this name; it gets no new puts
+    """Whether the service at `address` took over the puts of a lost storage service of this name; it receives no new puts
     under this name.
     """
     @property
@@ -3867,7 +3874,7 @@ global___AdvanceResponse = AdvanceResponse
 
 @typing.final
 class RestartRanksRequest(google.protobuf.message.Message):
-    """Describes the ranks that continue, and the batch after which they do."""
+    """Describes the new ranks, and the batch after which they continue."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -3887,8 +3894,9 @@ class RestartRanksRequest(google.protobuf.message.Message):
     task_name: builtins.str
     """Task of these ranks."""
     epoch: builtins.int
-    """Epoch of the previous ranks. If it is over, and the task has `dp_size` ranks that have not trained a batch after
-    `trained` yet, nothing changes: another rank has already restarted them. Unset: the ranks restart in any case.
+    """Epoch of the previous ranks. If that epoch is over, and the task has `dp_size` ranks that have not trained a batch
+    after `trained` yet, nothing changes: another rank has already restarted the ranks. Unset: the ranks restart in any
+    case.
     """
     dp_size: builtins.int
     """Number of ranks from now on, 1 or more."""
@@ -3927,10 +3935,10 @@ class RestartRanksResponse(google.protobuf.message.Message):
     epoch: builtins.int
     """The new epoch, which the ranks send with their claims."""
     batch_index: builtins.int
-    """First batch_index to request. If the ranks had already restarted: the one at which they did."""
+    """First batch_index to request. If the ranks had already restarted: the index at which they did."""
     repeated_batch_count: builtins.int
-    """Number of batches from there on that were already trained (Advance) and whose samples are trained again. 0 if the
-    ranks had already restarted.
+    """Number of batches from `batch_index` on that were already trained (Advance) and whose samples are trained again. 0
+    if the ranks had already restarted.
     """
     repeated_sample_count: builtins.int
     """Number of samples in these batches."""
@@ -4002,19 +4010,19 @@ class EvictedUnit(google.protobuf.message.Message):
     group: builtins.str
     """Name of the group, or of the unit's group. Empty: none."""
     key: builtins.str
-    """Key of its first sample. Empty: none."""
+    """Key of the unit's first sample. Empty: none."""
     reason: global___EvictionReason.ValueType
-    """Why it was evicted."""
+    """Why the unit was evicted."""
     version: builtins.int
-    """Version published at that time: of the policy that `where` compares with, otherwise of that of `not_before_version`
-    or of the partition's `max_staleness`. Unset: none of these policies, or no version.
+    """Version published at the time of the eviction, for the policy that `where` compares with, or else for that of
+    `not_before_version` or of the partition's `max_staleness`. Unset: none of these policies, or no version.
     """
     sample_count: builtins.int
     """Number of evicted samples; for a cleared group including those that had failed before."""
     refill: global___RefillOutcome.ValueType
     """Outcome of `GetMetaRequest.refill`."""
     rollout: builtins.str
-    """Name of the rollout, or of that of its first sample. Empty: none."""
+    """Name of the rollout, or of the rollout of the unit's first sample. Empty: none."""
     def __init__(
         self,
         *,
@@ -4043,7 +4051,7 @@ class TakeEvictedResponse(google.protobuf.message.Message):
     UNITS_FIELD_NUMBER: builtins.int
     DROPPED_COUNT_FIELD_NUMBER: builtins.int
     dropped_count: builtins.int
-    """Number of units after `after` that are no longer kept."""
+    """Number of units after `after` that are no longer stored."""
     @property
     def units(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___EvictedUnit]:
         """Units ordered by serial. Empty: none after `after`."""
@@ -4153,7 +4161,7 @@ class GetVersionRequest(google.protobuf.message.Message):
     """Minimum version to wait for, 0 or more. Unset: any."""
     @property
     def max_wait(self) -> google.protobuf.duration_pb2.Duration:
-        """Maximum wait for that version; the service may shorten it (60 s). Unset: it answers at once."""
+        """Maximum wait for that version; the service may shorten it, by default to 60 s. Unset: the service answers at once."""
 
     def __init__(
         self,
@@ -4177,7 +4185,7 @@ class GetVersionResponse(google.protobuf.message.Message):
     VERSION_FIELD_NUMBER: builtins.int
     PUBLISHED_AGO_FIELD_NUMBER: builtins.int
     version: builtins.int
-    """The version; lower than `at_least` if that was not published in time."""
+    """The published version; lower than `at_least` if that version was not published in time."""
     @property
     def published_ago(self) -> google.protobuf.duration_pb2.Duration:
         """Time since its publication."""
@@ -4278,7 +4286,7 @@ class SamplerOption(google.protobuf.message.Message):
     default_json: builtins.str
     """Default value as JSON. Unset: the option is required."""
     summary: builtins.str
-    """Meaning of the option. Empty: not documented."""
+    """Description of the option. Empty: not documented."""
     def __init__(
         self,
         *,
@@ -4375,7 +4383,7 @@ global___PlacePutRequest = PlacePutRequest
 
 @typing.final
 class PlacePutResponse(google.protobuf.message.Message):
-    """The place of the put, and a grant to send further puts there without another PlacePut."""
+    """The storage services for the put, and a grant to send further puts to them without another PlacePut."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -4439,7 +4447,9 @@ class CheckpointRequest(google.protobuf.message.Message):
     262,144 bytes. Empty: an empty object.
     """
     prefix: builtins.str
-    """Prefix of the names of its partitions, removed from their names in the checkpoint. Empty: all partitions."""
+    """Prefix of the names of the partitions to include; it is removed from their names in the checkpoint. Empty: all
+    partitions.
+    """
     def __init__(
         self,
         *,
@@ -4470,7 +4480,7 @@ class CheckpointResponse(google.protobuf.message.Message):
     sample_count: builtins.int
     """Number of samples in the checkpoint."""
     put_count: builtins.int
-    """Number of puts that restoring its bytes creates."""
+    """Number of puts that restoring the checkpoint creates."""
     value_bytes: builtins.int
     """Bytes of the checkpoint's values."""
     @property
@@ -4507,8 +4517,8 @@ class RestoreRequest(google.protobuf.message.Message):
     name: builtins.str
     """Name of the checkpoint, as given to Checkpoint."""
     replace: builtins.bool
-    """Whether it replaces all existing partitions. Their claims and incarnations end, even if the checkpoint has
-    partitions of the same names. Unset: FAILED_PRECONDITION if any exist.
+    """Whether the checkpoint replaces all existing partitions. Their claims and incarnations end, even if the checkpoint
+    has partitions with the same names. Unset: FAILED_PRECONDITION if any partitions exist.
     """
     prefix: builtins.str
     """Prefix added to the names in the checkpoint. Partitions without the prefix stay as they are, even with `replace`.
@@ -4542,7 +4552,7 @@ class RestoreResponse(google.protobuf.message.Message):
     sample_count: builtins.int
     """Number of restored samples."""
     put_count: builtins.int
-    """Number of puts created from its bytes."""
+    """Number of puts created from the checkpoint's bytes."""
     value_bytes: builtins.int
     """Bytes of the restored values."""
     metadata: builtins.str
@@ -4606,9 +4616,9 @@ class CheckpointSummary(google.protobuf.message.Message):
     written_at: builtins.float
     """Time at which writing began, in seconds since 1970 (UTC)."""
     partition_count: builtins.int
-    """Number of partitions in it."""
+    """Number of partitions in the checkpoint."""
     sample_count: builtins.int
-    """Number of samples in it."""
+    """Number of samples in the checkpoint."""
     file_bytes: builtins.int
     """Size of the checkpoint file in bytes."""
     metadata: builtins.str

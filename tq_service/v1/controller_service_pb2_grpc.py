@@ -12,9 +12,9 @@ class ControllerServiceStub(object):
     Errors are a google.rpc.Status with ErrorInfo (domain "tq_service", reasons in docs/errors.md). Every call may return
     INVALID_ARGUMENT (with field violations), UNAVAILABLE (draining) or INTERNAL. A refused call changes nothing, except
     that a refused Commit may drop its put. Every mutating request except Checkpoint carries a `request_id` of 16 random
-    bytes made by the client. A retry with the same id does not change anything again and gets the recorded response; its
-    other fields are not compared. Responses are recorded for all partitions together, for 10 minutes, or for less if
-    there are very many. GetMeta keeps its request ids separately.
+    bytes made by the client. A retry with the same id changes nothing and receives the recorded response; its other
+    fields are not compared. Responses are recorded for all partitions together, for 10 minutes, or for less if there are
+    very many. GetMeta keeps its request ids separately.
     """
 
     def __init__(self, channel):
@@ -226,9 +226,9 @@ class ControllerServiceServicer(object):
     Errors are a google.rpc.Status with ErrorInfo (domain "tq_service", reasons in docs/errors.md). Every call may return
     INVALID_ARGUMENT (with field violations), UNAVAILABLE (draining) or INTERNAL. A refused call changes nothing, except
     that a refused Commit may drop its put. Every mutating request except Checkpoint carries a `request_id` of 16 random
-    bytes made by the client. A retry with the same id does not change anything again and gets the recorded response; its
-    other fields are not compared. Responses are recorded for all partitions together, for 10 minutes, or for less if
-    there are very many. GetMeta keeps its request ids separately.
+    bytes made by the client. A retry with the same id changes nothing and receives the recorded response; its other
+    fields are not compared. Responses are recorded for all partitions together, for 10 minutes, or for less if there are
+    very many. GetMeta keeps its request ids separately.
     """
 
     def CreatePartition(self, request, context):
@@ -241,8 +241,8 @@ class ControllerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def SealPartition(self, request, context):
-        """Declares that no new samples will come; existing samples may still get columns. Changes: seals the partition; its
-        groups get no further members, and waiting claims may end. Idempotent, does not block. Errors: NOT_FOUND,
+        """Declares that no new samples will come; existing samples may still receive columns. Changes: seals the partition;
+        its groups receive no further members, and waiting claims may end. Idempotent, does not block. Errors: NOT_FOUND,
         FAILED_PRECONDITION (STALE_INCARNATION).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -294,13 +294,13 @@ class ControllerServiceServicer(object):
         """Delivers a batch: a long poll of up to `max_wait`, which the server may shorten. Changes: the first request for a
         batch_index plans that batch for all ranks and marks its samples consumed by the task. A claim of a queue worker
         marks its own samples. With `batch_count` the following batches that are ready are planned too. With `unmatched`,
-        samples that the task never gets are failed or cleared, even if no batch is planned. With `admit` the slots of the
-        claimed prompts are created in the same step; if Acquire would refuse them, the call fails the same way and no
-        prompt is claimed. Idempotent: a repeated request of a rank gets the same response, as does one of a queue worker
-        with the same `request_id` or `claim_name`. An unnamed claim of a queue worker that disconnects before the response
-        is sent is released. Errors: FAILED_PRECONDITION (RANKS_DISAGREE, STALE_INCARNATION, STALE_EPOCH,
-        PARTITION_CLEARED, SAMPLES_CLEARED, BATCH_FORGOTTEN, CLAIM_RELEASED, LEASE_EXPIRED), NOT_FOUND (a task that the
-        partition was not created with), INVALID_ARGUMENT (arguments, unknown sampler or option), INTERNAL and
+        samples that the task never receives are failed or cleared, even if no batch is planned. With `admit` the slots of
+        the claimed prompts are created in the same step; if Acquire would refuse them, the call fails the same way and no
+        prompt is claimed. Idempotent: a repeated request of a rank receives the same response, as does a repeated request
+        of a queue worker with the same `request_id` or `claim_name`. An unnamed claim of a queue worker that disconnects
+        before the response is sent is released. Errors: FAILED_PRECONDITION (RANKS_DISAGREE, STALE_INCARNATION,
+        STALE_EPOCH, PARTITION_CLEARED, SAMPLES_CLEARED, BATCH_FORGOTTEN, CLAIM_RELEASED, LEASE_EXPIRED), NOT_FOUND (a task
+        that the partition was not created with), INVALID_ARGUMENT (arguments, unknown sampler or option), INTERNAL and
         DEADLINE_EXCEEDED (the sampler failed or hung), RESOURCE_EXHAUSTED (too many waiting calls).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -310,9 +310,9 @@ class ControllerServiceServicer(object):
     def ReleaseClaim(self, request, context):
         """Releases a queue claim, or some samples of a leased one. Changes: the samples are claimable again, and a later
         GetMeta under the request_id of the claim is rejected (CLAIM_RELEASED; LEASE_EXPIRED after the lease of the rest
-        ran out). This also holds for an unknown claim: a client releases a claim that it may have been delivered, and the
-        release may arrive before the GetMeta. Idempotent, does not block. Errors: NOT_FOUND (a task that the partition was
-        not created with), FAILED_PRECONDITION (LEASE_EXPIRED: the lease of named samples ran out).
+        ran out). This also holds for an unknown claim: a client also releases a claim whose response it did not see, and
+        the release may arrive before the GetMeta. Idempotent, does not block. Errors: NOT_FOUND (a task that the partition
+        was not created with), FAILED_PRECONDITION (LEASE_EXPIRED: the lease of named samples ran out).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -461,16 +461,16 @@ class ControllerServiceServicer(object):
         """Truncates fields of held samples to a length. Changes: their cells; a cell of length 0 is no longer produced. Bytes
         are freed by extent, each stored by one append or put; the bytes of a partly cut extent are kept until all of it is
         cut. Idempotent: a cell that already has the length is unchanged. Does not block. Errors: NOT_FOUND,
-        INVALID_ARGUMENT (a field of another kind), FAILED_PRECONDITION (STALE_INCARNATION, LEASE_EXPIRED, SAMPLE_NOT_HELD;
-        LENGTH_MISMATCH: a cell is shorter).
+        INVALID_ARGUMENT (a field that cannot be truncated), FAILED_PRECONDITION (STALE_INCARNATION, LEASE_EXPIRED,
+        SAMPLE_NOT_HELD; LENGTH_MISMATCH: a cell is shorter).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CloseGroups(self, request, context):
-        """Closes groups, which then get no further members, and rollouts, which then get no further samples. Changes: they
-        are complete. Idempotent, does not block. Errors: NOT_FOUND (partition, group or rollout).
+        """Closes groups, which then accept no further members, and rollouts, which then accept no further samples. Changes:
+        they are complete. Idempotent, does not block. Errors: NOT_FOUND (partition, group or rollout).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -566,8 +566,8 @@ class ControllerServiceServicer(object):
     def Watch(self, request, context):
         """Streams changes of partitions, their samples and tasks: the latest state of each, not every intermediate step. It
         first sends all changes since `revision`, or the full state without one, and then further changes for as long as
-        the call lasts. A slow reader gets fewer responses with the same information. Changes nothing. The service ends the
-        call with OK after some minutes and when it drains: call again with the last `revision`. Errors:
+        the call lasts. A slow reader receives fewer responses with the same information. Changes nothing. The service ends
+        the call with OK after some minutes and when it drains: call again with the last `revision`. Errors:
         FAILED_PRECONDITION (COMPACTED: the changes since `revision` are no longer known, because it is too old or from
         before the service started; call again without one), INVALID_ARGUMENT (a revision that the service never returned),
         RESOURCE_EXHAUSTED (too many watching calls), DEADLINE_EXCEEDED (the client does not read).
@@ -596,10 +596,10 @@ class ControllerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def PlacePut(self, request, context):
-        """Chooses the storage service for a put, and grants places for further puts for a while. Puts of similar size rotate
-        among the storage services in proportion to their free bytes; bytes that were placed and have not arrived yet do
-        not count as free. Does not change stored state, does not block. Errors: RESOURCE_EXHAUSTED (the put is larger than
-        any quota), UNAVAILABLE (no storage service is registered).
+        """Chooses the storage service for a put, and grants capacity for further puts for a while. Puts of similar size
+        rotate among the storage services in proportion to their free bytes; bytes that were placed and have not arrived
+        yet do not count as free. Does not change stored state, does not block. Errors: RESOURCE_EXHAUSTED (the put is
+        larger than any quota), UNAVAILABLE (no storage service is registered).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -607,11 +607,11 @@ class ControllerServiceServicer(object):
 
     def Checkpoint(self, request, context):
         """Writes a consistent copy of all partitions, or of those with a prefix, including claims and bytes, under a name in
-        the controller's checkpoint directory. Other calls proceed during this time. Changes nothing in the service. The
-        name refers to the complete new checkpoint or to the previous one, never to a partial one. Blocks until the bytes
-        are written; one checkpoint at a time. Errors: FAILED_PRECONDITION (another checkpoint is running, or the service
-        does not have a checkpoint directory), INVALID_ARGUMENT (the name), RESOURCE_EXHAUSTED (DISK_FULL), DATA_LOSS (a
-        storage service lost bytes of the checkpoint).
+        the controller's checkpoint directory. Other calls proceed meanwhile. Changes nothing in the service. The name
+        refers to the complete new checkpoint or to the previous one, never to a partial one. Blocks until the bytes are
+        written; one checkpoint at a time. Errors: FAILED_PRECONDITION (another checkpoint is running, or the service does
+        not have a checkpoint directory), INVALID_ARGUMENT (the name), RESOURCE_EXHAUSTED (DISK_FULL), DATA_LOSS (a storage
+        service lost bytes of the checkpoint).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -853,9 +853,9 @@ class ControllerService(object):
     Errors are a google.rpc.Status with ErrorInfo (domain "tq_service", reasons in docs/errors.md). Every call may return
     INVALID_ARGUMENT (with field violations), UNAVAILABLE (draining) or INTERNAL. A refused call changes nothing, except
     that a refused Commit may drop its put. Every mutating request except Checkpoint carries a `request_id` of 16 random
-    bytes made by the client. A retry with the same id does not change anything again and gets the recorded response; its
-    other fields are not compared. Responses are recorded for all partitions together, for 10 minutes, or for less if
-    there are very many. GetMeta keeps its request ids separately.
+    bytes made by the client. A retry with the same id changes nothing and receives the recorded response; its other
+    fields are not compared. Responses are recorded for all partitions together, for 10 minutes, or for less if there are
+    very many. GetMeta keeps its request ids separately.
     """
 
     @staticmethod

@@ -187,10 +187,10 @@ class FieldSpec(google.protobuf.message.Message):
     name: builtins.str
     """Name of the column, unique in the partition; not empty."""
     dtype: builtins.str
-    """torch's name of the dtype, such as "float32" or "bfloat16". Empty for objects, or if not yet known."""
+    """torch dtype name, such as "float32" or "bfloat16". Empty for objects, or if not yet known."""
     layout: global___Layout.ValueType
-    """Layout of its rows. Unset in a declaration: the default layout of the partition. A dense field takes only rows of
-    its own shape. An auto or jagged field takes rows of any size, from dense puts too; a dimension in which they
+    """Layout of its rows. Unset in a declaration: the default layout of the partition. A dense field accepts only rows of
+    its own shape. An auto or jagged field accepts rows of any size, even from dense puts; a dimension in which rows
     differ becomes ragged.
     """
     row_shape_known: builtins.bool
@@ -199,13 +199,13 @@ class FieldSpec(google.protobuf.message.Message):
     """
     encoding: global___Encoding.ValueType
     """For objects: the encoding of the bytes of a row. Set in each object column of a put. A field declared as text or
-    bytes takes nothing else; if unspecified in the declaration, each put chooses for its own rows. In
-    `BatchMeta.fields` it is the declared encoding, whatever the rows have. In the header of a get it is the encoding
+    bytes accepts nothing else; if unspecified in the declaration, each put chooses the encoding of its rows. In
+    `BatchMeta.fields` it is the declared encoding, regardless of the rows. In the header of a get it is the encoding
     of all rows, or unspecified if they differ.
     """
     write_once: builtins.bool
-    """Whether each sample takes only one value: a second one is ALREADY_EXISTS until the sample is cleared. Declared with
-    CreatePartition; returned in `BatchMeta.fields` and DescribePartition. INVALID_ARGUMENT in a column of a put.
+    """Whether each sample accepts only one value: a second value is ALREADY_EXISTS until the sample is cleared. Declared
+    with CreatePartition; returned in `BatchMeta.fields` and DescribePartition. INVALID_ARGUMENT in a column of a put.
     """
     scope: global___FieldScope.ValueType
     """Unit that has one value of the field. Declared with CreatePartition; returned in `BatchMeta.fields` and
@@ -241,7 +241,7 @@ class Int64Values(google.protobuf.message.Message):
     VALUES_FIELD_NUMBER: builtins.int
     @property
     def values(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """One value per sample that has one."""
+        """The values, in the order of the samples; samples without a value are omitted."""
 
     def __init__(
         self,
@@ -261,7 +261,7 @@ class DoubleValues(google.protobuf.message.Message):
     VALUES_FIELD_NUMBER: builtins.int
     @property
     def values(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
-        """One value per sample that has one."""
+        """The values, in the order of the samples; samples without a value are omitted."""
 
     def __init__(
         self,
@@ -281,7 +281,7 @@ class BoolValues(google.protobuf.message.Message):
     VALUES_FIELD_NUMBER: builtins.int
     @property
     def values(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bool]:
-        """One value per sample that has one."""
+        """The values, in the order of the samples; samples without a value are omitted."""
 
     def __init__(
         self,
@@ -301,7 +301,7 @@ class StringValues(google.protobuf.message.Message):
     VALUES_FIELD_NUMBER: builtins.int
     @property
     def values(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """One value per sample that has one."""
+        """The values, in the order of the samples; samples without a value are omitted."""
 
     def __init__(
         self,
@@ -424,11 +424,11 @@ class MirrorStatus(google.protobuf.message.Message):
     url: builtins.str
     """URL of the object store without user, password and settings, such as "s3://bucket/prefix"."""
     is_reachable: builtins.bool
-    """Whether it answered the last call. Unset: no call yet."""
+    """Whether the object store answered the last call. Unset: no call yet."""
     unmirrored_bytes: builtins.int
     """Bytes of puts, complete or not, that do not have the required copies yet."""
     short_put_count: builtins.int
-    """Number of puts that have the required copies, but fewer than requested."""
+    """Number of puts that have the required copies, but fewer copies than requested."""
     unfetched_put_count: builtins.int
     """Number of puts taken over from another storage service and not fetched yet."""
     spilled_bytes: builtins.int
@@ -451,7 +451,7 @@ global___MirrorStatus = MirrorStatus
 
 @typing.final
 class StoredPut(google.protobuf.message.Message):
-    """A put that holds cells, and its location."""
+    """A put that contains cells, and its location."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -460,7 +460,7 @@ class StoredPut(google.protobuf.message.Message):
     put_id: builtins.bytes
     """The client-made id of the put (16 bytes)."""
     storage_index: builtins.int
-    """Position in `Locations.storages` of the storage service that holds it."""
+    """Position in `Locations.storages` of the put's storage service."""
     def __init__(
         self,
         *,
@@ -505,8 +505,8 @@ class CellRuns(google.protobuf.message.Message):
     @property
     def extent_counts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """For each sample, the number of rows (extents) of its cell, 1 or more; each append adds one. The value of the cell
-        is these rows, each cut to its entry in `extent_lengths`, joined along the first dimension. The runs hold the rows
-        of all samples, in order. Empty: each cell is one row. A get uses this and `extent_lengths` only with
+        is these rows, each cut to its entry in `extent_lengths`, joined along the first dimension. The runs contain the
+        rows of all samples, in order. Empty: each cell is one row. A get uses this and `extent_lengths` only with
         `joins_extents`.
         """
 
@@ -519,7 +519,7 @@ class CellRuns(google.protobuf.message.Message):
     @property
     def sample_counts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """For group fields: for each of these rows, the number of consecutive samples that share it as their cell. Empty: one
-        each. A get has only the rows and returns each once.
+        sample per row. A get only refers to rows, and returns each row once.
         """
 
     def __init__(
@@ -548,11 +548,11 @@ class Locations(google.protobuf.message.Message):
     RUNS_FIELD_NUMBER: builtins.int
     @property
     def storages(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___StorageEndpoint]:
-        """The storage services that hold the puts."""
+        """The storage services of the puts."""
 
     @property
     def puts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___StoredPut]:
-        """The puts that hold the cells."""
+        """The puts that contain the cells."""
 
     @property
     def runs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___CellRuns]:
@@ -727,7 +727,7 @@ global___StepTotals = StepTotals
 
 @typing.final
 class BatchMeta(google.protobuf.message.Message):
-    """Names samples, with their metadata, the locations of their cells and, for a claim, its steps."""
+    """Identifies samples, with their metadata, the locations of their cells and, for a claim, its steps."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -773,11 +773,11 @@ class BatchMeta(google.protobuf.message.Message):
 
     @property
     def keys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Key of each sample, "" for one without. Empty: none has one."""
+        """Key of each sample, "" for a sample without a key. Empty: no sample has a key."""
 
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Group of each sample, "" for one without. Empty: none has one."""
+        """Group of each sample, "" for a sample without a group. Empty: no sample has a group."""
 
     @property
     def custom_meta(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___MetaColumn]:
@@ -785,14 +785,14 @@ class BatchMeta(google.protobuf.message.Message):
 
     @property
     def fields(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___FieldSpec]:
-        """Specs of the requested or written fields that the partition has, each describing all rows of the field. Decode rows
-        by the specs in the header of their get instead. In responses about samples (LookupSamples,
+        """Specs of the requested or written fields that exist in the partition, each describing all rows of the field. Decode
+        rows by the specs in the header of their get instead. In responses about samples (LookupSamples,
         `CommitResponse.all_meta`): the fields of which at least one of the samples has a cell.
         """
 
     @property
     def locations(self) -> global___Locations:
-        """Locations of the cells of those fields that all samples here have. Unset in responses to writes."""
+        """Locations of cells, for the fields that all samples of this message have. Unset in responses to writes."""
 
     @property
     def steps(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Step]:
@@ -800,8 +800,8 @@ class BatchMeta(google.protobuf.message.Message):
 
     @property
     def end(self) -> global___EndCounts:
-        """With END: counts of all samples of the partition by outcome, the same for all ranks. The task will never get the
-        samples of any count except `consumed_count` and `kept_count`. Otherwise unset.
+        """With END: counts of all samples of the partition by outcome, the same for all ranks. The task will never receive
+        the samples of any count except `consumed_count` and `kept_count`. Otherwise unset.
         """
 
     @property
@@ -819,18 +819,18 @@ class BatchMeta(google.protobuf.message.Message):
     @property
     def produced(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
         """In responses about samples: for each of `fields`, one bit per sample that tells whether it has a cell. Sample i is
-        bit i % 8 of byte i / 8, counted from the lowest bit. No bytes: all samples have one. Empty in other responses.
+        bit i % 8 of byte i / 8, counted from the lowest bit. No bytes: all samples have a cell. Empty in other responses.
         """
 
     @property
     def dropped_indexes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """In claims: indexes of samples that the sampler dropped from this rank's part, as with the option `overlong` "drop".
-        They are not in the batch, and the task never gets them.
+        They are not in the batch, and the task never receives them.
         """
 
     @property
     def rollouts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Rollout of each sample, "" for one without. Empty: none has one."""
+        """Rollout of each sample, "" for a sample without a rollout. Empty: no sample has a rollout."""
 
     @property
     def totals(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___StepTotals]:

@@ -64,7 +64,9 @@ class _Partitions:
 class _PartitionsEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_Partitions.ValueType], builtins.type):
     DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
     PARTITIONS_UNSPECIFIED: _Partitions.ValueType  # 0
-    """Those named by `partition_fields`, and those of the puts in `put_ids_field`. A method with neither is refused."""
+    """Those named by `partition_fields`, and those of the puts in `put_ids_field`. Calls of a method with neither are
+    refused.
+    """
     PARTITIONS_NONE: _Partitions.ValueType  # 1
     """The call does not concern partitions."""
     PARTITIONS_LISTED: _Partitions.ValueType  # 2
@@ -76,7 +78,9 @@ class Partitions(_Partitions, metaclass=_PartitionsEnumTypeWrapper):
     """Partitions that a call concerns. The caller's token must cover each of them."""
 
 PARTITIONS_UNSPECIFIED: Partitions.ValueType  # 0
-"""Those named by `partition_fields`, and those of the puts in `put_ids_field`. A method with neither is refused."""
+"""Those named by `partition_fields`, and those of the puts in `put_ids_field`. Calls of a method with neither are
+refused.
+"""
 PARTITIONS_NONE: Partitions.ValueType  # 1
 """The call does not concern partitions."""
 PARTITIONS_LISTED: Partitions.ValueType  # 2
@@ -87,9 +91,9 @@ global___Partitions = Partitions
 
 @typing.final
 class MethodRule(google.protobuf.message.Message):
-    """Properties of a method that a service needs before it admits a call and before it sends the response. The standard
-    option `idempotency_level` tells whether the method changes state: NO_SIDE_EFFECTS, or IDEMPOTENT under the same ids.
-    Unset properties have the strict meaning: calls are refused, and responses wait until they are durable.
+    """Properties of a method that a service needs in order to admit a call and to send the response. The standard option
+    `idempotency_level` tells whether the method changes state: NO_SIDE_EFFECTS, or IDEMPOTENT under the same ids. Unset
+    properties have the strictest meaning: calls are refused, and responses wait until they are durable.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -106,21 +110,19 @@ class MethodRule(google.protobuf.message.Message):
     partitions: global___Partitions.ValueType
     """Partitions that a call concerns; the caller's token must cover each."""
     put_ids_field: builtins.str
-    """Path of the field that names puts, such as "get.put_ids". The storage service that holds the puts knows their
-    partitions.
-    """
+    """Path of the field that names puts, such as "get.put_ids". The puts' storage service knows their partitions."""
     is_audited: builtins.bool
     """Whether each admitted call is recorded in the audit log. Refused calls always are."""
     waits: builtins.bool
-    """Whether it may wait for samples or capacity. A waiting call counts towards the limits on waiting calls."""
+    """Whether a call may wait for samples or capacity. A waiting call counts towards the limits on waiting calls."""
     fills_disk: builtins.bool
-    """Whether it is refused while the disk of the data directory is nearly full. The remaining space is for calls that
-    free space.
+    """Whether calls are refused while the disk of the data directory is nearly full. The remaining space is for calls
+    that free space.
     """
     is_answer_durable: builtins.bool
-    """Whether its response contains only state that is already durable. Such responses do not wait for the disk."""
+    """Whether the response contains only state that is already durable. Such responses do not wait for the disk."""
     is_batched: builtins.bool
-    """Whether it may be called through CallMany."""
+    """Whether the method may be called through CallMany."""
     @property
     def roles(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[global___Role.ValueType]:
         """Roles, any one of which is sufficient. A method with only ROLE_SERVICE is internal: clients are refused even by a

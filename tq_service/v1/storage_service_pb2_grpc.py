@@ -6,8 +6,8 @@ from tq_service.v1 import storage_service_pb2 as tq__service_dot_v1_dot_storage_
 
 
 class StorageServiceStub(object):
-    """Holds the bytes of puts, column by column. It addresses cells by put, field and row, and does not know samples, keys
-    or claims.
+    """Stores the bytes of puts, column by column. It addresses cells by put, field and row, and knows nothing about
+    samples, keys or claims.
     """
 
     def __init__(self, channel):
@@ -44,8 +44,8 @@ class StorageServiceStub(object):
 
 
 class StorageServiceServicer(object):
-    """Holds the bytes of puts, column by column. It addresses cells by put, field and row, and does not know samples, keys
-    or claims.
+    """Stores the bytes of puts, column by column. It addresses cells by put, field and row, and knows nothing about
+    samples, keys or claims.
     """
 
     def Put(self, request_iterator, context):
@@ -60,9 +60,9 @@ class StorageServiceServicer(object):
         a client that runs as another user sends memory of its own over the session (SendFd). "bulk" needs `takes_bulk`:
         the key `tq-ticket-bin` holds a BulkTicket, the bytes travel over bulk connections, and the stream then ends
         without a frame. A service may always answer "frames". After an error nothing is stored. Errors: INVALID_ARGUMENT
-        (the stream is shorter, longer or other than declared), RESOURCE_EXHAUSTED (no capacity; with RetryInfo unless the
-        put is larger than the quota), UNAVAILABLE (this service is not registered with the controller of the put yet), and
-        with a commit all errors of Commit.
+        (the stream does not match its header), RESOURCE_EXHAUSTED (no capacity; with RetryInfo unless the put is larger
+        than the quota), UNAVAILABLE (this service is not registered with the controller of the put yet), and with a commit
+        all errors of Commit.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -70,7 +70,7 @@ class StorageServiceServicer(object):
 
     def PutInline(self, request, context):
         """Stores one put of at most 256 KiB sent in one message, at about half the cost of Put. Changes, idempotence,
-        blocking and errors are those of Put, and either method may retry a put of the other. Larger puts are
+        blocking and errors are those of Put, and a put may be retried with the other method. Larger puts are
         INVALID_ARGUMENT: while they wait for capacity, their bytes would occupy memory that no quota counts. With
         `allocates` the put may have any size; its bytes follow in shared memory.
         """
@@ -145,8 +145,8 @@ def add_StorageServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class StorageService(object):
-    """Holds the bytes of puts, column by column. It addresses cells by put, field and row, and does not know samples, keys
-    or claims.
+    """Stores the bytes of puts, column by column. It addresses cells by put, field and row, and knows nothing about
+    samples, keys or claims.
     """
 
     @staticmethod

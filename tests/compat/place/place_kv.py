@@ -247,8 +247,8 @@ def test_a_parser_changes_columns_before_they_are_put(kv):
         ("kv_put", {"key": "a", "fields": [1]}, "expected a dict or a TensorDict"),
         ("kv_batch_put", {"keys": []}, "keys is empty"),
         ("kv_batch_put", {"keys": ["a"]}, "neither fields nor tags"),
-        ("kv_batch_put", {"keys": ["a"], "fields": batch(2, x=torch.ones(2))}, "fields is for 2 samples, expected 1"),
-        ("kv_batch_put", {"keys": ["a"], "tags": [{}, {}]}, "tags is for 2 samples, expected 1"),
+        ("kv_batch_put", {"keys": ["a"], "fields": batch(2, x=torch.ones(2))}, "fields has 2 rows, expected 1"),
+        ("kv_batch_put", {"keys": ["a"], "tags": [{}, {}]}, "tags has 2 rows, expected 1"),
         ("kv_batch_put", {"keys": ["a", "a"], "tags": [{}, {}]}, "twice"),
         ("kv_batch_get", {"keys": []}, "keys is empty"),
     ],
@@ -260,7 +260,7 @@ def test_bad_calls_change_nothing(kv, name, arguments, error):
 
 
 def test_keys_are_texts(kv):
-    with pytest.raises(TypeError, match="expected a str or a list of them"):
+    with pytest.raises(TypeError, match="expected a str or a list of these"):
         kv.kv_batch_get([1], "train")
 
 

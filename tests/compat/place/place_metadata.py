@@ -46,7 +46,7 @@ def test_what_is_known_of_a_batch():
 
 def test_lengths_have_to_agree():
     for wrong in ({"partition_ids": ["p"]}, {"production_status": [1]}, {"custom_meta": [{}]}):
-        with pytest.raises(ValueError, match="is for 1 samples, expected 2"):
+        with pytest.raises(ValueError, match="has 1 values, expected 2"):
             BatchMeta(**{"global_indexes": [1, 2], "partition_ids": ["p", "p"], **wrong})
 
 
@@ -86,7 +86,7 @@ def test_parts_and_their_order():
     meta.reorder(indices=[4, 3, 2, 1, 0])
     assert (meta.global_indexes[0], meta.custom_meta[0]) == (14, {"n": 14})
     for wrong in ([0, 1], [0, 0, 1, 2, 3], [1, 2, 3, 4, 5]):
-        with pytest.raises(ValueError, match="each of the positions 0 to 4 once"):
+        with pytest.raises(ValueError, match="each position from 0 to 4 exactly once"):
             meta.reorder(wrong)
 
 
@@ -167,15 +167,15 @@ def test_keyed_batches():
 def test_keyed_batches_that_cannot_be():
     with pytest.raises(ValueError, match="1 keys and 0 tags"):
         KVBatchMeta(keys=["a"])
-    with pytest.raises(ValueError, match="keys contains a duplicate"):
+    with pytest.raises(ValueError, match="keys contains duplicates"):
         KVBatchMeta(keys=["a", "a"], tags=[{}, {}])
-    with pytest.raises(ValueError, match="fields contains a duplicate"):
+    with pytest.raises(ValueError, match="fields contains duplicates"):
         keyed(fields=["x", "x"])
     with pytest.raises(RuntimeError, match="no keys"):
         keyed().select_keys(["k9"])
-    with pytest.raises(ValueError, match="keys contains a duplicate"):
+    with pytest.raises(ValueError, match="keys contains duplicates"):
         keyed().select_keys(["k1", "k1"])
-    with pytest.raises(ValueError, match="each of the positions"):
+    with pytest.raises(ValueError, match="each position from"):
         keyed().reorder([0])
     with pytest.raises(ValueError, match="differ in partition"):
         KVBatchMeta.concat([keyed(1), KVBatchMeta(keys=["z"], tags=[{}], partition_id="val")])

@@ -29,7 +29,7 @@ class PutReceipt(google.protobuf.message.Message):
     put_id: builtins.bytes
     """The put that the receipt proves (16 bytes)."""
     partition_id: builtins.str
-    """The only partition whose commit may take the receipt."""
+    """The only partition in which a commit may use the receipt."""
     for_existing_rows: builtins.bool
     """Whether the put may have used the reserve kept for columns of existing samples. Such a put cannot create samples."""
     given_at: builtins.float

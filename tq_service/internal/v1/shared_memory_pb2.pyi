@@ -3,7 +3,7 @@
 isort:skip_file
 Messages between a client and a storage service on one host, over a Unix socket (SOCK_SEQPACKET, one message per
 packet). They exchange file descriptors of memory. StorageService's Put and Get agree on the bytes, so the socket
-gives a client no more access than its calls have.
+gives a client no more access than its calls do.
 
 A region is a memfd of the service, identified by a number that the service process never reuses. A client of the
 service's user maps each region that it needs once and then refers to it by number. Taken regions are leased to the
@@ -79,7 +79,7 @@ class SharedMemoryAnswer(google.protobuf.message.Message):
     FILLED_FIELD_NUMBER: builtins.int
     @property
     def hello(self) -> global___HelloAnswer:
-        """To a hello: client and service are on one host."""
+        """To a hello: client and service are on the same host."""
 
     @property
     def send_fd(self) -> global___SendFdAnswer:
@@ -91,7 +91,7 @@ class SharedMemoryAnswer(google.protobuf.message.Message):
 
     @property
     def refusal(self) -> global___Refusal:
-        """The request was not carried out; the bytes go over gRPC instead."""
+        """The request was not carried out; the bytes are sent over gRPC instead."""
 
     @property
     def filled(self) -> global___FilledAnswer:

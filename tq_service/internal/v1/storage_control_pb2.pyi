@@ -130,12 +130,12 @@ class ReconcilePutsRequest(google.protobuf.message.Message):
     """
     @property
     def cells(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___PutCells]:
-        """Known cells. Those of one put are consecutive, also across messages."""
+        """Known cells. The cells of one put are consecutive, also across messages."""
 
     @property
     def staying_put_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
-        """Puts that stay as they are, confirmed or not: their commit is in flight, or separate calls will free cells of them.
-        Their cells are not listed.
+        """Puts that remain unchanged, confirmed or not: their commit is in flight, or separate calls will free some of their
+        cells. Their cells are not listed.
         """
 
     def __init__(
@@ -194,7 +194,7 @@ class UpdatePutsRequest(google.protobuf.message.Message):
     COMMITTED_PUT_IDS_FIELD_NUMBER: builtins.int
     FREED_FIELD_NUMBER: builtins.int
     boot_id: builtins.bytes
-    """Instance id under which they were stored. Requests for another instance are ignored."""
+    """Instance id under which the puts were stored. Requests for another instance are ignored."""
     controller_id: builtins.bytes
     """Id of the calling controller; only its puts are changed."""
     key_id: builtins.bytes

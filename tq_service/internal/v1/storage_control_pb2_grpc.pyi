@@ -41,8 +41,8 @@ class StorageControlServiceStub:
     periodically. The first message has the instance id, the controller, its epoch and its key id; the service answers
     it with initial metadata. Only then does the controller look up its puts, so each of them is either listed or
     confirmed after the first message. Changes, after the last message: drops this controller's confirmed puts that are
-    not listed, except those confirmed after the first message; of listed puts, only the listed cells stay. Puts of
-    other controllers and uncommitted puts stay as they are. A stream that breaks off drops only unlisted cells of
+    not listed, except those confirmed after the first message; of listed puts, only the listed cells are kept. Puts of
+    other controllers and uncommitted puts remain unchanged. A stream that breaks off drops only unlisted cells of
     listed puts. Idempotent; other calls proceed between the messages. Errors: DATA_LOSS (another instance), CANCELLED
     (a later call of this method has begun), UNAVAILABLE (a later registration is known).
     """
@@ -54,8 +54,8 @@ class StorageControlServiceStub:
     """Takes over the puts of a lost storage service from the mirror that both share. Changes: this service answers reads
     under that name and instance id, and registers under them with its own address. The controller then lists the puts
     it knows (ReconcilePuts). Bytes are fetched on first read and in the background. Idempotent; blocks while the
-    mirror is searched, about one second. Errors: FAILED_PRECONDITION (no mirror), NOT_FOUND (the mirror has nothing of
-    that instance), UNAVAILABLE (the mirror does not answer), DATA_LOSS (the index of the puts is damaged).
+    mirror is searched, about one second. Errors: FAILED_PRECONDITION (no mirror), NOT_FOUND (the mirror contains
+    nothing of that instance), UNAVAILABLE (the mirror does not answer), DATA_LOSS (the index of the puts is damaged).
     """
 
 class StorageControlServiceAsyncStub:
@@ -81,8 +81,8 @@ class StorageControlServiceAsyncStub:
     periodically. The first message has the instance id, the controller, its epoch and its key id; the service answers
     it with initial metadata. Only then does the controller look up its puts, so each of them is either listed or
     confirmed after the first message. Changes, after the last message: drops this controller's confirmed puts that are
-    not listed, except those confirmed after the first message; of listed puts, only the listed cells stay. Puts of
-    other controllers and uncommitted puts stay as they are. A stream that breaks off drops only unlisted cells of
+    not listed, except those confirmed after the first message; of listed puts, only the listed cells are kept. Puts of
+    other controllers and uncommitted puts remain unchanged. A stream that breaks off drops only unlisted cells of
     listed puts. Idempotent; other calls proceed between the messages. Errors: DATA_LOSS (another instance), CANCELLED
     (a later call of this method has begun), UNAVAILABLE (a later registration is known).
     """
@@ -94,8 +94,8 @@ class StorageControlServiceAsyncStub:
     """Takes over the puts of a lost storage service from the mirror that both share. Changes: this service answers reads
     under that name and instance id, and registers under them with its own address. The controller then lists the puts
     it knows (ReconcilePuts). Bytes are fetched on first read and in the background. Idempotent; blocks while the
-    mirror is searched, about one second. Errors: FAILED_PRECONDITION (no mirror), NOT_FOUND (the mirror has nothing of
-    that instance), UNAVAILABLE (the mirror does not answer), DATA_LOSS (the index of the puts is damaged).
+    mirror is searched, about one second. Errors: FAILED_PRECONDITION (no mirror), NOT_FOUND (the mirror contains
+    nothing of that instance), UNAVAILABLE (the mirror does not answer), DATA_LOSS (the index of the puts is damaged).
     """
 
 class StorageControlServiceServicer(metaclass=abc.ABCMeta):
@@ -125,8 +125,8 @@ class StorageControlServiceServicer(metaclass=abc.ABCMeta):
         periodically. The first message has the instance id, the controller, its epoch and its key id; the service answers
         it with initial metadata. Only then does the controller look up its puts, so each of them is either listed or
         confirmed after the first message. Changes, after the last message: drops this controller's confirmed puts that are
-        not listed, except those confirmed after the first message; of listed puts, only the listed cells stay. Puts of
-        other controllers and uncommitted puts stay as they are. A stream that breaks off drops only unlisted cells of
+        not listed, except those confirmed after the first message; of listed puts, only the listed cells are kept. Puts of
+        other controllers and uncommitted puts remain unchanged. A stream that breaks off drops only unlisted cells of
         listed puts. Idempotent; other calls proceed between the messages. Errors: DATA_LOSS (another instance), CANCELLED
         (a later call of this method has begun), UNAVAILABLE (a later registration is known).
         """
@@ -140,8 +140,8 @@ class StorageControlServiceServicer(metaclass=abc.ABCMeta):
         """Takes over the puts of a lost storage service from the mirror that both share. Changes: this service answers reads
         under that name and instance id, and registers under them with its own address. The controller then lists the puts
         it knows (ReconcilePuts). Bytes are fetched on first read and in the background. Idempotent; blocks while the
-        mirror is searched, about one second. Errors: FAILED_PRECONDITION (no mirror), NOT_FOUND (the mirror has nothing of
-        that instance), UNAVAILABLE (the mirror does not answer), DATA_LOSS (the index of the puts is damaged).
+        mirror is searched, about one second. Errors: FAILED_PRECONDITION (no mirror), NOT_FOUND (the mirror contains
+        nothing of that instance), UNAVAILABLE (the mirror does not answer), DATA_LOSS (the index of the puts is damaged).
         """
 
 def add_StorageControlServiceServicer_to_server(servicer: StorageControlServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -42,14 +42,14 @@ class RegisterStorageRequest(google.protobuf.message.Message):
     receipts_valid_from: builtins.float
     """Receipts issued before this time are void from now on; in seconds of this process's clock."""
     controller_id: builtins.bytes
-    """The controller with which it registered last and to which the overdue puts belong. Empty: none."""
+    """The controller that the service registered with last and that owns the overdue puts. Empty: none."""
     put_count: builtins.int
     """Number of stored puts."""
     version: builtins.str
     """Version of the storage service, such as "0.1.0"."""
     is_adopted: builtins.bool
-    """Whether the storage service at this address took over these puts (Adopt). It gets no new puts under this name and
-    instance id.
+    """Whether the storage service at this address took over these puts (Adopt). It receives no new puts under this name
+    and instance id.
     """
     @property
     def storage(self) -> tq_service.v1.metadata_pb2.StorageEndpoint:
@@ -108,7 +108,9 @@ class RegisterStorageResponse(google.protobuf.message.Message):
     """
     @property
     def heartbeat_interval(self) -> google.protobuf.duration_pb2.Duration:
-        """Interval after which the storage service registers again. A service that missed three heartbeats gets no more puts."""
+        """Interval after which the storage service registers again. A service that missed three heartbeats receives no more
+        puts.
+        """
 
     @property
     def unknown_put_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:

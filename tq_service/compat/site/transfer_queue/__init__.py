@@ -1,6 +1,6 @@
-"""TransferQueue's API on top of tq_service: the same calls, served by one service instead of Ray actors.
+"""TransferQueue's API on top of tq_service: the same calls, served by a single service instead of Ray actors.
 
-Put it first on PYTHONPATH, in the driver and in every worker; see docs/integrations/transferqueue.md.
+Put this package first on PYTHONPATH, in the driver and in every worker; see docs/integrations/transferqueue.md.
 """
 
 from transfer_queue.client import AsyncTransferQueueClient, TransferQueueClient
@@ -34,7 +34,7 @@ from transfer_queue.session import close, get_client, init
 from transfer_queue.storage import StorageKeyNotFoundError
 
 __version__ = "0.1.11"
-"""The version of TransferQueue that defines these calls; callers compare it with their minimum."""
+"""The version of TransferQueue that defines these calls; callers compare it with the minimum version they need."""
 
 __all__ = [
     "AsyncTransferQueueClient",

@@ -1,7 +1,7 @@
-"""`TransferQueueClient`: TransferQueue's calls, sync and as `async_...`, each made of one or a few service calls.
+"""`TransferQueueClient`: TransferQueue's calls in sync and `async_...` form, each implemented by a few service calls.
 
-Each call is written once, as a coroutine of `Calls`. With an `AsyncClient` it is awaited; with a `Client`, whose calls
-never wait for an event loop, `finished` runs it to completion.
+Each call is written once, as a coroutine of `Calls`. With an `AsyncClient`, the coroutine is awaited. With a `Client`,
+whose calls never wait for an event loop, `finished` runs it to completion.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ async def _at_once(function: Callable[..., T], *arguments: Any, **keywords: Any)
 
 
 class Awaitables:
-    """The calls of a sync client, or of a module, as awaitables that are already complete."""
+    """Wraps the calls of a sync client or a module as awaitables that are already complete."""
 
     def __init__(self, owner: Any) -> None:
         self._owner = owner
@@ -69,9 +69,10 @@ class Asking:
 
     Attributes:
         sampler: chooses the samples of a batch.
-        sample: requests a batch of a user's sampler from the controller; None: not available in this process.
-        polling_mode: whether too few samples result in an empty batch instead of an error.
-        wait_seconds: longest wait for samples.
+        sample: requests a batch from a user's sampler in the controller; None: not available in this process.
+        polling_mode: whether `get_meta` returns an empty batch instead of raising an error if too few samples are
+            ready.
+        wait_seconds: maximum time to wait for samples.
     """
 
     sampler: BaseSampler
@@ -81,15 +82,15 @@ class Asking:
 
 
 class Calls:
-    """TransferQueue's calls on one client of the service.
+    """TransferQueue's calls, implemented with one client of the service.
 
     Args:
         client: an `AsyncClient`, or `Awaitables` of a `Client`.
         asking: options of `get_meta`.
-        run: calls a function, in a thread if other calls run concurrently.
+        run: calls a function, in a separate thread if other calls run concurrently.
 
     Attributes:
-        wait_seconds: longest wait of `get_meta` for samples; initially that of `asking`.
+        wait_seconds: maximum time that `get_meta` waits for samples; initially that of `asking`.
     """
 
     def __init__(self, client: Any, *, asking: Asking, run: Callable[..., Awaitable[Any]]) -> None:
@@ -112,8 +113,8 @@ class Calls:
         """Return samples: a batch for a task ("fetch"), new samples ("insert"), or all samples ("force_fetch").
 
         Raises:
-            RuntimeError: too few samples were ready in time. In polling mode the batch is empty instead.
-            StorageKeyNotFoundError: a rank repeats its request for a batch, and samples of it were cleared.
+            RuntimeError: too few samples were ready in time. In polling mode, the batch is empty instead.
+            StorageKeyNotFoundError: a rank repeats its request for a batch, but samples of the batch were cleared.
         """
         if mode == "insert":
             return of_samples(await self._client.insert(partition_id, batch_size), data_fields)
@@ -138,7 +139,7 @@ class Calls:
         if not batch and not self._asking.polling_mode:
             raise RuntimeError(
                 f"fewer than {batch_size} samples of partition {partition_id!r} were ready for task {task_name!r} "
-                f"within {self.wait_seconds:g} s; put more, or set controller.polling_mode"
+                f"within {self.wait_seconds:g} s; put more samples, or set controller.polling_mode"
             )
         return batch
 
@@ -146,7 +147,7 @@ class Calls:
         """Wait until a user's sampler chooses samples, and return them."""
         sample = self._asking.sample
         if sample is None:
-            raise RuntimeError("this process cannot call a custom sampler; use num_workers=0")
+            raise RuntimeError("this process cannot call a custom sampler; set num_workers of the loader to 0")
         batch: BatchMeta
         waited = time.monotonic() + self.wait_seconds
         while not (batch := await self._run(sample, **wanted)) and time.monotonic() < waited:
@@ -169,7 +170,7 @@ class Calls:
             ]
         except _CLEARED as error:
             raise StorageKeyNotFoundError(str(error)) from error
-        except tq.errors.FieldNotFoundError as error:  # a field disappears with the last sample that has it
+        except tq.errors.FieldNotFoundError as error:  # a field disappears with the last sample that contains it
             found = [
                 await self._lookup(samples.partition_id, global_indexes=samples.indexes) for _, samples in samples_of
             ]
@@ -188,11 +189,11 @@ class Calls:
         partition_id: str | None = None,
         data_parser: Callable[[Row], Any] | None = None,
     ) -> BatchMeta:
-        """Put fields of the samples of `metadata`, with its custom_meta, or of new samples of a partition.
+        """Put fields, either of the samples in `metadata`, with their custom_meta, or of new samples in a partition.
 
         Args:
             data: the fields.
-            metadata: the samples; the fields are added to it.
+            metadata: the samples; the fields are added to `metadata`.
             partition_id: the partition of new samples, if `metadata` is None.
             data_parser: changes a dict of the columns in place before the put; runs in the calling process.
 
@@ -203,11 +204,11 @@ class Calls:
         if metadata is None:
             if partition_id is None:
                 raise ValueError(
-                    "got neither metadata nor partition_id; pass the samples, or the partition of new samples"
+                    "neither metadata nor partition_id is given; pass the samples, or the partition for new samples"
                 )
             return of_samples(await self._put(partition_id, data, return_meta="all"))
         if not metadata:
-            raise ValueError("metadata is empty; pass the samples of the rows of data")
+            raise ValueError("metadata is empty; pass the samples that the rows of data belong to")
         for positions, samples in self._samples(metadata):
             rows = data if len(positions) == len(metadata) else _taken([data], positions)
             tags = [metadata.custom_meta[position] for position in positions]
@@ -251,20 +252,20 @@ class Calls:
     async def get_consumption_status(
         self, task_name: str, partition_id: str
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return a partition's samples `(n,)` and whether a task has consumed each `(n,)`, 1 or 0.
+        """Return a partition's samples `(n,)`, and for each 1 if a task has consumed it, otherwise 0, `(n,)`.
 
         Both are None if the partition does not exist.
         """
         meta = await self._lookup(partition_id, task_name=task_name)
         if not meta.incarnation:
             return None, None
-        consumed: Any = meta.consumed  # not None, since a task was named
+        consumed: Any = meta.consumed  # not None, since a task was passed
         return torch.from_numpy(meta.indexes.copy()), torch.from_numpy(consumed.astype(np.int8))
 
     async def get_production_status(
         self, data_fields: Sequence[str], partition_id: str
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return a partition's samples `(n,)` and whether each has each field `(n, f)`, 1 or 0.
+        """Return a partition's samples `(n,)`, and for each field 1 if the sample has it, otherwise 0, `(n, f)`.
 
         Both are None without `data_fields`, or if a field does not exist.
         """
@@ -298,7 +299,7 @@ class Calls:
     # Keys
 
     async def kv_retrieve_meta(self, keys: Sequence[str] | str, partition_id: str, create: bool = False) -> BatchMeta:
-        """Return the samples of keys, with their common fields; unknown keys are omitted, or created (`create`)."""
+        """Return the samples of keys and their common fields; unknown keys are omitted, or created if `create`."""
         names = _listed("keys", keys, str)
         if create:
             return of_samples(await self._client.put(partition_id, keys=names, return_meta="all"))
@@ -313,12 +314,12 @@ class Calls:
         indexes = _listed("global_indexes", global_indexes, int)
         meta = await self._lookup(partition_id, global_indexes=indexes)
         if not meta.incarnation:
-            raise RuntimeError(f"there is no partition {partition_id!r}")
+            raise RuntimeError(f"partition {partition_id!r} does not exist")
         key_of = dict(zip(meta.global_indexes, meta.keys, strict=True))
         return [key_of.get(index) for index in indexes]
 
     async def kv_list(self, partition_id: str | None = None) -> dict[str, dict[str, Row]]:
-        """Return the tags of the samples of one partition or of all, by partition and key."""
+        """Return the tags of samples by partition and key, for one partition or for all."""
         names = [partition_id] if partition_id is not None else await self.get_partition_list()
         metas = [await self._lookup(name) for name in names]
         listed = {name: meta for name, meta in zip(names, metas, strict=True) if meta.incarnation}
@@ -364,17 +365,17 @@ class Calls:
         """Put fields of samples by key, and merge their tags; unknown keys create samples.
 
         Returns:
-            The samples, with all their tags and their common fields after the put.
+            References to the samples, with all their tags and their common fields after the put.
 
         Raises:
             ValueError: neither fields nor tags are given, or their number differs from that of the keys.
         """
         names = _listed("keys", keys, str)
         if fields is None and tags is None:
-            raise ValueError("got neither fields nor tags; give one of them")
+            raise ValueError("neither fields nor tags are given; pass at least one of them")
         for what, given in (("fields", fields), ("tags", tags)):
             if given is not None and len(given) != len(names):
-                raise ValueError(f"{what} is for {len(given)} samples, expected {len(names)}, one for each key")
+                raise ValueError(f"{what} has {len(given)} rows, expected {len(names)}, one for each key")
         meta = await self._put(
             partition_id,
             None if fields is None else _parsed(fields, data_parser),
@@ -392,7 +393,7 @@ class Calls:
     async def kv_batch_get(
         self, keys: Sequence[str] | str, partition_id: str, select_fields: Sequence[str] | str | None = None
     ) -> TensorDict:
-        """Return fields of samples by key, by default their common fields; unknown keys are omitted.
+        """Return fields of samples by key; the default is their common fields. Unknown keys are omitted.
 
         Raises:
             ValueError: none of the keys exists, or the samples do not have a common field.
@@ -422,16 +423,16 @@ class Calls:
     async def kv_batch_get_by_meta(
         self, meta: KVBatchMeta, select_fields: Sequence[str] | str | None = None
     ) -> TensorDict:
-        """Return fields of samples: those of `meta`, or some of them.
+        """Return fields of the samples in `meta`: `select_fields`, or by default the fields of `meta`.
 
         Raises:
             ValueError: `meta` lacks a partition or a selected field.
         """
         fields = meta.fields if select_fields is None else _listed("select_fields", select_fields, str)
         if meta.partition_id is None:
-            raise ValueError("the meta has no partition; set its partition_id")
+            raise ValueError("meta has no partition; set its partition_id")
         if unknown := set(fields or ()) - set(meta.fields or ()):
-            raise ValueError(f"select_fields {sorted(unknown)} not found in the meta, which has {meta.fields}")
+            raise ValueError(f"select_fields {sorted(unknown)} not found in meta, which has {meta.fields}")
         return await self.kv_batch_get(meta.keys, meta.partition_id, fields)
 
     async def kv_clear(self, keys: Sequence[str] | str, partition_id: str) -> None:
@@ -445,7 +446,7 @@ class Calls:
         return meta
 
     def _samples(self, metadata: BatchMeta) -> list[tuple[list[int], tq.BatchMeta]]:
-        """Return the positions and the samples of each partition of a batch."""
+        """Return positions and samples for each partition in a batch."""
         indexes = np.asarray(metadata.global_indexes, np.int64)
         return [
             (
@@ -462,7 +463,7 @@ class Calls:
 
 
 def of_samples(meta: tq.BatchMeta, data_fields: Sequence[str] | None = None) -> BatchMeta:
-    """Return samples with the requested fields; default: their common fields."""
+    """Return samples with the requested fields, by default their common fields."""
     produced = meta.produced
     has_all = [name for name, column in produced.items() if column.all()]
     names = has_all if data_fields is None else data_fields
@@ -487,7 +488,7 @@ def _schema_of(spec: tq.FieldSpec | None) -> Row:
 
 
 def _expected(total_count: int) -> int:
-    """Return the number of samples that a partition needs to be complete."""
+    """Return the number of samples that a complete partition has."""
     return max(total_count, int(os.environ.get("TQ_PRE_ALLOC_SAMPLE_NUM", "1")))
 
 
@@ -495,26 +496,26 @@ def _listed(what: str, values: Any, kind: type) -> list[Any]:
     """Return the values, or the single value, as a list.
 
     Raises:
-        ValueError: it is empty.
-        TypeError: it has values of another type.
+        ValueError: the list is empty.
+        TypeError: a value has another type.
     """
     listed = [values] if isinstance(values, kind) else values
     if not isinstance(listed, list | tuple) or not all(isinstance(value, kind) for value in listed):
-        raise TypeError(f"{what} is {values!r:.200}, expected a {kind.__name__} or a list of them")
+        raise TypeError(f"{what} is {values!r:.200}, expected a {kind.__name__} or a list of these")
     if not listed:
         raise ValueError(f"{what} is empty, expected at least one")
     return list(listed)
 
 
 def _parsed(data: TensorDict, data_parser: Callable[[Row], Any] | None) -> TensorDict:
-    """Return data after a parser has changed it, which gets dense tensors, and other columns as lists.
+    """Apply a parser to data and return the result; the parser receives dense tensors, and all other columns as lists.
 
     Raises:
         ValueError: the parser changed the set of columns or their number of rows.
     """
     if data_parser is None:
         return data
-    names: Any = data.keys()  # tensordict iterates rows
+    names: Any = data.keys()  # tensordict itself iterates over rows
     columns: Row = {name: data.get(name) for name in names}
     ragged = {name: getattr(column, "_ragged_idx", 1) for name, column in columns.items()}
     for name, column in columns.items():
@@ -523,18 +524,19 @@ def _parsed(data: TensorDict, data_parser: Callable[[Row], Any] | None) -> Tenso
     counts = {name: len(column) for name, column in columns.items()}
     data_parser(columns)
     if {name: len(column) for name, column in columns.items()} != counts:
-        raise ValueError("data_parser changed the set of columns, or their number of rows")
+        raise ValueError("data_parser changed the set of columns or their number of rows; keep both")
     return TensorDict(
         {name: _column_of(column, ragged[name]) for name, column in columns.items()}, batch_size=data.batch_size
     )
 
 
 def _column_of(rows: Any, ragged_dimension: int = 1) -> Any:
-    """Return rows as a column of a TensorDict: tensors nested, with jagged layout if possible, all else as objects.
+    """Return rows as a TensorDict column: tensors become nested (jagged if possible), everything else objects.
 
     Args:
         rows: one value for each sample.
-        ragged_dimension: ragged dimension of the column if the rows differ in this one only; 1: first of a row.
+        ragged_dimension: ragged dimension of the column if rows differ only in this one; 1 is the first dimension of a
+            row.
     """
     if isinstance(rows, torch.Tensor):
         return rows
@@ -555,7 +557,7 @@ def _column_of(rows: Any, ragged_dimension: int = 1) -> Any:
 
 
 def _taken(parts: Sequence[TensorDict], places: Sequence[int]) -> TensorDict:
-    """Return the rows at these places of the concatenated parts."""
+    """Return the rows at these positions of the concatenated parts."""
     columns = {}
     for name in parts[0].keys():  # noqa: SIM118  (it iterates rows)
         of_parts = [part.get(name) for part in parts]
@@ -566,7 +568,7 @@ def _taken(parts: Sequence[TensorDict], places: Sequence[int]) -> TensorDict:
 
 
 def _fitted(data: TensorDict | None, specs: Mapping[str, tq.FieldSpec]) -> TensorDict | None:
-    """Return data in the form of its fields: tensors converted to the field's dtype, or to objects.
+    """Convert data to match its fields: tensors become the field's dtype, or objects.
 
     Tensors are not converted to integers or booleans if that changes a value; complex numbers are never converted.
     """
@@ -593,7 +595,7 @@ def _unbound(column: Any) -> Any:
 
 
 def _as_transfer_queue(data: TensorDict) -> TensorDict:
-    """Return data with TransferQueue's columns: rows of tensors are nested even if several dimensions differ."""
+    """Return data in TransferQueue's form, where tensor rows are nested even if several dimensions differ."""
     for name in list(data.keys()):
         column = data.get(name)
         if not isinstance(column, torch.Tensor) and isinstance(column[0].data, torch.Tensor):
@@ -602,15 +604,15 @@ def _as_transfer_queue(data: TensorDict) -> TensorDict:
 
 
 class TransferQueueClient:
-    """TransferQueue's low-level calls, each as `name` and as the awaitable `async_name`.
+    """TransferQueue's low-level calls, each available as `name` and as the awaitable `async_name`.
 
     Args:
         address: address of the service.
         asking: options of `get_meta`.
-        **reached: more arguments of the service's client: `namespace`, `timeout`, `token` and `insecure`.
+        **reached: further arguments of the service's client: `namespace`, `timeout`, `token` and `insecure`.
 
     Attributes:
-        client_id: a name of this client, for its user's logs.
+        client_id: name of this client, for its user's logs.
         address: address of the service.
     """
 
@@ -627,9 +629,9 @@ class TransferQueueClient:
         def __getattr__(self, name: str) -> Callable[..., Any]: ...
 
     def polling(self) -> Callable[..., TransferQueueClient]:
-        """Return a factory of workers' clients, given an address; they return an empty batch if too few are ready.
+        """Return a factory of workers' clients; their batches are empty if too few samples are ready.
 
-        It is picklable if the service implements the sampler.
+        The factory takes an address, and is picklable if the service implements the sampler.
         """
         asking = replace(self._options["asking"], polling_mode=True, wait_seconds=0.0)
         if service_samples(asking.sampler):
@@ -637,16 +639,16 @@ class TransferQueueClient:
         return partial(TransferQueueClient, **{**self._options, "asking": asking})
 
     def wait_at_most(self, seconds: float) -> None:
-        """Set the longest wait of later `get_meta` calls for samples."""
+        """Set the maximum time that later `get_meta` calls wait for samples."""
         self.sync_calls.wait_seconds = self.async_calls.wait_seconds = seconds
 
     def close(self) -> None:
-        """Close the channels."""
+        """Close the client's channels."""
         self.sync_client.close()
 
 
 def _add_forms(name: str) -> None:
-    """Add the sync method of a call and its awaitable form to the client."""
+    """Add a call to the client, as a sync method and in its awaitable form."""
 
     def call(client: TransferQueueClient, *arguments: Any, **keywords: Any) -> Any:
         return finished(getattr(client.sync_calls, name)(*arguments, **keywords))

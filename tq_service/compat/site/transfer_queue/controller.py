@@ -1,4 +1,4 @@
-"""State shared by the processes of a run: its service, which the run may have started, and the choice of batches."""
+"""State shared by the processes of a run: its service, which the run may have started, and its sampler."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from transfer_queue.sampler import BaseSampler, Config, Indexes, Sampled, claim_
 from transfer_queue.storage import StorageKeyNotFoundError
 
 OWN_CHECKPOINT_DIR: Final = "/"
-"""checkpoint_dir of a service started by a run: it may write checkpoints to any directory."""
+"""The checkpoint_dir of a service started by a run, which may therefore write checkpoints to any directory."""
 
 
 def setting(conf: Any, *names: str, default: Any = None) -> Any:
@@ -33,15 +33,15 @@ def setting(conf: Any, *names: str, default: Any = None) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One use of a service, from `init()` to `close()`, by any number of processes.
+    """One use of a service by any number of processes, from `init()` to `close()`.
 
     Attributes:
-        conf: the initial configuration.
-        address: address of the service; empty: start a service.
-        namespace: namespace of its partitions; empty: none.
+        conf: initial configuration of the run.
+        address: address of the service; if empty, a service is started.
+        namespace: namespace of the run's partitions; empty for no namespace.
         sampler: chooses the samples of a batch.
-        service: settings of a service to start.
-        token: token for the service; None: taken from the environment of each process.
+        service: settings of the service to start.
+        token: token for the service; None: each process takes it from its environment.
         is_service_owned: whether the service was started for the run.
     """
 
@@ -54,7 +54,7 @@ class Run:
     is_service_owned: bool = False
 
     def client_options(self) -> dict[str, Any]:
-        """Return the options of the service's clients."""
+        """Return the options for clients of the service."""
         reached: dict[str, Any] = {
             "address": self.address,
             "namespace": self.namespace or False,
@@ -63,7 +63,7 @@ class Run:
         return reached if self.token is None else reached | {"token": self.token, "insecure": True}
 
     def filled_conf(self) -> Any:
-        """Return the configuration with the address and the namespace."""
+        """Return the configuration, completed with the address and the namespace."""
         if "controller" not in self.conf:
             self.conf["controller"] = {}
         self.conf["controller"].update({"address": self.address, "namespace": self.namespace})
@@ -72,30 +72,30 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class KnownPartition:
-    """The partition as passed to users' samplers: its name, and the custom_meta of its samples."""
+    """A partition as passed to users' samplers: its name, and the custom_meta of its samples."""
 
     partition_id: str
     tags: Mapping[int, Mapping[str, Any]]
 
     def get_custom_meta(self, global_indices: Sequence[int]) -> dict[int, Mapping[str, Any]]:
-        """Return the custom_meta of these samples, without samples that have none."""
+        """Return the custom_meta of these samples, omitting samples without custom_meta."""
         return {index: tags for index in global_indices if (tags := self.tags.get(index))}
 
 
 @dataclass(slots=True)
 class _Remembered:
-    """A partition in the state of a sampler; `last_given` is the highest index that the sampler has chosen."""
+    """A partition that a sampler has seen; `last_given` is the highest index that the sampler has chosen there."""
 
     incarnation: bytes
     last_given: int = -1
 
 
 class TransferQueueController:
-    """Begins a run and holds its shared state, in the process that began it or as a Ray actor of a known name.
+    """Begins a run and holds its shared state, in the process that began it or as a named Ray actor.
 
     Args:
         run: the run to begin.
-        host: host that a started service listens on; None: loopback only.
+        host: host on which a started service listens; None: loopback only.
     """
 
     def __init__(self, run: Run, host: str | None = None) -> None:
@@ -106,10 +106,10 @@ class TransferQueueController:
         self._remembered: dict[str, _Remembered] = {}
 
     def _with_own_service(self, run: Run, host: str | None) -> Run:
-        """Start a service in a separate process, which ends with this process in any case.
+        """Start a service in a separate process, which always ends with this process.
 
-        On a host that other machines can reach, it requires a token known only to the run. Traffic is not encrypted,
-        like that between the processes of a Ray cluster. On the loopback address no token is needed.
+        If other machines can reach the host, the service requires a token known only to the run. As between the
+        processes of a Ray cluster, traffic is not encrypted. On the loopback address, no token is needed.
         """
         settings = {"grace_seconds": 1, "checkpoint_dir": OWN_CHECKPOINT_DIR, **run.service}
         flags, token = [part for name, value in settings.items() for part in _flag(name, value)], None
@@ -135,11 +135,11 @@ class TransferQueueController:
         return self._run.filled_conf()
 
     def sample(self, batch_size: int, config: Config, **claim: Any) -> BatchMeta:
-        """Let the sampler choose the samples of a batch, claim those it consumes, and return the batch.
+        """Let the sampler choose the samples of a batch, claim the samples it consumes, and return the batch.
 
-        Serves one caller at a time, from the look-up to the claim, since samplers may keep state. The sampler's cache
-        of a partition is reset after the partition was cleared. It is also reset if all samples it chose there were
-        cleared and it would choose them again.
+        Callers are served one at a time, from the look-up to the claim, since samplers may keep state. The sampler's
+        cache of a partition is reset once the partition has been cleared. The cache is also reset if all samples the
+        sampler chose in the partition were cleared and it would choose them again.
 
         Args:
             batch_size: number of samples.
@@ -147,7 +147,7 @@ class TransferQueueController:
             **claim: `partition_id`, `task_name` and `data_fields`.
 
         Returns:
-            The batch; empty if the sampler chooses nothing, or another consumer was faster.
+            The batch; empty if the sampler chooses no samples, or if another consumer was faster.
 
         Raises:
             StorageKeyNotFoundError: some of the chosen samples were cleared.
@@ -171,7 +171,7 @@ class TransferQueueController:
 
             sampled, consumed = choose()
             if sampled and tags.keys().isdisjoint(sampled):
-                # Indexes only grow. If all are higher than any chosen one, all chosen samples are gone.
+                # Indexes only grow: if all stored indexes are higher than any chosen one, all chosen samples are gone.
                 is_over = min(tags) > remembered.last_given
                 if is_over:
                     sampler.clear_cache(partition_id)
@@ -179,7 +179,7 @@ class TransferQueueController:
             remembered.last_given = max([remembered.last_given, *sampled, *consumed])
             if cleared := set(sampled) - tags.keys():
                 raise StorageKeyNotFoundError(
-                    f"the sampler chose samples of partition {partition_id!r} that were cleared: {sorted(cleared)}"
+                    f"the sampler chose samples of partition {partition_id!r} that have been cleared: {sorted(cleared)}"
                 )
             if not sampled or not _are_claimed(client, claim, config, consumed, known.incarnation):
                 return BatchMeta()
@@ -187,7 +187,7 @@ class TransferQueueController:
             return of_samples(known, claim["data_fields"]).select_samples(place_of[index] for index in sampled)
 
     def _recall(self, client: tq.Client, partition_id: str, incarnation: bytes) -> _Remembered:
-        """Return the remembered state of a partition; for a new one, first forget partitions that are gone."""
+        """Return the state of a partition; if the partition is new, first forget partitions that no longer exist."""
         if partition_id not in self._remembered or self._remembered[partition_id].incarnation != incarnation:
             stored = {each.partition_id: each.incarnation for each in client.list_partitions()}
             for name in [name for name, each in self._remembered.items() if stored.get(name) != each.incarnation]:
@@ -212,7 +212,7 @@ def _are_claimed(
 ) -> bool:
     if not rows:
         return True
-    # Replicas of a rank claim the same samples, under a name that is never used for other samples.
+    # Replicas of a rank claim the same samples under the same name, which is never used for other samples.
     is_of_rank = config.get("dp_rank") is not None
     try:
         meta = client.get_meta(

@@ -1,4 +1,4 @@
-"""TransferQueue's key-value calls, sync and as `async_...`, and its checkpoints."""
+"""TransferQueue's key-value calls, in sync and `async_...` form, and its checkpoints."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LONGEST_NAME: Final = 200
 
 
 def _of_client(name: str) -> Callable[..., Any]:
-    """Return a function that calls a method of this process's client; `async_...` functions must be awaited."""
+    """Return a function that calls a method of this process's client; if its name starts with `async_`, await it."""
     method = getattr(TransferQueueClient, name)
 
     @wraps(method)
@@ -45,10 +45,11 @@ kv_clear, async_kv_clear = _of_client("kv_clear"), _of_client("async_kv_clear")
 def save_checkpoint(
     checkpoint_dir: str | Path, *, include_storage: bool = True, metadata: dict[str, Any] | None = None
 ) -> None:
-    """Write a checkpoint of the run's partitions, replacing an existing one.
+    """Write a checkpoint of the run's partitions, replacing any existing one.
 
-    The service writes it below its directory for checkpoints: into `checkpoint_dir` itself if that is below
-    `controller.checkpoint_dir`, else under a name derived from the path. A file in `checkpoint_dir` records the name.
+    The service writes the checkpoint below its checkpoint directory: into `checkpoint_dir` itself if that is below
+    `controller.checkpoint_dir`, otherwise under a name derived from the path. A file in `checkpoint_dir` records the
+    name.
 
     Args:
         checkpoint_dir: the directory; created if it does not exist.
@@ -57,7 +58,7 @@ def save_checkpoint(
 
     Raises:
         RuntimeError: this process has not joined a run.
-        PreconditionError: the service lacks a directory for checkpoints.
+        PreconditionError: the service has no checkpoint directory.
     """
     session = current()
     directory = Path(checkpoint_dir).absolute()
@@ -84,7 +85,7 @@ def load_checkpoint(checkpoint_dir: str | Path) -> None:
 
 
 def get_metrics_endpoint() -> str | None:
-    """Return `metrics.endpoint` of the configuration: host and port of the metrics; None if unset or without a run."""
+    """Return host and port of the metrics (`metrics.endpoint` in the configuration); None if unset or without a run."""
     try:
         conf = current().run.conf
     except RuntimeError:
@@ -94,7 +95,7 @@ def get_metrics_endpoint() -> str | None:
 
 
 def _checkpoint_name(directory: Path, top: str | None) -> str:
-    """Return the name of a directory's checkpoint within the service's directory for checkpoints."""
+    """Return the checkpoint name for a directory, relative to the service's checkpoint directory."""
     if top is not None and directory.is_relative_to(Path(top).absolute()):
         return str(directory.relative_to(Path(top).absolute()))
     name = "/".join(re.sub(r"[^A-Za-z0-9._=@+-]", "-", part).lstrip("._=@+-") or "x" for part in directory.parts[1:])

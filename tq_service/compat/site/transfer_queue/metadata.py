@@ -1,4 +1,4 @@
-"""References to samples in TransferQueue's calls: `BatchMeta` by index, `KVBatchMeta` by key. Mutable and picklable."""
+"""TransferQueue's references to samples: `BatchMeta` by index, `KVBatchMeta` by key. Both are mutable and picklable."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from tensordict import TensorDict
 
 _log = logging.getLogger(__name__)
 
-# NeMo-RL's adapter patches TransferQueue's schema of one-dimensional fields on import unless this is set. Rows of such
-# fields already have shape () here.
+# NeMo-RL's adapter patches TransferQueue's schema of one-dimensional fields on import, unless this flag is set. Here,
+# rows of such fields already have shape ().
 _nrl_scalar_schema_patched = True
 _IMMUTABLE: Final = (str, int, float, bytes, type(None))
 
 
 class _Batch(ABC):
-    """Samples with attributes that have one value per sample; the first attribute identifies the samples."""
+    """Samples, and attributes with one value per sample; the first attribute identifies the samples."""
 
     _PER_SAMPLE: ClassVar[tuple[str, ...]]
 
     @abstractmethod
     def _of(self, positions: Sequence[int]) -> Self:
-        """Return the samples at these positions, with the fields and extra_info of the batch."""
+        """Return the samples at these positions, with the batch's fields and extra_info."""
 
     @property
     def size(self) -> int:
@@ -41,40 +41,42 @@ class _Batch(ABC):
         return self.size
 
     def _reorder(self, indexes: Sequence[int]) -> None:
-        """Put the samples into the order of these positions, in place.
+        """Reorder the samples in place, by their current positions.
 
         Raises:
             ValueError: the positions are not a permutation.
         """
         if sorted(indexes) != list(range(self.size)):
-            raise ValueError(f"the order is {list(indexes)}, expected each of the positions 0 to {self.size - 1} once")
+            raise ValueError(
+                f"the order is {list(indexes)}, expected each position from 0 to {self.size - 1} exactly once"
+            )
         ordered = self._of(indexes)
         for name in self._PER_SAMPLE:
             setattr(self, name, getattr(ordered, name))
 
     def chunk(self, chunks: int) -> list[Self]:
-        """Return `chunks` batches of consecutive samples, of nearly equal size, the larger ones first."""
+        """Split the batch into `chunks` batches of consecutive samples with nearly equal sizes, larger ones first."""
         if self.size < chunks:
             _log.warning("split %d samples into %d parts; some are empty", self.size, chunks)
         return [self._of(part.tolist()) for part in np.array_split(np.arange(self.size), chunks)]
 
 
 class BatchMeta(_Batch):
-    """Samples by index, with their metadata.
+    """Samples identified by index, with their metadata.
 
     Attributes:
-        global_indexes: the samples.
-        partition_ids: the partition of each.
-        field_schema: by field, its `dtype`, the `shape` of a row (-1 in dimensions that differ), `is_nested`,
+        global_indexes: indexes of the samples.
+        partition_ids: the partition of each sample.
+        field_schema: for each field, its `dtype`, the `shape` of a row (-1 in dimensions that differ), `is_nested` and
             `is_non_tensor`.
-        production_status: `(n,)` int8, 1 if a sample has all of the fields.
+        production_status: `(n,)` int8: 1 if a sample has all of the fields, otherwise 0.
         extra_info: information about the batch.
         custom_meta: one mapping for each sample.
     """
 
     _PER_SAMPLE = ("global_indexes", "partition_ids", "production_status", "custom_meta")
 
-    # Attributes that the loader of tq_service reads.
+    # Attributes that tq_service's loader reads.
     status = "batch"
     incarnation = b""
     epoch = 0
@@ -97,11 +99,11 @@ class BatchMeta(_Batch):
         )
         self.extra_info = dict(extra_info or {})
         self.custom_meta = [dict(each) for each in custom_meta or ({} for _ in self.global_indexes)]
-        # Known incarnations by partition, to detect a later partition of the same name.
+        # Known incarnations by partition, to detect a later partition with the same name.
         self.incarnations = dict(incarnations or {})
         for what in self._PER_SAMPLE[1:]:
             if (count := len(getattr(self, what))) != self.size:
-                raise ValueError(f"{what} is for {count} samples, expected {self.size}")
+                raise ValueError(f"{what} has {count} values, expected {self.size}, one for each sample")
 
     @classmethod
     def empty(cls, extra_info: Mapping[str, Any] | None = None) -> BatchMeta:
@@ -127,11 +129,11 @@ class BatchMeta(_Batch):
         return [SampleView(*known, fields) for known in columns]
 
     def get_dtypes(self, field_name: str) -> list[Any]:
-        """Return the dtype of a field, once for each sample; KeyError for an unknown one."""
+        """Return the dtype of a field, once for each sample; raise KeyError for an unknown field."""
         return [self._schema(field_name).get("dtype")] * self.size
 
     def get_shapes(self, field_name: str) -> list[Any]:
-        """Return the shape of a field's rows, once for each sample; KeyError for an unknown field."""
+        """Return the shape of a field's rows, once for each sample; raise KeyError for an unknown field."""
         return [self._schema(field_name).get("shape")] * self.size
 
     def _schema(self, field_name: str) -> dict[str, Any]:
@@ -152,7 +154,7 @@ class BatchMeta(_Batch):
         self.extra_info.update(info_dict)
 
     def remove_extra_info(self, key: str) -> Any:
-        """Remove a value from `extra_info` and return it, or None if it does not exist."""
+        """Remove a value from `extra_info`, and return it or None if it does not exist."""
         return self.extra_info.pop(key, None)
 
     def has_extra_info(self, key: str) -> bool:
@@ -164,7 +166,7 @@ class BatchMeta(_Batch):
         return copy.deepcopy(self.extra_info)
 
     def clear_extra_info(self) -> None:
-        """Empty `extra_info`."""
+        """Remove all values from `extra_info`."""
         self.extra_info.clear()
 
     def get_all_custom_meta(self) -> list[dict[str, Any]]:
@@ -172,7 +174,7 @@ class BatchMeta(_Batch):
         return _copied(self.custom_meta)
 
     def update_custom_meta(self, custom_meta: Sequence[Mapping[str, Any]] | None) -> None:
-        """Merge a mapping for each sample into `custom_meta`; a client's `set_custom_meta` and `put` write it.
+        """Merge one mapping per sample into `custom_meta`; a client's `set_custom_meta` and `put` write them.
 
         Raises:
             ValueError: the number of mappings differs from the number of samples.
@@ -180,19 +182,19 @@ class BatchMeta(_Batch):
         if custom_meta is None:
             return
         if len(custom_meta) != self.size:
-            raise ValueError(f"custom_meta is for {len(custom_meta)} samples, expected {self.size}")
+            raise ValueError(f"custom_meta has {len(custom_meta)} values, expected {self.size}, one for each sample")
         for mine, given in zip(self.custom_meta, custom_meta, strict=True):
             mine.update(given)
 
     def clear_custom_meta(self) -> None:
-        """Empty `custom_meta`."""
+        """Remove all values from `custom_meta`."""
         self.custom_meta = [{} for _ in self.global_indexes]
 
     def add_fields(self, tensor_dict: TensorDict, set_all_ready: bool = True) -> BatchMeta:
         """Add the fields of a TensorDict with one row per sample, in place.
 
         Raises:
-            ValueError: it has another number of rows.
+            ValueError: the number of rows differs from the number of samples.
         """
         if tensor_dict.batch_size[0] != self.size:
             raise ValueError(
@@ -204,24 +206,24 @@ class BatchMeta(_Batch):
         return self
 
     def select_samples(self, sample_indices: Iterable[int]) -> BatchMeta:
-        """Return the samples at these positions of the batch, in this order.
+        """Return the samples at the given positions of the batch, in the given order.
 
         Raises:
             ValueError: a position is outside the batch.
         """
         positions = [int(position) for position in sample_indices]
         if any(not 0 <= position < self.size for position in positions):
-            raise ValueError(f"positions are {positions}, expected 0 to {self.size - 1}")
+            raise ValueError(f"positions are {positions}, expected values from 0 to {self.size - 1}")
         return self._of(positions)
 
     def select_fields(self, field_names: Iterable[str]) -> BatchMeta:
-        """Return the batch with only the named fields."""
+        """Return a copy of the batch with only the named fields."""
         selected = self.copy()
         selected.field_schema = {name: selected.field_schema[name] for name in field_names if name in self.field_schema}
         return selected
 
     def reorder(self, indices: Sequence[int]) -> None:
-        """Put the samples into the order of these positions, each once, in place."""
+        """Reorder the samples in place, by their current positions, each exactly once."""
         self._reorder(indices)
 
     def copy(self) -> BatchMeta:
@@ -244,14 +246,14 @@ class BatchMeta(_Batch):
             return self._of(range(self.size)[item])
         if isinstance(item, int | np.integer):
             return self._of([range(self.size)[item]])
-        raise TypeError(f"got an index of type {type(item).__name__}, expected an integer or a slice")
+        raise TypeError(f"the index has type {type(item).__name__}, expected an integer or a slice")
 
     def chunk_by_partition(self) -> list[BatchMeta]:
-        """Return a batch for each partition, in the order of their first samples."""
+        """Return one batch per partition, ordered by their first samples."""
         return [self._of(positions) for positions in positions_of(self.partition_ids).values()]
 
     def union(self, other: BatchMeta) -> BatchMeta:
-        """Return the same samples with the fields of both; `other` has priority for common fields.
+        """Return the same samples with the fields of both batches; for common fields, `other` has priority.
 
         Raises:
             ValueError: `other` has different samples.
@@ -274,7 +276,7 @@ class BatchMeta(_Batch):
         """Concatenate batches; empty ones are omitted.
 
         Raises:
-            ValueError: they differ in fields or in dtypes of fields (with `validate`), or in values of `extra_info`.
+            ValueError: the batches differ in fields or their dtypes (with `validate`), or in values of `extra_info`.
         """
         parts = [part for part in data if part]
         if not parts:
@@ -310,11 +312,11 @@ class SampleView(NamedTuple):
     """A read-only view of one sample of a batch.
 
     Attributes:
-        global_index: its index.
-        partition_id: its partition.
-        production_status: 1 if it has all of the fields.
-        custom_meta: its mapping.
-        fields: the schemas of its fields.
+        global_index: index of the sample.
+        partition_id: partition of the sample.
+        production_status: 1 if the sample has all of the fields.
+        custom_meta: custom_meta of the sample.
+        fields: schemas of the batch's fields.
     """
 
     global_index: int
@@ -326,13 +328,13 @@ class SampleView(NamedTuple):
 
 @dataclass
 class KVBatchMeta(_Batch):
-    """Samples of one partition by key.
+    """Samples of one partition, identified by key.
 
     Attributes:
         keys: unique keys of the samples.
         tags: one mapping for each sample.
-        partition_id: their partition, if known.
-        fields: names of the common fields; None if unknown.
+        partition_id: partition of the samples, if known.
+        fields: names of the samples' common fields; None if unknown.
         extra_info: information about the batch.
     """
 
@@ -346,11 +348,11 @@ class KVBatchMeta(_Batch):
 
     def __post_init__(self) -> None:
         if len(self.keys) != len(self.tags):
-            raise ValueError(f"got {len(self.keys)} keys and {len(self.tags)} tags, expected a tag for each key")
+            raise ValueError(f"got {len(self.keys)} keys and {len(self.tags)} tags, expected one tag for each key")
         for what, names in (("keys", self.keys), ("fields", self.fields or ())):
             if len(set(names)) != len(names):
-                raise ValueError(f"{what} contains a duplicate; name each once")
-        # Copies: changes of a part must not affect the batch.
+                raise ValueError(f"{what} contains duplicates; list each name once")
+        # Copies, since changes to a part must not affect the batch.
         self.tags = _copied(self.tags)
         self.extra_info = copy.deepcopy(self.extra_info)
 
@@ -362,18 +364,18 @@ class KVBatchMeta(_Batch):
         return replace(self, keys=keys, tags=tags)
 
     def reorder(self, indexes: Sequence[int]) -> None:
-        """Put the samples into the order of these positions, each once, in place."""
+        """Reorder the samples in place, by their current positions, each exactly once."""
         self._reorder(indexes)
 
     def select_keys(self, keys_to_select: Sequence[str]) -> KVBatchMeta:
-        """Return the samples of these keys, in this order.
+        """Return the samples with the given keys, in the given order.
 
         Raises:
             ValueError: a key is selected twice.
-            RuntimeError: the batch does not have a key.
+            RuntimeError: the batch lacks a key.
         """
         if unknown := set(keys_to_select) - set(self.keys):
-            raise RuntimeError(f"the batch has no keys {sorted(unknown)}")
+            raise RuntimeError(f"the batch lacks the keys {sorted(unknown)}")
         position_of = {key: position for position, key in enumerate(self.keys)}
         return self._of([position_of[key] for key in keys_to_select])
 
@@ -382,7 +384,7 @@ class KVBatchMeta(_Batch):
         """Concatenate batches; empty ones are omitted.
 
         Raises:
-            ValueError: they differ in partition or fields, or in values of `extra_info`.
+            ValueError: the batches differ in partition, fields or values of `extra_info`.
         """
         parts = [part for part in data if part]
         if not parts:
@@ -452,7 +454,7 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 def _copied(rows: Sequence[Any]) -> list[Any]:
-    """Return deep copies of tags: mostly dicts of immutable values."""
+    """Return deep copies of tags, which are mostly dicts with immutable values."""
     return [
         {name: value if isinstance(value, _IMMUTABLE) else copy.deepcopy(value) for name, value in row.items()}
         if type(row) is dict

@@ -33,9 +33,9 @@ class Session:
     Attributes:
         run: the state shared by all its processes.
         client: client of the service.
-        controller: controller of the run: a `TransferQueueController` or Ray's handle of one.
+        controller: controller of the run: a `TransferQueueController`, or a Ray handle of one.
         call: calls a method of the controller, given its name and arguments.
-        ray: the module, if the controller is an actor.
+        ray: the `ray` module if the controller is an actor, otherwise None.
         is_owner: whether this process began the run.
     """
 
@@ -52,10 +52,10 @@ _changing = threading.RLock()
 
 
 def init(conf: Any = None) -> Any:
-    """Begin a run with a configuration, or join an existing run: in a Ray cluster the run of the cluster.
+    """Begin a run with a configuration, or join an existing run; in a Ray cluster, join the cluster's run.
 
     Args:
-        conf: a dict or DictConfig, see config.yaml; ignored if a run exists.
+        conf: a dict or DictConfig (see config.yaml); ignored if a run exists.
 
     Returns:
         The configuration of a new run, with defaults, address and namespace; `conf` if the process joined a run.
@@ -87,7 +87,7 @@ def current(*, joins: bool = True) -> Session:
 
 
 def close() -> None:
-    """Leave the run. The process that began it ends it: clears its namespace, and stops a service started for it."""
+    """Leave the run; in the process that began it, end it, clear its namespace and stop a service started for it."""
     global _session
     with _changing:
         session, _session = _session, None
@@ -110,7 +110,7 @@ def get_client() -> TransferQueueClient:
 
 
 def _join() -> Session | None:
-    """Return a session of the Ray cluster's run; None without a run or without Ray."""
+    """Return a session of the Ray cluster's run, or None without a run or without Ray."""
     ray = _ray()
     try:
         actor = ray and ray.get_actor(ACTOR_NAME, namespace=ACTOR_NAMESPACE)
@@ -166,7 +166,7 @@ def _end(session: Session) -> None:
         finally:
             client.close()
     ray = session.ray
-    if ray is None or ray.is_initialized():  # else the actor ended with its cluster
+    if ray is None or ray.is_initialized():  # otherwise the actor ended with its cluster
         session.call("stop")
     if ray is not None and ray.is_initialized():
         ray.kill(session.controller)
@@ -185,7 +185,7 @@ def _run_of(conf: Any, *, in_cluster: bool) -> Run:
 
 
 def _with_defaults(conf: Any) -> Any:
-    """Return a configuration with the defaults of config.yaml, as a DictConfig; a plain copy without OmegaConf."""
+    """Return the configuration with the defaults of config.yaml as a DictConfig, or a plain copy without OmegaConf."""
     try:
         from omegaconf import OmegaConf  # noqa: PLC0415  (programs without it pass dicts)
     except ImportError:
@@ -198,7 +198,7 @@ def _sampler_of(given: Any) -> BaseSampler:
     """Return the sampler for a name, a class or an instance.
 
     Raises:
-        ValueError: it is not a sampler.
+        ValueError: `given` is not a sampler.
     """
     kind = getattr(transfer_queue.sampler, given, None) if isinstance(given, str) else given
     if isinstance(kind, type) and issubclass(kind, BaseSampler):
@@ -206,13 +206,13 @@ def _sampler_of(given: Any) -> BaseSampler:
     if isinstance(kind, BaseSampler):
         return kind
     raise ValueError(
-        f"controller.sampler is {given!r}; expected the name of a class of transfer_queue.sampler, a subclass of "
-        "BaseSampler, or an instance of one"
+        f"controller.sampler is {given!r}; expected the name of a class in transfer_queue.sampler, a subclass of "
+        "BaseSampler, or an instance of such a class"
     )
 
 
 def _ray() -> Any:
-    """Return Ray, connected to its cluster, if this program uses it."""
+    """Return Ray, connected to its cluster, or None if this program does not use Ray."""
     ray = sys.modules.get("ray")
     if ray is not None and not ray.is_initialized():
         ray.init()

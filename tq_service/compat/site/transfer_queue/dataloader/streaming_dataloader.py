@@ -15,14 +15,14 @@ class StreamingDataLoader(data.StreamingDataLoader[Any]):
     """Iterates a dataset; a thread or worker processes prefetch its batches, each batch once.
 
     Args:
-        dataset: the dataset to iterate.
-        num_workers: worker processes; 0: a thread.
-        collate_fn: called with each micro-batch and its meta; its result is yielded.
-        pin_memory: whether tensors are in page-locked memory.
-        worker_init_fn: not called: workers only fetch.
-        multiprocessing_context: how workers are started.
+        dataset: the dataset to iterate over.
+        num_workers: number of worker processes; 0: a thread prefetches instead.
+        collate_fn: called with each micro-batch and its meta; the result is yielded.
+        pin_memory: whether to copy tensors to page-locked memory.
+        worker_init_fn: not called, since workers only fetch.
+        multiprocessing_context: context that starts the workers.
         prefetch_factor: batches that each worker prefetches; None: 2.
-        persistent_workers: keep workers between iterators.
+        persistent_workers: whether to keep workers alive between iterators.
         pin_memory_device: ignored.
     """
 

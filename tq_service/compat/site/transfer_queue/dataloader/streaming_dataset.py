@@ -25,23 +25,25 @@ _FIRST_PAUSE_SECONDS: Final = 0.01
 TQ_STREAMING_DATASET_EMPTY_BATCH_SLEEP_INTERVAL: Final = float(
     os.environ.get("TQ_STREAMING_DATASET_EMPTY_BATCH_SLEEP_INTERVAL", "1")
 )
-"""Longest pause between two checks for a batch, in seconds; ends early when samples become ready."""
+"""Maximum pause between two checks for a batch, in seconds; the pause ends early when samples become ready."""
 
 
 class StreamingDataset(data.StreamingDataset[Any]):
     """The micro-batches of one rank, and of its replicas, in the run that this process has joined.
 
     Args:
-        config: ignored; the run has a configuration.
+        config: ignored, since the run has a configuration.
         batch_size: samples per batch.
         micro_batch_size: samples per micro-batch.
         data_fields: fields to fetch; a sample is ready when it has all of them.
         partition_id: the partition.
         task_name: the consumer.
-        dp_rank: this rank; replicas of a rank pass the same number.
-        should_check_consumption_status: end when all samples are consumed; otherwise wait for more forever.
-        fetch_batch_fn: replaces `default_fetch_batch_fn`; called with the same keywords.
-        process_batch_fn: replaces `chunk_batch_fn`; called with batch, meta, and `micro_batch_size` as a keyword.
+        dp_rank: number of this rank; all replicas of a rank pass the same number.
+        should_check_consumption_status: whether to end when all samples are consumed, instead of waiting for more
+            forever.
+        fetch_batch_fn: replaces `default_fetch_batch_fn`; it is called with the same keyword arguments.
+        process_batch_fn: replaces `chunk_batch_fn`; it is called with batch, meta, and `micro_batch_size` as a keyword
+            argument.
 
     Attributes:
         config, batch_size, micro_batch_size, data_fields, task_name, dp_rank, should_check_consumption_status,
@@ -86,7 +88,7 @@ class StreamingDataset(data.StreamingDataset[Any]):
             partition_id=partition_id,
             task_name=task_name,
             dp_rank=dp_rank,
-            dp_size=dp_rank + 1,  # only the sampler knows the run's dp_size, if any
+            dp_size=dp_rank + 1,  # only the sampler may know the run's dp_size
             should_check_consumption_status=should_check_consumption_status,
             fetch_batch_fn=FetchBatch(self.fetch_batch_fn, self.sampling_config),
             process_batch_fn=self.process_batch_fn,
@@ -102,7 +104,7 @@ class StreamingDataset(data.StreamingDataset[Any]):
 
 @dataclass(frozen=True, slots=True)
 class FetchBatch:
-    """The function that tq_service's loader calls to fetch a batch; it calls TransferQueue's function."""
+    """The function that tq_service's loader calls to fetch a batch, which in turn calls TransferQueue's function."""
 
     fetch_batch_fn: Callable[..., Any]
     sampling_config: Mapping[str, Any]
@@ -110,8 +112,8 @@ class FetchBatch:
     def __call__(self, *, client: TransferQueueClient, batch_index: int, finite: bool, **asked: Any) -> Any:
         """Return a batch and its meta; the batch is None at the end or if it is not ready yet.
 
-        A finite pass checks at once, and then with pauses that double. Other ranks may take the last samples at any
-        time, but a late replica still gets its last batch.
+        A finite pass checks at once, and then again after pauses that double. Other ranks may claim the last samples at
+        any time, but a late replica still receives its last batch.
         """
         pause, pauses_until = 0.0, time.monotonic() + TQ_STREAMING_DATASET_EMPTY_BATCH_SLEEP_INTERVAL
         if not finite:
@@ -127,7 +129,7 @@ class FetchBatch:
                 return batch, meta
             if finite and client.check_consumption_status(asked["task_name"], asked["partition_id"]):
                 return None, _END
-            time.sleep(max(0.0, asked_at + pause - time.monotonic()))  # a user's function may not have waited
+            time.sleep(max(0.0, asked_at + pause - time.monotonic()))  # a user's function may not wait
             left = pauses_until - time.monotonic()
             if left <= 0:
                 return None, None
@@ -157,13 +159,15 @@ def default_fetch_batch_fn(
 def chunk_batch_fn(
     td: TensorDict, batch_meta: BatchMeta, micro_batch_size: int = 1
 ) -> list[tuple[TensorDict, BatchMeta]]:
-    """Return parts of `micro_batch_size` rows with their meta; the last one may be shorter.
+    """Split a batch into parts of `micro_batch_size` rows, each with its meta; the last part may be shorter.
 
     Raises:
-        ValueError: the batch has fewer rows.
+        ValueError: the batch has fewer than `micro_batch_size` rows.
     """
     if not 1 <= micro_batch_size <= len(td):
-        raise ValueError(f"micro_batch_size is {micro_batch_size}, expected 1 to {len(td)}, the rows of the batch")
+        raise ValueError(
+            f"micro_batch_size is {micro_batch_size}, expected 1 to {len(td)}, the number of rows in the batch"
+        )
     flat, rows = flatten(td), np.arange(len(td))
     parts = [rows[start : start + micro_batch_size] for start in range(0, len(td), micro_batch_size)]
     return [(build(select_rows(flat, part)), batch_meta.select_samples(part)) for part in parts]

@@ -1,7 +1,7 @@
 """TransferQueue's samplers. The service implements the four built-in ones; users' samplers run in the controller.
 
-A user's sampler is a subclass of `BaseSampler` with a method `sample`. It is called for one batch at a time. In a Ray
-cluster the actor shared by all processes of a run calls it, else the process that needs the batch.
+A user's sampler is a subclass of `BaseSampler` with a method `sample`, which is called for one batch at a time. In a
+Ray cluster, the actor shared by all processes of a run calls it; otherwise, the process that needs the batch does.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _log = logging.getLogger(__name__)
 
 
 class BaseSampler(ABC):
-    """Chooses the samples of a batch, and the samples that the batch consumes, which may differ.
+    """Chooses the samples of a batch and the samples that the batch consumes, which may differ.
 
-    `_states` keeps the choices by partition, task, rank and batch, for repeated requests of a rank, until the partition
-    is cleared.
+    `_states` stores the choices by partition, task, rank and batch until the partition is cleared, so that a rank can
+    repeat a request.
     """
 
     claim: ClassVar[Callable[[Any, int, Config], dict[str, Any]] | None] = None
@@ -35,15 +35,15 @@ class BaseSampler(ABC):
 
     @abstractmethod
     def sample(self, ready_indexes: Indexes, batch_size: int, *args: Any, **kwargs: Any) -> Sampled:
-        """Return the samples of a batch, and those that the task consumes with it; none if too few are ready.
+        """Return the samples of a batch and those that the task consumes with it; empty lists if too few are ready.
 
         Args:
             ready_indexes: samples that have all requested fields, and that the task has not consumed.
             batch_size: number of requested samples.
-            *args: none.
-            **kwargs: `partition`, with a `partition_id` and `get_custom_meta(indexes)`, a dict of the samples that have
-                custom_meta; and the given parts of the call's `sampling_config`: `task_name`, `partition_id`,
-                `dp_rank`, `batch_index`.
+            *args: unused.
+            **kwargs: `partition`, with a `partition_id` and `get_custom_meta(indexes)`, which returns a dict of the
+                samples that have custom_meta. Also those of `task_name`, `partition_id`, `dp_rank` and `batch_index`
+                that the call's `sampling_config` contains.
         """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Sampled:
@@ -51,13 +51,13 @@ class BaseSampler(ABC):
         return self.sample(*args, **kwargs)
 
     def has_cached_result(self, partition_id: str, task_name: str, sampling_config: Config | None = None) -> bool:
-        """Return whether `_states` has the batch that a rank requests."""
+        """Return whether `_states` contains the batch that a rank requests."""
         config = sampling_config or {}
         known = self._states.get(partition_id, {}).get(task_name, {}).get(config.get("dp_rank"), {})
         return config.get("batch_index") in known
 
     def clear_cache(self, partition_id: str) -> None:
-        """Forget a partition."""
+        """Forget the choices for a partition."""
         self._states.pop(partition_id, None)
 
     def save_checkpoint(self) -> dict[str, Any]:
@@ -74,7 +74,7 @@ class BaseSampler(ABC):
         return tasks.setdefault(task_name, {}).setdefault(dp_rank, {})
 
     def _recalled(self, batches: dict[Any, Sampled], batch_index: Any, choose: Callable[[], Indexes]) -> Sampled:
-        """Return the choice for a batch: the recorded one if any, else a new one, or empty lists."""
+        """Return the choice for a batch: the recorded one if it exists, otherwise a new one or empty lists."""
         if batch_index not in batches and (chosen := choose()):
             batches[batch_index] = chosen, list(chosen)
         sampled, consumed = batches.get(batch_index, ((), ()))
@@ -82,22 +82,22 @@ class BaseSampler(ABC):
 
 
 class SequentialSampler(BaseSampler):
-    """Takes the first ready samples."""
+    """Chooses the first ready samples."""
 
     def claim(self, batch_size: int, config: Config) -> dict[str, Any]:
         """Return the arguments that claim the next samples from the service."""
         return {"batch_size": batch_size}
 
     def sample(self, ready_indexes: Indexes, batch_size: int, *args: Any, **kwargs: Any) -> Sampled:
-        """Return the first samples; fewer if fewer are ready."""
+        """Return the first `batch_size` ready samples, or fewer if fewer are ready."""
         return ready_indexes[:batch_size], ready_indexes[:batch_size]
 
 
 class RankAwareSampler(BaseSampler):
-    """Gives each rank the next samples for each of its batches, and the same samples to all replicas of a rank."""
+    """Chooses the next samples for each batch of a rank, the same ones for all replicas of the rank."""
 
     def claim(self, batch_size: int, config: Config) -> dict[str, Any]:
-        """Return the arguments that claim the next samples, the same ones for repeated requests of a rank and batch."""
+        """Return the arguments that claim the next samples; repeated requests for a rank and batch claim the same."""
         return {"batch_size": batch_size, "claim_name": claim_name(config)}
 
     def sample(
@@ -114,7 +114,7 @@ class RankAwareSampler(BaseSampler):
         """Return the first samples, or the previous choice if the rank repeats its request.
 
         Raises:
-            ValueError: the rank is negative, or rank or batch is missing.
+            ValueError: the rank is negative, or the rank or batch is missing.
         """
         claim_name({"dp_rank": dp_rank, "batch_index": batch_index})
         batches = self._batches(partition_id, task_name, dp_rank)
@@ -123,10 +123,10 @@ class RankAwareSampler(BaseSampler):
 
 
 class GRPOGroupNSampler(BaseSampler):
-    """Takes complete groups of n consecutive samples.
+    """Chooses complete groups of n consecutive samples.
 
     Args:
-        n_samples_per_prompt: n.
+        n_samples_per_prompt: group size n.
     """
 
     def __init__(self, n_samples_per_prompt: int = 1) -> None:
@@ -136,7 +136,7 @@ class GRPOGroupNSampler(BaseSampler):
         self.n_samples_per_prompt = n_samples_per_prompt
 
     def claim(self, batch_size: int, config: Config) -> dict[str, Any]:
-        """Return the arguments that claim complete groups; repeated requests of a rank get the same ones."""
+        """Return the arguments that claim complete groups; repeated requests of a rank claim the same groups."""
         named = {} if config.get("dp_rank") is None else {"claim_name": claim_name(config)}
         return {"batch_size": batch_size, "sampler": "grpo_group_n", "sampler_config": self._groups(), **named}
 
@@ -152,7 +152,7 @@ class GRPOGroupNSampler(BaseSampler):
         *args: Any,
         **kwargs: Any,
     ) -> Sampled:
-        """Return complete groups in the order of their indexes, or the previous choice if a rank repeats its request.
+        """Return complete groups, sorted by index, or the previous choice if a rank repeats its request.
 
         Raises:
             ValueError: `batch_size` is not a multiple of the group size.
@@ -168,7 +168,7 @@ class GRPOGroupNSampler(BaseSampler):
             raise ValueError(f"batch_size is {count}, expected a multiple of n_samples_per_prompt, {self._groups()}")
         taken: Indexes = []
         run: Indexes = []
-        for index in sorted(ready_indexes):  # groups have consecutive indexes, from the lowest on
+        for index in sorted(ready_indexes):  # a group consists of consecutive indexes, from the lowest on
             run = [*run, index] if run and index == run[-1] + 1 else [index]
             if len(run) == self.n_samples_per_prompt:
                 taken += run
@@ -177,7 +177,7 @@ class GRPOGroupNSampler(BaseSampler):
 
 
 class SeqlenBalancedSampler(GRPOGroupNSampler):
-    """Takes complete groups for all ranks at once, and balances the tokens of the ranks (`total_lengths`).
+    """Chooses complete groups for all ranks at once, and balances the ranks' tokens (`total_lengths`).
 
     Args:
         n_samples_per_prompt: samples per group.
@@ -207,7 +207,7 @@ class SeqlenBalancedSampler(GRPOGroupNSampler):
         *args: Any,
         **kwargs: Any,
     ) -> Sampled:
-        """Return the share of the requesting rank, and remember those of the other ranks for their requests."""
+        """Return the requesting rank's share, and store the shares of the other ranks for their requests."""
         rank, batch_index = kwargs.get("dp_rank") or 0, kwargs.get("batch_index") or 0
         batches = self._batches(partition_id, task_name, rank)
         if batch_index not in batches:
@@ -220,7 +220,10 @@ class SeqlenBalancedSampler(GRPOGroupNSampler):
         if not taken:
             return []
         if partition is None:
-            _log.warning("SeqlenBalancedSampler got no partition; ranks get equally many samples, in order")
+            _log.warning(
+                "SeqlenBalancedSampler received no partition, so it assigned equal numbers of samples to the ranks, in "
+                "order"
+            )
             return [taken[at : at + batch_size] for at in range(0, len(taken), batch_size)]
         groups = [taken[at : at + self.n_samples_per_prompt] for at in range(0, len(taken), self.n_samples_per_prompt)]
         known = partition.get_custom_meta(taken)
@@ -230,7 +233,7 @@ class SeqlenBalancedSampler(GRPOGroupNSampler):
 
 
 def service_samples(sampler: BaseSampler) -> bool:
-    """Return whether the service implements the sampler: it is one of the four classes, not a user's subclass."""
+    """Return whether the service implements the sampler, because it is one of the four classes and not a subclass."""
     return type(sampler) in (SequentialSampler, RankAwareSampler, GRPOGroupNSampler, SeqlenBalancedSampler)
 
 
@@ -242,5 +245,8 @@ def claim_name(config: Config) -> str:
     """
     rank, batch = config.get("dp_rank"), config.get("batch_index")
     if rank is None or batch is None or rank < 0:
-        raise ValueError(f"sampling_config has dp_rank {rank} and batch_index {batch}; expected both, from 0 on")
+        raise ValueError(
+            f"sampling_config has dp_rank {rank} and batch_index {batch}; expected both to be set, and dp_rank to be 0 "
+            "or more"
+        )
     return f"rank {rank}, batch {batch}"

@@ -1,4 +1,4 @@
-"""Names that callers import from TransferQueue's storage: its units, which do not exist here, and an error."""
+"""Names that callers import from TransferQueue's storage: an error, and storage units, which do not exist here."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class StorageKeyNotFoundError(KeyError):
 
 
 class SimpleStorageUnit:
-    """Cannot be created: the service stores the data."""
+    """A class that cannot be instantiated, since the service stores the data."""
 
     @classmethod
     def options(cls, **options: Any) -> type[SimpleStorageUnit]:
@@ -20,4 +20,6 @@ class SimpleStorageUnit:
     @classmethod
     def remote(cls, *arguments: Any, **keywords: Any) -> NoReturn:
         """Raise RuntimeError."""
-        raise RuntimeError("storage units do not exist: the service at controller.address stores the data; omit them")
+        raise RuntimeError(
+            "storage units do not exist, since the service at controller.address stores the data; do not create them"
+        )
