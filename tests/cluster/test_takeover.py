@@ -328,8 +328,8 @@ def test_the_status_shows_the_leader_its_epoch_and_how_far_the_others_are(start_
     status = client.status()
     assert status.service.durability == "cluster"
     lines = "\n".join(header_of(status, leader.address))
-    assert f"leads, epoch {status.controllers[0].epoch}" in lines
-    assert "stands by, 0 records behind" in lines
+    assert f"leader, epoch {status.controllers[0].epoch}" in lines
+    assert "standby, 0 records behind" in lines
 
 
 def test_a_cluster_whose_etcd_has_lost_all_goes_on_from_a_snapshot_where_that_is_accepted(

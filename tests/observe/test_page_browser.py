@@ -298,7 +298,7 @@ def test_the_claims_that_hold_leases_are_in_the_details(page: Page, client: tq.C
         )
     page.wait(lambda: page.texts(".more"), "the partition")
     page.one(".more").click()
-    page.wait(lambda: "w19: 1 for " in page.text(".details") and "2 claims more" in page.text(".details"), "leases")
+    page.wait(lambda: "w19: 1 for " in page.text(".details") and "2 more claims" in page.text(".details"), "leases")
     assert "w20" not in page.text(".details")
 
 

@@ -91,7 +91,7 @@ def make_app(feed: Feed, *, root_path: str = "", allowed_hosts: Iterable[str] = 
 def _checked_path(path: str) -> str:
     trimmed = path.rstrip("/")
     if trimmed and (not trimmed.startswith("/") or "//" in trimmed or any(each in trimmed for each in "{}?#\\ ")):
-        raise InvalidArgumentError(f"root_path is {path!r}, expected a path such as '/tq'", field="root_path")
+        raise InvalidArgumentError(f"root_path: got {path!r}, expected a path such as '/tq'", field="root_path")
     return trimmed
 
 

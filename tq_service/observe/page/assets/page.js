@@ -487,7 +487,7 @@ const ahead = (versions) => (versions === null ? "" : versions ? `producers ${ve
 function leasesOf(task) {
   const hidden = task.leasing_claim_count - task.leases.length;
   const shown = task.leases.map((lease) => `${lease.claim_name || lease.claim_id}: ${count(lease.leased_count)} for ${count(lease.delivered_ago_seconds)} s, ${count(lease.ends_in_seconds)} s left`);
-  return [...shown, ...(hidden ? [`${counted(hidden, "claim", "claims")} more`] : [])].join(" · ");
+  return [...shown, ...(hidden ? [counted(hidden, "more claim", "more claims")] : [])].join(" · ");
 }
 
 function makeDetails() {
