@@ -141,7 +141,7 @@ async def test_a_revision_that_is_none_is_rejected(client, number):
             await next_update(watch)
     async with watching(client.watch(progress_seconds=0.01)) as watch:
         with pytest.raises(
-            tq.errors.InvalidArgumentError, match=r"progress_interval is 0\.01 s, expected 0\.1 s or more"
+            tq.errors.InvalidArgumentError, match=r"progress_interval is 0\.01 s, expected at least 0\.1 s"
         ):
             await next_update(watch)
 

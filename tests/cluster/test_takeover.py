@@ -411,7 +411,7 @@ def test_a_storage_service_obeys_no_controller_that_was_superseded(
         (storage.control.ReconcilePuts, iter([ReconcilePutsRequest(controller_id=controller_id, epoch=old)])),
     ]
     for call, request in calls:
-        with pytest.raises(tq.errors.PreconditionError, match="leads its cluster by now"), errors_of_grpc():
+        with pytest.raises(tq.errors.PreconditionError, match="leads its cluster now"), errors_of_grpc():
             call(request, metadata=storage.as_service)
     assert storage.client().storage_stat(storage.address).put_count == 1
 
@@ -427,7 +427,7 @@ def test_a_leader_whose_lease_has_ended_answers_nothing_more_and_ends(
     wait_for(lambda: leader.app.supervisor.failure)
     with pytest.raises(tq.errors.UnavailableError):
         client.list_partitions(timeout=0.2)
-    with pytest.raises(tq.errors.ServiceFailedError, match="its lease has ended"):
+    with pytest.raises(tq.errors.ServiceFailedError, match="its lease has expired"):
         leader.stop()
     leader._running = None
     assert FAILED_EXIT_CODE == 70

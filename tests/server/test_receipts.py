@@ -59,29 +59,29 @@ def test_what_is_no_receipt_is_refused(book):
             book.open(garbage, PUT_ID, "train")
     content = PutReceipt.FromString(receipt[32:])
     content.for_existing_rows = True
-    with pytest.raises(InvalidArgumentError, match="was not given by its storage service"):
+    with pytest.raises(InvalidArgumentError, match="was not issued by its storage service"):
         book.open(receipt[:32] + content.SerializeToString(), PUT_ID, "train")
-    with pytest.raises(PutNotFoundError, match="came without a receipt"):
+    with pytest.raises(PutNotFoundError, match="was sent without a receipt"):
         book.open(b"", PUT_ID, "train")
 
 
 def test_the_receipt_of_another_put_or_partition_is_refused(book):
-    with pytest.raises(InvalidArgumentError, match="was not given by its storage service") as swapped:
+    with pytest.raises(InvalidArgumentError, match="was not issued by its storage service") as swapped:
         book.open(sealed(book, put_id=b"q" * 16), PUT_ID, "train")
     assert swapped.value.metadata["field"] == "receipt"
-    with pytest.raises(InvalidArgumentError, match="not put for partition 'other'") as elsewhere:
+    with pytest.raises(InvalidArgumentError, match="does not belong to partition 'other'") as elsewhere:
         book.open(sealed(book), PUT_ID, "other")
     assert elsewhere.value.metadata["field"] == "partition_id"
 
 
 def test_the_receipt_of_another_registration_is_refused(book):
     """Of another storage service or another run of it, for another controller or another run of it."""
-    with pytest.raises(PutNotFoundError, match="not of this run"):
+    with pytest.raises(PutNotFoundError, match="was issued before its storage service or this controller restarted"):
         book.open(sealed(ReceiptBook()), PUT_ID, "train")
     content = PutReceipt.FromString(sealed(ReceiptBook())[32:])
     content.key_id = PutReceipt.FromString(sealed(book)[32:]).key_id
     with pytest.raises(
-        InvalidArgumentError, match="was not given by its storage service"
+        InvalidArgumentError, match="was not issued by its storage service"
     ):  # who names the key does not have it
         book.open(sealed(ReceiptBook())[:32] + content.SerializeToString(), PUT_ID, "train")
 
