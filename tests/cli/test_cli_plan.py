@@ -64,7 +64,7 @@ def test_columns_of_a_csv_file_are_added_up(tmp_path):
     path.write_text("time,prompt,response\n0,10,5\n1,20,7\n2,1,1\n")
     result = plan("--lengths", path, "--column", "prompt", "--column", "response", "--limit", 2)
     assert result.exit_code == 0, result.output
-    assert "2 samples of 15 to 27 tokens, 42 together" in result.stdout
+    assert "2 samples of 15 to 27 tokens, 42 in total" in result.stdout
 
 
 @pytest.mark.parametrize(
@@ -99,4 +99,4 @@ def test_a_byte_order_mark_is_not_part_of_a_file(tmp_path, content, columns):
     path.write_text(content, encoding="utf-8-sig")
     result = plan("--lengths", path, *columns, "--dp-size", 2)
     assert result.exit_code == 0, result.output
-    assert "2 samples of 5 to 7 tokens, 12 together" in result.output
+    assert "2 samples of 5 to 7 tokens, 12 in total" in result.output

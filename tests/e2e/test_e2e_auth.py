@@ -228,7 +228,7 @@ def test_the_command_line(tmp_path: Path) -> None:
         assert run("health", "-a", target, *tls).stdout == "SERVING\n"
         refused = run("status", "-a", target, "--json", *tls)
         assert refused.returncode == 1
-        assert refused.stderr.startswith("error: this service asks for a bearer token")
+        assert refused.stderr.startswith("error: this service requires a bearer token")
         answer = run("status", "-a", target, "--json", *tls, "--token-file", token)
         assert json.loads(answer.stdout)["partitions"] == []
     (line,) = map(json.loads, audit.read_text().splitlines())

@@ -197,7 +197,7 @@ def test_a_loader_of_a_notebook_reads_one_step(tmp_path: Path) -> None:
         assert batches(address) == got
     with replayed(recording, "--task", "sequential", "--step", "1") as address:
         assert batches(address, start_batch_index=1) == got[3:6]
-        with pytest.raises(tq.errors.BatchForgottenError, match=r"which has 1 of task .*start at 1"):
+        with pytest.raises(tq.errors.BatchForgottenError, match=r"contains 1 of task .*start loaders at batch 1"):
             batches(address)
 
 

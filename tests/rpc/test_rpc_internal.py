@@ -218,7 +218,7 @@ def test_refusals_are_in_the_audit_log(
     assert (line.decision, line.method) == ("refused", name)
     if proof is not None:
         assert line.reason == "another internal secret"
-        assert "give all services of a deployment the same internal_secret_file" in error.details()
+        assert "set the same internal_secret_file for all services of a deployment" in error.details()
         assert proof not in str(line)
     elif has_tokens:
         assert line.reason == "no token"

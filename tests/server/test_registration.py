@@ -145,7 +145,7 @@ async def test_no_put_is_committed_at_a_storage_service_that_is_lost():
         registry.adoptions.lose(put[:2], "file:///m")  # it is silent, and nothing has taken its name
         ask(registry, put[:2], heir)
         for heartbeat in (heir, back):
-            with pytest.raises(DataLossError, match=r"was lost after this put.* Put the data again"):
+            with pytest.raises(DataLossError, match=r"was lost after this put.* put the data again"):
                 registry.require(put)
             registry.on_heartbeat(heartbeat)
         registry.require(Put("a", b"2" * 16, os.urandom(16)))
