@@ -485,9 +485,7 @@ class EngineUrl:
         """
         parts = urlsplit(url)
         if not parts.scheme or "://" not in url:
-            raise InvalidArgumentError(
-                f"object store is {redacted(url)!r}, expected a URL such as s3://bucket/prefix"
-            )
+            raise InvalidArgumentError(f"object store is {redacted(url)!r}, expected a URL such as s3://bucket/prefix")
         self.scheme = parts.scheme
         self.host = parts.netloc.rpartition("@")[2]
         self.path = unquote(parts.path.removeprefix("/"))

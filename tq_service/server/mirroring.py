@@ -236,9 +236,7 @@ class Mirroring:
             await self._register(adopted)
         except PreconditionError as error:
             _log.warning(
-                LogMessage(
-                    "released puts taken over earlier", storage=adopted.engine.storage_id, error=error.message
-                )
+                LogMessage("released puts taken over earlier", storage=adopted.engine.storage_id, error=error.message)
             )
             await self.leave(adopted)
 
