@@ -232,7 +232,9 @@ def test_a_replay_refuses_what_it_has_not(tmp_path: Path) -> None:
             client.get_meta(dp_size=3, **ranked, **claim)
         with pytest.raises(tq.errors.FieldNotFoundError, match=r"field 'texts' was not recorded; .* have half, ids"):
             client.get_meta(dp_size=2, **ranked | {"data_fields": ["texts"]}, **claim)
-        with pytest.raises(tq.errors.TaskNotFoundError, match="it has 0 of task 'sequential' in partition 'train'"):
+        with pytest.raises(
+            tq.errors.TaskNotFoundError, match="it contains 0 of task 'sequential' in partition 'train'"
+        ):
             client.get_meta(dp_size=2, **ranked, **claim | {"task_name": "other"})
         with pytest.raises(tq.errors.PartitionNotFoundError, match="this replay has no partition 'test'"):
             client.get_meta(dp_size=2, **ranked, **claim | {"partition_id": "test"})

@@ -37,7 +37,7 @@ def test_packages_add_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(make_object_store("mine://pool-of-a-package"), PoolObjects)
     with pytest.raises(InvalidArgumentError, match="cannot be loaded: ModuleNotFoundError"):
         make_object_store("broken://x")
-    with pytest.raises(InvalidArgumentError, match="made str, expected a subclass"):
+    with pytest.raises(InvalidArgumentError, match="returned str, expected a subclass"):
         make_object_store("other://x")
 
 

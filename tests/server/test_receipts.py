@@ -99,7 +99,7 @@ def test_a_receipt_is_taken_until_it_is_void_or_revoked(book):
                 book.open(receipt, put_id, "train")
                 taken.append(number)
             except PutNotFoundError as error:
-                assert ("waited" in error.message) == (number < 2)
+                assert ("expired" in error.message) == (number < 2)
                 assert ("was freed" in error.message) == (number in {3, 6})
         assert taken == [2, 4, 5, 7]
 

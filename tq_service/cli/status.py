@@ -212,7 +212,7 @@ def _recording_lines(recording: RecordingStatus | None) -> Iterator[str]:
         skipped = f", {recording.skipped_step_count:,} skipped" if recording.skipped_step_count else ""
         yield (
             f"recording {recording.step_count:,} steps, {decimal(recording.stored_bytes)}{skipped}, "
-            f"in {recording.place or 'an unnamed place'}{state}"
+            f"in {recording.place or 'an undisclosed place'}{state}"
         )
 
 

@@ -46,8 +46,8 @@ def command(
 ) -> None:
     """Serve a live page that shows the service in the browser, until SIGTERM or SIGINT.
 
-    The page server is a normal client that only reads, so a token with the role read is enough. It may start before the
-    service, and reconnects when the service restarts.
+    The page server is a normal client that only reads, so a token with the role read is enough. The page server may
+    start before the service, and reconnects when the service restarts.
     """
     from tq_service.client import AsyncClient  # noqa: PLC0415  (--help does not need grpc)
     from tq_service.config import is_loopback, join_address  # noqa: PLC0415  (as above)

@@ -1,4 +1,4 @@
-"""The log of a cluster of controllers, stored in etcd. It survives the loss of any host and has one writer at a time.
+"""The log of a cluster of controllers, stored in etcd. The log survives the loss of any host, and has a single writer.
 
 A write is one transaction, which compares the leader key and the end of the log. A superseded controller that still
 believes it leads therefore cannot write: the lease selects the controller that tries, and the log decides whether it

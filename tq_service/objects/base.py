@@ -3,9 +3,9 @@
 Messages and docs/engines.md call an object store an engine. Adding one takes a module and an entry point: a subclass of
 `ObjectStore` if its client uses asyncio, or of `BlockingObjectStore` if the client blocks.
 
-An object is written once, under a name never used before, and is stored either completely or not at all. It is read
-from its start, and removed once. Backends offer weaker guarantees, and each offers different ones. Every store must
-meet the following contract, which `tests/objects/test_contract.py` checks:
+An object is written once, under a name never used before, and is stored either completely or not at all. An object is
+read from its beginning, and removed once. Backends offer weaker guarantees, and each offers different ones. Every store
+must meet the following contract, which `tests/objects/test_contract.py` checks:
 
 - A name is used for one attempt by one writer. No other writer ever encounters a partial object or reservation that a
   killed writer left under that name.
@@ -468,7 +468,7 @@ def _checksum(views: Sequence[memoryview]) -> int:
 class EngineUrl:
     """A URL such as `s3://bucket/prefix?region=us-east-1`.
 
-    It may contain a password, so messages show `redacted` instead of it.
+    The URL may contain a password, so messages show `redacted` instead.
 
     Attributes:
         scheme: name of the backend.

@@ -2,7 +2,7 @@
 
 The URL is `mooncake://MASTER:50051?host=ADDRESS`. Pitfalls of Mooncake, all observed, and how this module avoids them:
 
-- A put may return 0 (success) with fewer copies than requested. It also returns 0 if a killed writer left the name
+- A put may return 0 (success) with fewer copies than requested. A put also returns 0 if a killed writer left the name
   without a copy, or if the name has an old value. So existence is checked before a put, and copies are counted per node
   after it.
 - Copies requested with `replica_num` may be placed in the writer's own memory. So segments of other nodes are

@@ -1,8 +1,8 @@
 """Objects stored as values in Valkey or Redis (extra `valkey`), on one server with replicas or in a cluster.
 
 The URL is `valkey://HOST:PORT`, or `valkeys://` with TLS; add `?cluster=true` for a cluster. An object is written by
-one SET that fails if its name exists; WAIT returns the number of replicas that have it. The server's
-`maxmemory-policy` must be `noeviction`: any other policy may evict acknowledged objects, so `open` rejects it.
+one SET that fails if its name exists; WAIT returns the number of replicas that have it. The server needs `maxmemory`
+with the policy `noeviction`: any other policy may evict acknowledged objects, so `open` rejects it.
 """
 
 from __future__ import annotations

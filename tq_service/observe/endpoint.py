@@ -1,7 +1,7 @@
 """The metrics port that Prometheus scrapes, served over HTTP in separate threads so that peers cannot block the loop.
 
-It answers GET and HEAD requests for /metrics in Prometheus's text format or in OpenMetrics, depending on the Accept
-header. Metrics are collected on the event loop and rendered as text in the request's thread.
+The port answers GET and HEAD requests for /metrics in Prometheus's text format or in OpenMetrics, depending on the
+Accept header. Metrics are collected on the event loop and rendered as text in the request's thread.
 """
 
 from __future__ import annotations

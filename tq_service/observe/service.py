@@ -441,8 +441,8 @@ def of_cluster(name: str, lags: Mapping[str, int] | None) -> Iterator[Metric]:
 def of_storage(storage_id: str, own: EngineStat, adopted: Sequence[EngineStat]) -> Iterator[Metric]:
     """Yield the metrics of a storage service and its mirror.
 
-    Adopted puts are counted under the name of the service that adopted them. Its own name may equal that of the lost
-    service, and each name has only one series.
+    Adopted puts are counted under the name of the service that adopted them. The names of both services may be equal,
+    and each name has only one series.
     """
     rows: list[tuple[Callable[..., Metric], str, str, float | None]] = [
         (_gauge, "used_bytes", "Bytes stored and reserved.", own.used_bytes),

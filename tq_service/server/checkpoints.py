@@ -193,9 +193,9 @@ class Checkpoints:
     ) -> pb.RestoreResponse:
         """Restore a checkpoint, once per request_id, adding a prefix to the names of its partitions.
 
-        With `replace`, it replaces all existing partitions whose names begin with the prefix. They remain usable until
-        the checkpoint's bytes are stored, and are removed in the same step in which the new state becomes visible.
-        While the new state is being made durable, no partition can be changed.
+        With `replace`, the checkpoint replaces all existing partitions whose names begin with the prefix. These
+        partitions remain usable until the checkpoint's bytes are stored, and are removed in the same step in which the
+        new state becomes visible. While the new state is being made durable, no partition can be changed.
 
         Raises:
             InvalidArgumentError: the checkpoint does not exist, or the request_id belongs to another call.

@@ -2,8 +2,8 @@
 
     open -> run: snapshot -> follow the log ... elected -> the rest of the log -> serve ... superseded: fatal
 
-A superseded controller may have changes in memory that are not in the log, so it cannot become a standby. Instead, its
-process ends and must be restarted; it then starts as a standby.
+A superseded controller may have changes in memory that are not in the log, so it cannot become a standby. Instead, the
+controller's process ends, and becomes a standby when it is restarted.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ caller cannot choose the digest of its token, so the duration of a look-up revea
 The services of one deployment share a secret, which distinguishes their calls from those of clients. Calls between
 services carry a proof derived from the secret, never the secret itself. A different value is derived for each other
 use, and no value reveals anything about another. If all services run on one machine and use only its loopback address,
-the secret file needs no configuration. It is created in a directory that only this user may enter.
+the secret file needs no configuration. The file is created in a directory that only this user may enter.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def check_private(path: Path) -> None:
 class ServerCertificate(ReloadingFiles):
     """TLS credentials of a port, updated when their files change.
 
-    At each handshake, gRPC requests the current pair of certificate and key in a thread of its own and receives the
+    At each handshake, gRPC requests the current pair of certificate and key from one of its threads, and receives the
     last valid pair; open connections are unaffected. If the files are invalid, such as when a certificate's key has not
     been replaced yet, the error is logged and the previous pair remains in use.
 
@@ -190,7 +190,7 @@ def check_authorities(setting: str, path: Path) -> None:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise InvalidArgumentError(
-            f"{setting} {path} cannot be used: {reason}; expected certificates in PEM format", field=setting
+            f"{setting} cannot be used: {path}: {reason}; expected certificates in PEM format", field=setting
         ) from None
 
 

@@ -535,8 +535,8 @@ class Commits:
     async def add_all_meta(self, request: commit_pb2.CommitRequest, answer: commit_pb2.CommitResponse) -> None:
         """Add the current metadata of the samples to the answer to a commit, if requested.
 
-        The metadata of many samples is read in parts, yielding to the event loop in between. It is not recorded with
-        the answer, because recorded answers are kept for hours and on disk.
+        The metadata of many samples is read in parts, yielding to the event loop in between. The metadata is not
+        recorded with the answer, because recorded answers are kept for hours and on disk.
         """
         rows = read_indexes(answer.meta) if request.return_all_meta else _NO_ROWS
         while rows.size:

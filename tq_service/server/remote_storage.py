@@ -51,7 +51,7 @@ _MOST_FREED_PER_CALL = 1024  # a few milliseconds of work for the storage servic
 _CONFIRM_SECONDS = 0.05  # time for which a confirmation waits for others to send along
 _MOST_NAMED = 5
 _MOST_EARLIER_RUNS = 16
-_ARRIVAL_SECONDS = 1.0  # puts placed earlier than this before a heartbeat are included in it, or will not arrive
+_ARRIVAL_SECONDS = 1.0  # a heartbeat includes all puts placed longer ago than this, except those that never arrive
 UNBOUNDED_BYTES: Final = 1 << 62
 
 

@@ -209,8 +209,8 @@ class StorageServicer:
         commits: writes samples; None if the controller is in another process.
         keys: receipt keys of controllers in other processes; not needed if the controller is in this process.
         controller_id: id of the controller in this process.
-        shared_memory: shares memory with clients of this host, or None if this is off.
-        bulk: transfers the bytes of large puts and gets, or None if this is off.
+        shared_memory: shares memory with clients of this host; None if shared memory is off.
+        bulk: transfers the bytes of large puts and gets; None if the bulk port is off.
         bulk_address: address of the bulk port for clients, sent as `StatResponse.bulk_address`.
         stall_seconds: time for which the client of a stream may neither send nor receive anything.
         min_stream_rate_bytes: bytes per second that all streams together must transfer while puts wait for capacity.
@@ -584,7 +584,7 @@ class StorageServicer:
     ) -> storage_control_pb2.UpdatePutsResponse:
         self._keys.check_epoch(request.controller_id, request.epoch)
         cells = [_put_cells(cells) for cells in request.freed]
-        with contextlib.suppress(DataLossError):  # raised for another instance, of which there is nothing to change
+        with contextlib.suppress(DataLossError):  # raised for another instance, which has nothing to change
             engine = self._driver.engine_of(request.boot_id)
             self._keys_of(request.boot_id).check_key(request.controller_id, request.key_id)
 

@@ -376,8 +376,8 @@ class StorageRegistry:
 
         Puts of similar size are distributed in turns: each storage service receives a share in proportion to its free
         bytes, regardless of the age of its last heartbeat. This is start-time fair queueing (Goyal, Vin and Cheng 1996)
-        with one queue per power of two of the size. Small puts thus do not queue behind a large one. If no service
-        currently has capacity, the put waits at the service with the most free bytes.
+        with one queue per power of two of the size. A service that received a large put thus still receives its share
+        of small puts. If no service currently has capacity, the put waits at the service with the most free bytes.
 
         Args:
             size_bytes: size of the put.

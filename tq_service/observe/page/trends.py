@@ -193,7 +193,7 @@ class EventLog:
     """The most recent events, in chronological order.
 
     An event has a number, starting at 1, and a kind: "made", "sealed" or "cleared" for a partition; "away", "refused",
-    "back" or "restarted" for the service; "silent" or "heard" for a storage service. It also has the name of the
+    "back" or "restarted" for the service; "silent" or "heard" for a storage service. An event also has the name of the
     partition or storage service (empty for the service), and a text to show after the name.
     """
 

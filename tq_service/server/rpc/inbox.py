@@ -62,8 +62,8 @@ def too_many_calls(limit_name: str, got: int, limit: int, whose: str = "") -> Li
         limit_name,
         got,
         limit,
-        f"{got} such calls {whose}would run at once, expected at most {limit} ({limit_name}); make fewer at once, "
-        "or retry later",
+        f"{got} such calls {whose}would run at once, expected at most {limit} ({limit_name}); make fewer calls at "
+        "once, or retry later",
     )
 
 

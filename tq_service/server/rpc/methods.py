@@ -3,8 +3,8 @@
 The protos describe each method in its option `rule` (protos/tq_service/v1/method_rule.proto), which this module reads
 from the descriptors. This module itself defines the rules of the standard services, whose protos are not ours.
 
-A handler is a single coroutine for every shape of method. It takes the request, or an iterator of requests, and the
-context. It returns the answer, or writes each answer of a stream to the context.
+A handler is a single coroutine for every shape of method. A handler takes the request, or an iterator of requests, and
+the context. It returns the answer, or writes each answer of a stream to the context.
 """
 
 from __future__ import annotations
