@@ -171,7 +171,7 @@ def test_on_a_small_screen_whole_partitions_are_shown_those_with_waits_first(cli
     place = next(number for number, line in enumerate(lines) if line.startswith("p25"))
     assert lines[place + 1].split()[0] == "update"
     assert lines[1:3] == ["", "PARTITION"]
-    assert lines[-1] == f"and {len(blocks) - 5} more partitions with less to do: tq-service partition ls"
+    assert lines[-1] == f"and {len(blocks) - 5} less active partitions; list them with tq-service partition ls"
 
 
 def test_an_address_where_a_partition_belongs_is_noticed(filled: tq.Client, address: str) -> None:
@@ -223,7 +223,7 @@ def test_partitions_are_listed_shown_sealed_and_cleared(filled: tq.Client) -> No
     assert invoke("partition", "seal", "train@1") == "sealed train@1 with 0 samples\n"
     refused = CliRunner().invoke(app, ["partition", "clear", "train@0"])
     assert isinstance(refused.exception, tq.errors.InvalidArgumentError)
-    assert "give --yes" in str(refused.exception)
+    assert "Pass --yes" in str(refused.exception)
     missing = CliRunner().invoke(app, ["partition", "clear", "train@0", "none", "--yes"])
     assert isinstance(missing.exception, PartitionNotFoundError)
     assert len(filled.list_partitions()) == 2
@@ -360,7 +360,7 @@ def test_a_task_is_shown_with_the_claims_that_hold_leases(client: tq.Client) -> 
         client.get_meta(**asked, lease=600.0, claim_name=f"w{number}")
     shown = invoke("task", "show", "p", "t")
     assert re.search(r"leased to +w0 \([0-9a-f]{8}\): 1 for \d+ s, \d+ s left\n", shown)
-    assert re.search(r"leased to +2 claims more\n", shown)
+    assert re.search(r"leased to +2 more claims\n", shown)
     (task,) = document("task", "show", "p", "t")["tasks"]
     assert (task["leasing_claim_count"], len(task["leases"])) == (22, 20)
 
@@ -369,7 +369,7 @@ def test_evicted_samples_are_listed_and_counted(client: tq.Client) -> None:
     client.put("p", {"x": np.arange(3)}, keys=["a", "b", "c"], custom_meta={"v": np.array([0, 0, 1])})
     asked: dict[str, Any] = {"partition_id": "p", "task_name": "t", "data_fields": ["x"], "batch_size": 4}
     client.get_meta(**asked, max_wait=0)
-    assert "have evicted nothing after serial 0" in invoke("task", "evicted", "p", "t")
+    assert "have not evicted any units after serial 0" in invoke("task", "evicted", "p", "t")
     assert "evicted " not in invoke("task", "show", "p", "t")
     client.get_meta(**asked, where=[("v", ">", 0)], unmatched="fail", refill=("prompts", "r"), max_wait=0)
     assert lines_of("task", "evicted", "p", "t")[1:] == [
@@ -395,7 +395,7 @@ def test_a_replay_buffer_is_shown_with_what_it_dropped(client: tq.Client) -> Non
 
 
 def test_dead_lettered_samples_are_listed_and_delivered_again(client: tq.Client) -> None:
-    assert invoke("deadletter", "ls") == "no samples are dead-lettered\n"
+    assert invoke("deadletter", "ls") == "no dead-lettered samples\n"
     client.put("p", {"x": np.arange(3)})
     asked: dict[str, Any] = {"partition_id": "p", "task_name": "t", "data_fields": ["x"], "batch_size": 3}
     client.get_meta(**asked, lease=0.01, max_deliveries=1)
@@ -404,7 +404,7 @@ def test_dead_lettered_samples_are_listed_and_delivered_again(client: tq.Client)
     assert lines_of("deadletter", "ls")[1:] == [["p", "t", "3", "0", "1", "2"]]
     assert document("deadletter", "ls", "p")[0]["dead_lettered_indexes"] == [0, 1, 2]
     assert document("deadletter", "requeue", "p", "t", "1", "7")["requeued_count"] == 1
-    assert "2 samples of partition p can be claimed by task t again" in invoke("deadletter", "requeue", "p", "t")
+    assert "requeued 2 samples of partition p; task t can claim them again" in invoke("deadletter", "requeue", "p", "t")
     assert client.get_meta(**asked).size == 3
 
 
@@ -469,7 +469,7 @@ def test_a_service_that_is_not_there_is_an_error_and_a_hint_long_before_the_time
     assert result.returncode == 1
     assert result.stderr == (
         "error: cannot reach 127.0.0.1:1: connection refused\n"
-        'hint: start one with "tq-service serve", or name another with --address or TQ_ADDRESS\n'
+        'hint: start a service with "tq-service serve", or set another address with --address or TQ_ADDRESS\n'
     )
 
 

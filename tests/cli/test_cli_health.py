@@ -77,7 +77,7 @@ def test_an_address_may_lack_its_port_and_be_nothing_else(monkeypatch: pytest.Mo
     monkeypatch.delenv("TQ_ADDRESS", raising=False)
     monkeypatch.setenv("TQ_PORT", "tcp://10.0.0.1:50051")
     result = CliRunner().invoke(app, ["health"])
-    assert "TQ_PORT: got 'tcp://10.0.0.1:50051', expected the port" in str(result.exception)
+    assert "TQ_PORT: got 'tcp://10.0.0.1:50051', expected a port number" in str(result.exception)
 
 
 def test_of_several_addresses_one_that_serves_is_enough(probed: tuple[health.HealthServicer, int]) -> None:

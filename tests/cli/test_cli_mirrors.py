@@ -102,11 +102,11 @@ def test_what_has_left_memory_is_shown_where_some_has(monkeypatch: pytest.Monkey
         "storage-1 s3://bucket/pre… yes 0 bytes 0 0 0 bytes",
     ]
     header = header_of(status(spilling), "controller:50051")
-    assert header[3:] == ["mirror answers, 0 bytes unmirrored, 0 puts with few copies, 5.6 MB there alone"]
+    assert header[3:] == ["mirror answers, 0 bytes unmirrored, 0 puts lacking copies, 5.6 MB mirror-only"]
 
 
 def test_an_heir_that_has_not_registered_is_not_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "taken over by another one" in " ".join(words(listed(monkeypatch, MIRRORED[1])))
+    assert "taken over by another service" in " ".join(words(listed(monkeypatch, MIRRORED[1])))
 
 
 def test_storage_ls_without_mirrors_is_one_table(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,11 +122,11 @@ def test_the_header_of_status_sums_mirrors_up_and_counts_no_byte_twice() -> None
     assert max(map(len, lines)) <= 80
     assert " ".join(lines[2:]) == (
         "storage 3.6 MB of 768.0 MB in 3 storage services "
-        "mirror does not answer 1 of 2 storage services, 3.4 MB unmirrored, 1,234 puts with few copies "
+        "mirror does not answer 1 of 2 storage services, 3.4 MB unmirrored, 1,234 puts lacking copies "
         "7 puts taken over from lost storage services, 3 not fetched yet"
     )
     fine = header_of(status(storage("a", 1, mirror=mirror(short_put_count=1))), "controller:50051")
-    assert fine[3:] == ["mirror answers, 0 bytes unmirrored, 1 put with few copies"]
+    assert fine[3:] == ["mirror answers, 0 bytes unmirrored, 1 put lacking copies"]
     new = header_of(status(storage("a", 1, mirror=mirror(None))), "controller:50051")
-    assert new[3:] == ["mirror not asked yet, 0 bytes unmirrored, 0 puts with few copies"]
+    assert new[3:] == ["mirror not asked yet, 0 bytes unmirrored, 0 puts lacking copies"]
     assert header_of(status(*PLAIN), "c:1")[2:] == ["storage 2.4 MB of 512.0 MB in 2 storage services, 1 silent"]

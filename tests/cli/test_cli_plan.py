@@ -52,7 +52,7 @@ def test_more_ranks_than_samples():
 def test_a_table_of_a_text_file(lengths_file):
     result = plan("--lengths", lengths_file, "--dp-size", 2, "--pack-max-length", 1000)
     assert result.exit_code == 0, result.output
-    assert "6 samples of 100 to 900 tokens, 2,500 together; 2 ranks, packs of 1,000 tokens" in result.stdout
+    assert "6 samples of 100 to 900 tokens, 2,500 in total; 2 ranks, packs of 1,000 tokens" in result.stdout
     rows = {line.split("  ")[0]: line.split() for line in result.stdout.splitlines() if line}
     assert rows["sequential"][1:6] == ["1", "3", "2,000", "60.00%", rows["sequential"][5]]
     assert rows["packed"][1:5] == ["1", "3", "1,250", "0.00%"]
@@ -64,7 +64,7 @@ def test_columns_of_a_csv_file_are_added_up(tmp_path):
     path.write_text("time,prompt,response\n0,10,5\n1,20,7\n2,1,1\n")
     result = plan("--lengths", path, "--column", "prompt", "--column", "response", "--limit", 2)
     assert result.exit_code == 0, result.output
-    assert "2 samples of 15 to 27 tokens, 42 together" in result.stdout
+    assert "2 samples of 15 to 27 tokens, 42 in total" in result.stdout
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_columns_of_a_csv_file_are_added_up(tmp_path):
         ("5\n-3\n", [], "line 2: got '-3'"),
         ("a,b\n1,2\n", ["--column", "c"], "got 'c', expected one of a, b"),
         ("a,b\n1\n", ["--column", "b"], "line 2, column b: got ''"),
-        ("", [], "has no lengths"),
+        ("", [], "contains no lengths"),
         ("5\n9\n", ["--pack-max-length", "8"], "got 9 for sample 1, expected at most pack_max_length (8)"),
         ("5\n9\n", ["--tokens-per-rank", "8"], "got 9 tokens for sample 1, expected at most tokens_per_rank (8)"),
     ],
@@ -99,4 +99,4 @@ def test_a_byte_order_mark_is_not_part_of_a_file(tmp_path, content, columns):
     path.write_text(content, encoding="utf-8-sig")
     result = plan("--lengths", path, *columns, "--dp-size", 2)
     assert result.exit_code == 0, result.output
-    assert "2 samples of 5 to 7 tokens, 12 together" in result.output
+    assert "2 samples of 5 to 7 tokens, 12 in total" in result.output

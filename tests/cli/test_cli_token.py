@@ -39,7 +39,7 @@ def test_tokens_are_added_to_a_file_and_listed(tmp_path: Path) -> None:
     assert (second["expires"], second["is_expired"]) == ("2020-01-01T00:00:00+00:00", True)
     table = run("ls", "--file", path)[0]
     assert "(all)" in table
-    assert "(over)" in table
+    assert "(expired)" in table
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_a_file_that_cannot_be_written_is_named(option: str, tmp_path: Path) -> 
 
 def test_a_list_takes_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TQ_AUTH_TOKENS_FILE", raising=False)
-    with pytest.raises(tq.errors.InvalidArgumentError, match="no file given"):
+    with pytest.raises(tq.errors.InvalidArgumentError, match="no token file given"):
         run("ls")
 
 

@@ -247,7 +247,7 @@ async def test_etcd_that_was_restored_from_an_older_state_is_refused_unless_the_
         await append(other, *(b"other %d" % number for number in range(9)))
     with (
         members([etcd.address], tmp_path, "a") as (refused,),
-        pytest.raises(JournalDamagedError, match="or differs from"),
+        pytest.raises(JournalDamagedError, match="other records than this controller has seen"),
     ):
         refused.open(snapshot)
     accepting = Member([etcd.address], tmp_path / "a", "a", accept_loss=True)
@@ -300,7 +300,7 @@ def test_a_call_goes_to_the_next_member_and_shows_its_user(etcd: EtcdStandIn, tm
         assert client.get(b"key") is None
     client.close()
     nameless = Etcd((etcd.address,))
-    with pytest.raises(InvalidArgumentError, match="refuses what the journal asks"):
+    with pytest.raises(InvalidArgumentError, match="rejected a request of the journal"):
         nameless.get(b"key")
     nameless.close()
     with pytest.raises(JournalUnreachableError, match="closed"):
@@ -397,7 +397,7 @@ async def test_a_follower_from_the_middle_sees_the_rest_and_one_that_is_too_late
     beginning = leader.log.rotate()
     await append(leader, b"later")
     await asyncio.to_thread(leader.backend.truncate_before, beginning)
-    with pytest.raises(PreconditionError, match="start with that snapshot"):
+    with pytest.raises(PreconditionError, match="start from that snapshot"):
         await anext(leader.backend.follow(numbers[6]))
     following = leader.backend.follow(beginning)
     assert (await anext(following)).data == b"later"

@@ -326,8 +326,8 @@ def test_the_status_shows_the_leader_its_epoch_and_how_far_the_others_are(start_
     status = client.status()
     assert status.service.durability == "cluster"
     lines = "\n".join(header_of(status, leader.address))
-    assert f"leads, epoch {status.controllers[0].epoch}" in lines
-    assert "stands by, 0 records behind" in lines
+    assert f"leader, epoch {status.controllers[0].epoch}" in lines
+    assert "standby, 0 records behind" in lines
 
 
 def test_a_cluster_whose_etcd_has_lost_all_goes_on_from_a_snapshot_where_that_is_accepted(
@@ -409,7 +409,7 @@ def test_a_storage_service_obeys_no_controller_that_was_superseded(
         (storage.control.ReconcilePuts, iter([ReconcilePutsRequest(controller_id=controller_id, epoch=old)])),
     ]
     for call, request in calls:
-        with pytest.raises(tq.errors.PreconditionError, match="leads its cluster by now"), errors_of_grpc():
+        with pytest.raises(tq.errors.PreconditionError, match="leads its cluster now"), errors_of_grpc():
             call(request, metadata=storage.as_service)
     assert storage.client().storage_stat(storage.address).put_count == 1
 
@@ -425,7 +425,7 @@ def test_a_leader_whose_lease_has_ended_answers_nothing_more_and_ends(
     wait_for(lambda: leader.app.supervisor.failure)
     with pytest.raises(tq.errors.UnavailableError):
         client.list_partitions(timeout=0.2)
-    with pytest.raises(tq.errors.ServiceFailedError, match="its lease has ended"):
+    with pytest.raises(tq.errors.ServiceFailedError, match="its lease has expired"):
         leader.stop()
     leader._running = None
     assert FAILED_EXIT_CODE == 70

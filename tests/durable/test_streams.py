@@ -349,4 +349,4 @@ def test_a_controller_that_stops_before_all_is_free_elsewhere_ends_well(
         with pytest.raises(tq.TqError):
             controller.client(timeout=1.0).clear_partition("train")
     controller.stop()
-    assert "has failed and stops" not in caplog.text
+    assert "has failed and is stopping" not in caplog.text

@@ -228,7 +228,7 @@ def test_the_command_line(tmp_path: Path) -> None:
         assert run("health", "-a", target, *tls).stdout == "SERVING\n"
         refused = run("status", "-a", target, "--json", *tls)
         assert refused.returncode == 1
-        assert refused.stderr.startswith("error: this service asks for a bearer token")
+        assert refused.stderr.startswith("error: this service requires a bearer token")
         answer = run("status", "-a", target, "--json", *tls, "--token-file", token)
         assert json.loads(answer.stdout)["partitions"] == []
     (line,) = map(json.loads, audit.read_text().splitlines())
@@ -245,5 +245,5 @@ def test_an_open_port_is_refused_or_said_loudly(tmp_path: Path) -> None:
     with ServiceProcess(*everywhere, "--insecure", cwd=tmp_path, log=tmp_path / "warned") as warned:
         assert warned.address.startswith("0.0.0.0:")
         (line,) = [line for line in warned.read_log().splitlines() if "INSECURE" in line]
-        assert "INSECURE: every machine that reaches this address may read, change and clear everything" in line
+        assert "INSECURE: every machine that can reach this address may read, change and clear everything" in line
         assert f"address={warned.address}" in line

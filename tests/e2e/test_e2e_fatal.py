@@ -41,7 +41,7 @@ def test_a_fault_ends_the_process_and_the_next_one_has_what_was_answered(server,
     assert server.wait(timeout=60) == FAILED_EXIT_CODE
     lines = [line for line in server.read_log().splitlines() if "CRITICAL" in line]
     assert len(lines) == 1
-    assert "the service has failed and stops reason=" in lines[0]
+    assert "the service has failed and is stopping reason=" in lines[0]
     server.restart()
     with tq.Client(server.address, timeout=20.0) as client:
         assert state(client, meta) == before

@@ -197,7 +197,7 @@ def test_a_loader_of_a_notebook_reads_one_step(tmp_path: Path) -> None:
         assert batches(address) == got
     with replayed(recording, "--task", "sequential", "--step", "1") as address:
         assert batches(address, start_batch_index=1) == got[3:6]
-        with pytest.raises(tq.errors.BatchForgottenError, match=r"which has 1 of task .*start at 1"):
+        with pytest.raises(tq.errors.BatchForgottenError, match=r"contains 1 of task .*start loaders at batch 1"):
             batches(address)
 
 
@@ -225,18 +225,20 @@ def test_a_replay_refuses_what_it_has_not(tmp_path: Path) -> None:
             with pytest.raises(tq.errors.PreconditionError, match="is not served: this service replays") as caught:
                 change()
             assert caught.value.reason == "READ_ONLY"
-        with pytest.raises(tq.errors.InvalidArgumentError, match="a queue worker asks"):
+        with pytest.raises(tq.errors.InvalidArgumentError, match="the request is that of a queue worker"):
             client.get_meta(data_fields=["text"], **claim)
         ranked = {"dp_rank": 0, "batch_index": 0, "data_fields": ["text"]}
-        with pytest.raises(tq.errors.RankDisagreementError, match="planned for 2 ranks; ask with dp_size 2"):
+        with pytest.raises(tq.errors.RankDisagreementError, match="planned for 2 ranks; set dp_size to 2"):
             client.get_meta(dp_size=3, **ranked, **claim)
         with pytest.raises(
             tq.errors.FieldNotFoundError, match=r"field 'texts' was not recorded; .* have the fields half, ids"
         ):
             client.get_meta(dp_size=2, **ranked | {"data_fields": ["texts"]}, **claim)
-        with pytest.raises(tq.errors.TaskNotFoundError, match="it has 0 of task 'sequential' in partition 'train'"):
+        with pytest.raises(
+            tq.errors.TaskNotFoundError, match="it contains 0 of task 'sequential' in partition 'train'"
+        ):
             client.get_meta(dp_size=2, **ranked, **claim | {"task_name": "other"})
-        with pytest.raises(tq.errors.PartitionNotFoundError, match="this replay lacks partition 'test'"):
+        with pytest.raises(tq.errors.PartitionNotFoundError, match="this replay has no partition 'test'"):
             client.get_meta(dp_size=2, **ranked, **claim | {"partition_id": "test"})
         assert facts(claim_from(client, "sequential", 0, 0)[0]) == facts(meta)
 

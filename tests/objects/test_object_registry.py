@@ -37,7 +37,7 @@ def test_packages_add_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(make_object_store("mine://pool-of-a-package"), PoolObjects)
     with pytest.raises(InvalidArgumentError, match="cannot be loaded: ModuleNotFoundError"):
         make_object_store("broken://x")
-    with pytest.raises(InvalidArgumentError, match="made str, expected a subclass"):
+    with pytest.raises(InvalidArgumentError, match="returned str, expected a subclass"):
         make_object_store("other://x")
 
 
@@ -61,14 +61,14 @@ def test_an_engine_without_its_package_names_the_extra(
     ("url", "message"),
     [
         ("memory://p?copies=-1", "copies is '-1', expected a whole number"),
-        ("memory://p?copies=1&copies=2", "copies is given 2 times"),
+        ("memory://p?copies=1&copies=2", "copies is set 2 times"),
         ("memory://", "expected memory://NAME or memory://NAME/PREFIX"),
         ("gs://b?service_account_file=/nowhere", "Unable to open service account file"),
         ("az://container", "see docs/engines.md"),
         ("file:///d?survives=war", "survives is 'war', expected one of process, node, power"),
-        ("file:///d?timeout_seconds=0", "expected seconds, more than 0"),
+        ("file:///d?timeout_seconds=0", "expected a number of seconds greater than 0"),
         ("file://relative/d", "with three slashes"),
-        ("file:///d?secret_file=x", "got the settings secret_file"),
+        ("file:///d?secret_file=x", "unknown settings secret_file"),
     ],
 )
 def test_wrong_settings_say_what_is_expected(url: str, message: str) -> None:

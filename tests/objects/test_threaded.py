@@ -87,9 +87,9 @@ async def test_a_call_that_hangs_costs_its_thread_and_writes_nothing_any_more() 
         ended.set()
 
     store.reads = reads
-    with pytest.raises(UnavailableError, match="the call continues in its thread"):
+    with pytest.raises(UnavailableError, match="the call is still running in its thread"):
         await store.read("a", memoryview(memory))
-    with pytest.raises(UnavailableError, match="no thread was free"):
+    with pytest.raises(UnavailableError, match="no thread became free"):
         await store.copies(["a"])
     ends.set()
     await asyncio.to_thread(ended.wait, 10)
@@ -140,7 +140,7 @@ async def test_a_client_is_closed_after_its_last_call_only(ends: bool, monkeypat
         return 1
 
     store.call = call
-    with pytest.raises(UnavailableError, match="the call continues in its thread"):
+    with pytest.raises(UnavailableError, match="the call is still running in its thread"):
         await store.copies(["name"])
     store.timeout_seconds = 20.0
     closing = asyncio.create_task(store.aclose())

@@ -145,7 +145,7 @@ async def test_an_error_of_the_page_ends_it_rather_than_leaving_it_stale() -> No
 
 def test_a_port_that_is_taken_is_one_line() -> None:
     taken = listen("127.0.0.1", 0)
-    with taken, pytest.raises(InvalidArgumentError, match=r"cannot listen on 127\.0\.0\.1:\d+: .*give another"):
+    with taken, pytest.raises(InvalidArgumentError, match=r"cannot listen on 127\.0\.0\.1:\d+: .*choose another"):
         taken.listen()
         listen("127.0.0.1", taken.getsockname()[1])
 

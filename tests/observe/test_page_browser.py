@@ -267,17 +267,17 @@ def test_a_restart_of_the_service_is_survived_and_told_apart_from_an_outage(
     page.wait(lambda: "5" in page.row("train@0"), "5 samples")
     assert not page.one("#banner").is_displayed()
     service.kill()
-    page.wait(lambda: "is away" in page.text("#banner-title"), "the banner")
+    page.wait(lambda: "is unreachable" in page.text("#banner-title"), "the banner")
     banner = page.one("#banner").text
     assert service.address in banner and re.search(r"since \d\d:\d\d:\d\d", banner)
     assert page.one("#banner").get_attribute("role") == "alert"
     assert "5" in page.row("train@0")  # the last state stays
-    assert page.browser.title.startswith("away")
+    assert page.browser.title.startswith("unreachable")
     service.start()
     page.wait(lambda: page.text("#state-text") == "serving" and not page.one("#banner").is_displayed(), "it is back")
     assert "5" in page.row("train@0")
     events = page.text("#events")
-    assert "is away" in events and "is back after" in events and "was restarted; it has 1 partition" in events
+    assert "is unreachable" in events and "is back after" in events and "was restarted; it has 1 partition" in events
     client.put("train@0", {"x": np.zeros(2)})
     page.wait(lambda: "7" in page.row("train@0"), "it follows on")
 
@@ -298,7 +298,7 @@ def test_the_claims_that_hold_leases_are_in_the_details(page: Page, client: tq.C
         )
     page.wait(lambda: page.texts(".more"), "the partition")
     page.one(".more").click()
-    page.wait(lambda: "w19: 1 for " in page.text(".details") and "2 claims more" in page.text(".details"), "leases")
+    page.wait(lambda: "w19: 1 for " in page.text(".details") and "2 more claims" in page.text(".details"), "leases")
     assert "w20" not in page.text(".details")
 
 
@@ -341,7 +341,7 @@ def test_mirrors_are_in_the_storage_section_where_there_are_any(browser: Any, lo
         assert page.script(f"{lines}((node) => node.textContent)") == [
             "mirror s3://bucket/prefix does not answer · 3.4 MB unmirrored",
             "mirror s3://bucket/prefix not asked yet · 0 bytes unmirrored · 2 puts not fetched yet",
-            "mirror s3://bucket/prefix answers · 0 bytes unmirrored · 1,234 puts with few copies",
+            "mirror s3://bucket/prefix answers · 0 bytes unmirrored · 1,234 puts with fewer copies than requested",
         ]
         assert page.texts("#storages .adopted .pair span") == ["s0", "taken over by s1"]
         assert page.script("return document.querySelector('.adopted .bar').offsetParent") is None

@@ -24,7 +24,7 @@ def noted(*states: PartitionDescription | None) -> list[tuple[str, str]]:
 
 def test_a_partition_is_made_sealed_and_cleared_once_however_often_it_is_seen() -> None:
     assert noted(None, MADE, MADE, SEALED, SEALED, None, None) == [
-        ("made", "made"), ("sealed", "sealed (8 samples)"), ("cleared", "cleared (8 samples)"),
+        ("made", "created"), ("sealed", "sealed (8 samples)"), ("cleared", "cleared (8 samples)"),
     ]  # fmt: skip
 
 

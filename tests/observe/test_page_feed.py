@@ -101,7 +101,7 @@ async def test_a_service_that_is_away_leaves_its_last_state_and_is_noted_once() 
 async def test_a_service_that_was_never_there_is_away_too() -> None:
     away, slow, back = await frames_of(UnavailableError("refused"), DeadlineError("late"), status())
     assert (away["state"], away["status"], away["seen_seconds"]) == ("away", None, None)
-    assert slow["problem"].startswith("no answer within")
+    assert slow["problem"].startswith("no reply within")
     assert back["status"]["partitions"] == []
 
 

@@ -362,7 +362,7 @@ def test_a_stream_that_does_not_begin_is_ended(start_server: StartServer, tmp_pa
     finally:
         is_over.set()
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    assert "did not come within 0.5 s" in caught.value.details()
+    assert "did not arrive within 0.5 s" in caught.value.details()
 
 
 def test_names_cannot_forge_lines(guarded: Guarded, audit: Callable[[], list[AuditLine]]) -> None:

@@ -292,7 +292,7 @@ def test_an_explanation_says_that_groups_lack_a_value(client: AnyClient) -> None
 def test_a_commit_of_groups_says_nothing_of_samples(start_server: StartServer) -> None:
     server = start_server()
     write = commit_pb2.SampleWrite(partition_id="train", row_count=1, groups=["a"], of_groups=True)
-    with pytest.raises(grpc.RpcError, match="of_groups came without a placement"):
+    with pytest.raises(grpc.RpcError, match="of_groups is set without a placement"):
         server.controller.Commit(commit_pb2.CommitRequest(request_id=bytes(16), write=write))
 
 

@@ -193,7 +193,7 @@ def test_a_service_for_all_without_a_secret_takes_no_others(
     assert code_of(server, name, storage_registry_pb2.RegisterStorageRequest()).code() is CODE.UNIMPLEMENTED
     replace(tmp_path / "secret", SECRET)
     start_server(role="storage", controller=server.address, internal_secret_file=str(tmp_path / "secret"))
-    until(lambda: "does not accept further storage services" in caplog.text)
+    until(lambda: "does not accept storage services" in caplog.text)
     assert "internal_secret_file" in caplog.text
 
 
@@ -218,7 +218,7 @@ def test_refusals_are_in_the_audit_log(
     assert (line.decision, line.method) == ("refused", name)
     if proof is not None:
         assert line.reason == "another internal secret"
-        assert "give all services of a deployment the same internal_secret_file" in error.details()
+        assert "set the same internal_secret_file for all services of a deployment" in error.details()
         assert proof not in str(line)
     elif has_tokens:
         assert line.reason == "no token"
@@ -301,5 +301,5 @@ def test_a_storage_service_that_refuses_its_controller_holds_up_no_put(
     client = controller.client()
     monkeypatch.setattr(storage.app.listener.credentials.secret, "_proof", "0" * 64)
     meta = client.put("train", {"x": np.arange(4)})  # is committed on its receipt, without a call
-    until(lambda: any("cannot be sent updates" in message for message in caplog.messages))
+    until(lambda: any("does not accept updates" in message for message in caplog.messages))
     assert client.get_data(meta)["x"].tolist() == [0, 1, 2, 3]

@@ -93,7 +93,7 @@ async def test_a_controller_waits_for_its_etcd_and_stops_while_it_does(monkeypat
     stopping = asyncio.Event()
     assert await app._started(ServeSettings(insecure=True), stopping) == "app"
     assert len(set(map(id, starts))) == 3
-    assert caplog.text.count("is waiting for etcd") == 2
+    assert caplog.text.count("waiting for etcd") == 2
     starts.clear()
     monkeypatch.setattr(app, "_ETCD_RETRY_SECONDS", 60.0)
     asyncio.get_running_loop().call_later(0.05, stopping.set)

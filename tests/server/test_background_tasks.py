@@ -44,10 +44,10 @@ def reason_of(name):
 @pytest.mark.parametrize(
     ("owner", "method", "name"),
     [
-        (Listener, "watch", "following the files of certificate and tokens"),
+        (Listener, "watch", "watching the certificate and token files"),
         (app_module, "regularly", "housekeeping"),
         (app_module, "collect_garbage", "collecting garbage"),
-        (StorageEngine, "scrub", "the check of recovered puts"),
+        (StorageEngine, "scrub", "checking recovered puts"),
     ],
 )
 async def test_the_death_of_a_task_is_the_end_of_the_service(tmp_path, monkeypatch, owner, method, name):
@@ -131,12 +131,12 @@ async def test_no_task_of_a_service_at_rest_is_without_a_supervisor(tmp_path):
                 break
             await asyncio.sleep(0)
         assert names == {
-            "following the files of certificate and tokens",
+            "watching the certificate and token files",
             "housekeeping",
             "collecting garbage",
             "releasing old samples",
             "ending slow streams and idle connections",
-            "having lost puts taken over",
+            "finding successors for lost storage services",
             "registering this storage service with its controller",
             "reconciling storage s",
         }

@@ -143,7 +143,7 @@ def test_what_is_no_file_is_refused_at_once(tmp_path: Path) -> None:
     for name, message in (
         ("pipe", "is not a regular file"),
         ("missing", "copy the controller's secret"),
-        (".", "others read"),
+        (".", "other users may read"),
     ):
         (tmp_path / name).chmod(0o600 if name == "pipe" else 0o755) if name != "missing" else None
         with pytest.raises(InvalidArgumentError, match=message):

@@ -117,7 +117,7 @@ async def test_a_commit_with_a_valid_receipt_that_comes_after_the_question_is_re
     split.now += TTL_SECONDS + 1
     fault = split.to_controller.add("RegisterStorage", hold_answer=True)
     await split.until(lambda: fault.is_made)  # it is said to be unknown, but still here
-    with pytest.raises(PutNotFoundError, match="waited for too long"):
+    with pytest.raises(PutNotFoundError, match="expired without a commit"):
         await split.commit(request)
     assert split.engine.stat().put_count == 1
     fault.answer.set()
@@ -144,7 +144,7 @@ async def test_a_receipt_is_void_once_a_controller_starts_again_and_the_put_gets
     request = await split.store()
     split.restart_controller()
     await split.heartbeats()
-    with pytest.raises(PutNotFoundError, match="not of this run"):
+    with pytest.raises(PutNotFoundError, match="was issued before its storage service or this controller restarted"):
         await split.commit(request)
     assert split.engine.stat().put_count == 1
     other = await split.store(request.placement.put_id)
@@ -172,7 +172,7 @@ async def test_a_put_that_gets_another_receipt_while_it_is_asked_about_stays(spl
 async def test_a_storage_service_that_starts_again_gives_receipts_that_only_count_from_then_on(split):
     request = await split.store()
     await split.reconciled()
-    with pytest.raises(PutNotFoundError, match="not of this run"):
+    with pytest.raises(PutNotFoundError, match="was issued before its storage service or this controller restarted"):
         await split.commit(request)
     await split.commit(await split.store(request.placement.put_id))
     assert await split.settled() == 1
@@ -293,7 +293,7 @@ async def test_a_put_that_is_cleared_while_it_is_committed_again_is_not_committe
     await split.clear()
     await split.until(lambda: split.engine.stat().put_count == 0)
     gate.set()
-    with pytest.raises(PutNotFoundError, match="was freed while it was committed again"):
+    with pytest.raises(PutNotFoundError, match="was freed while another call was committing it"):
         await late
     assert split.lost_puts() == []
     assert await split.settled() == 0

@@ -59,29 +59,29 @@ def test_what_is_no_receipt_is_refused(book):
             book.open(garbage, PUT_ID, "train")
     content = PutReceipt.FromString(receipt[32:])
     content.for_existing_rows = True
-    with pytest.raises(InvalidArgumentError, match="was not given by its storage service"):
+    with pytest.raises(InvalidArgumentError, match="was not issued by its storage service"):
         book.open(receipt[:32] + content.SerializeToString(), PUT_ID, "train")
-    with pytest.raises(PutNotFoundError, match="came without a receipt"):
+    with pytest.raises(PutNotFoundError, match="was sent without a receipt"):
         book.open(b"", PUT_ID, "train")
 
 
 def test_the_receipt_of_another_put_or_partition_is_refused(book):
-    with pytest.raises(InvalidArgumentError, match="was not given by its storage service") as swapped:
+    with pytest.raises(InvalidArgumentError, match="was not issued by its storage service") as swapped:
         book.open(sealed(book, put_id=b"q" * 16), PUT_ID, "train")
     assert swapped.value.metadata["field"] == "receipt"
-    with pytest.raises(InvalidArgumentError, match="not put for partition 'other'") as elsewhere:
+    with pytest.raises(InvalidArgumentError, match="does not belong to partition 'other'") as elsewhere:
         book.open(sealed(book), PUT_ID, "other")
     assert elsewhere.value.metadata["field"] == "partition_id"
 
 
 def test_the_receipt_of_another_registration_is_refused(book):
     """Of another storage service or another run of it, for another controller or another run of it."""
-    with pytest.raises(PutNotFoundError, match="not of this run"):
+    with pytest.raises(PutNotFoundError, match="was issued before its storage service or this controller restarted"):
         book.open(sealed(ReceiptBook()), PUT_ID, "train")
     content = PutReceipt.FromString(sealed(ReceiptBook())[32:])
     content.key_id = PutReceipt.FromString(sealed(book)[32:]).key_id
     with pytest.raises(
-        InvalidArgumentError, match="was not given by its storage service"
+        InvalidArgumentError, match="was not issued by its storage service"
     ):  # who names the key does not have it
         book.open(sealed(ReceiptBook())[:32] + content.SerializeToString(), PUT_ID, "train")
 
@@ -99,7 +99,7 @@ def test_a_receipt_is_taken_until_it_is_void_or_revoked(book):
                 book.open(receipt, put_id, "train")
                 taken.append(number)
             except PutNotFoundError as error:
-                assert ("waited" in error.message) == (number < 2)
+                assert ("expired" in error.message) == (number < 2)
                 assert ("was freed" in error.message) == (number in {3, 6})
         assert taken == [2, 4, 5, 7]
 
@@ -170,5 +170,5 @@ def test_a_storage_service_calls_nothing_lost_before_a_controller_knows_that_it_
     with pytest.raises(UnavailableError, match="is not registered with a controller yet"):
         driver.engine_of(b"e" * 16)
     keys.renew(b"c" * 16, b"k" * 32)
-    with pytest.raises(DataLossError, match="came back empty"):
+    with pytest.raises(DataLossError, match="has restarted since these cells were put"):
         driver.engine_of(b"e" * 16)

@@ -145,7 +145,7 @@ async def test_no_put_is_committed_at_a_storage_service_that_is_lost():
         registry.adoptions.lose(put[:2], "file:///m")  # it is silent, and nothing has taken its name
         ask(registry, put[:2], heir)
         for heartbeat in (heir, back):
-            with pytest.raises(DataLossError, match=r"was lost after this put.* Put the data again"):
+            with pytest.raises(DataLossError, match=r"was lost after this put.* put the data again"):
                 registry.require(put)
             registry.on_heartbeat(heartbeat)
         registry.require(Put("a", b"2" * 16, os.urandom(16)))
@@ -155,7 +155,7 @@ async def test_an_heir_of_before_the_lost_one_was_here_lets_go():
     lost, back, early, asked = lost_and_heirs(2)
     async with registry_of() as registry:
         registry.on_heartbeat(lost)
-        with pytest.raises(PreconditionError, match="was here under instance id"):
+        with pytest.raises(PreconditionError, match="registered under instance id"):
             registry.on_heartbeat(early)
         registry.on_heartbeat(back)  # so that the first one is lost
         with pytest.raises(PreconditionError, match="release them"):
@@ -289,7 +289,7 @@ async def test_one_that_was_silent_may_come_back_until_its_heir_has_registered(m
         registry.on_heartbeat(a)
         assert registry.counts() == {"available": 2, "silent": 0, "lost": 0}
         registry.require(Put("a", b"a" * 16, b"p" * 16))
-        with pytest.raises(PreconditionError, match="was here under instance id"):  # so that it lets go
+        with pytest.raises(PreconditionError, match="registered under instance id"):  # so that it lets go
             registry.on_heartbeat(adopted_by(a, heirs.asked[0][2], ord("b")))
         registry.on_heartbeat(a)
         clock.go_on(registry, 7.0, heard=[b])  # lost again: the heir of then has not seen what was put since
@@ -299,7 +299,7 @@ async def test_one_that_was_silent_may_come_back_until_its_heir_has_registered(m
         with pytest.raises(PreconditionError, match="are being taken over"):
             registry.on_heartbeat(adopted_by(a, first, ord("b")))
         registry.on_heartbeat(adopted_by(a, second, ord("b")))
-        with pytest.raises(PreconditionError, match="will be empty"):
+        with pytest.raises(PreconditionError, match="start with an empty instance"):
             registry.on_heartbeat(a)
 
 

@@ -65,7 +65,7 @@ def test_a_file_that_is_missing_is_named(files: TlsFiles) -> None:
 
 def test_a_key_that_others_may_read_is_refused(files: TlsFiles) -> None:
     files.key.chmod(0o644)
-    with pytest.raises(InvalidArgumentError, match=r"got mode 0644 of .*chmod 0600"):
+    with pytest.raises(InvalidArgumentError, match=r"has mode 0644, .*chmod 0600"):
         ServerCertificate(*files)
 
 

@@ -81,13 +81,13 @@ def test_the_end_of_a_token() -> None:
         ("a = 1", r"\[\[token\]\] entries and nothing else"),
         ("token = 3", r"\[\[token\]\] entries"),
         ("token = [3]", r"\[\[token\]\] entries"),
-        (GOOD.replace("name", "nam"), "got the key 'nam'"),
+        (GOOD.replace("name", "nam"), "unknown key 'nam'"),
         (GOOD.replace('"a"', "3"), "name: got 3, expected 1 to 64 letters"),
         (GOOD.replace('"a"', '"a b"'), "name: got 'a b'"),
         (GOOD.replace('"a"', '""'), "name: got ''"),
         (GOOD.replace("0" * 64, "0" * 63), "sha256: expected 64"),
         (GOOD.replace("0" * 64, "tq_secret"), "^((?!tq_secret).)*$"),
-        (GOOD.replace("sha256", "sha"), "got the key 'sha', expected name, sha256"),
+        (GOOD.replace("sha256", "sha"), "unknown key 'sha', expected name, sha256"),
         (GOOD.replace("prefixes", "#"), "prefixes: got None, expected a list"),
         (
             GOOD.replace('["read"]', '["boss"]'),
@@ -95,10 +95,10 @@ def test_the_end_of_a_token() -> None:
         ),
         (GOOD.replace('["read"]', "[]"), r"roles: got \[\], expected a list of at least one"),
         (GOOD.replace('["read"]', '"read"'), "roles: got 'read', expected a list"),
-        (GOOD.replace('[""]', "[]"), r"prefixes: got \[\], expected a list of at least one text"),
+        (GOOD.replace('[""]', "[]"), r"prefixes: got \[\], expected a list of at least one string"),
         (GOOD.replace('[""]', "[1]"), "prefixes: got"),
         (GOOD + 'expires = "2027-01-01"', "expires: got"),
-        (GOOD + "expires = 2027-01-01T00:00:00", "a time with its zone"),
+        (GOOD + "expires = 2027-01-01T00:00:00", "a time with its time zone"),
         (GOOD + GOOD, "occurs twice"),
         (GOOD + GOOD.replace('"a"', '"b"'), "occurs twice"),
         (GOOD + GOOD.replace("000", "111"), "occurs twice"),
@@ -118,7 +118,7 @@ def test_a_file_that_others_read_or_change_is_refused(tmp_path: Path, mode: int,
     if is_good:
         assert len(read_tokens(path)) == 1
     else:
-        with pytest.raises(InvalidArgumentError, match=f"got mode {mode:04o} .*chmod 0600 or 0640"):
+        with pytest.raises(InvalidArgumentError, match=f"has mode {mode:04o}, .*chmod 0600 or 0640"):
             read_tokens(path)
 
 
@@ -178,7 +178,7 @@ def test_a_changed_file_is_followed_and_a_broken_one_is_not(tmp_path: Path, capl
     with caplog.at_level(logging.INFO):
         look_twice(file)
     assert set(file.tokens) == {digest_of(third)}
-    assert "read tokens count=1" in caplog.text
+    assert "loaded tokens count=1" in caplog.text
     assert all(secret not in caplog.text for secret in (first, second, third))
 
 

@@ -1,4 +1,4 @@
-"""The command line `tq-service`. Modules of commands are imported on demand, to keep probes fast."""
+"""The command line `tq-service`. Command modules are imported on demand, which keeps health probes fast."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from typer.core import TyperGroup
 
 from tq_service.errors import TqError
 
-# Commands and their summaries. The module of the same name has a function `command`, and `EXAMPLES`, which end --help.
+# Commands and their summaries. The module of the same name defines `command`, and the `EXAMPLES` at the end of --help.
 COMMANDS = {
     "serve": "Run the service until SIGTERM or SIGINT.",
     "status": "Show a service, its partitions and tasks, and why calls wait.",
     "explain": "Explain why claims of a partition wait.",
-    "ui": "Serve a live page of a service for browsers.",
+    "ui": "Serve a live page that shows a service in the browser.",
     "partition": "List, show, seal and clear partitions, and peek at their samples.",
     "task": "Show, explain and reset tasks.",
-    "deadletter": "List dead-lettered samples, and requeue them.",
+    "deadletter": "List and requeue dead-lettered samples.",
     "storage": "List the storage services.",
-    "sampler": "List the samplers of a service, with their options.",
+    "sampler": "List a service's samplers and their options.",
     "checkpoint": "Write, list and restore checkpoints.",
-    "replay": "Serve recorded batches again, read-only, or list them.",
+    "replay": "Serve recorded batches again, read-only, or list the recorded steps.",
     "diff": "Compare the metadata of two recorded batches.",
     "token": "Create, list and revoke bearer tokens.",
-    "health": "Print the health of a service; exit code 0 if it is SERVING.",
+    "health": "Print the health of a service; the exit code is 0 if it is SERVING.",
     "version": "Print the versions of this program and of the service.",
     "plan": "Preview the plan of each sampler for a file of sample lengths.",
     "bench": "Measure claims, puts and gets against a service for a few seconds.",
 }
-# Commands with verbs, and their module, which has the group under the command's name in capitals.
+# Commands with verbs, and the module that defines each one's group, under the command's name in capitals.
 _GROUPS = {
     "partition": "partitions", "task": "partitions", "deadletter": "partitions",
     "storage": "services", "sampler": "services", "checkpoint": "services",
@@ -47,7 +47,7 @@ _EXTRAS = {
 class _CommandsOnDemand(TyperGroup):
     """Imports a command's module on first use.
 
-    The signatures are loose since typer uses click or a copy of it, depending on its version.
+    The signatures are loosely typed, since typer uses either click or a copy of click, depending on typer's version.
     """
 
     def list_commands(self, ctx: Any) -> list[str]:
@@ -56,7 +56,7 @@ class _CommandsOnDemand(TyperGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in COMMANDS:
             return super().get_command(ctx, cmd_name)
-        from tq_service.cli.options import GroupedOptions  # noqa: PLC0415  (the overview does without)
+        from tq_service.cli.options import GroupedOptions  # noqa: PLC0415  (not needed by the overview)
 
         module = importlib.import_module(f"tq_service.cli.{_GROUPS.get(cmd_name, cmd_name)}")
         if cmd_name in _GROUPS:
@@ -76,7 +76,7 @@ class _CommandsOnDemand(TyperGroup):
 app = typer.Typer(
     cls=_CommandsOnDemand,
     no_args_is_help=True,
-    rich_markup_mode=None,  # boxes cut long option names; plain text wraps
+    rich_markup_mode=None,  # boxes truncate long option names, whereas plain text wraps
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="Exit codes: 0 success, 1 error, 2 usage error, 70 service failure, 130 interrupted.",
@@ -85,7 +85,7 @@ app = typer.Typer(
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        from tq_service.version import BUILD  # noqa: PLC0415  (needed by this flag only)
+        from tq_service.version import BUILD  # noqa: PLC0415  (needed only by this flag)
 
         typer.echo(f"tq-service {BUILD}")
         raise typer.Exit
@@ -101,7 +101,7 @@ def _root(
 
 
 def main() -> None:
-    """Run the command line. Prints an error as one line on stderr, with a hint if available."""
+    """Run the command line. An error is printed as one line on stderr, followed by a hint if available."""
     try:
         sys.exit(app(standalone_mode=False))
     except (TqError, ConnectionError, TimeoutError) as error:
@@ -113,9 +113,9 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     except Exception as error:
-        usage_error: Any = error  # of click, or of typer's copy of it
+        usage_error: Any = error  # from click or from typer's copy of click
         if not hasattr(usage_error, "format_message"):
-            if type(error).__name__ == "Abort":  # a question was declined
+            if type(error).__name__ == "Abort":  # the user declined a confirmation
                 sys.exit(130)
             raise
         context = getattr(usage_error, "ctx", None)
@@ -132,10 +132,10 @@ def _fail(message: str, hint: str, exit_code: int) -> None:
 
 
 def _hint(error: BaseException) -> str:
-    """Return advice on an error of a call in addition to its message, or an empty string."""
+    """Return a hint for a failed call, in addition to the error's message, or an empty string."""
     reason, metadata = getattr(error, "reason", ""), getattr(error, "metadata", {})
     if reason == "UNAVAILABLE" and "address" in metadata:
-        return 'start one with "tq-service serve", or name another with --address or TQ_ADDRESS'
+        return 'start a service with "tq-service serve", or set another address with --address or TQ_ADDRESS'
     if reason == "PARTITION_NOT_FOUND" and _looks_like_address(name := metadata.get("partition_id", "")):
         return f"pass an address with --address: tq-service status --address {name}"
     return ""

@@ -1,4 +1,4 @@
-"""Lets `python -m tq_service.cli` be the command line."""
+"""Runs the command line as `python -m tq_service.cli`."""
 
 from tq_service.cli import main
 

@@ -1,4 +1,4 @@
-"""`tq-service bench`: a few seconds of load from one client process of this machine."""
+"""`tq-service bench`: measures a few seconds of load from one client process on this machine."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ EXAMPLES = """\
   tq-service bench --size 256MiB --json"""
 
 _ADDRESS_HELP = (
-    "The service, as host:port, or the host alone for port 50051. Default: a temporary service, started for this "
-    "command and stopped after it."
+    "Service address as host:port, or only the host for port 50051. Default: a temporary service that runs only during "
+    "this command."
 )
 _ANSWER_SECONDS = 5.0
 _CLAIM_SAMPLES = 65_536
@@ -39,20 +39,20 @@ _MOST_REPEATS = 2_000
 
 def _command(
     seconds: Annotated[float, typer.Option(min=0.5, max=600, help="Approximate duration of the measurement.")] = 10.0,
-    ranks: Annotated[int, typer.Option(min=1, max=512, help="Trainer ranks that claim at once.")] = 16,
+    ranks: Annotated[int, typer.Option(min=1, max=512, help="Number of trainer ranks that claim concurrently.")] = 16,
     size: Annotated[str, typer.Option(metavar="SIZE", help="Size of a bulk put, such as 64MiB.")] = "64MiB",
     as_json: AsJson = False,
     **given: Any,
 ) -> None:
     """Measure claims, puts and gets of one client process against a service.
 
-    It removes its data afterwards. The figures apply to the machines that client and service run on.
+    The command removes its data afterwards. The results apply only to the machines that run client and service.
     """
     size_bytes = _positive_bytes(size)
 
     async def run(target: str, **credentials: Any) -> list[_Figure]:
         measuring = asyncio.current_task()
-        if measuring is not None:  # SIGTERM, like SIGINT by default, removes the benchmark's data
+        if measuring is not None:  # so that SIGTERM, like SIGINT, removes the benchmark's data
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, measuring.cancel)
         async with AsyncClient(target, **credentials) as client:
             return [
@@ -63,7 +63,7 @@ def _command(
 
     try:
         if given["address"]:
-            with open_client(timeout=_ANSWER_SECONDS, **given):  # else a wrong address would be retried for a minute
+            with open_client(timeout=_ANSWER_SECONDS, **given):  # otherwise, a wrong address is retried for a minute
                 pass
             figures = asyncio.run(run(given.pop("address"), **given))
         else:
@@ -92,21 +92,21 @@ def _positive_bytes(size: str) -> int:
     except ValueError as error:
         raise InvalidArgumentError(f"--size: got {size!r}: {error}", field="size") from None
     if not isinstance(size_bytes, int) or size_bytes <= 0:
-        raise InvalidArgumentError(f"--size: got {size!r}; expected more than 0 bytes, such as 64MiB", field="size")
+        raise InvalidArgumentError(f"--size: got {size!r}, expected more than 0 bytes, such as 64MiB", field="size")
     return size_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Figure:
-    """One line of the result.
+    """One row of the results.
 
     Attributes:
         name: the measured operation.
-        rate: rate per second, in `unit`.
+        rate: operations or amount of data per second, in `unit`.
         unit: unit of the rate.
         p50_ms: median latency in milliseconds.
         p99_ms: 99th percentile of the latency in milliseconds.
-        count: number of calls measured.
+        count: number of measured calls.
     """
 
     name: str
@@ -124,7 +124,7 @@ def _figure(name: str, latencies: list[float], *, rate: float, unit: str) -> _Fi
 
 @asynccontextmanager
 async def _partition(client: AsyncClient) -> AsyncIterator[str]:
-    """Yield the name of a new partition; clears it in any case at the end."""
+    """Yield the name of a new partition, which is always cleared at the end."""
     partition_id = f"bench-{secrets.token_hex(6)}"
     await client.create_partition(partition_id)
     try:
@@ -140,7 +140,7 @@ async def _timed(call: Awaitable[object]) -> float:
 
 
 async def _repeated(call: Callable[[], Awaitable[float]], seconds: float) -> list[float]:
-    """Return the latencies of a call that is repeated for some time."""
+    """Repeat a call for some time and return its latencies."""
     latencies: list[float] = []
     until = time.perf_counter() + seconds
     while not latencies or (time.perf_counter() < until and len(latencies) < _MOST_REPEATS):
@@ -149,7 +149,7 @@ async def _repeated(call: Callable[[], Awaitable[float]], seconds: float) -> lis
 
 
 async def _measure_latencies(client: AsyncClient, seconds: float) -> list[_Figure]:
-    """Measure calls that answer from counters, and the time from a put until a waiting worker has the sample."""
+    """Measure calls that only read counters, and the time from a put until a waiting worker receives the sample."""
     async with _partition(client) as partition_id:
 
         async def wake() -> float:
@@ -172,7 +172,7 @@ async def _measure_latencies(client: AsyncClient, seconds: float) -> list[_Figur
 
 
 async def _measure_claims(client: AsyncClient, seconds: float, ranks: int) -> list[_Figure]:
-    """Measure `ranks` trainer ranks that claim batches of 8 of a full partition at once."""
+    """Measure `ranks` trainer ranks that concurrently claim batches of 8 samples from a full partition."""
     async with _partition(client) as partition_id:
         await client.put(partition_id, {"value": np.zeros(_CLAIM_SAMPLES, np.int8)})
         latencies: list[float] = []
@@ -196,7 +196,7 @@ async def _measure_claims(client: AsyncClient, seconds: float, ranks: int) -> li
 
         await asyncio.gather(*(consume(rank) for rank in range(ranks)))
         elapsed = time.perf_counter() - started
-    return [_figure(f"claim, {ranks} ranks at once", latencies, rate=len(latencies) / elapsed, unit="claims/s")]
+    return [_figure(f"claim, {ranks} concurrent ranks", latencies, rate=len(latencies) / elapsed, unit="claims/s")]
 
 
 async def _measure_bulk(client: AsyncClient, seconds: float, size_bytes: int) -> list[_Figure]:

@@ -24,16 +24,16 @@ EXAMPLES = """\
 
 def command(
     place: Place,
-    first: Annotated[int, typer.Argument(min=0, help="batch_index of one step.")],
-    second: Annotated[int, typer.Argument(min=0, help="batch_index of the other step.")],
+    first: Annotated[int, typer.Argument(min=0, help="The batch_index of the first step.")],
+    second: Annotated[int, typer.Argument(min=0, help="The batch_index of the second step.")],
     *,
     task: Task = None,
     partition: Partition = None,
     epoch: Epoch = None,
     incarnation: Incarnation = None,
-    other: Annotated[str | None, typer.Option(help="Recording of the other step. Default: the same.")] = None,
+    other: Annotated[str | None, typer.Option(help="Recording of the second step. Default: the same.")] = None,
     other_partition: Annotated[
-        str | None, typer.Option(help="Partition of the other step. Default: that of the first one.")
+        str | None, typer.Option(help="Partition of the second step. Default: that of the first.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -115,7 +115,7 @@ def _words(found: StepDifference) -> Iterator[str]:
         yield f"samples only in the first step: {found.only_first}"
         yield f"samples only in the second step: {found.only_second}"
     else:
-        yield "the partitions differ, and the samples lack keys: common samples are unknown"
+        yield "common samples are unknown: the partitions differ, and the samples have no keys"
     for which, names in (("first", found.groups_only_first), ("second", found.groups_only_second)):
         if names.count:
             yield f"groups only in the {which} step: {names}"

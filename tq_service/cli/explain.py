@@ -14,7 +14,7 @@ EXAMPLES = """\
 
 
 def explain(partition: Partition, task: TaskOrAll = None, as_json: AsJson = False, **service: Any) -> None:
-    """Explain why claims of a partition wait: how many samples are ready, and why the others are not."""
+    """Explain why claims wait: how many of a partition's samples are ready, and why the others are not."""
     with open_client(**service) as client:
         reasons = client.explain(partition, task)
     if as_json:

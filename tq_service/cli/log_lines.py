@@ -1,4 +1,4 @@
-"""Destination and format of log lines."""
+"""Configuration of logging: the destination and format of log lines."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any
 from tq_service.errors import InvalidArgumentError
 from tq_service.log_message import LogMessage
 
-# Spelled out: importing it from the server would slow down --help.
+# Repeated here because importing it from the server would slow down --help.
 AUDIT_LOGGER = "tq_service.audit"
 
 
 class _TextFormatter(logging.Formatter):
-    """One line for people. Escapes its message, in which callers' names could otherwise fake another line."""
+    """Formats a record as one readable line, escaping the message so that names from callers cannot fake log lines."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  (logging's name)
         record.message = "".join(
@@ -27,7 +27,7 @@ class _TextFormatter(logging.Formatter):
 
 
 class _JsonFormatter(logging.Formatter):
-    """One JSON object per line, with the fields of a LogMessage or of the audit log by name."""
+    """Formats a record as one JSON object per line, with the fields of a `LogMessage` or of the audit log by name."""
 
     def format(self, record: logging.LogRecord) -> str:
         line: Any = vars(record).get("audit")
@@ -45,7 +45,7 @@ class _JsonFormatter(logging.Formatter):
 
 
 class _AuditTextFormatter(logging.Formatter):
-    """One line of the audit log for people; texts from callers are already escaped."""
+    """Formats an audit record as one readable line; text from callers is already escaped."""
 
     def format(self, record: logging.LogRecord) -> str:
         return f"{_moment(record)} AUDIT   {record.getMessage()}"
@@ -56,8 +56,8 @@ def configure_logging(level: str, style: str, audit_file: Path | None = None) ->
 
     Args:
         level: minimum level to log; does not apply to the audit log.
-        style: "text" for people or "json" for one JSON object per line.
-        audit_file: file to append the audit log to, reopened after the file is moved away; None: stderr.
+        style: "text" for readable lines or "json" for one JSON object per line.
+        audit_file: file to append the audit log to, reopened if the file is moved (log rotation); None for stderr.
 
     Raises:
         InvalidArgumentError: the file cannot be written.
@@ -70,7 +70,7 @@ def configure_logging(level: str, style: str, audit_file: Path | None = None) ->
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
-    for name in ("grpc", "asyncio"):  # their lines only concern their authors
+    for name in ("grpc", "asyncio"):  # their lower levels are of no use to operators
         logging.getLogger(name).setLevel(logging.WARNING)
     try:
         audit_handler: logging.Handler = (
@@ -86,5 +86,5 @@ def configure_logging(level: str, style: str, audit_file: Path | None = None) ->
 
 
 def _moment(record: logging.LogRecord) -> str:
-    """Return when a line was written, in UTC."""
+    """Return the time at which a record was logged, in UTC."""
     return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z"

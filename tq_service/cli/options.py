@@ -1,4 +1,4 @@
-"""Shared code of commands: options, connecting to the service, groups of verbs, and printing."""
+"""Code shared by commands: options, connecting to the service, groups of verbs, and printing."""
 
 from __future__ import annotations
 
@@ -26,34 +26,34 @@ if TYPE_CHECKING:
     from tq_service.client import Client
 
 ADDRESS_HELP: Final = (
-    "The service, as host:port, or the host alone for port 50051; addresses of several controllers are separated by "
+    "Service address as host:port, or only the host for port 50051; separate the addresses of several controllers by "
     "commas. Default: localhost:50051."
 )
 
-# Clients read the same variables. The token itself is not an option: every user of a machine can read the arguments of
-# its processes.
+# Clients read the same variables. The token itself is not an option, since every user of a machine can read the
+# arguments of all processes.
 _TLS_FILES: Final = {
     "ca": "Certificate authorities (PEM) that sign the service's certificate; enables TLS.",
-    "cert": "Certificate (PEM) of this client, for a service that requires one.",
-    "key": "Private key (PEM) of that certificate.",
+    "cert": "Certificate (PEM) of this client, if the service requires one.",
+    "key": "Private key (PEM) of the client certificate.",
 }
 
-_WHOLE: Final = 10_000  # characters: longer than any sentence
+_WHOLE: Final = 10_000  # number of characters, more than any sentence has
 _START_SECONDS: Final = 1.0
 _ASK_AGAIN_SECONDS: Final = 0.1
 _ANSWER_SECONDS: Final = 5.0
 _COMPLETION_SECONDS: Final = 1.0
 _MOST_COMPLETIONS: Final = 100
 
-Prefix = Annotated[str, typer.Argument(help="Prefix of the names.", show_default=False)]
-Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask first.")]
+Prefix = Annotated[str, typer.Argument(help="Only names with this prefix.", show_default=False)]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
 
 
-# Commands with options that their functions do not name
+# Options that commands take in addition to the parameters of their functions
 
 
 def option(name: str, kind: Any, info: Any, default: Any = None) -> inspect.Parameter:
-    """Return an option as a parameter of a command, with a default of None unless given."""
+    """Return an option as a parameter of a command; the default is None unless given."""
     return inspect.Parameter(
         name,
         inspect.Parameter.KEYWORD_ONLY,
@@ -65,14 +65,14 @@ def option(name: str, kind: Any, info: Any, default: Any = None) -> inspect.Para
 def with_options(
     function: Callable[..., Any], options: Iterable[inspect.Parameter], call: Callable[..., None] | None = None
 ) -> Callable[..., None]:
-    """Return a command with the parameters of a function, except `client` and `**`, and more options.
+    """Return a command with the parameters of a function, except `client` and `**`, and additional options.
 
     Args:
-        function: does the work.
+        function: the function that does the work.
         options: the options to add.
-        call: receives the values of all parameters, and calls the function; None: call the function directly.
+        call: receives the values of all parameters and calls the function; None to call the function directly.
     """
-    signature = inspect.signature(function, eval_str=True, locals={"Client": object})  # --help does without clients
+    signature = inspect.signature(function, eval_str=True, locals={"Client": object})  # --help needs no client
     parameters = [
         parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
         for parameter in signature.parameters.values()
@@ -93,22 +93,22 @@ def _service_options(address_help: str = ADDRESS_HELP, timeout: float | None = N
     info = typer.Option("--address", "-a", envvar="TQ_ADDRESS", help=address_help)
     yield option("address", str, info)
     if timeout is not None:
-        text = "Seconds to wait for an answer; connection attempts stop after one second."
+        text = "Seconds to wait for a response; connection attempts stop after one second."
         yield option("timeout", float, typer.Option(min=0.1, help=text), timeout)
     for name, text in _TLS_FILES.items():
         info = typer.Option(metavar="FILE", envvar=f"TQ_TLS_{name.upper()}", help=text)
         yield option(f"tls_{name}", str, info)
     # The client itself reads the variable; TQ_TOKEN has priority.
-    text = "File with the token; alternatively, set TQ_TOKEN to the token. [env var: TQ_TOKEN_FILE]"
+    text = "File that contains the token; alternatively, set TQ_TOKEN to the token itself. [env var: TQ_TOKEN_FILE]"
     yield option("token_file", Path, typer.Option(metavar="FILE", help=text))
 
 
 def _take_credentials(values: dict[str, Any]) -> dict[str, Any]:
-    """Remove the TLS and token options from the values, and return the client's arguments `token` and `tls`."""
+    """Remove the TLS and token options from the values and return them as the client's arguments `token` and `tls`."""
     files = {name: values.pop(f"tls_{name}", None) for name in _TLS_FILES}
     given = {"token": values.pop("token_file", None), "tls": None}
     if any(files.values()):
-        from tq_service import Tls  # noqa: PLC0415  (--help does without grpc)
+        from tq_service import Tls  # noqa: PLC0415  (--help does not need grpc)
 
         given["tls"] = Tls(**files)
     return given
@@ -117,7 +117,7 @@ def _take_credentials(values: dict[str, Any]) -> dict[str, Any]:
 def with_address(
     function: Callable[..., None], address_help: str = ADDRESS_HELP, timeout: float | None = None
 ) -> Callable[..., None]:
-    """Add options for address, TLS and token to a command; its `**` parameter gets `address`, `token` and `tls`."""
+    """Add options for the address, TLS and token to a command, which receives `address`, `token` and `tls` in `**`."""
 
     def call(**values: Any) -> None:
         function(**_take_credentials(values), **values)
@@ -126,7 +126,7 @@ def with_address(
 
 
 def with_service(function: Callable[..., None]) -> Callable[..., None]:
-    """Add options for the service to a command; its `**` parameter gets the arguments of `open_client`."""
+    """Add options for the service to a command, which receives the arguments of `open_client` in `**`."""
     return with_address(function, timeout=_ANSWER_SECONDS)
 
 
@@ -134,7 +134,7 @@ def with_service(function: Callable[..., None]) -> Callable[..., None]:
 
 
 class GroupedOptions(TyperCommand):
-    """Shows options under the titles of their `rich_help_panel`, as plain text; the others under Options."""
+    """A command whose help lists options under the title of their `rich_help_panel`, or under Options without one."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the options."""
@@ -149,7 +149,7 @@ class GroupedOptions(TyperCommand):
 
 
 class _VerbGroup(TyperGroup):
-    """Lists each verb with the full first sentence of its help, which typer would cut to one line."""
+    """A group whose help lists each verb with its full first sentence, which typer would truncate to one line."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write the verbs."""
@@ -158,7 +158,7 @@ class _VerbGroup(TyperGroup):
 
 
 def make_group(examples: str) -> typer.Typer:
-    """Return a command group; add its verbs with `verb`."""
+    """Return a command group, to which `verb` adds verbs."""
     group = typer.Typer(
         cls=_VerbGroup,
         add_completion=False,
@@ -166,17 +166,17 @@ def make_group(examples: str) -> typer.Typer:
         no_args_is_help=True,
         epilog=f"\b\nExamples:\n{examples}",
     )
-    group.callback()(lambda: None)  # keeps the verb of a group that has only one
+    group.callback()(lambda: None)  # without a callback, typer would drop the verb of a group with only one
     return group
 
 
 def verb(
     group: typer.Typer, name: str, timeout: float | None = _ANSWER_SECONDS
 ) -> Callable[[Callable[..., Answer]], Callable[..., Answer]]:
-    """Add a function to a group as a command, with --json and the options of the service.
+    """Add a function to a group as a command, with --json and the options for the service.
 
-    The function gets a client of the service as `client`, and yields an answer for `show`. If `timeout` is None, it
-    does not call a service and gets no client.
+    The function receives a client of the service as `client` and yields an answer for `show`. If `timeout` is None, the
+    command calls no service, and the function receives no client.
     """
 
     def add(function: Callable[..., Answer]) -> Callable[..., Answer]:
@@ -201,19 +201,19 @@ def verb(
 
 @contextmanager
 def open_client(address: str | None, timeout: float, **credentials: Any) -> Iterator[Client]:
-    """Yield a client of a service that answers; retries refused connections for at most a second.
+    """Yield a client once the service responds; refused connections are retried for at most a second.
 
     Args:
-        address: the given address; None: the default.
-        timeout: seconds that a call may take.
+        address: address of the service; None for the default.
+        timeout: maximum duration of a call in seconds.
         **credentials: credentials of the client.
 
     Raises:
         InvalidArgumentError: the address is invalid.
         UnavailableError: the service cannot be reached.
-        DeadlineError: it does not answer.
+        DeadlineError: the service does not respond.
     """
-    from tq_service.client import Client  # noqa: PLC0415  (--help does without grpc)
+    from tq_service.client import Client  # noqa: PLC0415  (--help does not need grpc)
 
     with Client(address, timeout, **credentials) as client:
         given_up_at = time.monotonic() + min(timeout, _START_SECONDS)
@@ -226,14 +226,14 @@ def open_client(address: str | None, timeout: float, **credentials: Any) -> Iter
             except UnavailableError:
                 if time.monotonic() >= given_up_at:
                     raise
-            except TqError:  # the service answers, and the next call gives the better error
+            except TqError:  # the service responds, and the next call raises a better error
                 break
             time.sleep(_ASK_AGAIN_SECONDS)
         yield client
 
 
 def probed_address(address: str | None) -> str:
-    """Return the given address, else that of a server on this machine with TQ_PORT of this environment.
+    """Return the given address, or else that of a server on this machine that listens on TQ_PORT or the default port.
 
     Raises:
         InvalidArgumentError: the address is invalid.
@@ -243,18 +243,18 @@ def probed_address(address: str | None) -> str:
     port = os.environ.get("TQ_PORT") or str(DEFAULT_PORT)
     if not port.isdecimal():
         raise InvalidArgumentError(
-            f"TQ_PORT: got {port!r}, expected the port to listen on (Kubernetes sets this for a service named tq: use "
-            "another name, or enableServiceLinks: false)"
+            f"TQ_PORT: got {port!r}, expected a port number. If Kubernetes sets the variable for a service named tq, "
+            "use another name, or set enableServiceLinks: false"
         )
     return f"localhost:{port}"
 
 
-# Names that shells complete from the service
+# Shell completion of names, which are requested from the service
 
 
 def _completions(ctx: typer.Context, names: Callable[[Client], Sequence[str]]) -> Sequence[str]:
-    """Return the names to complete; none if the service does not answer at once."""
-    with contextlib.suppress(Exception):  # shell completion shows no errors
+    """Return the names to complete, or none if the service does not respond at once."""
+    with contextlib.suppress(Exception):  # shell completion must not print errors
         from tq_service.client import Client  # noqa: PLC0415  (as in open_client)
 
         credentials = _take_credentials(dict(ctx.params))
@@ -282,7 +282,7 @@ Partitions = Annotated[
     typer.Argument(help="Names of partitions.", autocompletion=_complete_partition),
 ]
 Task = Annotated[str, typer.Argument(help="Name of the task.", autocompletion=_complete_task)]
-TaskOrAll = Annotated[str | None, typer.Argument(help="Only this task.", autocompletion=_complete_task)]
+TaskOrAll = Annotated[str | None, typer.Argument(help="Name of the only task to show.", autocompletion=_complete_task)]
 
 
 _PIPED_WIDTH = 160
@@ -290,11 +290,11 @@ _PIPED_WIDTH = 160
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 Answer = Iterator[Any]
-"""The output of a command: first a document, the only item that --json prints, then texts and tables for people."""
+"""The output of a command: first the document that --json prints, then the text and tables printed without --json."""
 
 
 def show(answer: Answer, as_json: bool) -> None:
-    """Print an answer."""
+    """Print an answer, either as JSON or as text and tables."""
     document = next(answer)
     if as_json:
         print_json(document)
@@ -307,13 +307,13 @@ def show(answer: Answer, as_json: bool) -> None:
 
 
 def announce(line: str) -> None:
-    """Print and flush a line for the person or program that started a service; ignores a closed stdout."""
+    """Print and flush a line for the person or program that started the service, ignoring a closed stdout."""
     with contextlib.suppress(OSError):
         print(line, flush=True)
 
 
 def print_json(document: Any, indent: int | None = 2) -> None:
-    """Print JSON to stdout; dataclasses become objects, and bytes hexadecimal digits."""
+    """Print JSON to stdout; dataclasses are converted to objects, and bytes to hexadecimal digits."""
     typer.echo(json.dumps(document, indent=indent, default=_json_value))
 
 
@@ -322,22 +322,22 @@ def _json_value(value: Any) -> Any:
 
 
 def console() -> Console:
-    """Return a console for stdout, as wide as the terminal; without a terminal wide enough for our tables."""
-    from rich.console import Console  # noqa: PLC0415  (only for people)
+    """Return a console for stdout, as wide as the terminal, or wide enough for our tables if there is no terminal."""
+    from rich.console import Console  # noqa: PLC0415  (not needed by --json)
 
     terminal = Console()
     return terminal if terminal.is_terminal else Console(width=_PIPED_WIDTH)
 
 
 def table(headings: str, rows: Iterable[Sequence[object]], *, no_wrap: bool = False) -> Table:
-    """Return a table.
+    """Return a table to print.
 
     Args:
-        headings: headings of the columns, separated by commas; the prefix ">" marks right-aligned columns of numbers.
-        rows: cells of the rows. None is shown as "-"; texts are never interpreted as markup.
-        no_wrap: whether text that does not fit is cut instead of wrapped.
+        headings: column headings, separated by commas; the prefix ">" marks right-aligned columns of numbers.
+        rows: cells of the rows. None is shown as "-"; text is never interpreted as markup.
+        no_wrap: whether text that does not fit is truncated instead of wrapped.
     """
-    from rich.table import Table  # noqa: PLC0415  (only for people)
+    from rich.table import Table  # noqa: PLC0415  (not needed by --json)
     from rich.text import Text  # noqa: PLC0415  (as above)
 
     shown = Table(box=None, pad_edge=False)

@@ -1,4 +1,4 @@
-"""`tq-service partition`, `task` and `deadletter`: partitions, their samples and their consumers."""
+"""`tq-service partition`, `task` and `deadletter`: partitions, their samples, and the tasks that consume them."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ DEADLETTER = make_group("""\
   tq-service deadletter requeue train@3 reward
   tq-service deadletter requeue train@3 reward 17 18""")
 
-_MOST_SHOWN = 6  # values of a tensor
-_MOST_LOOK_UPS = 5  # repeated if samples are cleared before they are read
+_MOST_SHOWN = 6  # maximum number of a tensor's values to show
+_MOST_LOOK_UPS = 5  # look-ups are repeated if samples are cleared before they are read
 
 
 def _confirm(question: str, yes: bool) -> None:
-    """Ask before something that cannot be undone."""
+    """Ask for confirmation before an irreversible operation."""
     if yes:
         return
     if not sys.stdin.isatty():
-        raise InvalidArgumentError(f"{question} give --yes, since stdin is not a terminal", field="yes")
+        raise InvalidArgumentError(f"{question} Pass --yes to confirm, since stdin is not a terminal", field="yes")
     typer.confirm(question, abort=True, err=True)
 
 
@@ -74,7 +74,7 @@ def list_partitions(client: Client, prefix: Prefix = "") -> Answer:
 @verb(PARTITION, "show")
 def show_partition(client: Client, partition: Partition) -> Answer:
     """Show a partition: its samples by state, fields, custom_meta, limits and tasks."""
-    from tq_service.cli.status import (  # noqa: PLC0415  (--help does without)
+    from tq_service.cli.status import (  # noqa: PLC0415  (not needed by --help)
         as_document,
         blocks_of,
         read,
@@ -97,7 +97,7 @@ def show_partition(client: Client, partition: Partition) -> Answer:
 
 @verb(PARTITION, "seal")
 def seal(client: Client, partition: Partition) -> Answer:
-    """Seal a partition: it accepts no new samples, and its tasks can end."""
+    """Seal a partition: it accepts no new samples, so its tasks can complete."""
     count = client.seal_partition(partition)
     yield {"partition_id": partition, "inserted_count": count}
     yield f"sealed {partition} with {count:,} samples"
@@ -107,7 +107,7 @@ def seal(client: Client, partition: Partition) -> Answer:
 def clear(
     client: Client, partitions: Annotated[list[str], typer.Argument(help="Names of partitions.")], yes: Yes = False
 ) -> Answer:
-    """Remove partitions with all their data; calls that wait on them end."""
+    """Remove partitions with all their data; calls that are waiting for them end."""
     counts = {name: client.describe_partition(name).summary.present_count for name in dict.fromkeys(partitions)}
     _confirm(f"clear {', '.join(counts)} with {sum(counts.values()):,} samples?", yes)
     counts = {name: client.clear_partition(name) for name in counts}
@@ -120,10 +120,10 @@ def clear(
 def peek(
     client: Client,
     partition: Partition,
-    limit: Annotated[int, typer.Option(min=1, max=1000, help="Number of samples.")] = 3,
-    field: Annotated[list[str] | None, typer.Option(help="Only this field; may be repeated.")] = None,
+    limit: Annotated[int, typer.Option(min=1, max=1000, help="Maximum number of samples to show.")] = 3,
+    field: Annotated[list[str] | None, typer.Option(help="Show only this field; may be repeated.")] = None,
 ) -> Answer:
-    """Show the first samples of a partition: names, custom_meta and field values."""
+    """Show a partition's first samples: keys, groups, custom_meta and field values."""
     rows = _first_samples(client, partition, limit, field)
     yield [{**row, "fields": {name: _plain(value) for name, value in row["fields"].items()}} for row in rows]
     if not rows:
@@ -138,9 +138,9 @@ def peek(
 
 
 def _first_samples(client: Client, partition: str, limit: int, wanted: list[str] | None) -> list[dict[str, Any]]:
-    """Return the first samples of a partition; looks them up again if a running job cleared some before the read.
+    """Return a partition's first samples, looking them up again if a running job cleared some before they were read.
 
-    The first read imports torch, which takes seconds; later ones are fast.
+    The first read imports torch, which takes seconds; later reads are fast.
     """
     for _ in range(_MOST_LOOK_UPS):
         meta, _cursor = client.lookup_samples(partition, limit=limit)
@@ -172,14 +172,14 @@ def _peeked(client: Client, sample: BatchMeta, wanted: list[str] | None) -> dict
 
 
 def _plain(value: Any) -> Any:
-    """Return a value of a field for JSON: arrays as lists, unsupported types as text."""
+    """Return a field's value for JSON: arrays as lists, unsupported types as text."""
     if hasattr(value, "tolist"):
         return value.tolist()
     return value if isinstance(value, str | int | float | bool | list | dict | None) else repr(value)
 
 
 def _readable(value: Any) -> str:
-    """Return a value of a field in a line; for an array its first values, dtype and shape."""
+    """Return a field's value as one line; an array is shown with its first values, dtype and shape."""
     if not hasattr(value, "tolist"):
         text = repr(value)
         return text if len(text) <= 200 else f"{text[:200]}... ({len(text):,} characters)"
@@ -264,19 +264,19 @@ TASK.command("explain")(explain.command)
 
 @verb(TASK, "show")
 def show_tasks(client: Client, partition: Partition, task: TaskOrAll = None) -> Answer:
-    """Show tasks of a partition: delivered, pending, unacknowledged and redelivered samples, and why calls wait."""
+    """Show a partition's tasks: delivered, pending, unacknowledged and redelivered samples, and why calls wait."""
     described = client.describe_partition(partition)
     waits = client.explain(partition, task)
     tasks = [each for each in described.tasks if task in {None, each.task_name}]
     if task is not None and not tasks:
         raise TaskNotFoundError(
-            f"no task {task!r} has asked for samples of partition {partition!r}; "
+            f"no task {task!r} has requested samples of partition {partition!r}; "
             f"{nearest(task, [each.task_name for each in described.tasks])}",
             metadata={"partition_id": partition, "task_name": task},
         )
     yield {"tasks": tasks, "waits": waits}
     if not tasks:
-        yield f"no task has asked for samples of partition {partition!r}"
+        yield f"no task has requested samples of partition {partition!r}"
     for each in tasks:
         yield f"task {each.task_name} of partition {partition}"
         for name, value in _facts(each, described):
@@ -324,7 +324,7 @@ def _facts(task: TaskStatus, partition: PartitionDescription) -> Iterator[tuple[
         since, left = lease.delivered_ago_seconds, lease.ends_in_seconds
         yield "leased to", f"{name}: {lease.leased_count:,} for {since:,.0f} s, {left:,.0f} s left"
     if hidden_count := task.leasing_claim_count - len(task.leases):
-        yield "leased to", f"{hidden_count:,} claims more"
+        yield "leased to", f"{hidden_count:,} more claims"
 
 
 @verb(TASK, "evicted")
@@ -332,15 +332,15 @@ def list_evicted(
     client: Client,
     partition: Partition,
     task: Task,
-    after: Annotated[int, typer.Option(min=0, help="Serial of the last known unit.")] = 0,
+    after: Annotated[int, typer.Option(min=0, help="List only units with a higher serial number.")] = 0,
 ) -> Answer:
-    """List up to 1,024 samples, rollouts and groups that claims of a task evicted, and the state of their refill."""
+    """List up to 1,024 samples, rollouts and groups evicted by claims of a task, and the state of their refill."""
     found = client.take_evicted(partition, task, after)
     yield found
     if found.dropped_count:
-        yield f"{found.dropped_count:,} units before these are no longer kept"
+        yield f"{found.dropped_count:,} earlier units are no longer available"
     if not found.units:
-        yield f"claims of task {task} have evicted nothing after serial {after}"
+        yield f"claims of task {task} have not evicted any units after serial {after}"
         return
     rows = [
         (
@@ -358,17 +358,17 @@ def reset(
     partition: Partition,
     task: Task,
     keep_consumed: Annotated[
-        bool, typer.Option("--keep-consumed", help="Do not deliver consumed samples again; restart only batch numbers.")
+        bool, typer.Option("--keep-consumed", help="Restart only batch numbers; do not deliver consumed samples again.")
     ] = False,
     yes: Yes = False,
 ) -> Answer:
-    """Start the next epoch of a task: its samples can be claimed again, and batches restart at 0."""
+    """Start the next epoch of a task: its samples become claimable again, and batch numbers restart at 0."""
     status = client.check_consumption(partition, task)
-    what = "keep consumed samples" if keep_consumed else f"deliver {status.consumed_count:,} samples again"
+    what = "keep samples consumed" if keep_consumed else f"deliver {status.consumed_count:,} samples again"
     _confirm(f"{what}, and start epoch {status.epoch + 1} of task {task} of partition {partition}?", yes)
     epoch = client.reset_consumption(partition, task, status.epoch, keep_consumed=keep_consumed)
     yield {"partition_id": partition, "task_name": task, "epoch": epoch}
-    yield f"task {task} of partition {partition} is at epoch {epoch}"
+    yield f"task {task} of partition {partition} is now in epoch {epoch}"
 
 
 # Samples that were delivered too often without being acknowledged
@@ -377,9 +377,9 @@ def reset(
 @verb(DEADLETTER, "ls")
 def list_dead_lettered(
     client: Client,
-    partition: Annotated[str | None, typer.Argument(help="Only of this partition.")] = None,
+    partition: Annotated[str | None, typer.Argument(help="Name of the only partition to list.")] = None,
 ) -> Answer:
-    """List tasks with dead-lettered samples, and the first hundred indexes of each."""
+    """List tasks with dead-lettered samples, and the first hundred sample indexes of each task."""
     found: list[dict[str, Any]] = [
         {
             "partition_id": each.summary.partition_id,
@@ -395,7 +395,7 @@ def list_dead_lettered(
     ]
     yield found
     if not found:
-        yield "no samples are dead-lettered"
+        yield "no dead-lettered samples"
         return
     rows = [(*facts, " ".join(map(str, indexes))) for *facts, indexes in map(dict.values, found)]
     yield table("partition, task, >count, samples", rows)
@@ -406,9 +406,9 @@ def requeue(
     client: Client,
     partition: Partition,
     task: Task,
-    samples: Annotated[list[int] | None, typer.Argument(help="Global indexes of samples. Default: all.")] = None,
+    samples: Annotated[list[int] | None, typer.Argument(help="Global indexes of the samples. Default: all.")] = None,
 ) -> Answer:
     """Make dead-lettered samples claimable again, as if they had never been delivered."""
     count = client.requeue_dead_lettered(partition, task, samples or None)
     yield {"partition_id": partition, "task_name": task, "requeued_count": count}
-    yield f"{count:,} samples of partition {partition} can be claimed by task {task} again"
+    yield f"requeued {count:,} samples of partition {partition}; task {task} can claim them again"

@@ -1,4 +1,4 @@
-"""`tq-service plan`: previews the plans of samplers for samples of known lengths; does not need a service."""
+"""`tq-service plan`: previews the plans of samplers for samples of known lengths, without a service."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def command(
     *,
     lengths: Annotated[Path, typer.Option(help="File of token counts: one per line, or a CSV file with --column.")],
     column: Annotated[
-        list[str] | None, typer.Option(help="CSV column with token counts; may be repeated: columns are added up.")
+        list[str] | None, typer.Option(help="CSV column with token counts; may be repeated to add up several columns.")
     ] = None,
     dp_size: Annotated[int, typer.Option(min=1, help="Number of ranks.")] = 8,
     optimizer_steps: Annotated[int, typer.Option(min=1, help="Optimizer steps per packed batch.")] = 1,
@@ -57,7 +57,7 @@ def command(
     """Preview the plan of each sampler for a file of sample lengths."""
     counts = np.array(_read(lengths, column or [])[:limit], np.int64)
     if not counts.size:
-        raise typer.BadParameter(f"{lengths} has no lengths", param_hint="--lengths")
+        raise typer.BadParameter(f"{lengths} contains no lengths", param_hint="--lengths")
     group_tokens = np.add.reduceat(counts, np.arange(0, counts.size, n_samples_per_prompt))
     shape = Shape(
         dp_size=dp_size,
@@ -72,19 +72,19 @@ def command(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     typer.echo(
-        f"{counts.size:,} samples of {counts.min():,} to {counts.max():,} tokens, {counts.sum():,} together; "
-        f"{dp_size} ranks, packs of {shape.pack_max_length:,} tokens, budget of {shape.tokens_per_rank:,} a rank\n"
+        f"{counts.size:,} samples of {counts.min():,} to {counts.max():,} tokens, {counts.sum():,} in total; "
+        f"{dp_size} ranks, packs of {shape.pack_max_length:,} tokens, budget of {shape.tokens_per_rank:,} per rank\n"
     )
     headings = (
-        "sampler, >batches, >samples a rank, >heaviest rank, >above mean, >cost above mean, >all packs, >padding, "
+        "sampler, >batches, >samples per rank, >heaviest rank, >above mean, >cost above mean, >all packs, >padding, "
         "packs of a rank by step"
     )
     console().print(table(headings, map(_cells, previews)))
-    typer.echo("\nheaviest rank: its tokens in the first batch; cost: with attention, 24,576 L + L² for L tokens")
+    typer.echo("\nheaviest rank: its tokens in the first batch; cost: including attention, 24,576 L + L² for L tokens")
 
 
 def _read(path: Path, columns: list[str]) -> list[int]:
-    """Return the token counts of a file."""
+    """Return the token counts in a file."""
     try:
         with path.open(newline="", encoding="utf-8-sig") as lines:  # Excel files start with a byte order mark
             if not columns:
@@ -135,11 +135,11 @@ def _above_mean(of_ranks: NDArray[Any]) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """How to distribute the batch.
+    """The settings under which samplers distribute a batch.
 
     Attributes:
         dp_size: number of ranks.
-        optimizer_steps: steps per packed batch.
+        optimizer_steps: optimizer steps per packed batch.
         pack_max_length: tokens per pack.
         n_samples_per_prompt: samples per group; groups are consecutive and stay on one rank.
         tokens_per_rank: budget per rank for `token_budget`.
@@ -159,13 +159,13 @@ class Preview:
     """The plan of one sampler.
 
     Attributes:
-        sampler: its name and distinguishing options.
-        batches: number of batches it makes of the samples.
-        rank_tokens: tokens of each rank in the first batch, `(dp_size,)`.
-        rank_costs: their cost including attention, `(dp_size,)`.
-        rank_samples: samples of each rank in the first batch, `(dp_size,)`.
-        pack_fills: for packed batches, the share of each pack that samples fill, over all ranks and steps.
-        packs_by_step: for packed batches, the packs of each step of a rank.
+        sampler: the sampler's name and distinguishing options.
+        batches: number of batches into which the sampler divides the samples.
+        rank_tokens: number of tokens of each rank in the first batch, `(dp_size,)`.
+        rank_costs: cost of each rank's tokens including attention, `(dp_size,)`.
+        rank_samples: number of samples of each rank in the first batch, `(dp_size,)`.
+        pack_fills: for packed batches, the share of each pack filled by samples, over all ranks and steps.
+        packs_by_step: for packed batches, the number of a rank's packs in each step.
     """
 
     sampler: str
@@ -178,10 +178,10 @@ class Preview:
 
 
 def preview_samplers(lengths: Int64s, shape: Shape) -> list[Preview]:
-    """Return the plans of the samplers for all samples as one batch; `token_budget` may need more batches.
+    """Return the samplers' plans for all samples as one batch; `token_budget` may need several batches.
 
     Raises:
-        ValueError: a sample or a group is longer than a sampler accepts.
+        ValueError: a sample or group is longer than a sampler accepts.
     """
     packed = partial(
         PackedSampler,
@@ -229,7 +229,7 @@ def _plans(sampler: Sampler, lengths: Int64s, shape: Shape) -> Iterator[Plan]:
     while view.ready().size:
         plan = sampler.plan(view, request)
         if not isinstance(plan, Plan):
-            raise TypeError(f"sampler {sampler.name!r} planned {plan!r} of samples that are all ready")
+            raise TypeError(f"sampler {sampler.name!r} returned {plan!r} although all samples are ready")
         for part in plan.ranks:
             view.consume(part.rows)
         yield plan

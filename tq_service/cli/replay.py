@@ -26,9 +26,9 @@ Result = TypeVar("Result")
 Place = Annotated[str, typer.Argument(help="Directory of the recording, or the URL of its object store.")]
 Task = Annotated[str | None, typer.Option(help="Task of the steps.")]
 Partition = Annotated[str | None, typer.Option(help="Partition of the steps.")]
-Epoch = Annotated[int | None, typer.Option(min=0, help="Epoch of the task. Default: the last one.")]
+Epoch = Annotated[int | None, typer.Option(min=0, help="Epoch of the task. Default: the latest epoch.")]
 Incarnation = Annotated[
-    str | None, typer.Option(help="First hexadecimal digits of the partition's incarnation. Default: the last one.")
+    str | None, typer.Option(help="First hex digits of the partition's incarnation. Default: the latest incarnation.")
 ]
 
 
@@ -40,14 +40,14 @@ def command(
     partition: Partition = None,
     epoch: Epoch = None,
     incarnation: Incarnation = None,
-    list_steps: Annotated[bool, typer.Option("--list", help="List the steps of the recording, and exit.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="With --list: as JSON.")] = False,
+    list_steps: Annotated[bool, typer.Option("--list", help="List the recorded steps and exit.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="With --list, print JSON.")] = False,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any free port.")] = 0,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for any free port.")] = 0,
     log_level: Annotated[str, typer.Option(help="Minimum level to log: debug, info, warning or error.")] = "warning",
 ) -> None:
-    """Serve recorded batches, read-only, until SIGTERM or SIGINT: each rank gets its batches again."""
-    from tq_service.recording.reading import Asked  # noqa: PLC0415  (--help does without)
+    """Serve recorded batches, read-only, until SIGTERM or SIGINT. Each rank receives its recorded batches again."""
+    from tq_service.recording.reading import Asked  # noqa: PLC0415  (not needed by --help)
 
     asked = Asked(task_name=task, batch_index=step, partition_id=partition, epoch=epoch, incarnation=incarnation)
     if list_steps:
@@ -96,15 +96,15 @@ async def _serve(host: str, port: int, log_level: str, asked: Asked, recording: 
     settings = load_settings(flags).settings
     configure_logging(settings.log_level, settings.log_format)
     for name, reason in recording.damaged.items():
-        typer.echo(f"damaged, and left out: {name}: {reason}", err=True)
+        typer.echo(f"skipped damaged {name}: {reason}", err=True)
     await serve_steps(recording, steps, settings, announce)
 
 
 def with_recording(place: str, asked: Asked, work: Callable[[Asked, Recording], Coroutine[Any, Any, Result]]) -> Result:
-    """Open a recording for the requested steps and return the result of some work with it."""
+    """Open a recording for the requested steps and return the result of `work` on it."""
 
     async def run() -> Result:
-        from tq_service.recording.places import place_of  # noqa: PLC0415  (--help does without)
+        from tq_service.recording.places import place_of  # noqa: PLC0415  (not needed by --help)
         from tq_service.recording.reading import Recording  # noqa: PLC0415  (as above)
 
         recording = Recording(place_of(place))

@@ -38,23 +38,23 @@ _log = logging.getLogger(__name__)
 
 
 def _command(
-    config: Annotated[Path | None, typer.Option(envvar=CONFIG_VARIABLE, help="TOML file with the settings.")] = None,
+    config: Annotated[Path | None, typer.Option(envvar=CONFIG_VARIABLE, help="TOML file with settings.")] = None,
     show_config: Annotated[
-        bool, typer.Option("--show-config", help="Print every setting with its source, and exit.")
+        bool, typer.Option("--show-config", help="Print every setting with its source and exit.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="With --show-config: as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="With --show-config, print JSON.")] = False,
     stop_with_stdin: Annotated[
         bool,
         typer.Option(
             "--stop-with-stdin",
-            help="Stop when standard input ends: with a pipe, the service ends with the program that started it.",
+            help="Stop when stdin ends. If it is a pipe, the service stops with the program that started it.",
         ),
     ] = False,
     **flags: object,
 ) -> None:
-    """Run the service until SIGTERM or SIGINT; running calls may finish.
+    """Run the service until SIGTERM or SIGINT, then let running calls finish.
 
-    Sources of each setting, in order: its flag, the environment variable TQ_<SETTING>, the --config file.
+    Each setting is taken from its flag, the environment variable TQ_<SETTING>, or the --config file, in this order.
     """
     loaded = load_settings(flags, config)
     if show_config:
@@ -70,7 +70,7 @@ def _run(settings: ServeSettings) -> int:
     if unknown := unknown_variables():
         named = [f"{name} (did you mean {near}?)" if near else name for name, near in unknown.items()]
         _log.warning(LogMessage("ignored environment variables that are not settings", variables=", ".join(named)))
-    from tq_service.server.app import serve  # noqa: PLC0415  (--show-config and --help do without the server)
+    from tq_service.server.app import serve  # noqa: PLC0415  (not needed by --show-config and --help)
     from tq_service.server.process import loop_factory  # noqa: PLC0415  (as above)
     from tq_service.server.supervisor import FAILED_EXIT_CODE  # noqa: PLC0415  (as above)
 
@@ -79,12 +79,12 @@ def _run(settings: ServeSettings) -> int:
         if code == FAILED_EXIT_CODE:
             logging.shutdown()
             sys.stdout.flush()
-            os._exit(code)  # without waiting for threads that the failure may have blocked
+            os._exit(code)  # does not wait for threads, which the failure may have blocked
         return code
 
 
 def _stop_with_stdin() -> None:
-    while os.read(sys.stdin.fileno(), 4096):  # not sys.stdin.read: its lock would block the exit
+    while os.read(sys.stdin.fileno(), 4096):  # not sys.stdin.read, whose lock would block the exit
         pass
     os.kill(os.getpid(), signal.SIGTERM)
 
@@ -112,7 +112,7 @@ def _flag(name: str) -> inspect.Parameter:
         metavar = "|".join(get_args(kind))
     if name.endswith("_bytes"):
         metavar = "SIZE"
-    # The settings validate values of all sources alike; only numbers and switches keep their type, which --help shows.
+    # The settings validate values from all sources alike. Only numbers and flags keep their type, which --help shows.
     kind = kind if kind in (int, float, bool) and metavar is None else str
     has_default_text = (
         field.default_factory is not None or field.default is None or "Default:" in (field.description or "")

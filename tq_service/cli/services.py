@@ -1,4 +1,4 @@
-"""`tq-service storage`, `sampler` and `checkpoint`: the parts of a service, and its checkpoints."""
+"""`tq-service storage`, `sampler` and `checkpoint`: storage services, samplers and checkpoints of a service."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _COPY_SECONDS = 3600.0
 
 @verb(STORAGE, "ls")
 def list_storages(client: Client) -> Answer:
-    """List the storage services: used bytes, quotas, last heartbeats, and the state of their mirrors."""
+    """List the storage services with their used bytes, quotas, last heartbeats, and the state of their mirrors."""
     status = client.status(explain=False)
     yield status.storages
     yield table(
@@ -75,7 +75,7 @@ def list_storages(client: Client) -> Answer:
 
 
 def _quota(storage: StorageStatus) -> str | None:
-    if storage.is_adopted:  # its number is the quota of its successor, which has a separate row
+    if storage.is_adopted:  # the number is the quota of its successor, which has its own row
         return None
     return "none" if storage.max_bytes is None else decimal(storage.max_bytes)
 
@@ -84,7 +84,7 @@ def _state(status: ServiceStatus, storage: StorageStatus) -> str:
     if storage.is_silent:
         return "silent"
     if storage.is_adopted:
-        return f"taken over by {status.heir_of(storage) or 'another one'}"
+        return f"taken over by {status.heir_of(storage) or 'another service'}"
     return "takes puts"
 
 
@@ -107,7 +107,7 @@ def list_samplers(client: Client) -> Answer:
 
 # Checkpoints
 
-_Name = Annotated[str, typer.Argument(help="Name of the checkpoint: a path below the controller's checkpoint_dir.")]
+_Name = Annotated[str, typer.Argument(help="Name of the checkpoint, a path under the controller's checkpoint_dir.")]
 
 
 @verb(CHECKPOINT, "write", timeout=_COPY_SECONDS)
@@ -115,12 +115,12 @@ def write(
     client: Client,
     name: _Name,
     metadata: Annotated[
-        str, typer.Option(help="JSON object that restore and ls print, such as '{\"step\": 12}'.")
+        str, typer.Option(help="JSON object that ls and restore print, such as '{\"step\": 12}'.")
     ] = "{}",
 ) -> Answer:
-    """Write a consistent copy of all data to the controller's disk, while the service continues.
+    """Write a consistent copy of all data to the controller's disk while the service continues to run.
 
-    If writing fails, an existing checkpoint of this name is kept.
+    If writing fails, an existing checkpoint with this name is kept.
     """
     copy = client.checkpoint(name, metadata=_object(metadata), timeout=client.timeout)
     yield copy
@@ -134,15 +134,15 @@ def _object(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except ValueError as error:
-        raise typer.BadParameter(f"it is not JSON ({error})", param_hint="--metadata") from None
+        raise typer.BadParameter(f"the value is not JSON ({error})", param_hint="--metadata") from None
     if not isinstance(value, dict):
-        raise typer.BadParameter("it is not a JSON object such as '{\"step\": 12}'", param_hint="--metadata")
+        raise typer.BadParameter("the value is not a JSON object such as '{\"step\": 12}'", param_hint="--metadata")
     return value
 
 
 @verb(CHECKPOINT, "ls")
 def list_checkpoints(client: Client, prefix: Prefix = "") -> Answer:
-    """List the checkpoints below the controller's checkpoint_dir, with their metadata."""
+    """List the checkpoints under the controller's checkpoint_dir, with their metadata."""
     found = client.list_checkpoints(prefix)
     yield found
     yield table("checkpoint, written at (UTC), >partitions, >samples, >size, metadata", map(_row, found))
@@ -164,9 +164,9 @@ def restore(
         bool, typer.Option("--replace", help="Clear all existing partitions and replace them with the checkpoint.")
     ] = False,
 ) -> Answer:
-    """Restore a checkpoint into a service without partitions, or replace its partitions with --replace.
+    """Restore a checkpoint into a service without partitions, or replace all its partitions with --replace.
 
-    The service verifies the complete checkpoint first, and then restores it in one step.
+    The service first verifies the complete checkpoint, then restores it in one step.
     """
     restored = client.restore(name, replace=replace, timeout=client.timeout)
     yield restored

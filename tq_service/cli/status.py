@@ -1,7 +1,7 @@
-"""`tq-service status`: a running service, its partitions and tasks, and why calls wait.
+"""`tq-service status`: shows a running service, its partitions and tasks, and why calls wait.
 
-JSON is for programs; people get a header, followed by each partition with its tasks. Lines longer than the terminal's
-width wrap; names are never cut.
+The output is JSON for programs, or a header followed by each partition and its tasks for people. Lines longer than the
+terminal's width are wrapped; names are never truncated.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from tq_service.client import Client
 
 _ANSWER_SECONDS = 5.0
-_NO_SCREEN: Final = 1 << 30  # lines: unlimited
+_NO_SCREEN: Final = 1 << 30  # unlimited number of lines
 
 EXAMPLES = """\
   tq-service status
@@ -54,11 +54,11 @@ def command(
             "-w",
             metavar="SECONDS",
             min=0.1,
-            help="Seconds between updates, shown in place on a terminal, one after another in a pipe.",
+            help="Seconds between updates. A terminal shows them in place, a pipe receives them one after another.",
             show_default=False,
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON; with --watch one line per update.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON; with --watch, one line per update.")] = False,
     **service: Any,
 ) -> None:
     """Show a service, its partitions and tasks, and why calls wait."""
@@ -75,11 +75,11 @@ def command(
             else:
                 typer.echo("\n".join(fitting(header_of(status, client.address), *blocks_of(status), _NO_SCREEN)))
                 if watch is not None:
-                    typer.echo()  # flushes: the reader of a pipe gets each status at once
+                    typer.echo()  # flushes, so that the reader of a pipe receives each status at once
 
 
 def read(client: Client, names: list[str] | tuple[str, ...], prefix: str) -> ServiceStatus:
-    """Return the status of the named partitions, or of all whose names begin with `prefix` if none is named.
+    """Return the status of the named partitions, or if none is named, of all whose names begin with `prefix`.
 
     Raises:
         PartitionNotFoundError: a named partition does not exist, and no call waits for it.
@@ -107,11 +107,11 @@ def _is_screen() -> bool:
 
 
 def _statuses(client: Client, names: Any, prefix: str, seconds: float | None) -> Iterator[ServiceStatus | TqError]:
-    """Yield the status, or an error if it is not available; with `seconds` repeatedly in this interval."""
+    """Yield the status, or the error if it is unavailable; with `seconds`, repeatedly at this interval."""
     while True:
         try:
             if seconds is not None:
-                client.health(timeout=_ANSWER_SECONDS)  # without retries: reports an outage at once
+                client.health(timeout=_ANSWER_SECONDS)  # without retries, to report an outage at once
             yield read(client, names, prefix)
         except (UnavailableError, DeadlineError, PartitionNotFoundError) as error:
             if seconds is None:
@@ -123,13 +123,13 @@ def _statuses(client: Client, names: Any, prefix: str, seconds: float | None) ->
 
 
 def _show_on_screen(address: str, statuses: Iterator[ServiceStatus | TqError]) -> None:
-    """Show each status in place of the previous one; during an outage the last one stays on the screen."""
-    from rich.live import Live  # noqa: PLC0415  (only for people)
-    from rich.text import Text  # noqa: PLC0415  (only for people)
+    """Show each status in place of the previous one; during an outage, the last status stays on the screen."""
+    from rich.live import Live  # noqa: PLC0415  (not needed by --json)
+    from rich.text import Text  # noqa: PLC0415  (not needed by --json)
 
     logging.getLogger("tq_service").propagate = False  # log lines of the client would disturb the screen
     screen = console()
-    header, heading, blocks, away_since = ["waiting for the first answer"], "", list[Any](), None
+    header, heading, blocks, away_since = ["waiting for the first response"], "", list[Any](), None
     with Live(console=screen, auto_refresh=False, vertical_overflow="crop") as live:
         for status in statuses:
             note = ""
@@ -149,7 +149,7 @@ def _show_on_screen(address: str, statuses: Iterator[ServiceStatus | TqError]) -
 
 _LEAST_WIDTH: Final = 60
 _MOST_POLICIES: Final = 8  # in the header
-_MOST_NAME: Final = 24  # longer names of tasks get a separate line
+_MOST_NAME: Final = 24  # longer task names are printed on a separate line
 _PIPED_COLUMNS: Final = 80
 _LEAST_RATE: Final = 0.05
 _Row: TypeAlias = tuple[str, str, str, str]
@@ -161,9 +161,9 @@ class Block:
     """The lines of a partition.
 
     Attributes:
-        lines: its lines on the screen.
-        urgency: if not all blocks fit, the lowest number is shown first. 0: calls wait; 1: samples are being delivered;
-            2: it is not complete; 3: all tasks are complete.
+        lines: the partition's lines on the screen.
+        urgency: rank of the block; if not all blocks fit, those with the lowest number are shown. 0: calls wait; 1:
+            samples are being delivered; 2: not complete; 3: all tasks are complete.
     """
 
     lines: tuple[str, ...]
@@ -171,7 +171,7 @@ class Block:
 
 
 def as_document(status: ServiceStatus) -> dict[str, Any]:
-    """Return the status for JSON, with the fields of `tq_service.results`; a partition's summary is merged into it."""
+    """Return the status for JSON, with the fields of `tq_service.results` and each partition's summary merged in."""
     document = asdict(status)
     document["partitions"] = [{**each.pop("summary"), **each} for each in document["partitions"]]
     return document
@@ -206,18 +206,18 @@ def header_of(status: ServiceStatus, address: str) -> list[str]:
 
 
 def _recording_lines(recording: RecordingStatus | None) -> Iterator[str]:
-    """Yield a line on the recording, if there is one."""
+    """Yield a line about the recording, if any."""
     if recording is not None:
         state = "" if recording.is_recording else f"; STOPPED: {recording.error or 'an error'}"
         skipped = f", {recording.skipped_step_count:,} skipped" if recording.skipped_step_count else ""
         yield (
             f"recording {recording.step_count:,} steps, {decimal(recording.stored_bytes)}{skipped}, "
-            f"in {recording.place or 'a place of its own'}{state}"
+            f"in {recording.place or 'an undisclosed place'}{state}"
         )
 
 
 def _mirror_lines(status: ServiceStatus) -> Iterator[str]:
-    """Yield lines on mirrors and adopted puts, if a storage service has a mirror."""
+    """Yield lines about mirrors and adopted puts, if any storage service has a mirror."""
     mirrors = [each.mirror for each in status.storages if each.mirror is not None]
     if not mirrors:
         return
@@ -229,8 +229,8 @@ def _mirror_lines(status: ServiceStatus) -> Iterator[str]:
     else:
         answers = "mirror answers" if True in own else "mirror not asked yet"
     spilled_bytes = sum(mirror.spilled_bytes for mirror in mirrors)
-    spilled = f", {decimal(spilled_bytes)} there alone" if spilled_bytes else ""
-    yield f"{answers}, {unmirrored} unmirrored, {short} with few copies{spilled}"
+    spilled = f", {decimal(spilled_bytes)} mirror-only" if spilled_bytes else ""
+    yield f"{answers}, {unmirrored} unmirrored, {short} lacking copies{spilled}"
     adopted = [each for each in status.storages if each.is_adopted]
     if adopted:
         unfetched_count = sum(mirror.unfetched_put_count for mirror in mirrors)
@@ -244,8 +244,8 @@ def _puts(count: int) -> str:
 
 def _controller_line(controller: ControllerStatus) -> str:
     if controller.is_leader:
-        return f"controller {controller.name} at {controller.address}  leads, epoch {controller.epoch}"
-    return f"controller {controller.name} at {controller.address}  stands by, {controller.lag_count} records behind"
+        return f"controller {controller.name} at {controller.address}  leader, epoch {controller.epoch}"
+    return f"controller {controller.name} at {controller.address}  standby, {controller.lag_count} records behind"
 
 
 def _on(flag: bool) -> str:
@@ -253,7 +253,7 @@ def _on(flag: bool) -> str:
 
 
 def span(seconds: float) -> str:
-    """Return a time span in its two largest units."""
+    """Return a time span as text, in its two largest units."""
     days, rest = divmod(int(seconds), 86_400)
     hours, rest = divmod(rest, 3_600)
     minutes, left = divmod(rest, 60)
@@ -263,14 +263,14 @@ def span(seconds: float) -> str:
 
 
 def terminal_width() -> int:
-    """Return the maximum width of lines."""
+    """Return the terminal's width, which is the maximum width of lines."""
     return max(_LEAST_WIDTH, shutil.get_terminal_size((_PIPED_COLUMNS, 24)).columns)
 
 
 def blocks_of(status: ServiceStatus, width: int | None = None) -> tuple[str, list[Block]]:
-    """Return the titles of the columns, and each partition with its tasks, sorted by name.
+    """Return the column titles, and the block of each partition with its tasks, sorted by name.
 
-    Includes partitions that do not exist yet but that calls wait for.
+    Partitions that calls wait for are included even if they do not exist yet.
     """
     width = max(_LEAST_WIDTH, width or terminal_width())
     waits: dict[str, list[PartitionWait]] = {}
@@ -292,7 +292,7 @@ def blocks_of(status: ServiceStatus, width: int | None = None) -> tuple[str, lis
 
 
 def _rows(partition: PartitionDescription | None, waits: Sequence[PartitionWait]) -> list[_Row]:
-    """Return the tasks of a partition and the tasks with calls that wait for it."""
+    """Return a row for each task of a partition, and for each task whose calls wait for the partition."""
     tasks = {task.task_name: task for task in (() if partition is None else partition.tasks)}
     rows = []
     for name in dict.fromkeys([*tasks, *(wait.reason.task_name for wait in waits)]):
@@ -308,7 +308,7 @@ def _rows(partition: PartitionDescription | None, waits: Sequence[PartitionWait]
 
 
 def _lines(row: _Row, widths: tuple[int, int, int], width: int) -> Iterator[str]:
-    """Yield the lines of a task."""
+    """Yield the lines that show a task."""
     name, delivered, rate, rest = row
     first, rest_at = f"  {name:<{widths[0]}}", 8 + sum(widths)
     if len(name) > widths[0]:
@@ -365,7 +365,7 @@ def _notes(task: TaskStatus) -> Iterator[str]:
 
 
 def _short(wait: PartitionWait) -> str:
-    """Return why claims wait, without the names already shown in its row."""
+    """Return why claims wait, omitting names that the row already shows."""
     reason = wait.reason
     calls = "1 call" if reason.waiting_count == 1 else f"{reason.waiting_count:,} calls"
     text = reason.text.replace(f" of partition {wait.partition_id!r}", "").replace(
@@ -375,7 +375,7 @@ def _short(wait: PartitionWait) -> str:
 
 
 def fitting(header: Sequence[str], heading: str, blocks: Sequence[Block], height: int) -> list[str]:
-    """Return the lines that fit on a screen: complete partitions with all their tasks, the most urgent first."""
+    """Return the lines that fit on a screen: the most urgent partitions, each with all its tasks."""
     left = height - len(header) - 5
     shown: set[int] = set()
     for place in sorted(range(len(blocks)), key=lambda each: (blocks[each].urgency, each)):
@@ -388,5 +388,5 @@ def fitting(header: Sequence[str], heading: str, blocks: Sequence[Block], height
     lines += ["PARTITION", heading]
     lines += [line for place in sorted(shown) for line in blocks[place].lines]
     if hidden := len(blocks) - len(shown):
-        lines.append(f"and {hidden:,} more partitions with less to do: tq-service partition ls")
+        lines.append(f"and {hidden:,} less active partitions; list them with tq-service partition ls")
     return lines

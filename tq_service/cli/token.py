@@ -23,7 +23,7 @@ _SPAN = re.compile(r"(\d+)([hd])")
 
 File = Annotated[
     Path | None,
-    typer.Option(envvar="TQ_AUTH_TOKENS_FILE", help="The service's file of tokens (TOML).", show_default=False),
+    typer.Option(envvar="TQ_AUTH_TOKENS_FILE", help="The service's token file (TOML).", show_default=False),
 ]
 
 
@@ -48,8 +48,8 @@ def new(
 ) -> Answer:
     """Create a token, which is shown only once.
 
-    Its entry, with a digest of the token, is added to --file, or printed. A running service reads the new entry within
-    a second.
+    The token's entry, which contains only its digest, is added to --file or printed. A running service reads the new
+    entry within a second.
     """
     from tq_service.server.credential_files import append_token, digest_of, format_entry, make_token, new_secret  # noqa: PLC0415
 
@@ -80,8 +80,8 @@ def new(
 
 @verb(TOKEN, "revoke", timeout=None)
 def revoke(name: Annotated[str, typer.Argument(help="Name of the token.")], file: File = None) -> Answer:
-    """Remove a token from a file: a running service rejects it within a second."""
-    from tq_service.server.credential_files import remove_token  # noqa: PLC0415  (--help does without)
+    """Remove a token from a file; a running service rejects the token within a second."""
+    from tq_service.server.credential_files import remove_token  # noqa: PLC0415  (not needed by --help)
 
     path = _given_file(file)
     with _writes("file", path):
@@ -92,8 +92,8 @@ def revoke(name: Annotated[str, typer.Argument(help="Name of the token.")], file
 
 @verb(TOKEN, "ls", timeout=None)
 def list_tokens(file: File = None) -> Answer:
-    """List the tokens of a file: names, roles, prefixes and expiry times."""
-    from tq_service.server.credential_files import read_tokens  # noqa: PLC0415  (--help does without)
+    """List the tokens in a file with their names, roles, prefixes and expiry times."""
+    from tq_service.server.credential_files import read_tokens  # noqa: PLC0415  (not needed by --help)
 
     shown: list[dict[str, Any]] = [
         {
@@ -111,7 +111,7 @@ def list_tokens(file: File = None) -> Answer:
             token["name"],
             ", ".join(token["roles"]),
             ", ".join(prefix or "(all)" for prefix in token["prefixes"]),
-            f"{token['expires'] or ''}{' (over)' if token['is_expired'] else ''}",
+            f"{token['expires'] or ''}{' (expired)' if token['is_expired'] else ''}",
         )
         for token in shown
     ]
@@ -120,12 +120,12 @@ def list_tokens(file: File = None) -> Answer:
 
 def _given_file(file: Path | None) -> Path:
     if file is None:
-        raise InvalidArgumentError("no file given; name it with --file or TQ_AUTH_TOKENS_FILE", field="file")
+        raise InvalidArgumentError("no token file given; set it with --file or TQ_AUTH_TOKENS_FILE", field="file")
     return file
 
 
 def _moment(text: str) -> datetime:
-    """Parse the requested expiry. A time without a zone is UTC."""
+    """Parse an expiry time; a time without a time zone is UTC."""
     span = _SPAN.fullmatch(text)
     try:
         if span is not None:
@@ -133,14 +133,14 @@ def _moment(text: str) -> datetime:
         moment = datetime.fromisoformat(text)
     except (ValueError, OverflowError):
         raise InvalidArgumentError(
-            f"--expires: got {text!r}; expected 2027-01-31, 2027-01-31T12:00Z, 12h or 90d", field="expires"
+            f"--expires: got {text!r}, expected 2027-01-31, 2027-01-31T12:00Z, 12h or 90d", field="expires"
         ) from None
     return moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)
 
 
 @contextmanager
 def _writes(option: str, path: Path) -> Iterator[None]:
-    """Translate an OSError of a write into an InvalidArgumentError that names the option."""
+    """Convert an OSError raised by a write to an InvalidArgumentError that names the option."""
     try:
         yield
     except OSError as error:
@@ -152,7 +152,7 @@ def _write_private(path: Path, secret: str) -> None:
         path.touch(0o600, exist_ok=False)
     except FileExistsError:
         raise AlreadyExistsError(
-            f"--output: {path} already exists; name a new file",
+            f"--output: {path} already exists; choose a new file",
             metadata={"resource_type": "file", "resource_name": str(path)},
         ) from None
     path.write_text(f"{secret}\n")

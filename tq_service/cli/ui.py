@@ -1,4 +1,4 @@
-"""`tq-service ui`: the live page of a running service."""
+"""`tq-service ui`: serves the live page of a running service."""
 
 from __future__ import annotations
 
@@ -27,29 +27,29 @@ EXAMPLES = """\
 def command(
     *,
     host: Annotated[
-        str, typer.Option(help="Address to listen on; 0.0.0.0 or :: opens the page to other machines, without a token.")
+        str, typer.Option(help="Address to listen on; 0.0.0.0 or :: opens the page to all machines, without a token.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any free port.")] = 8080,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for any free port.")] = 8080,
     prefix: Annotated[str, typer.Option(help="Show partitions whose names begin with this.", show_default=False)] = "",
     root_path: Annotated[
-        str, typer.Option(metavar="PATH", help="Path below which a proxy serves the page.", show_default=False)
+        str, typer.Option(metavar="PATH", help="Path under which a proxy serves the page.", show_default=False)
     ] = "",
     allowed_host: Annotated[
         list[str] | None,
         typer.Option(
             metavar="NAME",
-            help="Host name of the page in browsers, in addition to localhost and IP addresses; may be repeated.",
+            help="Host name that browsers may use, in addition to localhost and IP addresses; may be repeated.",
             show_default=False,
         ),
     ] = None,
     **service: Any,
 ) -> None:
-    """Serve a live page of the service for browsers, until SIGTERM or SIGINT.
+    """Serve a live page that shows the service in the browser, until SIGTERM or SIGINT.
 
-    The page is a normal client that only reads: a token with the role read is enough. It may start before the service,
-    and reconnects when the service restarts.
+    The page server is a normal client that only reads, so a token with the role read is enough. The page server may
+    start before the service, and reconnects when the service restarts.
     """
-    from tq_service.client import AsyncClient  # noqa: PLC0415  (--help does without grpc)
+    from tq_service.client import AsyncClient  # noqa: PLC0415  (--help does not need grpc)
     from tq_service.config import is_loopback, join_address  # noqa: PLC0415  (as above)
     from tq_service.observe.page.app import listen, make_app, serve_page  # noqa: PLC0415  (as above)
     from tq_service.observe.page.feed import Feed  # noqa: PLC0415  (as above)
@@ -59,7 +59,7 @@ def command(
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
         async with AsyncClient(**service) as client:
-            with contextlib.suppress(UnavailableError, DeadlineError):  # wrong credentials are an error here
+            with contextlib.suppress(UnavailableError, DeadlineError):  # but wrong credentials end the command here
                 await client.health(timeout=_FIRST_ANSWER_SECONDS)
 
             feed = Feed(client, prefix=prefix)
@@ -73,5 +73,5 @@ def command(
             await serve_page(feed, app, bound, stop=stop, on_started=lambda: announce(line))
 
     if not is_loopback(host):
-        typer.echo(f"warning: every machine that reaches {host} can see the page without a token", err=True)
+        typer.echo(f"warning: every machine that can reach {host} can open the page without a token", err=True)
     asyncio.run(run())

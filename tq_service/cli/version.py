@@ -1,4 +1,4 @@
-"""`tq-service version`: the versions of this program and of the service."""
+"""`tq-service version`: prints the versions of this program and of the service."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ EXAMPLES = """\
 
 @with_service
 def command(
-    client_only: Annotated[bool, typer.Option("--client", help="Do not ask the service.")] = False,
+    client_only: Annotated[bool, typer.Option("--client", help="Print only the version of this program.")] = False,
     as_json: AsJson = False,
     **service: Any,
 ) -> None:
-    """Print the versions of this program and of the service; exit code 1 if the service does not answer."""
+    """Print the versions of this program and of the service; the exit code is 1 if the service does not respond."""
     own = {"version": BUILD, "python": platform.python_version()}
     if client_only:
         _print(own, [], as_json)

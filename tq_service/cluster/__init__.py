@@ -1,1 +1,1 @@
-"""Replicated controllers: their log in etcd, leader election, and the progress of the standbys."""
+"""Replicated controllers: their log in etcd, leader election, and the progress of standbys."""

@@ -1,8 +1,8 @@
-"""The controllers of a cluster: their shared id, which of them are alive, and which one leads.
+"""Membership and leader election for a cluster of controllers, and the id that its controllers share.
 
-The controller whose key exists leads, under a lease that it keeps alive. The lease only decides which controller tries
-to write. The log decides which one may, by comparing the epoch. Answers from memory depend on the leader's own
-monotonic clock: it answers only while the lease cannot have expired.
+The leader is the controller that wrote the leader key, under a lease that it keeps alive. The lease only decides which
+controller tries to write. The log decides which controller may write, by comparing epochs. Reads from the leader's
+memory rely on its monotonic clock: it answers them only while its lease cannot have expired.
 """
 
 from __future__ import annotations
@@ -25,23 +25,24 @@ from tq_service.results import ControllerStatus
 
 _log = logging.getLogger(__name__)
 _ALIVE_TIMES: Final = 4  # keep-alives per lease time
-_MARGIN_SHARE: Final = 0.1  # of the lease time, for clocks that run at different speeds
+_MARGIN_SHARE: Final = 0.1  # share of the lease time that allows for clocks running at different speeds
 _LOOK_SECONDS: Final = 0.1
-_RETRY_SECONDS: Final = 0.1  # before trying another member, while etcd may be electing its own leader
+_RETRY_SECONDS: Final = 0.1  # wait before trying another member, since etcd may be electing its own leader
 _FORMAT_VERSION: Final = 1
 
 
 def controller_id_of(etcd: Etcd, keys: ClusterKeys, proposed: bytes) -> bytes:
-    """Return the id that all controllers of a cluster share, as owner of its puts; blocks.
+    """Return the id that all controllers of a cluster share as the owner of its puts. Blocks.
 
     Args:
         etcd: the connection to etcd.
         keys: the keys of the cluster.
-        proposed: the id if this is the first controller, or if etcd has lost everything: the id in its data directory.
+        proposed: the id in this controller's data directory. It becomes the shared id if etcd has none, because this is
+            the first controller or etcd has lost all its data.
 
     Raises:
-        JournalUnreachableError: etcd does not answer.
-        NewerVersionError: a newer version created the cluster.
+        JournalUnreachableError: etcd does not respond.
+        NewerVersionError: a newer version of the service created the cluster.
     """
     about = {"format_version": _FORMAT_VERSION, "controller_id": proposed.hex(), "shards": 1}
     request = pb.EtcdTxnRequest(
@@ -62,12 +63,12 @@ def controller_id_of(etcd: Etcd, keys: ClusterKeys, proposed: bytes) -> bytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leader:
-    """The controller that leads.
+    """The controller that leads a cluster.
 
     Attributes:
-        address: address for clients.
+        address: the controller's address for clients.
         member_id: id of the controller.
-        epoch: higher than that of any earlier leader.
+        epoch: number that is higher than the epoch of any earlier leader.
     """
 
     address: str
@@ -76,21 +77,21 @@ class Leader:
 
 
 class Lease:
-    """A lease of etcd, kept alive by a thread from its creation until `close`.
+    """An etcd lease that a thread keeps alive from its creation until `close`.
 
     Args:
         etcd: the connection to etcd.
-        seconds: time after which it expires without a keep-alive.
-        on_lost: called once by that thread if the lease expires before `close`.
+        seconds: time after which the lease expires without a keep-alive.
+        on_lost: called once, in the thread, if the lease expires before `close`.
 
     Attributes:
         id: id of the lease.
-        epoch: the epoch in which this controller leads, compared in each write of the log; 0: it has not led.
-        is_over: whether it has expired or was closed.
-        held_until: time on the monotonic clock until which it cannot expire; extended by each answer of etcd.
+        epoch: the epoch in which this controller leads, compared by each write to the log; 0 if it has not led.
+        is_over: whether the lease has expired or was closed.
+        held_until: time on the monotonic clock until which the lease cannot expire; each response from etcd extends it.
 
     Raises:
-        JournalUnreachableError: etcd does not answer.
+        JournalUnreachableError: etcd does not respond.
     """
 
     def __init__(self, etcd: Etcd, seconds: float, on_lost: Callable[[], None]) -> None:
@@ -101,7 +102,7 @@ class Lease:
         self.id: int = answer.id
         self.epoch = 0
         self.is_over = False
-        # etcd may grant more time than requested; rely on no more than either.
+        # etcd may grant more time than requested; rely only on the shorter of both.
         self._seconds = min(float(answer.ttl), max(1.0, seconds))
         self.held_until = asked_at + self._seconds * (1 - _MARGIN_SHARE)
         self._closed = threading.Event()
@@ -110,7 +111,7 @@ class Lease:
 
     @property
     def is_held(self) -> bool:
-        """Whether it cannot have expired yet, by the clock of this host, which runs on while the process is paused."""
+        """Whether the lease cannot have expired yet, by the host's clock, which also runs while a process is paused."""
         return time.monotonic() < self.held_until
 
     def _keep_alive(self) -> None:
@@ -137,7 +138,7 @@ class Lease:
             pause = interval
 
     def close(self) -> None:
-        """Revoke the lease with its keys, so that another controller can lead without waiting for it to expire."""
+        """Revoke the lease and its keys, so that another controller can lead before the lease would have expired."""
         self._closed.set()
         self.held_until, self.is_over = 0.0, True
         if threading.current_thread() is not self._thread:
@@ -147,7 +148,7 @@ class Lease:
 
 
 class Election:
-    """The election of a cluster, as seen by one of its controllers. May be used by several threads.
+    """The leader election of a cluster, as seen by one of its controllers. Thread-safe.
 
     Args:
         etcd: the connection to etcd.
@@ -164,20 +165,20 @@ class Election:
         self._closed = threading.Event()
 
     def leader(self, seconds: float = 10.0) -> Leader | None:
-        """Return the controller that leads, or None; blocks.
+        """Return the controller that leads, or None if there is no leader. Blocks.
 
         Raises:
-            JournalUnreachableError: etcd does not answer.
+            JournalUnreachableError: etcd does not respond.
         """
         found = self._etcd.get(self._keys.leader, seconds)
         return None if found is None else Leader(epoch=found.create_revision, **json.loads(found.value))
 
     def campaign(self, lease: Lease, on_leader: Callable[[Leader], None]) -> Lease:
-        """Wait until this controller leads; return the lease with its epoch; blocks.
+        """Wait until this controller leads, and return its lease with the epoch set. Blocks.
 
         Args:
             lease: the lease of this controller.
-            on_leader: called with each other leader seen during the wait.
+            on_leader: called repeatedly during the wait with the controller that leads.
 
         Raises:
             SupersededError: `close` was called, or the lease has expired.
@@ -185,28 +186,28 @@ class Election:
         write = put(self._keys.leader, json.dumps(self._value).encode(), lease.id)
         request = pb.EtcdTxnRequest(compare=[is_created_at(self._keys.leader, 0)], success=[write])
         while not self._closed.is_set() and not lease.is_over:
-            # etcd also refuses the key of a lease that has just expired.
+            # etcd also rejects a key whose lease has just expired.
             with contextlib.suppress(JournalUnreachableError, InvalidArgumentError):
                 leader = self.leader(0.0)
                 if leader is None:
-                    self._etcd.once(request)  # the next look shows which controller was first
+                    self._etcd.once(request)  # the next read shows which controller won
                     continue
                 if leader.member_id == self._value["member_id"]:
                     lease.epoch = leader.epoch
                     return lease
                 on_leader(leader)
             self._closed.wait(_LOOK_SECONDS)
-        raise SupersededError("the election was left")
+        raise SupersededError("this controller left the election, or its lease expired")
 
     def close(self) -> None:
         """Leave the election."""
         self._closed.set()
 
     def publish(self, applied_number: int, lease_id: int) -> None:
-        """Publish this controller and the last record that it has applied, until a lease expires; blocks.
+        """Publish this controller and the number of its last applied record until a lease expires. Blocks.
 
         Raises:
-            JournalUnreachableError: etcd does not answer.
+            JournalUnreachableError: etcd does not respond.
             InvalidArgumentError: the lease has expired.
         """
         record = {"member_id": self._member_id, "address": self._value["address"], "applied_number": applied_number}
@@ -214,10 +215,10 @@ class Election:
         self._etcd.ask(pb.EtcdTxnRequest(success=[write]), seconds=0.0)
 
     def published(self, end_number: int) -> list[ControllerStatus]:
-        """Return the other live controllers as standbys; `end_number`: the last record of this leader; blocks.
+        """Return the other live controllers as standbys, with their lag behind record `end_number`. Blocks.
 
         Raises:
-            JournalUnreachableError: etcd does not answer.
+            JournalUnreachableError: etcd does not respond.
         """
         found = (json.loads(each.value) for each in self._etcd.get_all(self._keys.members, seconds=0.0))
         return [

@@ -1,16 +1,16 @@
-"""Calls to etcd, and the keys of a cluster of controllers in it.
+"""Calls to etcd, and the keys under which etcd stores the state of a cluster of controllers.
 
-A call goes to one member, and to the next member if that one does not answer.
+Each call is sent to one member of etcd. If that member does not respond, the next call is sent to the next one.
 
     /tq/<cluster>/0/about            the controller id shared by the cluster, written once
     /tq/<cluster>/0/leader           the controller that leads, as JSON, under its lease; its epoch is the revision in
                                      which the key was created
     /tq/<cluster>/0/last             the end of the log, see `Position`
-    /tq/<cluster>/0/log/<first>/<n>  a batch of records in pieces, by the number of its first record
+    /tq/<cluster>/0/log/<first>/<n>  chunk <n> of the batch of records that starts with record <first>
     /tq/<cluster>/0/members/<id>     a controller, under its lease: its address and the last record that it applied
-    /tq/<cluster>/0/snapshots/<id>   the first record that a controller needs, also while it is down
+    /tq/<cluster>/0/snapshots/<id>   the first record that a controller needs, kept even while the controller is down
 
-The 0 is the shard; there is only one.
+The 0 is the number of the shard; there is only one shard.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _POSITION_MAGIC: Final = b"tqp1"
 
 
 class Position(NamedTuple):
-    """The end of the log, or of a prefix of it.
+    """The end of the log or of a prefix of the log.
 
     Attributes:
-        number: number of the last record before it, or 0.
-        epoch: epoch of the leader that wrote it.
-        chain: checksum of everything up to it; it differs between different logs.
+        number: number of the last record before the position, or 0.
+        epoch: epoch of the leader that wrote that record.
+        chain: checksum of all records up to the position, which differs between different logs.
     """
 
     number: int
@@ -47,19 +47,19 @@ class Position(NamedTuple):
     chain: int
 
     def encode(self) -> bytes:
-        """Return its bytes."""
+        """Return the encoded position."""
         return _POSITION.pack(_POSITION_MAGIC, *self)
 
     @classmethod
     def decode(cls, data: bytes) -> Position:
-        """Return the position from its bytes.
+        """Return the position that `encode` encoded.
 
         Raises:
-            NewerVersionError: they have a different format.
+            NewerVersionError: the bytes have a different format.
         """
         if len(data) != _POSITION.size or not data.startswith(_POSITION_MAGIC):
             raise NewerVersionError(
-                "the journal in etcd was written by a newer version of the service; install that one"
+                "the journal in etcd was written by a newer version of the service; install that version"
             )
         return cls(*_POSITION.unpack(data)[1:])
 
@@ -68,10 +68,10 @@ BEGINNING: Final = Position(0, 0, 0)
 
 
 class ClusterKeys:
-    """The keys of a cluster.
+    """The etcd keys of a cluster of controllers.
 
     Args:
-        cluster: its name.
+        cluster: name of the cluster.
     """
 
     def __init__(self, cluster: str) -> None:
@@ -85,25 +85,25 @@ class ClusterKeys:
         self.snapshots = self.prefix + b"snapshots/"
 
     def batch(self, first: int, piece: int = 0) -> bytes:
-        """Return the key of a piece of the batch that starts with a record."""
+        """Return the key of one chunk of the batch whose first record is `first`."""
         return self.log + b"%016x/%04x" % (first, piece)
 
     def batches_from(self, first: int) -> bytes:
-        """Return the lower bound of the keys of batches from a record on."""
+        """Return the lower bound of the keys of all batches that start at or after a record."""
         return self.log + b"%016x" % first
 
     def first_of(self, key: bytes) -> int:
-        """Return the first record of the batch, given the key of a piece."""
+        """Return the number of a batch's first record, given the key of one of the batch's chunks."""
         return int(key[len(self.log) :].partition(b"/")[0], 16)
 
 
 _log = logging.getLogger(__name__)
 TRY_SECONDS: Final = 1.0
-"""Time for a member to answer before the next member is tried."""
+"""Time within which a member must respond before the next one is tried."""
 _PAUSE_SECONDS: Final = 0.05
 _OPTIONS: Final = (*CONNECTION_OPTIONS, ("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1))
-# Codes after which another member may give an answer, or a lost one can be had again. A member without a leader refuses
-# with UNAVAILABLE, and a full database with RESOURCE_EXHAUSTED, which an operator can fix.
+# Codes after which a retry may succeed, at another member or because a response was lost. A member without a leader
+# returns UNAVAILABLE. A full database returns RESOURCE_EXHAUSTED, which an operator can fix.
 _TRIED_AGAIN: Final = {
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.DEADLINE_EXCEEDED,
@@ -112,14 +112,14 @@ _TRIED_AGAIN: Final = {
     grpc.StatusCode.UNKNOWN,
     grpc.StatusCode.INTERNAL,
 }
-# Parts of etcd's messages, under different codes in different versions, if a new token may be accepted.
+# Parts of etcd's error messages after which a new token may be accepted; the status codes differ between versions.
 _OF_TOKENS: Final = ("auth token", "revision of auth store", "revision in header")
 _METHODS: Final[dict[type[Any], tuple[str, type[Any]]]] = {
     pb.EtcdRangeRequest: ("KV/Range", pb.EtcdRangeResponse),
     pb.EtcdTxnRequest: ("KV/Txn", pb.EtcdTxnResponse),
     pb.EtcdCompactionRequest: ("KV/Compact", pb.EtcdCompactionResponse),
     pb.EtcdLeaseGrantRequest: ("Lease/LeaseGrant", pb.EtcdLeaseGrantResponse),
-    # In etcd a stream, which answers each request and ends when the caller ends it.
+    # A stream in etcd, which answers each request and ends when the caller ends it.
     pb.EtcdLeaseKeepAliveRequest: ("Lease/LeaseKeepAlive", pb.EtcdLeaseKeepAliveResponse),
     pb.EtcdLeaseRevokeRequest: ("Lease/LeaseRevoke", pb.EtcdLeaseRevokeResponse),
     pb.EtcdAuthenticateRequest: ("Auth/Authenticate", pb.EtcdAuthenticateResponse),
@@ -128,13 +128,13 @@ _METHODS: Final[dict[type[Any], tuple[str, type[Any]]]] = {
 
 
 class Etcd:
-    """The members of etcd, and calls to them. May be used by several threads.
+    """A connection to the members of an etcd cluster. Thread-safe.
 
     Args:
-        members: their addresses, each "host:port".
-        tls: TLS settings; None: plaintext.
-        user: name of a user of etcd; None: no authentication.
-        password_file: file with the password, read again for each token.
+        members: the members' addresses, each "host:port".
+        tls: TLS settings; None for plaintext.
+        user: name of an etcd user; None for no authentication.
+        password_file: file that contains the password, reread for each token.
 
     Raises:
         InvalidArgumentError: a named file cannot be read.
@@ -172,7 +172,7 @@ class Etcd:
         return self.members[self._at % len(self.members)]
 
     def _next_member(self, failed: str) -> None:
-        """Switch to the next member, unless another thread has; reopen channels if the certificates have changed."""
+        """Switch to the next member, unless another thread already has; reopen channels if certificates changed."""
         with self._lock:
             if self._member() == failed:
                 self._at += 1
@@ -183,7 +183,7 @@ class Etcd:
                 self._channels.clear()
 
     def _metadata(self) -> tuple[tuple[str, str], ...]:
-        """Return the metadata that authenticates the user; get a token first if there is none."""
+        """Return the metadata that authenticates the user, requesting a token first if necessary."""
         if self._user is None:
             return ()
         if self._token is None:
@@ -209,12 +209,12 @@ class Etcd:
         return method(request, timeout=timeout, metadata=metadata)
 
     def once(self, request: Any, timeout: float = TRY_SECONDS) -> Any:
-        """Return the answer of one member.
+        """Call one member and return its response.
 
         Raises:
-            JournalUnreachableError: no answer, so whether the call took effect is unknown; the next call goes to the
-                next member.
-            InvalidArgumentError: etcd refuses the call permanently.
+            JournalUnreachableError: the member did not respond, so whether the call took effect is unknown; the next
+                call is sent to the next member.
+            InvalidArgumentError: etcd rejects the call permanently.
         """
         if self._closed.is_set():
             raise JournalUnreachableError("the connection to etcd is closed")
@@ -232,21 +232,21 @@ class Etcd:
             self._next_member(address)
             raise JournalUnreachableError(
                 f"etcd at {address} does not answer ({code.name}: {details}); no acknowledged data is "
-                "lost, and the service resumes once a majority of the members answers",
+                "lost, and the service resumes once a majority of etcd's members responds",
                 metadata={"address": address},
             )
         raise InvalidArgumentError(
-            f"etcd at {address} refuses what the journal asks ({code.name}: {details}); check etcd_user and "
+            f"etcd at {address} rejected a request of the journal ({code.name}: {details}); check etcd_user and "
             "its permissions, the certificates, and etcd's --max-request-bytes",
             field="journal",
         )
 
     def ask(self, request: Any, seconds: float = 10.0, timeout: float = TRY_SECONDS) -> Any:
-        """Return an answer, retrying until the time is over; only for idempotent calls.
+        """Call etcd and return its response, retrying for up to `seconds`; only for idempotent calls.
 
         Raises:
-            JournalUnreachableError: no answer in that time.
-            InvalidArgumentError: etcd refuses the call permanently.
+            JournalUnreachableError: no member responded within that time.
+            InvalidArgumentError: etcd rejects the call permanently.
         """
         end = time.monotonic() + seconds
         while True:
@@ -258,17 +258,17 @@ class Etcd:
             time.sleep(_PAUSE_SECONDS)
 
     def get(self, key: bytes, seconds: float = 10.0) -> pb.EtcdKeyValue | None:
-        """Return a key with its value, or None if it does not exist."""
+        """Return a key and its value, or None if the key does not exist."""
         answer: pb.EtcdRangeResponse = self.ask(pb.EtcdRangeRequest(key=key), seconds)
         return answer.kvs[0] if answer.kvs else None
 
     def get_all(self, prefix: bytes, seconds: float = 10.0) -> list[pb.EtcdKeyValue]:
-        """Return all keys with a prefix, with their values; expected to be few."""
+        """Return all keys with a prefix and their values; meant for a small number of keys."""
         answer: pb.EtcdRangeResponse = self.ask(pb.EtcdRangeRequest(key=prefix, range_end=after(prefix)), seconds)
         return list(answer.kvs)
 
     def close(self) -> None:
-        """End all calls, and close the connections."""
+        """End all calls and close the connections."""
         self._closed.set()
         with self._lock:
             for channel in (*self._channels.values(), *self._old):
@@ -286,7 +286,7 @@ def is_value(key: bytes, value: bytes) -> pb.EtcdCompare:
 
 
 def is_created_at(key: bytes, revision: int) -> pb.EtcdCompare:
-    """Return the condition that a key was created in a revision; 0: that it does not exist."""
+    """Return the condition that a key was created in a revision, or does not exist if `revision` is 0."""
     return pb.EtcdCompare(result=0, target=1, key=key, create_revision=revision)
 
 
@@ -296,5 +296,5 @@ def put(key: bytes, value: bytes, lease_id: int = 0) -> pb.EtcdRequestOp:
 
 
 def delete(first: bytes, end: bytes = b"") -> pb.EtcdRequestOp:
-    """Return the operation that deletes a key, or a range of keys."""
+    """Return the operation that deletes a key or a range of keys."""
     return pb.EtcdRequestOp(request_delete_range=pb.EtcdDeleteRangeRequest(key=first, range_end=end))

@@ -1,13 +1,13 @@
-"""The log of a cluster of controllers. It is in etcd, outlives each host, and has one writer at a time.
+"""The log of a cluster of controllers, stored in etcd. The log survives the loss of any host, and has a single writer.
 
-A write is one transaction, which compares the key of the leader and the end of the log. A superseded controller can
-therefore write nothing, whatever it believes: the lease selects the controller that tries, and the log decides whether
-it may. A write without an answer is resolved by reading the end of the log.
+A write is one transaction, which compares the leader key and the end of the log. A superseded controller that still
+believes it leads therefore cannot write: the lease selects the controller that tries, and the log decides whether it
+may. If a write receives no response, reading the end of the log shows whether it took effect.
 
-The groups of the log are stored as batches, one per transaction. A batch is one value, or several pieces if its size
-exceeds etcd's limit for a value. The later pieces are written before the first one, which is written together with the
-new end of the log. Keys after the end are therefore left over from a failed attempt, and ignored. Each batch contains
-the checksum of its predecessors: two logs that differ at some record differ from there on.
+The groups of the log are stored as batches, one per transaction. A batch is one value, or several chunks if its size
+exceeds etcd's limit for a value. The first chunk is written last, together with the new end of the log. Keys after the
+end are therefore left over from a failed attempt, and are ignored. Each batch contains the checksum of all its
+predecessors: two logs that differ at some record also differ at every later one.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from tq_service.log_message import LogMessage
 
 _HEADER: Final = struct.Struct("<4sQQQIIQ")
 _MAGIC: Final = b"tqb1"
-PIECE_BYTES: Final = 1 << 20  # etcd's limit of a request is 1.5 MiB
+PIECE_BYTES: Final = 1 << 20  # etcd limits a request to 1.5 MiB
 _FEWEST_KEYS: Final = 16
 _MOST_KEYS: Final = 4096
 _ANSWER_BYTES: Final = 4 << 20
@@ -61,7 +61,7 @@ class _Header(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """Consecutive records. An empty batch takes one number: it marks the start of a leader or a rotation of the log.
+    """Consecutive records. An empty batch, which marks the start of a leader or a log rotation, uses up one number.
 
     Attributes:
         before: the end of the log before the batch.
@@ -75,16 +75,16 @@ class Batch:
 
     @classmethod
     def of(cls, before: Position, epoch: int, records: Sequence[NewRecord]) -> Batch:
-        """Return the batch that follows an end of the log."""
+        """Return the batch of records that follows the position `before`."""
         return cls._made(before, epoch, max(1, len(records)), b"".join(packed(records)))
 
     @classmethod
     def decoded(cls, first: int, pieces: Sequence[bytes]) -> Batch:
-        """Return the batch of these pieces.
+        """Return the batch that consists of these chunks.
 
         Raises:
-            NewerVersionError: they have a different format.
-            JournalDamagedError: the batch differs from the written one.
+            NewerVersionError: the chunks have a different format.
+            JournalDamagedError: the batch differs from the one that was written.
         """
         header, body = _header_of(first, pieces[0]), b"".join(pieces)[_HEADER.size :]
         if header.first != first or len(body) != header.body_bytes:
@@ -101,11 +101,11 @@ class Batch:
 
     @property
     def first(self) -> int:
-        """The number of its first record."""
+        """The number of the batch's first record."""
         return self.before.number + 1
 
     def pieces(self) -> list[bytes]:
-        """Return the values of its keys."""
+        """Return the chunks of the batch, which are the values of its keys."""
         count = max(1, -(-(len(self.body) + _HEADER.size) // PIECE_BYTES))
         number, epoch, _ = self.after
         header = _Header(
@@ -115,22 +115,22 @@ class Batch:
         return [value[start : start + PIECE_BYTES] for start in range(0, len(value), PIECE_BYTES)]
 
     def records(self) -> Iterator[Record]:
-        """Yield its records."""
+        """Yield the records of the batch."""
         return unpacked(self.body, self.first)
 
 
 def _header_of(first: int, value: bytes) -> _Header:
     if len(value) < _HEADER.size:
-        raise _damaged(first, "is cut off")
+        raise _damaged(first, "is truncated")
     header = _Header._make(_HEADER.unpack_from(value))
     if header.magic != _MAGIC:
-        raise NewerVersionError(f"the batch of record {first} was written by a newer version: install that one")
+        raise NewerVersionError(f"the batch of record {first} was written by a newer version; install that version")
     return header
 
 
 def _truncated(number: int) -> PreconditionError:
     return PreconditionError(
-        f"the records after {number} were dropped in favor of a snapshot that contains them; start with that snapshot"
+        f"record {number} of the journal was truncated, since a snapshot contains it; start from that snapshot"
     )
 
 
@@ -150,14 +150,14 @@ _POSITION_FILE: Final = "etcd-position"
 
 
 class EtcdBackend:
-    """A `LogBackend` in etcd. A standby follows the log; a leader writes to it once it has read the rest.
+    """A `LogBackend` in etcd. A standby follows the log; a leader writes to it after reading it to the end.
 
     Args:
-        etcd: the connection, closed by its owner.
+        etcd: the connection to etcd, closed by its owner.
         keys: the keys of the cluster.
         member_id: id of this controller.
-        directory: directory in which this controller remembers the last position that it has seen.
-        accept_loss: whether `read` continues without records that etcd has lost, instead of raising.
+        directory: directory in which this controller saves the last position that it has seen.
+        accept_loss: whether `read` continues without the records that etcd has lost instead of raising an error.
 
     Attributes:
         leadership: the lease under which this controller leads; None for a standby.
@@ -167,7 +167,7 @@ class EtcdBackend:
     group_bytes = 512 << 10
     segment_bytes = math.inf
     patience_seconds = 10.0
-    is_disk_low = False  # etcd only reports that it is full
+    is_disk_low = False  # etcd reports only a full disk
 
     def __init__(
         self, etcd: Etcd, keys: ClusterKeys, *, member_id: str, directory: Path, accept_loss: bool = False
@@ -181,11 +181,11 @@ class EtcdBackend:
         self._seen = BEGINNING  # the end of the log as a standby knows it
         self._end = BEGINNING  # the end of the log as the leader knows it, and
         self._end_value = b""  # the value of its key in etcd, for comparison
-        self._attempt: Batch | None = None  # the batch that may have been written
-        self._followed_from = 0  # first record that a standby needs; a snapshot has the earlier ones
+        self._attempt: Batch | None = None  # a batch that may or may not have been written
+        self._followed_from = 0  # first record that a standby needs; a snapshot contains the earlier ones
         self._is_loss_accepted = False
 
-    # Reading, by any thread
+    # Reading, from any thread
 
     def end(self) -> Position:
         """Return the end of the log."""
@@ -193,7 +193,7 @@ class EtcdBackend:
         return BEGINNING if found is None else Position.decode(found.value)
 
     def first_key(self, number: int) -> int:
-        """Return the first record of the batch that contains a record, or 0 if no batch begins early enough."""
+        """Return the first record of the batch that contains record `number`, or 0 if no batch begins early enough."""
         request = pb.EtcdRangeRequest(
             key=self._keys.log,
             range_end=self._keys.batches_from(number + 1),
@@ -205,11 +205,11 @@ class EtcdBackend:
         return self._keys.first_of(answer.kvs[0].key) if answer.kvs else 0
 
     def batches(self, number: int, end: Position) -> Iterator[Batch]:
-        """Yield the batches from the one with a record on, up to an end of the log.
+        """Yield the batches from the one that contains record `number` up to the position `end`.
 
         Raises:
             PreconditionError: the record was truncated.
-            JournalDamagedError: a batch is missing or differs from the written one.
+            JournalDamagedError: a batch is missing or differs from the one that was written.
         """
         number = max(number, 1)
         if number > end.number:
@@ -220,7 +220,7 @@ class EtcdBackend:
         known: Position | None = BEGINNING if first == 1 else None
         for batch in self._stored(first, end):
             if known is not None and (batch.before.number, batch.before.chain) != (known.number, known.chain):
-                raise _damaged(batch.first, "does not follow the batch before it")
+                raise _damaged(batch.first, "does not follow the previous batch")
             known = batch.after
             if known.number >= number:
                 yield batch
@@ -229,7 +229,7 @@ class EtcdBackend:
             raise _truncated(number) if self.first_key(number) == 0 else _damaged(missing, "is missing")
 
     def _stored(self, first: int, end: Position) -> Iterator[Batch]:
-        """Yield the stored batches, without pieces left over from a failed attempt."""
+        """Yield the stored batches, skipping chunks left over from failed attempts."""
         key, limit = self._keys.batch(first), _FEWEST_KEYS
         pieces: list[bytes] = []
         while first <= end.number:
@@ -239,7 +239,7 @@ class EtcdBackend:
                 if self._keys.first_of(each.key) != first:
                     continue
                 if not pieces and each.key != self._keys.batch(first):
-                    raise _damaged(first, "lacks its first piece")
+                    raise _damaged(first, "lacks its first chunk")
                 pieces.append(each.value)
                 if len(pieces) == _header_of(first, pieces[0]).piece_count:
                     batch = Batch.decoded(first, pieces)
@@ -252,22 +252,23 @@ class EtcdBackend:
 
     @property
     def last_number(self) -> int | None:
-        """Last number in use, once `read` is exhausted; None for a standby."""
+        """Number of the last record in the log, valid once `read` is exhausted; None for a standby."""
         return None if self.leadership is None else self._end.number
 
     @property
     def seen_number(self) -> int:
-        """Number of the last record that is durable, or that a standby has read."""
+        """Number of the last durable record, or of the last record that a standby has read."""
         return self._end.number or max(self._seen.number, self._followed_from - 1)
 
     def read(self, number: int) -> Iterator[Record]:
-        """Yield the records since a rotation; 0: all records.
+        """Yield the records written since a rotation, or all records if `number` is 0.
 
         Raises:
-            PreconditionError: some of them were truncated; start with a snapshot.
-            JournalDamagedError: etcd lacks records that this controller has seen, as after a restore from a backup.
+            PreconditionError: some of the records were truncated; start from a snapshot.
+            JournalDamagedError: etcd lacks records that this controller has seen, for example because etcd was
+                restored from a backup.
             SupersededError: another controller leads.
-            JournalUnreachableError: etcd does not answer.
+            JournalUnreachableError: etcd does not respond.
         """
         end = self.end()
         has_lost = self.has_lost(number, end)
@@ -287,11 +288,11 @@ class EtcdBackend:
         self._end = end
 
     def has_lost(self, number: int, end: Position | None = None) -> bool:
-        """Whether etcd lacks records, and the log will continue from the snapshot of this controller; blocks.
+        """Whether etcd lacks records and the log must continue from this controller's snapshot. Blocks.
 
         Args:
             number: number of the snapshot.
-            end: end of the log, if known.
+            end: the end of the log, or None to read it from etcd.
 
         Raises:
             JournalDamagedError: records are missing, and `accept_loss` is false.
@@ -301,34 +302,35 @@ class EtcdBackend:
         with contextlib.suppress(FileNotFoundError):
             seen = Position.decode(self._position_path.read_bytes())
         if seen.number and end.number >= seen.number:
-            with contextlib.suppress(PreconditionError):  # the next batch was truncated, so nothing can be compared
+            with contextlib.suppress(PreconditionError):  # the next batch was truncated, so there is nothing to compare
                 following = next(self.batches(seen.number + 1, end), None)
                 found = end if following is None else following.before
-                # This controller saw the end of a batch. In a different log, batches may end elsewhere.
+                # The last position that this controller saw is the end of a batch. In another log, batches may end
+                # at other records.
                 is_another = (found.number, found.chain) != (seen.number, seen.chain)
         if not is_another and end.number >= max(seen.number, number - 1):
             return False
         problem = (
-            f"the journal in etcd ends with record {end.number}, or differs from the records that this controller has "
+            f"the journal in etcd ends with record {end.number} or contains other records than this controller has "
             f"seen, up to record {max(seen.number, number - 1)}: etcd was restored from an older state, or another "
-            "cluster has the same name"
+            "cluster uses the same name"
         )
         if not self._accept_loss:
             raise JournalDamagedError(
                 f"{problem}; restore etcd from a newer backup, or start one controller with --accept-journal-loss to "
-                "continue from its newest snapshot and forget later records",
+                "continue from its newest snapshot and discard later records",
                 metadata={"after_record": str(end.number)},
             )
-        _log.error(LogMessage("accepted the loss of records that etcd lacks", problem=problem))
+        _log.error(LogMessage("accepted the loss of records missing from etcd", problem=problem))
         self._is_loss_accepted = True
         return number > 0 and (is_another or end.number < number - 1)
 
     async def follow(self, number: int) -> AsyncIterator[Record]:
-        """Yield the durable records from a number on, then each new one, forever.
+        """Yield all durable records from `number` on, then each new record as it becomes durable. Never ends.
 
         Raises:
-            PreconditionError: some of them were truncated; start with a snapshot.
-            JournalDamagedError: etcd has fewer records than before.
+            PreconditionError: some of the records were truncated; start from a snapshot.
+            JournalDamagedError: etcd contains fewer records than before.
         """
         self._followed_from = number
         seen = 0
@@ -341,7 +343,7 @@ class EtcdBackend:
                 continue
             if end.number < seen:
                 raise JournalDamagedError(
-                    f"the journal in etcd ended with record {seen}, and now ends with record {end.number}: etcd "
+                    f"the journal in etcd ended with record {seen} but now ends with record {end.number}; etcd "
                     "was restored from an older state",
                     metadata={"after_record": str(end.number)},
                 )
@@ -356,26 +358,27 @@ class EtcdBackend:
                 await asyncio.sleep(_LOOK_SECONDS)
 
     def _next_batches(self, number: int) -> tuple[Position, list[Batch]]:
-        """Return the end of the log and the next batches, few enough to apply before yielding to other work."""
+        """Return the end of the log and the next batches, few enough not to block the event loop for long."""
         end = self.end()
         return end, list(islice(self.batches(number, end), _BATCHES_A_READ))
 
     # Writing
 
     def write(self, number: int, records: Sequence[NewRecord]) -> None:
-        """Append a batch, or learn that another controller leads.
+        """Append a batch to the log.
 
         Raises:
-            JournalUnreachableError: etcd does not answer; a retry determines whether the batch was written.
-            SupersededError: this controller may no longer write; whether the batch was written is unknown.
-            InvalidArgumentError: etcd refuses it permanently.
+            JournalUnreachableError: etcd does not respond; a retry determines whether the batch was written.
+            SupersededError: another controller leads, so this one may no longer write. Whether the batch was written
+                is unknown.
+            InvalidArgumentError: etcd rejects the batch permanently.
         """
         batch = self._attempt or Batch.of(self._end, self._led_epoch, records)
         if self._attempt is None or not self._is_written(batch):
             self._attempt = batch
             self._append(batch)
         self._end, self._end_value, self._attempt = batch.after, batch.after.encode(), None
-        if self._is_loss_accepted:  # else the next start would find the loss again
+        if self._is_loss_accepted:  # otherwise the next start would detect the loss again
             self._is_loss_accepted = False
             self.sync_rotated(number)
 
@@ -389,13 +392,13 @@ class EtcdBackend:
         for operations in writes:
             answer: pb.EtcdTxnResponse = self._etcd.once(pb.EtcdTxnRequest(compare=conditions, success=operations))
             if not answer.succeeded:
-                # An earlier attempt may have succeeded if its answer was lost.
+                # An earlier attempt may have succeeded although its response was lost.
                 if not self._is_written(batch):
                     raise self._superseded()
                 return
 
     def _is_written(self, batch: Batch) -> bool:
-        """Whether the log ends with a batch; raises SupersededError if it ends neither there nor at the former end."""
+        """Whether the log ends with `batch`; raises SupersededError if another controller has written to the log."""
         found = self._etcd.get(self._keys.last, seconds=0.0)
         value = b"" if found is None else found.value
         if value == batch.after.encode():
@@ -416,7 +419,7 @@ class EtcdBackend:
 
     def _superseded(self) -> SupersededError:
         return SupersededError(
-            "another controller leads by now, and this one may no longer write the journal; it must start again as a "
+            "another controller leads now, so this one may no longer write to the journal; it must restart as a "
             "standby",
             metadata={"epoch": str(self._led_epoch)},
         )
@@ -427,12 +430,12 @@ class EtcdBackend:
     # Snapshots
 
     def sync_rotated(self, number: int) -> None:
-        """Save the last position seen on the disk of this controller, before a snapshot depends on it."""
+        """Save the last position seen to this controller's disk, before a snapshot depends on it."""
         with FileWriter(self._position_path) as writer:
             writer.file.write((self._seen if self.leadership is None else self._end).encode())
 
     def truncate_before(self, number: int) -> None:
-        """Publish that this controller needs no earlier records; a leader deletes records that two do not need."""
+        """Publish the first record that this controller needs; a leader then deletes records no longer needed."""
         key = self._keys.snapshots + self._member_id.encode()
         self._etcd.ask(pb.EtcdTxnRequest(success=[put(key, b"%d" % number)]))
         if self.leadership is None:
@@ -463,9 +466,9 @@ class EtcdBackend:
                 return
 
     def _needed_number(self) -> int:
-        """Return the first record to keep: two live controllers (or the only one) have snapshots up to it.
+        """Return the first record to keep: at least two live controllers, or the only one, have snapshots up to it.
 
-        A controller that returns later gets a snapshot.
+        A controller that rejoins later starts from such a snapshot.
         """
         alive = {each.key.rpartition(b"/")[2] for each in self._etcd.get_all(self._keys.members)}
         alive.add(self._member_id.encode())

@@ -1,27 +1,26 @@
-"""The interface of an object store, the settings in its URL, and how the store of a URL is found.
+"""The interface of an object store, the settings in its URL, and the lookup of the store for a URL.
 
-Messages and docs/engines.md call an object store an engine. A new one is a file and an entry point: an `ObjectStore` if
-its client is for asyncio, a `BlockingObjectStore` if the client blocks.
+Messages and docs/engines.md call an object store an engine. Adding one takes a module and an entry point: a subclass of
+`ObjectStore` if its client uses asyncio, or of `BlockingObjectStore` if the client blocks.
 
-An object is written once, under a name never used before, and is stored complete or not at all. It is read from its
-start, and removed once. Backends promise less than that, and each promises something else. Their duties are described
-here, and `tests/objects/test_contract.py` holds all of them to it:
+An object is written once, under a name never used before, and is stored either completely or not at all. An object is
+read from its beginning, and removed once. Backends offer weaker guarantees, and each offers different ones. Every store
+must meet the following contract, which `tests/objects/test_contract.py` checks:
 
-- A name is used for one attempt of one writer. Another writer never meets the partial object or reservation that a
-  killed writer has left under it.
+- A name is used for one attempt by one writer. No other writer ever encounters a partial object or reservation that a
+  killed writer left under that name.
 - Fewer copies than requested are not an error: `put` and `copies` return the number of copies.
-- Nothing is removed by force. An object that a reader has a lease on stays, and its name is returned for another
-  attempt (`remover.py`).
-- All bytes are covered by a checksum: an object is stored sealed, with a header of size and checksum. Reading a
-complete
-  object that does not match it raises, so a reader never sees bytes of two objects.
-- Nothing blocks the event loop, and each call ends within its time limit: with a result, or with an error of
+- Nothing is removed by force. An object that a reader has leased is kept, and its name is returned so that removal can
+  be retried (`remover.py`).
+- A checksum covers all bytes: an object is stored sealed, with a header that contains its size and checksum. Reading a
+  complete object that does not match its checksum raises an error, so a reader never sees a mix of two objects.
+- Nothing blocks the event loop, and each call ends within its time limit, either with a result or with an error from
   `tq_service.errors`.
 
-Most clients block, and `BlockingObjectStore` calls them in daemon threads. Clients in C++ and Rust release Python's
-lock while they work, as do clients that wait for a socket. Checksums and copies of large objects also release it, in
-the same thread. A call that does not end in time occupies its thread until it ends: the caller gets an error, and
-`Landing` keeps the call from writing to the caller's memory.
+Most clients block, and `BlockingObjectStore` calls them in daemon threads. Clients written in C++ and Rust release the
+GIL while they work, as do clients that wait for a socket. Checksumming and copying large objects in the same thread
+also release the GIL. A call that exceeds its time limit occupies its thread until it ends: the caller receives an
+error, and `Landing` prevents the late call from writing to the caller's memory.
 """
 
 from __future__ import annotations
@@ -68,26 +67,26 @@ _FALSE: Final = frozenset({"0", "false", "no", "off"})
 T = TypeVar("T")
 
 LARGEST_OBJECT_BYTES: Final = 64 << 20
-"""Maximum size of one object; a larger put is cut into pieces."""
+"""Maximum size of one object; a larger put is split into several objects."""
 
 
 class ObjectMissingError(DataLossError):
-    """No complete object has this name: it was never put, is partially written, was removed, or its copies are lost.
+    """No complete object has this name: it was never put, is partially written, was removed, or lost all its copies.
 
-    To a client it is a `DataLossError`, since the service reads only acknowledged objects.
+    Clients receive it as a `DataLossError`, since the service reads only acknowledged objects.
     """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Abilities:
-    """The promises of an object store.
+    """The guarantees and capabilities of an object store.
 
     Attributes:
         survives: the worst failure that an acknowledged object survives: the end of the writer's process, the loss of a
-            node, or a loss of power on all nodes.
-        fixed_copies: copies of each object, if the store itself decides that; None if `put` does. More copies than
-            these cannot be required.
-        lists_names: whether `list_names` reads only the names with the prefix; if false, it is not called.
+            node, or a power failure of all nodes.
+        fixed_copies: number of copies of each object if the store itself decides that number, in which case no more
+            copies can be required; None if the caller of `put` decides it.
+        lists_names: whether `list_names` can read only the names with the prefix; if false, it is not called.
     """
 
     survives: Survives
@@ -96,125 +95,128 @@ class Abilities:
 
 
 class ObjectStore(ABC):
-    """Objects that are written once, under names never used before, and removed. Confined to one event loop.
+    """A store of objects that are written once, under names never used before. Confined to one event loop.
 
     Names are segments of letters, digits, '.', '_', ':' and '-', joined by '/'. Calls may run concurrently; the store
-    bounds how many reach the backend at a time, and the others wait. A cancelled call may still take effect: a put may
-    leave an object, which the remover can find by its name.
+    limits the number that reach the backend at a time, and the rest wait. A cancelled call may still take effect: a
+    cancelled put may leave an object, which the remover can then remove by name.
 
-    A store whose client is for asyncio subclasses this; one whose client blocks, `BlockingObjectStore`.
+    Subclass this class if the store's client uses asyncio, or `BlockingObjectStore` if the client blocks.
     """
 
     @property
     @abstractmethod
     def abilities(self) -> Abilities:
-        """The promises of the store; known before `open`."""
+        """The guarantees and capabilities of the store; available before `open`."""
 
     @abstractmethod
     async def open(self, node: str, offered_bytes: int) -> None:
         """Connect to the store. Call it once, before all other calls.
 
         Args:
-            node: name of this process's node. A store that places copies puts none of this process's objects there.
-            offered_bytes: memory of this node to offer to the store, for copies of other nodes; 0: none. Stores with
-                their own memory ignore it.
+            node: name of this process's node. A store that controls placement puts no copies of this process's objects
+                there.
+            offered_bytes: amount of this node's memory to offer to the store for objects of other nodes; 0 offers none.
+                Stores with memory of their own ignore it.
 
         Raises:
             UnavailableError: the store cannot be reached.
-            InvalidArgumentError: the store refuses its settings, such as a bucket that does not exist.
+            InvalidArgumentError: the store rejects its settings, such as a bucket that does not exist.
         """
 
     @abstractmethod
     async def put(self, name: str, parts: Sequence[Buffer], *, copies: int) -> int:
-        """Write an object, complete or not at all.
+        """Write an object, either completely or not at all.
 
         Args:
             name: a name that was never used before, not even by a failed attempt.
-            parts: its bytes in parts, which must not change until this returns or raises; a cancelled call waits until
-                they are no longer read.
-            copies: number of nodes to hold it. If the store places copies, the node of this process does not count.
+            parts: the object's bytes as a sequence of buffers, which must not change until this call returns or raises.
+                A cancelled call raises only once the buffers are no longer being read.
+            copies: number of nodes to store the object on. If the store controls placement, this process's node does
+                not count.
 
         Returns:
             Number of complete copies: at least 1, and fewer than requested if the store lacks nodes.
 
         Raises:
-            AlreadyExistsError: the name was used before, maybe by this call if its first answer was lost; the stored
-                object is unchanged. (A store that cannot detect this returns the copies of the stored object.)
-            QuotaExceededError: no other node has capacity for it; removing objects frees capacity.
-            InvalidArgumentError: it has more than `LARGEST_OBJECT_BYTES`.
-            UnavailableError: the store did not answer, or refused. Whether an object is stored is unknown: retry under
-                another name, and give this name to the remover.
+            AlreadyExistsError: the name was used before, possibly by this very call if its first response was lost; the
+                stored object is unchanged. (A store that cannot detect this returns the stored object's number of
+                copies.)
+            QuotaExceededError: no other node has capacity for the object; removing objects frees capacity.
+            InvalidArgumentError: the object is larger than `LARGEST_OBJECT_BYTES`.             UnavailableError: the
+                store did not respond, or refused the call. Whether an object is stored is unknown: retry under another
+                name, and give this name to the remover.
         """
 
     @abstractmethod
     async def read(self, name: str, into: memoryview) -> None:
-        """Read the first bytes of an object until `into` is full; after an error the content of `into` is undefined.
+        """Fill `into` with the first bytes of an object; after an error the content of `into` is undefined.
 
         Raises:
-            ObjectMissingError: no complete object has this name.
-            DataLossError: it is shorter, or does not match its checksum (which only a complete read detects).
-            UnavailableError: it cannot be read now.
+            ObjectMissingError: no complete object has this name. DataLossError: the object is shorter than `into`, or
+                does not match its checksum (which only a complete read detects).
+            UnavailableError: the object cannot be read now.
         """
 
     @abstractmethod
     async def copies(self, names: Sequence[str]) -> list[int]:
-        """Return how many complete copies each object has; 0: none, or the object is partially written.
+        """Return the number of complete copies of each object; 0 if it is missing or only partially written.
 
-        A copy on the node of this process counts here: another process may have placed it there.
+        A copy on this process's node counts here, since another process may have placed it there.
 
         Raises:
-            UnavailableError: the store did not answer.
+            UnavailableError: the store did not respond.
         """
 
     @abstractmethod
     async def remove(self, names: Sequence[str]) -> list[str]:
-        """Remove objects, partially written ones too, unless they are leased; never by force.
+        """Remove objects, including partially written ones, unless they are leased; never by force.
 
         Returns:
-            Names to try again after a second: objects that are leased or still being written, or whose removal the
-            store did not confirm.
+            Names to retry after a second: those of objects that are leased or still being written, or whose removal
+            the store did not confirm.
 
         Raises:
-            UnavailableError: the store did not answer; any of the objects may be gone.
+            UnavailableError: the store did not respond; any of the objects may have been removed.
         """
 
     @abstractmethod
     async def size(self, name: str) -> int:
-        """Return the number of bytes put under a name, without the header.
+        """Return the number of bytes put under a name, excluding the header.
 
         Raises:
             ObjectMissingError: no complete object has this name.
-            UnavailableError: the store did not answer.
+            UnavailableError: the store did not respond.
         """
 
     def list_names(self, prefix: str) -> AsyncIterator[str]:
-        """Yield the names of complete objects with a prefix, in any order; only if the store has `lists_names`.
+        """Yield the names of complete objects with a prefix, in any order; only if `abilities.lists_names` is true.
 
-        Objects that are put or removed at the same time may be missing or included.
+        Objects that are put or removed concurrently may be missing or included.
 
         Raises:
-            UnavailableError: the store did not answer.
+            UnavailableError: the store did not respond.
         """
-        raise TypeError(f"{type(self).__qualname__} does not list names; check abilities.lists_names")
+        raise TypeError(f"{type(self).__qualname__} cannot list names; check abilities.lists_names")
 
     @abstractmethod
     async def aclose(self) -> None:
-        """Disconnect from the store; running calls end with an error. Objects stay. A second call does nothing."""
+        """Disconnect from the store without removing objects; running calls end with an error. Idempotent."""
 
 
 class BlockingObjectStore(ObjectStore):
-    """A store whose client blocks: each call runs in one of its threads, with a time limit.
+    """An object store whose client blocks: each call runs in a thread of the store, with a time limit.
 
-    A subclass has one blocking method for each call, with the same name and a leading `_`. They run concurrently, after
-    `_connect` has returned. `_error` converts their exceptions other than `TqError`.
+    A subclass implements each call as a blocking method of the same name with a leading `_`. These methods run
+    concurrently once `_connect` has returned. `_error` converts any exceptions they raise other than `TqError`.
 
     Args:
         url: URL of the store; its settings `threads` and `timeout_seconds` override the following arguments.
-        threads: number of concurrent calls; others wait.
-        timeout_seconds: maximum duration of a call, with its wait for a thread.
+        threads: maximum number of concurrent calls; further calls wait.
+        timeout_seconds: maximum duration of a call, including its wait for a thread.
 
     Attributes:
-        place: the redacted URL, for messages.
+        place: the redacted URL, used in messages.
     """
 
     engine: ClassVar[str]
@@ -235,11 +237,11 @@ class BlockingObjectStore(ObjectStore):
         parsed.check_all_used()
         return made
 
-    # A subclass implements
+    # Implemented by subclasses
 
     @abstractmethod
     def _connect(self, node: str, offered_bytes: int) -> None:
-        """Connect to the store, see `open`."""
+        """Connect to the store; see `open`."""
 
     @abstractmethod
     def _put(self, name: str, sealed: Sequence[memoryview], copies: int) -> int:
@@ -247,28 +249,28 @@ class BlockingObjectStore(ObjectStore):
 
     @abstractmethod
     def _read(self, name: str, landing: Landing) -> None:
-        """Write the first bytes of an object to `landing`, as many as fit."""
+        """Write the first bytes of an object to `landing`, as many as fit in it."""
 
     @abstractmethod
     def _copies(self, names: Sequence[str]) -> list[int]:
-        """Return how many complete copies each object has; there is at least one name."""
+        """Return the number of complete copies of each object; `names` is not empty."""
 
     @abstractmethod
     def _remove(self, names: Sequence[str]) -> list[str]:
-        """Remove objects, at least one; return the names to try again."""
+        """Remove objects and return the names to retry; `names` is not empty."""
 
     @abstractmethod
     def _size(self, name: str) -> int:
-        """Return the number of bytes put under a name, without the header."""
+        """Return the number of bytes put under a name, excluding the header."""
 
     def _close(self) -> None:
-        """Close the client; many clients keep no connection open."""
+        """Close the client; does nothing by default, since many clients keep no connection open."""
 
     def _error(self, error: Exception) -> TqError:
-        """Convert an exception of the client to an error of the service."""
+        """Convert an exception raised by the client to an error of the service."""
         return self._unavailable(f"{type(error).__name__}: {error}")
 
-    # The calls, in threads
+    # Calls, each run in a thread
 
     async def open(self, node: str, offered_bytes: int) -> None:
         await self._in_thread(lambda: self._connect(node, offered_bytes))
@@ -297,25 +299,25 @@ class BlockingObjectStore(ObjectStore):
         if not self._is_open:
             return
         self._is_open = False
-        # Closing a client in C++ during a call crashes the process, so a client with a hanging call stays open.
+        # Closing a C++ client during a call crashes the process, so a client with a hanging call stays open.
         if not self._running or not (await asyncio.wait(self._running, timeout=_CLOSE_SECONDS))[1]:
-            with contextlib.suppress(TqError):  # the backend is gone already
+            with contextlib.suppress(TqError):  # the backend is already gone
                 await self._in_thread(self._close)
 
     async def _run(self, call: Callable[[], T]) -> T:
         if not self._is_open:
-            raise UnavailableError(f"the {self.engine} engine of {self.place} is not open; open it before other calls")
+            raise UnavailableError(f"the {self.engine} engine at {self.place} is not open; open it before other calls")
         return await self._in_thread(call)
 
     async def _in_thread(self, call: Callable[[], T]) -> T:
-        """Return the result of a call; a cancelled caller also waits for its end, as it reads the caller's memory."""
+        """Return the result of a call; a cancelled caller also waits for it, since it may use the caller's memory."""
         loop = asyncio.get_running_loop()
         until = loop.time() + self.timeout_seconds
         try:
             async with asyncio.timeout_at(until):
                 await self._free.acquire()
         except TimeoutError:
-            raise self._late("no thread was free") from None
+            raise self._late("no thread became free") from None
         running = start_daemon_thread(call, thread_name=f"tq-{self.engine}")
         self._running.add(running)
         running.add_done_callback(self._end)
@@ -328,12 +330,12 @@ class BlockingObjectStore(ObjectStore):
         if cancelled is not None:
             raise cancelled
         if not running.done():
-            raise self._late("the call continues in its thread")
+            raise self._late("the call is still running in its thread")
         try:
             return running.result()()
         except TqError:
             raise
-        except Exception as error:  # any exception of the client
+        except Exception as error:  # the client may raise any exception
             raise self._error(error) from error
 
     def _end(self, running: asyncio.Future[Callable[[], Any]]) -> None:
@@ -341,22 +343,22 @@ class BlockingObjectStore(ObjectStore):
         self._free.release()
 
     def _late(self, detail: str) -> UnavailableError:
-        return UnavailableError(f"{self.engine} did not answer within {self.timeout_seconds:g} s ({detail})")
+        return UnavailableError(f"{self.engine} did not respond within {self.timeout_seconds:g} s ({detail})")
 
     def _unavailable(self, detail: str) -> UnavailableError:
-        """Return the error of a call that the store did not answer, or refused."""
+        """Return the error for a call that the store refused or did not respond to."""
         return UnavailableError(f"{self.engine} at {self.place}: {detail[:_MESSAGE_CHARACTERS]}")
 
     def _full(self, detail: str) -> QuotaExceededError:
-        """Return the error of a put that exceeds the capacity of the store."""
+        """Return the error for a put that exceeds the store's capacity."""
         return QuotaExceededError(
-            f"{self.place} is full ({detail[:_MESSAGE_CHARACTERS]}); remove objects or give it more capacity",
+            f"{self.place} is full ({detail[:_MESSAGE_CHARACTERS]}); remove objects or increase its capacity",
             retry_after_seconds=_RETRY_AFTER_SECONDS,
         )
 
 
 class Landing:
-    """Memory of a caller that a thread fills while the caller waits for it."""
+    """A caller's memory that a thread fills while the caller waits."""
 
     def __init__(self, name: str, into: memoryview) -> None:
         self._name = name
@@ -369,7 +371,7 @@ class Landing:
         return len(self._into)
 
     def write(self, header: Buffer, data: Buffer) -> None:
-        """Copy the first bytes of an object into the memory, and check them.
+        """Copy the first bytes of an object into the memory and verify them.
 
         Raises:
             ObjectMissingError: the header is incomplete.
@@ -387,30 +389,30 @@ class Landing:
 
 
 def seal(name: str, parts: Sequence[Buffer]) -> list[memoryview]:
-    """Return the header of an object and its parts, all as flat bytes.
+    """Return an object's header followed by its parts, all as flat byte views.
 
     Raises:
-        InvalidArgumentError: it has more than `LARGEST_OBJECT_BYTES`.
+        InvalidArgumentError: the object is larger than `LARGEST_OBJECT_BYTES`.
     """
     views = [memoryview(part).cast("B") for part in parts]
     size = sum(map(len, views))
     if size > LARGEST_OBJECT_BYTES:
         raise InvalidArgumentError(
-            f"object {name}: got {size} bytes, expected at most {LARGEST_OBJECT_BYTES}; cut it into pieces",
+            f"object {name} has {size} bytes, expected at most {LARGEST_OBJECT_BYTES}; split it into several objects",
             field="parts",
         )
     return [memoryview(_HEADER.pack(_MAGIC, size, _checksum(views))), *views]
 
 
 def joined(sealed: Sequence[memoryview]) -> memoryview:
-    """Return a sealed object in one piece, copied without holding Python's lock."""
+    """Return a sealed object as one contiguous buffer, copied without holding the GIL."""
     whole = memoryview(bytearray(sum(map(len, sealed))))
     fill(whole, sealed)
     return whole
 
 
 def fill(into: memoryview, views: Sequence[memoryview]) -> None:
-    """Copy bytes to the start of `into` without holding Python's lock, which `bytes.join` would hold."""
+    """Copy bytes to the start of `into` without holding the GIL, unlike `bytes.join`."""
     start = 0
     for view in filter(len, views):
         end = start + len(view)
@@ -419,32 +421,37 @@ def fill(into: memoryview, views: Sequence[memoryview]) -> None:
 
 
 def size_of(name: str, header: Buffer) -> int:
-    """Return the size of the object behind a header, without the header.
+    """Return the size of the object that a header describes, excluding the header.
 
     Raises:
-        ObjectMissingError: it is shorter than a header: partially written.
-        DataLossError: it is not a header.
+        ObjectMissingError: the object is shorter than a header, hence partially written.
+        DataLossError: `header` is not the header of an object.
     """
     return _parse(name, header)[0]
 
 
 def check(name: str, header: Buffer, data: memoryview) -> None:
-    """Check the first bytes of an object, given its header.
+    """Check the first bytes of an object against its header.
 
     Raises:
         ObjectMissingError: the header is incomplete.
-        DataLossError: the object is shorter, or `data` is all of it and does not match its checksum.
+        DataLossError: the object is shorter than `data`, or `data` is the complete object and does not match its
+            checksum.
     """
     size, checksum = _parse(name, header)
     if len(data) > size:
-        raise DataLossError(f"object {name} has {size} bytes; expected at least {len(data)}. It is from another put")
+        raise DataLossError(f"object {name} has {size} bytes; expected at least {len(data)}; another put wrote it")
     if len(data) == size and _checksum([data]) != checksum:
-        raise DataLossError(f"object {name}: {size} bytes do not match their checksum; the copy is damaged or was cut")
+        raise DataLossError(
+            f"object {name}: {size} bytes do not match their checksum; this copy is corrupt or truncated"
+        )
 
 
 def _parse(name: str, header: Buffer) -> tuple[int, int]:
     if len(header) < HEADER_BYTES:
-        raise ObjectMissingError(f"object {name} has {len(header)} bytes, fewer than its header; it is half written")
+        raise ObjectMissingError(
+            f"object {name} has {len(header)} bytes, fewer than a header; it is only partially written"
+        )
     magic, size, checksum = _HEADER.unpack(bytes(header[:HEADER_BYTES]))
     if magic != _MAGIC:
         raise DataLossError(f"object {name} begins with {magic!r}, expected {_MAGIC!r}; another program wrote it")
@@ -461,26 +468,24 @@ def _checksum(views: Sequence[memoryview]) -> int:
 class EngineUrl:
     """A URL such as `s3://bucket/prefix?region=us-east-1`.
 
-    It may contain a password, so messages show `redacted` instead of it.
+    The URL may contain a password, so messages show `redacted` instead.
 
     Attributes:
         scheme: name of the backend.
         host: the part between `//` and the next `/`, without user and password.
-        path: the part after it, without the first `/`.
-        username, password: from the URL, or None.
+        path: the part after the host, without the leading `/`.
+        username, password: taken from the URL, or None.
     """
 
     def __init__(self, url: str) -> None:
-        """Read a URL.
+        """Parse a URL.
 
         Raises:
-            InvalidArgumentError: it is not a URL, or names a setting twice.
+            InvalidArgumentError: the text is not a URL, or sets a setting twice.
         """
         parts = urlsplit(url)
         if not parts.scheme or "://" not in url:
-            raise InvalidArgumentError(
-                f"got an object store {redacted(url)!r}, expected a URL such as s3://bucket/prefix"
-            )
+            raise InvalidArgumentError(f"object store is {redacted(url)!r}, expected a URL such as s3://bucket/prefix")
         self.scheme = parts.scheme
         self.host = parts.netloc.rpartition("@")[2]
         self.path = unquote(parts.path.removeprefix("/"))
@@ -490,22 +495,22 @@ class EngineUrl:
         self._options: dict[str, str] = {}
         for name, values in parse_qs(parts.query, keep_blank_values=True).items():
             if len(values) != 1:
-                raise InvalidArgumentError(f"{self.redacted}: {name} is given {len(values)} times, expected once")
+                raise InvalidArgumentError(f"{self.redacted}: {name} is set {len(values)} times, expected once")
             self._options[name] = values[0]
         self._asked: set[str] = set()
 
     @property
     def location(self) -> str:
-        """Host and path together."""
+        """Host and path, joined by `/`."""
         return f"{self.host}/{self.path}" if self.path else self.host
 
     def text(self, name: str, default: str) -> str:
-        """Return a setting as text from the URL."""
+        """Return a setting from the URL as text."""
         self._asked.add(name)
         return self._options.get(name, default)
 
     def choice(self, name: str, default: str, choices: tuple[str, ...]) -> str:
-        """Return a setting with one of a few values."""
+        """Return a setting that must be one of a few choices."""
         value = self.text(name, default)
         if value not in choices:
             raise self._wrong(name, value, f"one of {', '.join(choices)}")
@@ -519,14 +524,14 @@ class EngineUrl:
         return int(value)
 
     def seconds(self, name: str, default: float) -> float:
-        """Return a setting that is a time in seconds, greater than 0."""
+        """Return a setting that is a positive number of seconds."""
         value = self.text(name, str(default))
         try:
             seconds = float(value)
         except ValueError:
             seconds = -1.0
         if not 0 < seconds < float("inf"):
-            raise self._wrong(name, value, "seconds, more than 0")
+            raise self._wrong(name, value, "a number of seconds greater than 0")
         return seconds
 
     def flag(self, name: str, *, default: bool) -> bool:
@@ -537,7 +542,7 @@ class EngineUrl:
         return value in _TRUE
 
     def secret(self, name: str, variable: str) -> str | None:
-        """Return a secret: from the file named by the setting `<name>_file`, else from an environment variable.
+        """Return a secret from the file that the setting `<name>_file` names, or else from an environment variable.
 
         Raises:
             InvalidArgumentError: the file cannot be read.
@@ -556,11 +561,11 @@ class EngineUrl:
             return Path(path).read_bytes() if path else None
         except OSError as error:
             raise InvalidArgumentError(
-                f"{self.redacted}: {name} {path} cannot be read ({type(error).__name__}); expected a file"
+                f"{self.redacted}: {name} {path} cannot be read ({type(error).__name__}); expected a readable file"
             ) from error
 
     def check_all_used(self) -> None:
-        """Refuse unknown settings, which no code has read.
+        """Reject unknown settings, which are those that no code has read.
 
         Raises:
             InvalidArgumentError: the URL has unknown settings.
@@ -568,7 +573,7 @@ class EngineUrl:
         unknown = sorted(self._options.keys() - self._asked)
         if unknown:
             raise InvalidArgumentError(
-                f"{self.redacted}: got the settings {', '.join(unknown)}, which {self.scheme} does not know; known: "
+                f"{self.redacted}: unknown settings {', '.join(unknown)}; {self.scheme} accepts "
                 f"{', '.join(sorted(self._asked)) or 'none'}"
             )
 
@@ -577,10 +582,10 @@ class EngineUrl:
 
 
 ENTRY_POINT_GROUP: Final = "tq_service.object_stores"
-"""Entry points of packages: the name is the scheme, the value a callable that makes an `ObjectStore` from a URL."""
+"""Entry point group for packages: each name is a scheme, each value a callable that creates a store from a URL."""
 
 _BUILT_IN: Final[dict[str, tuple[str, str, str]]] = {
-    # scheme: module, class, extra that installs the packages it imports
+    # scheme: module, class, and the extra that installs the packages imported by the module
     **dict.fromkeys(("s3", "gs", "az", "memory"), ("tq_service.objects.buckets", "BucketObjects", "obstore")),
     "file": ("tq_service.objects.buckets", "DirectoryObjects", "obstore"),
     **dict.fromkeys(("valkey", "valkeys", "redis", "rediss"), ("tq_service.objects.valkey", "ValkeyObjects", "valkey")),
@@ -592,23 +597,23 @@ def make_object_store(url: str) -> ObjectStore:
     """Create the object store that a URL names, without opening it.
 
     Args:
-        url: such as `file:///mnt/shared/tq`; docs/engines.md describes its settings.
+        url: a URL such as `file:///mnt/shared/tq`; docs/engines.md describes the available settings.
 
     Raises:
-        InvalidArgumentError: no store has its scheme, the store's package is not installed, or a setting is wrong.
+        InvalidArgumentError: no store has this scheme, the store's package is not installed, or a setting is invalid.
     """
     parsed = EngineUrl(url)
     store = _factory(parsed)(url)
     if not isinstance(store, ObjectStore):
         raise InvalidArgumentError(
-            f"{parsed.redacted}: the engine {parsed.scheme!r} made {type(store).__qualname__}, expected a subclass of "
-            "tq_service.objects.base.ObjectStore"
+            f"{parsed.redacted}: the engine {parsed.scheme!r} returned {type(store).__qualname__}, expected a subclass "
+            "of tq_service.objects.base.ObjectStore"
         )
     return store
 
 
 def object_store_schemes() -> list[str]:
-    """Return the schemes of all known object stores, whether their packages are installed or not."""
+    """Return the schemes of all known object stores, whether or not their packages are installed."""
     return sorted({*_BUILT_IN, *(point.name for point in _entry_points())})
 
 

@@ -1,8 +1,9 @@
-"""Objects in buckets of S3, Google Cloud Storage and Azure, in directories and in memory, through `obstore`.
+"""Objects in S3, Google Cloud Storage or Azure buckets, in directories, or in memory, accessed through `obstore`.
 
-An object is one conditional put, which fails if its name exists (`If-None-Match` or similar), so it is stored complete
-or not at all. Copies are up to the store. Directories are written by this module: `obstore` 0.12 links a file to its
-name without a sync, so a loss of power could leave an acknowledged object empty.
+An object is written by one conditional put, which fails if its name exists (`If-None-Match` or similar), so it is
+stored either completely or not at all. The store decides the number of copies. This module itself writes to
+directories: `obstore` 0.12 links a file to its name without a sync, so a power failure could leave an acknowledged
+object empty.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ Store: TypeAlias = AzureStore | GCSStore | LocalStore | MemoryStore | S3Store
 
 _TIMEOUT_SECONDS: Final = 30.0
 _FULL: Final = ("507 ", "QuotaExceeded", "StorageFull", "InsufficientStorage", "no writable volumes")
-"""Answers of stores that are full; S3 never answers so."""
+"""Parts of error messages from stores that are full; S3 never returns such an error."""
 _REFUSED: Final = (FileNotFoundError, exceptions.PermissionDeniedError, exceptions.UnauthenticatedError)
 _REFUSALS: Final = ("<Code>NoSuchBucket<", "<Code>ContainerNotFound<", "403 Forbidden", "401 Unauthorized")
 _CODE: Final = re.compile("<Code>([A-Za-z0-9]+)</Code>")
@@ -47,7 +48,7 @@ _NAME: Final = re.compile(f"{_SEGMENT}(/{_SEGMENT})*")
 
 
 class BucketObjects(BlockingObjectStore):
-    """Objects in a store of `obstore`."""
+    """Objects in a store that `obstore` supports."""
 
     engine = "obstore"
 
@@ -90,7 +91,7 @@ class BucketObjects(BlockingObjectStore):
         except Exception as error:
             if isinstance(error, _REFUSED) or any(sign in str(error) for sign in _REFUSALS):
                 raise InvalidArgumentError(
-                    f"{self.place}: {_summary(error)}; expected a bucket that exists, and credentials for it"
+                    f"{self.place}: {_summary(error)}; expected an existing bucket and valid credentials for it"
                 ) from error
             raise
 
@@ -98,7 +99,7 @@ class BucketObjects(BlockingObjectStore):
         if self._capacity_bytes:
             used = sum(found["size"] for found in self._found(""))
             if used + sum(map(len, sealed)) > self._capacity_bytes:
-                raise self._full(f"{used} of {self._capacity_bytes} bytes are used")
+                raise self._full(f"{used} of {self._capacity_bytes} bytes are in use")
         self._create(name, sealed)
         return self._copy_count
 
@@ -124,7 +125,7 @@ class BucketObjects(BlockingObjectStore):
     def _remove(self, names: Sequence[str]) -> list[str]:
         try:
             obstore.delete(self._store, list(names))
-        except FileNotFoundError:  # for one object; later ones may exist
+        except FileNotFoundError:  # raised for the first missing object; later objects may exist
             for name in names:
                 with suppress(FileNotFoundError):
                     obstore.delete(self._store, name)
@@ -138,9 +139,9 @@ class BucketObjects(BlockingObjectStore):
     def _error(self, error: Exception) -> TqError:
         text = _summary(error)
         if isinstance(error, FileNotFoundError):
-            return ObjectMissingError(f"{self.place}: no such object, it was removed ({text})")
+            return ObjectMissingError(f"{self.place}: the object does not exist; it may have been removed ({text})")
         if isinstance(error, (FileExistsError, exceptions.AlreadyExistsError, exceptions.PreconditionError)):
-            return AlreadyExistsError(f"{self.place}: the object exists; take another attempt's name ({text})")
+            return AlreadyExistsError(f"{self.place}: the object already exists; retry under a new name ({text})")
         is_disk_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
         if is_disk_full or any(sign in str(error) for sign in _FULL):
             return self._full(text)
@@ -148,10 +149,10 @@ class BucketObjects(BlockingObjectStore):
 
 
 class DirectoryObjects(BucketObjects):
-    """Objects as files of a directory that nodes share: NFS, Lustre, GPFS, or a local disk.
+    """Objects as files in a directory, either shared by nodes (NFS, Lustre, GPFS) or on a local disk.
 
-    An object is written to a temporary file, synced, and linked to its name. The link fails if the name is taken, on
-    network file systems too. `survives` in the URL describes the file system; unless it is `process`, files are synced.
+    An object is written to a temporary file, synced, and linked to its name. The link fails if the name is taken, even
+    on network file systems. `survives` in the URL describes the file system; unless it is `process`, files are synced.
     """
 
     engine = "file system"
@@ -169,7 +170,7 @@ class DirectoryObjects(BucketObjects):
     def _create(self, name: str, sealed: Sequence[memoryview]) -> None:
         path, part = self._directory / name, self._part(name)
         if path.exists():
-            raise AlreadyExistsError(f"object {name} exists; take another attempt's name")
+            raise AlreadyExistsError(f"object {name} already exists; retry under a new name")
         file = self._open_new(part)
         try:
             with file:
@@ -189,11 +190,11 @@ class DirectoryObjects(BucketObjects):
 
     def _open_new(self, part: Path) -> BinaryIO:
         for _ in range(8):
-            # A remover may remove the empty directory before it contains a file.
+            # A concurrent removal may delete the new directory while it is still empty.
             with suppress(FileNotFoundError):
                 part.parent.mkdir(parents=True, exist_ok=True)
                 return os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb")
-        raise UnavailableError(f"{part.parent} is removed again and again; ask again")
+        raise UnavailableError(f"{part.parent} is being removed repeatedly; retry")
 
     def _remove(self, names: Sequence[str]) -> list[str]:
         for name in names:
@@ -202,20 +203,20 @@ class DirectoryObjects(BucketObjects):
 
     def _part(self, name: str) -> Path:
         """Return the temporary path of an object; `obstore` does not list names with this suffix."""
-        if not _NAME.fullmatch(name):  # only such names become paths
+        if not _NAME.fullmatch(name):  # other names must not become paths
             raise InvalidArgumentError(f"object name is {name!r}, expected letters, digits, '.', '_', ':', '-' and '/'")
         return self._directory / f"{name}#0"
 
 
 _MEMORY: Final[dict[str, MemoryStore]] = {}
-"""All services of a process that name the same store share it."""
+"""In-memory stores by location: all services of a process that name the same store share it."""
 
 
 def _cloud_store(url: EngineUrl) -> Store:
-    """Create the store of a bucket, without a call to it.
+    """Create the store for a bucket without contacting it.
 
     Raises:
-        InvalidArgumentError: a setting is missing or wrong.
+        InvalidArgumentError: a setting is missing or invalid.
     """
     endpoint, timeout = url.text("endpoint", ""), url.seconds("timeout_seconds", _TIMEOUT_SECONDS)
     client: dict[str, Any] = {
@@ -229,7 +230,7 @@ def _cloud_store(url: EngineUrl) -> Store:
     make: Any
     settings: dict[str, Any]
     match url.scheme:
-        case "s3":  # missing settings come from the environment, or as the AWS SDKs find them
+        case "s3":  # missing settings are looked up in the environment, as the AWS SDKs do
             make = S3Store
             settings = {
                 "endpoint": endpoint,
@@ -270,7 +271,7 @@ def _sync(directory: Path) -> None:
 
 
 def _summary(error: Exception) -> str:
-    """Return the store's answer, without the details of the HTTP client that follow it in the message."""
+    """Return the store's error message without the HTTP client's details that follow it."""
     text = str(error)
     code = _CODE.search(text)
     return f"{text.partition(chr(10))[0][:200]}{f' ({code[1]})' if code else ''}"

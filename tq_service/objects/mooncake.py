@@ -1,14 +1,17 @@
-"""Objects in the memory of other nodes through Mooncake Store (extra `mooncake`), over TCP or RDMA.
+"""Objects in the memory of other nodes, stored by Mooncake Store (extra `mooncake`) over TCP or RDMA.
 
-`mooncake://MASTER:50051?host=ADDRESS`. Pitfalls of Mooncake, all observed, and their remedies here:
+The URL is `mooncake://MASTER:50051?host=ADDRESS`. Pitfalls of Mooncake, all observed, and how this module avoids them:
 
-- A put returns 0 with fewer copies than requested. It also returns 0 with no copy if a killed writer has left its name,
-  and with the old value if the name has one. So existence is checked before, and copies are counted per node after.
-- `replica_num` may be served from the writer's own memory: other nodes' segments are preferred, and a copy on the
-  writer's own node does not count.
-- A forced removal lets a reader see bytes of two objects: nothing is forced, and a leased name is returned.
-- A partial read is not covered by a checksum: the object must still exist after the read, so its memory was not reused.
-- Calls block for seconds without a master: they run in threads, and registered memory is reused across calls.
+- A put may return 0 (success) with fewer copies than requested. A put also returns 0 if a killed writer left the name
+  without a copy, or if the name has an old value. So existence is checked before a put, and copies are counted per node
+  after it.
+- Copies requested with `replica_num` may be placed in the writer's own memory. So segments of other nodes are
+  preferred, and a copy on the writer's own node does not count.
+- A forced removal may let a reader see a mix of two objects. So nothing is forced, and a leased name is returned.
+- A checksum does not cover a partial read. So the object must still exist after the read, which shows that its memory
+  was not reused.
+- Calls block for seconds if no master is available. So they run in threads, and registered memory is reused across
+  calls.
 """
 
 from __future__ import annotations
@@ -37,16 +40,17 @@ from tq_service.objects.base import (
     fill,
 )
 
-# Read when the library is loaded. Its default of one connection per transfer costs more than a small transfer.
+# The library reads these variables when it is loaded. By default it opens one connection per transfer, which costs
+# more than a small transfer does.
 for _variable, _value in {"MC_TCP_ENABLE_CONNECTION_POOL": "1", "GLOG_minloglevel": "2"}.items():
     os.environ.setdefault(_variable, _value)
 
-from mooncake.store import MooncakeDistributedStore, ReplicateConfig  # noqa: E402  (after its environment)
+from mooncake.store import MooncakeDistributedStore, ReplicateConfig  # noqa: E402  (after its environment is set)
 
 _DEFAULT_PORT: Final = 50051
 _DEFAULT_ADMIN_PORT: Final = 9003
 _LOCAL_BUFFER_BYTES: Final = 16 << 20
-"""Memory of the client itself; bytes of objects do not go through it."""
+"""Size of the client's own buffer, which object data does not pass through."""
 
 # mooncake-store/include/types.h, ErrorCode
 _NO_MEMORY: Final = -200
@@ -58,21 +62,21 @@ _NO_ANSWER: Final = (-900, -901)
 _READS: Final = 3
 _MEANINGS: Final = {
     -10: "a shard is locked",
-    _NO_MEMORY: "no memory is left",
-    _NOT_READY: "it is half written",
+    _NO_MEMORY: "out of memory",
+    _NOT_READY: "it is only partially written",
     _NOT_FOUND: "it does not exist",
     -706: "a reader has a lease on it",
     _LEASE_EXPIRED: "it was not read within its lease; raise the master's default_kv_lease_ttl",
-    -800: "the transfer failed; a node may be gone",
-    -900: "the master does not answer",
-    -901: "the master did not answer in time",
+    -800: "the transfer failed; a node may be lost",
+    -900: "the master does not respond",
+    -901: "the master did not respond in time",
 }
 
 
 class MooncakeObjects(BlockingObjectStore):
     """Objects in Mooncake Store.
 
-    The URL names the master, or `mooncake://etcd:HOST:2379,HOST:2379` for masters with high availability.
+    The URL names the master, or etcd for highly available masters: `mooncake://etcd:HOST:2379,HOST:2379`.
     """
 
     engine = "Mooncake"
@@ -116,7 +120,7 @@ class MooncakeObjects(BlockingObjectStore):
 
     def _put(self, name: str, sealed: Sequence[memoryview], copies: int) -> int:
         if self._exists([name])[0]:
-            raise AlreadyExistsError(f"{self.place}: object {name} exists; take another attempt's name")
+            raise AlreadyExistsError(f"{self.place}: object {name} already exists; retry under a new name")
         config = ReplicateConfig()
         config.replica_num = copies
         config.with_hard_pin = True
@@ -144,7 +148,7 @@ class MooncakeObjects(BlockingObjectStore):
             landing.write(buffer.view[: min(size, HEADER_BYTES)], buffer.view[HEADER_BYTES : max(size, HEADER_BYTES)])
 
     def _fetch(self, name: str, buffer: _Staging, size: int) -> int:
-        """Read the first bytes of a stored object; return how many of them it has."""
+        """Read up to `size` first bytes of a sealed object into `buffer`; return the number of bytes read."""
         for _ in range(_READS):
             code = self._store.get_into(name, buffer.address, size)
             if code == _TOO_SMALL:
@@ -156,12 +160,12 @@ class MooncakeObjects(BlockingObjectStore):
         return int(code)
 
     def _fetch_range(self, name: str, buffer: _Staging, size: int) -> int:
-        """Read the start of a longer object; return `size`, or a code."""
+        """Read the start of an object that is longer than `size`; return `size`, or a negative error code."""
         codes = self._store.get_into_ranges([buffer.address], [[name]], [[[0]]], [[[0]]], [[[size]]])[0][0]
         if min(codes) < 0:
             return int(min(codes))
         if not self._exists([name])[0]:
-            raise ObjectMissingError(f"{self.place}: object {name} was removed while it was read")
+            raise ObjectMissingError(f"{self.place}: object {name} was removed while it was being read")
         return size
 
     def _size(self, name: str) -> int:
@@ -175,8 +179,8 @@ class MooncakeObjects(BlockingObjectStore):
         return [len(nodes[name]) for name in names]
 
     def _nodes(self, names: Sequence[str]) -> dict[str, set[str]]:
-        """Return the nodes that hold complete copies of each object."""
-        # The answer omits names without replicas, and is empty if the master does not answer.
+        """Return the nodes that have complete copies of each object."""
+        # The result omits names without replicas, and is empty if the master does not respond.
         existing = [name for name, exists in zip(names, self._exists(names), strict=True) if exists]
         replicas = self._store.batch_get_replica_desc(existing) if existing else {}
         if existing and not replicas:
@@ -197,12 +201,12 @@ class MooncakeObjects(BlockingObjectStore):
 
     def _failed(self, name: str, code: int) -> TqError:
         meaning = _MEANINGS.get(code, "see ErrorCode in its types.h")
-        message = f"{self.place}: {name}: Mooncake answered {code} ({meaning})"
+        message = f"{self.place}: {name}: Mooncake returned {code} ({meaning})"
         return ObjectMissingError(message) if code in (_NOT_READY, _NOT_FOUND) else UnavailableError(message)
 
     @contextmanager
     def _staging(self, size: int) -> Iterator[_Staging]:
-        """Provide registered memory to a call; a hanging call keeps it."""
+        """Provide registered memory for a call; a hanging call keeps the memory until it ends."""
         buffer = self._staged.pop() if self._staged else None
         if buffer is None or len(buffer.view) < size:
             if buffer is not None:
@@ -242,7 +246,7 @@ _WITHOUT_PROXY: Final = build_opener(ProxyHandler({}))
 
 
 class MooncakeAdmin:
-    """Queries the leader of one or several masters; blocking, for any thread."""
+    """Queries the leader of one or more masters. Calls block and may be made from any thread."""
 
     def __init__(self, addresses: Sequence[str], *, timeout_seconds: float) -> None:
         self._addresses = tuple(addresses)
@@ -250,10 +254,10 @@ class MooncakeAdmin:
         self._segments: tuple[float, list[str]] = (float("-inf"), [])
 
     def segments(self) -> list[str]:
-        """Return the memory segments that processes offer, each as `HOST:PORT`; up to a few seconds old.
+        """Return the memory segments that processes offer, each as `HOST:PORT`; the list may be a few seconds old.
 
         Raises:
-            UnavailableError: no master answers.
+            UnavailableError: no master responds.
         """
         asked, segments = self._segments
         if time.monotonic() - asked > _KEPT_SECONDS:
@@ -268,11 +272,11 @@ class MooncakeAdmin:
             try:
                 if len(self._addresses) == 1 or self._ask(address, "/role").strip() == "leader":
                     return self._ask(address, path)
-                failures.append(f"{address} does not lead")
+                failures.append(f"{address} is not the leader")
             except (OSError, HTTPException) as error:
                 failures.append(f"{address}: {error}")
         raise UnavailableError(
-            f"no Mooncake master answers on its metrics_port ({'; '.join(failures)}); name it with admin=HOST:PORT"
+            f"no Mooncake master responds on its metrics_port ({'; '.join(failures)}); set it with admin=HOST:PORT"
         )
 
     def _ask(self, address: str, path: str) -> str:

@@ -1,4 +1,4 @@
-"""Removes objects in the background; retries each second those that are leased or that the store did not remove."""
+"""Removes objects in the background, retrying every second those that are leased or could not be removed."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _MOST_FAILURES: Final = 8
 
 
 class Remover:
-    """Names of objects to remove; `run` removes them. Confined to one event loop.
+    """A queue of objects to remove, which `run` processes. Confined to one event loop.
 
-    Names that are pending when the process ends stay in the store.
+    Objects whose removal is pending when the process ends stay in the store.
 
     Args:
-        objects: the store that has them.
-        interval_seconds: time after which a name is tried again.
-        may_remove: returns whether objects may be removed now; called again after the interval.
+        objects: the store that contains the objects.
+        interval_seconds: time to wait before retrying.
+        may_remove: returns whether objects may be removed now; called again after the interval if they may not.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class Remover:
 
     @property
     def pending_count(self) -> int:
-        """Number of names not removed yet."""
+        """Number of objects not removed yet."""
         return len(self._names)
 
     def remove(self, names: Iterable[str]) -> None:
@@ -54,9 +54,9 @@ class Remover:
                 self._wanted.set()
 
     async def _remove_all(self) -> bool:
-        """Try to remove all pending names once; return whether all of them are removed.
+        """Try once to remove all pending objects; return whether all of them were removed.
 
-        A failed call does not keep other names from being removed. After several failures the store counts as down.
+        A failed call does not prevent the removal of other objects. After several failures, the store is assumed down.
         """
         names, failure_count, is_done = list(self._names), 0, True
         for first in range(0, len(names), _NAMES_PER_CALL):
@@ -68,7 +68,7 @@ class Remover:
                 failure_count += 1
             for name in asked:
                 self._names.pop(name, None)
-            self._names.update(dict.fromkeys(again))  # at the end: other names go first
+            self._names.update(dict.fromkeys(again))  # at the end, so that other names are tried first
             is_done &= not again
             if failure_count >= _MOST_FAILURES:
                 break

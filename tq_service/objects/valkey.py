@@ -1,8 +1,8 @@
-"""Objects as values of Valkey or Redis (extra `valkey`), one server with replicas or a cluster.
+"""Objects stored as values in Valkey or Redis (extra `valkey`), on one server with replicas or in a cluster.
 
-`valkey://HOST:PORT`, `valkeys://` with TLS; `?cluster=true` for a cluster. An object is one SET that fails if its name
-exists; WAIT returns how many replicas have it. The server needs `maxmemory` with the policy `noeviction`: any other
-policy removes acknowledged objects, and `open` refuses it.
+The URL is `valkey://HOST:PORT`, or `valkeys://` with TLS; add `?cluster=true` for a cluster. An object is written by
+one SET that fails if its name exists; WAIT returns the number of replicas that have it. The server needs `maxmemory`
+with the policy `noeviction`: any other policy may evict acknowledged objects, so `open` rejects it.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from tq_service.objects.base import (
 
 _DEFAULT_PORT: Final = 6379
 _NAMES_PER_CALL: Final = 500
-_PROBE: Final = "!probe-"  # not in any name of an object
+_PROBE: Final = "!probe-"  # object names cannot contain it
 
 
 class ValkeyObjects(BlockingObjectStore):
     """Objects in Valkey or Redis.
 
-    User and password come from the URL, else from the file `password_file`, else from VALKEY_PASSWORD.
+    The password is taken from the URL, or else from the file `password_file`, or else from VALKEY_PASSWORD.
     """
 
     engine = "Valkey"
@@ -78,13 +78,13 @@ class ValkeyObjects(BlockingObjectStore):
             policies = {info.get("maxmemory_policy", "noeviction") for info in infos}
         except redis.AuthenticationError as error:
             raise InvalidArgumentError(
-                f"{self.place} refused user and password ({error}); expected those of the URL, of password_file or of "
-                "VALKEY_PASSWORD"
+                f"{self.place} rejected the user and password ({error}); correct them in the URL, in password_file or "
+                "in VALKEY_PASSWORD"
             ) from error
         if self._checks_policy and policies != {"noeviction"}:
             raise InvalidArgumentError(
-                f"{self.place} has maxmemory-policy {', '.join(sorted(policies))}, which removes objects that it has "
-                "acknowledged; expected noeviction"
+                f"{self.place} has maxmemory-policy {', '.join(sorted(policies))}, which may evict acknowledged "
+                "objects; expected noeviction"
             )
 
     def _close(self) -> None:
@@ -99,7 +99,7 @@ class ValkeyObjects(BlockingObjectStore):
             pipeline.wait(replica_count, self._wait_ms)
         is_new, *acknowledged = pipeline.execute()
         if not is_new:
-            raise AlreadyExistsError(f"{self.place}: object {name} exists; take another attempt's name")
+            raise AlreadyExistsError(f"{self.place}: object {name} already exists; retry under a new name")
         return 1 + int(sum(acknowledged))
 
     def _read(self, name: str, landing: Landing) -> None:
@@ -119,7 +119,7 @@ class ValkeyObjects(BlockingObjectStore):
             for name in some:
                 pipeline.exists(self._prefix + name)
             if replica_count:
-                # A replica that has acknowledged this write has all earlier ones.
+                # A replica that has acknowledged this write also has all earlier writes.
                 pipeline.set(_probe_beside(self._prefix + some[0]), b"", px=1000)
                 pipeline.wait(replica_count, self._wait_ms)
             answers = pipeline.execute()
@@ -139,11 +139,11 @@ class ValkeyObjects(BlockingObjectStore):
         if isinstance(error, redis.OutOfMemoryError) or str(error).startswith("OOM "):
             return self._full(f"{str(error)[:100]}; raise its maxmemory")
         if isinstance(error, redis.exceptions.MovedError) and self._is_cluster:
-            self._client.nodes_manager.initialize()  # the next attempt goes to the right server
+            self._client.nodes_manager.initialize()  # so that the next attempt reaches the right server
         return super()._error(error)
 
     def _server(self, name: str) -> Any:
-        """Return the client of the server that stores a name."""
+        """Return the client for the server that stores a name."""
         if not self._is_cluster:
             return self._client
         node = self._client.get_node_from_key(self._prefix + name)
@@ -160,11 +160,11 @@ class ValkeyObjects(BlockingObjectStore):
 
 
 def _probe_beside(key: str) -> str:
-    """Return a short-lived key in the slot of `key`: other keys of a cluster may be on other servers."""
+    """Return a probe key in the same slot as `key`, since keys in other slots may be on other servers."""
     tagged = key if "{" in key else f"{{{key}}}"
     return f"{tagged}{_PROBE}{secrets.token_hex(8)}"
 
 
 def _replica_count(server: Any) -> int:
-    """Return the number of connected replicas; WAIT for more than these would take its full timeout."""
+    """Return the number of connected replicas; a WAIT for more would always reach its timeout."""
     return int(server.info("replication").get("connected_slaves", 0))

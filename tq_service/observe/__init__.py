@@ -1,1 +1,1 @@
-"""Observability of a service and its clients: Prometheus metrics, and the live page for people."""
+"""Observability of the service and its clients: Prometheus metrics, and a live page for the browser."""

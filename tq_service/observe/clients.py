@@ -1,4 +1,4 @@
-"""The Prometheus metrics of the clients and loaders of a process: `tq.instrument`."""
+"""Prometheus metrics for the clients and loaders of a process: `tq.instrument`."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _CLAIM_SECONDS: Final = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 30.
 def instrument(registry: CollectorRegistry | None = None) -> None:
     """Measure the clients and loaders of this process: fetches, puts, claims, and the time spent waiting for loaders.
 
-    The names are in docs/operations.md. Fetches of a loader's worker processes count in the process of the loader. A
-    second call with the same registry does nothing.
+        docs/operations.md lists the metrics. Fetches in a loader's worker processes are counted in the loader's
+        process. A second call with the same registry does nothing.
 
     Args:
-        registry: registry of prometheus-client for the metrics; None: its default registry.
+        registry: registry of prometheus-client to add the metrics to; None for its default registry.
 
     Raises:
         InvalidArgumentError: prometheus-client is not installed.
@@ -38,10 +38,10 @@ def instrument(registry: CollectorRegistry | None = None) -> None:
 
 
 class PrometheusProbe:
-    """Counts into a registry of prometheus-client; see `Probe`.
+    """A `Probe` that records into metrics of prometheus-client.
 
     Args:
-        registry: the registry of the metrics.
+        registry: the registry to add the metrics to.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
@@ -57,15 +57,15 @@ class PrometheusProbe:
         self._fetches = histogram("client_fetch_seconds", "Duration of get_data calls.", _FETCH_SECONDS)
         self._fetched = counter("client_fetched_bytes", "Bytes received from storage services.")
         self._puts = histogram("client_put_seconds", "Duration of puts of columns.", _FETCH_SECONDS)
-        self._put = counter("client_put_bytes", "Bytes of columns that were put.")
+        self._put = counter("client_put_bytes", "Bytes of columns put.")
         self._claims = histogram(
-            "client_claim_seconds", "Duration of get_meta calls, including waits.", _CLAIM_SECONDS, ("status",)
+            "client_claim_seconds", "Duration of get_meta calls, including waiting.", _CLAIM_SECONDS, ("status",)
         )
         self._waited = counter("loader_wait_seconds", "Time spent waiting for loaders.")
-        self._worked = counter("loader_work_seconds", "Time until the next micro-batch was requested.")
-        self._loaded = counter("loader_micro_batches", "Micro-batches that loaders delivered.")
+        self._worked = counter("loader_work_seconds", "Time between a micro-batch and the request for the next.")
+        self._loaded = counter("loader_micro_batches", "Micro-batches delivered by loaders.")
         self._steps = Counter(
-            "tq_service_step_seconds", "Time of trainers' steps, by stage.", ["stage"], registry=registry
+            "tq_service_step_seconds", "Duration of trainers' steps, by stage.", ["stage"], registry=registry
         )
 
     def fetched(self, seconds: float) -> None:

@@ -1,7 +1,7 @@
-"""The port that Prometheus scrapes: HTTP on separate threads, so its peers cannot block the event loop.
+"""The metrics port that Prometheus scrapes, served over HTTP in separate threads so that peers cannot block the loop.
 
-It answers GET and HEAD of /metrics, in Prometheus's text format or in OpenMetrics, depending on the Accept header.
-Metrics are collected on the event loop and rendered as text on the thread of the request.
+The port answers GET and HEAD requests for /metrics in Prometheus's text format or in OpenMetrics, depending on the
+Accept header. Metrics are collected on the event loop and rendered as text in the request's thread.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ Collect = Callable[[], Coroutine[Any, Any, Iterable[Metric]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Access:
-    """The security settings of the port.
+    """The security settings of the metrics port.
 
     Attributes:
-        context: returns the TLS context for the next connection; None: no encryption.
-        refusal: returns why a request is refused, given its Authorization header ("" without one) and the address of
-            the peer, or None if it is allowed. Called on threads.
+        context: returns the TLS context for the next connection; None for no encryption.
+        refusal: returns the reason for refusing a request, given its Authorization header ("" if absent) and the peer's
+            address, or None if the request is allowed. Called from any thread.
     """
 
     context: Callable[[], ssl.SSLContext] | None = None
@@ -54,22 +54,22 @@ class Access:
 
 
 class Endpoint:
-    """The port, open from the start until `close`.
+    """The metrics port, open from construction until `close`.
 
     Args:
         host: address to listen on.
-        port: port; 0: the system chooses one.
-        collect: returns the metrics; runs on the loop.
+        port: port to listen on; 0 lets the system choose one.
+        collect: returns the metrics; runs on the event loop.
         loop: the event loop of the service.
         access: the security settings.
         service_port: the port whose connections are counted.
 
     Attributes:
-        port: the port it listens on.
-        places: bounds the number of connections served at a time.
+        port: the port that the server listens on.
+        places: limits the number of connections served at a time.
 
     Raises:
-        OSError: the address is taken or cannot be listened on.
+        OSError: the address is in use or cannot be listened on.
     """
 
     def __init__(
@@ -101,12 +101,12 @@ class Endpoint:
         self._thread.start()
 
     async def close(self) -> None:
-        """Close the port. Running requests still complete."""
+        """Close the port; requests in progress still complete."""
         await asyncio.to_thread(self._server.shutdown)
         self._server.server_close()
 
     def scrape(self, accept: str) -> tuple[bytes, str]:
-        """Return all metrics as text, and its content type; runs on any thread except the loop's.
+        """Return all metrics as text, and the text's content type. Call it from any thread except the event loop's.
 
         Raises:
             TimeoutError: the event loop did not respond in time.
@@ -120,7 +120,7 @@ class Endpoint:
         metrics += self._process.collect()
         connections = count_connections(self._service_port)
         if connections is not None:
-            metrics.append(GaugeMetricFamily("tq_service_connections", "Open connections of clients.", connections))
+            metrics.append(GaugeMetricFamily("tq_service_connections", "Open client connections.", connections))
         encode, content_type = choose_encoder(accept)
         return encode(_Collected(metrics)), content_type
 
@@ -138,7 +138,7 @@ class _Collected(CollectorRegistry):
 
 
 class _Server(ThreadingHTTPServer):
-    """Serves each connection on a thread, up to the number of places."""
+    """Serves each connection in a thread, up to the maximum number of connections."""
 
     daemon_threads = True
     block_on_close = False
@@ -150,12 +150,12 @@ class _Server(ThreadingHTTPServer):
         super().__init__((host, port), _Handler)
 
     def server_bind(self) -> None:
-        """Bind without the name look-up of http.server."""
+        """Bind the socket without the host name look-up that http.server does."""
         TCPServer.server_bind(self)
         self.server_name, self.server_port = "", self.server_address[1]
 
     def finish_request(self, request: Any, client_address: Any) -> None:
-        """Answer the requests of a connection; runs on its thread."""
+        """Answer the requests of a connection, in its thread; close it if too many are open."""
         if not self.endpoint.places.acquire(blocking=False):
             return
         with contextlib.ExitStack() as ending:
@@ -166,7 +166,7 @@ class _Server(ThreadingHTTPServer):
             super().finish_request(request, client_address)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log an error, without a traceback if the peer caused it."""
+        """Log an error, omitting the traceback if the peer caused it."""
         error = sys.exc_info()[1]
         if isinstance(error, OSError):
             _log.info(LogMessage("a connection to the metrics port failed", peer=client_address[0], error=error))
@@ -175,7 +175,7 @@ class _Server(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answers one request."""
+    """Answers the requests of one connection."""
 
     server: _Server
     protocol_version = "HTTP/1.1"
@@ -184,7 +184,7 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = _IDLE_SECONDS
 
     def do_GET(self) -> None:
-        """Answer a scrape; leave out the body for HEAD."""
+        """Answer a scrape; omit the body for HEAD."""
         status, kind, body = self._scrape()
         self.send_response(status)
         if status is HTTPStatus.UNAUTHORIZED:
@@ -208,16 +208,16 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             body, kind = endpoint.scrape(self.headers.get("Accept", ""))
         except TimeoutError:
-            return HTTPStatus.SERVICE_UNAVAILABLE, plain, b"the service is too busy to be scraped; try again\n"
+            return HTTPStatus.SERVICE_UNAVAILABLE, plain, b"the service is too busy to be scraped; retry later\n"
         return HTTPStatus.OK, kind, body
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002  (as in the base class)
-        """Log requests at debug level, since there is one every few seconds."""
-        _log.debug(LogMessage("a request to the metrics port", peer=self.client_address[0], request=format % args))
+        """Log requests only at debug level, since one arrives every few seconds."""
+        _log.debug(LogMessage("request on the metrics port", peer=self.client_address[0], request=format % args))
 
 
 def count_connections(port: int) -> int | None:
-    """Return the number of open TCP connections to a port of this host, or None if the system does not show it."""
+    """Return the number of open TCP connections to a port of this host, or None if the system does not report it."""
     line = re.compile(rf"^ *\d+: [0-9A-F]+:{port:04X} [0-9A-F]+:[0-9A-F]{{4}} {_ESTABLISHED} ", re.MULTILINE)
     tables = [Path("/proc/net/tcp"), Path("/proc/net/tcp6")]
     try:

@@ -1,4 +1,4 @@
-"""Counters and timers with negligible cost. Confined to one thread; a scrape reads them there."""
+"""Counters and timers of negligible cost. Confined to one thread, in which scrapes also read them."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ OTHERS: Final = "others"
 
 
 class Histogram:
-    """Counts values by the lowest bound that is not below them.
+    """A histogram that counts each value in the bucket with the lowest bound not below the value.
 
     Attributes:
-        sum: sum of all values.
+        sum: sum of all observed values.
     """
 
     __slots__ = ("_bounds", "_counts", "sum")
@@ -42,11 +42,11 @@ class Histogram:
 
     @property
     def count(self) -> int:
-        """Number of values."""
+        """Number of observed values."""
         return sum(self._counts)
 
     def buckets(self) -> list[tuple[str, float]]:
-        """Return the bounds as text, each with the number of values up to it."""
+        """Return the bounds as text, each with the number of values less than or equal to it."""
         total, buckets = 0, []
         for bound, count in zip((*self._bounds, float("inf")), self._counts, strict=True):
             total += count
@@ -55,14 +55,14 @@ class Histogram:
 
 
 class HistogramByName:
-    """Histograms of the first few names; all other names share one."""
+    """One histogram for each of the first few names; all other names share a histogram."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = bounds
         self.by_name: dict[str, Histogram] = {}
 
     def of(self, name: str) -> Histogram:
-        """Return the histogram of a name."""
+        """Return the histogram for a name."""
         histogram = self.by_name.get(name)
         if histogram is None:
             name = name if len(self.by_name) < _MOST_NAMES else OTHERS
@@ -71,16 +71,16 @@ class HistogramByName:
 
 
 class MethodCounts:
-    """The counts of the calls of one method.
+    """Call counts and durations of one method.
 
     Attributes:
-        service: its service, such as "tq_service.v1.ControllerService".
-        method: its name in the service.
+        service: the method's service, such as "tq_service.v1.ControllerService".
+        method: the method's name within the service.
         shape: "unary", "client_stream", "server_stream" or "bidi_stream".
         started: number of calls received.
-        handled: number of completed calls, by status code, such as "OK".
-        handling: duration of calls, without their waits.
-        waits: duration of their waits; None: its calls do not wait.
+        handled: number of completed calls, by status code such as "OK".
+        handling: duration of calls, excluding the time that they wait.
+        waits: waiting time of calls; None if calls of this method never wait.
     """
 
     __slots__ = ("handled", "handling", "method", "service", "shape", "started", "waits")
@@ -96,14 +96,14 @@ class MethodCounts:
 
 
 class Instruments:
-    """The counts taken during operation. A scrape reads everything else from the live state.
+    """Measurements recorded during operation. A scrape reads all other metrics from the live state.
 
     Attributes:
-        calls: counts of each method that was called.
-        plan_seconds: duration of plans, by sampler.
-        imbalance: tokens of the heaviest rank of each batch relative to the mean, minus 1, by sampler.
+        calls: counts for each method called so far.
+        plan_seconds: planning time, by sampler.
+        imbalance: each batch's token count on the heaviest rank relative to the mean, minus 1, by sampler.
         padding: share of padding in each batch, by sampler.
-        loop_lag: delays between the due time of a task of the event loop and its start.
+        loop_lag: delay between the due time of an event-loop task and its start.
     """
 
     def __init__(self) -> None:
@@ -115,11 +115,12 @@ class Instruments:
 
 
 class TimedRunner:
-    """Wraps a runner of samplers, and times the runs that return a plan.
+    """Wraps a runner of samplers and times the runs that return a plan.
 
     Args:
         runner: the wrapped runner.
-        seconds: histograms of the times, by name of the sampler. Off the event loop they include the wait for a thread.
+        seconds: histograms of the run times, by sampler name. Times of runs off the event loop include the wait for a
+            thread.
     """
 
     def __init__(self, runner: RunsPlans, seconds: HistogramByName) -> None:
@@ -127,11 +128,11 @@ class TimedRunner:
         self._seconds = seconds
 
     def length(self, sampler: Sampler) -> LengthSource | None:
-        """Return the length that a sampler needs, see `RunsPlans`."""
+        """Return the length source that a sampler needs; see `RunsPlans`."""
         return self._runner.length(sampler)
 
     def run_inline(self, sampler: Sampler, view: View, request: PlanRequest) -> Plan | None:
-        """Return a plan or None, see `RunsPlans`."""
+        """Return a plan or None; see `RunsPlans`."""
         began_at = time.perf_counter()
         plan = self._runner.run_inline(sampler, view, request)
         if plan is not None:
@@ -139,7 +140,7 @@ class TimedRunner:
         return plan
 
     async def run(self, sampler: Sampler, view: View, request: PlanRequest) -> Plan | None:
-        """Return a plan or None, see `RunsPlans`."""
+        """Return a plan or None; see `RunsPlans`."""
         began_at = time.perf_counter()
         plan = await self._runner.run(sampler, view, request)
         if plan is not None:

@@ -1,12 +1,13 @@
 """The metrics that one process of the service exposes to Prometheus, read from the live state at each scrape.
 
-Everything is read on the event loop, in slices, and rendered as text on the thread of the scrape. The series of calls
-and of the process are few. Those of partitions are per group and per task. If a scrape would exceed `MOST_LINES`, the
-earliest series are shown as long as they have partitions, and `tq_service_metrics_dropped_series` counts the rest.
+Metrics are read on the event loop, in short time slices, and rendered as text in the scrape's thread. Calls and the
+process itself have few series, whereas partitions have series per group and per task. If a scrape would exceed
+`MOST_LINES`, groups with partitions come first, in order of their first appearance, and
+`tq_service_metrics_dropped_series` counts the series left out.
 
-A trainer may create a partition per step (`train@0`, `train@1`, ...). All partitions of a group (the name up to its
-first "@") therefore share one series, and counts of removed partitions stay in it. Counts start at 0 with each process,
-as usual in Prometheus: recovered or restored data was counted by the process that first stored it.
+A trainer may create a partition per step (`train@0`, `train@1`, ...). All partitions of a group (the name up to the
+first "@") therefore share one series, which retains the counts of removed partitions. Counters start at 0 in each
+process, as is usual in Prometheus: the process that first stored recovered or restored data has already counted it.
 """
 
 from __future__ import annotations
@@ -40,19 +41,19 @@ from tq_service.state.table import FAILED, HELD, LIVE
 from tq_service.storage.engine import EngineStat
 
 MOST_LINES: Final = 3_000
-_LINES_LEFT: Final = 150  # for the process metrics of Python's client, and for lines of help
-_GROUPS_SHARE: Final = 0.6  # maximum share of groups in the lines of partitions
+_LINES_LEFT: Final = 150  # reserved for prometheus-client's process metrics and for help lines
+_GROUPS_SHARE: Final = 0.6  # maximum share of the lines of partitions that groups may use
 _LAG_PERIOD_SECONDS: Final = 0.1
 _GROUP: Final = ("partition_group",)
 _TASK: Final = ("partition_group", "task")
 _METHOD: Final = ("grpc_type", "grpc_service", "grpc_method")
 _MOST_POLICIES: Final = 64
-_MOST_FORMER: Final = 1024  # groups without partitions, and their tasks
+_MOST_FORMER: Final = 1024  # maximum number of groups without partitions, counting their tasks
 
-# The metrics of a group of partitions, and of a task in all of them. Counters start at 0 with the process.
+# The metrics of a group of partitions, and of a task over all partitions of a group.
 _OF_GROUP: Final = (
-    (GaugeMetricFamily, "partitions", "Partitions."),
-    (GaugeMetricFamily, "partition_bytes", "Bytes of the values of samples."),
+    (GaugeMetricFamily, "partitions", "Number of partitions."),
+    (GaugeMetricFamily, "partition_bytes", "Bytes used by the values of samples."),
     (GaugeMetricFamily, "waiting_puts", "Puts waiting for capacity in their partition."),
     (CounterMetricFamily, "samples_inserted", "Samples inserted."),
     (CounterMetricFamily, "samples_cleared", "Samples cleared, individually or with their partition."),
@@ -61,28 +62,28 @@ _OF_GROUP: Final = (
 )
 _STATES: Final = (("live", LIVE), ("held", HELD), ("failed", FAILED))
 _OF_TASK: Final = (
-    (GaugeMetricFamily, "task_pending_samples", "Samples left for a task, ready or not."),
-    (GaugeMetricFamily, "task_leased_samples", "Samples leased and not yet acknowledged."),
+    (GaugeMetricFamily, "task_pending_samples", "Samples left for a task, whether ready or not."),
+    (GaugeMetricFamily, "task_leased_samples", "Samples leased but not yet acknowledged."),
     (GaugeMetricFamily, "task_waiting_claims", "Calls waiting for a claim."),
-    (CounterMetricFamily, "samples_delivered", "Samples delivered to a task, counting repeats."),
-    (CounterMetricFamily, "samples_redelivered", "Samples delivered again after a lease on them expired."),
+    (CounterMetricFamily, "samples_delivered", "Samples delivered to a task, including redeliveries."),
+    (CounterMetricFamily, "samples_redelivered", "Samples delivered again after their lease expired."),
     (CounterMetricFamily, "leased_samples_expired", "Samples whose leases expired."),
     (CounterMetricFamily, "samples_dead_lettered", "Samples delivered too often without an acknowledgement."),
-    (CounterMetricFamily, "units_evicted_unmatched", "Samples and groups that claims evicted by their where."),
-    (CounterMetricFamily, "units_evicted_too_small", "Groups that claims evicted for having too few members left."),
-    (CounterMetricFamily, "units_evicted_late", "Units that claims evicted before they became too stale."),
+    (CounterMetricFamily, "units_evicted_unmatched", "Samples and groups that claims evicted because of their where."),
+    (CounterMetricFamily, "units_evicted_too_small", "Groups that claims evicted because too few members were left."),
+    (CounterMetricFamily, "units_evicted_late", "Samples and groups that claims evicted before they became too stale."),
     (CounterMetricFamily, "units_evicted_overflow", "Samples and groups cleared to make room for new ones."),
 )
 _OF_BACKLOG: Final = (
-    (GaugeMetricFamily, "task_ready_samples", "Samples that claims like the task's last one could get."),
-    (GaugeMetricFamily, "task_oldest_version", "Lowest version of the samples left for a task."),
+    (GaugeMetricFamily, "task_ready_samples", "Samples that a claim like the task's last one could get."),
+    (GaugeMetricFamily, "task_oldest_version", "Lowest version among the samples left for a task."),
     (
         GaugeMetricFamily,
         "task_staleness_versions",
-        "Newest version of a partition minus the oldest version left for a task.",
+        "Newest version in a partition minus the oldest version left for a task.",
     ),
 )
-_TOTALS: Final = (  # fields of `TaskTotals`, and their metrics
+_TOTALS: Final = (  # fields of `TaskTotals` and the corresponding metrics
     ("delivered", "samples_delivered"),
     ("redelivered", "samples_redelivered"),
     ("expired", "leased_samples_expired"),
@@ -96,16 +97,16 @@ _LINES_OF_GROUP: Final = len(_OF_GROUP) + len(_STATES)
 _LINES_OF_TASK: Final = len(_OF_TASK) + len(_OF_BACKLOG)
 
 Numbers: TypeAlias = defaultdict[tuple[str, str], float]
-"""The values of a group of partitions, by task ("" for the group itself) and metric; samples by state."""
+"""The values of a group of partitions, by task ("" for the group itself) and by metric or sample state."""
 
 
 def group_of(partition_id: str) -> str:
-    """Return the group of a partition."""
+    """Return the group to which a partition belongs."""
     return partition_id.partition("@")[0]
 
 
 def tasks_of(numbers: Iterable[tuple[str, str]]) -> list[str]:
-    """Return the tasks of a group."""
+    """Return the tasks that have values in a group."""
     return [task for task in dict.fromkeys(task for task, _ in numbers) if task]
 
 
@@ -127,20 +128,20 @@ def _counts_of(partition: Partition) -> Counter[tuple[str, str]]:
 
 
 class PartitionGroups:
-    """Counts by group, of existing and removed partitions.
+    """Counts per group, over existing and removed partitions.
 
     Args:
-        catalog: the partitions.
+        catalog: the catalog of partitions.
     """
 
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
-        # Added to the counters of existing partitions: the counts of removed ones, minus the restored counts, which
-        # were counted before. Ordered by the last removal of a partition.
+        # Added to the counters of existing partitions: the counts of removed partitions, minus the counts that restored
+        # partitions started with, which another process has counted. Ordered by the last removal of a partition.
         self._former: OrderedDict[str, Counter[tuple[str, str]]] = OrderedDict()
-        self._changes: list[tuple[str, Counter[tuple[str, str]]]] = []  # to `_former`, delayed until a collection ends
+        self._changes: list[tuple[str, Counter[tuple[str, str]]]] = []  # applied to `_former` after a collection
         self._is_collecting = False
-        self._gone_count = 0  # partitions removed since the groups were last bounded
+        self._gone_count = 0  # partitions removed since `_bound` last ran
         for partition in catalog.partitions():
             self._follow(partition, "restored")
         catalog.on_partition.append(self._follow)
@@ -167,7 +168,7 @@ class PartitionGroups:
             self._bound()
 
     def _bound(self) -> None:
-        """Drop the oldest groups without partitions, if there are too many."""
+        """Drop the oldest groups without partitions if there are too many such groups."""
         self._gone_count = 0
         there = {group_of(name) for name in self._catalog.names()}
         former = [group for group in self._former if group not in there]
@@ -178,9 +179,9 @@ class PartitionGroups:
             count -= 1 + len(tasks_of(self._former.pop(group)))
 
     async def collect(self, slices: Slices) -> dict[str, Numbers]:
-        """Return the numbers of all groups, except readiness and age of samples.
+        """Return the values of all groups, except the readiness and age of samples.
 
-        Other work runs between slices; a partition removed in between counts as existing.
+        Other work runs between the slices; a partition that is removed during the collection still counts as existing.
         """
         self._bound()
         self._is_collecting = True
@@ -198,7 +199,7 @@ class PartitionGroups:
         return groups
 
     async def _add(self, numbers: Numbers, partition: Partition, slices: Slices) -> None:
-        """Add the current numbers of a partition."""
+        """Add the current values of a partition."""
         for key, count in _counts_of(partition).items():
             numbers[key] += count
         numbers["", "partitions"] += 1
@@ -221,9 +222,9 @@ class PartitionGroups:
         backlogs: Backlogs,
         slices: Slices,
     ) -> None:
-        """Add readiness and age of samples, for the shown tasks by group.
+        """Add the readiness and age of samples for the shown tasks of each group.
 
-        The number of ready samples is left out for a task whose backlog is not known yet.
+        The number of ready samples is omitted for a task whose backlog is not yet known.
         """
         ready, oldest, staleness = (name for _, name, _ in _OF_BACKLOG)
         wanted: list[tuple[Partition, TaskLedger]] = []
@@ -251,15 +252,15 @@ class ServiceMetrics:
     """Collects the metrics of a process. Confined to the event loop of the service.
 
     Args:
-        instruments: the counts taken during operation.
+        instruments: the measurements recorded during operation.
         facts: facts about the process, such as its version and role, for `tq_service_build_info`.
         running_count: returns the number of running calls.
         waiting_count: returns the number of waiting calls.
 
     Attributes:
-        parts: functions that return the metrics of other parts of the process, such as `of_storage`.
-        leads: returns whether this controller leads its cluster. Only the leader shows the state that several
-            controllers share, such as the partitions: sums over all controllers would count it more than once.
+        parts: functions that return the metrics of parts of the process, such as `of_storage`.
+        leads: returns whether this controller leads its cluster. Only the leader shows state that all controllers
+            share, such as the partitions; sums over all controllers would otherwise count this state more than once.
     """
 
     def __init__(
@@ -277,12 +278,12 @@ class ServiceMetrics:
         self._partitions: tuple[PartitionGroups, Backlogs] | None = None
         self.parts: list[Callable[[], Iterable[Metric]]] = [self._of_process, self._of_calls, self._of_batches]
         self.leads: Callable[[], bool] = lambda: True
-        # By group, in order of first appearance; its tasks in the same order.
+        # Groups and their tasks, each in order of first appearance.
         self._seen: dict[str, dict[str, None]] = {}
         self._scraping = asyncio.Lock()
 
     def add_partitions(self, catalog: Catalog, backlogs: Backlogs) -> None:
-        """Add the metrics of a controller: its partitions (recovered ones included), policies and backlogs of tasks."""
+        """Add a controller's metrics: its partitions (including recovered ones), policies, and backlogs of tasks."""
         self._partitions = PartitionGroups(catalog), backlogs
         self.parts.append(lambda: of_policies(catalog.policies) if self.leads() else ())
         imbalance, padding = self._instruments.imbalance, self._instruments.padding
@@ -302,7 +303,7 @@ class ServiceMetrics:
             await asyncio.sleep(_LAG_PERIOD_SECONDS)
             observe(max(0.0, time.perf_counter() - began_at - _LAG_PERIOD_SECONDS))
 
-    # A scrape
+    # Scraping
 
     async def collect(self) -> list[Metric]:
         """Return the current metrics."""
@@ -322,7 +323,7 @@ class ServiceMetrics:
         yield InfoMetricFamily("tq_service_build", "Versions and role of the process.", value=self._info)
         yield _gauge("running_calls", "Running calls, including waiting ones.", self._running_count())
         yield _gauge("waiting_calls", "Calls waiting for samples or capacity.", self._waiting_count())
-        text = "Delay between the due time of a task of the event loop and its start."
+        text = "Delay between the due time of an event-loop task and its start."
         yield _histogram("tq_service_loop_lag_seconds", text, (), {(): self._instruments.loop_lag})
 
     def _of_calls(self) -> Iterator[Metric]:
@@ -336,19 +337,19 @@ class ServiceMetrics:
             for code, count in sorted(counts.handled.items()):
                 handled.add_metric((*method, code), count)
         yield from (started, handled)
-        text = "Duration of calls, without their waits."
+        text = "Duration of calls, excluding waiting for samples or capacity."
         handling = {method: counts.handling for method, counts in calls.items()}
         yield _histogram("grpc_server_handling_seconds", text, _METHOD, handling)
-        text = "Time that calls of methods that may wait have waited for samples or capacity."
+        text = "Time that calls spent waiting for samples or capacity."
         waits = {method: counts.waits for method, counts in calls.items() if counts.waits is not None}
         yield _histogram("tq_service_wait_seconds", text, _METHOD, waits)
 
     def _of_batches(self) -> Iterator[Metric]:
         for name, text, histograms in (
-            ("plan_seconds", "Duration of planning calls that returned a batch.", self._instruments.plan_seconds),
+            ("plan_seconds", "Planning time of batches.", self._instruments.plan_seconds),
             (
                 "batch_imbalance_ratio",
-                "Tokens of the heaviest rank of a batch relative to the mean, minus 1.",
+                "A batch's tokens on the heaviest rank relative to the mean, minus 1.",
                 self._instruments.imbalance,
             ),
             ("batch_padding_ratio", "Share of padding in a batch.", self._instruments.padding),
@@ -387,9 +388,10 @@ class ServiceMetrics:
     async def _choose(
         self, groups: Mapping[str, Numbers], most_lines: int, slices: Slices
     ) -> tuple[dict[str, list[str]], int]:
-        """Return the groups and tasks that get series, and the number of series left out.
+        """Return the groups and tasks to show, and the number of series left out.
 
-        Groups with partitions come first, in order of first appearance, so that series last. The same holds for tasks.
+        Groups with partitions come first, in order of first appearance, so that a series once shown remains. The tasks
+        of a group are also in order of first appearance.
         """
         self._seen = {group: self._seen.get(group, {}) for group in (*self._seen, *groups) if group in groups}
         order = sorted(self._seen, key=lambda group: not groups[group]["", "partitions"])
@@ -413,13 +415,13 @@ class ServiceMetrics:
 
 
 def of_policies(policies: Policies) -> Iterator[Metric]:
-    """Yield the metrics of the first policies."""
+    """Yield the metrics of the first `_MOST_POLICIES` policies."""
     versions = {(name,): policy.version for name, policy in islice(policies.items(), _MOST_POLICIES)}
     yield _gauge("policy_version", "Published version of a policy.", versions, ("policy",))
 
 
 def of_storages(counts: Mapping[str, int], lost: int, taken_over: int) -> Iterator[Metric]:
-    """Yield the metrics of the storage services of a controller."""
+    """Yield a controller's metrics about its storage services."""
     by_state = {(state,): count for state, count in counts.items()}
     yield _gauge("storages", "Storage services known to the controller.", by_state, ("state",))
     yield _counter("storages_lost", "Storage services with a mirror that were lost.", lost)
@@ -427,11 +429,11 @@ def of_storages(counts: Mapping[str, int], lost: int, taken_over: int) -> Iterat
 
 
 def of_cluster(name: str, lags: Mapping[str, int] | None) -> Iterator[Metric]:
-    """Yield the metrics of a cluster; lags of standbys only if this controller leads and knows them."""
+    """Yield the metrics of a cluster, including the lags of standbys if this controller leads."""
     text = "1 if this controller leads its cluster."
     yield _gauge("controller_leads", text, {(name,): lags is not None}, ("cluster",))
     if lags is not None:
-        text = "Records of the journal that a standby has not applied yet, as seen by the leader."
+        text = "Journal records that a standby has not applied yet, as seen by the leader."
         behind = {(name, controller): count for controller, count in lags.items()}
         yield _gauge("standby_lag_records", text, behind, ("cluster", "controller"))
 
@@ -439,13 +441,14 @@ def of_cluster(name: str, lags: Mapping[str, int] | None) -> Iterator[Metric]:
 def of_storage(storage_id: str, own: EngineStat, adopted: Sequence[EngineStat]) -> Iterator[Metric]:
     """Yield the metrics of a storage service and its mirror.
 
-    Adopted puts count with the rest: the service may have the old name itself, and a name has one series.
+    Adopted puts are counted under the name of the service that adopted them. The names of both services may be equal,
+    and each name has only one series.
     """
     rows: list[tuple[Callable[..., Metric], str, str, float | None]] = [
         (_gauge, "used_bytes", "Bytes stored and reserved.", own.used_bytes),
-        (_gauge, "quota_bytes", "Maximum bytes to store; absent without a quota.", own.max_bytes),
+        (_gauge, "quota_bytes", "Maximum number of bytes to store; absent if there is no quota.", own.max_bytes),
         (_gauge, "pooled_bytes", "Bytes of unused memory held for reuse.", own.pooled_bytes),
-        (_gauge, "puts", "Puts stored.", own.put_count),
+        (_gauge, "puts", "Number of stored puts.", own.put_count),
         (_gauge, "uncommitted_puts", "Puts waiting for their commit.", own.uncommitted_put_count),
         (_gauge, "damaged_puts", "Puts known to have lost bytes.", own.damaged_put_count),
         (_counter, "written_bytes", "Bytes of completed puts.", own.written_bytes),
@@ -460,9 +463,9 @@ def of_storage(storage_id: str, own: EngineStat, adopted: Sequence[EngineStat]) 
         rows.append((_gauge, "mirror_adopted_puts", text, sum(stat.put_count for stat in adopted)))
         for name, attribute, text in (
             ("unmirrored_bytes", "unmirrored_bytes", "Bytes of puts that lack the required copies."),
-            ("short_puts", "short_put_count", "Puts with the required copies, but fewer than requested."),
-            ("unfetched_puts", "unfetched_put_count", "Adopted puts whose bytes were not fetched yet."),
-            ("spilled_bytes", "spilled_bytes", "Used bytes that are stored only in the mirror."),
+            ("short_puts", "short_put_count", "Puts with the required number of copies but fewer than requested."),
+            ("unfetched_puts", "unfetched_put_count", "Adopted puts whose bytes have not been fetched yet."),
+            ("spilled_bytes", "spilled_bytes", "Used bytes stored only in the mirror."),
         ):
             rows.append((_gauge, f"mirror_{name}", text, sum(getattr(mirror, attribute) for mirror in mirrors)))
     for family, name, text, value in rows:
@@ -472,18 +475,18 @@ def of_storage(storage_id: str, own: EngineStat, adopted: Sequence[EngineStat]) 
 
 def of_bulk(storage_id: str, connection_count: int, moved_bytes: int) -> Iterator[Metric]:
     """Yield the metrics of the bulk port of a storage service."""
-    text = "Connections to the bulk port from clients that have moved bytes."
+    text = "Connections to the bulk port over which clients have transferred bytes."
     yield _gauge("storage_bulk_connections", text, {(storage_id,): connection_count}, ("storage",))
     text = "Bytes of puts and gets transferred over bulk connections."
     yield _counter("storage_bulk_bytes", text, {(storage_id,): moved_bytes}, ("storage",))
 
 
 def of_log(lag: LogLag) -> Iterator[Metric]:
-    """Yield the metrics of a log."""
+    """Yield the metrics of the controller's log."""
     for name, text, value in (
-        ("unflushed_records", "Records of the log that are not durable yet.", lag.unflushed_count),
-        ("replay_seconds", "Estimated time to replay the log at a start.", lag.replay_seconds),
-        ("snapshot_age_seconds", "Time since the last snapshot, or since the start.", lag.snapshot_age_seconds),
+        ("unflushed_records", "Log records that are not durable yet.", lag.unflushed_count),
+        ("replay_seconds", "Estimated time to replay the log at startup.", lag.replay_seconds),
+        ("snapshot_age_seconds", "Time since the last snapshot, or else since startup.", lag.snapshot_age_seconds),
         ("failing", "1 if the last write to the log failed.", lag.is_failing),
         ("disk_low", "1 if the disk is almost full and puts are refused.", lag.is_disk_low),
     ):
@@ -493,21 +496,21 @@ def of_log(lag: LogLag) -> Iterator[Metric]:
 def of_recording(status: RecordingStatus) -> Iterator[Metric]:
     """Yield the metrics of a recording."""
     for family, name, text, value in (
-        (_gauge, "up", "1 while steps are recorded; 0 after an error has stopped it.", float(status.is_recording)),
-        (_gauge, "steps", "Steps in the recording.", status.step_count),
-        (_gauge, "stored_bytes", "Bytes of the stored steps.", status.stored_bytes),
+        (_gauge, "up", "1 while recording; 0 after an error stopped the recording.", float(status.is_recording)),
+        (_gauge, "steps", "Number of steps in the recording.", status.step_count),
+        (_gauge, "stored_bytes", "Bytes of the recording's steps.", status.stored_bytes),
         (_gauge, "pending_bytes", "Bytes in memory waiting to be recorded.", status.pending_bytes),
-        (_counter, "recorded_steps", "Steps that were recorded.", status.recorded_step_count),
+        (_counter, "recorded_steps", "Number of recorded steps.", status.recorded_step_count),
         (_counter, "skipped_steps", "Steps that could not be recorded.", status.skipped_step_count),
         (_counter, "removed_steps", "Steps removed to make room for newer ones.", status.removed_step_count),
         (_counter, "copied_bytes", "Bytes of puts that were copied.", status.copied_bytes),
-        (_counter, "linked_bytes", "Bytes of puts whose files were kept.", status.linked_bytes),
-        (_counter, "processor_seconds", "Processor time of recording.", status.processor_seconds),
+        (_counter, "linked_bytes", "Bytes of puts recorded by linking their files.", status.linked_bytes),
+        (_counter, "processor_seconds", "Processor time spent on recording.", status.processor_seconds),
     ):
         yield family(f"recording_{name}", text, value)
 
 
-_Values = Mapping[Any, float]  # by the values of the labels
+_Values = Mapping[Any, float]  # by label values
 
 
 def _gauge(name: str, text: str, value: float | _Values, labels: Sequence[str] = ()) -> Metric:

@@ -1,1 +1,1 @@
-"""The gRPC server: wiring, thin servicers, and the converters between protobuf and the core."""
+"""The gRPC server: wiring, thin servicers, and conversion between protobuf messages and the core's types."""

@@ -1,10 +1,10 @@
 """Lost storage services, and the successors that take over their puts from a shared mirror.
 
-    known -> silent for three heartbeats, or back without its puts -> a successor is asked -> the successor registers
+    known -> silent for three heartbeats, or back without its puts -> a successor is called -> the successor registers
     under the old name and instance id, at its own address
 
-This state is not persisted. A successor reports its adopted puts in each heartbeat, and a restarted controller treats
-instances as lost if they have cells but do not register.
+This state is not persisted. A successor reports the puts that it has taken over in each heartbeat, and a restarted
+controller treats instances that have cells but do not register as lost.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class _Lost:
     """A lost storage service.
 
     Attributes:
-        url: URL of its mirror; empty: unknown.
-        since: when the loss was detected.
-        search_id: 16 random bytes, sent by successors that have read the mirror since then.
-        heir: name of the successor that was asked last; empty: nobody was asked.
-        agreed_at: when that successor answered that it has the puts and will register; None: it has not.
-        late_count: how often that successor did not answer in time.
-        refused: names of storage services that could not take over.
+        url: URL of the service's mirror; empty if unknown.
+        since: time at which the loss was detected.
+        search_id: 16 random bytes, sent by successors that have read the mirror since the loss was detected.
+        heir: name of the successor that was called last; empty if none was called yet.
+        agreed_at: time at which that successor replied that it has the puts and will register, or None.
+        late_count: number of calls that the successor did not answer in time.
+        refused: names of storage services that could not take over the puts.
         asking: the call to the successor.
     """
 
@@ -58,22 +58,22 @@ class _Lost:
 class Adoptions:
     """Finds successors for the puts of lost storage services. Confined to the event loop.
 
-    A silent storage service may return until a successor has registered; the successor then releases the puts, and has
-    removed nothing. A service does not count as lost while this controller itself could not take heartbeats.
+    A silent storage service may return until a successor has registered; the successor then releases the puts without
+    having removed any. A service is not considered lost while this controller itself was unable to receive heartbeats.
 
     Args:
         storages: registered storage services by name.
-        heartbeat_seconds: how often they register.
+        heartbeat_seconds: interval at which storage services register.
         supervisor: runs the calls to successors.
-        takes_heartbeats: whether this controller can take heartbeats now.
-        clock: monotonic, in seconds.
+        takes_heartbeats: returns whether this controller can receive heartbeats now.
+        clock: monotonic clock, in seconds.
 
     Attributes:
-        lost: lost instances that are not taken over yet.
+        lost: lost instances whose puts have not been taken over yet.
         expected: instances with cells that have not registered since this controller started.
-        taken: instances that were taken over, each with its successor as registered under the old name.
-        lost_count: how often an instance was lost since this controller started.
-        taken_over_count: how often the puts of a lost instance were taken over.
+        taken: instances whose puts were taken over, each with its successor as registered under the old name.
+        lost_count: number of times that an instance was lost since this controller started.
+        taken_over_count: number of times that the puts of a lost instance were taken over.
     """
 
     def __init__(
@@ -92,20 +92,20 @@ class Adoptions:
         self._takes_heartbeats = takes_heartbeats
         self._clock = clock
         self._looked_at: float | None = None
-        self._silence_counts_from = -math.inf  # three heartbeats after this controller could not take any
+        self._silence_counts_from = -math.inf  # silence before this time does not count
         self.lost: dict[Instance, _Lost] = {}
         self._left_nothing: set[Instance] = set()
-        self._present: set[Instance] = set()  # registered here themselves and not taken over since
+        self._present: set[Instance] = set()  # registered here themselves, and not taken over since then
         self.expected: set[Instance] = set()
         self._expected_until = 0.0
 
     def expect(self, instances: Iterable[Instance]) -> None:
-        """Expect instances that have cells; those that do not register within three heartbeats are lost."""
+        """Expect instances with cells to register; those that do not within three heartbeats are lost."""
         self.expected = set(instances)
         self._expected_until = self._clock() + 3 * self._heartbeat_seconds
 
     def lose_held_at(self, address: str) -> None:
-        """Record that a storage service has restarted: the instances that it had taken over are lost again."""
+        """Record that a storage service has restarted, so the instances whose puts it had taken over are lost again."""
         for instance, heir in self.taken.items():
             if heir.endpoint.address == address:
                 self.lose(instance, "" if heir.heard.mirror is None else heir.heard.mirror.url)
@@ -113,26 +113,26 @@ class Adoptions:
     def lose(self, instance: Instance, url: str) -> None:
         """Record that an instance is lost, with the URL of its mirror."""
         if instance not in self.lost and instance not in self._left_nothing:
-            _log.warning(LogMessage("a storage service was lost", storage=instance[0], boot=instance[1].hex()))
+            _log.warning(LogMessage("lost a storage service", storage=instance[0], boot=instance[1].hex()))
             self.lost[instance] = _Lost(url, self._clock())
             self.lost_count += 1
 
     def check_not_taken(self, instance: Instance) -> None:
-        """Refuse a storage service whose puts were taken over.
+        """Refuse a storage service if its puts were taken over.
 
         Raises:
-            PreconditionError: they were.
+            PreconditionError: the puts were taken over.
         """
         if instance in self.taken:
             raise PreconditionError(
                 f"storage service {instance[0]!r} was silent for too long under instance id {instance[1].hex()}, and "
-                "another service has taken over its puts; restart it, and it will be empty"
+                "another service has taken over its puts; restart it to start with an empty instance"
             )
 
     def check_heir(self, instance: Instance, address: str, search_id: bytes) -> None:
-        """Refuse a successor that read the mirror before the lost instance was last seen here: it may lack puts.
+        """Refuse a successor that read the mirror before the lost instance was last seen here, as it may lack puts.
 
-        If several were asked since then, the first one to register has the puts.
+        If several successors were called since then, the first to register gets the puts.
 
         Args:
             instance: the adopted instance.
@@ -140,7 +140,7 @@ class Adoptions:
             search_id: id of the search that the successor answered.
 
         Raises:
-            PreconditionError: it read the mirror too early, or may have.
+            PreconditionError: the successor read the mirror too early, or may have.
         """
         lost = self.lost.get(instance)
         if lost is not None and lost.heir:
@@ -151,7 +151,7 @@ class Adoptions:
                 )
         elif instance in self._present:
             raise PreconditionError(
-                f"storage service {instance[0]!r} was here under instance id {instance[1].hex()} after its puts were "
+                f"storage service {instance[0]!r} registered under instance id {instance[1].hex()} after its puts were "
                 f"taken over by the service at {address}; release them"
             )
 
@@ -161,8 +161,8 @@ class Adoptions:
         self._found(instance)
 
     def take(self, instance: Instance, heir: RemoteStorage) -> None:
-        """Record that an instance was taken over, or that its successor has registered again."""
-        # Not counted if the successor registers again, for example with a restarted controller.
+        """Record that an instance's puts were taken over, or that their successor has registered again."""
+        # Repeated registrations of a successor, for example with a restarted controller, are not counted.
         self.taken_over_count += instance in self.lost
         self._present.discard(instance)
         self._found(instance)
@@ -179,12 +179,12 @@ class Adoptions:
             self.look()
 
     def look(self) -> None:
-        """Find lost instances and ask successors."""
+        """Find lost instances and call successors for them."""
         now = self._clock()
         is_late = self._looked_at is not None and now - self._looked_at > self._heartbeat_seconds
         self._looked_at = now
         takes_heartbeats = self._takes_heartbeats()
-        if is_late or not takes_heartbeats:  # if late, such as after a pause of the process, it may have missed some
+        if is_late or not takes_heartbeats:  # after a pause of the process, it may have missed heartbeats
             self._silence_counts_from = now + 3 * self._heartbeat_seconds
         if not takes_heartbeats:
             return
@@ -201,11 +201,11 @@ class Adoptions:
                 silent.add(each.endpoint.address)
                 self.lose((each.storage_id, each.boot_id), each.heard.mirror.url)
         for instance, heir in list(self.taken.items()):
-            # An adopted instance is lost with its successor, though its last heartbeat may be up to an interval newer.
+            # An adopted instance is lost with its successor, although its last heartbeat may be slightly newer.
             if heir.is_silent or heir.endpoint.address in silent:
                 if heir.heard.put_count:
                     self.lose(instance, "" if heir.heard.mirror is None else heir.heard.mirror.url)
-                else:  # all its puts are gone
+                else:  # all its puts have been freed
                     del self.taken[instance]
                     self._supervisor.start(f"leaving storage {instance[0]}", heir.close(), may_end=True)
         if self.expected and now > self._expected_until:
@@ -215,11 +215,11 @@ class Adoptions:
             self.expected = set()
 
     def _have_adopted(self, instance: Instance, lost: _Lost, remote: Iterable[RemoteStorage]) -> None:
-        """Ask a successor with the same mirror: the last one unless it refused, else that with the most free bytes."""
+        """Call a successor with the same mirror: the last one unless it refused, else that with the most free bytes."""
         if lost.asking is not None and not lost.asking.done():
             return
         if lost.agreed_at is not None and self._clock() - lost.agreed_at < 2 * self._heartbeat_seconds:
-            return  # it is about to register
+            return  # the successor is about to register
         heirs = [
             (each.free_bytes(), each)
             for each in remote
@@ -235,19 +235,19 @@ class Adoptions:
         if heir.storage_id != lost.heir:
             lost.late_count = 0
         lost.heir, lost.agreed_at = heir.storage_id, None
-        what = f"letting storage {instance[0]} be taken over by {heir.storage_id}"
+        what = f"calling {heir.storage_id} to take over the puts of storage {instance[0]}"
         lost.asking = self._supervisor.start(what, self._ask(instance, lost, heir), may_end=True)
 
     async def _ask(self, instance: Instance, lost: _Lost, heir: RemoteStorage) -> None:
         try:
             count = await heir.take_over(instance, lost.search_id)
         except (NotFoundError, DataLossError) as error:
-            _log.error(LogMessage("a lost storage service has left nothing", storage=instance[0], error=error))
+            _log.error(LogMessage("a lost storage service left no puts", storage=instance[0], error=error))
             if self.lost.get(instance) is lost:
                 self._left_nothing.add(instance)
                 del self.lost[instance]
         except DeadlineError:
-            # It continues and is asked again: another service would be as slow, and would start over.
+            # The successor continues and is called again: another service would be as slow and would start over.
             lost.late_count += 1
             if lost.late_count >= _MOST_LATE_ANSWERS:
                 lost.refused.add(heir.storage_id)
@@ -259,7 +259,7 @@ class Adoptions:
         except TqError as error:
             _log.warning(
                 LogMessage(
-                    "puts could not be taken over", storage=instance[0], heir=heir.storage_id, error=error.message
+                    "could not have puts taken over", storage=instance[0], heir=heir.storage_id, error=error.message
                 )
             )
             lost.refused.add(heir.storage_id)

@@ -1,4 +1,4 @@
-"""One process of the service, with its storage service: starts from settings, runs, and drains on SIGTERM."""
+"""One process of the service: the controller, a storage service or both, from startup to draining on SIGTERM."""
 
 from __future__ import annotations
 
@@ -78,33 +78,33 @@ _ETCD_RETRY_SECONDS: Final = 1.0
 _ABORT_SECONDS = 2.0
 _LOOK_SECONDS = 1.0
 _PENDING_SHARE: Final = 4
-"""At most 1/4 of the quota may wait to be recorded. These bytes count, and puts must not wait for a slow disk."""
+"""At most 1/4 of the quota may wait to be recorded: these bytes use quota, and a slow disk must not delay puts."""
 
 
 class App:
-    """One process of the service: the controller, a storage service, or both. `start` returns a listening one.
+    """One process of the service: the controller, a storage service, or both. `start` creates one that listens.
 
-    `stop` closes all resources in the opposite order of their opening.
+    `stop` closes all resources in the reverse order of their opening.
 
     Attributes:
-        settings: its settings.
+        settings: settings of the service.
         supervisor: runs background tasks, and ends the service after a fatal failure.
         port: the port number.
         listener: the port and its security.
-        health: reports whether it takes calls.
+        health: reports whether the process accepts calls.
         calls: counts running calls.
         waiting: counts waiting calls.
-        cluster: this controller as a member of its cluster, or None.
-        state_store: persists the state of controller and storage service, or None.
+        cluster: this controller as a member of its cluster, or None without a cluster.
+        state_store: persists the state of the controller and the storage service, or None.
         storage: the storage service, or None.
         controller: the controller, or None.
-        metrics: the port for Prometheus, or None.
+        metrics: the metrics port for Prometheus, or None.
     """
 
     def __init__(self, settings: ServeSettings, supervisor: Supervisor, closing: contextlib.AsyncExitStack) -> None:
         self.supervisor = supervisor
         self.settings = settings
-        self._closing = closing  # the caller closes it if the constructor raises
+        self._closing = closing  # closed by the caller if the constructor raises
         closing.enter_context(tuned_process())
         self.listener = Listener(settings)
         for address in () if settings.controller is None else split_addresses(settings.controller):
@@ -125,7 +125,7 @@ class App:
         self.cluster: ClusterMember | None = None
         self.state_store: StateStore | None = None
         if settings.journal is not None:
-            # A single controller does not need it.
+            # Imported here, since a single controller does not need it.
             from tq_service.server.cluster_member import ClusterMember  # noqa: PLC0415
 
             address = settings.advertised_address(self.port)
@@ -162,17 +162,17 @@ class App:
 
     @classmethod
     async def start(cls, settings: ServeSettings, supervisor: Supervisor) -> App:
-        """Start listening, and report healthy once everything answers; a failure leaves nothing behind.
+        """Start listening, and report healthy once the process can serve; a failure releases all resources.
 
         Args:
             settings: settings of the service.
-            supervisor: runs all background tasks; if the service fails, it stops answering in the same step.
+            supervisor: runs all background tasks; if the service fails, it stops serving in the same step.
 
         Raises:
             OSError: the address is in use or cannot be listened on.
-            DataDirError: the data directory is in use or cannot be used.
-            JournalDamagedError: its state cannot be recovered.
-            DiskFullError: its disk is full.
+            DataDirError: the data directory is in use or unusable.
+            JournalDamagedError: the state in the data directory cannot be recovered.
+            DiskFullError: the disk of the data directory is full.
             InvalidArgumentError: the controller cannot be reached with these settings, or recording is impossible.
         """
         closing = contextlib.AsyncExitStack()
@@ -206,7 +206,7 @@ class App:
         )
         catalog.machine.fatal = self.supervisor.fatal
         if store is None:
-            # The first bytes identify the controller over restarts.
+            # The first bytes identify the controller across restarts.
             name = hashlib.sha256(f"{settings.advertise or socket.gethostname()}:{self.port}".encode()).digest()
             controller_id = name[:CONTROLLER_NAME_BYTES] + secrets.token_bytes(16 - CONTROLLER_NAME_BYTES)
         else:
@@ -241,20 +241,20 @@ class App:
         return controller
 
     async def _record(self, where: str) -> None:
-        """Record batches from now on; if the destination does not answer, the service continues without recording.
+        """Record batches from now on; if the destination does not respond, the service continues without recording.
 
         Raises:
-            DataDirError: the directory cannot be used.
-            InvalidArgumentError: the object store cannot be used.
+            DataDirError: the directory is unusable.
+            InvalidArgumentError: the object store is unusable.
         """
-        # Imported here: most services do not record.
+        # Imported here, since most services do not record.
         from tq_service.recording.places import place_of  # noqa: PLC0415
         from tq_service.recording.recorder import MOST_PENDING_BYTES, Recorder  # noqa: PLC0415
         from tq_service.server.recording import StepRecording  # noqa: PLC0415
 
         settings, store, controller, storage = self.settings, self.state_store, self.controller, self.storage
         if controller is None or storage is None:
-            raise InvalidArgumentError("record is for role all", field="record")
+            raise InvalidArgumentError("record is for role all; unset it, or use role all", field="record")
         quota = MOST_PENDING_BYTES if settings.max_bytes is None else settings.max_bytes
         recorder = Recorder(
             place_of(where, sync=settings.durability == "disk", segments=storage.segments),
@@ -280,7 +280,7 @@ class App:
             with _needing_extra("traces", "traces"):
                 from tq_service.server.rpc.traces import CallSpans  # noqa: PLC0415  (needs an extra)
             middleware.append(CallSpans())
-        # The innermost one may wait for the disk: a rejected caller must not wait, nor learn about the disk.
+        # The innermost middleware may wait for the disk. A rejected caller must not wait, nor learn about the disk.
         middleware += [self.calls, self.listener.access, self._answers]
         server: Any = Services(self._server, middleware)  # acts as the server for generated code
         takes_services = self.listener.takes_services
@@ -304,7 +304,7 @@ class App:
         self.health.add(("", *services))
         health_pb2_grpc.add_HealthServicer_to_server(self.health, server)
         if settings.reflection:
-            # This import takes 5 % of the start-up time, and the service is rarely used.
+            # Imported here, since this takes 5 % of the startup time and reflection is rarely used.
             from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc  # noqa: PLC0415
 
             names = (*services, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)
@@ -312,7 +312,7 @@ class App:
             reflection_pb2_grpc.add_ServerReflectionServicer_to_server(reflecting, server)
 
     def _serve_metrics(self, instruments: Instruments) -> Endpoint:
-        """Open the port for Prometheus, after the state has been recovered.
+        """Open the metrics port for Prometheus; called once the state has been recovered.
 
         Raises:
             OSError: the address is in use or cannot be listened on.
@@ -356,11 +356,11 @@ class App:
             access=self.listener.scrape_access(loop),
             service_port=self.port,
         )
-        _log.info(LogMessage("metrics are served", address=join_address(settings.metrics_host, opened.port)))
+        _log.info(LogMessage("serving metrics", address=join_address(settings.metrics_host, opened.port)))
         return opened
 
     def _begin(self, store: StateStore | None) -> None:
-        """Recover the state of a data directory, and persist every change from now on."""
+        """Recover the state in the data directory, if any, and persist every change from now on."""
         if store is not None:
             self._recover(store)
         elif self.controller is not None:
@@ -382,34 +382,34 @@ class App:
         if self.controller is not None:
             self.controller.take_up()
         if self.storage is not None:
-            self.supervisor.start("the check of recovered puts", self.storage.engine.scrub(), may_end=True)
+            self.supervisor.start("checking recovered puts", self.storage.engine.scrub(), may_end=True)
 
     def _start_tasks(self) -> None:
         start = self.supervisor.start
         if self.cluster is not None and self.controller is not None:
             self.health.stand_by()
-            name = "following the log of the cluster, and leading it"
+            name = "following the cluster's log, and leading the cluster"
             start(name, self.cluster.run(self.controller.catalog, self._take_up, self._on_standing), may_end=True)
-        # A failed round of these is logged and does not end the task: rounds are independent.
-        start("following the files of certificate and tokens", self.listener.watch())
+        # If a round of these tasks fails, the error is logged and the task continues, since rounds are independent.
+        start("watching the certificate and token files", self.listener.watch())
         start("housekeeping", regularly(_HOUSEKEEPING_SECONDS, self._keep_house))
         start("ending slow streams and idle connections", regularly(_LOOK_SECONDS, self._end_idle))
         start("collecting garbage", collect_garbage())
         if self.storage is not None and self.settings.controller is not None:
             self.storage.join(self.settings.controller, self.listener.credentials, self.supervisor)
         if self.controller is not None:
-            start("having lost puts taken over", self.controller.storages.adoptions.run())
+            start("finding successors for lost storage services", self.controller.storages.adoptions.run())
             release_old = partial(self._release_old, self.controller.catalog)
             start("releasing old samples", regularly(_LOOK_SECONDS, release_old))
 
     def _take_up(self) -> None:
-        """Serve as the leader of the cluster, after its state is complete."""
+        """Start serving as the leader of the cluster, whose state is now complete."""
         if self.controller is not None:
             self.controller.take_up()
         self.health.serve()
 
     def _on_standing(self, may_answer: bool) -> None:
-        """Take calls as the leader of the cluster; or refuse them, since another controller may lead."""
+        """Accept calls as the leader of the cluster, or refuse them if another controller may lead."""
         if may_answer:
             self.health.serve()
         else:
@@ -441,10 +441,10 @@ class App:
             expired += count
             await asyncio.sleep(0)
         if expired:
-            _log.warning(LogMessage("puts expired without a commit; their producers probably died", count=expired))
+            _log.warning(LogMessage("puts expired without a commit; their producers may have died", count=expired))
 
     def _fail(self) -> None:
-        """Report unhealthy and end all calls: none may be answered from memory."""
+        """Report unhealthy and end all calls, since no call may be answered from memory any more."""
         self._drain()
         self._stop_server(None)
 
@@ -454,25 +454,25 @@ class App:
             self.controller.drain()
 
     def _stop_server(self, grace_seconds: float | None) -> asyncio.Task[None]:
-        """Return the task that stops the server; the first call sets the time for running calls to finish.
+        """Return the task that stops the server; the first call determines how long running calls may take to finish.
 
-        The server is stopped only once: gRPC may crash if one stop runs while another ends.
+        The server is stopped only once, since gRPC may crash if two stops overlap.
         """
         if self._stopping is None:
             self._stopping = asyncio.get_running_loop().create_task(self._server.stop(grace_seconds))
         return self._stopping
 
     async def abort(self) -> None:
-        """End after a failure, within two seconds; nothing is flushed, as if the process had been killed."""
+        """Stop within two seconds after a failure, without flushing anything, as if the process had been killed."""
         await asyncio.wait((self._stop_server(None),), timeout=_ABORT_SECONDS)
         if self.storage is not None:
             self.storage.end_transfers()
         self.listener.close()
 
     async def stop(self, grace_seconds: float) -> None:
-        """Drain: report unhealthy, end waits, let running calls finish, then stop.
+        """Drain: report unhealthy, end waiting calls, let running calls finish, then stop.
 
-        The remaining time is for puts that the mirror does not have yet.
+        The remaining time is used to write puts that the mirror lacks.
         """
         ends_at = time.monotonic() + grace_seconds
         self._drain()
@@ -490,8 +490,8 @@ def _needing_extra(extra: str, setting: str) -> Iterator[None]:
         yield
     except ModuleNotFoundError as error:
         raise InvalidArgumentError(
-            f"{setting} is set, but the package {error.name} is missing; install tq-service[{extra}], or leave "
-            f"{setting} out",
+            f"{setting} is set, but the package {error.name} is missing; install tq-service[{extra}], or unset "
+            f"{setting}",
             field=setting,
         ) from error
 
@@ -509,7 +509,7 @@ def make_server(settings: ServeSettings) -> grpc.aio.Server:
             ("grpc.max_concurrent_streams", settings.max_streams),
             ("grpc.max_send_message_length", -1),
             ("grpc.so_reuseport", 0),  # a second server on the port is a mistake, not a second worker
-            # Thousands of ranks may call at the same moment; by default gRPC drops calls if 1,000 wait for acceptance.
+            # Thousands of ranks may call at the same time; by default, gRPC drops calls once 1,000 await acceptance.
             ("grpc.server.max_pending_requests", _MOST_PENDING_CALLS),
             ("grpc.server.max_pending_requests_hard_limit", _MOST_PENDING_CALLS),
             *LISTENING_OPTIONS,
@@ -523,11 +523,11 @@ async def serve(settings: ServeSettings, *, announce: Callable[[str], None]) -> 
 
     Args:
         settings: settings of the service.
-        announce: gets lines for the person or program that started it, such as the listening address.
+        announce: receives lines for the person or program that started the service, such as the listening address.
 
     Returns:
-        0 after SIGTERM or SIGINT, 1 if it could not start, `FAILED_EXIT_CODE` after a fatal failure. In the last case
-        the process must end at once: the work of remaining threads is useless.
+        0 after SIGTERM or SIGINT, 1 if the service could not start, `FAILED_EXIT_CODE` after a fatal failure. In the
+        last case the process must end at once, without waiting for remaining threads.
     """
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -554,16 +554,16 @@ async def serve(settings: ServeSettings, *, announce: Callable[[str], None]) -> 
 
 
 async def _started(settings: ServeSettings, stopping: asyncio.Event) -> App | None:
-    """Return the process once it listens, or None if it was stopped before; wait for etcd, which may start later.
+    """Return the process once it listens, waiting for etcd if necessary, or None if `stopping` is set before.
 
     Raises:
-        OSError, TqError: it could not start.
+        OSError, TqError: the process could not start.
     """
     while not stopping.is_set():
         try:
             return await App.start(settings, Supervisor())
         except JournalUnreachableError as error:
-            _log.warning(LogMessage("the service is waiting for etcd to answer before it starts", error=error))
+            _log.warning(LogMessage("waiting for etcd to respond before the service starts", error=error))
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(stopping.wait(), _ETCD_RETRY_SECONDS)
     return None
@@ -596,7 +596,7 @@ async def running(settings: ServeSettings) -> AsyncIterator[App]:
     """Run the service inside a program, such as a test, during a `with` block.
 
     Raises:
-        ServiceFailedError: the service has failed; the body is cancelled at its next wait.
+        ServiceFailedError: the service has failed; the body of the block is cancelled at its next wait.
     """
     supervisor, app = Supervisor(), None
     try:
@@ -610,30 +610,30 @@ async def running(settings: ServeSettings) -> AsyncIterator[App]:
 
 
 class StorageProcess:
-    """The storage service of a process; it listens for clients of this host that share memory.
+    """The storage service of a process, including its bulk port and the memory that it shares with local clients.
 
     Args:
         settings: settings of the service.
         port: port of the process.
-        store: persists its state; None: the state is lost when the process ends.
-        supervisor: runs its tasks.
-        tls_context: returns the TLS context for the bulk port; None: plaintext.
+        store: persists the state; None if the state is lost when the process ends.
+        supervisor: runs background tasks.
+        tls_context: returns the TLS context for the bulk port; None for plaintext.
 
     Attributes:
-        engine: holds the puts.
-        endpoint: how clients reach it.
+        engine: stores the puts.
+        endpoint: the endpoint at which clients reach the storage service.
         shared_memory: shares memory with clients of this host, or None.
         bulk: the bulk port, or None.
-        keys: receipt keys of its controllers.
-        mirroring: its mirror, and the instances taken over from other services with that mirror, or None.
-        mirror: mirror of its puts, or None.
-        journal: journal of its puts in the data directory, or None.
-        segments: files of these puts, or None.
-        registration: how long it is certain to be registered with the controller.
+        keys: receipt keys of the controllers.
+        mirroring: the mirror, and the instances taken over from other services with the same mirror, or None.
+        mirror: mirror of the service's own puts, or None.
+        journal: journal of the puts in the data directory, or None.
+        segments: files of the puts in the data directory, or None.
+        registration: tracks whether the service is certain to be registered with the controller.
 
     Raises:
         OSError: shared memory is required but not available, or the bulk port is in use.
-        InvalidArgumentError: the object store of the mirror cannot be used.
+        InvalidArgumentError: the object store of the mirror is unusable.
     """
 
     def __init__(
@@ -680,11 +680,11 @@ class StorageProcess:
     def servicer(
         self, settings: ServeSettings, controller: ControllerServicer | None, waiting: WaitingCalls
     ) -> StorageServicer:
-        """Return the servicer for its calls.
+        """Return the gRPC servicer of the storage service.
 
         Args:
             settings: settings of the service.
-            controller: the controller in this process, which commits puts that carry their commit; or None.
+            controller: the controller in this process, which commits puts that include their commit, or None.
             waiting: counts waiting calls.
         """
         return StorageServicer(
@@ -709,18 +709,18 @@ class StorageProcess:
         return [] if self.mirroring is None else [each.engine for each in self.mirroring.adopted.values()]
 
     def adopted_stats(self) -> list[EngineStat]:
-        """Return sizes and counts of adopted instances; their quota is that of this service's engine."""
+        """Return the sizes and counts of adopted instances, which use the quota of this service's engine."""
         return [engine.stat() for engine in self._adopted()]
 
     def partition_of(self, put_id: bytes) -> str | None:
-        """Return the partition of a complete put, including adopted ones; None for an unknown put."""
+        """Return the partition of a complete put, including adopted puts, or None for an unknown put."""
         engines = [self.engine, *self._adopted()]
         found = {partition for engine in engines if (partition := engine.partition_of(put_id)) is not None}
-        # Two puts with one id: only tokens for all partitions cover this name.
+        # If two puts have the same id, only tokens for all partitions must cover the returned name.
         return found.pop() if len(found) == 1 else "\0" if found else None
 
     def join(self, controller: str, credentials: Credentials, supervisor: Supervisor) -> None:
-        """Keep registering with a controller in another process, under its name and those of adopted instances."""
+        """Register repeatedly with a controller in another process, also under the names of adopted instances."""
 
         def register(of: StorageProcess | Adopted) -> Coroutine[Any, Any, None]:
             return register_storage(
@@ -744,12 +744,12 @@ class StorageProcess:
             self.shared_memory.drain()
 
     def trim(self) -> None:
-        """Release unneeded memory; call this regularly."""
+        """Release unneeded memory; must be called regularly."""
         for engine in (self.engine, *self._adopted()):
             engine.trim()
 
     async def flush(self, seconds: float) -> None:
-        """Write puts that the mirror lacks for at most `seconds`: they are lost when this process ends."""
+        """Write puts that the mirror lacks, for at most `seconds`, since they are lost when this process ends."""
         if self.mirror is not None and (unmirrored_bytes := await self.mirror.flush_all(seconds)):
             _log.warning(LogMessage("stopped before all puts were mirrored", unmirrored_bytes=unmirrored_bytes))
 
@@ -761,7 +761,7 @@ class StorageProcess:
             self.bulk.close()
 
     async def close(self) -> None:
-        """Release all resources: memory, files, the mirror."""
+        """Release all resources: memory, files and the mirror."""
         self.end_transfers()
         await self.engine.close()
         if self.mirroring is not None:
@@ -772,19 +772,19 @@ def _open_mirroring(settings: ServeSettings, port: int, supervisor: Supervisor) 
     """Return the configured mirror, or None.
 
     Raises:
-        InvalidArgumentError: its object store is unknown or not installed, makes fewer copies than are required, or is
-            not durable enough for puts that leave memory.
+        InvalidArgumentError: the object store is unknown or not installed, stores fewer copies than required, or is not
+            durable enough for puts that leave memory.
     """
     if settings.mirror is None:
         return None
-    from tq_service.objects.base import make_object_store  # noqa: PLC0415  (as above)
+    from tq_service.objects.base import make_object_store  # noqa: PLC0415  (needed only for a mirror)
 
     objects = make_object_store(settings.mirror)
     if settings.mirror_memory_bytes is not None and objects.abilities.survives != "power":
         raise InvalidArgumentError(
-            f"mirror_memory_bytes needs an object store whose objects survive a power loss; those of "
-            f"{redacted(settings.mirror)} are only known to survive the loss of a {objects.abilities.survives}. If it "
-            "keeps them on disks, add survives=power to its URL; otherwise leave mirror_memory_bytes out.",
+            f"mirror_memory_bytes needs an object store whose objects survive a power loss, but objects in "
+            f"{redacted(settings.mirror)} are only known to survive the loss of a {objects.abilities.survives}. If the "
+            "store keeps them on disk, add survives=power to its URL; otherwise unset mirror_memory_bytes.",
             field="mirror_memory_bytes",
         )
     return Mirroring(
@@ -799,7 +799,7 @@ def _open_mirroring(settings: ServeSettings, port: int, supervisor: Supervisor) 
 
 
 def _node_of(settings: ServeSettings, port: int) -> str:
-    """Return the host under which clients reach this storage service; copies on this host do not count."""
+    """Return the host at which clients reach this storage service; mirror copies on this host do not count."""
     pairs = hosts_and_ports(settings.advertised_address(port))
     return pairs[0][0] if pairs else settings.host
 
@@ -816,14 +816,14 @@ def _open_shared_memory(settings: ServeSettings, engine: StorageEngine) -> Share
         )
         server.start()
     except OSError as error:
-        reason = f"no shared memory with clients of this host through {settings.shared_memory_dir}: {error}"
+        reason = f"cannot share memory with clients of this host through {settings.shared_memory_dir}: {error}"
         if settings.shared_memory == "on":
             raise OSError(
-                f"{reason}; set shared_memory_dir to a directory of this user, or shared_memory off"
+                f"{reason}; set shared_memory_dir to a directory of this user, or set shared_memory to off"
             ) from error
         _log.warning(
             LogMessage(
-                "could not share memory with clients of this host; all bytes go over the network",
+                "could not share memory with clients of this host; all bytes are sent over the network",
                 path=settings.shared_memory_dir,
                 error=error,
             )

@@ -1,4 +1,4 @@
-"""The audit log: a line for each refused call and each administrative call, without secrets or payloads."""
+"""The audit log: one line for each refused call and each administrative call, without secrets or payloads."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _MOST_KINDS: Final = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditLine:
-    """One line. Text chosen by callers, such as names, is escaped and truncated in the output.
+    """One line of the audit log. Text chosen by callers, such as names, is escaped and truncated in the output.
 
     Attributes:
         decision: whether the call was refused or allowed.
         method: full name of the method.
         peer: address of the caller.
-        certificate: common name of the caller's certificate, "" without one.
-        token: name of the caller's token, "" without a known one.
-        partition: the partition that decided, or the first one named; "" if the call names none.
+        certificate: common name of the caller's certificate; "" if there is none.
+        token: name of the caller's token; "" if there is none or it is unknown.
+        partition: the partition that caused the refusal, or the first named partition; "" if the call names none.
         reason: the reason for a refusal.
-        repeats: how many more such calls the line stands for.
+        repeats: number of further similar calls that the line stands for.
     """
 
     decision: Literal["refused", "allowed"]
@@ -46,7 +46,7 @@ class AuditLine:
         return {name: value for name, value in known.items() if value}
 
     def __str__(self) -> str:
-        # JSON escapes line ends, control and all other unusual characters: a name cannot forge a line.
+        # JSON escapes line breaks, control characters and other unusual characters, so a name cannot forge a line.
         others = [f"{name}={json.dumps(value)}" for name, value in self.shown().items() if name != "decision"]
         return " ".join([self.decision, *others])
 
@@ -55,25 +55,25 @@ class Audit:
     """Writes the audit log.
 
     Args:
-        repeat_seconds: refusals of one kind (same token, method, host and reason) within this time of the first are
-            counted and logged as one line; 0: one line for each.
-        clock: monotonic, in seconds.
+        repeat_seconds: refusals of one kind (same token, method, host and reason) within this time after the first are
+            counted and logged as one line; 0 logs a line for each.
+        clock: monotonic clock, in seconds.
     """
 
     def __init__(self, repeat_seconds: float = 0.0, clock: Callable[[], float] = time.monotonic) -> None:
         self._log = logging.getLogger(LOGGER_NAME)
         self._repeat_seconds = repeat_seconds
         self._clock = clock
-        # By kind: until when refusals are counted, and the line for those after the first, which was written.
+        # By kind: the time until which refusals are counted, and the line for all after the first, which was written.
         self._kinds: dict[tuple[str, ...], tuple[float, AuditLine]] = {}
 
     def note(self, line: AuditLine) -> None:
-        """Write a line, or count it."""
+        """Write a line, or count it if it repeats a recent refusal."""
         if line.decision == "allowed" or self._repeat_seconds <= 0:
             self._write(line)
             return
         self.flush()
-        # Without the partition: callers choose it, and could make each refusal a new kind.
+        # The kind excludes the partition, since callers choose it and could make each refusal a new kind.
         host = line.peer.rpartition(":")[0] or line.peer
         kind = (line.token, line.method, host, line.reason)
         if kind in self._kinds:
@@ -85,9 +85,9 @@ class Audit:
         self._write(line)
 
     def flush(self, *, everything: bool = False) -> None:
-        """Write the lines of counted refusals whose time is over."""
+        """Write the lines for counted refusals whose time is over."""
         now = self._clock()
-        # Kinds are in the order of their ends, since all have the same time.
+        # Kinds are sorted by end, since all are counted for the same time.
         while self._kinds:
             kind, (until, line) = next(iter(self._kinds.items()))
             if until > now and not everything:

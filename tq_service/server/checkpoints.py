@@ -1,4 +1,4 @@
-"""Checkpoints of a running service: writes them during other calls, lists and restores them."""
+"""Writes, lists and restores checkpoints of a running service while it continues to serve other calls."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ from tq_service.wire.objects import check_json_object
 _log = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
 _MOST_NAMED: Final = 5
-_MOST_METADATA_BYTES: Final = 1 << 20  # of a page
+_MOST_METADATA_BYTES: Final = 1 << 20  # per page
 _BLOCK_SECONDS: Final = 120.0
-# An empty service has nothing to free: a put that does not fit at once never will.
+# An empty service has nothing to free, so a put that does not fit at once never will.
 _CAPACITY_SECONDS: Final = 5.0
 _BYTES_A_SECOND: Final = 10e6
 _WATCH_SECONDS: Final = 0.002
@@ -58,10 +58,10 @@ class Checkpoints:
     """Writes and restores the checkpoints of one controller, one at a time.
 
     Args:
-        catalog: the partitions.
-        storages: the storage services with the bytes.
-        store: persists the state; None: the state is lost when the process ends.
-        checkpoint_dir: parent directory of all checkpoints; None: checkpoints are off.
+        catalog: the catalog of partitions.
+        storages: the storage services that contain the bytes.
+        store: persists the state; None if the state is lost when the process ends.
+        checkpoint_dir: parent directory of all checkpoints; None disables checkpoints.
     """
 
     def __init__(
@@ -81,16 +81,15 @@ class Checkpoints:
     # Writing
 
     async def write(self, name: str, metadata: str = "", prefix: str = "") -> pb.CheckpointResponse:
-        """Write a checkpoint of the current state under a name, with a JSON object of the caller.
+        """Write a checkpoint of the current state under a name, with a JSON object provided by the caller.
 
-        It contains the partitions whose names begin with a prefix; the prefix is removed from their names.
+        The checkpoint contains the partitions whose names begin with `prefix`, without this prefix in their names.
 
         Raises:
-            InvalidArgumentError: the name is invalid, its directory cannot be used, or the metadata is not a JSON
-                object.
+            InvalidArgumentError: the name is invalid, its directory is unusable, or the metadata is not a JSON object.
             PreconditionError: another checkpoint is being written or restored, or checkpoint_dir is not set.
             DiskFullError: the disk is full.
-            DataLossError: some of the bytes to copy are lost.
+            DataLossError: some of the bytes to copy have been lost.
             UnavailableError: a storage service cannot be reached.
         """
         await _in_thread(check_json_object, "metadata", metadata)
@@ -104,16 +103,16 @@ class Checkpoints:
         return answer
 
     async def _copy(self, path: Path, metadata: str, prefix: str) -> pb.CheckpointResponse:
-        """Write the bytes of all current samples and then the state; return a summary."""
+        """Write the bytes of all current samples, then the state; return a summary."""
         with self._storages.puts.holding_frees():
-            # In the same step as the line above.
+            # Taken in the same step as the line above, so that none of these puts is freed.
             partitions, answers = self._catalog.snapshot(), self._catalog.answers.snapshot()
             policies = [
                 replace(policy, name=policy.name.removeprefix(prefix))
                 for policy in self._catalog.policies.values()
                 if policy.name.startswith(prefix)
             ]
-            if prefix:  # recorded answers have full partition names, for retries of calls about these
+            if prefix:  # recorded answers are for retries of calls with full partition names
                 partitions, answers = _renamed(partitions, lambda name: name.removeprefix(prefix), prefix), iter(())
             copied: list[PartitionSnapshot] = []
             facts = CheckpointFacts(
@@ -151,7 +150,7 @@ class Checkpoints:
     # Listing
 
     async def page(self, *, prefix: str, size: int, token: str) -> pb.ListCheckpointsResponse:
-        """Return a page of the checkpoints whose names begin with a prefix; size and token as for `find_names`.
+        """Return a page of the checkpoints whose names begin with a prefix; see `find_names` for `size` and `token`.
 
         Raises:
             PreconditionError: checkpoint_dir is not set.
@@ -176,7 +175,7 @@ class Checkpoints:
         return answer
 
     def _summary(self, name: str) -> pb.CheckpointSummary | None:
-        """Return a summary from the beginning of a checkpoint, or None if the checkpoint no longer exists."""
+        """Return a checkpoint's summary, read from its beginning, or None if the checkpoint no longer exists."""
         path, file_bytes = checkpoint_path(self._checkpoint_dir, name), 0
         try:
             file_bytes = path.stat().st_size
@@ -192,19 +191,19 @@ class Checkpoints:
     async def restore(
         self, request_id: bytes, name: str, *, replace: bool = False, prefix: str = ""
     ) -> pb.RestoreResponse:
-        """Restore a checkpoint, once per request_id; a prefix is added to the names of its partitions.
+        """Restore a checkpoint, once per request_id, adding a prefix to the names of its partitions.
 
-        With `replace` it replaces all existing partitions whose names begin with the prefix. They stay usable until its
-        bytes are stored, and disappear in the step that shows the new state. While the new state is made durable, they
-        and all other partitions cannot be changed.
+        With `replace`, the checkpoint replaces all existing partitions whose names begin with the prefix. These
+        partitions remain usable until the checkpoint's bytes are stored, and are removed in the same step in which the
+        new state becomes visible. While the new state is being made durable, no partition can be changed.
 
         Raises:
             InvalidArgumentError: the checkpoint does not exist, or the request_id belongs to another call.
-            SnapshotDamagedError: it is damaged.
-            NewerVersionError: it was written by a newer version.
-            PreconditionError: such partitions exist and `replace` is not set, another checkpoint is being written or
-                restored, or checkpoint_dir is not set.
-            QuotaExceededError: the storage services do not have capacity for its bytes.
+            SnapshotDamagedError: the checkpoint is damaged.
+            NewerVersionError: a newer version of the service wrote the checkpoint.
+            PreconditionError: partitions with the prefix exist and `replace` is not set, another checkpoint is being
+                written or restored, or checkpoint_dir is not set.
+            QuotaExceededError: the storage services lack capacity for the checkpoint's bytes.
             UnavailableError: a storage service cannot be reached.
         """
         recorded: pb.RestoreResponse | None = self._catalog.recorded(request_id, pb.RestoreResponse)
@@ -220,13 +219,13 @@ class Checkpoints:
                 value_bytes=sum(block.size_bytes for block in checkpoint.blocks),
                 metadata=checkpoint.facts.metadata,
             )
-            # Refuses the state of a newer version, before any put is placed.
+            # Rejects the state of a newer version before any put is placed.
             named = _renamed(checkpoint.state.partitions, lambda name: prefix + name)
             partitions: list[Partition] = await _in_thread(list, map(Partition.restore, named))
             puts: list[Put] = []
             try:
                 for block in checkpoint.blocks:
-                    puts.append(await self._place(checkpoint, block, prefix))  # noqa: PERF401  (the list is needed if one fails)
+                    puts.append(await self._place(checkpoint, block, prefix))  # noqa: PERF401  (needed if one of them fails)
                 await _in_thread(relocate, partitions, puts)
 
                 await _to_the_end(self._appear(checkpoint, partitions, puts, request_id, answer, prefix=prefix))
@@ -245,7 +244,7 @@ class Checkpoints:
         *,
         prefix: str,
     ) -> None:
-        """Make the restored state durable, then visible in one step; it replaces all partitions with its prefix."""
+        """Make the restored state durable, then visible in one step, replacing all partitions with the prefix."""
         catalog, answers = self._catalog, checkpoint.state.answers
 
         policies = [replace(policy, name=prefix + policy.name) for policy in checkpoint.state.policies]
@@ -294,7 +293,7 @@ class Checkpoints:
     @contextlib.contextmanager
     def _alone(self, what: str) -> Iterator[None]:
         if self._running is not None:
-            raise PreconditionError(f"a checkpoint is being {self._running}; wait until that is done, then try again")
+            raise PreconditionError(f"a checkpoint is being {self._running}; retry after it has finished")
         self._running = what
         try:
             yield
@@ -304,7 +303,7 @@ class Checkpoints:
 
 @contextlib.asynccontextmanager
 async def _pauses() -> AsyncIterator[list[float]]:
-    """Yield the longest delay of short sleeps, which is how long the loop was busy with other work."""
+    """Yield the longest delay of short sleeps so far, which is the longest time that the event loop was blocked."""
     late = [0.0]
 
     async def watch() -> None:
@@ -315,7 +314,7 @@ async def _pauses() -> AsyncIterator[list[float]]:
             late[:] = [max(late)]
 
     task = asyncio.get_running_loop().create_task(watch())
-    await asyncio.sleep(0)  # it must be running before anything else is done
+    await asyncio.sleep(0)  # the task must run before anything else is done
     try:
         yield late
     finally:
@@ -328,7 +327,7 @@ async def _in_thread(work: Callable[..., Answer], *arguments: Any) -> Answer:
 
 
 async def _to_the_end(work: Coroutine[Any, Any, Answer]) -> Answer:
-    """Run a coroutine to its end and return its result; a cancelled caller waits for the end too."""
+    """Run a coroutine to its end and return its result; even a cancelled caller waits for the end."""
     task = asyncio.get_running_loop().create_task(work)
     try:
         return await asyncio.shield(task)
@@ -338,7 +337,7 @@ async def _to_the_end(work: Coroutine[Any, Any, Answer]) -> Answer:
 
 
 def _columns(checkpoint: Checkpoint, block: StoredBlock) -> list[Column]:
-    """Return the columns of a block with their bytes: a few MiB, or one row."""
+    """Return the columns of a block with their bytes, which are a few MiB or a single row."""
     values = memoryview(b"".join(checkpoint.values(block)))
     ends = list(accumulate(column.value_bytes for column in block.columns))
     return [
@@ -356,7 +355,7 @@ def _columns(checkpoint: Checkpoint, block: StoredBlock) -> list[Column]:
 def _renamed(
     partitions: Sequence[PartitionSnapshot], rename: Callable[[str], str], prefix: str = ""
 ) -> list[PartitionSnapshot]:
-    """Return the partitions with a prefix, renamed, together with the names in their admissions and leases.
+    """Return the partitions that have a prefix, renaming them and the names in their admissions and leases.
 
     Raises:
         InvalidArgumentError: a new name is too long.
@@ -376,7 +375,7 @@ def _renamed(
 
 
 def _of_renamed(claim: Claim, rename: Callable[[str], str]) -> Claim:
-    """Return a claim of a renamed partition; the partition that shares its lease is renamed too."""
+    """Return a claim of a renamed partition, in which the partition that shares its lease is also renamed."""
     if claim.lease is None or not claim.lease.shared_with:
         return claim
     return replace(claim, lease=replace(claim.lease, shared_with=rename(claim.lease.shared_with)))

@@ -2,8 +2,8 @@
 
     open -> run: snapshot -> follow the log ... elected -> the rest of the log -> serve ... superseded: fatal
 
-A superseded controller may have changes in memory that are not in the log, so it cannot become a standby again. Its
-process ends, and starts again as a standby.
+A superseded controller may have changes in memory that are not in the log, so it cannot become a standby. Instead, the
+controller's process ends, and becomes a standby when it is restarted.
 """
 
 from __future__ import annotations
@@ -74,24 +74,24 @@ class ClusterMember:
 
     Args:
         settings: settings of the service.
-        address: address for clients.
-        credentials: its credentials towards other controllers.
+        address: address of this controller for clients.
+        credentials: credentials for calls to other controllers.
         supervisor: runs background tasks and is notified of fatal failures.
 
     Attributes:
-        store: persists its state.
-        controller_id: id of the cluster.
+        store: persists the controller's state.
+        controller_id: the id that all controllers of the cluster share.
         name: name of the cluster.
-        member_id: its name within the cluster; it lasts as long as its data directory.
+        member_id: name of this controller within the cluster, stable as long as its data directory exists.
 
     Raises:
-        JournalUnreachableError: etcd does not answer.
+        JournalUnreachableError: etcd does not respond.
         DataDirError: the data directory is in use, or belongs to another controller.
     """
 
     def __init__(self, settings: ServeSettings, address: str, credentials: Credentials, supervisor: Supervisor) -> None:
         if settings.data_dir is None or settings.cluster is None:
-            raise InvalidArgumentError("a cluster needs the settings cluster and data_dir", field="cluster")
+            raise InvalidArgumentError("a cluster needs the settings cluster and data_dir; set both", field="cluster")
         self.address = address
         self._credentials = credentials
         self._supervisor = supervisor
@@ -125,32 +125,32 @@ class ClusterMember:
         self.store = StateStore(data_dir, Log(self._backend))
         self.store.is_shared = True
         self._election = Election(self._etcd, self._keys, self.member_id, address)
-        self._standing_by = ThreadPoolExecutor(1, thread_name_prefix="tq-election")  # busy while it is a standby
+        self._standing_by = ThreadPoolExecutor(1, thread_name_prefix="tq-election")  # in use while this is a standby
         self._lease: Lease | None = None
         self._leader: Leader | None = None
         self._leadership: Lease | None = None
         self._is_serving = False
-        self._standbys: list[ControllerStatus] = []  # about a second old; kept while this controller leads
+        self._standbys: list[ControllerStatus] = []  # about a second old; updated while this controller leads
 
     def add_services(self, server: Any) -> None:
-        """Add the service for other members to a server."""
+        """Add the service that other controllers of the cluster call to a server."""
         add_ClusterServiceServicer_to_server(SnapshotServicer(self.store), server)
 
-    # Standing
+    # Status
 
     @property
     def may_answer(self) -> bool:
-        """Whether it leads and no other controller can lead at this moment."""
+        """Whether this controller leads and no other controller can lead at this moment."""
         return self._is_serving and self._leadership is not None and self._leadership.is_held
 
     @property
     def leader_address(self) -> str:
-        """Address of the leading controller, "" if it is unknown or this controller."""
+        """Address of the leading controller; "" if it is unknown or is this controller."""
         return "" if self._leader is None or self._leader.address == self.address else self._leader.address
 
     @property
     def epoch(self) -> int:
-        """Epoch of the leader; 0: no leader is known."""
+        """Epoch of the leader, or 0 if no leader is known."""
         if self._leadership is not None:
             return self._leadership.epoch
         return 0 if self._leader is None else self._leader.epoch
@@ -161,19 +161,19 @@ class ClusterMember:
         return [own, *self._standbys]
 
     def lags(self) -> dict[str, int]:
-        """Return how many records each other controller lags behind, by name; valid while this one leads."""
+        """Return the number of records by which each other controller lags, by name; valid while this one leads."""
         return {each.name: each.lag_count for each in self._standbys}
 
     # Lifecycle
 
     async def run(self, catalog: Catalog, take_up: Callable[[], None], on_standing: Callable[[bool], None]) -> None:
-        """Stand by, and lead once elected, until cancelled.
+        """Run as a standby, then as the leader once elected, until cancelled.
 
         Args:
-            catalog: the state, initially empty.
+            catalog: the catalog of partitions, initially empty.
             take_up: called when the state is complete and calls may be answered.
-            on_standing: called with False when another controller may lead from now on, and with True if the lease
-                turns out to be held.
+            on_standing: called with False when another controller may lead, and with True if this controller's lease
+                turns out to be still held.
 
         Raises:
             TqError: a fatal failure.
@@ -196,8 +196,8 @@ class ClusterMember:
         self._backend.leadership = leadership
         self._leadership = leadership
         record_count = await self.store.take_over()
-        if leadership.is_over:  # it ended before this controller knew that it leads
-            raise SupersededError("its lease has ended, so another controller may lead")
+        if leadership.is_over:  # the lease expired before this controller learned that it leads
+            raise SupersededError("its lease has expired, so another controller may lead")
         take_up()
         self._is_serving = True
         self._supervisor.start("watching the lease", self._watch_lease(leadership, on_standing))
@@ -214,7 +214,7 @@ class ClusterMember:
         )
 
     async def _watch_lease(self, lease: Lease, on_standing: Callable[[bool], None]) -> None:
-        """Report when the lease may have ended: this controller may be unable to ask etcd, which knows."""
+        """Report when the lease may have expired, since this controller may be unable to ask etcd about it."""
         was_held = True
         while True:
             await asyncio.sleep(max(_LOOK_SECONDS, lease.held_until - time.monotonic()))
@@ -223,13 +223,13 @@ class ClusterMember:
                 continue
             was_held = is_held
             if is_held:
-                _log.info(LogMessage("etcd kept the lease; calls are answered again", cluster=self.name))
+                _log.info(LogMessage("etcd still has the lease; answering calls again", cluster=self.name))
             else:
-                _log.warning(LogMessage("the lease may have ended; calls are refused", cluster=self.name))
+                _log.warning(LogMessage("the lease may have expired; refusing calls", cluster=self.name))
             on_standing(is_held)
 
     async def _restore(self, catalog: Catalog) -> int:
-        """Restore the newest snapshot: the leader's if the log no longer contains the records after the local one."""
+        """Restore the newest local snapshot, or the leader's if the log lacks records after the local snapshot."""
         number = max(snapshot_numbers(self.store.data_dir.path), default=0)
 
         def has_log_since() -> bool:
@@ -242,7 +242,7 @@ class ClusterMember:
         return number
 
     async def _fetch(self, number: int) -> int:
-        """Fetch the newest snapshot of the leader, with at least this number; return its number."""
+        """Fetch the leader's newest snapshot, whose number is at least `number`; return its number."""
         while True:
             leader = await asyncio.to_thread(self._election.leader)
             if leader is None or leader.address == self.address:
@@ -265,7 +265,7 @@ class ClusterMember:
             await asyncio.sleep(_PAUSE_SECONDS)
 
     def _soon(self, callback: Callable[..., None]) -> Callable[..., None]:
-        """Return a function for any thread that calls a method on this event loop, if the loop is not closed."""
+        """Return a function that any thread may call to run `callback` on this event loop, unless it is closed."""
         loop = asyncio.get_running_loop()
 
         def call(*arguments: Any) -> None:
@@ -279,20 +279,20 @@ class ClusterMember:
             try:
                 self._lease = await asyncio.to_thread(Lease, self._etcd, self._lease_seconds, self._soon(self._lose))
             except JournalUnreachableError as error:
-                _log.warning(LogMessage("could not get a lease", error=error))
+                _log.warning(LogMessage("could not obtain a lease; retrying", error=error))
                 await asyncio.sleep(_PAUSE_SECONDS)
             else:
                 return
 
     def _lose(self) -> None:
         if self._leadership is not None:
-            self._supervisor.fatal("its lease has ended, so another controller may lead")
+            self._supervisor.fatal("its lease has expired, so another controller may lead")
 
     async def _catch_up(self, following: asyncio.Future[Any]) -> None:
         """Wait until this controller has nearly caught up with the log, or until no other controller leads.
 
-        A controller that is far behind must not be elected before others, which could lead at once. The log keeps
-        growing during the wait.
+        A controller that is far behind must not be elected before others that could lead at once. The log keeps growing
+        during the wait.
         """
         while not following.done():
             with contextlib.suppress(JournalUnreachableError):
@@ -306,7 +306,7 @@ class ClusterMember:
             await asyncio.sleep(_CATCH_UP_SECONDS)
 
     async def _elected(self, following: asyncio.Future[Any]) -> Lease:
-        """Wait until this controller leads; raise if it can no longer follow the log."""
+        """Wait until this controller leads; raise an error if it can no longer follow the log."""
         while True:
             lease = self._lease
             if lease is None or lease.is_over:
@@ -327,7 +327,7 @@ class ClusterMember:
                     following.result()
                 except SnapshotNeeded as needed:
                     await self._fetch(needed.number)
-                    raise SupersededError("this controller must continue from a snapshot of the leader") from None
+                    raise SupersededError("this controller must restart from a snapshot of the leader") from None
                 raise SupersededError("the log can no longer be followed")
             try:
                 return campaign.result()
@@ -339,7 +339,7 @@ class ClusterMember:
         if leader != self._leader:
             self._leader = leader
             _log.info(
-                LogMessage("this controller stands by", cluster=self.name, leader=leader.address, epoch=leader.epoch)
+                LogMessage("this controller is a standby", cluster=self.name, leader=leader.address, epoch=leader.epoch)
             )
 
     async def _publish_always(self) -> None:
@@ -353,7 +353,7 @@ class ClusterMember:
             await asyncio.sleep(_PUBLISH_SECONDS)
 
     async def close(self) -> None:
-        """Leave the cluster: another controller may lead at once. Close the state store first."""
+        """Leave the cluster, so that another controller may lead at once. Close the state store first."""
         self._is_serving = False
         self._election.close()
         self._standing_by.shutdown(wait=False)
@@ -363,16 +363,16 @@ class ClusterMember:
 
 
 def _retrieve(done: asyncio.Future[Any]) -> None:
-    """Retrieve the exception of a future, in case the task that awaits it is cancelled."""
+    """Retrieve a future's exception, in case the task that awaits the future is cancelled."""
     if not done.cancelled():
         done.exception()
 
 
 class SnapshotServicer(ClusterServiceServicer):
-    """Sends the newest snapshot of a controller.
+    """Sends a controller's newest snapshot to other controllers.
 
     Args:
-        store: the source of the snapshot.
+        store: the state store that contains the snapshot.
     """
 
     def __init__(self, store: StateStore) -> None:
@@ -381,7 +381,7 @@ class SnapshotServicer(ClusterServiceServicer):
     async def FetchSnapshot(  # noqa: N802  (the name of the rpc)
         self, request: pb.FetchSnapshotRequest, context: Context
     ) -> AsyncIterator[pb.FetchSnapshotResponse]:
-        """Send the snapshot in parts."""
+        """Send the newest snapshot in parts."""
         number, path = await self._store.newest_snapshot(request.least_number)
         file = await asyncio.to_thread(path.open, "rb")  # stays readable while open, even if a newer one replaces it
         with file:
@@ -391,12 +391,12 @@ class SnapshotServicer(ClusterServiceServicer):
 
 
 async def fetch_snapshot(address: str, credentials: Credentials, directory: Path, least_number: int) -> int:
-    """Write a snapshot of a controller into a data directory; return its number, at least `least_number`.
+    """Fetch a controller's newest snapshot into a data directory; return its number, at least `least_number`.
 
     Raises:
-        grpc.aio.AioRpcError: the controller does not send it.
-        UnavailableError: it ended too early, or has a lower number.
-        OSError: it cannot be written.
+        grpc.aio.AioRpcError: the controller does not send the snapshot.
+        UnavailableError: the snapshot ends early, or its number is too low.
+        OSError: the snapshot cannot be written.
     """
     peer: Peer[ClusterServiceAsyncStub] = Peer(address, credentials, ClusterServiceStub)
     async with contextlib.aclosing(peer):
@@ -410,7 +410,7 @@ async def fetch_snapshot(address: str, credentials: Credentials, directory: Path
             raise UnavailableError(f"the snapshot of {address} is empty")
         number, size, count = part.number, part.size_bytes, 0
         if number < least_number:
-            raise UnavailableError(f"{address} sent snapshot {number}, at least {least_number} is needed")
+            raise UnavailableError(f"{address} sent snapshot {number}, expected at least {least_number}")
         writer = FileWriter(snapshot_path(directory, number))
         try:
             while part is not None:

@@ -1,4 +1,4 @@
-"""The methods of the controller, which convert, call the core and convert back; packing of recorded answers."""
+"""The controller's gRPC methods, which convert requests, call the core and convert answers; packing of answers."""
 
 from __future__ import annotations
 
@@ -75,9 +75,9 @@ from tq_service.wire.metadata import check_json, decode_integers, decode_meta_co
 
 _log = logging.getLogger(__name__)
 
-_MOST_STATUS_BYTES: Final = 1 << 20  # of a page, without its last partition
-_MOST_WAITS: Final = 32  # of a partition
-_TASKS_A_TURN: Final = 4  # with their last batches at most a millisecond of work
+_MOST_STATUS_BYTES: Final = 1 << 20  # per page, excluding its last partition
+_MOST_WAITS: Final = 32  # per partition
+_TASKS_A_TURN: Final = 4  # with their last batches, at most a millisecond of work
 Request = TypeVar("Request", bound=Any)  # a message with a request_id
 Answer = TypeVar("Answer")
 PackedAnswer: TypeAlias = tuple[str, bytes]
@@ -86,7 +86,7 @@ PackedAnswer: TypeAlias = tuple[str, bytes]
 def _once(
     change: Callable[[ControllerServicer, Request], Answer],
 ) -> Callable[[ControllerServicer, Request, Context], Awaitable[Answer]]:
-    """Return a method that applies a request once per `request_id`; repeats get the same answer."""
+    """Return a method that applies a request once per `request_id`; repeated requests receive the same answer."""
     answer: type = get_type_hints(change)["return"]
 
     async def method(self: ControllerServicer, request: Request, context: Context) -> Answer:
@@ -102,17 +102,17 @@ class ControllerServicer(
 
     Args:
         settings: settings of the service.
-        catalog: the partitions.
+        catalog: the catalog of partitions.
         runner: runs samplers.
         storages: the storage services.
-        waiting: counts the calls that wait.
-        store: persists the state; None: the state is lost when the process ends.
+        waiting: counts the waiting calls.
+        store: persists the state; None if the state is lost when the process ends.
         shared_memory: whether clients of this host share memory with this process.
-        controllers: returns the controllers of the cluster; empty without a cluster.
+        controllers: returns the controllers of the cluster, or none without a cluster.
 
     Attributes:
-        batches: streams of calls; set by the code that adds this to a server, since their calls go through that server.
-        recording: records batches; None: off.
+        batches: serves streams of calls. Set by the code that adds this servicer to a server, which handles the calls.
+        recording: records batches, or None if recording is off.
     """
 
     batches: Batches
@@ -155,7 +155,7 @@ class ControllerServicer(
         self._explainer = Explainer(catalog, runner)
 
     def take_up(self) -> None:
-        """Start leases and reconcile puts, after the state has been recovered."""
+        """Start leases and reconcile puts; called once the state has been recovered."""
         self.catalog.start_leases()
         self.storages.recover()
 
@@ -203,7 +203,7 @@ class ControllerServicer(
         return await self._described(partition)
 
     async def _described(self, partition: Partition) -> pb.DescribePartitionResponse:
-        """Return a partition with its fields and tasks, yielding to the event loop in between."""
+        """Return the description of a partition, yielding to the event loop between its tasks."""
         description = description_of(self.catalog, self.backlogs, partition)
         await asyncio.sleep(0)
         tasks = []
@@ -249,7 +249,7 @@ class ControllerServicer(
         return answer
 
     def _info(self, instance_id: bytes, *, for_all_partitions: bool) -> pb.ServiceInfo:
-        """Return facts about this process; some only for callers that may know all partitions."""
+        """Return facts about this process; some are only for callers that may see all partitions."""
         settings = self._settings
         info = pb.ServiceInfo(
             version=BUILD,
@@ -294,7 +294,7 @@ class ControllerServicer(
         claim = converters.leased_claim(request)
         if claim is None:
             raise InvalidArgumentError(
-                "claim is unset; send the leased claim whose samples are truncated", field="claim"
+                "claim is unset; send the leased claim whose samples are to be truncated", field="claim"
             )
         change = SamplesTruncated(
             partition_id=partition.partition_id,
@@ -418,13 +418,13 @@ class ControllerServicer(
         claim = converters.claim_request(request, spec, sampler)
         self._runner.check(sampler, spec.plan_request)
         remaining = context.time_remaining()
-        if remaining is not None and remaining <= 0:  # the client would not get the samples
+        if remaining is not None and remaining <= 0:  # the client would not receive the samples
             raise DeadlineError("the call's deadline had passed when it arrived")
         steps = converters.read_step_times(request) if request.HasField("step_times") else None
         clock = wait_clock.get()
         if clock is None:
             clock = WaitClock()
-            wait_clock.set(clock)  # for this call alone: gRPC makes a task of each
+            wait_clock.set(clock)  # applies only to this call, since gRPC runs each in a task
         serve = self.catalog.claim if spec.admit is None else self._prompts.claim
         claimed = await serve(
             request.partition_id,
@@ -465,12 +465,12 @@ class ControllerServicer(
         return pb.ExplainResponse(reasons=[to_message(pb.WaitReason, reason) for reason in reasons])
 
     def _shown_names(self) -> Collection[str]:
-        """Return the names of the partitions that the caller may know of."""
+        """Return the names of the partitions that the caller may see."""
         return list(filter(shown_partitions.get(), self.catalog.names()))
 
     def _retract_if_unsent(self, context: Context, partition: Partition, task_name: str, request_id: bytes) -> None:
         """Undo a queue claim if its call ends before the answer is sent."""
-        asked = weakref.ref(partition)  # gRPC holds the callback in a cycle, which may be collected much later
+        asked = weakref.ref(partition)  # gRPC keeps the callback in a reference cycle, perhaps for a long time
 
         def when_done(done: Context) -> None:
             partition = asked()
@@ -545,7 +545,7 @@ class ControllerServicer(
         if request.HasField("epoch"):
             task.check_epoch(request.epoch)
         if not (request.HasField("trained") or request.HasField("saved")):
-            raise InvalidArgumentError("neither trained nor saved is given; give one, or both", field="trained")
+            raise InvalidArgumentError("neither trained nor saved is set; set one or both", field="trained")
         self.catalog.commit(read_message(TaskAdvanced, request))
         return pb.AdvanceResponse(
             trained_batch_count=task.trained + 1,
@@ -671,7 +671,7 @@ class ControllerServicer(
         check_name("address", storage.address)
         if (count := len(request.overdue_put_ids)) > MOST_OVERDUE_PUTS:
             raise InvalidArgumentError(
-                f"overdue_put_ids has {count} puts, expected at most {MOST_OVERDUE_PUTS}; name the others "
+                f"overdue_put_ids has {count} puts, expected at most {MOST_OVERDUE_PUTS}; send the others "
                 "in the next call",
                 field="overdue_put_ids",
             )
@@ -681,7 +681,7 @@ class ControllerServicer(
 def _named_indexes(
     request: pb.ReleaseClaimRequest | pb.AckClaimRequest | pb.RequeueDeadLetteredRequest,
 ) -> Indexes | None:
-    """Return the named samples, or None for all samples if none is named."""
+    """Return the indexes of the named samples, or None, meaning all samples, if none are named."""
     return decode_integers(request.global_indexes) if request.global_indexes else None
 
 
@@ -689,15 +689,15 @@ def _named_indexes(
 
 
 def pack_answer(answer: Message) -> PackedAnswer:
-    """Return the recorded form of an answer: the name of its message in `tq_service.v1`, and its bytes.
+    """Return the recorded form of an answer: the name of its message type in `tq_service.v1`, and its bytes.
 
-    A message takes 2 KB in memory, its bytes a few hundred.
+    A message object takes 2 KB of memory; its serialized form takes a few hundred bytes.
     """
     return type(answer).__name__, answer.SerializeToString()  # `__name__` is one shared string
 
 
 def answer_bytes(packed: PackedAnswer) -> int:
-    """Return the size of a recorded answer."""
+    """Return the size of a recorded answer in bytes."""
     return len(packed[1])
 
 

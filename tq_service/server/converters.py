@@ -1,4 +1,4 @@
-"""Conversion between the messages of the controller and the types of the core."""
+"""Conversion between the controller's protobuf messages and the core's types."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ from tq_service.wire.metadata import (
 )
 
 _REMEMBERED_REQUEST_BYTES: Final = 1024
-_MOST_CLAIM_BYTES: Final = 256 * 1024  # a claim's spec is kept while the call waits, and with its batches
-_MOST_RANGE_BYTES: Final = 1 << 20  # of an answer with several batches
+_MOST_CLAIM_BYTES: Final = 256 * 1024  # a claim's spec is retained while the call waits, and with its batches
+_MOST_RANGE_BYTES: Final = 1 << 20  # per answer with several batches
 _RANK_FIELDS: Final = ("dp_rank", "dp_size", "batch_index")
-# Fields of GetMetaRequest that differ between calls of the ranks of one task.
+# Fields of GetMetaRequest that differ between calls by ranks of the same task.
 _FIELDS_OF_ONE_CALL: Final = (
     "request_id", "partition_id", "incarnation", "task_name", "epoch", "dp_rank", "batch_index", "max_wait", "lease",
     "max_deliveries", "claim_name", "explain", "not_before_version", "policy", "batch_count", "step_times",
@@ -78,15 +78,16 @@ def sample_write(
     put: Put | None = None,
     columns: Sequence[ColumnShape] = (),
 ) -> SampleWrite:
-    """Return the write of an Insert or Commit."""
+    """Return the write that an Insert or Commit request describes."""
     if write.global_indexes and not write.incarnation:
         raise InvalidArgumentError(
-            "global_indexes need the incarnation they belong to; send that of their BatchMeta", field="incarnation"
+            "global_indexes are set without their incarnation; send the incarnation of their BatchMeta",
+            field="incarnation",
         )
     for column in columns:
         if column.row_count != write.row_count:
             raise InvalidArgumentError(
-                f"field {column.spec.name!r} has {column.row_count} rows for {write.row_count} samples; give one row "
+                f"field {column.spec.name!r} has {column.row_count} rows for {write.row_count} samples; send one row "
                 f"per sample",
                 field="row_count",
                 metadata={
@@ -95,16 +96,16 @@ def sample_write(
                     "expected": str(column.row_count),
                 },
             )
-    check_range("row_count", write.row_count, 0, MOST_SAMPLES)  # before memory is allocated for them
+    check_range("row_count", write.row_count, 0, MOST_SAMPLES)  # before memory is allocated for the samples
     claim = leased_claim(write)
     if write.ack and claim is None:
         raise InvalidArgumentError(
-            "ack is set without a claim; send the leased claim whose samples are acknowledged, or leave ack unset",
+            "ack is set without a claim; send the leased claim whose samples are to be acknowledged, or unset ack",
             field="ack",
         )
     if write.append_at and claim is None:
         raise InvalidArgumentError(
-            "append_at is set without a claim; send the leased claim whose samples grow", field="append_at"
+            "append_at is set without a claim; send the leased claim of the samples to append to", field="append_at"
         )
     return SampleWrite(
         row_count=write.row_count,
@@ -130,14 +131,14 @@ _OF_GROUP_WRITES: Final = {"partition_id", "incarnation", "row_count", "groups",
 
 
 def group_write(write: commit_pb2.SampleWrite, put: Put, columns: Sequence[ColumnShape]) -> GroupsWritten:
-    """Return the write of a commit to groups.
+    """Return the write to groups that a commit describes.
 
     Raises:
-        InvalidArgumentError: it has fields for samples, or the numbers of groups and rows differ.
+        InvalidArgumentError: fields that apply to samples are set, or the numbers of groups and rows differ.
     """
     for name in sorted({each.name for each, _ in write.ListFields()} - _OF_GROUP_WRITES):
         raise InvalidArgumentError(
-            f"write has {name}, which applies to samples, together with of_groups; send it in a separate call",
+            f"write has of_groups and {name}, which applies to samples; send {name} in a separate call",
             field=name,
         )
     if write.key_mode == commit_pb2.KEY_MODE_NEW or len(write.groups) != write.row_count:
@@ -168,20 +169,20 @@ def _column_writes(columns: Iterable[ColumnShape]) -> list[ColumnWrite]:
 
 
 def slots(request: pb.AcquireRequest, start_version: int | None) -> SampleWrite:
-    """Return the write that makes slots.
+    """Return the write that creates slots.
 
     Args:
         request: the request.
-        start_version: version that the slots start with, or None.
+        start_version: version with which the slots start, or None.
 
     Raises:
-        InvalidArgumentError: the request names existing samples, or a state.
+        InvalidArgumentError: the request names existing samples or sets a state.
     """
     write = request.write
     for name in ("global_indexes", "key_mode", "state", "claim", "rows_per_put", "append_at", "of_groups"):
         if name in {field.name for field, _ in write.ListFields()}:
             raise InvalidArgumentError(
-                f"write has {name}; expected new samples, which are held. Leave it out.", field=f"write.{name}"
+                f"write has {name}; expected new samples, which are always held. Unset {name}", field=f"write.{name}"
             )
     return replace(
         sample_write(write),
@@ -201,25 +202,25 @@ def leased_claim(
     | pb.FailSamplesRequest
     | pb.HeldSamples,
 ) -> LeasedClaim | None:
-    """Return the claim that a request to change samples names, or None."""
+    """Return the leased claim named by a request to change samples, or None."""
     if not request.HasField("claim"):
         return None
     return LeasedClaim(task_name=request.claim.task_name, request_id=request.claim.claim_request_id)
 
 
 def placement(message: commit_pb2.PutPlacement) -> Put:
-    """Return the put that a placement names."""
+    """Return the put named by a placement."""
     storage: metadata_pb2.StorageEndpoint = message.storage
     if len(message.put_id) != 16 or len(storage.boot_id) != 16 or not storage.storage_id:
         raise InvalidArgumentError(
-            "the placement needs a storage_id, and a boot_id and put_id of 16 bytes each; send those that Put answered",
+            "placement lacks a storage_id, or a boot_id or put_id of 16 bytes; send those that Put returned",
             field="placement",
         )
     return Put(storage.storage_id, storage.boot_id, message.put_id)
 
 
 def claim_spec(request: pb.GetMetaRequest) -> ClaimSpec:
-    """Return the part of a GetMeta request that all ranks and batches share; it is parsed once for all of them."""
+    """Return the part of a GetMeta request that all ranks and batches share, which is parsed only once."""
     _check_size(request, "name fewer fields")
     alike = pb.GetMetaRequest()
     alike.CopyFrom(request)
@@ -230,7 +231,7 @@ def claim_spec(request: pb.GetMetaRequest) -> ClaimSpec:
 
 
 def read_step_times(request: pb.GetMetaRequest) -> StepTimes:
-    """Return the step times of a trainer as its rank reports them.
+    """Return the trainer's step times as reported by one of its ranks.
 
     Raises:
         InvalidArgumentError: a number is negative.
@@ -242,12 +243,12 @@ def read_step_times(request: pb.GetMetaRequest) -> StepTimes:
 
 
 def _check_size(request: Message, remedy: str) -> None:
-    """Refuse a request that is too large to keep while its call waits."""
+    """Refuse a request that is too large to retain while its call waits."""
     if request.ByteSize() > _MOST_CLAIM_BYTES:
         largest = max(request.ListFields(), key=lambda field: _size_alone(request, field[0].name))[0].name
         raise InvalidArgumentError(
-            f"the request has {request.ByteSize()} bytes, most of them in {largest}, at most {_MOST_CLAIM_BYTES} "
-            f"expected; {remedy}, and tag samples with custom_meta instead of listing many values in where",
+            f"the request has {request.ByteSize()} bytes, most of them in {largest}; expected at most "
+            f"{_MOST_CLAIM_BYTES}; {remedy}, and tag samples with custom_meta instead of listing many values in where",
             field=largest,
             metadata={"got": str(request.ByteSize()), "limit": str(_MOST_CLAIM_BYTES)},
         )
@@ -264,7 +265,7 @@ def _size_alone(request: Message, name: str) -> int:
 @lru_cache(maxsize=1024)
 def _read_claim_spec(serialized: bytes) -> ClaimSpec:
     request = pb.GetMetaRequest.FromString(serialized)
-    # Sampler options as canonical JSON, to compare those of different ranks; integral numbers become integers.
+    # Sampler options as canonical JSON, so that options of different ranks compare equal; whole floats become integers.
     config = json.dumps(whole_numbers(MessageToDict(request.sampler_config)), sort_keys=True)
     data_fields = tuple(sorted(request.data_fields))
     batch_spec = read_message(BatchSpec, request, sampler_config=config, data_fields=data_fields)
@@ -272,13 +273,13 @@ def _read_claim_spec(serialized: bytes) -> ClaimSpec:
 
 
 def claim_request(request: pb.GetMetaRequest, spec: ClaimSpec, sampler: Sampler) -> ClaimRequest:
-    """Return the planner's form of a GetMeta request."""
+    """Return a GetMeta request in the form that the planner uses."""
     lease = None
     if request.HasField("lease"):
         lease = LeaseTerms(seconds=read_seconds("lease", request.lease), max_deliveries=request.max_deliveries or None)
     elif request.max_deliveries:
         raise InvalidArgumentError(
-            f"max_deliveries is {request.max_deliveries} without a lease; give a lease too", field="max_deliveries"
+            f"max_deliveries is {request.max_deliveries} without a lease; set lease too", field="max_deliveries"
         )
     return ClaimRequest(
         request_id=request.request_id,
@@ -297,12 +298,12 @@ def claim_request(request: pb.GetMetaRequest, spec: ClaimSpec, sampler: Sampler)
 
 
 def rank_of(request: pb.GetMetaRequest) -> Rank | None:
-    """Return the rank and batch of a request, or None for a queue worker."""
+    """Return the rank and batch index of a request, or None for a queue worker."""
     return Rank.of(**{name: getattr(request, name) if request.HasField(name) else None for name in _RANK_FIELDS})
 
 
 def selection(request: pb.LookupSamplesRequest) -> Selection:
-    """Return the samples that a look-up selects; `all_samples` overrides named samples."""
+    """Return the samples that a look-up selects; `all_samples` takes precedence over named samples."""
     if request.HasField("max_wait"):
         _check_size(request, "name fewer samples or groups")
     where = tuple(read_message(Condition, each) for each in request.where)
@@ -349,8 +350,8 @@ def changed_selection(
     others = bool(request.keys or request.groups or request.rollouts)
     if request.HasField("claim") and (others or not indexes.size):
         raise InvalidArgumentError(
-            "claim is given without global_indexes, or with keys, groups or rollouts; name the samples of the claim by "
-            "their indexes alone",
+            "claim is set without global_indexes, or with keys, groups or rollouts; name the claim's samples only by "
+            "their indexes",
             field="claim",
         )
     is_all = bool(where or skipped_by or request.task_name) and not (indexes.size or others)
@@ -370,14 +371,14 @@ def changed_selection(
 
 
 def written_meta(written: Written) -> metadata_pb2.BatchMeta:
-    """Return the answer of a write, without facts that the client knows already."""
+    """Return the answer to a write, omitting facts that the client already knows."""
     meta = groups_meta(written)
     set_indexes(meta, written.global_indexes)
     return meta
 
 
 def groups_meta(written: Written) -> metadata_pb2.BatchMeta:
-    """Return the answer of a write to groups, which does not name samples."""
+    """Return the answer to a write to groups, which does not name samples."""
     return _meta_of(written.partition, fields=[encode_spec(spec) for spec in written.specs])
 
 
@@ -390,7 +391,7 @@ def claim_answer(
     *,
     now: float,
 ) -> pb.GetMetaResponse:
-    """Return the answer of a claim; `now` is by the clock of the event loop."""
+    """Return the answer to a claim; `now` is the time on the event loop's clock."""
     partition = claimed.partition
     if partition is None:
         meta = metadata_pb2.BatchMeta(status=metadata_pb2.BATCH_STATUS_NOT_YET, partition_id=partition_id)
@@ -411,7 +412,7 @@ def claim_answer(
 def slots_answer(
     partition: Partition, answer: Answer, task_name: str, endpoints: Endpoints, *, now: float
 ) -> pb.AcquireResponse:
-    """Return the answer of a call for slots; `now` is by the clock of the event loop."""
+    """Return the answer to a request for slots; `now` is the time on the event loop's clock."""
     meta = _claim_meta(partition, answer, task_name, (), endpoints, now=now)
     if isinstance(answer, Claim) and answer.lease is not None:  # the lease begins at the end of this step
         meta.lease.CopyFrom(to_duration(answer.lease.seconds))
@@ -462,7 +463,7 @@ def samples_meta(
     data_fields: Sequence[str],
     endpoints: Endpoints | None,
 ) -> metadata_pb2.BatchMeta:
-    """Return the metadata of existing samples, and the locations of the `data_fields` that all of them have."""
+    """Return the metadata of existing samples, with the locations of those `data_fields` that all of them have."""
     positions = partition.table.find(rows)
     meta = located_meta(partition, positions, data_fields, endpoints)
     if partition.groups.in_use:
@@ -475,10 +476,10 @@ def samples_meta(
 def found_page(
     page: Page, request: pb.LookupSamplesRequest, endpoints: Endpoints, *, not_yet: bool
 ) -> pb.LookupSamplesResponse:
-    """Return the answer of a look-up.
+    """Return the answer to a look-up.
 
     Raises:
-        TaskNotFoundError: the task does not exist, unless `missing_ok` is set.
+        TaskNotFoundError: the task does not exist, and `missing_ok` is not set.
     """
     partition = page.partition
     consumption: Any = ()
@@ -499,7 +500,7 @@ def found_page(
 
 
 def nothing_found(request: pb.LookupSamplesRequest, *, not_yet: bool) -> pb.LookupSamplesResponse:
-    """Return the answer of a look-up in a partition that does not exist."""
+    """Return the answer to a look-up in a partition that does not exist."""
     named = pb.LookupSamplesRequest() if request.all_samples else request
     return pb.LookupSamplesResponse(
         meta=metadata_pb2.BatchMeta(status=metadata_pb2.BATCH_STATUS_BATCH, partition_id=request.partition_id),
@@ -515,9 +516,9 @@ def all_meta(partition: Partition, rows: Indexes, endpoints: Endpoints | None) -
     """Return all metadata of existing samples, with the fields that at least one of them has.
 
     Args:
-        partition: their partition.
-        rows: their global indexes.
-        endpoints: returns the endpoints of storage services; None: leave out the locations of cells.
+        partition: the partition of the samples.
+        rows: global indexes of the samples.
+        endpoints: returns the endpoints of storage services; None to omit the locations of cells.
     """
     produced = partition.cells.produced_by(partition.table.find(rows))
     meta = samples_meta(partition, rows, list(produced), endpoints)
@@ -531,9 +532,9 @@ def located_meta(
     data_fields: Sequence[str],
     endpoints: Endpoints | None,
 ) -> metadata_pb2.BatchMeta:
-    """Return samples at positions with their keys, and the locations of the `data_fields` that all of them have.
+    """Return the samples at some positions with their keys, and the locations of `data_fields` that all of them have.
 
-    Without `endpoints` the locations are left out.
+    If `endpoints` is None, the locations are omitted.
     """
     cells = partition.cells
     known = [name for name in data_fields if name in cells.fields]
@@ -550,7 +551,7 @@ def located_meta(
 
 
 def names_of(names: Sequence[str | None]) -> list[str]:
-    """Return names of samples for a message: "" for a missing name, and an empty list if all are missing."""
+    """Return names of samples for a message, with "" for a missing name; an empty list if all are missing."""
     return [name or "" for name in names] if any(names) else []
 
 
@@ -605,7 +606,7 @@ def _add_steps(meta: metadata_pb2.BatchMeta, part: RankPlan) -> None:
 
 @lru_cache(maxsize=256)
 def _totals_of(totals: tuple[TotalsOfStep, ...], summed: tuple[str, ...]) -> bytes:
-    """Return a serialized BatchMeta with only the totals of a batch, which are equal for all ranks."""
+    """Return a serialized BatchMeta that contains only a batch's totals, which are equal for all ranks."""
     meta = metadata_pb2.BatchMeta()
     for samples, rollouts, groups, tokens, sums in totals:
         meta.totals.add(

@@ -1,13 +1,13 @@
-"""Credential files, read again when they are replaced: tokens, the certificate, the internal secret.
+"""Credential files, reloaded when they are replaced: tokens, the certificate, and the internal secret.
 
-A token has 256 random bits and is stored as its SHA-256 digest. It cannot be guessed, so a slow hash would add no
-security, and any client could keep the service busy with wrong tokens. Tokens are looked up by digest. A caller cannot
-choose the digest of its token, so the duration of a look-up reveals nothing about stored tokens.
+A token has 256 random bits and is stored as its SHA-256 digest. Tokens cannot be guessed, so a slow hash would add no
+security, while it would allow any client to keep the service busy with wrong tokens. Tokens are looked up by digest. A
+caller cannot choose the digest of its token, so the duration of a look-up reveals nothing about stored tokens.
 
 The services of one deployment share a secret, which distinguishes their calls from those of clients. Calls between
-services carry a proof derived from the secret, never the secret itself. Other uses derive other values, and no value
-reveals anything about another. If all services run on one machine and use only its loopback address, the file
-needs no configuration. It is created in a directory of this user that no other user may enter.
+services carry a proof derived from the secret, never the secret itself. A different value is derived for each other
+use, and no value reveals anything about another. If all services run on one machine and use only its loopback address,
+the secret file needs no configuration. The file is created in a directory that only this user may enter.
 """
 
 from __future__ import annotations
@@ -46,28 +46,28 @@ ALL_PARTITIONS: Final = ""
 _MARK: Final = "tq_"  # lets secret scanners find a leaked token
 _RANDOM_BYTES: Final = 32
 INTERNAL_KEY: Final = "tq-internal"
-"""Metadata key of the proof."""
+"""Metadata key of the proof that calls between services carry."""
 SHORTEST_SECRET: Final = 32
 _LONGEST_SECRET: Final = 4096
 _CALLS: Final = "tq_service internal calls 1"
-# Services notice a new file within about two seconds of each other. All accept both while some still send the old one.
+# Services notice a new file within about two seconds of each other. Until then, all accept the old and the new proof.
 _SEND_OLD_SECONDS: Final = 5.0
 _ACCEPT_OLD_SECONDS: Final = 60.0
 
 
 class ReloadingFiles(ABC):
-    """Files that belong together; they are read once, and again after a change.
+    """A set of files that is loaded at startup and reloaded after changes.
 
-    Changed files are read once they are unchanged between two checks. A file that is written in place is empty for a
-    moment, and an empty tokens file is valid. An error is logged once and the read is repeated at each check. Its cause
-    may not show in the content: the mode of a file, or too many open files.
+    Changed files are loaded once they have not changed between two checks, since a file that is being written in place
+    may be empty for a moment, and an empty tokens file is valid. An error is logged once, and loading is retried at
+    each check. The cause of an error may lie outside the files' contents, such as a file's mode or too many open files.
 
     Args:
-        *paths: paths of the files; None for an unused one.
-        what_stays: end of the log line of an error: the credentials in use until the files are valid.
+        *paths: paths of the files; None for an unused file.
+        what_stays: end of the log line for an error, which names the credentials in use until the files are valid.
 
     Raises:
-        InvalidArgumentError: they cannot be used.
+        InvalidArgumentError: the files are unusable.
     """
 
     def __init__(self, *paths: Path | None, what_stays: str) -> None:
@@ -82,10 +82,10 @@ class ReloadingFiles(ABC):
 
     @abstractmethod
     def _read(self) -> None:
-        """Read the files and use them from now on; raises InvalidArgumentError if that fails."""
+        """Load the files and use them from now on; raises InvalidArgumentError if that fails."""
 
     def reload(self) -> None:
-        """Read the files again if they have changed and are stable."""
+        """Reload the files if they have changed and are stable."""
         signature = self._signature()
         has_settled, self._seen = signature == self._seen, signature
         if not has_settled or signature == self._taken:
@@ -94,44 +94,44 @@ class ReloadingFiles(ABC):
             self._read()
         except InvalidArgumentError as error:
             if str(error) != self._refused:
-                _log.error(LogMessage(f"could not use a changed file; {self._what_stays}", error=error))
+                _log.error(LogMessage(f"could not load a changed file; {self._what_stays}", error=error))
             self._refused = str(error)
         else:
             self._taken, self._refused = signature, ""
 
 
 def check_private(path: Path) -> None:
-    """Refuse a file with secrets that others may read or change; its group may read it.
+    """Refuse a secret file that other users may read or change; its group may read it.
 
     Raises:
         OSError: the file does not exist.
-        InvalidArgumentError: others may access it.
+        InvalidArgumentError: other users may access the file.
     """
     mode = path.stat().st_mode
     if mode & (stat.S_IRWXO | stat.S_IWGRP):
         raise InvalidArgumentError(
-            f"got mode {stat.S_IMODE(mode):04o} of {path}, which lets others read or change it; chmod 0600 or 0640"
+            f"{path} has mode {stat.S_IMODE(mode):04o}, so other users may read or change it; chmod 0600 or 0640"
         )
 
 
 class ServerCertificate(ReloadingFiles):
-    """TLS credentials of a port that follow their files.
+    """TLS credentials of a port, updated when their files change.
 
-    At each handshake gRPC requests changes, on its own thread, and gets the last valid pair; open connections stay.
-    Invalid files, such as a certificate whose key has not been replaced yet, are logged, and the previous pair stays in
-    use.
+    At each handshake, gRPC requests the current pair of certificate and key from one of its threads, and receives the
+    last valid pair; open connections are unaffected. If the files are invalid, such as when a certificate's key has not
+    been replaced yet, the error is logged and the previous pair remains in use.
 
     Args:
-        cert: file of the certificate with its chain. All files are PEM.
-        key: file of its private key, without a passphrase; others must not be able to read it.
-        client_ca: file of certificate authorities; one of them must have signed the certificate of every client (mTLS).
-            None: clients need no certificate.
+        cert: file of the certificate and its chain. All files are PEM.
+        key: file of the private key, without a passphrase; other users must not be able to read it.
+        client_ca: file of certificate authorities, one of which must have signed each client's certificate (mTLS); None
+            if clients need no certificate.
 
     Attributes:
         context: TLS context for connections other than gRPC's; replaced when the files change.
 
     Raises:
-        InvalidArgumentError: the files cannot be used.
+        InvalidArgumentError: the files are unusable.
     """
 
     def __init__(self, cert: Path, key: Path, client_ca: Path | None = None) -> None:
@@ -151,7 +151,7 @@ class ServerCertificate(ReloadingFiles):
         try:
             check_private(self._key)
             contents = self._contents()
-            # Python's ssl checks the pair: gRPC reports a problem only in its log, at the first handshake.
+            # Python's ssl module checks the pair, since gRPC reports a problem only in its log at the first handshake.
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             context.load_cert_chain(self._cert, self._key, password=_no_passphrase)
             if self._client_ca is not None:
@@ -159,7 +159,7 @@ class ServerCertificate(ReloadingFiles):
                 context.load_verify_locations(self._client_ca)
                 context.verify_mode = ssl.CERT_REQUIRED
             if contents != self._contents():
-                raise InvalidArgumentError("they were replaced while they were read")
+                raise InvalidArgumentError("the files were replaced while they were being read")
         except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
             raise InvalidArgumentError(f"TLS cannot use {self._cert} and {self._key}: {_why(error)}") from None
         key, cert, *client_ca = contents
@@ -183,19 +183,19 @@ def check_authorities(setting: str, path: Path) -> None:
     """Refuse a file of certificate authorities that cannot verify certificates.
 
     Raises:
-        InvalidArgumentError: it cannot be read, or contains no certificates.
+        InvalidArgumentError: the file cannot be read or contains no certificates.
     """
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=path.read_bytes().decode("ascii"))
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise InvalidArgumentError(
-            f"{setting} cannot be used: {path}: {reason}; expected certificates in PEM", field=setting
+            f"{setting} cannot be used: {path}: {reason}; expected certificates in PEM format", field=setting
         ) from None
 
 
 def _no_passphrase() -> str:
-    raise InvalidArgumentError("the key has a passphrase; use one without, which only this user may read")
+    raise InvalidArgumentError("the key has a passphrase; use a key without a passphrase that only this user may read")
 
 
 def _why(error: OSError | ValueError) -> str:
@@ -205,14 +205,14 @@ def _why(error: OSError | ValueError) -> str:
 
 
 class Token(BaseModel):
-    """The entry of a token in the file, which does not contain the token itself; created by `make_token`.
+    """A token's entry in the tokens file, which does not contain the token itself; created by `make_token`.
 
     Attributes:
-        name: name of its holder, for logs.
-        sha256: its digest.
-        roles: permissions of the holder.
-        prefixes: prefixes of the names of the partitions that it is valid for; "" means all.
-        expires: end of its validity; None: it does not expire.
+        name: name of the token's holder, shown in logs.
+        sha256: digest of the token.
+        roles: roles of the holder.
+        prefixes: name prefixes of the partitions for which the token is valid; "" means all partitions.
+        expires: time at which the token expires; None if it does not expire.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -220,44 +220,44 @@ class Token(BaseModel):
     name: str = Field(pattern=r"^[A-Za-z0-9._-]{1,64}$", description="1 to 64 letters, digits, '.', '_', '-'")
     sha256: str = Field(
         pattern="^[0-9a-f]{64}$",
-        description="64 hexadecimal digits, as made by `tq-service token new`",
-        repr=False,  # a user who confused the two has put the token itself here
+        description="64 hexadecimal digits, as created by `tq-service token new`",
+        repr=False,  # users may mistakenly put the token itself here
     )
     roles: frozenset[Role] = Field(min_length=1, description=f"a list of at least one of {', '.join(ROLES)}")
-    prefixes: tuple[str, ...] = Field(min_length=1, description="a list of at least one text ('' is all partitions)")
+    prefixes: tuple[str, ...] = Field(min_length=1, description="a list of at least one string ('' for all partitions)")
     expires: AwareDatetime | None = Field(
-        default=None, strict=True, description="a time with its zone as 2027-01-31T00:00:00Z, without quotes"
+        default=None, strict=True, description="a time with its time zone, such as 2027-01-31T00:00:00Z, without quotes"
     )
 
     @property
     def sorted_roles(self) -> list[Role]:
-        """Its roles in the order of `ROLES`."""
+        """The token's roles in the order of `ROLES`."""
         return sorted(self.roles, key=ROLES.index)
 
     def is_expired(self) -> bool:
-        """Whether it has expired, by the clock of this machine."""
+        """Whether the token has expired according to this machine's clock."""
         return self.expires is not None and self.expires <= datetime.now(UTC)
 
     def covers(self, partition_id: str) -> bool:
-        """Whether it is valid for a partition."""
+        """Whether the token is valid for a partition."""
         return partition_id.startswith(self.prefixes)
 
 
 def new_secret() -> str:
-    """Return a new token in the form that its holder sends."""
+    """Return a new random token, in the form that its holder sends."""
     return _MARK + secrets.token_urlsafe(_RANDOM_BYTES)
 
 
 def digest_of(secret: str) -> str:
-    """Return the digest that is stored for a token."""
+    """Return the digest under which a token is stored."""
     return hashlib.sha256(secret.encode("utf-8", "replace")).hexdigest()
 
 
 def make_token(**entry: object) -> Token:
-    """Return the token of an entry.
+    """Return the token that an entry of the tokens file describes.
 
     Raises:
-        InvalidArgumentError: a value is wrong or missing.
+        InvalidArgumentError: a value is invalid or missing.
     """
     try:
         return Token.model_validate(entry)
@@ -265,13 +265,13 @@ def make_token(**entry: object) -> Token:
         name = str(error.errors()[-1]["loc"][0])  # unknown keys come last
     field = Token.model_fields.get(name)
     if field is None:
-        raise InvalidArgumentError(f"got the key {name!r:.80}, expected {', '.join(Token.model_fields)}")
+        raise InvalidArgumentError(f"unknown key {name!r:.80}, expected {', '.join(Token.model_fields)}")
     got = f"got {entry.get(name)!r:.80}, " if field.repr else ""
     raise InvalidArgumentError(f"{name}: {got}expected {field.description}")
 
 
 def format_entry(token: Token) -> str:
-    """Return the TOML entry of a token for the file."""
+    """Return a token's TOML entry for the tokens file."""
     lines = [
         "[[token]]",
         f"name = {_quote(token.name)}",
@@ -285,10 +285,10 @@ def format_entry(token: Token) -> str:
 
 
 def parse_tokens(text: str) -> dict[str, Token]:
-    """Return the tokens of a file by their digests.
+    """Return the tokens in the text of a tokens file, by digest.
 
     Raises:
-        InvalidArgumentError: it is not TOML, an entry is wrong, or two entries have the same name or token.
+        InvalidArgumentError: the text is not TOML, an entry is invalid, or two entries have the same name or token.
     """
     try:
         document = tomllib.loads(text)
@@ -310,10 +310,10 @@ def parse_tokens(text: str) -> dict[str, Token]:
 
 
 def read_tokens(path: Path) -> dict[str, Token]:
-    """Return the tokens of a file by their digests.
+    """Return the tokens in a tokens file, by digest.
 
     Raises:
-        InvalidArgumentError: it cannot be read, others may access it, or its content is wrong.
+        InvalidArgumentError: the file cannot be read, other users may access it, or its content is invalid.
     """
     try:
         check_private(path)
@@ -325,13 +325,13 @@ def read_tokens(path: Path) -> dict[str, Token]:
 
 
 def append_token(path: Path, token: Token) -> None:
-    """Add a token to a file, creating the file if needed. Readers see the old or the new content, never a part.
+    """Add a token to a tokens file, creating the file if needed. Readers see either the old or the new content.
 
     Concurrent calls, in this process or another, wait for each other.
 
     Raises:
-        InvalidArgumentError: the file is wrong, or already has a token of that name.
-        OSError: it cannot be written.
+        InvalidArgumentError: the file is invalid, or already has a token with this name.
+        OSError: the file cannot be written.
     """
     with _locked(path):
         text = ""
@@ -342,11 +342,11 @@ def append_token(path: Path, token: Token) -> None:
 
 
 def remove_token(path: Path, name: str) -> None:
-    """Remove a token from a file; other entries and their comments are unchanged.
+    """Remove a token from a tokens file, leaving other entries and comments unchanged.
 
     Raises:
-        InvalidArgumentError: the file is wrong, cannot be read, or has no token of that name.
-        OSError: it cannot be written.
+        InvalidArgumentError: the file is invalid, cannot be read, or has no token with this name.
+        OSError: the file cannot be written.
     """
     with _locked(path):
         tokens = read_tokens(path)
@@ -360,12 +360,12 @@ def remove_token(path: Path, name: str) -> None:
                 _replace(path, f"{text[:start]}{text[end:]}".rstrip() + "\n")
                 return
         raise InvalidArgumentError(
-            f"the tokens file {path}: the entry of {name!r} is not a separate [[token]] table; remove it by hand"
+            f"the tokens file {path}: the entry of {name!r} is not a separate [[token]] table; remove it with an editor"
         )
 
 
 def _replace(path: Path, text: str) -> None:
-    """Replace a tokens file."""
+    """Atomically replace a tokens file."""
     parse_tokens(text)
     unready = path.with_name(f".{path.name}.{os.getpid()}")
     descriptor = os.open(unready, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -387,7 +387,7 @@ def _replace(path: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold a lock on the directory of a file: the file itself is replaced, so a lock on it would be lost."""
+    """Hold a lock on a file's directory, since a lock on the file itself would be lost when the file is replaced."""
     descriptor = os.open(path.parent, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -397,16 +397,16 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 class TokenFile(ReloadingFiles):
-    """The current tokens of a file. An invalid new file is logged, and the previous tokens stay valid.
+    """The current tokens of a tokens file. If a new file is invalid, the error is logged and the old tokens stay valid.
 
     Args:
-        path: the file.
+        path: path of the file.
 
     Attributes:
-        tokens: tokens by digest; a new mapping each time the file is read.
+        tokens: tokens by digest; a new mapping each time the file is loaded.
 
     Raises:
-        InvalidArgumentError: it cannot be read, others may access it, or its content is wrong.
+        InvalidArgumentError: the file cannot be read, other users may access it, or its content is invalid.
     """
 
     def __init__(self, path: Path) -> None:
@@ -416,29 +416,29 @@ class TokenFile(ReloadingFiles):
 
     def _read(self) -> None:
         self.tokens = read_tokens(self._path)
-        _log.info(LogMessage("read tokens", count=len(self.tokens), path=self._path))
+        _log.info(LogMessage("loaded tokens", count=len(self.tokens), path=self._path))
 
 
 def _quote(text: str) -> str:
-    """Return a text quoted in a way that is valid in TOML and JSON."""
+    """Return a string quoted in a way that is valid in both TOML and JSON."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 class InternalSecret(ReloadingFiles):
-    """The current secret of a file. An invalid new file is logged, and the previous secret stays in use.
+    """The current internal secret. If a new file is invalid, the error is logged and the old secret stays in use.
 
     Confined to one event loop.
 
     Args:
-        path: the file.
-        is_made: whether the file is created if it is missing, and again if it disappears. If several services start at
-            the same moment, one creates it and all read that file.
-        is_own: whether only this user may have access to the file and its directory, because all users may create files
-            next to it. If false, others must not be able to read it.
-        clock: monotonic, in seconds.
+        path: path of the secret file.
+        is_made: whether the file is created if it is missing, and recreated if it disappears. If several services start
+            at the same time, one creates the file and all of them read it.
+        is_own: whether only this user may access the file and its directory, because all users may create files next to
+            it. If false, other users must not be able to read the file.
+        clock: monotonic clock, in seconds.
 
     Raises:
-        InvalidArgumentError: it cannot be used.
+        InvalidArgumentError: the file is unusable.
     """
 
     def __init__(
@@ -462,24 +462,24 @@ class InternalSecret(ReloadingFiles):
         return self._old_proof if is_new else self._proof
 
     def accepts(self, proof: str) -> bool:
-        """Whether a call comes from a service with the same secret, or, for a minute, with the previous one."""
+        """Whether a call comes from a service with the current secret or, for a minute, with the previous one."""
         given = proof.encode("utf-8", "replace")
         is_present = hmac.compare_digest(given, self._proof.encode())
         is_old = bool(self._old_proof) and self._clock() - self._renewed_at < _ACCEPT_OLD_SECONDS
         return is_present | (is_old & hmac.compare_digest(given, self._old_proof.encode()))
 
     def derive(self, purpose: str) -> bytes:
-        """Return 32 bytes for one purpose; they reveal neither the secret nor the bytes for other purposes."""
+        """Return 32 bytes for one purpose, which reveal neither the secret nor the bytes for other purposes."""
         return hmac.new(self._secret, purpose.encode(), hashlib.sha256).digest()
 
     def reload(self) -> None:
-        """Read the file again if it has changed and is stable."""
-        # A cleaner of temporary files may have removed it, and other services need it.
+        """Reload the file if it has changed and is stable."""
+        # A cleaner of temporary files may have removed the file, which other services need.
         if self._is_made and file_signature(self._path) is None:
             try:
                 self._publish(self._secret + b"\n")
             except InvalidArgumentError as error:
-                _log.debug(LogMessage("could not write the internal secret again", path=self._path, error=error))
+                _log.debug(LogMessage("could not recreate the internal secret", path=self._path, error=error))
         super().reload()
 
     def _read(self) -> None:
@@ -495,22 +495,22 @@ class InternalSecret(ReloadingFiles):
             return
         if self._secret:
             self._old_proof, self._renewed_at = self._proof, self._clock()
-            _log.info(LogMessage("read a new internal secret", path=self._path))
+            _log.info(LogMessage("loaded a new internal secret", path=self._path))
         self._secret = secret
         self._proof = self.derive(_CALLS).hex()
 
     def _checked(self) -> bytes:
-        """Return the secret.
+        """Return the secret in the file.
 
         Raises:
             OSError: the file cannot be read.
-            InvalidArgumentError: others may access it, or it contains no valid secret.
+            InvalidArgumentError: other users may access the file, or it contains no valid secret.
         """
         if self._is_own:
             self._check_directory()
         else:
             check_private(self._path)
-        # O_NONBLOCK: do not wait if somebody has put a pipe there.
+        # O_NONBLOCK prevents blocking if somebody has put a pipe there.
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (os.O_NOFOLLOW if self._is_own else 0)
         with open(os.open(self._path, flags), "rb") as file:  # noqa: PTH123  (a descriptor)
             status = os.fstat(file.fileno())
@@ -524,7 +524,7 @@ class InternalSecret(ReloadingFiles):
         if not SHORTEST_SECRET <= len(secret) <= _LONGEST_SECRET:
             raise InvalidArgumentError(
                 f"the internal secret {self._path} has {len(secret)} characters, expected {SHORTEST_SECRET} to "
-                f"{_LONGEST_SECRET}, such as `openssl rand -hex 32` prints",
+                f"{_LONGEST_SECRET}; create it with `openssl rand -hex 32`",
                 field="internal_secret_file",
             )
         return secret
@@ -534,7 +534,7 @@ class InternalSecret(ReloadingFiles):
         _check_own(directory, directory.stat(follow_symlinks=False), stat.S_ISDIR)
 
     def _publish(self, content: bytes) -> None:
-        """Create the file atomically, readable only by this user, unless it exists by now."""
+        """Atomically create the file, readable only by this user, unless it already exists."""
         try:
             if self._is_own:
                 self._path.parent.mkdir(mode=0o700, exist_ok=True)
@@ -545,18 +545,18 @@ class InternalSecret(ReloadingFiles):
                 os.fsync(file.fileno())
                 os.link(file.name, self._path)
         except FileExistsError:
-            return  # another service created it first; all read that file
+            return  # another service created the file first, and all services read that file
         except OSError as error:
             raise InvalidArgumentError(
                 f"the internal secret {self._path} does not exist and could not be created ({error.strerror}); set "
                 "internal_secret_file to a file that the services of this deployment share",
                 field="internal_secret_file",
             ) from None
-        _log.info(LogMessage("created the internal secret that the services of this deployment share", path=self._path))
+        _log.info(LogMessage("created the internal secret shared by the services of this deployment", path=self._path))
 
 
 class ServiceCredentials(Credentials):
-    """Credentials of a service towards other services: its token, its certificate, and the proof of the secret.
+    """Credentials for calls between services: the token, the certificate, and the proof of the internal secret.
 
     Attributes:
         secret: the internal secret, or None.
@@ -566,56 +566,57 @@ class ServiceCredentials(Credentials):
 
     @property
     def sent_secret(self) -> str:
-        """Name of the secret that a plaintext connection would reveal; "" for none."""
+        """Name of the secret that a plaintext connection would reveal; "" if there is none."""
         return super().sent_secret or ("the proof of the internal secret" if self.secret is not None else "")
 
     def metadata(self) -> Metadata | None:
-        """Return the metadata with token and proof.
+        """Return the metadata that contains the token and the proof.
 
         Raises:
-            UnauthenticatedError: the token file cannot be used.
+            UnauthenticatedError: the token file is unusable.
         """
         metadata = super().metadata()
         return metadata if self.secret is None else (*(metadata or ()), (INTERNAL_KEY, self.secret.proof))
 
 
 def find_secret(settings: ServeSettings, *, has_tokens: bool) -> InternalSecret | None:
-    """Return the internal secret of a service, or None if it does not need one.
+    """Return the internal secret of a service, or None if the service does not need one.
 
     Args:
         settings: settings of the service.
-        has_tokens: whether it requires tokens and has one itself; tokens also identify services to each other.
+        has_tokens: whether the service requires tokens and has one itself, since tokens also identify services to each
+            other.
 
     Raises:
-        InvalidArgumentError: it needs a secret that is missing or cannot be used.
+        InvalidArgumentError: the service needs a secret, but it is missing or unusable.
     """
     if settings.internal_secret_file is not None:
         return InternalSecret(settings.internal_secret_file, is_made=settings.role != "storage")
     if has_tokens:
         return None
     targets = (settings.advertise, settings.controller)
-    # It listens on, advertises and dials only this machine's loopback address.
+    # The service listens on, advertises and connects to only this machine's loopback address.
     if is_loopback(settings.host) and all(target is None or is_loopback_target(target) for target in targets):
         try:
             return InternalSecret(own_secret_path(), is_made=True, is_own=True)
         except InvalidArgumentError as error:
             if settings.role != "all":
                 raise
-            _log.warning(LogMessage("other storage services cannot join this service", error=error))
+            _log.warning(LogMessage("no other storage services can join this service", error=error))
             return None
     if settings.role == "all":
         return None
     raise InvalidArgumentError(
-        f"a service of role {settings.role} must tell calls of the other services from those of clients: give all "
-        "services the same internal_secret_file (--internal-secret-file, TQ_INTERNAL_SECRET_FILE; create it with "
-        "`openssl rand -hex 32`), or give each an auth_tokens_file and a peer_token_file with a token of role service "
-        "(docs/security.md)",
+        f"a service of role {settings.role} must distinguish calls from other services from those of clients: set the "
+        "same internal_secret_file (--internal-secret-file, TQ_INTERNAL_SECRET_FILE; create it with "
+        "`openssl rand -hex 32`) for all services, or set an auth_tokens_file and a peer_token_file with a token of "
+        "role service for each (docs/security.md)",
         field="internal_secret_file",
     )
 
 
 def own_secret_path() -> Path:
-    """Return the default path of the secret of this user's services on this machine."""
+    """Return the default path of the secret shared by this user's services on this machine."""
     directory = os.environ.get("TMPDIR") or "/tmp"  # noqa: S108  (owner and mode are checked)
     return Path(directory) / f"tq_service-internal-{os.geteuid()}" / "secret"
 
@@ -625,6 +626,7 @@ def _check_own(path: Path, status: os.stat_result, is_kind: Callable[[int], bool
         return
     raise InvalidArgumentError(
         f"{path} is not private to this user (owner {status.st_uid}, mode {stat.S_IMODE(status.st_mode):04o}), so "
-        "others could pass for a service; remove it, or set internal_secret_file to a file that the services share",
+        "other users could impersonate a service; remove it, or set internal_secret_file to a file that the services "
+        "share",
         field="internal_secret_file",
     )

@@ -1,4 +1,4 @@
-"""The standard health service. Its watches end when the server drains, so they do not delay shutdown."""
+"""The standard gRPC health service, whose watches end when the server drains and so do not delay shutdown."""
 
 from __future__ import annotations
 
@@ -16,16 +16,18 @@ _SERVING: Any = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING: Any = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
-class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # comes without types
-    """Reports for each service of this process whether it takes calls; "" stands for the process.
+class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # the package has no types
+    """Reports for each service of this process whether it accepts calls; "" stands for the process itself.
 
-    Each is NOT_SERVING from `add` to `serve`, and from `drain` on. The process of a standby is SERVING before `serve`.
+    All of them are NOT_SERVING from `add` until `serve`, and from `drain` on. A standby's process is SERVING even
+    before `serve`.
 
-    The servicer of `grpc_health` is not used: it locks all watchers while it writes to one. A client that does not read
-    would delay the drain, which must be one step of the loop. Its watches also end only with the server.
+    The servicer of `grpc_health` is unsuitable, because it locks all watchers while it writes to one. A client that
+    does not read would thus delay the drain, which must be one step of the event loop. Its watches also end only when
+    the server stops.
 
     Args:
-        most_watches: maximum number of watches; they need no token, so nothing else limits them.
+        most_watches: maximum number of watches. Since they require no token, nothing else limits them.
     """
 
     def __init__(self, most_watches: int = 1024) -> None:
@@ -35,19 +37,19 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # comes wit
         self._is_draining = False
 
     def add(self, services: Iterable[str]) -> None:
-        """Add services that do not take calls yet."""
+        """Add services that do not accept calls yet."""
         self._statuses |= dict.fromkeys(services, _NOT_SERVING)
 
     def serve(self) -> None:
-        """Report that all services take calls, unless the server is draining."""
+        """Report that all services accept calls, unless the server is draining."""
         self._set(process=_SERVING, services=_SERVING)
 
     def stand_by(self) -> None:
-        """Report that the process is alive but its services take no calls, because another controller leads."""
+        """Report that the process is alive but its services accept no calls, because another controller leads."""
         self._set(process=_SERVING, services=_NOT_SERVING)
 
     def drain(self) -> None:
-        """Report for good that no service takes calls; watches end after they have sent this."""
+        """Report permanently that no service accepts calls; watches end once they have sent this."""
         self._set(process=_NOT_SERVING, services=_NOT_SERVING)
         self._is_draining = True
 
@@ -74,7 +76,7 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # comes wit
     async def Watch(  # noqa: N802  (the name of the rpc)
         self, request: health_pb2.HealthCheckRequest, context: Context
     ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
-        """Send the current status of a service, and each new one."""
+        """Send the current status of a service, and each new status."""
         sent = None
         with self._watches.one(context):
             while True:
@@ -83,7 +85,7 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # comes wit
                 if status != sent:
                     sent = status
                     yield health_pb2.HealthCheckResponse(status=status)
-                    continue  # it may have changed while it was sent
+                    continue  # the status may have changed while it was being sent
                 if self._is_draining:
-                    return  # with OK: if a call ends with an error, gRPC drops answers that its client has not read
+                    return  # with OK, because gRPC drops unread answers of a call that ends with an error
                 await changed.wait()

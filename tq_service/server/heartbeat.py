@@ -1,4 +1,4 @@
-"""Registration of a storage service with a controller in another process."""
+"""Registration of a storage service with a controller in another process, through regular heartbeats."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
     )
 
 MOST_OVERDUE_PUTS: Final = 4096
-"""Maximum number of puts that a storage service asks about in one call: a few milliseconds of work."""
+"""Maximum number of puts that a storage service asks about in one call, which take a few milliseconds to process."""
 _log = logging.getLogger(__name__)
 _CALL_SECONDS = 5.0
 _CLUSTER_CALL_SECONDS = 1.5
 _RETRY_SECONDS = 0.25
-_CLUSTER_RETRY_SECONDS = 0.1  # short: a controller that has just become the leader needs the registrations
-_REFUSED_SECONDS = 1.0  # less than a heartbeat: a service that is silent for three counts as lost
+_CLUSTER_RETRY_SECONDS = 0.1  # short, because a controller that has just become the leader needs the registrations
+_REFUSED_SECONDS = 1.0  # less than a heartbeat, since a service that is silent for three heartbeats counts as lost
 _REFUSALS = {
     grpc.StatusCode.UNAUTHENTICATED,
     grpc.StatusCode.PERMISSION_DENIED,
@@ -45,8 +45,8 @@ _REFUSALS = {
     grpc.StatusCode.UNIMPLEMENTED,
 }
 _TAKES_NONE = (
-    "it does not accept further storage services; start it with the internal_secret_file of this one, or with tokens "
-    "of role service"
+    "the controller does not accept storage services; start it with this service's internal_secret_file, or with "
+    "tokens of role service"
 )
 
 
@@ -60,31 +60,32 @@ async def register_storage(
     registration: Registration | None = None,
     is_adopted: bool = False,
 ) -> None:
-    """Send heartbeats of a storage service to a controller, and drop the puts that the controller does not know.
+    """Send heartbeats of a storage service to a controller, and drop puts that are unknown to the controller.
 
-    In a cluster it registers with the leader, and looks for the leader whenever the last controller does not answer.
+    In a cluster, the service registers with the leader, and searches for the leader whenever the last controller does
+    not respond.
 
-    An overdue put is dropped only if its controller does not know it, or if this service has long been registered with
-    a different controller.
+    An overdue put is dropped only if it is unknown to its controller, or if this service has been registered with a
+    different controller for a long time.
 
     Args:
-        engine: holds the puts.
-        keys: gets the key for their receipts.
-        endpoint: how clients reach the storage service.
+        engine: stores the puts.
+        keys: receives the key for receipts of the puts.
+        endpoint: the endpoint at which clients reach the storage service.
         controller: address of the controller; for a cluster, several addresses separated by commas.
         credentials: credentials of this service.
-        registration: renewed with each accepted heartbeat.
+        registration: renewed by each accepted heartbeat.
         is_adopted: whether the puts were taken over from a lost storage service.
 
     Raises:
-        PreconditionError: another storage service has taken over the puts; this process must not serve them.
+        PreconditionError: another storage service has taken over the puts, so this process must not serve them.
     """
     registration = registration or Registration()
     controller_id, controllers = b"", Controllers(controller)
     outage = PeerOutage(_log, "controller", address=controller)
 
     async def beat(address: str, peer: Peer[StorageRegistryServiceAsyncStub]) -> float:
-        """Register once; return the seconds to wait before the next time."""
+        """Send one heartbeat; return the number of seconds to wait before the next."""
         nonlocal controller_id
         stat, overdue = engine.stat(), engine.puts.overdue(controller_id, MOST_OVERDUE_PUTS)
         request = storage_registry_pb2.RegisterStorageRequest(
@@ -114,7 +115,7 @@ async def register_storage(
         interval_seconds = read_seconds("heartbeat_interval", answer.heartbeat_interval)
         registration.renew(sent_at, interval_seconds)
         dropped_count = 0
-        if answer.controller_id == controller_id:  # else the request named puts of another controller
+        if answer.controller_id == controller_id:  # otherwise the request named puts of another controller
             dropped_count = engine.on_answer(overdue, answer.unknown_put_ids)
         else:
             controller_id = answer.controller_id
@@ -126,7 +127,7 @@ async def register_storage(
                 await asyncio.sleep(0)
         if dropped_count:
             _log.warning(
-                LogMessage("dropped puts unknown to the controller; their producers probably died", count=dropped_count)
+                LogMessage("dropped puts unknown to the controller; their producers may have died", count=dropped_count)
             )
         return interval_seconds
 
@@ -141,9 +142,9 @@ async def register_storage(
 
 
 def _note(error: grpc.aio.AioRpcError, controllers: Controllers, address: str) -> None:
-    """Choose the controller to ask next; raise if another storage service has taken over the puts."""
+    """Choose the controller to call next; raise an error if another storage service has taken over the puts."""
     meant = from_rpc_error(error.code(), error.details(), status_from_trailers(error.trailing_metadata()))
-    if isinstance(meant, DeadlineError):  # a paused controller accepts calls but does not answer
+    if isinstance(meant, DeadlineError):  # a paused controller accepts calls but does not respond
         meant = UnavailableError(f"timed out: {meant.message}")
     controllers.note(address, meant)
     if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
@@ -151,9 +152,9 @@ def _note(error: grpc.aio.AioRpcError, controllers: Controllers, address: str) -
 
 
 def _pause_after(error: grpc.aio.AioRpcError | TqError, outage: PeerOutage, *, has_several: bool) -> float:
-    """Log why the controller did not accept a registration; return the seconds to wait before the next.
+    """Log why the controller did not accept a registration; return the number of seconds to wait before the next.
 
-    The storage service stays healthy: it still answers reads, and a probe that restarts it would lose samples.
+    The storage service remains healthy: it still serves reads, and if a probe restarted it, samples would be lost.
     """
     code = error.code() if isinstance(error, grpc.aio.AioRpcError) else None
     if code is not None and code not in _REFUSALS:

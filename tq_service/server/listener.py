@@ -1,8 +1,9 @@
-"""The port, its security as configured, and its incoming connections.
+"""The gRPC port, its configured security, and its incoming connections.
 
-gRPC limits the number of connections but does not know which are worth keeping. A call that passes access control marks
-its connection. A sweep over the sockets of this process closes unmarked connections after `first_call_seconds`. If one
-address has too many of them, it closes the oldest at once: callers without a token cannot use up all connections.
+gRPC limits the number of connections but does not know which of them are worth keeping. A call that passes access
+control marks its connection. A sweep over the sockets of this process closes unmarked connections after
+`first_call_seconds`. If one address has too many unmarked connections, the sweep closes the oldest at once, so callers
+without a token cannot use up all connections.
 """
 
 from __future__ import annotations
@@ -48,24 +49,24 @@ _LOOK_SECONDS: Final = 1.0
 _SCARCE_SECONDS: Final = 0.1
 _SETTLED_SECONDS: Final = 1.0
 _SHARE: Final = 8
-"""One address may have 1/8 of all connections unauthenticated at once, and at least 8 connections."""
+"""One address may have up to 1/8 of all connections, and at least 8, unauthenticated at the same time."""
 _FILES: Final = Path("/proc/self/fd")
 
 
 class Listener:
-    """The port and its security.
+    """The gRPC port and its security.
 
     Args:
         settings: settings of the service.
 
     Attributes:
-        credentials: credentials of this service towards other services.
-        access: access control of calls.
-        takes_services: whether other services can be distinguished from clients.
+        credentials: credentials for calls to other services.
+        access: access control for calls.
+        takes_services: whether calls from other services can be distinguished from those of clients.
 
     Raises:
-        InvalidArgumentError: a configured file cannot be used, or the settings lack the secret or tokens that
-            distinguish services from clients.
+        InvalidArgumentError: a configured file is unusable, or the settings lack the secret or tokens that distinguish
+            services from clients.
     """
 
     def __init__(self, settings: ServeSettings) -> None:
@@ -90,7 +91,7 @@ class Listener:
 
     @property
     def tls_context(self) -> Callable[[], ssl.SSLContext] | None:
-        """Returns the current TLS context for connections other than gRPC's; None: TLS is off."""
+        """A function that returns the current TLS context for connections other than gRPC's; None if TLS is off."""
         certificate = self._certificate
         return None if certificate is None else lambda: certificate.context
 
@@ -98,7 +99,7 @@ class Listener:
         """Open the port and return its number.
 
         Raises:
-            OSError: the address is taken or cannot be listened on.
+            OSError: the address is in use or cannot be listened on.
         """
         settings = self._settings
         address = join_address(settings.host, settings.port)
@@ -113,11 +114,11 @@ class Listener:
         if port == 0:
             raise OSError(f"cannot listen on {address}")
         if not settings.is_secured and not is_loopback(settings.host):
-            # Critical: visible at every log level.
+            # Critical, to be visible at every log level.
             risk = (
-                "every machine that reaches this address may read, change and clear everything"
+                "every machine that can reach this address may read, change and clear everything"
                 if self._tokens is None
-                else "every machine on the way to this address may read all data, tokens included"
+                else "every machine on the way to this address may read all data, including tokens"
             )
             _log.critical(
                 LogMessage(
@@ -128,7 +129,7 @@ class Listener:
         return port
 
     def scrape_access(self, loop: asyncio.AbstractEventLoop) -> Access:
-        """Return the access control of the metrics port: metrics reveal the names of all partitions and tasks."""
+        """Return access control for the metrics port, since metrics reveal the names of all partitions and tasks."""
         from tq_service.observe.endpoint import Access  # noqa: PLC0415  (needs the extra `metrics`)
 
         return Access(context=self.tls_context, refusal=partial(self.access.refused_scrape, loop))
@@ -145,15 +146,15 @@ class Listener:
         self._audit.flush()
 
     def close(self) -> None:
-        """Write the rest of the audit log."""
+        """Write all remaining lines of the audit log."""
         self._audit.flush(everything=True)
 
 
 def _check_free(host: str, port: int) -> None:
-    """Refuse an address that cannot be listened on, with the reason, which gRPC only writes to stderr.
+    """Refuse an address that cannot be listened on, stating the reason, which gRPC itself only writes to stderr.
 
     Raises:
-        OSError: it is in use, or not an address of this machine.
+        OSError: the address is in use, or is not an address of this machine.
     """
     if not port:
         return
@@ -165,7 +166,7 @@ def _check_free(host: str, port: int) -> None:
                 probe.bind(place)
     except OSError as error:
         in_use = (
-            "; another process listens there: stop it, or give another --port"
+            "; another process listens on it: stop that process, or choose another --port"
             if error.errno == errno.EADDRINUSE
             else ""
         )
@@ -173,13 +174,13 @@ def _check_free(host: str, port: int) -> None:
 
 
 class _Connection(NamedTuple):
-    """A socket of the server.
+    """A socket of an incoming connection.
 
     Attributes:
-        inode: distinguishes it from a later socket with the same descriptor.
-        peer: gRPC's name of the peer, such as "ipv4:10.0.0.1:4711".
+        inode: inode of the socket, which distinguishes it from a later socket with the same descriptor.
+        peer: gRPC's name for the peer, such as "ipv4:10.0.0.1:4711".
         address: address of the peer without the port.
-        since: when it was first seen, by `time.monotonic`.
+        since: time at which the connection was first seen, by `time.monotonic`.
     """
 
     inode: int
@@ -189,14 +190,15 @@ class _Connection(NamedTuple):
 
 
 class Connections:
-    """Closes connections without an admitted call, and named ones. Without /proc it does nothing.
+    """Closes connections without an admitted call, and those of given peers. Without /proc it does nothing.
 
     The event loop owns `_admitted_at`; the running sweep owns `_connections`.
 
     Args:
-        admitted_at: when a call of each connection was first admitted, by peer; closed connections are removed.
+        admitted_at: time at which a call of each connection was first admitted, by peer; entries of closed connections
+            are removed.
         most: maximum number of connections of the server.
-        first_call_seconds: how long a connection may exist without an admitted call.
+        first_call_seconds: time for which a connection may exist without an admitted call.
     """
 
     def __init__(self, admitted_at: dict[str, float], most: int, first_call_seconds: float) -> None:
@@ -208,9 +210,9 @@ class Connections:
         self._closed_count = 0
 
     async def sweep(self, port: int) -> None:
-        """Close connections to a port without an admitted call if they are too old or too many.
+        """Close connections to a port that have no admitted call, if they are too old or too many.
 
-        Call this about every second; it repeats the sweep while connections are scarce.
+        Call this about every second; the sweep is repeated while connections are scarce.
         """
         while True:
             if await self._sweep(port) <= self._most * 3 // 4:
@@ -224,12 +226,12 @@ class Connections:
             lambda: self._close_idle(port, admitted, now), thread_name="tq-connections"
         )
         for peer in admitted.difference(each.peer for each in self._connections.values()):
-            if self._admitted_at.get(peer, now) < now - _SETTLED_SECONDS:  # else it opened during this sweep
+            if self._admitted_at.get(peer, now) < now - _SETTLED_SECONDS:  # else it was opened during this sweep
                 del self._admitted_at[peer]
         return len(self._connections)
 
     async def end(self, port: int, peer: str) -> None:
-        """Close a connection to a port and end all its calls, even if its client does not read their answers."""
+        """Close a connection to a port and end all its calls, even if the client does not read their answers."""
 
         def close() -> None:
             for descriptor, each in _look(port, {}, time.monotonic()):
@@ -263,14 +265,14 @@ class Connections:
 def _look(port: int, known: dict[int, _Connection], now: float) -> Iterator[tuple[int, _Connection]]:
     """Yield the connections to a port by descriptor; known ones cost one system call each."""
     try:
-        names = os.listdir(_FILES)  # noqa: PTH208  (thousands of them, each second)
+        names = os.listdir(_FILES)  # noqa: PTH208  (thousands of names, every second)
     except OSError:
         return
     for name in names:
         descriptor = int(name)
         try:
             status = os.fstat(descriptor)
-        except OSError:  # it has been closed
+        except OSError:  # the descriptor has been closed
             continue
         if not stat.S_ISSOCK(status.st_mode):
             continue
@@ -282,13 +284,13 @@ def _look(port: int, known: dict[int, _Connection], now: float) -> Iterator[tupl
 
 
 def _peer_of(descriptor: int, port: int) -> tuple[str, str] | None:
-    """Return gRPC's name of the peer of a connection to a port, and its address; None for other sockets."""
+    """Return gRPC's name for the peer of a connection to a port, and the peer's address; None for other sockets."""
     try:
         with socket.socket(fileno=os.dup(descriptor)) as connection:
             if connection.family not in {socket.AF_INET, socket.AF_INET6} or connection.getsockname()[1] != port:
                 return None
             host, peer_port = connection.getpeername()[:2]
-    except OSError:  # it has been closed, or it is a listening socket
+    except OSError:  # the socket has been closed, or is listening
         return None
     address = ipaddress.ip_address(host.partition("%")[0])
     address = getattr(address, "ipv4_mapped", None) or address
@@ -298,7 +300,7 @@ def _peer_of(descriptor: int, port: int) -> tuple[str, str] | None:
 
 
 def _close(descriptor: int, inode: int) -> bool:
-    """Shut down a connection, after which gRPC closes its descriptor; return False if it is another socket by now."""
+    """Shut down a connection, so that gRPC closes its descriptor; return False if the descriptor has been reused."""
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
         if os.fstat(connection.fileno()).st_ino == inode:
             connection.shutdown(socket.SHUT_RDWR)

@@ -1,4 +1,4 @@
-"""The mirror of a storage service, and the puts that it has taken over from lost storage services."""
+"""The mirror of a storage service, and the puts that the service has taken over from lost storage services."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ _LOOK_SECONDS: Final = 5.0
 
 
 class Registration:
-    """How long this process is certain to be registered with the controller; otherwise it removes no objects.
+    """Tracks whether this process is certain to be registered with the controller; otherwise it removes no objects.
 
-    A storage service that is silent for three heartbeats may count as lost, and its puts may be taken over.
+    A storage service that is silent for three heartbeats may be considered lost, and its puts may be taken over.
     """
 
     def __init__(self) -> None:
         self._until = 0.0
 
     def renew(self, sent_at: float, heartbeat_seconds: float) -> None:
-        """Record that a heartbeat was accepted; `sent_at` is by the monotonic clock."""
+        """Record that a heartbeat was accepted; `sent_at` is a time on the monotonic clock."""
         self._until = sent_at + 3 * heartbeat_seconds - _MARGIN_SECONDS
 
     def holds(self) -> bool:
-        """Whether the puts cannot have been taken over yet."""
+        """Whether the registration holds, so that the puts cannot have been taken over yet."""
         return time.monotonic() < self._until
 
 
@@ -51,10 +51,10 @@ class Adopted:
     """The adopted puts of a lost storage service.
 
     Attributes:
-        engine: holds the puts.
-        keys: keys of its registrations; it gives no receipts.
-        registration: its registration under the old name.
-        tasks: its background tasks.
+        engine: stores the puts.
+        keys: keys of the registrations; an adopted instance issues no receipts.
+        registration: the registration under the old name.
+        tasks: the instance's background tasks.
     """
 
     engine: StorageEngine
@@ -64,22 +64,22 @@ class Adopted:
 
 
 class Mirroring:
-    """The mirror of a process, and the instances it has taken over. Confined to one event loop.
+    """The mirror of a process, and the instances that it has taken over. Confined to one event loop.
 
     Args:
         objects: the object store; closed by `close`.
-        url: its URL without secrets.
-        node: name of the node of this process.
+        url: URL of the object store, without secrets.
+        node: name of this process's node.
         copies: intended number of copies of each put.
         required: minimum number of copies.
-        offered_bytes: memory of this node for copies of other nodes.
+        offered_bytes: amount of this node's memory for objects of other nodes.
         supervisor: runs background tasks.
 
     Attributes:
         adopted: instances that were taken over, by instance id.
 
     Raises:
-        InvalidArgumentError: more copies are required than the object store makes.
+        InvalidArgumentError: more copies are required than the object store creates.
     """
 
     def __init__(
@@ -96,8 +96,8 @@ class Mirroring:
         fixed = objects.abilities.fixed_copies
         if fixed is not None and required > fixed:
             raise InvalidArgumentError(
-                f"mirror_required is {required}, but {url} makes {fixed} copies of each object; lower it, or use an "
-                "object store that makes more",
+                f"mirror_required is {required}, but {url} creates {fixed} copies of each object; lower "
+                "mirror_required, or use an object store that creates more",
                 field="mirror_required",
             )
         self._objects = objects
@@ -115,7 +115,7 @@ class Mirroring:
     def mirror_of(
         self, storage_id: str, boot_id: bytes, registration: Registration, generation: int = 0
     ) -> tuple[Mirror, ObjectWriter]:
-        """Return the mirror of the puts of an instance of a storage service, and the writer of its objects."""
+        """Return the mirror for the puts of a storage service's instance, and the writer of the mirror's objects."""
         writer = ObjectWriter(
             self._objects,
             Names(storage_id=storage_id, boot_id=boot_id),
@@ -127,12 +127,12 @@ class Mirroring:
         return Mirror(writer, required=self._required, url=self._url), writer
 
     async def run(self, mirror: Mirror, register: Callable[[Adopted], Coroutine[Any, Any, None]]) -> None:
-        """Open the object store, retrying until it answers, then run the mirror of this service.
+        """Open the object store, retrying until it responds, then run the mirror of this service.
 
         Args:
             mirror: mirror of this service's puts.
             register: keeps adopted puts registered with the controller until cancelled; raises PreconditionError if
-                another storage service has them.
+                another storage service has taken them over.
         """
         self._register = register
         while True:
@@ -149,16 +149,16 @@ class Mirroring:
         """Take over the puts of a lost storage service, under the quota of this service's engine.
 
         Args:
-            storage_id: its name.
-            boot_id: its instance id.
+            storage_id: name of the lost service.
+            boot_id: instance id of the lost service.
             own: the engine of this service.
-            search_id: id of the controller's search. For a new search, the mirror is read again: the lost service may
-                have returned since the earlier search, and stored puts.
+            search_id: id of the controller's search. The mirror is reread for each new search, since the lost service
+                may have come back and stored puts since the previous one.
 
         Raises:
-            NotFoundError: the mirror has nothing of it.
-            UnavailableError: the mirror does not answer.
-            DataLossError: the index of its puts is damaged.
+            NotFoundError: the mirror contains nothing from the lost service.
+            UnavailableError: the mirror does not respond.
+            DataLossError: the index of the lost service's puts is damaged.
         """
         asked_id, task = self._adopting.get(boot_id, (search_id, None))
         if task is None or asked_id != search_id:
@@ -168,15 +168,15 @@ class Mirroring:
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
-            if not task.cancelled():  # else the caller has left
+            if not task.cancelled():  # otherwise the caller was cancelled
                 raise
-            raise UnavailableError("the storage service returned and was lost again; ask again") from None
+            raise UnavailableError("the lost storage service returned and was lost again; retry") from None
 
     def _end_adopting(self, boot_id: bytes, done: asyncio.Task[Adopted]) -> None:
         if boot_id in self._adopting and self._adopting[boot_id][1] is done:
             del self._adopting[boot_id]
         if not done.cancelled():
-            done.exception()  # retrieve the exception: its callers may have gone
+            done.exception()  # retrieve the exception, since its callers may have been cancelled
 
     async def _adopt(
         self,
@@ -186,7 +186,7 @@ class Mirroring:
         own: StorageEngine,
         search_id: bytes,
     ) -> Adopted:
-        """Take over the puts after an earlier search has ended; release the puts that it found."""
+        """Take over the puts once an earlier search has ended, releasing the puts that the earlier search found."""
         if earlier is not None:
             earlier.cancel()
             await asyncio.wait((earlier,))
@@ -196,7 +196,7 @@ class Mirroring:
                 return known
             await self.leave(known)
         if not self._opened.is_set():
-            raise UnavailableError(f"the mirror {self._url} has not been reached yet; try again")
+            raise UnavailableError(f"the mirror {self._url} has not been reached yet; retry")
         names = Names(storage_id=storage_id, boot_id=boot_id)
         left = await find_left(self._objects, names, copies=self._copies)
         registration = Registration()
@@ -211,7 +211,7 @@ class Mirroring:
             quota_of=own,
             clock=time.monotonic,
         )
-        engine.run_id = search_id  # identifies successors of this search to the controller
+        engine.run_id = search_id  # tells the controller which search this successor answered
         count = mirror.take_over(left.objects)
         adopted = Adopted(engine=engine, keys=ReceiptKeys(), registration=registration, tasks=[])
         self.adopted[boot_id] = adopted
@@ -221,7 +221,7 @@ class Mirroring:
         self._start(adopted, "mirroring", mirror.run())
         self._start(adopted, "registering", self._stay_registered(adopted))
         self._start(adopted, "fetching", engine.scrub())
-        self._start(adopted, "looking after", self._watch(adopted))
+        self._start(adopted, "watching", self._watch(adopted))
         return adopted
 
     def _start(self, adopted: Adopted, what: str, work: Coroutine[Any, Any, None]) -> None:
@@ -229,21 +229,19 @@ class Mirroring:
         adopted.tasks.append(self._supervisor.start(name, work, may_end=True))
 
     async def _stay_registered(self, adopted: Adopted) -> None:
-        """Keep adopted puts registered until another storage service has them."""
+        """Keep adopted puts registered until another storage service takes them over."""
         if self._register is None:
             return
         try:
             await self._register(adopted)
         except PreconditionError as error:
             _log.warning(
-                LogMessage(
-                    "released puts that it had taken over", storage=adopted.engine.storage_id, error=error.message
-                )
+                LogMessage("released puts taken over earlier", storage=adopted.engine.storage_id, error=error.message)
             )
             await self.leave(adopted)
 
     async def _watch(self, adopted: Adopted) -> None:
-        """Release an adopted instance once all its puts are freed."""
+        """Release an adopted instance some time after all its puts were freed."""
         idle_seconds = 0.0
         while idle_seconds < _IDLE_SECONDS:
             await asyncio.sleep(_LOOK_SECONDS)
@@ -251,7 +249,7 @@ class Mirroring:
         await self.leave(adopted)
 
     async def leave(self, adopted: Adopted) -> None:
-        """Stop serving an adopted instance: its puts are gone, or another storage service has taken them over."""
+        """Stop serving an adopted instance, whose puts were all freed or taken over by another storage service."""
         self.adopted.pop(adopted.engine.boot_id, None)
         current = asyncio.current_task()
         for task in adopted.tasks:
@@ -261,7 +259,7 @@ class Mirroring:
         adopted.engine.release_all()
 
     async def close(self) -> None:
-        """Close the object store; objects stay for the storage service that takes over."""
+        """Close the object store without removing objects, which a successor may need."""
         for adopted in list(self.adopted.values()):
             await adopted.engine.close()
         await self._objects.aclose()

@@ -1,4 +1,4 @@
-"""Connections to other services of the same deployment, and log lines about their outages."""
+"""Connections to other services of the same deployment, and logging of their outages."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ _NO_ANSWER: Final = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEE
 
 
 class Peer(Generic[Stub]):
-    """A channel to another service, and the calls on it. Confined to one event loop.
+    """A channel to another service, and the stub for calls on the channel. Confined to one event loop.
 
     Args:
         address: address of the other service.
         credentials: credentials of this service.
-        make_stub: returns the stub of a channel: the generated class, which is typed for sync channels.
+        make_stub: returns the stub for a channel: the generated class, which is typed for sync channels.
         options: options of the channel.
 
     Attributes:
-        stub: the calls; pass `metadata()` to each.
+        stub: the stub; pass `metadata()` to each call.
 
     Raises:
-        InvalidArgumentError: the credentials cannot be used for this address.
+        InvalidArgumentError: the credentials must not be sent to this address.
     """
 
     def __init__(
@@ -53,28 +53,28 @@ class Peer(Generic[Stub]):
         self.stub: Stub = make_stub(self._channel)
 
     def metadata(self) -> Metadata | None:
-        """Return the metadata with the credentials, or None.
+        """Return the metadata that contains the credentials, or None if there are none.
 
         Raises:
-            UnauthenticatedError: the token file cannot be used.
+            UnauthenticatedError: the token file is unusable.
         """
         return self._credentials.metadata()
 
     def follow_files(self) -> None:
-        """Open a new channel if the certificates have been replaced. Call this when a call has failed."""
+        """Open a new channel if the certificates have been replaced; to be called after a failed call."""
         signature = self._credentials.signature()
         if signature == self._opened_with:
             return
         try:
             channel = open_channel(grpc.aio, self._address, self._credentials, self._options)
-        except InvalidArgumentError as error:  # they are being replaced; the next failure tries again
+        except InvalidArgumentError as error:  # the files are being replaced; the next failure retries
             _log.warning(
                 LogMessage(
                     "could not use new certificates; the old ones stay in use", address=self._address, error=error
                 )
             )
             return
-        # Not supervised: nothing depends on how the old channel ends.
+        # Not supervised, since nothing depends on how the old channel is closed.
         closing = asyncio.get_running_loop().create_task(self._channel.close())
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
@@ -86,11 +86,11 @@ class Peer(Generic[Stub]):
 
 
 class PeerOutage:
-    """Logs outages of another service: the first failed call, each new problem, and the end.
+    """Logs outages of another service: the first failed call, each new problem, and the end of the outage.
 
     Args:
-        log: logger for the lines.
-        peer: name of the other service in the log.
+        log: the logger to use.
+        peer: name of the other service in log lines.
         fields: fields of each line, such as the address.
     """
 

@@ -1,4 +1,4 @@
-"""Tuning of a serving process: memory, file limit, threads, garbage collection, event loop."""
+"""Tuning of a serving process: memory, the limit of open files, threads, garbage collection, and the event loop."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ from functools import cache
 
 from tq_service.errors import InvalidArgumentError
 
-# Parameters of glibc's mallopt(3). Streams use buffers of a few MiB in bursts. By default glibc returns them to the
-# system after every burst, and mapping them again costs more than filling them. The inbox limits the bytes in flight,
-# so it is enough to keep a few buffers; `give_back_freed_memory` returns the rest.
+# Parameters of glibc's mallopt(3). Streams use buffers of a few MiB in bursts. By default, glibc returns these buffers
+# to the system after every burst, and mapping them again costs more than filling them. The inbox limits the bytes in
+# flight, so keeping a few buffers is enough; `give_back_freed_memory` returns the rest.
 _MALLOPT = {
-    -3: 8 * 2**20,  # M_MMAP_THRESHOLD: larger buffers are not on the heap
-    -1: 16 * 2**20,  # M_TRIM_THRESHOLD: freed memory to keep
+    -3: 8 * 2**20,  # M_MMAP_THRESHOLD: larger buffers are not allocated on the heap
+    -1: 16 * 2**20,  # M_TRIM_THRESHOLD: amount of freed memory to keep
     -2: 8 * 2**20,  # M_TOP_PAD
-    -8: 2,  # M_ARENA_MAX: each arena keeps free memory separately
+    -8: 2,  # M_ARENA_MAX: each arena keeps its own free memory
 }
 
-# A thread that plans in pure Python blocks the event loop for this long at a time; Python's default is ten times this.
+# A thread that plans in pure Python blocks the event loop for this long at a time; Python's default is ten times that.
 _SWITCH_INTERVAL_SECONDS = 0.0005
 
-# Allocations before a young collection, young before a middle one, middle before a full one; Python's are 700, 10, 10.
-# Python checks them when allocations reach the first threshold; `collect_garbage` does not wait for that.
+# Number of allocations before a young collection, of young collections before a middle one, and of middle collections
+# before a full one; Python's defaults are 700, 10 and 10. Python checks the thresholds only once allocations reach the
+# first one; `collect_garbage` does not wait for that.
 _COLLECTION_THRESHOLDS = (50_000, 1_000, 50)
 _YOUNG_COLLECTION_SECONDS = 0.1
 _YOUNG_COLLECTIONS_BEFORE_A_MIDDLE_ONE = 20
@@ -37,7 +38,7 @@ _FULL_COLLECTION_SECONDS = 30.0
 _MOST_OF_THE_TIME = 0.001
 
 
-# Child processes inherit the limit of open files, and some programs try to close that many descriptors.
+# Child processes inherit the limit of open files, and some programs try to close as many descriptors as the limit.
 _MOST_FILES = 1 << 20
 
 _lock = threading.Lock()
@@ -47,13 +48,14 @@ _restore = contextlib.ExitStack()
 
 @contextlib.contextmanager
 def tuned_process() -> Iterator[None]:
-    """Tune this process during a `with` block; if several blocks overlap, until the last one ends.
+    """Tune this process during a `with` block, or until the last of several overlapping blocks ends.
 
-    Objects that exist before are excluded from garbage collections, and collections start later. The service makes few
-    cycles, while a full collection scans all recorded plans and blocks the event loop. `collect_garbage` compensates.
+    Objects that already exist are excluded from garbage collection, and Python starts collections later. The service
+    creates few reference cycles, whereas a full collection scans all recorded plans and blocks the event loop.
+    `collect_garbage` compensates for the later collections.
 
-    Threads yield to the event loop sooner. Two settings stay after the block: malloc keeps freed buffers, and the soft
-    limit of open files is the hard limit.
+    Threads yield to the event loop sooner. Two settings remain in effect after the block: malloc keeps freed buffers,
+    and the soft limit of open files equals the hard limit.
     """
     global _tuned_count  # noqa: PLW0603  (the settings are per process)
     with _lock:
@@ -76,7 +78,7 @@ def _tune() -> None:
     gc.set_threshold(*_COLLECTION_THRESHOLDS)
     _restore.callback(sys.setswitchinterval, sys.getswitchinterval())
     sys.setswitchinterval(_SWITCH_INTERVAL_SECONDS)
-    if not gc.get_freeze_count():  # else the program that embeds the server has frozen objects
+    if not gc.get_freeze_count():  # otherwise the embedding program has frozen objects itself
         _collect_what_imports_left()
         gc.freeze()
         _restore.callback(gc.unfreeze)
@@ -84,10 +86,10 @@ def _tune() -> None:
 
 @cache
 def keep_freed_memory() -> bool:
-    """Let malloc keep freed buffers for reuse; return whether the C library accepted it.
+    """Make malloc keep freed buffers for reuse; return whether the C library accepted the settings.
 
-    Environment variables (`MALLOC_TRIM_THRESHOLD_` and so on) do the same but must be set before the process starts.
-    Without glibc this does nothing.
+    Environment variables such as `MALLOC_TRIM_THRESHOLD_` have the same effect but must be set before the process
+    starts. Without glibc, this function does nothing.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
@@ -100,8 +102,8 @@ def keep_freed_memory() -> bool:
 def raise_file_limit() -> None:
     """Raise the soft limit of open files to the hard limit, or to a million if the hard limit is higher.
 
-    Shared memory and connections take a file descriptor each, while the usual soft limit of 1,024 is for programs that
-    use select(2).
+    Connections and regions of shared memory use a file descriptor each, while the usual soft limit of 1,024 is meant
+    for programs that use select(2).
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
@@ -110,7 +112,7 @@ def raise_file_limit() -> None:
 
 
 def give_back_freed_memory() -> None:
-    """Return malloc's free memory to the system; without glibc, do nothing. Call it in a thread: it takes a while."""
+    """Return malloc's free memory to the system, which may take a while; does nothing without glibc."""
     with contextlib.suppress(AttributeError, OSError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -124,12 +126,12 @@ async def collect_garbage() -> None:
     """Collect the young generation every tenth of a second, and older generations less often, until cancelled.
 
     Python counts allocations minus deallocations, so thousands of calls that begin and end do not trigger a collection.
-    The young generation grew to 400,000 objects, and collecting it blocked the event loop for 0.3 s. With this task a
-    collection takes at most 25 ms with 8,192 clients, and almost no time on an idle server.
+    Without this task, the young generation grew to 400,000 objects, and collecting it blocked the event loop for 0.3 s.
+    With it, a collection takes at most 25 ms with 8,192 clients, and almost no time on an idle server.
 
-    gRPC leaves each call in a cycle. Calls that survive a young collection, such as long polls, have left the young
-    generation when they end. So older generations are collected too; the longer a full collection takes, the rarer it
-    gets.
+    gRPC leaves each call in a reference cycle. Calls that survive a young collection, such as long polls, are in an
+    older generation by the time they end. So older generations are collected too; the longer a full collection takes,
+    the less often it runs.
     """
     full_at, count = time.monotonic() + _FULL_COLLECTION_SECONDS, 0
     while True:
@@ -144,7 +146,7 @@ async def collect_garbage() -> None:
 
 
 def loop_factory(mode: str) -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """Return the factory of the event loop: uvloop's for "on", and for "auto" if installed; None means asyncio's.
+    """Return the event loop factory: uvloop's for "on", or for "auto" if installed; None stands for asyncio's.
 
     Raises:
         InvalidArgumentError: mode is "on" but uvloop is not installed.

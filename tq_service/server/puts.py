@@ -1,4 +1,4 @@
-"""The controller's record of all puts, the only authoritative one: a put is absent, being committed, or committed.
+"""The controller's authoritative record of all puts, each of which is absent, being committed, or committed.
 
     controller, here                                   storage service (`storage/index/put_table.py`)
 
@@ -15,26 +15,27 @@
 Why no put is lost or leaked:
 
 - *In-flight commit*: the put is known, so the storage service is not told to drop it and asks again later.
-- *Commit after the answer "unknown"*: its receipt is void. The heartbeat that asked stated from when on receipts are
-  valid, and the receipts of all overdue puts are older.
-- *Second commit after the put was freed*: refused for as long as any of its receipts may be valid. A client that puts
-  the data again uses another id, so cells may be freed late, or twice.
+- *Commit after the controller reported the put as unknown*: the put's receipt is void. The heartbeat that asked about
+  the put stated the earliest valid time of issue, and the receipts of all overdue puts are older.
+- *Second commit after the put was freed*: refused for as long as any of the put's receipts may be valid. A client that
+  puts the data again uses another put_id, so it is harmless if cells are freed late or twice.
 - *Restarted controller, or a standby that took over*: it has new receipt keys, and all committed puts from its journal.
-  It lists them to the storage service, which drops committed puts that are not listed. The storage service asks about
-  the other puts when they are overdue.
-- *Commit that races with the question of its storage service*: the put is known by then, or its receipt is void.
-  Recording the bound and answering are one step; so are checking the receipt and recording the put.
+  It lists these puts to the storage service, which drops committed puts that are not listed. The storage service asks
+  about all other puts once they are overdue.
+- *Commit that races with a heartbeat asking about its put*: either the put is already known, or its receipt is void.
+  Recording the earliest valid time and answering the heartbeat are one step; so are checking the receipt and recording
+  the put.
 
-The list of known puts goes to a storage service in several messages, while puts come and go. A put that is freed after
-the list was taken is still listed; a later call frees it. A put that is committed after the list was taken stays too.
-Either its commit was in flight at that moment, and it is listed; or it is confirmed after the storage service began to
-listen.
+The list of known puts is sent to a storage service in several messages, while other puts are committed and freed. A put
+that is freed after the list was taken is still listed; a later call frees it. A put that is committed after the list
+was taken is also kept. Either its commit was in flight when the list was taken, so the put is listed, or the put is
+confirmed after the storage service began to record confirmations.
 
-Insert and Commit end in this module, as do puts to a storage service in the controller's process, which carry their
-commit:
+Insert and Commit are implemented in this module, as are puts to a storage service in the controller's process, which
+include their commit:
 
-    (stored elsewhere: its receipt is checked) -> admitted -> capacity for many rows is reserved in steps
-        -> written and answered in one step -> confirmed there, later
+    (put is stored in another process: its receipt is checked) -> admitted -> capacity for many rows is reserved in
+        steps -> written and answered in one step -> later confirmed to its storage service
 """
 
 from __future__ import annotations
@@ -78,25 +79,25 @@ from tq_service.wire.metadata import read_indexes, runs_of
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Answer = TypeVar("Answer", pb.InsertResponse, commit_pb2.CommitResponse)
-MANY_ROWS: Final = 1 << 15  # from here on, threads read the columns and capacity is reserved in steps
-_FREED_PER_TURN: Final = 128  # puts, or parts of puts, freed before yielding to the loop: about a millisecond
-_MOST_PUTS: Final = 1024  # per message of known puts: a few milliseconds of work for the storage service
+MANY_ROWS: Final = 1 << 15  # from this number on, threads read the columns, and capacity is reserved in steps
+_FREED_PER_TURN: Final = 128  # puts, or parts of puts, freed before yielding to the loop; about a millisecond of work
+_MOST_PUTS: Final = 1024  # per message of known puts; a few milliseconds of work for the storage service
 _MOST_RUNS: Final = 4096  # runs of rows per message
 _NO_ROWS: Final = np.zeros(0, np.int64)
 
 
 class Holder(Protocol):
-    """A storage service that holds puts: an `EmbeddedStorage` or a `RemoteStorage`."""
+    """A storage service that stores puts: an `EmbeddedStorage` or a `RemoteStorage`."""
 
     storage_id: str
     boot_id: bytes
 
     def confirm(self, put_id: bytes) -> object:
-        """Mark a put as committed, soon."""
+        """Mark a put as committed, either at once or soon."""
         ...
 
     def open_receipt(self, put_id: bytes, partition_id: str, receipt: bytes) -> PutReceipt:
-        """Return the content of the receipt of an uncommitted put of a partition."""
+        """Return the content of the receipt of a partition's uncommitted put."""
         ...
 
     def free(self, cells: Sequence[PutCells]) -> None:
@@ -106,7 +107,7 @@ class Holder(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Calls:
-    """The in-flight calls that commit one put: their number, and whether one of them has its answer."""
+    """The number of in-flight calls that commit one put, and whether one of them has been answered."""
 
     call_count: int = 0
     is_answered: bool = False
@@ -117,16 +118,16 @@ class Puts:
 
     Args:
         embedded_id: name of the storage service in this process, or None.
-        find: returns the holder of the puts of an instance of a storage service, or None if it is not known.
-        require: returns the holder of a put to commit, or raises.
+        find: returns the holder of the puts of a storage service's instance, or None if the instance is unknown.
+        require: returns the holder of a put to commit, or raises an error.
         snapshot_cells: returns the current cells of the samples, by partition.
         after_durable: calls its argument once all changes made so far are durable.
         supervisor: runs the background task.
 
     Attributes:
-        require: as above.
-        has_some_elsewhere: whether storage services in other processes hold puts. The embedded one writes to the
-            controller's journal, after the controller; if it is the only one, nothing waits for durability.
+        require: see the argument.
+        has_some_elsewhere: whether storage services in other processes store puts. The embedded storage service writes
+            to the controller's journal, after the controller; if it is the only one, nothing waits for durability.
     """
 
     def __init__(
@@ -150,21 +151,21 @@ class Puts:
         self._committed: set[Put] = set()
         self._leaving: deque[Freed] = deque()  # cells that samples no longer use, in order
         self._due_count = 0  # entries of `_leaving` that may be freed now
-        self._held_count = 0  # entries of `_leaving` that were added since `_hold_count` was 0
+        self._held_count = 0  # entries added to `_leaving` since `_hold_count` was last 0
         self._hold_count = 0
         self._freeing: asyncio.Task[None] | None = None
         self._is_closed = False
 
     def recover(self) -> None:
-        """Collect the committed puts, after the samples have been recovered."""
+        """Collect the committed puts once the samples have been recovered."""
         self._committed = {cells.put for each in self._snapshot_cells() for cells in live_cells(each)}
 
     def instances(self) -> set[tuple[str, bytes]]:
-        """Return name and instance id of all storage services that hold committed puts."""
+        """Return the name and instance id of each storage service that stores committed puts."""
         return {put[:2] for put in self._committed}
 
     def unknown(self, storage_id: str, boot_id: bytes, put_ids: Iterable[bytes]) -> list[bytes]:
-        """Return the puts among `put_ids` of a storage service that are neither committed nor being committed."""
+        """Return those of a storage service's puts that are neither committed nor being committed."""
         puts = (Put(storage_id, boot_id, put_id) for put_id in put_ids)
         return [put.put_id for put in puts if put not in self._committed and put not in self._uncommitted]
 
@@ -185,7 +186,7 @@ class Puts:
         return put in self._committed
 
     def check_uncommitted(self, put: Put) -> None:
-        """Refuse a second commit of a put: clearing the samples of either commit would free its cells."""
+        """Refuse a second commit of a put, since clearing the samples of either commit would free the put's cells."""
         if put in self._committed:
             raise AlreadyExistsError(
                 f"put {put.put_id.hex()} is already committed under another request_id; put data once per commit",
@@ -194,14 +195,14 @@ class Puts:
 
     @contextlib.contextmanager
     def committing(self, put: Put) -> Iterator[Callable[[], None]]:
-        """Keep a put known during the `with`, which commits it; yield a check that raises if the put has been freed.
+        """Keep a put known during the `with` that commits it; yield a check that raises if the put has been freed.
 
-        Several calls may commit one put at once, such as a call that was given up and its retry. If none of them
-        commits the put and at least one was refused, the last one frees it. If all were cancelled, or a service was
-        unavailable, a retry may still commit it.
+        Several calls may commit one put concurrently, such as an abandoned call and its retry. If none of them commits
+        the put and at least one was refused, the last one frees it. If all were cancelled, or a service was
+        unavailable, a retry may still commit the put.
 
         Raises:
-            AlreadyExistsError: the put is committed.
+            AlreadyExistsError: the put is already committed.
         """
         self.check_uncommitted(put)
         commits = self._uncommitted.setdefault(put, _Calls())
@@ -210,8 +211,8 @@ class Puts:
         def check() -> None:
             if put not in self._committed and self._uncommitted.get(put) is not commits:
                 raise PutNotFoundError(
-                    f"put {put.put_id.hex()} was freed while it was committed again; put the data again under another "
-                    "put_id",
+                    f"put {put.put_id.hex()} was freed while another call was committing it; put the data again under "
+                    "another put_id",
                     metadata={"put_id": put.put_id.hex()},
                 )
 
@@ -231,10 +232,10 @@ class Puts:
 
     @contextlib.contextmanager
     def commit(self, put: Put) -> Iterator[None]:
-        """Commit a put with the step in the `with`, unless the step raises.
+        """Commit a put together with the step in the `with`, unless the step raises.
 
         Raises:
-            AlreadyExistsError: the put is committed.
+            AlreadyExistsError: the put is already committed.
         """
         self.check_uncommitted(put)
         commits = self._uncommitted.pop(put, None)
@@ -246,7 +247,7 @@ class Puts:
             if commits is not None:
                 self._uncommitted[put] = commits
             raise
-        # The engine of this process confirms at once: the journal restores its put together with the samples.
+        # A put in this process's engine is confirmed at once, since the journal restores it together with the samples.
         if put.storage_id == self._embedded_id:
             self._confirm(put)
         else:
@@ -254,7 +255,7 @@ class Puts:
 
     @contextlib.contextmanager
     def placing(self, put: Put) -> Iterator[None]:
-        """Keep a put of the controller known until `mark_committed` or `free_now`; free it if the `with` raises."""
+        """Keep a controller's own put known until `mark_committed` or `free_now`; free it if the `with` raises."""
         self._uncommitted[put] = _Calls(call_count=1)
         try:
             yield
@@ -282,7 +283,7 @@ class Puts:
 
     @contextlib.contextmanager
     def holding_frees(self) -> Iterator[None]:
-        """Free no cells until the `with` ends: the cells that exist at its start stay readable."""
+        """Free no cells until the `with` ends, so that cells that exist at its start remain readable."""
         self._hold_count += 1
         try:
             yield
@@ -295,8 +296,9 @@ class Puts:
     def free(self, freed: Sequence[Freed]) -> None:
         """Free cells that samples no longer use, in order, once a crash of this controller cannot restore the samples.
 
-        A few are freed at once. Many, such as all cells of a partition, are freed in small steps that yield to the
-        loop. Cells left when this process ends are unknown to its successor, and are dropped as unknown.
+        A small number of cells is freed at once. A large number, such as all cells of a partition, is freed in small
+        steps that yield to the event loop. Cells that are left when this process ends are unknown to its successor, so
+        storage services drop them.
         """
         self._leaving += freed
         if self._hold_count:
@@ -329,7 +331,7 @@ class Puts:
         self._free(CellSet(put=put) for put in puts)
 
     def _free(self, freed: Iterable[CellSet]) -> None:
-        """Free cells at their holders; an instance that no longer exists has nothing to free."""
+        """Free cells at their holders; instances that no longer exist are skipped, as they have nothing to free."""
         cells_of: dict[tuple[str, bytes], list[PutCells]] = {}
         for each in freed:
             if each.rows is None:
@@ -341,7 +343,7 @@ class Puts:
                 holder.free(cells)
 
     async def close(self) -> None:
-        """Free the cells that are due, and end the background task."""
+        """Free the cells that are due and end the background task."""
         self._is_closed = True
         if self._freeing is not None:
             self._freeing.cancel()
@@ -350,14 +352,14 @@ class Puts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownPuts:
-    """The known puts of a storage service.
+    """The puts of a storage service that the controller knows.
 
     Attributes:
-        storage_id: the storage service.
-        boot_id: its instance id.
-        cells: cells of samples, by partition, of all storage services.
-        leaving: cells that samples no longer use and that are not yet freed, of all storage services.
-        uncommitted: puts with a commit in flight, of all storage services.
+        storage_id: name of the storage service.
+        boot_id: instance id of the storage service.
+        cells: cells of samples, by partition, in all storage services.
+        leaving: cells in all storage services that samples no longer use but that are not yet freed.
+        uncommitted: puts in all storage services with a commit in flight.
     """
 
     storage_id: str
@@ -367,19 +369,19 @@ class KnownPuts:
     uncommitted: Sequence[Put] = ()
 
     def staying(self) -> set[bytes]:
-        """Return its puts to leave as they are: a commit is in flight, or some of their cells are about to be freed."""
+        """Return the puts to leave unchanged: those with a commit in flight or with cells about to be freed."""
         leaving = (freed_cells(each).put for each in self.leaving)
         return {put.put_id for put in chain(self.uncommitted, leaving) if self._is_own(put)}
 
     def parts(self) -> Iterator[PutCells]:
-        """Yield the samples' cells in all other puts; cells of one put are adjacent. Any thread may call this."""
+        """Yield the samples' cells in all other puts, those of one put consecutively. Any thread may call this."""
         staying = self.staying()
         for cells in chain.from_iterable(map(live_cells, self.cells)):
             if self._is_own(cells.put) and cells.put.put_id not in staying:
                 yield put_cells(cells)
 
     def pieces(self) -> Iterator[storage_control_pb2.ReconcilePutsRequest]:
-        """Yield the messages after the first, each with about a thousand puts. Any thread may call this."""
+        """Yield all messages except the first, each with about a thousand puts. Any thread may call this."""
         staying = iter(self.staying())
         while some := list(islice(staying, _MOST_PUTS)):
             yield storage_control_pb2.ReconcilePutsRequest(staying_put_ids=some)
@@ -392,14 +394,14 @@ class KnownPuts:
 
 
 def put_cells(cells: CellSet) -> PutCells:
-    """Return cells as their storage service addresses them."""
+    """Return cells in the form in which their storage service addresses them."""
     if cells.rows is None:
         return PutCells(put_id=cells.put.put_id)
     return PutCells(put_id=cells.put.put_id, field_names=cells.field_names, rows=np.sort(cells.rows))
 
 
 def encode_cells(cells: PutCells) -> Iterator[storage_control_pb2.PutCells]:
-    """Yield cells in parts, each small enough for one message."""
+    """Yield a put's cells in parts that are each small enough for one message."""
     if cells.rows is None:
         yield storage_control_pb2.PutCells(put_id=cells.put_id, field_names=cells.field_names)
         return
@@ -416,7 +418,7 @@ def encode_cells(cells: PutCells) -> Iterator[storage_control_pb2.PutCells]:
 def in_messages(
     cells: Iterable[storage_control_pb2.PutCells], most: int
 ) -> Iterator[list[storage_control_pb2.PutCells]]:
-    """Yield batches of cells, one per message: of at most `most` puts, with a few thousand runs."""
+    """Yield batches of cells, one per message, each with at most `most` entries and a few thousand runs."""
     message: list[storage_control_pb2.PutCells] = []
     message_runs = 0
     for each in cells:
@@ -434,7 +436,7 @@ def in_messages(
 
 
 async def columns_of(headers: Sequence[metadata_pb2.ColumnHeader], row_count: int) -> list[ColumnShape]:
-    """Return the columns of a put, see `decode_headers`; a thread reads the extents of many rows."""
+    """Return the columns of a put; see `decode_headers`. A thread decodes them if there are many rows."""
     if row_count < MANY_ROWS:
         return decode_headers(headers, row_count)
     return await asyncio.to_thread(decode_headers, headers, row_count)
@@ -444,9 +446,9 @@ class Commits:
     """Writes samples to the catalog.
 
     Args:
-        catalog: gets the samples.
-        puts: gets the commits.
-        endpoint_of: returns how clients reach an instance of a storage service.
+        catalog: the catalog that receives the samples.
+        puts: the record of puts, in which commits are recorded.
+        endpoint_of: returns the endpoint at which clients reach an instance of a storage service.
         waiting: counts the calls that wait for capacity.
     """
 
@@ -468,7 +470,7 @@ class Commits:
         return await self._write_without_put(request, context, pb.InsertResponse)
 
     async def commit(self, request: commit_pb2.CommitRequest, context: Context) -> commit_pb2.CommitResponse:
-        """Make a stored put visible; a refused put is freed."""
+        """Make a stored put visible, or free it if the commit is refused."""
         self.check(request)
         answer = await self._commit(request, context)
         await self.add_all_meta(request, answer)
@@ -478,13 +480,13 @@ class Commits:
         if not request.HasField("placement"):
             if request.columns:
                 raise InvalidArgumentError(
-                    "columns came without a placement; send the placement of the put", field="placement"
+                    "columns are set without a placement; send the put's placement", field="placement"
                 )
             return await self._write_without_put(request, context, commit_pb2.CommitResponse)
         put = converters.placement(request.placement)
         columns = await columns_of(request.columns, request.write.row_count)
         if (answer := self.recorded(request.request_id)) is not None:
-            # If it is not committed, it is a second put for the same commit: free it unless it is gone.
+            # A put that is not committed is a second put for the same commit; free it unless it no longer exists.
             with contextlib.suppress(TqError):
                 self._open_receipt(request, put, columns)
                 with self._puts.committing(put):
@@ -507,39 +509,39 @@ class Commits:
         """Return the content of a put's receipt, after checking that the put has these columns.
 
         Raises:
-            InvalidArgumentError: it has other columns.
+            InvalidArgumentError: the put has other columns.
         """
         opened = self._puts.require(put).open_receipt(put.put_id, request.write.partition_id, request.placement.receipt)
         if opened.columns_digest != columns_digest(columns):
             got = ", ".join(f"{column.spec.name} ({column.spec.describe()})" for column in columns)
             raise InvalidArgumentError(
-                f"the columns of the commit differ from those of put {put.put_id.hex()}, got {got or 'none'}; send the "
-                "columns of its header unchanged",
+                f"the columns of the commit differ from those of put {put.put_id.hex()}: got {got or 'none'}; send the "
+                "columns of the put's header unchanged",
                 field="columns",
             )
         return opened
 
     def check(self, request: commit_pb2.CommitRequest) -> None:
-        """Refuse a commit that requests the metadata of more samples than one answer holds."""
+        """Refuse a commit that requests the metadata of more samples than fit in one answer."""
         count = request.write.row_count
         if request.return_all_meta and count > MOST_NAMED:
             raise InvalidArgumentError(
-                f"return_all_meta is set for {count} samples, at most {MOST_NAMED} expected; put them in several "
+                f"return_all_meta is set for {count} samples, expected at most {MOST_NAMED}; put them in several "
                 "calls, or look them up after the put",
                 field="return_all_meta",
                 metadata={"got": str(count), "limit": str(MOST_NAMED)},
             )
 
     async def add_all_meta(self, request: commit_pb2.CommitRequest, answer: commit_pb2.CommitResponse) -> None:
-        """Add the current metadata of its samples to the answer of a commit, if requested.
+        """Add the current metadata of the samples to the answer to a commit, if requested.
 
-        For many samples it is read in parts, yielding to the loop in between. It is not recorded with the answer,
-        because recorded answers are kept for hours, and on disk.
+        The metadata of many samples is read in parts, yielding to the event loop in between. The metadata is not
+        recorded with the answer, because recorded answers are kept for hours and on disk.
         """
         rows = read_indexes(answer.meta) if request.return_all_meta else _NO_ROWS
         while rows.size:
             known = first_known(self._catalog, request.write.partition_id, answer.meta.incarnation, rows)
-            if known is None:  # some of them have been cleared
+            if known is None:  # some of the samples have been cleared
                 answer.ClearField("all_meta")
                 break
             partition, some = known
@@ -551,14 +553,14 @@ class Commits:
     async def _write_without_put(
         self, request: pb.InsertRequest | commit_pb2.CommitRequest, context: Context, kind: type[Answer]
     ) -> Answer:
-        """Write samples without cells, or only metadata and state."""
+        """Write samples without cells, or write only metadata and state."""
         if request.write.of_groups:
             raise InvalidArgumentError(
-                "of_groups came without a placement; send the placement of the put", field="placement"
+                "of_groups is set without a placement; send the put's placement", field="placement"
             )
         if request.write.append_at:
             raise InvalidArgumentError(
-                "append_at came without a placement; send the placement of the put", field="append_at"
+                "append_at is set without a placement; send the put's placement", field="append_at"
             )
         async with self.admitted(request, 0, context):
             return await self._write_once(request, kind, converters.sample_write(request.write))
@@ -567,13 +569,13 @@ class Commits:
     async def admitted(
         self, request: pb.InsertRequest | commit_pb2.CommitRequest, size_bytes: int, context: Context
     ) -> AsyncIterator[None]:
-        """Wait until a partition has capacity for new samples, and hold it for the `async with` that writes them.
+        """Wait until a partition has capacity for new samples, and reserve it for the `async with` that writes them.
 
-        Gathered puts and puts of groups do not wait: the bytes that they store delay later samples instead.
+        Gathered puts and puts of groups do not wait; the bytes that they store delay later samples instead.
 
         Raises:
             InvalidArgumentError: too many samples have keys, groups or rollouts.
-            QuotaExceededError, AdmissionLimitError: no capacity became free before the deadline, or it never will.
+            QuotaExceededError, AdmissionLimitError: no capacity became free before the deadline, or none ever will.
             LimitExceededError: too many calls are waiting.
         """
         message = request.write
@@ -604,19 +606,19 @@ class Commits:
         """Make the columns of a stored put visible in one step, once per request_id.
 
         Args:
-            request: the write: values and samples.
-            put: the put that holds the cells.
-            columns: of the put.
-            for_existing_rows: whether the put may use the reserve; if so, the commit must not make new samples.
-            check: raises if the put no longer exists.
+            request: the commit, which describes the samples to write.
+            put: the put that contains the cells.
+            columns: columns of the put.
+            for_existing_rows: whether the put may use the reserve; if so, the commit must not create new samples.
+            check: raises an error if the put no longer exists.
         """
 
         def committing() -> contextlib.AbstractContextManager[None]:
             check()
             if for_existing_rows and self.makes_samples(request.write):
                 raise QuotaExceededError(
-                    f"put {put.put_id.hex()} was put as columns for existing samples, which may use a reserve that new "
-                    "samples may not, but its commit makes new samples; put it again without for_existing_rows",
+                    f"put {put.put_id.hex()} was sent with for_existing_rows, so it may use a reserve that new samples "
+                    "may not use, but its commit creates new samples; put it again without for_existing_rows",
                     metadata={"limit_name": "reserve", "put_id": put.put_id.hex()},
                 )
             return self._puts.commit(put)
@@ -648,7 +650,7 @@ class Commits:
         write: SampleWrite,
         committing: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> Answer:
-        """Write samples in one step within `committing`, once per request_id. Capacity for many is reserved before."""
+        """Write samples in one step within `committing`, once per request_id; reserve capacity for many rows first."""
         message = request.write
         where = message.partition_id, message.incarnation
         recorded: Answer | None = self._catalog.recorded(request.request_id, kind)
@@ -664,9 +666,9 @@ class Commits:
             return self._catalog.run_once(request.request_id, change, kind)
 
     def makes_samples(self, write: commit_pb2.SampleWrite) -> bool:
-        """Whether a write makes samples in the current state; undefined for a write that is refused anyway.
+        """Whether a write creates samples in the current state; undefined for a write that is refused anyway.
 
-        A put of groups counts unless it may only name existing groups.
+        A put of groups is treated as creating samples unless it may name only existing groups.
         """
         if write.of_groups:
             return write.key_mode != commit_pb2.KEY_MODE_EXISTING
@@ -677,7 +679,7 @@ class Commits:
         return not self._catalog.knows_keys(write.partition_id, write.incarnation, write.keys)
 
     def recorded(self, request_id: bytes) -> commit_pb2.CommitResponse | None:
-        """Return the recorded answer of the commit with this request_id.
+        """Return the recorded answer to the commit with this request_id, or None.
 
         Raises:
             InvalidArgumentError: the request_id belongs to another call.

@@ -1,12 +1,12 @@
-"""Receipts of puts: a storage service gives one to the client, and the controller accepts it as proof of the put.
+"""Receipts for puts: a storage service issues one to the client, and the controller accepts it as proof of the put.
 
     storage service: put is complete -> sealed receipt -> client -> Commit -> controller: opened without another call
 
 The controller creates a random key for each registration of a storage service and sends it in the answer. A key thus
-belongs to one process of each. A receipt that was sealed for another controller, by another storage service, or before
-either restarted is invalid. A receipt contains its time of issue by the clock of its storage service, which regularly
-reports the earliest valid time of issue. The receipts of a freed put stay revoked for as long as one of them may be
-valid; its id is not reused.
+belongs to one process on each side. A receipt that was sealed for another controller, by another storage service, or
+before either restarted is invalid. A receipt contains its time of issue, by the clock of its storage service, which
+regularly reports the earliest valid time of issue. The receipts of a freed put remain revoked for as long as one of
+them may be valid; the id of a freed put is not reused.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SEAL_BYTES: Final = 32
 
 
 class ReceiptKeys:
-    """The keys that a storage service seals receipts with, one per controller that it is registered with."""
+    """The keys with which a storage service seals receipts, one per controller that it is registered with."""
 
     def __init__(self) -> None:
         self._keys: dict[bytes, bytes] = {}
@@ -40,32 +40,32 @@ class ReceiptKeys:
 
     @property
     def is_registered(self) -> bool:
-        """Whether a controller has registered the storage service since it started."""
+        """Whether the storage service has registered with a controller since it started."""
         return bool(self._keys)
 
     def check_epoch(self, controller_id: bytes, epoch: int) -> None:
-        """Refuse a superseded controller of a cluster; record a higher epoch.
+        """Refuse a superseded controller of a cluster, or record the controller's epoch.
 
         Raises:
-            PreconditionError: a higher epoch was seen.
+            PreconditionError: a higher epoch has been seen.
         """
         highest = self._epochs.get(controller_id, 0)
         if epoch < highest:
             raise PreconditionError(
-                f"a controller of epoch {epoch} called, but one of epoch {highest} leads its cluster by now; restart "
-                "the caller as a standby"
+                f"a controller of epoch {epoch} called, but a controller of epoch {highest} leads its cluster now; "
+                "restart the caller as a standby"
             )
         if epoch:
             self._epochs[controller_id] = epoch
 
     def renew(self, controller_id: bytes, key: bytes) -> None:
-        """Record the key that a controller has just sent."""
+        """Record the key that a controller has sent for the latest registration."""
         self._keys[controller_id] = key
         self._superseded.discard(key_id(key))
         self.expect(controller_id, key_id(key))
 
     def expect(self, controller_id: bytes, key: bytes) -> None:
-        """Record the `key_id` of a registration, maybe before its key; `check_key` accepts only this from now on.
+        """Record the `key_id` of a registration, possibly before its key; from now on, `check_key` accepts no other.
 
         Raises:
             UnavailableError: a later registration is known.
@@ -77,19 +77,19 @@ class ReceiptKeys:
         self._current[controller_id] = key
 
     def check_key(self, controller_id: bytes, key: bytes) -> None:
-        """Refuse a controller that is not registered with a key of this `key_id`, such as one that has restarted.
+        """Refuse a controller whose latest registration does not have this `key_id`, for example after a restart.
 
         Raises:
-            UnavailableError: this service does not know the key yet, or no longer.
+            UnavailableError: this service does not know the key yet, or the key was replaced.
         """
         if not key or self._current.get(controller_id) != key:
             raise _unknown_key(controller_id)
 
     def check_registered(self, controller_id: bytes) -> None:
-        """Refuse a put that could not be given a receipt.
+        """Refuse a put for which no receipt could be issued.
 
         Raises:
-            UnavailableError: this service is not registered with its controller.
+            UnavailableError: this service is not registered with the put's controller.
             InvalidArgumentError: the put does not name a controller.
         """
         if controller_id not in self._keys:
@@ -97,7 +97,7 @@ class ReceiptKeys:
             raise not_registered(controller_id)
 
     def seal(self, controller_id: bytes, receipt: PutReceipt) -> bytes:
-        """Return the sealed receipt of a put."""
+        """Return the sealed receipt for a put."""
         self.check_registered(controller_id)
         key = self._keys[controller_id]
         receipt.key_id = key_id(key)
@@ -106,19 +106,19 @@ class ReceiptKeys:
 
 
 class ReceiptBook:
-    """Opens the receipts of one process of a storage service, and tracks which of them are no longer valid.
+    """Opens the receipts issued by one process of a storage service, and tracks which of them are no longer valid.
 
     Attributes:
-        key: key that seals them.
+        key: the key that seals these receipts.
     """
 
     def __init__(self) -> None:
         self.key = secrets.token_bytes(KEY_BYTES)
         self._valid_from = 0.0
-        self._revoked: dict[bytes, float] = {}  # when puts were freed; infinity while they are being freed
+        self._revoked: dict[bytes, float] = {}  # time at which puts were freed; infinity while they are being freed
 
     def void_before(self, valid_from: float) -> None:
-        """Invalidate receipts that were given earlier."""
+        """Invalidate receipts issued before a time."""
         self._valid_from = max(self._valid_from, valid_from)
         for put_id in list(takewhile(lambda put_id: self._revoked[put_id] < self._valid_from, self._revoked)):
             del self._revoked[put_id]
@@ -128,7 +128,7 @@ class ReceiptBook:
         self._revoked[put_id] = math.inf
 
     def on_freed(self, put_ids: Iterable[bytes], freed_at: float) -> None:
-        """Record when puts were freed: all their receipts are older."""
+        """Record the time at which puts were freed; all their receipts are older."""
         for put_id in put_ids:
             self._revoked.pop(put_id, None)
             self._revoked[put_id] = freed_at
@@ -137,20 +137,20 @@ class ReceiptBook:
         """Return the content of a receipt.
 
         Args:
-            receipt: bytes from the client; possibly not a receipt.
-            put_id: the put that it must belong to.
-            partition_id: the partition that the put must be for.
+            receipt: bytes from the client, which may not be a receipt.
+            put_id: the put to which the receipt must belong.
+            partition_id: the partition to which the put must belong.
 
         Raises:
-            InvalidArgumentError: its seal is wrong, or it is for another put or partition.
-            PutNotFoundError: it was given before this controller or the storage service started, is expired or revoked,
-                or is empty, as for a put that was already committed.
+            InvalidArgumentError: the seal is wrong, or the receipt is for another put or partition.
+            PutNotFoundError: the receipt was issued before this controller or the storage service started, has expired,
+                was revoked, or is empty because the put was already committed.
         """
         seal, content = receipt[:_SEAL_BYTES], receipt[_SEAL_BYTES:]
         if not receipt:
             raise PutNotFoundError(
-                f"put {put_id.hex()} came without a receipt: it was committed before, or placement.receipt differs "
-                "from the answer of Put; put the data again under another put_id",
+                f"put {put_id.hex()} was sent without a receipt: it was committed before, or placement.receipt differs "
+                "from the answer to Put; put the data again under another put_id",
                 metadata={"put_id": put_id.hex()},
             )
         try:
@@ -159,24 +159,24 @@ class ReceiptBook:
             said = PutReceipt()
         if said.key_id and said.key_id != key_id(self.key):
             raise PutNotFoundError(
-                f"the receipt of put {put_id.hex()} is not of this run of its storage service and this controller; put "
-                "the data again",
+                f"the receipt of put {put_id.hex()} was issued before its storage service or this controller "
+                "restarted; put the data again",
                 metadata={"put_id": put_id.hex()},
             )
         if not hmac.compare_digest(seal, _seal(self.key, content)) or said.put_id != put_id:
             raise InvalidArgumentError(
-                f"the receipt of put {put_id.hex()} was not given by its storage service; send the receipt unchanged, "
-                "as Put answered it",
+                f"the receipt of put {put_id.hex()} was not issued by its storage service; send the receipt unchanged, "
+                "as returned by Put",
                 field="receipt",
             )
         if said.partition_id != partition_id:
             raise InvalidArgumentError(
-                f"put {put_id.hex()} was not put for partition {partition_id!r}; commit it to the partition that its "
-                "header named",
+                f"put {put_id.hex()} does not belong to partition {partition_id!r}; commit it to the partition named "
+                "in its header",
                 field="partition_id",
             )
         if said.given_at < self._valid_from or put_id in self._revoked:
-            why = "was freed" if put_id in self._revoked else "waited for too long for its commit"
+            why = "was freed" if put_id in self._revoked else "expired without a commit"
             raise PutNotFoundError(
                 f"put {put_id.hex()} {why}; put the data again under another put_id",
                 metadata={"put_id": put_id.hex()},
@@ -185,17 +185,17 @@ class ReceiptBook:
 
 
 def not_registered(controller_id: bytes) -> UnavailableError:
-    """Return the error for a put whose controller this storage service is not registered with."""
+    """Return the error for a put whose controller is not one that this storage service is registered with."""
     return UnavailableError(
-        f"this storage service is not registered with controller {controller_id.hex()}, to which the put belongs; ask "
-        "the controller where to put (PlacePut), and try again"
+        f"this storage service is not registered with controller {controller_id.hex()}, to which the put belongs; "
+        "request a placement from the controller (PlacePut), and retry"
     )
 
 
 def _unknown_key(controller_id: bytes) -> UnavailableError:
     return UnavailableError(
         f"this storage service is not registered with controller {controller_id.hex() or '(none given)'} under this "
-        "key; try again after its next heartbeat"
+        "key; retry after the next heartbeat"
     )
 
 

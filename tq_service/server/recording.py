@@ -1,4 +1,4 @@
-"""Records the batches of a controller with their bytes, which the storage service of its process holds."""
+"""Records the batches of a controller together with their bytes, which are in its process's storage service."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _log = logging.getLogger(__name__)
 
 
 class StepRecording:
-    """Takes batches when they are planned, in the same step of the event loop.
+    """Passes batches to the recorder in the same step of the event loop in which they are planned.
 
     Args:
-        recorder: writes the batches; it is open.
-        catalog: the partitions.
-        engine: holds the bytes; a step with samples in another storage service is skipped, and counted.
-        after_durable: calls its argument once the plan is durable: a plan that is lost in a crash must not be recorded.
+        recorder: the open recorder, which writes the batches.
+        catalog: the catalog of partitions.
+        engine: stores the bytes; a step with samples in another storage service is skipped, and counted as such.
+        after_durable: calls its argument once the plan is durable, since a plan lost in a crash must not be recorded.
     """
 
     def __init__(
@@ -44,10 +44,10 @@ class StepRecording:
         self._after_durable = after_durable
 
     def start(self, recorded: Mapping[TaskEpoch, int]) -> None:
-        """Record all batches from now on, and existing batches that are planned but not recorded.
+        """Record all batches planned from now on, and existing batches that have not been recorded.
 
         Args:
-            recorded: the last recorded batch_index of each task.
+            recorded: the last recorded batch_index of each task epoch.
         """
         for partition in self._catalog.partitions():
             for task in partition.tasks.values():
@@ -62,7 +62,7 @@ class StepRecording:
         return self._recorder.status()
 
     def _take(self, partition: Partition, task_name: str, batch: Claim) -> None:
-        """Record a batch; errors go only to the recorder."""
+        """Record a batch; errors are reported only to the recorder."""
         if not self._recorder.is_recording:
             return
         began_at = time.thread_time()

@@ -1,6 +1,6 @@
 """The controller's view of a storage service in another process.
 
-Updates of puts (committed, freed) go to it in batches, in order; each batch is repeated until it is answered.
+Updates of puts (committed, freed) are sent in batches, in order; each batch is resent until it is answered.
 """
 
 from __future__ import annotations
@@ -48,33 +48,33 @@ _FIRST_RETRY_SECONDS = 0.2
 _LAST_RETRY_SECONDS = 10.0
 _MOST_CONFIRMED_PER_CALL = 4096
 _MOST_FREED_PER_CALL = 1024  # a few milliseconds of work for the storage service
-_CONFIRM_SECONDS = 0.05  # how long a confirmation waits for others
+_CONFIRM_SECONDS = 0.05  # time for which a confirmation waits for others to send along
 _MOST_NAMED = 5
 _MOST_EARLIER_RUNS = 16
-_ARRIVAL_SECONDS = 1.0  # a heartbeat counts puts placed longer ago than this, or they are not coming
+_ARRIVAL_SECONDS = 1.0  # a heartbeat includes all puts placed longer ago than this, except those that never arrive
 UNBOUNDED_BYTES: Final = 1 << 62
 
 
 class RemoteStorage:
     """One process of a storage service, reached over gRPC.
 
-    It first gets the list of known puts, in several messages, while other puts are confirmed and freed.
+    The controller first sends it the list of known puts, in several messages, while other puts are confirmed and freed.
 
     Args:
-        request: its first heartbeat.
-        known: returns the currently known puts of the service.
-        silence_seconds: after this time without a heartbeat it gets no more puts.
+        request: the first heartbeat of the service.
+        known: returns the service's puts that are currently known.
+        silence_seconds: time without a heartbeat after which the service receives no more puts.
         credentials: credentials of this controller.
         controller_id: id of this controller, which owns the puts.
         epoch: epoch of this controller, if it leads a cluster.
-        supervisor: runs the background tasks; None: a private one.
+        supervisor: runs the background tasks; None for a private supervisor.
         replaces: the previously registered process of this service.
 
     Attributes:
-        run_id: id of the process.
+        run_id: id of the service's process.
         earlier_run_ids: ids of processes that were registered earlier under this name.
-        heard: status from its last heartbeat.
-        turns: when it last got a put, by size; see `StorageRegistry.place`.
+        heard: status from the last heartbeat.
+        turns: time at which the service last received a put, by size; see `StorageRegistry.place`.
     """
 
     def __init__(
@@ -106,9 +106,9 @@ class RemoteStorage:
             self.endpoint.address, credentials, StorageControlServiceStub
         )
         self._outage = PeerOutage(_log, "storage service", storage=self.storage_id, address=self.endpoint.address)
-        self._bulk: Peer[AsyncGrpcDriver] | None = None  # a separate channel: confirmations must not wait behind bytes
+        self._bulk: Peer[AsyncGrpcDriver] | None = None  # separate, so that confirmations do not wait behind bytes
         self.turns: dict[int, tuple[float, int]] = {}
-        self._placed: dict[bytes, tuple[int, float]] = {}  # size and time by put_id, in order; not in a heartbeat yet
+        self._placed: dict[bytes, tuple[int, float]] = {}  # size and time by put_id, of puts not yet in a heartbeat
         self._placed_bytes = 0
         self._to_confirm: dict[bytes, None] = {}
         self._to_free: list[storage_control_pb2.PutCells] = []
@@ -121,11 +121,11 @@ class RemoteStorage:
 
     @property
     def receipt_key(self) -> bytes:
-        """The key that seals its receipts."""
+        """The key that seals the service's receipts."""
         return self._receipts.key
 
     def on_heartbeat(self, request: storage_registry_pb2.RegisterStorageRequest) -> None:
-        """Record a heartbeat."""
+        """Record a heartbeat of the service."""
         self.heard = StorageStatus(
             storage_id=self.storage_id,
             address=self.endpoint.address,
@@ -146,21 +146,21 @@ class RemoteStorage:
 
     @property
     def is_silent(self) -> bool:
-        """Whether its last heartbeat is too old for it to get puts."""
+        """Whether the last heartbeat is so old that the service receives no more puts."""
         return time.monotonic() - self._heard_at > self._silence_seconds
 
     @property
     def max_bytes(self) -> int | None:
-        """Its quota."""
+        """Quota of the service in bytes; None if it has none."""
         return self.heard.max_bytes
 
     def free_bytes(self) -> int:
-        """Return its free bytes, minus the bytes of placed puts that have not arrived yet."""
+        """Return the number of free bytes, minus those of placed puts that have not arrived yet."""
         limit = UNBOUNDED_BYTES if self.heard.max_bytes is None else self.heard.max_bytes
         return limit - self.heard.used_bytes - self._placed_bytes
 
     def expect(self, put_id: bytes, size_bytes: int) -> None:
-        """Count the bytes of a put placed here until a heartbeat counts them."""
+        """Count the bytes of a put placed here as used until a heartbeat includes them."""
         self._placed[put_id] = size_bytes, time.monotonic()
         self._placed_bytes += size_bytes
 
@@ -171,29 +171,29 @@ class RemoteStorage:
         return size_bytes is not None
 
     def status(self) -> StorageStatus:
-        """Return the status from its last heartbeat, with the age of the heartbeat."""
+        """Return the status from the last heartbeat, with the heartbeat's age."""
         return replace(self.heard, heard_ago_seconds=time.monotonic() - self._heard_at, is_silent=self.is_silent)
 
     def open_receipt(self, put_id: bytes, partition_id: str, receipt: bytes) -> put_receipt_pb2.PutReceipt:
-        """Return the content of the receipt of an uncommitted put of a partition."""
+        """Return the content of the receipt of a partition's uncommitted put."""
         return self._receipts.open(receipt, put_id, partition_id)
 
     def confirm(self, put_id: bytes) -> None:
-        """Report to the service that a put is committed, soon and in a batch."""
+        """Report to the service, soon and in a batch, that a put is committed."""
         if not self._is_closed:
             self._to_confirm[put_id] = None
             self._deliver()
 
     async def take_over(self, instance: tuple[str, bytes], search_id: bytes) -> int:
-        """Let it take over the puts of a lost instance; return their number.
+        """Make the service take over the puts of a lost instance; return their number.
 
         Args:
-            instance: name and instance id.
+            instance: name and instance id of the lost instance.
             search_id: id of this search for a successor.
 
         Raises:
-            NotFoundError: its mirror has nothing of that instance.
-            TqError: it cannot take them over, now or at all.
+            NotFoundError: the service's mirror contains nothing from that instance.
+            TqError: the service cannot take over the puts, either temporarily or permanently.
         """
         storage_id, boot_id = instance
         request = storage_control_pb2.AdoptRequest(
@@ -209,7 +209,7 @@ class RemoteStorage:
 
     @property
     def driver(self) -> AsyncDriver:
-        """The driver that puts and gets bytes at the service."""
+        """The driver that puts bytes to the service and gets them from it."""
         if self._bulk is None:
             self._bulk = Peer(self.endpoint.address, self._credentials, self._bulk_calls)
         self._bulk.follow_files()
@@ -240,20 +240,20 @@ class RemoteStorage:
             self._delivering = self._supervisor.start(name, self._deliver_all(), may_end=True)
 
     async def _reconcile_always(self) -> None:
-        """Send the list of known puts, repeat until it succeeds, and send it again about every hour."""
+        """Send the list of known puts, retrying until that succeeds, and resend it about every hour."""
         while True:
             try:
-                answer = await self._repeat("cannot be sent the known puts", self._reconcile)
+                answer = await self._repeat("does not accept the list of known puts", self._reconcile)
             except DataLossError:
                 return  # a new instance of the service registers itself
             report_reconciled(self.storage_id, answer.missing_put_ids, answer.missing_count, answer.dropped_count)
             await asyncio.sleep(_RECONCILE_SECONDS)
 
     async def _repeat(self, outage: str, call: Callable[[], Awaitable[T]]) -> T:
-        """Make a call, repeat it until it succeeds, and return its result: the same process may answer again.
+        """Make a call, retrying until it succeeds since the same process may respond again; return the result.
 
         Raises:
-            DataLossError: another instance of the service answers.
+            DataLossError: another instance of the service responds.
         """
         delay = _FIRST_RETRY_SECONDS
         while True:
@@ -283,7 +283,7 @@ class RemoteStorage:
                         key_id=key_id(self.receipt_key),
                     )
                 )
-                await call.initial_metadata()  # puts confirmed from now on stay there, so take the list now
+                await call.initial_metadata()  # the service keeps puts confirmed from now on, so take the list now
                 pieces = self._known().pieces()
                 while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
                     await call.write(piece)
@@ -309,7 +309,7 @@ class RemoteStorage:
                 committed_put_ids=put_ids,
                 freed=cells,
             )
-            answer = await self._repeat("cannot be sent updates of puts", partial(self._update, request))
+            answer = await self._repeat("does not accept updates of puts", partial(self._update, request))
             whole = [each.put_id for each in cells if not (each.first_rows or each.field_names)]
             self._receipts.on_freed(whole, answer.freed_at)
             self._receipts.void_before(answer.receipts_valid_from)
@@ -332,7 +332,7 @@ class RemoteStorage:
 def _closing_is_an_error() -> Iterator[None]:
     """Raise UnavailableError if a call ends because its channel is closed.
 
-    gRPC raises CancelledError in this case too, which would end a task that was not cancelled, such as the loop that
+    Otherwise gRPC would raise CancelledError, which would end a task that was not cancelled, such as the loop that
     frees cells.
     """
     try:
@@ -341,12 +341,12 @@ def _closing_is_an_error() -> Iterator[None]:
         task = asyncio.current_task()
         if task is not None and task.cancelling():
             raise
-        raise UnavailableError("the connection to the storage service was closed during the call; try again") from None
+        raise UnavailableError("the connection to the storage service was closed during the call; retry") from None
 
 
 @contextlib.contextmanager
 def _typed_errors() -> Iterator[None]:
-    """Convert errors of a call to TqErrors; if the service rejects its controller, clients get UnavailableError."""
+    """Convert errors of a call to TqErrors; clients receive UnavailableError if the service rejects its controller."""
     try:
         with _closing_is_an_error():
             yield

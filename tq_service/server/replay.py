@@ -1,9 +1,9 @@
-"""Serves the steps of a recording, read-only: each rank gets the batches that it got when they were recorded.
+"""Serves the steps of a recording, read-only: each rank receives the same batches as during recording.
 
-    GetMeta of (partition, task, batch_index, dp_rank) -> the recorded plan -> the part of the rank
+    GetMeta of (partition, task, batch_index, dp_rank) -> the recorded plan -> the rank's part
     Get of cells -> the put, read from the recording and checked when it is first needed
 
-Clients and loaders are those of any service. Calls that change state, or ask for unrecorded data, are refused.
+Ordinary clients and loaders can be used. Calls that change state, or that request unrecorded data, are refused.
 """
 
 from __future__ import annotations
@@ -63,21 +63,21 @@ from tq_service.wire.metadata import decode_integers, read_indexes
 REPLAYED: Final = frozenset(
     {"GetMeta", "CallMany", "Locate", "ListPartitions", "GetVersion", "GetStatus", "Get", "GetInline", "Stat"}
 )
-"""The methods of a replay, without those of the health service."""
+"""The methods that a replay serves, apart from those of the health service."""
 
 
 class ReadOnly(Middleware):
-    """Refuses all methods except those of a replay, before they do anything."""
+    """Refuses all methods except those that a replay serves, before they take effect."""
 
     def wrap(self, method: Method, caller: Caller, behavior: Behavior) -> Behavior:
-        """Return the handler for the calls of a method."""
+        """Return the handler for calls of a method."""
         if method.is_open or method.short_name in REPLAYED:
             return behavior
 
         async def refuse(_request: Any, _context: Context) -> NoReturn:
             raise PreconditionError(
                 f"{method.short_name} is not served: this service replays recorded batches, read-only. Claim batches "
-                "by batch_index and dp_rank, and get their data; start a service with tq-service serve for all else",
+                "by batch_index and dp_rank, and get their data; for all other calls, run tq-service serve",
                 reason="READ_ONLY",
                 metadata={"method": method.short_name},
             )
@@ -90,10 +90,10 @@ class ReplayServicer(controller_service_pb2_grpc.ControllerServiceServicer):
 
     Args:
         steps: the steps to serve, as returned by `Recording.select`.
-        endpoint: endpoint of the storage service with their puts.
+        endpoint: endpoint of the storage service that contains the steps' puts.
 
     Attributes:
-        batches: streams of calls; set by the code that adds the servicer to a server.
+        batches: serves streams of calls; set by the code that adds the servicer to a server.
     """
 
     batches: Batches
@@ -115,8 +115,8 @@ class ReplayServicer(controller_service_pb2_grpc.ControllerServiceServicer):
         tasks = self._partition(request.partition_id)
         if request.task_name not in tasks:
             raise TaskNotFoundError(
-                f"this replay lacks batches of task {request.task_name!r} in partition {request.partition_id!r}; it "
-                f"has {self._summary}",
+                f"this replay has no batches of task {request.task_name!r} in partition {request.partition_id!r}; it "
+                f"contains {self._summary}",
                 metadata={"partition_id": request.partition_id, "task_name": request.task_name},
             )
         steps = tasks[request.task_name]
@@ -124,8 +124,8 @@ class ReplayServicer(controller_service_pb2_grpc.ControllerServiceServicer):
         rank = rank_of(request)
         if rank is None:
             raise InvalidArgumentError(
-                "a queue worker asks for a batch, but this replay has batches of ranks; give batch_index, dp_rank and "
-                "dp_size",
+                "this replay contains batches of ranks, but the request is that of a queue worker; set batch_index, "
+                "dp_rank and dp_size",
                 field="batch_index",
             )
         check_range("batch_count", request.batch_count, 0)
@@ -142,7 +142,7 @@ class ReplayServicer(controller_service_pb2_grpc.ControllerServiceServicer):
         tasks = self._tasks.get(partition_id)
         if tasks is None:
             raise PartitionNotFoundError(
-                f"this replay lacks partition {partition_id!r}; it has {self._summary}",
+                f"this replay has no partition {partition_id!r}; it contains {self._summary}",
                 metadata={"partition_id": partition_id},
             )
         return tasks
@@ -150,7 +150,7 @@ class ReplayServicer(controller_service_pb2_grpc.ControllerServiceServicer):
     def _part(
         self, steps: Mapping[int, RecordedStep], batch_index: int, rank: Rank, data_fields: Sequence[str]
     ) -> metadata_pb2.BatchMeta:
-        """Return a rank's part of a batch, or the end after the last batch.
+        """Return a rank's part of a batch, or the end of the task after the last batch.
 
         Raises:
             BatchForgottenError: the batch was not recorded.
@@ -161,14 +161,14 @@ class ReplayServicer(controller_service_pb2_grpc.ControllerServiceServicer):
             if batch_index > max(steps):
                 return _end(steps)
             raise BatchForgottenError(
-                f"batch {batch_index} is not in this replay, which has {summary_of(list(steps.values()))}; ask for one "
-                f"of these, and have a loader start at {min(steps)}",
+                f"this replay has no batch {batch_index}; it contains {summary_of(list(steps.values()))}. Request one "
+                f"of these batches; start loaders at batch {min(steps)}",
                 metadata={"task_name": next(iter(steps.values())).task_name, "next_batch_index": str(min(steps))},
             )
         if rank.dp_size != step.dp_size:
             raise RankDisagreementError(
-                f"dp_size is {rank.dp_size}, but batch {batch_index} was planned for {step.dp_size} ranks; ask with "
-                f"dp_size {step.dp_size}",
+                f"dp_size is {rank.dp_size}, but batch {batch_index} was planned for {step.dp_size} ranks; set "
+                f"dp_size to {step.dp_size}",
                 metadata={"field": "dp_size", "got": str(rank.dp_size), "expected": str(step.dp_size)},
             )
         part = samples_of(self._meta(step), positions_of_rank(step, rank.dp_rank), step.empty_fields)
@@ -177,7 +177,7 @@ class ReplayServicer(controller_service_pb2_grpc.ControllerServiceServicer):
         return part
 
     def _meta(self, step: RecordedStep) -> metadata_pb2.BatchMeta:
-        """Return the metadata of all samples of a step, with the locations of their bytes in this service."""
+        """Return the metadata of a step's samples, with the locations of their bytes in this service."""
         meta = self._metas.get(step.number)
         if meta is None:
             meta = self._metas[step.number] = metadata_pb2.BatchMeta.FromString(step.meta)
@@ -204,8 +204,8 @@ class ReplayServicer(controller_service_pb2_grpc.ControllerServiceServicer):
                 part.ClearField(name)
             return pb.LocateResponse(meta=part)
         raise SampleNotFoundError(
-            f"no recorded batch has all of the {len(wanted)} named samples, such as {wanted[:1]}; name samples of one "
-            "batch",
+            f"no recorded batch contains all of the {len(wanted)} named samples, such as {wanted[:1]}; name samples of "
+            "a single batch",
             metadata={"partition_id": request.partition_id, "global_index": str(next(iter(indexes), ""))},
         )
 
@@ -222,7 +222,7 @@ class ReplayServicer(controller_service_pb2_grpc.ControllerServiceServicer):
     async def GetVersion(self, request: pb.GetVersionRequest, context: Context) -> pb.GetVersionResponse:
         if request.policy not in self._policies:
             raise PolicyNotFoundError(
-                f"policy {request.policy!r} had no version when the last of these batches was planned; "
+                f"policy {request.policy!r} had no version when the last of the replayed batches was planned; "
                 f"{nearest(request.policy, self._policies)}",
                 metadata={"policy": request.policy},
             )
@@ -243,8 +243,8 @@ def _check_incarnation(step: RecordedStep, incarnation: bytes) -> None:
     if incarnation and incarnation != step.incarnation:
         check_passed_on("incarnation", incarnation)
         raise StaleIncarnationError(
-            f"this replay has partition {step.partition_id!r} in incarnation {step.incarnation.hex()}, got "
-            f"{incarnation.hex()}; choose the other one with tq-service replay --incarnation",
+            f"this replay contains incarnation {step.incarnation.hex()} of partition {step.partition_id!r}, got "
+            f"{incarnation.hex()}; choose that incarnation with tq-service replay --incarnation",
             metadata={
                 "partition_id": step.partition_id,
                 "got": incarnation.hex(),
@@ -267,15 +267,15 @@ def _end(steps: Mapping[int, RecordedStep]) -> metadata_pb2.BatchMeta:
 
 @contextlib.asynccontextmanager
 async def replaying(recording: Recording, steps: Sequence[RecordedStep], settings: ServeSettings) -> AsyncIterator[int]:
-    """Serve steps of an open recording during a `with`; yield the port.
+    """Serve steps of an open recording during a `with`, and yield the port number.
 
     Args:
-        recording: the bytes of their puts.
+        recording: the recording that contains the bytes of the steps' puts.
         steps: see `ReplayServicer`.
-        settings: address to listen on, and its security.
+        settings: the address to listen on, and its security.
 
     Raises:
-        OSError: the address is taken or cannot be listened on.
+        OSError: the address is in use or cannot be listened on.
     """
     async with contextlib.AsyncExitStack() as closing:
         listener = Listener(settings)
@@ -315,11 +315,11 @@ async def replay(
     settings: ServeSettings,
     announce: Callable[[str], None],
 ) -> None:
-    """Serve steps until SIGTERM or SIGINT; see `replaying`."""
+    """Serve steps of an open recording until SIGTERM or SIGINT; see `replaying`."""
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)
     async with replaying(recording, steps, settings) as port:
         announce(f"listening on {join_address(settings.host, port)} (replay)")
-        announce(f"replays {summary_of(steps)}, read-only")
+        announce(f"replaying {summary_of(steps)}, read-only")
         await stopping.wait()

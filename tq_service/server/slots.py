@@ -1,4 +1,4 @@
-"""Slots: samples leased to rollout workers before generation, within the capacity of their partition."""
+"""Slots: samples that are leased to rollout workers before generation, within the partition's capacity."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from tq_service.wire.metadata import ON_LOST
 
 
 class Slots:
-    """Makes slots.
+    """Creates and leases slots.
 
     Args:
-        catalog: the partitions.
-        endpoint_of: returns how clients reach an instance of a storage service.
+        catalog: the catalog of partitions.
+        endpoint_of: returns the endpoint at which clients reach an instance of a storage service.
         waiting: counts the calls that wait for capacity.
-        max_wait_cap_seconds: the longest that one call waits.
+        max_wait_cap_seconds: maximum time that one call waits.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Slots:
         self._max_wait_cap_seconds = max_wait_cap_seconds
 
     async def acquire(self, request: pb.AcquireRequest, context: Context) -> pb.AcquireResponse:
-        """Make slots when capacity is available, in order of arrival with puts of new samples; see `Acquire`."""
+        """Create slots once capacity is available, queued together with puts of new samples; see `Acquire`."""
         message = request.write
         recorded: pb.AcquireResponse | None = self._catalog.recorded(request.request_id, pb.AcquireResponse)
         if recorded is not None:
@@ -74,12 +74,12 @@ class Slots:
         except PartitionSealedError:
             return self._without_slots(partition, request.task_name, is_end=True)
         except (AdmissionLimitError, QuotaExceededError) as error:
-            if error.retry_after_seconds is None:  # they will never fit
+            if error.retry_after_seconds is None:  # the slots will never fit
                 raise
             return self._without_slots(partition, request.task_name, is_end=False)
 
     def _make(self, request: pb.AcquireRequest, write: SampleWrite, lease: LeaseTerms) -> pb.AcquireResponse:
-        """Add the slots and lease them, in one step, once per request_id."""
+        """Create the slots and lease them, in one step, once per request_id."""
         partition_id, task_name = request.write.partition_id, request.task_name
 
         def make() -> pb.AcquireResponse:
@@ -98,7 +98,7 @@ class Slots:
         return self._catalog.run_once(request.request_id, make, pb.AcquireResponse)
 
     def _without_slots(self, partition: Partition, task_name: str, *, is_end: bool) -> pb.AcquireResponse:
-        """Return the answer of a call that gets no slots: "not yet", or "end" if there will never be any."""
+        """Return the answer without slots: "not yet", or "end" if there will never be any."""
         task = self._catalog.task(partition, task_name)
         answer = EndCounts(consumed_count=task.consumed_count, kept_count=task.kept_count) if is_end else NotYet()
         return converters.slots_answer(
@@ -107,16 +107,17 @@ class Slots:
 
 
 def _check_holding(catalog: Catalog, request: pb.AcquireRequest) -> ClaimAcked | None:
-    """Refuse a worker that has lost the samples that it claims to hold; return the change that acknowledges them.
+    """Refuse a worker whose lease on its previous samples has expired; return the change that acknowledges the samples.
 
     Returns:
-        The change, which is checked and cannot fail in this step; None if the request does not acknowledge them.
+        The change, which is already checked and cannot fail in this step; None if the request does not acknowledge
+        samples.
 
     Raises:
-        LeaseExpiredError: their claim no longer holds them.
-        SampleNotFoundError: they were cleared, so their claim is unknown.
-        InvalidArgumentError: none is named, they are not of the claim, or they are part of a group that must stay
-            together.
+        LeaseExpiredError: the claim's lease on the samples has expired.
+        SampleNotFoundError: the samples were cleared, so their claim is unknown.
+        InvalidArgumentError: no samples are named, they do not belong to the claim, or they are only some members of a
+            group that must stay together.
     """
     holding = request.holding
     indexes, claim = np.array(holding.global_indexes, np.int64), converters.leased_claim(holding)
@@ -125,7 +126,7 @@ def _check_holding(catalog: Catalog, request: pb.AcquireRequest) -> ClaimAcked |
     if claim is None or not indexes.size:
         missing = "claim" if claim is None else "global_indexes"
         raise InvalidArgumentError(
-            f"holding lacks {missing}, expected samples of a leased claim of the worker; name some, or leave out "
+            f"holding lacks {missing}, expected samples of a claim that the worker has leased; name some, or unset "
             f"holding and ack",
             field=f"holding.{missing}",
         )

@@ -1,4 +1,4 @@
-"""The methods of the storage service: streams of bytes into and out of the engine."""
+"""The storage service's gRPC methods, which stream bytes into and out of the engine."""
 
 from __future__ import annotations
 
@@ -77,22 +77,28 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Part: TypeAlias = pb.PutHeader | memoryview
 Receive = Callable[[PendingPut], Awaitable[None]]
 SERVICE = "tq_service.v1.StorageService"
-_SENT_BYTES: Final = 12 << 20  # of the frames of all concurrent gets
+_SENT_BYTES: Final = 12 << 20  # total size of the frames of all concurrent gets
 _LEAST_FRAME_BYTES: Final = 16 << 10
 
 
 def endpoint_of(engine: StorageEngine, address: str) -> metadata_pb2.StorageEndpoint:
-    """Return how clients reach an engine; an empty address means the controller's, in whose process the engine is."""
+    """Return the endpoint of an engine; an empty address stands for the controller, if the engine is in its process."""
     return metadata_pb2.StorageEndpoint(storage_id=engine.storage_id, boot_id=engine.boot_id, address=address)
 
 
 class EngineDriver:
-    """An `AsyncDriver` for the engine of this process, on its event loop; the servicer stores and reads through it."""
+    """An `AsyncDriver` for this process's engine, on its event loop, through which the servicer stores and reads."""
 
     def __init__(
         self, engine: StorageEngine, mirroring: Mirroring | None = None, keys: ReceiptKeys | None = None
     ) -> None:
-        """Take the engine, the engines taken over from others, and the keys of controllers in other processes."""
+        """Create a driver for an engine.
+
+        Args:
+            engine: the engine of this process.
+            mirroring: provides the engines of instances taken over from other services, or None.
+            keys: receipt keys of controllers in other processes, or None.
+        """
         self._engine = engine
         self._mirroring = mirroring
         self._keys = keys
@@ -108,18 +114,18 @@ class EngineDriver:
         store: BlobStore | None = None,
         waiting: contextlib.AbstractContextManager[None] | None = None,
     ) -> AsyncIterator[PendingPut | None]:
-        """Reserve capacity for a put and store the bytes written within the `with`; an error leaves nothing behind.
+        """Reserve capacity for a put and store the bytes written within the `with`; an error removes the put.
 
         Yields:
-            The pending put that takes the bytes, or None if the put is already complete.
+            The pending put to which the bytes are written, or None if the put is already complete.
 
         Args:
             header: header of the put.
             columns: columns that the header describes.
-            until: when to stop waiting, by the engine's clock; None: never.
-            for_existing_rows: whether it may use the reserve.
-            store: store for its bytes, see `StorageEngine.reserve`.
-            waiting: held while the put waits for capacity.
+            until: time at which to stop waiting, by the engine's clock; None to wait without limit.
+            for_existing_rows: whether the put may use the reserve.
+            store: store for the put's bytes; see `StorageEngine.reserve`.
+            waiting: context in which the put waits for capacity.
         """
         with waiting or contextlib.nullcontext():
             pending = await self._engine.reserve(
@@ -140,7 +146,7 @@ class EngineDriver:
             await self._engine.flush(pending, until)
             pending.finish()
         except BaseException:
-            pending.abort()  # only this attempt: a retry may have completed the put
+            pending.abort()  # aborts only this attempt, since a retry may have completed the put
             raise
 
     async def put(self, header: pb.PutHeader, columns: Sequence[Column], deadline: Deadline) -> pb.PutResponse:
@@ -154,7 +160,7 @@ class EngineDriver:
     async def get(
         self, request: pb.GetRequest, row_count: int, deadline: Deadline, size_bytes: int | None = None
     ) -> list[Received]:
-        """Return columns with their bytes, copied by a thread; see `AsyncDriver`."""
+        """Return columns with their bytes, which a thread copies; see `AsyncDriver`."""
         with await self.open(request) as reading:
             receiver = ColumnReceiver(reading.headers)
             async for part in reading.parts():
@@ -162,18 +168,18 @@ class EngineDriver:
             return list(zip(reading.headers, receiver.finish(), strict=True))
 
     async def open(self, request: pb.GetRequest) -> Reading:
-        """Find cells and keep them unchanged until the result is closed; use it in a `with`."""
+        """Find cells and keep them unchanged until the returned reading is closed; use it in a `with`."""
         engine = self.engine_of(request.boot_id)
         await engine.check(request.put_ids)
         runs = [CellRuns.from_proto(each, with_extents=request.joins_extents) for each in request.runs]
         return await engine.open_long_read(runs, list(request.put_ids), request.slices)
 
     def engine_of(self, boot_id: bytes) -> StorageEngine:
-        """Return the engine that cells were put into, or the engine that took over its puts.
+        """Return the engine of an instance: this service's own, or that of an instance taken over.
 
         Raises:
             DataLossError: the instance is unknown here.
-            UnavailableError: the instance is unknown here, and no controller knows yet that this process has restarted.
+            UnavailableError: the instance is unknown here, but this process has restarted and is not yet registered.
             InvalidArgumentError: the id does not have the form of an instance id.
         """
         if boot_id == self._engine.boot_id:
@@ -184,11 +190,11 @@ class EngineDriver:
             if self._keys is not None and not self._keys.is_registered:
                 raise UnavailableError(
                     f"storage service {self._engine.storage_id!r} has restarted and is not registered with a "
-                    "controller yet, which may have these cells taken over; try again"
+                    "controller yet; another service may take over these cells. Retry later"
                 )
             raise DataLossError(
-                f"storage service {self._engine.storage_id!r} has restarted since these cells were put, and came back "
-                f"empty; put them again, or clear them",
+                f"storage service {self._engine.storage_id!r} has restarted since these cells were put, and lost "
+                f"them; put them again, or clear them",
                 metadata={"storage_id": self._engine.storage_id},
             )
         return adopted.engine
@@ -198,20 +204,20 @@ class StorageServicer:
     """Implements `StorageService` and `StorageControlService`; the protos document each method.
 
     Args:
-        engine: holds the bytes.
-        endpoint: how clients reach it.
+        engine: stores the bytes.
+        endpoint: the endpoint at which clients reach the engine.
         commits: writes samples; None if the controller is in another process.
         keys: receipt keys of controllers in other processes; not needed if the controller is in this process.
         controller_id: id of the controller in this process.
-        shared_memory: shares memory with clients of this host; None: off.
-        bulk: transfers the bytes of large puts and gets; None: off.
+        shared_memory: shares memory with clients of this host; None if shared memory is off.
+        bulk: transfers the bytes of large puts and gets; None if the bulk port is off.
         bulk_address: address of the bulk port for clients, sent as `StatResponse.bulk_address`.
-        stall_seconds: how long the client of a stream may neither send nor take anything.
-        min_stream_rate_bytes: bytes per second that all streams together must move while puts wait for capacity.
+        stall_seconds: time for which the client of a stream may neither send nor receive anything.
+        min_stream_rate_bytes: bytes per second that all streams together must transfer while puts wait for capacity.
         waiting: counts the calls that wait for capacity.
         max_puts: maximum number of puts.
         max_uncommitted_puts: maximum number of puts that wait for a separate Commit.
-        mirroring: takes over the puts of lost storage services; None: off.
+        mirroring: takes over the puts of lost storage services, or None without a mirror.
     """
 
     def __init__(
@@ -250,12 +256,12 @@ class StorageServicer:
         self._get_count = 0
 
     def end_slow_streams(self) -> None:
-        """End streams that move the bytes they hold too slowly, if puts wait for capacity."""
+        """End streams that transfer their bytes too slowly, if puts are waiting for capacity."""
         if self._engine.has_waiting_puts:
             self._least_rate.enforce()
 
     def bulk_handler(self) -> grpc.GenericRpcHandler:
-        """Return the handlers of Put and Get; they replace the generated ones, since their frames are coded by hand."""
+        """Return the handlers for Put and Get, which encode their own frames and so replace the generated handlers."""
         put = grpc.stream_unary_rpc_method_handler(self.Put, decode_put_request, pb.PutResponse.SerializeToString)
         get = grpc.unary_stream_rpc_method_handler(self.Get, pb.GetRequest.FromString, encode_part)
         return grpc.method_handlers_generic_handler(SERVICE, {"Put": put, "Get": get})
@@ -266,7 +272,7 @@ class StorageServicer:
             with self._least_rate.watching(progress):
                 async for part in parts:
                     await pending.write(_frame(part))
-                    del part  # else it would stay in memory until the next part arrives
+                    del part  # otherwise it would stay in memory until the next part arrives
 
         async def receive_bulk(pending: PendingPut, server: BulkServer) -> None:
             stored = pending.require_open()
@@ -285,12 +291,12 @@ class StorageServicer:
                 try:
                     await progress.wait_for(transfer.done())
                 except UnavailableError:
-                    pending.require_open()  # a retry that took over has closed the transfer
+                    pending.require_open()  # raises if a retry has taken over the put and closed the transfer
                     raise
             await _read_end(parts, "bulk connections")
             await pending.end_filling()
 
-        progress = Progress(self._stall_seconds, f"fewer than {LEAST_PROGRESS_BYTES} bytes came")
+        progress = Progress(self._stall_seconds, f"fewer than {LEAST_PROGRESS_BYTES} bytes arrived")
         parts = received(parts, progress, _progress_bytes)
         header = await _read_header(parts)
         session = self._session_for_put(header)
@@ -321,14 +327,14 @@ class StorageServicer:
             return await self._allocate(request, context)
         if len(values) > INLINE_BYTES:
             raise InvalidArgumentError(
-                f"an inline put has {len(values)} bytes, at most {INLINE_BYTES} expected; stream larger ones with Put",
+                f"an inline put has {len(values)} bytes, expected at most {INLINE_BYTES}; send larger puts with Put",
                 field="values",
                 metadata={"got": str(len(values)), "limit": str(INLINE_BYTES)},
             )
         return pb.PutInlineResponse(put=await self._take(request.header, receive, context))
 
     async def _allocate(self, request: pb.PutInlineRequest, context: Context) -> pb.PutInlineResponse:
-        """Store a put whose client fills its region later, and offer the region to the client."""
+        """Store a put whose region the client fills later, and offer the region to the client."""
         blobs: list[Blob] = []
 
         async def receive(pending: PendingPut) -> None:
@@ -338,7 +344,7 @@ class StorageServicer:
         session = self._session_for_put(request.header)
         if session is None or not session.can_allocate:
             raise PreconditionError(
-                "no region is available that this put could fill after its answer; put the data when it is complete"
+                "no region is available for a put that is filled after its answer; put the data once it is complete"
             )
         _check_allocates(request)
         answer = pb.PutInlineResponse(
@@ -351,7 +357,7 @@ class StorageServicer:
         return answer
 
     def _session_for_put(self, header: pb.PutHeader) -> Session | None:
-        """Return the session that shares the memory of a put, or None if its bytes come in another way."""
+        """Return the session that shares the memory of a put, or None if the put's bytes are sent in another way."""
         if self._shared_memory is None or header.size_bytes <= INLINE_BYTES:
             return None
         session = self._session(header.shared_memory_session)
@@ -363,9 +369,9 @@ class StorageServicer:
     async def _take(
         self, header: pb.PutHeader, receive: Receive, context: Context, *, store: BlobStore | None = None
     ) -> pb.PutResponse:
-        """Reserve capacity for a put in a store, let `receive` write its bytes, and commit it.
+        """Reserve capacity for a put in a store, write its bytes with `receive`, and commit it.
 
-        An error leaves nothing behind. The default store is that of the engine's backing.
+        An error removes the put. The default store is the one that the engine's backing uses.
         """
         check_id("put_id", header.put_id)
         _check_commit(header)
@@ -374,8 +380,8 @@ class StorageServicer:
         if header.HasField("commit"):
             if commits is None:
                 raise InvalidArgumentError(
-                    "the controller is not in the process of this storage service; send Commit to the controller after "
-                    "the put",
+                    "commit is set, but this storage service is not in the controller's process; send Commit to the "
+                    "controller after the put",
                     field="commit",
                 )
             commits.check(header.commit)
@@ -387,7 +393,7 @@ class StorageServicer:
         if header.size_bytes != sum(column.value_bytes for column in columns):
             raise InvalidArgumentError(
                 f"size_bytes is {header.size_bytes}, but the columns have "
-                f"{sum(column.value_bytes for column in columns)} bytes; declare the size of the sent bytes",
+                f"{sum(column.value_bytes for column in columns)} bytes; set it to the number of bytes sent",
                 field="size_bytes",
             )
         self._check_controller(header)
@@ -399,7 +405,7 @@ class StorageServicer:
                 header,
                 columns,
                 until=wait_until(context),
-                # Not trusted: Commit refuses to make new samples from a put that uses the reserve.
+                # The client's claim is not trusted: Commit refuses to create samples from a put that uses the reserve.
                 for_existing_rows=header.for_existing_rows
                 and not (commits and commits.makes_samples(header.commit.write)),
                 store=store,
@@ -425,7 +431,7 @@ class StorageServicer:
                 elif self._commits is None:
                     answer.receipt = self._receipt(header)
             except BaseException:
-                if pending is not None:  # else an earlier call stored it, and it waits for the commit of that call
+                if pending is not None:  # otherwise the put belongs to an earlier call, which may still commit it
                     self._engine.delete_waiting(header.put_id)
                 raise
         if commits is not None:
@@ -433,7 +439,7 @@ class StorageServicer:
         return answer
 
     def _receipt(self, header: pb.PutHeader) -> bytes:
-        """Return the receipt of a complete put; empty for a committed one."""
+        """Return the receipt for a complete put, or b"" for a committed one."""
         given_at = self._engine.receipt_time(header.put_id)
         if given_at is None:
             return b""
@@ -448,7 +454,7 @@ class StorageServicer:
         return self._keys.seal(header.controller_id, receipt)
 
     def _check_controller(self, header: pb.PutHeader) -> None:
-        """Refuse a put for a controller that this storage service does not belong to; an embedded one has only one."""
+        """Refuse a put for a controller with which this storage service is not registered or in one process."""
         if self._commits is None:
             self._keys.check_registered(header.controller_id)
             return
@@ -466,14 +472,14 @@ class StorageServicer:
         for limit_name, count, limit in counts:
             if count >= limit and self._engine.partition_of(header.put_id) is None:
                 raise LimitExceededError(
-                    f"this storage service holds {count} such puts, at most {limit} expected ({limit_name}); put more "
+                    f"this storage service has {count} such puts, expected at most {limit} ({limit_name}); put more "
                     "samples at once, or clear consumed samples",
                     retry_after_seconds=RETRY_AFTER_SECONDS,
                     metadata={"limit_name": limit_name, "got": str(count + 1), "limit": str(limit)},
                 )
 
     async def Get(self, request: pb.GetRequest, context: Context) -> None:
-        progress = Progress(self._stall_seconds, f"fewer than {LEAST_PROGRESS_BYTES} bytes of the answer were taken")
+        progress = Progress(self._stall_seconds, f"fewer than {LEAST_PROGRESS_BYTES} bytes of the answer were read")
         with contextlib.ExitStack() as stack:
             reading = stack.enter_context(await self._driver.open(request))
             session, memories, shared = self._shared_part(request, reading)
@@ -516,7 +522,7 @@ class StorageServicer:
         progress: Progress,
         stack: contextlib.ExitStack,
     ) -> Transfer:
-        """Open the transfer of a get. It ends with the stack of the call, whose resources it holds until then."""
+        """Open the transfer for a get; the transfer ends with the call's stack and takes over the stack's resources."""
         slices = await reading.gather_list(without)
 
         def send(connection: BulkConnection, start: int, end: int, moved: Moved) -> None:
@@ -531,7 +537,7 @@ class StorageServicer:
         return transfer
 
     def _frame_bytes(self) -> int:
-        """Return the size of the next frame of a get: each get has one frame in memory until its client takes it."""
+        """Return the size of a get's next frame; each get keeps one frame in memory until its client reads it."""
         return max(_LEAST_FRAME_BYTES, min(DEFAULT_FRAME_BYTES, _SENT_BYTES // self._get_count))
 
     async def GetInline(self, request: pb.GetInlineRequest, context: Context) -> pb.GetInlineResponse:
@@ -551,7 +557,7 @@ class StorageServicer:
     def _shared_part(
         self, request: pb.GetRequest, reading: Reading
     ) -> tuple[Session | None, Sequence[SharedMemory], pb.SharedColumns]:
-        """Return session, memory and columns of the shared part of a read; the session may be None."""
+        """Return the session, memory and columns of the part of a read that can be shared; the session may be None."""
         memories, columns = reading.shared_part(with_regions=True) if request.shared_memory_session else ([], [])
         session = self._session(request.shared_memory_session) if columns else None
         if session is not None and not session.is_own_user:
@@ -578,14 +584,14 @@ class StorageServicer:
     ) -> storage_control_pb2.UpdatePutsResponse:
         self._keys.check_epoch(request.controller_id, request.epoch)
         cells = [_put_cells(cells) for cells in request.freed]
-        with contextlib.suppress(DataLossError):  # of another instance: there is nothing to change
+        with contextlib.suppress(DataLossError):  # raised for another instance, which has nothing to change
             engine = self._driver.engine_of(request.boot_id)
             self._keys_of(request.boot_id).check_key(request.controller_id, request.key_id)
 
             def may_change(put_id: bytes) -> bool:
                 return put_id not in engine.puts or engine.puts.owner_of(put_id) == request.controller_id
 
-            gone = {each.put_id for each in cells}  # the first attempt of a repeated call may have freed them
+            gone = {each.put_id for each in cells}  # an earlier attempt of this call may have freed them
             for put_id in filter(may_change, request.committed_put_ids):
                 if not engine.confirm(put_id) and put_id not in gone:
                     _log.error(LogMessage("a put that samples need is missing", put_id=put_id))
@@ -605,7 +611,7 @@ class StorageServicer:
         state, engine = None, self._engine
         controller_id, epoch = b"", 0
         try:
-            progress = Progress(self._stall_seconds, "the next part of the list did not come")
+            progress = Progress(self._stall_seconds, "the next part of the list did not arrive")
             async for part in received(parts, progress, lambda _: LEAST_PROGRESS_BYTES):
                 if state is None:
                     self._keys.check_epoch(part.controller_id, part.epoch)
@@ -631,7 +637,7 @@ class StorageServicer:
             if state is not None:
                 engine.end_reconciliation(state)
         raise InvalidArgumentError(
-            "the stream ended before its last message, so no puts were dropped; send the list again", field="is_last"
+            "the stream ended before its last message, so no puts were dropped; resend the list", field="is_last"
         )
 
     async def Adopt(
@@ -641,7 +647,7 @@ class StorageServicer:
         self._keys.check_epoch(request.controller_id, request.epoch)
         if self._mirroring is None:
             raise PreconditionError(
-                f"storage service {self._engine.storage_id!r} does not have a mirror to take puts over from; start it "
+                f"storage service {self._engine.storage_id!r} has no mirror from which to take over puts; start it "
                 "with the setting mirror"
             )
         adopted = await self._mirroring.take_over(request.storage_id, request.boot_id, self._engine, request.search_id)
@@ -649,37 +655,37 @@ class StorageServicer:
 
 
 def _check_commit(header: pb.PutHeader) -> None:
-    """Refuse a put whose commit is for another partition, or has fields that only a separate Commit may have."""
+    """Refuse a put whose commit is for another partition, or has fields that are only for a separate Commit."""
     check_name("partition_id", header.partition_id)
     if not header.HasField("commit"):
         return
     for name, is_sent in (("placement", header.commit.HasField("placement")), ("columns", header.commit.columns)):
         if is_sent:
             raise InvalidArgumentError(
-                f"the commit of a put has {name}, which the put itself defines; leave it out of PutHeader.commit",
+                f"the commit of a put has {name}, which the put itself defines; unset it in PutHeader.commit",
                 field=name,
             )
     if not header.commit.HasField("write"):
         raise InvalidArgumentError(
-            "the commit of a put needs a write; specify which samples its rows are", field="write"
+            "the commit of a put has no write; set it to specify the samples that the rows belong to", field="write"
         )
     if header.commit.write.partition_id != header.partition_id:
         raise InvalidArgumentError(
-            f"the put is for partition {header.partition_id!r}, its commit for "
+            f"the put is for partition {header.partition_id!r}, but its commit is for "
             f"{header.commit.write.partition_id!r}; use the same partition in both",
             field="partition_id",
         )
 
 
 def _check_allocates(request: pb.PutInlineRequest) -> None:
-    """Refuse a put that is filled after its answer if it has bytes already, or if its bytes are needed earlier."""
+    """Refuse a put that is filled after its answer if it already has bytes, or if its bytes are needed earlier."""
     header = request.header
     has_objects = any(column.spec.layout == metadata_pb2.LAYOUT_OBJECT for column in header.columns)
     for name, is_wrong in (("values", request.values), ("commit", header.HasField("commit")), ("columns", has_objects)):
         if is_wrong:
             raise InvalidArgumentError(
-                "a put that is filled after its answer has values, a commit, or columns of objects; expected none of "
-                "these: send only columns of numbers, and Commit later",
+                "a put that is filled after its answer has values, a commit, or object columns; send only numeric "
+                "columns, and Commit later",
                 field=name,
             )
 
@@ -695,12 +701,13 @@ async def _read_header(parts: AsyncIterator[Part]) -> pb.PutHeader:
 async def _read_end(parts: AsyncIterator[Part], way: str) -> None:
     async for part in parts:
         raise InvalidArgumentError(
-            f"the bytes of this put come over {way}; expected the end of the stream, got {_name(part)}", field="frame"
+            f"the bytes of this put are sent over {way}; expected the end of the stream, got {_name(part)}",
+            field="frame",
         )
 
 
 async def _receive_region(pending: PendingPut, session: Session, parts: AsyncIterator[Part], context: Context) -> None:
-    """Let the client of a session fill the region of a put."""
+    """Offer the region of a put to a session's client, which fills it."""
     region = pending.require_open().values.backing
     with contextlib.closing(session.offer([region])) as offer:
         needs_no_turn.set(True)
@@ -713,7 +720,7 @@ async def _receive_region(pending: PendingPut, session: Session, parts: AsyncIte
 
 
 async def _receive_fd(pending: PendingPut, session: Session, parts: AsyncIterator[Part], context: Context) -> None:
-    """Let the client of a session send sealed memory."""
+    """Receive the bytes of a put as sealed memory that a session's client sends."""
     with session.awaiting(pending.put_id) as take_fd:
         needs_no_turn.set(True)
         await context.send_initial_metadata(((SEND_AS_KEY, SEND_AS_FD),))
@@ -739,7 +746,7 @@ def _name(part: Part) -> str:
 
 
 def _get_header(reading: Reading, shared: pb.SharedColumns, ticket: pb.BulkTicket | None = None) -> pb.GetHeader:
-    """Return the header of a get: the columns of a reading, and how their bytes travel."""
+    """Return the header of a get: the columns of a reading, and the way in which their bytes are sent."""
     return pb.GetHeader(
         row_count=reading.row_count,
         columns=map(encode_header, reading.headers),
@@ -749,26 +756,26 @@ def _get_header(reading: Reading, shared: pb.SharedColumns, ticket: pb.BulkTicke
 
 
 async def _encoded(reading: Reading, shared: pb.SharedColumns, ticket: pb.BulkTicket | None) -> bytes:
-    """Return the encoded header of a get; a thread copies the extents of many rows."""
+    """Return the encoded header of a get, which a thread encodes if there are many rows."""
     if reading.row_count < MANY_ROWS:
         return encode_part(_get_header(reading, shared, ticket))
     return await asyncio.to_thread(lambda: encode_part(_get_header(reading, shared, ticket)))
 
 
 def _indexes(shared: pb.SharedColumns) -> Collection[int]:
-    """Return the indexes of the columns of an answer that are in shared memory."""
+    """Return the indexes of the answer's columns that are in shared memory."""
     return frozenset(column.column_index for column in shared.columns)
 
 
 def _put_cells(cells: storage_control_pb2.PutCells) -> PutCells:
-    """Return the cells of a put.
+    """Return a put's cells as described by a message.
 
     Raises:
-        InvalidArgumentError: first rows and counts do not match, or are more rows than a put may have.
+        InvalidArgumentError: the first rows and counts do not match, or describe more rows than a put may have.
     """
     if len(cells.first_rows) != len(cells.row_counts):
         raise InvalidArgumentError(
-            f"the cells of a put have {len(cells.first_rows)} first rows and {len(cells.row_counts)} counts; give "
+            f"the cells of a put have {len(cells.first_rows)} first rows and {len(cells.row_counts)} counts; send "
             f"one of each per run, or neither for all rows",
             field="cells",
         )
@@ -777,7 +784,7 @@ def _put_cells(cells: storage_control_pb2.PutCells) -> PutCells:
         counts = decode_integers(cells.row_counts)
         if counts.min() < 0 or counts.max() > MAX_ROWS or counts.sum() > MAX_ROWS:
             raise InvalidArgumentError(
-                f"the cells of a put have runs of {counts.min()} to {counts.max()} rows, {counts.sum()} together; "
+                f"the cells of a put have runs of {counts.min()} to {counts.max()} rows, {counts.sum()} in total; "
                 f"expected 0 to {MAX_ROWS}",
                 field="cells",
             )

@@ -1,4 +1,4 @@
-"""The storage services of a controller: registration, placement of puts, and the holder of each put."""
+"""The storage services of a controller: their registration, the placement of puts, and look-up of a put's holder."""
 
 from __future__ import annotations
 
@@ -41,23 +41,23 @@ from tq_service.wire.messages import to_duration
 _log = logging.getLogger(__name__)
 _MOST_STORAGES = 1024
 _GRANT_SECONDS: Final = 5.0
-_MOST_GRANTED: Final = 16  # storage services
-_GRANTED_SHARE: Final = 64  # a grant is 1/64 of the free bytes, which fills services evenly
+_MOST_GRANTED: Final = 16  # storage services per grant
+_GRANTED_SHARE: Final = 64  # a grant is 1/64 of the free bytes, so that services fill evenly
 _RESERVED_SHARE: Final = 10  # new rows leave 1/10 of the quota free
 _GRANTED_PUT_BYTES: Final = 1 << 20
 _EXPIRED_PER_TURN: Final = 512
 
 
 class EmbeddedStorage:
-    """The engine in the controller's own process.
+    """The storage service in the controller's own process.
 
     Args:
-        engine: the engine; its owner closes it.
-        endpoint: how clients reach it.
-        driver: puts and gets its bytes.
+        engine: the engine, closed by its owner.
+        endpoint: the endpoint at which clients reach the engine.
+        driver: puts bytes to the engine and gets them from it.
 
     Attributes:
-        turns: when it last got a put, by size; see `StorageRegistry.place`.
+        turns: time at which the service last received a put, by size; see `StorageRegistry.place`.
     """
 
     is_silent = False
@@ -73,18 +73,18 @@ class EmbeddedStorage:
         self.turns: dict[int, tuple[float, int]] = {}
 
     def free_bytes(self) -> int:
-        """Return how many bytes are free."""
+        """Return the number of free bytes."""
         return (UNBOUNDED_BYTES if self.max_bytes is None else self.max_bytes) - self.engine.stat().used_bytes
 
     def expect(self, put_id: bytes, size_bytes: int) -> None:
-        """Do nothing: `free_bytes` is always current."""
+        """Do nothing, since `free_bytes` is always current."""
 
     def withdraw(self, put_id: bytes) -> bool:
-        """Return False: placed puts are not counted."""
+        """Return False, since placed puts are not counted."""
         return False
 
     def status(self) -> StorageStatus:
-        """Return its status."""
+        """Return the status of the storage service."""
         stat = self.engine.stat()
         return StorageStatus(
             storage_id=self.storage_id,
@@ -101,42 +101,42 @@ class EmbeddedStorage:
         """Return the content that a receipt would have, read from the put itself.
 
         Raises:
-            InvalidArgumentError: the receipt is not empty; this storage service gives none.
+            InvalidArgumentError: the receipt is not empty, although this storage service issues none.
             PutNotFoundError: the put does not exist.
         """
         if receipt:
             raise InvalidArgumentError(
-                f"the receipt of put {put_id.hex()} is not of this storage service, which gives none; send the receipt "
-                "unchanged, as Put answered it",
+                f"the receipt of put {put_id.hex()} was not issued by this storage service, which issues none; send "
+                "the receipt unchanged, as returned by Put",
                 field="receipt",
             )
         put = self.engine.complete_put(put_id, partition_id)
         return PutReceipt(for_existing_rows=put.for_existing_rows, columns_digest=columns_digest(put.shapes()))
 
     async def close(self) -> None:
-        """Do nothing: the engine's owner closes it."""
+        """Do nothing, since the engine is closed by its owner."""
 
 
 Storage: TypeAlias = EmbeddedStorage | RemoteStorage
-"""A storage service from the controller's point of view; both classes have the same methods."""
+"""A storage service as seen by the controller; both classes have the same methods."""
 
 
 class StorageRegistry:
-    """All storage services of a controller by name.
+    """All storage services of a controller, by name.
 
     Args:
         embedded: the storage service in this process, or None.
-        heartbeat_seconds: how often the others register.
+        heartbeat_seconds: interval at which the other storage services register.
         credentials: credentials of this controller.
         snapshot_cells: returns the current cells of the samples, by partition.
-        controller_id: id of this controller, which owns its puts; kept over restarts. None: a new id.
-        epoch: returns the epoch of this controller in its cluster, 0 without a cluster.
+        controller_id: id of this controller as the owner of its puts, kept across restarts; None to create an id.
+        epoch: returns the epoch of this controller in its cluster, or 0 without a cluster.
         after_durable: calls its argument once all changes made so far are durable.
-        takes_heartbeats: whether heartbeats are accepted now, not refused before they get here.
-        supervisor: runs the background tasks; None: a private one.
+        takes_heartbeats: returns whether heartbeats can reach the registry now, instead of being refused earlier.
+        supervisor: runs the background tasks; None for a private supervisor.
 
     Attributes:
-        puts: puts of the storage services.
+        puts: the record of all puts in the storage services.
     """
 
     def __init__(
@@ -182,21 +182,21 @@ class StorageRegistry:
         return [storage.status() for storage in sorted(storages, key=lambda each: each.storage_id)]
 
     def counts(self) -> dict[str, int]:
-        """Return the numbers of available, silent (registered but not heard of), and lost (not taken over) services.
+        """Return the number of available, silent (without heartbeats) and lost (not yet taken over) services.
 
-        A lost service may still count as silent.
+        A lost service may also be counted as silent.
         """
         there = sum(not storage.is_silent for storage in self._storages.values())
         return {"available": there, "silent": len(self._storages) - there, "lost": len(self.adoptions.lost)}
 
     def adoption_counts(self) -> tuple[int, int]:
-        """Return how often storage services with a mirror were lost, and how often their puts were taken over."""
+        """Return the number of losses of storage services with a mirror, and the number of takeovers of their puts."""
         return self.adoptions.lost_count, self.adoptions.taken_over_count
 
     def endpoint_of(self, storage_id: str, boot_id: bytes) -> StorageEndpoint | None:
-        """Return how clients reach an instance of a storage service, or None if that is currently unknown.
+        """Return the endpoint at which clients reach a storage service's instance, or None if it is currently unknown.
 
-        For an instance that is lost for good, return the endpoint registered under its name, which answers DATA_LOSS.
+        For a permanently lost instance, return the endpoint registered under its name, which answers DATA_LOSS.
         """
         if self._is_awaited(storage_id, boot_id):
             return None
@@ -204,19 +204,19 @@ class StorageRegistry:
         return None if storage is None else storage.endpoint
 
     def _is_awaited(self, storage_id: str, boot_id: bytes) -> bool:
-        """Whether the location of an instance is undecided: it is lost, or has not registered since the start."""
+        """Whether the location of an instance is undecided, because it is lost or has not registered since startup."""
         instance = storage_id, boot_id
         return instance in self.adoptions.lost or instance in self.adoptions.expected
 
     def _find(self, storage_id: str, boot_id: bytes) -> Storage | None:
-        """Return an instance of a storage service, or its successor."""
+        """Return an instance of a storage service, or its successor, or None if both are unknown."""
         storage = self._storages.get(storage_id)
         if storage is None or storage.boot_id != boot_id:
             return self.adoptions.taken.get((storage_id, boot_id))
         return storage
 
     def recover(self) -> None:
-        """Collect the committed puts and reconcile the embedded storage, after the samples have been recovered."""
+        """Collect the committed puts and reconcile the embedded storage, once the samples have been recovered."""
         self.puts.recover()
         embedded = self.embedded
         elsewhere = {each for each in self.puts.instances() if embedded is None or each[0] != embedded.storage_id}
@@ -234,15 +234,15 @@ class StorageRegistry:
             report_reconciled(engine.storage_id, state.missing_put_ids, state.missing_count, state.dropped_count)
 
     def on_heartbeat(self, request: RegisterStorageRequest) -> RegisterStorageResponse:
-        """Register a storage service; the answer lists its overdue puts that are unknown.
+        """Register a storage service; the answer lists those of its overdue puts that are unknown.
 
-        A new run replaces the old one. A put reported as unknown is revoked for good: its receipt is void. Puts of
-        another controller in the request are ignored.
+        A new process of the service replaces the old one. A put reported as unknown is permanently revoked, since its
+        receipt is void. Puts of another controller in the request are ignored.
 
         Raises:
-            AlreadyExistsError: its name belongs to the embedded storage, or to a live service that registered later.
-            LimitExceededError: too many storage services send heartbeats or hold samples.
-            PreconditionError: its puts were taken over.
+            AlreadyExistsError: the name belongs to the embedded storage, or to a live service that registered later.
+            LimitExceededError: too many storage services send heartbeats or contain samples.
+            PreconditionError: the service's puts were taken over.
         """
         if request.controller_id != self.controller_id:
             request.ClearField("overdue_put_ids")
@@ -274,13 +274,13 @@ class StorageRegistry:
         )
 
     def _register_heir(self, request: RegisterStorageRequest) -> RemoteStorage:
-        """Register a storage service for puts that it has taken over."""
+        """Register a storage service as the holder of puts that it has taken over."""
         instance = request.storage.storage_id, request.storage.boot_id
         replaced = self._find(*instance)
         if replaced is not None and not replaced.is_silent and instance not in self.adoptions.lost:
             raise PreconditionError(
                 f"the puts of storage service {instance[0]!r} under instance id {instance[1].hex()} are at "
-                f"{replaced.endpoint.address}, and that is alive; release them"
+                f"{replaced.endpoint.address}, which is alive; release them"
             )
         if replaced is not None:
             self._close(replaced)
@@ -305,8 +305,8 @@ class StorageRegistry:
         known = self._storages.get(endpoint.storage_id)
         if known is not None and known is self.embedded:
             raise AlreadyExistsError(
-                f"the storage service in the controller's process has the name {endpoint.storage_id!r}; give each "
-                "service a different storage_id",
+                f"the storage service in the controller's process has the name {endpoint.storage_id!r}; set a "
+                "different storage_id for each service",
                 metadata={"resource_type": "storage", "resource_name": endpoint.storage_id},
             )
         replaced = known if isinstance(known, RemoteStorage) else None
@@ -317,8 +317,8 @@ class StorageRegistry:
             and request.run_id in replaced.earlier_run_ids
         ):
             raise AlreadyExistsError(
-                f"another storage service has the name {endpoint.storage_id!r}, at {replaced.endpoint.address}, and "
-                f"registered after this one at {endpoint.address}; give each service a different storage_id",
+                f"the storage service at {replaced.endpoint.address} has the same name {endpoint.storage_id!r}, and "
+                f"registered after this one at {endpoint.address}; set a different storage_id for each service",
                 metadata={"resource_type": "storage", "resource_name": endpoint.storage_id},
             )
         if known is None and len(self._storages) >= _MOST_STORAGES:
@@ -331,19 +331,19 @@ class StorageRegistry:
             if replaced.boot_id != storage.boot_id and replaced.heard.mirror is not None:
                 self.adoptions.lose((replaced.storage_id, replaced.boot_id), replaced.heard.mirror.url)
         if storage.heard.mirror is None:
-            # Expected instances of this name are gone for good: the service is back, empty and without a mirror.
+            # Expected instances of this name are lost permanently, since the service is back, empty and without mirror.
             self.adoptions.expected -= {each for each in self.adoptions.expected if each[0] == storage.storage_id}
-        _log.info(LogMessage("storage registered", storage=endpoint.storage_id, address=endpoint.address))
+        _log.info(LogMessage("registered a storage service", storage=endpoint.storage_id, address=endpoint.address))
         self._storages[endpoint.storage_id] = storage
         return storage
 
     def _forget_lost(self) -> None:
-        """Forget silent storage services without samples, such as those of deleted pods."""
+        """Forget silent storage services that contain no samples, such as those of deleted pods."""
         holders = {storage_id for storage_id, _ in self.puts.instances()}
         lost = [each for each in self._storages.values() if each.is_silent and each.storage_id not in holders]
         if not lost:
             raise LimitExceededError(
-                f"there would be {len(self._storages) + 1} storage services; expected at most {_MOST_STORAGES}",
+                f"{len(self._storages) + 1} storage services would be registered; expected at most {_MOST_STORAGES}",
                 metadata={
                     "limit_name": "storage services",
                     "got": str(len(self._storages) + 1),
@@ -354,7 +354,7 @@ class StorageRegistry:
             del self._storages[storage.storage_id]
             self._close(storage)
 
-    def _close(self, storage: Storage) -> None:  # not supervised: nothing depends on its result
+    def _close(self, storage: Storage) -> None:  # not supervised, as nothing depends on it
         closing = asyncio.get_running_loop().create_task(storage.close())
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
@@ -362,7 +362,7 @@ class StorageRegistry:
     def expire(self) -> Iterator[int]:
         """Drop overdue puts of the embedded storage that are not being committed, in slices; yield each slice's size.
 
-        Storage services in other processes ask about their overdue puts.
+        Storage services in other processes ask the controller about their overdue puts instead.
         """
         if self.embedded is None:
             return
@@ -374,18 +374,19 @@ class StorageRegistry:
     def place(self, size_bytes: int, put_id: bytes = b"") -> PlacePutResponse:
         """Return the storage service for a put, and the services for further puts for a while.
 
-        Puts of similar size take turns: each storage service gets a share in proportion to its free bytes, however old
-        its last heartbeat is. This is start-time fair queueing (Goyal, Vin and Cheng 1996) with one queue per power of
-        two of the size. Thus small puts do not wait until they weigh as much as a large one. If no service has capacity
-        now, the put waits at the service with the most free bytes.
+        Puts of similar size are distributed in turns: each storage service receives a share in proportion to its free
+        bytes, regardless of the age of its last heartbeat. This is start-time fair queueing (Goyal, Vin and Cheng 1996)
+        with one queue per power of two of the size. A service that received a large put thus still receives its share
+        of small puts. If no service currently has capacity, the put waits at the service with the most free bytes.
 
         Args:
             size_bytes: size of the put.
-            put_id: id of the put. A put that was placed before failed there and goes elsewhere. Empty: a new put.
+            put_id: id of the put, or b"" for a new put. A put that was placed before has failed there, and is placed
+                elsewhere.
 
         Raises:
             UnavailableError: no storage service is available.
-            QuotaExceededError: all storage services are too small.
+            QuotaExceededError: the put is larger than the quota of every storage service.
         """
         known = [each for each in self._storages.values() if not each.is_silent]
         if not known:
@@ -427,8 +428,9 @@ class StorageRegistry:
     def _next_in_turn(self, spare: Mapping[Storage, int], size_bytes: int) -> Storage:
         """Return the storage service whose turn it is, and record its turn.
 
-        The turn of a service is the virtual end of its last put of this size class, if it receives in proportion to its
-        spare bytes. It is not before the turn of the last put: a service that was full or silent does not catch up.
+        A service's turn is the virtual end time of its last put in this size class, if it receives puts in proportion
+        to its spare bytes. The turn is never before that of the last put, so a service that was full or silent does not
+        catch up.
         """
         size_class = size_bytes.bit_length()
         now = self._turns.get(size_class, 0.0)
@@ -443,9 +445,9 @@ class StorageRegistry:
         return first
 
     def _granted(self, first: Storage, spare: Mapping[Storage, int]) -> list[Storage]:
-        """Return the services for small puts, in order of their turns and in shares by spare bytes, `first` first.
+        """Return the services for small puts in order of their turns, starting with `first`, in shares by spare bytes.
 
-        The embedded storage is returned alone, since clients reach it in another way.
+        The embedded storage is returned alone, since clients reach it in a different way.
         """
         if first is self.embedded or first not in spare:
             return [first]
@@ -460,18 +462,18 @@ class StorageRegistry:
         return granted
 
     def require(self, put: Put) -> Storage:
-        """Return the storage service that holds an uncommitted put.
+        """Return the storage service that contains an uncommitted put.
 
-        Puts of a lost service are refused. The service may still be alive and take puts, which its successor may not
+        Puts of a lost service are refused. The service may still be alive and accept puts, which its successor may not
         have found in the mirror. A put committed before the loss was detected has a copy in the mirror.
 
         Raises:
             UnavailableError: the storage service has not registered.
-            DataLossError: it has restarted, or is lost.
+            DataLossError: the storage service has restarted or is lost.
         """
         storage = self._find(put.storage_id, put.boot_id)
         if storage is None and put.storage_id not in self._storages:
-            raise UnavailableError(f"storage service {put.storage_id!r} has not registered here yet; try again")
+            raise UnavailableError(f"storage service {put.storage_id!r} has not registered here yet; retry")
         if storage is None:
             raise DataLossError(
                 f"storage service {put.storage_id!r} has restarted since the put; put the data again",
@@ -479,28 +481,28 @@ class StorageRegistry:
             )
         if put[:2] in self.adoptions.lost or put[:2] in self.adoptions.taken:
             raise DataLossError(
-                f"storage service {put.storage_id!r} was lost after this put; another service is taking over its puts. "
-                "Put the data again.",
+                f"storage service {put.storage_id!r} was lost after this put, and another service is taking over its "
+                "puts; put the data again",
                 metadata={"storage_id": put.storage_id},
             )
         return storage
 
     def driver(self, storage_id: str, boot_id: bytes) -> AsyncDriver:
-        """Return the driver that puts and gets bytes at a storage service; `Puts.mark_committed` must follow a put.
+        """Return the driver for the bytes of a storage service's instance; `Puts.mark_committed` must follow a put.
 
         Raises:
             UnavailableError: the puts of this instance are being taken over.
             DataLossError: this instance no longer exists.
         """
         if self._is_awaited(storage_id, boot_id):
-            raise UnavailableError(f"the puts of storage service {storage_id!r} are being taken over; try again")
+            raise UnavailableError(f"the puts of storage service {storage_id!r} are being taken over; retry")
         storage = self._find(storage_id, boot_id)
         if storage is None:
-            raise DataLossError(f"storage service {storage_id!r} is gone, or came back empty")
+            raise DataLossError(f"storage service {storage_id!r} is lost, or restarted without its data")
         return storage.driver
 
     async def close(self) -> None:
-        """Free the cells that are due, and end the background tasks."""
+        """Free the cells that are due and end the background tasks."""
         await self.puts.close()
         storages = [*self._storages.values(), *self.adoptions.taken.values()]
         await asyncio.gather(*(storage.close() for storage in storages), *self._closing)

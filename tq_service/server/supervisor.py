@@ -12,17 +12,17 @@ from tq_service.errors import ServiceFailedError, TqError
 from tq_service.log_message import LogMessage
 
 _log = logging.getLogger(__name__)
-# Exit code of a failed service: EX_SOFTWARE of sysexits.h.
+# Exit code of a failed service, which is EX_SOFTWARE of sysexits.h.
 FAILED_EXIT_CODE: Final = 70
 
 
 class Supervisor:
-    """Runs background tasks; the first fatal fault ends the service. Confined to one event loop.
+    """Runs background tasks, and ends the service after the first fatal failure. Confined to one event loop.
 
     start ... fatal -> callbacks registered with `on_fatal`, in order -> the owner of the service stops it
 
     Attributes:
-        failure: why the service has failed; None: it has not.
+        failure: the error with which the service has failed, or None.
     """
 
     def __init__(self) -> None:
@@ -32,16 +32,16 @@ class Supervisor:
         self._is_stopping = False
 
     def on_fatal(self, callback: Callable[[ServiceFailedError], object]) -> None:
-        """Register a callback to run in the same step of the loop as a failure; it must not wait or take long."""
+        """Register a callback to run in the same step of the event loop as a failure; it must not block."""
         self._on_fatal.append(callback)
 
     def start(self, name: str, work: Coroutine[Any, Any, None], *, may_end: bool = False) -> asyncio.Task[None]:
-        """Run a background task until `stop`; an exception in it is fatal.
+        """Run a background task until `stop`; an exception raised by the task is fatal.
 
         Args:
             name: description of the task for the log.
-            work: the task.
-            may_end: whether it may return before `stop`; otherwise that is fatal too.
+            work: the coroutine to run.
+            may_end: whether the task may end before `stop`; if not, its end is also fatal.
         """
         task = asyncio.get_running_loop().create_task(work, name=name)
         self._tasks.add(task)
@@ -50,7 +50,7 @@ class Supervisor:
 
     def _ended(self, task: asyncio.Task[None], *, may_end: bool) -> None:
         self._tasks.discard(task)
-        if task.cancelled():  # by its owner, which no longer needs it
+        if task.cancelled():  # by its owner, which no longer needs the task
             return
         error = task.exception()
         if error is not None:
@@ -59,7 +59,7 @@ class Supervisor:
             self.fatal(f"{task.get_name()} has ended")
 
     def fatal(self, reason: str, cause: BaseException | None = None) -> None:
-        """Fail the service. The first call is logged and takes effect; later calls do nothing.
+        """Fail the service. Only the first call is logged and has an effect.
 
         Args:
             reason: the reason, for the log and the owner.
@@ -68,24 +68,24 @@ class Supervisor:
         if self.failure is not None:
             return
         self.failure = ServiceFailedError(
-            f"the service has failed and ends: {reason}; start it again", metadata={"cause": reason}
+            f"the service has failed and is stopping: {reason}; restart it", metadata={"cause": reason}
         )
         self.failure.__cause__ = cause
-        # The text of our own errors is complete; for any other exception the traceback matters.
+        # The text of our own errors is sufficient; for any other exception, the traceback is needed.
         trace = None if isinstance(cause, TqError) else cause
-        _log.critical(LogMessage("the service has failed and stops", reason=reason), exc_info=trace)
+        _log.critical(LogMessage("the service has failed and is stopping", reason=reason), exc_info=trace)
         for callback in self._on_fatal:
             try:
                 callback(self.failure)
             except Exception:
                 name = getattr(callback, "__qualname__", callback)
-                _log.exception(LogMessage("a callback failed while the service stops", callback=name))
+                _log.exception(LogMessage("a callback failed while the service was stopping", callback=name))
 
     def raise_failure(self) -> None:
         """Raise the failure of the service, if it has failed.
 
         Raises:
-            ServiceFailedError: it has failed.
+            ServiceFailedError: the service has failed.
         """
         if self.failure is not None:
             raise ServiceFailedError(self.failure.message, metadata=self.failure.metadata) from self.failure.__cause__
@@ -101,9 +101,9 @@ class Supervisor:
 
 @contextlib.asynccontextmanager
 async def failing_with(supervisor: Supervisor) -> AsyncIterator[None]:
-    """Cancel the body of an `async with` when a service fails, and raise the failure there instead.
+    """Cancel the body of an `async with` when the service fails, and raise the failure from the block instead.
 
-    A cancellation from outside stays a cancellation.
+    A cancellation from outside the block is not converted.
 
     Raises:
         ServiceFailedError: the service has failed.
@@ -125,7 +125,7 @@ async def failing_with(supervisor: Supervisor) -> AsyncIterator[None]:
 
 
 async def regularly(seconds: float, work: Callable[[], Awaitable[None]]) -> None:
-    """Do some work at an interval until cancelled; failures are logged and do not end it."""
+    """Do some work at regular intervals until cancelled; failures are logged and do not end the loop."""
     while True:
         await asyncio.sleep(seconds)
         try:

@@ -1,4 +1,4 @@
-"""The page's web server: three assets and a stream of frames, for browsers that are let in by the host they name."""
+"""The live page's web server: static assets and a stream of frames, restricted to requests with an allowed host."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from tq_service.observe.page.feed import Feed
 _MOST_STREAMS: Final = 100
 _GRACE_SECONDS: Final = 2
 
-# Scripts and styles come only from the page's own files. They write names as text, never as markup, so the name of a
-# partition cannot run as a script.
+# Browsers load scripts and styles only from the page's own files. The scripts write names as text, never as markup, so
+# that the name of a partition cannot run as a script.
 _HEADERS: Final = {
     "Cache-Control": "no-cache",
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
@@ -41,11 +41,11 @@ _HEADERS: Final = {
 
 
 def make_app(feed: Feed, *, root_path: str = "", allowed_hosts: Iterable[str] = ()) -> ASGIApp:
-    """Return the page as an ASGI application.
+    """Return the live page as an ASGI application.
 
     Args:
         feed: source of the frames.
-        root_path: the path below which a proxy serves it, such as "/tq"; the proxy may strip it from requests.
+        root_path: the path under which a proxy serves the page, such as "/tq"; the proxy may strip it from requests.
         allowed_hosts: host names to accept in requests, in addition to localhost and all IP addresses.
 
     Raises:
@@ -60,7 +60,7 @@ def make_app(feed: Feed, *, root_path: str = "", allowed_hosts: Iterable[str] = 
         if request.method == "HEAD":
             return Response(media_type="text/event-stream", headers=headers)
         if stream_count >= _MOST_STREAMS:
-            text = f"{_MOST_STREAMS} browsers look already; close one\n"
+            text = f"{_MOST_STREAMS} browsers already show this page; close one\n"
             return PlainTextResponse(text, 503, headers={"Retry-After": "10", "Cache-Control": "no-store"})
 
         async def events() -> AsyncIterator[bytes]:
@@ -84,7 +84,7 @@ def make_app(feed: Feed, *, root_path: str = "", allowed_hosts: Iterable[str] = 
 
         routes = [Route(root_path, with_slash), Mount(root_path, routes=routes), *routes]
     app = Starlette(routes=routes)
-    app.router.redirect_slashes = False  # that would name the host that the request did
+    app.router.redirect_slashes = False  # such a redirect would echo the request's host
     return _Guarded(app, allowed_hosts)
 
 
@@ -96,10 +96,10 @@ def _checked_path(path: str) -> str:
 
 
 class _Guarded:
-    """Refuses requests with a foreign host, and adds headers that restrict the page.
+    """Rejects requests with a foreign host, and adds headers that restrict the page.
 
-    With DNS rebinding, a page of another site has the same origin as ours and could read it. Such a request carries the
-    other site's name in its Host header. IP addresses are safe: they are not resolved.
+    DNS rebinding gives a page of another site the same origin as ours, so it could read our page. Such a request
+    carries the other site's name in its Host header. IP addresses are safe, since they are not resolved.
     """
 
     def __init__(self, app: ASGIApp, allowed_hosts: Iterable[str]) -> None:
@@ -121,7 +121,7 @@ class _Guarded:
         if len(hosts) == 1 and self._is_allowed(hosts[0]):
             await self._app(scope, receive, send_with_headers)
             return
-        text = "this page is not served under that name of a host; start tq-service ui with --allowed-host NAME\n"
+        text = "this page is not served under this host name; start tq-service ui with --allowed-host NAME\n"
         await PlainTextResponse(text, 421)(scope, receive, send_with_headers)
 
     def _is_allowed(self, host: str) -> bool:
@@ -144,7 +144,7 @@ def _is_ip_address(name: str) -> bool:
 
 
 class _Server(uvicorn.Server):
-    """Ends the streams of frames before it waits for its connections, and leaves signals to its caller."""
+    """A uvicorn server that ends the streams of frames before it waits for connections, and does not handle signals."""
 
     def __init__(self, config: uvicorn.Config, feed: Feed, on_started: Callable[[], None]) -> None:
         super().__init__(config)
@@ -164,10 +164,10 @@ class _Server(uvicorn.Server):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that is bound to an address of this machine; port 0: one that is free.
+    """Return a socket that listens on an address of this machine; port 0 chooses a free port.
 
     Raises:
-        InvalidArgumentError: it cannot be bound.
+        InvalidArgumentError: the address cannot be bound.
     """
     is_ipv6 = ":" in host
     try:
@@ -179,21 +179,21 @@ def listen(host: str, port: int) -> socket.socket:
     except (OSError, OverflowError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise InvalidArgumentError(
-            f"cannot listen on {host}:{port}: {reason}; give another --host or --port", field="port"
+            f"cannot listen on {host}:{port}: {reason}; choose another --host or --port", field="port"
         ) from None
 
 
 async def serve_page(
     feed: Feed, app: ASGIApp, bound: socket.socket, *, stop: asyncio.Event, on_started: Callable[[], None]
 ) -> None:
-    """Serve the page, and read the service for it, until `stop` is set.
+    """Serve the live page, and read the service for it, until `stop` is set.
 
     Args:
         feed: source of the frames.
         app: the page, from `make_app`.
         bound: the listening socket, from `listen`; closed at the end.
-        stop: ends the server.
-        on_started: called once the page can be reached.
+        stop: event that ends the server.
+        on_started: called once the page is reachable.
     """
     config = uvicorn.Config(
         app, lifespan="off", ws="none", access_log=False, log_config=None, server_header=False, proxy_headers=False,
@@ -205,7 +205,7 @@ async def serve_page(
     stopping = asyncio.create_task(stop.wait())
     try:
         await asyncio.wait([reading, serving, stopping], return_when=asyncio.FIRST_COMPLETED)
-    finally:  # streams end before the feed that they wait for, even if reading has failed
+    finally:  # streams must end before the feed that they wait for, even if reading failed
         server.should_exit = True
         await asyncio.wait([serving])
         reading.cancel()

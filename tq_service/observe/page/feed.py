@@ -1,7 +1,7 @@
-"""Reads the service for all browsers: one status every 2 s, however many are connected, and one JSON frame for each.
+"""Reads the service on behalf of all browsers: one status call and one JSON frame every 2 s for any number of them.
 
-A frame is complete: a browser that connects later misses nothing. Results of the
-client have the names of their attributes in it. Rates, curves and times of waits come from `trends.py`.
+Each frame is complete, so a browser that connects later misses nothing. Results of the client appear in a frame under
+the names of their attributes. Rates, curves and durations of waits are computed in `trends.py`.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ _ANSWER_SECONDS: Final = 2.0
 
 
 class Feed:
-    """Follows a service for as long as `run` runs, and gives each browser its newest state.
+    """Follows a service while `run` is running, and yields its newest state to each browser.
 
-        run: status, frame, status, frame, ...      frames: one iterator a browser, each with the newest frame only
+        run: status, frame, status, frame, ...      frames: one iterator per browser, each with the newest frame only
 
-    For one event loop.
+    Confined to one event loop.
 
     Args:
-        client: of the service.
-        prefix: how the names of the partitions begin that are shown.
-        interval_seconds: time from one status to the next.
+        client: client of the service.
+        prefix: prefix of the names of the partitions to show.
+        interval_seconds: time between two status calls.
     """
 
     def __init__(self, client: AsyncClient, *, prefix: str = "", interval_seconds: float = INTERVAL_SECONDS) -> None:
         self._client = client
         self._prefix = prefix
         self._interval_seconds = interval_seconds
-        self._run_id = secrets.token_hex(4)  # for browsers to see that events are counted from 1 again
+        self._run_id = secrets.token_hex(4)  # tells browsers that event numbers start at 1 again
         self._trends = Trends()
         self._status: ServiceStatus | None = None
         self._seen_at = 0.0
@@ -49,18 +49,18 @@ class Feed:
         self._state, self._problem = "connecting", ""
         self._events = EventLog()
         self._frame = b""
-        self._changed = asyncio.Event()  # of the next frame, or the end
+        self._changed = asyncio.Event()  # set at the next frame or at the end
         self._closed = False
 
     async def run(self) -> None:
-        """Read the service until cancelled, whether it answers or not."""
+        """Read the service periodically until cancelled, even while it does not respond."""
         while True:
             began = time.monotonic()
             await self.look()
             await asyncio.sleep(max(0.0, began + self._interval_seconds - time.monotonic()))
 
     async def look(self) -> None:
-        """Read the service once, and make a frame of it."""
+        """Read the service once and publish a frame with the result."""
         began = time.monotonic()
         try:
             status = await self._client.status(prefix=self._prefix, explain=True, timeout=_ANSWER_SECONDS)
@@ -71,7 +71,7 @@ class Feed:
         self._publish()
 
     async def frames(self) -> AsyncIterator[bytes]:
-        """Yield the newest frame, JSON of one line, and each one after it; a slow reader gets fewer."""
+        """Yield the newest frame as one line of JSON, then each later frame; slow readers skip frames."""
         seen = b""
         while not self._closed:
             if self._frame is seen:
@@ -99,11 +99,11 @@ class Feed:
         self._trends.miss()
         is_refused = isinstance(error, UnauthenticatedError | PermissionDeniedError)
         self._state = "refused" if is_refused else "away"
-        first = error.__cause__ if isinstance(error.__cause__, TqError) else error  # without how often it was tried
-        self._problem = f"no answer within {_ANSWER_SECONDS:g} s" if isinstance(error, DeadlineError) else first.message
+        first = error.__cause__ if isinstance(error.__cause__, TqError) else error  # omits the number of attempts
+        self._problem = f"no reply within {_ANSWER_SECONDS:g} s" if isinstance(error, DeadlineError) else first.message
         if self._away_since is None:
             self._away_since = began
-            what = "refuses this page" if is_refused else "is away"
+            what = "rejects this page" if is_refused else "is unreachable"
             self._events.note(began, self._state, f"the service {what}: {self._problem}")
 
     def _publish(self) -> None:
@@ -132,17 +132,17 @@ def _span(seconds: float) -> str:
 
 
 MOST_PARTITIONS: Final = 200
-"""Partitions that are shown, those that have changed last; the others are counted."""
+"""Maximum number of partitions to show, those that changed most recently; the others are only counted."""
 
 _MOST_WAITS: Final = 200
 _MOST_FIELDS: Final = 64
 _MOST_TASKS: Final = 64
-# Of a task: batches are in the balances, times in the steps.
+# Fields of a task that a frame omits: batches are in "balances", and times in "steps".
 _LEFT_OUT: Final = {"recent_batches": (), "dead_lettered_indexes": (), "step_times": None}
 
 
 def as_json(document: dict[str, Any]) -> bytes:
-    """Return a document as JSON of one line."""
+    """Return a document as one line of JSON."""
     return json.dumps(document, separators=(",", ":"), allow_nan=False, default=_json_value).encode()
 
 
@@ -157,12 +157,12 @@ def _facts(result: Any) -> dict[str, Any]:
 
 
 def status_of(status: ServiceStatus, trends: Trends, now: float) -> dict[str, Any]:
-    """Return the state of the service for the page, as `as_json` takes it.
+    """Return the state of the service as shown by the page, in a form that `as_json` accepts.
 
     Args:
-        status: the last one that was read.
-        trends: those that have seen it.
-        now: seconds of their clock.
+        status: the last status that was read.
+        trends: the trends, to which `status` was already added.
+        now: time on the clock that `trends` uses, in seconds.
     """
     shown = heapq.nlargest(
         MOST_PARTITIONS,
@@ -171,7 +171,7 @@ def status_of(status: ServiceStatus, trends: Trends, now: float) -> dict[str, An
     )
     waits = sorted(status.waits, key=trends.waits_since)
     return {
-        "service": {**_facts(status.service), "data_dir": ""},  # not for everybody who may see the page
+        "service": {**_facts(status.service), "data_dir": ""},  # not meant for everyone who may open the page
         "storages": [
             {**_facts(each), "heir": status.heir_of(each) if each.is_adopted else None} for each in status.storages
         ],

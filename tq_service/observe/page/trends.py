@@ -1,4 +1,4 @@
-"""Values derived from several statuses: rates, curves, durations of waits, recent batches and events."""
+"""Values derived from a series of statuses: rates, curves, durations of waits, recent batches, and events."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from tq_service.results import PartitionDescription, PartitionSummary, Partition
 from tq_service.step_times import StepTimes
 
 POINT_COUNT: Final = 90
-"""Points of a curve of the service: three minutes at one point per 2 s."""
+"""Number of points in a curve of the service: three minutes at one point per 2 s."""
 
 ROW_POINT_COUNT: Final = 30
-"""Points of a curve of a partition or task."""
+"""Number of points in a curve of a partition or task."""
 
 _SIGNIFICANT_DIGITS: Final = 4
 _SMOOTHED_POINTS: Final = 5
@@ -34,11 +34,11 @@ class PartitionTrend:
     """The recent history of a partition.
 
     Attributes:
-        changed_at: time of the last change of a count, in seconds of the clock of `Trends.see`.
-        seen: its description in the last status.
+        changed_at: time at which a count last changed, in seconds on the clock passed to `Trends.see`.
+        seen: the partition's description in the last status.
         present: number of samples that are not cleared, over time.
-        inserted_per_second: rate over time.
-        delivered_per_second: rate of each task over time.
+        inserted_per_second: rate of inserted samples over time.
+        delivered_per_second: rate of samples delivered to each task over time.
     """
 
     changed_at: float
@@ -48,20 +48,19 @@ class PartitionTrend:
     delivered_per_second: defaultdict[str, Curve] = field(default_factory=lambda: defaultdict(_row_curve))
 
     def curves(self) -> Iterator[Curve]:
-        """Yield all curves."""
+        """Yield all curves of the partition."""
         yield from (self.present, self.inserted_per_second, *self.delivered_per_second.values())
 
 
 class Trends:
-    """Follows a service from status to status. Curves have one point per status; None while the service did not answer.
+    """Follows a service from status to status. Curves have one point per status, None if the service did not respond.
 
     Attributes:
         partitions: partitions of the last status, by name.
         curves: curves of the service, by name: samples inserted and delivered per second, samples that are not cleared
-            ("present"), bytes of all storage services ("used").
-        balances: recent batches of each task over all partitions of one group, the oldest first, each with the name of
-            its partition.
-        steps: step times of each task's ranks, by the same names.
+            ("present"), bytes used in all storage services ("used").
+        balances: recent batches by group and task, oldest first, each with the name of its partition.
+        steps: step times of the ranks, by group and task.
     """
 
     def __init__(self) -> None:
@@ -73,14 +72,14 @@ class Trends:
         self.steps: dict[TaskKey, StepTimes] = {}
         self._seen_at: float | None = None
         self._waits_since: dict[object, float] = {}
-        self._progress: dict[TaskKey, tuple[int, int]] = {}  # epoch and consumed samples of each task
+        self._progress: dict[TaskKey, tuple[int, int]] = {}  # epoch and number of consumed samples of each task
 
     def see(self, status: ServiceStatus, now: float) -> None:
         """Add a status.
 
         Args:
             status: the state of the service.
-            now: seconds of a clock that only goes forward.
+            now: time on a monotonic clock, in seconds.
         """
         span = None if self._seen_at is None else max(now - self._seen_at, 1e-3)
         self._seen_at = now
@@ -102,7 +101,7 @@ class Trends:
             trend.inserted_per_second.append(None if span is None else rounded(new_count / span))
             for task in partition.tasks:
                 trend.delivered_per_second[task.task_name].append(rounded(task.delivered_per_second))
-        # Not the sum of the tasks' own rates, which goes down with each partition that is cleared.
+        # Not the sum of the rates of all tasks, which drops with each partition that is cleared.
         self.curves["inserted"].append(None if span is None else rounded(inserted_count / span))
         self.curves["delivered"].append(None if span is None else rounded(delivered_count / span))
         self.curves["present"].append(sum(partition.summary.present_count for partition in status.partitions))
@@ -110,7 +109,7 @@ class Trends:
         self._follow_waits(status, now)
 
     def miss(self) -> None:
-        """Add a gap to the curves: the service did not answer."""
+        """Add a gap to the curves because the service did not respond."""
         for curve in self.curves.values():
             curve.append(None)
         for trend in self.partitions.values():
@@ -118,11 +117,11 @@ class Trends:
                 curve.append(None)
 
     def waits_since(self, wait: PartitionWait) -> float:
-        """Return since when a wait of the last status has been in every status."""
+        """Return the time since which every status has contained a given wait of the last status."""
         return self._waits_since[_wait_key(wait)]
 
     def _follow_waits(self, status: ServiceStatus, now: float) -> None:
-        """Record the start of each wait; a wait starts again once its task makes progress."""
+        """Record the start of each wait; a wait is restarted when its task makes progress."""
         before, self._progress = (
             self._progress,
             {
@@ -138,7 +137,7 @@ class Trends:
             self._waits_since[key] = known[key] if stays else now
 
     def _follow_tasks(self, partition: PartitionDescription, before: PartitionDescription | None) -> int:
-        """Note batches and steps of tasks, and return how many samples are newly delivered; without released ones."""
+        """Record batches and steps of tasks; return the number of newly delivered samples, except released ones."""
         name, new_count = partition.summary.partition_id, 0
         earlier = {} if before is None else {(task.task_name, task.epoch): task for task in before.tasks}
         for task in partition.tasks:
@@ -147,14 +146,14 @@ class Trends:
             if task.step_times is not None and (last is None or last.step_times != task.step_times):
                 key = group_of(name), task.task_name
                 self.steps.pop(key, None)
-                self.steps[key] = task.step_times  # the newest last
+                self.steps[key] = task.step_times  # newest last
                 if len(self.steps) > _MOST_BALANCES:
                     del self.steps[next(iter(self.steps))]
             last_index = last.recent_batches[-1].batch_index if last is not None and last.recent_batches else -1
             if new := [(name, batch) for batch in task.recent_batches if batch.batch_index > last_index]:
                 key = group_of(name), task.task_name
                 batches = self.balances.pop(key, None) or deque(maxlen=_BATCH_COUNT)
-                self.balances[key] = batches  # the newest last
+                self.balances[key] = batches  # newest last
                 batches.extend(new)
                 if len(self.balances) > _MOST_BALANCES:
                     del self.balances[next(iter(self.balances))]
@@ -162,18 +161,18 @@ class Trends:
 
 
 def group_of(partition_id: str) -> str:
-    """Return the name up to "@", the common part of the partitions of all steps."""
+    """Return a partition's name up to "@", which the partitions of all steps have in common."""
     return partition_id.partition("@")[0]
 
 
 def recent_mean(curve: Iterable[float | None]) -> float | None:
-    """Return the mean of the last few points of a curve, or None if it has no points."""
+    """Return the mean of a curve's last few points, or None if all of them are missing."""
     points = [point for point in list(curve)[-_SMOOTHED_POINTS:] if point is not None]
     return rounded(sum(points) / len(points)) if points else None
 
 
 def rounded(value: float) -> float:
-    """Return a number rounded to few digits, to keep frames small."""
+    """Return a number rounded to a few significant digits, to keep frames small."""
     return float(f"{value:.{_SIGNIFICANT_DIGITS}g}")
 
 
@@ -187,25 +186,25 @@ def _counts(partition: PartitionDescription) -> tuple[object, ...]:
     return partition.summary, partition.held_count, partition.failed_count, produced, tasks
 
 
-_EVENT_COUNT: Final = 100  # for partitions, and the same number for services
+_EVENT_COUNT: Final = 100  # kept for partitions; as many again are kept for services
 
 
 class EventLog:
-    """The last events, in order.
+    """The most recent events, in chronological order.
 
-    Each has a number, from 1 on; a kind: "made", "sealed" or "cleared" for a partition, "away", "refused", "back" or
-    "restarted" for the service, "silent" or "heard" for a storage service; the name of the partition or storage
-    service, empty for the service; and a text that follows the name.
+    An event has a number, starting at 1, and a kind: "made", "sealed" or "cleared" for a partition; "away", "refused",
+    "back" or "restarted" for the service; "silent" or "heard" for a storage service. An event also has the name of the
+    partition or storage service (empty for the service), and a text to show after the name.
     """
 
     def __init__(self) -> None:
-        # Kept separately: short-lived partitions must not push out events of the service.
+        # Kept separately, so that many short-lived partitions do not displace events of the service.
         self._of_services: deque[tuple[float, dict[str, Any]]] = deque(maxlen=_EVENT_COUNT)
         self._of_partitions: deque[tuple[float, dict[str, Any]]] = deque(maxlen=_EVENT_COUNT)
         self._count = 0
 
     def shown(self, now: float) -> list[dict[str, Any]]:
-        """Return the events for the page, each with its age in seconds."""
+        """Return the events to show on the page, each with its age in seconds."""
         events = sorted([*self._of_services, *self._of_partitions], key=lambda noted: noted[1]["number"])
         return [{**event, "seconds": round(now - at, 1)} for at, event in events]
 
@@ -220,13 +219,13 @@ class EventLog:
         if before.service.instance_id != status.service.instance_id:
             what = _counted(len(status.partitions), "partition")
             self.note(now, "restarted", f"the service was restarted; it has {what}")
-        # Storage services that were taken over are silent, and may have the name of one that answers.
+        # A storage service whose puts were taken over is silent, and may have the name of one that responds.
         silent = {storage.storage_id: storage.is_silent for storage in before.own_storages}
         for storage in status.own_storages:
             if storage.is_silent and not silent.get(storage.storage_id):
-                self.note(now, "silent", "does not answer its controller", name=storage.storage_id)
+                self.note(now, "silent", "sends no heartbeats to its controller", name=storage.storage_id)
             elif not storage.is_silent and silent.get(storage.storage_id):
-                self.note(now, "heard", "answers again", name=storage.storage_id)
+                self.note(now, "heard", "sends heartbeats again", name=storage.storage_id)
         known, there = (
             {each.summary.partition_id: each.summary for each in some.partitions} for some in (before, status)
         )
@@ -242,7 +241,7 @@ class EventLog:
         if after is None:
             return
         if before is None:
-            self.note(now, "made", "made", name=name)
+            self.note(now, "made", "created", name=name)
         if after.sealed and not (before is not None and before.sealed):
             self.note(now, "sealed", f"sealed ({_counted(after.inserted_count, 'sample')})", name=name)
 

@@ -1,12 +1,12 @@
-"""Unary calls that a client sends together in one stream; each is handled like a separate call.
+"""Unary calls that a client sends together in one stream, each handled like a separate call.
 
     read -> one task per call, through its handler with all middleware -> answers that are ready -> written
 
-A stream grants no extra permissions: like for separate calls, `Services` finds the handler of each call by the metadata
-that opened the stream. The handler gets a context that reads one request and has a separate deadline. A batch saves
-gRPC's cost per call, which dominates small calls.
+A stream grants no extra permissions: as for separate calls, `Services` finds the handler of each call, by the metadata
+with which the stream was opened. The handler receives a context that reads one request and has a separate deadline. A
+batch saves gRPC's cost per call, which dominates the cost of small calls.
 
-A stream is read while few calls are open. A call is open until its answer is written.
+A stream is read only while few calls are open. A call is open until its answer is written.
 """
 
 from __future__ import annotations
@@ -33,36 +33,36 @@ from tq_service.wire.error_table import to_status
 from tq_service.wire.messages import read_seconds
 
 _MOST_UNWRITTEN_BYTES: Final = 1 << 20
-"""Maximum size of answers that wait for the client to read, and of one message, except for a single larger answer."""
+"""Maximum total size of answers waiting to be read by the client, and of one message unless it has a single answer."""
 
-_MOST_STREAMS: Final = 256  # each may hold an incomplete message
-_MOST_STREAMS_OF_ONE: Final = 2  # clients open a second one with a new token while calls are open on the first
+_MOST_STREAMS: Final = 256  # each may have an incomplete message in memory
+_MOST_STREAMS_OF_ONE: Final = 2  # clients open a second stream with a new token while the first has open calls
 _CALLS_A_TURN: Final = 16
 _LAST_WRITE_SECONDS: Final = 1.0
 _NAMES: Final = {method.short_name: method.name for method in METHODS.values() if method.is_batched}
 
 
 class _Details(NamedTuple):
-    """The details of a call that gRPC provides before its request is read."""
+    """The details of a call that gRPC provides before the request is read."""
 
     method: str
     invocation_metadata: Any
 
 
 class _Call:
-    """A call of a stream; also the context of its handler.
+    """A call of a stream, which is also the context of its handler.
 
-    It ends once: when its answer has been written, or when it is cancelled and so gets no answer.
+    A call ends once: when its answer has been written, or when it is cancelled and therefore receives no answer.
 
     Attributes:
-        call_id: chosen by the client.
-        task: runs the handler.
+        call_id: id chosen by the client.
+        task: the task that runs the handler.
         answer: serialized answer of the handler.
-        status: serialized status of a failed call; empty: it has not failed.
-        is_late: whether its deadline has passed.
-        is_unwanted: whether it was cancelled.
-        is_begun: whether its task has begun.
-        is_answered: whether the handler is done.
+        status: serialized status of a failed call; empty if the call has not failed.
+        is_late: whether the call's deadline has passed.
+        is_unwanted: whether the call was cancelled.
+        is_begun: whether the task has begun to run.
+        is_answered: whether the handler has finished.
     """
 
     __slots__ = (
@@ -87,27 +87,27 @@ class _Call:
         self.answer = self.status = b""
         self.is_late = self.is_unwanted = self.is_begun = self.is_answered = False
 
-    # The methods of a context that handlers and middleware use.
+    # Those methods of a gRPC context that handlers and middleware use
 
     async def read(self) -> Any:
-        """Return the request, then EOF."""
+        """Return the request the first time, then EOF."""
         request, self._request = self._request, None
         return grpc.aio.EOF if request is None else request
 
     def peer(self) -> str:
-        """Return the client."""
+        """Return gRPC's name for the client."""
         return self._stream.peer()
 
     def auth_context(self) -> Any:
-        """Return the facts of the client's certificate."""
+        """Return the properties of the client's certificate."""
         return self._stream.auth_context()
 
     def invocation_metadata(self) -> Any:
-        """Return the metadata of the call, such as its trace; the token came with the stream."""
+        """Return the call's own metadata, such as its trace; the token was sent with the stream."""
         return self._metadata
 
     def time_remaining(self) -> float | None:
-        """Return the seconds until its deadline, or None without a deadline."""
+        """Return the number of seconds until the call's deadline, or None if it has no deadline."""
         if self._ends_at is None:
             return None
         return 0.0 if self.is_late else max(0.0, self._ends_at - time.monotonic())
@@ -117,7 +117,7 @@ class _Call:
         self._callbacks.append(callback)
 
     def cancelled(self) -> bool:
-        """Whether it was cancelled, so its answer is not written."""
+        """Whether the call was cancelled, in which case its answer is not written."""
         return self.is_unwanted
 
     def code(self) -> grpc.StatusCode | None:
@@ -131,7 +131,7 @@ class _Call:
         ((_, self.status),) = trailers
         raise grpc.aio.AbortError
 
-    # Methods for its stream.
+    # Methods for the stream
 
     def expire(self) -> None:
         """End the call because its deadline has passed."""
@@ -166,14 +166,14 @@ class _Stream:
         self._has_answers = asyncio.Event()
         self._has_place = asyncio.Event()
         self._is_over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._idle_since = time.monotonic()  # counts while no call is open
+        self._idle_since = time.monotonic()  # valid while no call is open
         self._writing_since: float | None = None
 
     async def run(self, requests: Any) -> None:
         """Handle all calls of a stream.
 
         Raises:
-            InvalidArgumentError: it has an invalid message.
+            InvalidArgumentError: a message of the stream is invalid.
             UnavailableError: the service is draining.
         """
         reader = asyncio.ensure_future(self._read_all(requests))
@@ -189,12 +189,12 @@ class _Stream:
             await writer
             if self._is_over.done():
                 self._is_over.result()
-                raise UnavailableError("the service is shutting down and does not take calls; try again")
+                raise UnavailableError("the service is shutting down and accepts no calls; retry")
         finally:
             reader.cancel()
             self._is_over.cancel()
-            # gRPC loses the status of a stream if a write that could have finished is cancelled. The answers of that
-            # write may also arrive, so their claims must not be released.
+            # gRPC loses the status of a stream if a write that could have finished is cancelled. The answers in that
+            # write may still arrive, so their claims must not be released.
             self._is_stopped = True
             self._has_answers.set()
             await asyncio.wait((writer,), timeout=_LAST_WRITE_SECONDS)
@@ -204,20 +204,20 @@ class _Stream:
             await asyncio.gather(reader, writer, self._is_over, return_exceptions=True)
 
     def close(self) -> None:
-        """End the stream once all open calls have their answers."""
+        """End the stream once all open calls have been answered."""
         if not self._is_over.done():
             self._is_over.set_result(None)
 
     def stall(self, most_seconds: float) -> DeadlineError | None:
-        """Return an error if the client has neither sent a call nor read an answer for too long."""
+        """Return an error if for too long the client has sent no calls or read no answers."""
         since = self._writing_since
         if since is None and not self._open:
             since = self._idle_since
         if since is None or time.monotonic() - since < most_seconds:
             return None
         return DeadlineError(
-            f"no call came, or no answer was read, within {most_seconds:g} s (stall_seconds); open another stream with "
-            "the next call",
+            f"no call was sent, or no answer was read, within {most_seconds:g} s (stall_seconds); open another stream "
+            "for the next call",
             metadata={"limit_name": "stall_seconds", "limit": f"{most_seconds:g}"},
         )
 
@@ -247,7 +247,7 @@ class _Stream:
             )
         if asked.call_id in self._open:
             raise InvalidArgumentError(
-                f"call_id is {asked.call_id}, which another open call has; use a unique one", field="calls.call_id"
+                f"call_id is {asked.call_id}, which another open call uses; use a unique one", field="calls.call_id"
             )
         call = _Call(self._context, asked)
         _check_size("request", len(asked.request), MOST_BATCHED_REQUEST_BYTES)
@@ -286,7 +286,7 @@ class _Stream:
         self._has_answers.set()
 
     def _cancel(self, call: _Call) -> None:
-        """Cancel a call; if its task is running, the task ends it."""
+        """Cancel a call; if the call's task is running, that task ends the call."""
         if call.is_unwanted:
             return
         call.is_unwanted = True
@@ -304,7 +304,7 @@ class _Stream:
         self._has_answers.set()  # a closing stream checks whether all calls have ended
 
     async def _write_all(self) -> None:
-        """Write ready answers until the stream is closing and no calls are open."""
+        """Write answers as they become ready, until the stream is closing and no calls are open."""
         while not self._is_stopped and (self._open or not self._is_closing):
             await self._has_answers.wait()
             self._has_answers.clear()
@@ -312,7 +312,7 @@ class _Stream:
                 await self._write(self._taken())
 
     def _taken(self) -> list[_Call]:
-        """Remove and return the calls whose ready answers fit into one message."""
+        """Remove and return the answered calls whose answers fit into one message."""
         size = count = 0
         for call in self._answered:
             size += len(call.answer)
@@ -351,8 +351,8 @@ class Batches:
     """The streams of calls of a server. Confined to its event loop.
 
     Args:
-        services: finds the handlers of their calls.
-        stall_seconds: how long a stream may be open without a call, or with unread answers.
+        services: finds the handlers of the calls.
+        stall_seconds: time for which a stream may be open without calls, or with unread answers.
     """
 
     def __init__(self, services: Services, stall_seconds: float) -> None:
@@ -378,7 +378,7 @@ class Batches:
                 self._streams.discard(stream)
 
     def end_stalled(self) -> None:
-        """End stalled streams; call this about every second."""
+        """End stalled streams; must be called about every second."""
 
         def error_of(stream: _Stream) -> TqError | None:
             return stream.stall(self._stall_seconds)
@@ -386,6 +386,6 @@ class Batches:
         self._running.end(error_of)
 
     def drain(self) -> None:
-        """End each stream once all its open calls have their answers."""
+        """End each stream once all its open calls have been answered."""
         for stream in self._streams:
             stream.close()

@@ -1,8 +1,8 @@
-"""The handlers that gRPC calls, and the middleware of all calls: counts, errors, access control, durable answers.
+"""The handlers that gRPC calls, and middleware for all calls: metrics, errors, access control, durable answers.
 
     observed -> counted, errors become statuses -> access control -> durable, by the leader -> the handler
 
-Each is a `Middleware`. Spans are in traces.py, since they need an extra.
+Each of these is a `Middleware`. Spans are in traces.py, since they need an extra.
 """
 
 from __future__ import annotations
@@ -79,21 +79,21 @@ CODES: Final = (
     "DataLoss", "Unauthenticated",
 )  # fmt: skip
 _CODE_NAMES: Final = {code.value[0]: code.name for code in grpc.StatusCode}
-# Exceptions of gRPC in a call that is over: it was aborted, its client left, or the server stopped.
+# Exceptions that gRPC raises in a call that has ended: it was aborted, its client disconnected, or the server stopped.
 _NO_FAULTS: Final = (asyncio.CancelledError, grpc.aio.BaseError)
 _RETRY_SECONDS: Final = 1.0
 
 
 class Services(grpc.GenericRpcHandler):
-    """The services of a server behind their middleware; generated code adds services to it as if it were the server.
+    """The services of a server behind their middleware. Generated code adds services to it as if it were the server.
 
-    Handlers are wrapped once per method and caller. An interceptor of grpc.aio would add two coroutines to every call,
-    and would not see requests.
+    Handlers are wrapped once per method and caller. A grpc.aio interceptor would instead add two coroutines to every
+    call, and could not see requests.
 
     Args:
         server: the server that receives the calls.
-        middleware: middleware of each call, outermost first. The first one that returns a caller decides.
-        methods: the table of methods; a method that is not in it has the defaults of `Method`.
+        middleware: middleware for each call, outermost first. The first one that returns a caller decides.
+        methods: the table of methods; a method not in the table has the defaults of `Method`.
 
     Attributes:
         inbox: reads the requests.
@@ -119,7 +119,7 @@ class Services(grpc.GenericRpcHandler):
         self._services += handlers
 
     def add_registered_method_handlers(self, service_name: str, method_handlers: object) -> None:
-        """Do nothing; generated code calls this too, for methods added by `add_generic_rpc_handlers`."""
+        """Do nothing; generated code also calls this, for methods that `add_generic_rpc_handlers` has added."""
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> Handler | None:
         """Return the handler of a call, or None for an unknown method; gRPC calls this for each call."""
@@ -142,15 +142,15 @@ class Services(grpc.GenericRpcHandler):
             caller = self._anyone
         if name in caller.handlers:
             return caller.handlers[name]
-        # A refused call passes only the middleware that refused it and those outside.
+        # A refused call passes through only the middleware that refused it and those outside it.
         end = len(self._middleware) if caller.refusal is None else self._middleware.index(decisive) + 1
         handler = caller.handlers[name] = self._wrapped(inner, method, caller, self._middleware[:end])
         return handler
 
     def _wrapped(self, inner: Handler, method: Method, caller: Caller, middleware: Sequence[Middleware]) -> Handler:
-        """Return a handler with middleware around it; for a refused caller it reads nothing.
+        """Return a handler wrapped in middleware; for a refused caller, the handler reads no requests.
 
-        For gRPC every method has a stream of requests: the inbox alone decides when to read.
+        Towards gRPC, every method has a stream of requests, so that only the inbox decides when to read.
         """
         refusal = caller.refusal
         if refusal is None:
@@ -163,7 +163,7 @@ class Services(grpc.GenericRpcHandler):
         for each in reversed(middleware):
             behavior = each.wrap(method, caller, behavior)
         if refusal is not None:
-            # Always as a method with one answer, which never comes.
+            # Always a method with one answer, which is never sent.
             return grpc.stream_unary_rpc_method_handler(behavior)
         behavior = self.inbox.reads(method, behavior, inner.request_deserializer)
         make = grpc.stream_stream_rpc_method_handler
@@ -181,7 +181,7 @@ def _refusing(refusal: Refusal) -> Behavior:
 
 
 def _as_coroutine(behavior: Callable[..., Any]) -> Behavior:
-    """Return a handler as a coroutine; answers of an async generator are written to the context."""
+    """Return a handler as a coroutine function, which writes the answers of an async generator to the context."""
     if not inspect.isasyncgenfunction(behavior):
         return behavior
 
@@ -194,20 +194,20 @@ def _as_coroutine(behavior: Callable[..., Any]) -> Behavior:
 
 
 class ObservedCalls(Middleware):
-    """Logs calls at level debug, and counts and times them for metrics. As the outermost it sees how calls end.
+    """Logs calls at debug level, and counts and times them for metrics; outermost, so that it sees how calls end.
 
-    The counts have the names of go-grpc-middleware. Waiting time is counted separately: long polls must not hide the
-    time for handling.
+    The metrics have the names that go-grpc-middleware uses. Waiting time is measured separately, so that long polls do
+    not obscure the handling time.
 
     Args:
-        instruments: metrics of calls; None: off.
+        instruments: metrics of calls, or None if metrics are off.
     """
 
     def __init__(self, instruments: Instruments | None = None) -> None:
         self._calls = None if instruments is None else instruments.calls
 
     def wrap(self, method: Method, caller: Caller, behavior: Behavior) -> Behavior:
-        """Return a handler that observes the calls of a method; without debug logs and metrics, return `behavior`."""
+        """Return a handler that observes a method's calls, or `behavior` itself without debug logs and metrics."""
         logs, counts = _log.isEnabledFor(logging.DEBUG), None
         if self._calls is not None:
             counts = self._calls.get(method.name)
@@ -221,7 +221,7 @@ class ObservedCalls(Middleware):
             if counts is not None:
                 counts.started += 1
                 if method.waits:
-                    wait_clock.set(clock)  # only for this call: gRPC makes a task for each
+                    wait_clock.set(clock)  # applies only to this call, since gRPC runs each in a task
             began_at, code = time.perf_counter(), 0
             try:
                 return await behavior(request, context)
@@ -249,13 +249,13 @@ def _counts_of(method: Method) -> MethodCounts:
 
 
 def code_of(error: BaseException, context: Context) -> int:
-    """Return the status code for the client of a failed call, if the client is still connected."""
+    """Return the number of the status code that the client of a failed call receives if it is still connected."""
     if isinstance(error, asyncio.CancelledError):
         remaining = context.time_remaining()
         late = remaining is not None and remaining <= 0
         return CODES.index("DeadlineExceeded" if late else "Canceled")
     is_aborted = isinstance(error, grpc.aio.AbortError)
-    if isinstance(error, grpc.aio.BaseError) and not is_aborted:  # an answer was not taken, or the server stopped
+    if isinstance(error, grpc.aio.BaseError) and not is_aborted:  # an answer could not be sent, or the server stopped
         return CODES.index("Canceled")
     code: Any = context.code() if is_aborted else None
     if code is None:
@@ -283,7 +283,7 @@ def _log_end(method: Method, caller: Caller, request: Any, context: Context, *, 
 
 
 def _request_id(message: Any) -> bytes | None:
-    """Return the id of a call over its retries: its request_id, or for a put that of its commit, or its put_id."""
+    """Return the id that a call keeps across retries: its request_id, or that of its commit, or its put_id."""
     header = getattr(message, "header", message)
     for part in (message, getattr(message, "commit", None), header, getattr(header, "commit", None)):
         if request_id := getattr(part, "request_id", b""):
@@ -295,9 +295,10 @@ class RunningCalls(Middleware):
     """Counts running calls, and ends failed calls with a `google.rpc.Status`.
 
     Calls beyond a limit are rejected before they are read. Probes are not counted: they need no token, so they must not
-    displace other calls. Calls between services are not counted either: a service with refused heartbeats looks lost.
+    displace other calls. Calls between services are not counted either, since a service whose heartbeats are rejected
+    would be considered lost.
 
-    A `TqError` is sent with its text. Any other exception is a bug: it is logged with its traceback, and sent as
+    A `TqError` is sent with its text. Any other exception is a bug, which is logged with its traceback and sent as
     INTERNAL without its text.
 
     Args:
@@ -321,7 +322,7 @@ class RunningCalls(Middleware):
         return self._one_too_many if is_one_too_many else None
 
     def wrap(self, method: Method, caller: Caller, behavior: Behavior) -> Behavior:
-        """Return a handler that counts the calls of a method and ends failed ones with their status."""
+        """Return a handler that counts a method's calls and ends failed calls with their status."""
         weight = 0 if method.is_open or method.is_internal or caller is self._one_too_many else 1
         reads_one = caller.refusal is None and not method.has_request_stream
 
@@ -335,7 +336,7 @@ class RunningCalls(Middleware):
                 failure = error
             finally:
                 self.count -= weight
-            # Outside the `except`: an exception raised here must not refer to the failure, see `_end`.
+            # Outside the `except`, since an exception raised here must not refer to the failure; see `_end`.
             if isinstance(failure, ResourceExhaustedError):
                 self.rejected[failure.metadata.get("limit_name", failure.reason)] += 1
             return await _end(context, failure, method, getattr(request, "first", None))
@@ -350,24 +351,24 @@ class RunningCalls(Middleware):
 
 
 async def _end(context: Context, error: Exception, method: Method, message: Any) -> None:
-    """End a call with the status of its error; for a bug, the client gets the request_id to retry under."""
+    """End a call with the status for its error; after a bug, the status includes the request_id to retry with."""
     failed = error
     if not isinstance(error, TqError):
         request_id = _request_id(message)
         _log.error(LogMessage("a call failed", method=method.name, request_id=request_id), exc_info=error)
         facts = {} if request_id is None else {"request_id": request_id.hex()}
         error = InternalError("the service failed; its log has the details", metadata=facts)
-    # The frames of the failed call hold the received bytes, and gRPC keeps its state until a garbage collection.
+    # The failed call's frames refer to the received bytes, and gRPC keeps its state until a garbage collection.
     traceback.clear_frames(failed.__traceback__)
     del failed
     await context.abort_with_status(rpc_status.to_status(to_status(error, method=method.name)))
 
 
 class _UntakenAnswers(logging.Filter):
-    """Replaces gRPC's error with traceback for an untaken answer by one line at level INFO.
+    """Replaces the error and traceback that gRPC logs for an undelivered answer with one line at level INFO.
 
     gRPC does not log the reason. The client may have disconnected or cancelled the call while the answer was in
-    transit. Or it refused the answer for its size; the client's error is then RESOURCE_EXHAUSTED.
+    transit, or it rejected the answer because of its size; the client's error is then RESOURCE_EXHAUSTED.
     """
 
     def filter(self, record: logging.LogRecord) -> bool:
@@ -378,7 +379,7 @@ class _UntakenAnswers(logging.Filter):
         error_text = record.getMessage()
         record.args = ()
         record.msg = LogMessage(
-            "an answer was not taken: its client disconnected, or does not accept messages of that size",
+            "could not deliver an answer: its client disconnected, or does not accept messages of that size",
             error=error_text,
         )
         record.exc_info = record.exc_text = None
@@ -389,18 +390,19 @@ _UNTAKEN_ANSWERS = _UntakenAnswers()
 
 
 class DurableAnswers(Middleware):
-    """Delays answers and errors until the state is durable, so clients never see a change that a crash can undo.
+    """Delays answers and errors until the state is durable, so clients never see a change that a crash could undo.
 
-    While the state cannot be persisted, calls are refused before they run. Calls that fill the disk are already refused
-    when space is short: the remaining space is for calls that free some.
+    While the state cannot be persisted, calls are refused before they run. Calls that fill the disk are refused as soon
+    as space is short, because the remaining space is reserved for calls that free space.
 
-    In a cluster it also refuses calls to a standby, and answers of a leader that may have been superseded. A process
-    that was paused for longer than its lease detects that here, before it sends answers from old state. `end_calls`
-    ends calls that wait for samples or etcd; their callers must ask the leader. Confined to one event loop.
+    In a cluster, it also refuses calls to a standby, and withholds answers of a leader that may have been superseded. A
+    process that was paused for longer than its lease detects that here, before it sends answers from outdated state.
+    `end_calls` ends calls that wait for samples or etcd; their callers must call the leader. Confined to one event
+    loop.
 
     Args:
-        state: the state that answers wait for; None: nothing is persisted, and nothing waits.
-        member: this controller as a member of its cluster; None: there is only one controller.
+        state: the state that must be durable before answers are sent; None if nothing is persisted.
+        member: this controller as a member of its cluster; None if it is the only controller.
     """
 
     def __init__(self, state: StateStore | None, member: ClusterMember | None = None) -> None:
@@ -409,11 +411,11 @@ class DurableAnswers(Middleware):
         self._running = EndableCalls()
 
     def end_calls(self) -> None:
-        """Refuse running calls; their changes may persist, as when an answer is lost."""
+        """End running calls with a refusal; as when an answer is lost, their changes may still take effect."""
         self._running.end(lambda _owner: self._refusal())
 
     def wrap(self, method: Method, caller: Caller, behavior: Behavior) -> Behavior:
-        """Return a handler that delays the answers of a method, unless they contain only durable state."""
+        """Return a handler that delays a method's answers, unless they contain only durable state."""
         state, member = self._state, self._member
         if state is None or (method.is_answer_durable and (method.is_open or member is None)):
             return behavior
@@ -435,15 +437,15 @@ class DurableAnswers(Middleware):
                 await state.wait_durable()
             if method.fills_disk and state.is_disk_low:
                 raise DiskFullError(
-                    "the disk of the data dir is nearly full, so new data is refused; clear samples or free space. "
-                    "The service resumes when there is space.",
+                    "the disk of the data directory is nearly full, so new data is refused; clear samples or free disk "
+                    "space. The service resumes once space is available.",
                     retry_after_seconds=_RETRY_SECONDS,
                 )
             try:
                 answer = await behavior(request, context)
             except asyncio.CancelledError:
                 raise
-            except Exception:  # it may reveal a change, such as a key that exists by now
+            except Exception:  # the error may reveal a change, such as a key that now exists
                 await durable()
                 raise
             return await durable(answer)
@@ -458,14 +460,14 @@ class DurableAnswers(Middleware):
         return leads and (self._state is None or not self._state.is_failing)
 
     def epoch(self) -> int:
-        """Return the epoch of the cluster's leader; 0: unknown, or no cluster."""
+        """Return the epoch of the cluster's leader; 0 if it is unknown or there is no cluster."""
         return 0 if self._member is None else self._member.epoch
 
     def _refusal(self) -> NotLeaderError:
         address = "" if self._member is None else self._member.leader_address
-        where = f"that at {address} does" if address else "no leader is known yet"
+        where = f"the one at {address} does" if address else "no leader is known yet"
         return NotLeaderError(
-            f"this controller does not lead its cluster at the moment: {where}; ask the leader, under the same "
+            f"this controller does not lead its cluster at the moment ({where}); retry at the leader with the same "
             "request_id",
             metadata={"leader_address": address, "epoch": str(self.epoch())},
         )
@@ -482,44 +484,46 @@ class _DurableContext:
         return getattr(self._context, name)
 
     async def write(self, answer: Any) -> None:
-        """Send an answer."""
+        """Send an answer once it is durable."""
         await self._context.write(await self._durable(answer))
 
 
 _SCRAPE: Final = Method(name="GET /metrics", roles=frozenset({"read"}), concerns_all=True)
-_NO_TOKEN: Final = "this service asks for a bearer token, and the call has none; send it as authorization metadata"  # noqa: S105
-# One text for both: a finder of a token must not learn whether it was ever valid.
-_BAD_TOKEN: Final = "the token of the call is not valid: unknown here, or expired; ask for a new one"  # noqa: S105
+_NO_TOKEN: Final = "this service requires a bearer token, but the call has none; send it as authorization metadata"  # noqa: S105
+# One text for both cases, since the finder of a token must not learn whether it was ever valid.
+_BAD_TOKEN: Final = "the call's token is invalid: it is unknown here or has expired; request a new token"  # noqa: S105
 _NO_PROOF: Final = (
     "this call is reserved for the services of a deployment, which prove that they share a secret; clients must use "
-    "other calls. A service needs the internal_secret_file of the service that it calls"
+    "other calls. A calling service needs the same internal_secret_file as this service"
 )
 _WRONG_PROOF: Final = (
-    "the internal secret of the caller differs from that of this service; give all services of a deployment the same "
-    "internal_secret_file"
+    "the internal secret of the caller differs from that of this service; set the same internal_secret_file for all "
+    "services of a deployment"
 )
 _AGENT: Final = re.compile(r"tq-service/(\S+) \(protocol (\d+)\)")
 _SERVICE: Final = make_token(name="internal-secret", sha256="0" * 64, roles=["service"], prefixes=[ALL_PARTITIONS])
-"""Stands for the secret that services share; it grants the same as a token of role service."""
+"""Represents the secret that services share, which grants the same permissions as a token with role service."""
 
 
 class AccessControl(Middleware):
-    """Admits or refuses calls before they do anything.
+    """Admits or refuses calls before they take effect.
 
-    A call without a valid token, or of an internal method without the secret, is refused before it is read. A call is
-    refused after its request has been read if its token lacks the role, or is not for a partition that it names.
+    A call without a valid token, or of an internal method without the secret, is refused before it is read. A call
+    whose token lacks the role, or is not valid for a partition named by the call, is refused after its request was
+    read.
 
     Args:
         audit: the log of refusals and administrative calls.
-        tokens: the valid tokens; None: everybody may call every method except internal ones.
-        secret: the secret shared by the services of this deployment; None: services are identified only by tokens.
-        stall_seconds: how long the first message of a stream, which decides its admission, may take.
+        tokens: the valid tokens; None if everyone may call all methods except internal ones.
+        secret: the secret shared by the services of this deployment; None if only tokens identify services.
+        stall_seconds: maximum time to wait for a stream's first message, which decides on its admission.
 
     Attributes:
-        partition_of: returns the partition of a complete put of this storage service, or None for an unknown put;
-            None: this process does not have a storage service.
-        admitted_at: when a call of each connection was first admitted, by peer and `time.monotonic`. With tokens,
-            probes do not count, since they need none. `Connections` removes entries.
+        partition_of: returns the partition of a complete put in this storage service, or None for an unknown put; None
+            if this process has no storage service.
+        admitted_at: time at which a call of each connection was first admitted, by peer, on the clock
+            `time.monotonic`. If tokens are required, probes do not count, since they need none. `Connections` removes
+            entries.
     """
 
     def __init__(
@@ -547,7 +551,7 @@ class AccessControl(Middleware):
         self.partition_of: Callable[[bytes], str | None] | None = None
 
     def end_revoked(self) -> None:
-        """End waiting and streaming calls whose token has expired, was removed, or has changed in the file."""
+        """End waiting and streaming calls whose token has expired, or was removed or changed in the file."""
         if self._tokens is None:
             return
         known = self._tokens.tokens
@@ -559,7 +563,7 @@ class AccessControl(Middleware):
         self._lasting.end(error_of)
 
     def admit(self, method: Method, details: grpc.HandlerCallDetails) -> Caller:
-        """Return the caller by the metadata of a call."""
+        """Return the caller that a call's metadata identifies."""
         if method.is_open:
             return self._anyone
         metadata = dict(details.invocation_metadata or ())
@@ -578,7 +582,7 @@ class AccessControl(Middleware):
         return self._holder(self._tokens, bearer)
 
     def _holder(self, tokens: TokenFile, secret: str) -> Caller:
-        if tokens.tokens is not self._known:  # the file was read again
+        if tokens.tokens is not self._known:  # the file was reloaded
             self._known, self._callers = tokens.tokens, {}
         digest = digest_of(secret)
         token = self._known.get(digest)
@@ -592,9 +596,9 @@ class AccessControl(Middleware):
         return caller
 
     def wrap(self, method: Method, caller: Caller, behavior: Behavior) -> Behavior:
-        """Return a handler that admits or refuses the calls of a method by a caller.
+        """Return a handler that admits or refuses a caller's calls of a method.
 
-        It reads the request, or the first message of a stream, unless the caller is refused for any request.
+        If the decision depends on the request, the handler reads it, or the first message of a stream.
         """
         token, refusal = caller.token, caller.refusal
         is_known = refusal is None
@@ -603,9 +607,9 @@ class AccessControl(Middleware):
         restricted = None if token is None or ALL_PARTITIONS in token.prefixes else token
         if restricted is not None:
             behavior = _showing_its_own(restricted, behavior)
-        # Without tokens, clearing partitions is routine and is not logged.
+        # Without tokens, clearing partitions is routine and not worth an audit line.
         is_noted = method.is_audited and (token is not None or method.concerns_all)
-        # For a caller with a token, a stream without a first message is ended here.
+        # If the caller has a token, a stream without a first message is ended here.
         begins = token is not None and method.has_request_stream
         looks_at_request = is_known and (refusal is not None or restricted is not None or is_noted or begins)
         marks_peer = not (method.is_open and self._tokens is not None)
@@ -615,7 +619,7 @@ class AccessControl(Middleware):
             if looks_at_request:
                 message = request
                 if method.has_request_stream:
-                    waiting = Progress(self._stall_seconds, "the first message of the stream did not come")
+                    waiting = Progress(self._stall_seconds, "the first message of the stream did not arrive")
                     message = await waiting.wait_for(request.begin())
                 named = self._named_by(method, message)
             if refusal is not None:
@@ -629,7 +633,7 @@ class AccessControl(Middleware):
                 self._note("allowed", method, caller, context, named=named)
             if marks_peer and (peer := context.peer()) not in self.admitted_at:
                 self.admitted_at[peer] = time.monotonic()
-            if caller.name:  # only for this call: gRPC makes a task for each
+            if caller.name:  # applies only to this call, since gRPC runs each in a task
                 token_name.set(caller.name)
             return await behavior(request, context)
 
@@ -639,7 +643,7 @@ class AccessControl(Middleware):
         return lambda request, context: self._lasting.run(call(request, context), token)
 
     def refused_scrape(self, loop: asyncio.AbstractEventLoop, authorization: str, peer: str) -> str | None:
-        """Return why a scrape with this HTTP header is refused, or None if it is allowed; called on threads."""
+        """Return the reason for refusing a scrape with this header, or None to allow it; called from any thread."""
         if self._tokens is None:
             return None
         token, refusal = None, self._no_token.refusal
@@ -652,10 +656,10 @@ class AccessControl(Middleware):
         name = "" if token is None else token.name
         line = AuditLine(decision="refused", method=_SCRAPE.name, peer=peer, token=name, reason=refusal.reason)
         loop.call_soon_threadsafe(self._audit.note, line)
-        return f"{refusal.reason}; a scrape needs a token with the role read, for all partitions"
+        return f"{refusal.reason}; a scrape requires a token with role read for all partitions"
 
     def _named_by(self, method: Method, request: Any) -> list[str]:
-        """Return the partitions that a request names, directly or by their puts."""
+        """Return the partitions that a request names, directly or through puts."""
         named = list(method.partitions(request))
         if method.put_ids is not None and self.partition_of is not None:
             found = map(self.partition_of, method.put_ids(request))
@@ -688,7 +692,7 @@ class AccessControl(Middleware):
 
 
 def _showing_its_own(token: Token, behavior: Behavior) -> Behavior:
-    """Return a handler that restricts listed partitions, and names in errors, to those of a token."""
+    """Return a handler that restricts the partitions listed, or named in errors, to those of a token."""
 
     async def call(request: Any, context: Context) -> Any:
         shown_partitions.set(token.covers)
@@ -696,7 +700,7 @@ def _showing_its_own(token: Token, behavior: Behavior) -> Behavior:
             return await behavior(request, context)
         except PartitionNotFoundError as error:  # its text suggests similar partition names
             raise PartitionNotFoundError(
-                "the partition does not exist; ListPartitions shows those this token is for",
+                "the partition does not exist; ListPartitions lists the partitions for which this token is valid",
                 metadata=error.metadata,
             ) from None
 
@@ -712,7 +716,7 @@ def _stranger(message: str, reason: str, name: str = "") -> Caller:
 
 
 def _other_protocol(agent: str) -> Caller | None:
-    """Return a caller to refuse if its user agent names another protocol; clients in other languages name none."""
+    """Return a refused caller if the user agent names another protocol; clients in other languages name none."""
     if (match := _AGENT.match(agent)) is None or int(match[2]) == PROTOCOL:
         return None
     build, protocol = match.groups()
@@ -729,9 +733,9 @@ def _other_protocol(agent: str) -> Caller | None:
 
 
 def _lack(method: Method, token: Token) -> Refusal | None:
-    """Return why a token does not allow a method at all, or None if it does."""
+    """Return the refusal if a token does not allow any call of a method, or None."""
     if not method.roles:
-        return _denied("no rule for the method", f"{method.short_name} has no rule in its proto, so nobody may call it")
+        return _denied("no rule for the method", f"{method.short_name} has no rule in its proto, so no one may call it")
     if not token.roles & method.allowed_roles:
         needed = ", ".join(sorted(method.allowed_roles))
         return _denied(

@@ -1,8 +1,8 @@
 """Limits on input: the size and number of concurrent requests, waiting calls, and the minimum progress of streams.
 
-When gRPC is asked for a message, it reads it completely into memory that no quota counts. Until then the client can
-send no more than the window of the stream (`wire/connection.py`). So limiting the number of concurrent reads limits the
-bytes in flight: each read is one message of at most `max_message_bytes`.
+To read a message, gRPC receives it completely into memory that no quota counts. Before the read begins, the client can
+send no more than the stream's window (`wire/connection.py`). Limiting the number of concurrent reads therefore limits
+the bytes in flight, since each read is one message of at most `max_message_bytes`.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from tq_service.wire.connection import MAX_REQUEST_BYTES, PART_BYTES
 Part = TypeVar("Part")
 
 LEAST_PROGRESS_BYTES: Final = 64 * 1024
-"""Bytes that must arrive, or be taken, within the time that a stream may stall; less counts as no progress."""
+"""Number of bytes that must be sent or read within the time that a stream may stall; fewer count as no progress."""
 
 GRACE_SECONDS: Final = 10.0
-"""How long the service waits for the other side of a stream before the minimum rate applies."""
+"""Time that the service waits for the other side of a stream before the minimum rate applies."""
 
 RETRY_AFTER_SECONDS: Final = 1.0
 MAX_OPEN_REQUEST_BYTES: Final = 4096
-"""Maximum request size of methods without a token; such a request only names a service."""
+"""Maximum request size of methods that need no token, whose requests only name a service."""
 
 MAX_WAITING_BYTES: Final = 32 << 20
 """Maximum total size of the requests of running calls that may wait for samples or capacity."""
@@ -45,11 +45,11 @@ _ROUNDED_SHARE: Final = 0.035
 """gRPC rounds timeouts up in transit, and reuses a recently sent one that is up to 3.3 % longer (both measured)."""
 
 needs_no_turn: Final[ContextVar[bool]] = ContextVar("needs_no_turn", default=False)
-"""Set by a call whose next message may take long: the end of its stream, or further calls of a batch."""
+"""Set by a call whose next message may take a long time: the end of its stream, or further calls of a batch."""
 
 
 def wait_until(context: Context) -> float | None:
-    """Return until when a call may wait, by `time.monotonic`; a refusal then still arrives before its deadline."""
+    """Return the time, by `time.monotonic`, until which a call may wait and still be refused before its deadline."""
     remaining = context.time_remaining()
     if remaining is None:
         return None
@@ -62,8 +62,8 @@ def too_many_calls(limit_name: str, got: int, limit: int, whose: str = "") -> Li
         limit_name,
         got,
         limit,
-        f"there would be {got} such calls {whose}at once, at most {limit} expected ({limit_name}); make fewer at once, "
-        "or try again later",
+        f"{got} such calls {whose}would run at once, expected at most {limit} ({limit_name}); make fewer calls at "
+        "once, or retry later",
     )
 
 
@@ -76,13 +76,13 @@ def _beyond(limit_name: str, got: int, limit: int, message: str) -> LimitExceede
 
 
 class WaitingCalls:
-    """Counts waiting calls, such as for samples or capacity, and rejects calls beyond a limit.
+    """Counts calls that wait, for example for samples or capacity, and rejects calls beyond a limit.
 
-    A client is a connection.
+    Each connection counts as one client.
 
     Args:
         most: maximum number of waiting calls.
-        most_of_one: maximum number per client.
+        most_of_one: maximum number of waiting calls per client.
         limit_name: name of the limit `most` in errors.
 
     Attributes:
@@ -123,12 +123,12 @@ class WaitingCalls:
 
 
 class Turn:
-    """A read, or a series of related reads, of one connection in a lane.
+    """One read, or a series of related reads, from one connection in a lane.
 
     Attributes:
         connection: the connection.
-        due_at: when its step counts as slow, by the clock of the loop.
-        is_aside: whether it was slow while others waited; it then no longer counts among the concurrent reads.
+        due_at: time from which the running step is considered slow, by the event loop's clock.
+        is_aside: whether the turn was slow while others waited, so it no longer counts among the concurrent reads.
     """
 
     __slots__ = ("_is_ended", "_lane", "_task", "connection", "due_at", "is_aside")
@@ -145,19 +145,19 @@ class Turn:
         """Await a step of the turn and return its result.
 
         Raises:
-            DeadlineError: it took too long while others waited.
+            DeadlineError: the step took too long while others waited.
         """
         task = self._task = asyncio.current_task()
         self._lane.watch(self)
         try:
             return await step
         except asyncio.CancelledError:
-            if not self._is_ended or task is None or task.uncancel():  # by the caller, which has left
+            if not self._is_ended or task is None or task.uncancel():  # cancelled by the caller
                 raise
             seconds = self._lane.patience_seconds
             raise DeadlineError(
                 f"a message did not arrive within {seconds:g} s while others waited to be read; send it faster, or "
-                "fewer at once",
+                "send fewer messages at once",
                 metadata={"limit_name": "patience", "limit": f"{seconds:g}"},
             ) from None
         finally:
@@ -170,33 +170,33 @@ class Turn:
         return self._task is not None and not self._is_ended
 
     def end(self) -> None:
-        """End its step and thus its call."""
+        """End the running step and thus its call."""
         if self._task is not None and not self._is_ended:
             self._is_ended = True
             self._task.cancel()
 
     def leave(self) -> None:
-        """End the turn and let others start."""
+        """End the turn so that others can start."""
         self._lane.leave(self)
 
 
 class Lane:
-    """Limits concurrent reads, in total and per connection; the others wait, and connections take turns.
+    """Limits concurrent reads, in total and per connection; further reads wait, and connections take turns.
 
-    A read is slow if it takes longer than the patience while others wait. A few slow reads may continue aside, not
-    counted; during that time their connections leave the last place to others. If too many are aside, one is ended: the
-    oldest of the connection with most slow reads.
+    A read is slow if it takes longer than `patience_seconds` while others wait. A few slow reads may continue aside,
+    without being counted; meanwhile, their connections leave the last free place to others. If too many reads are
+    aside, the oldest of the connection with the most slow reads is ended.
 
     Args:
         most: maximum number of concurrent reads.
-        most_of_one: maximum number of reads of one connection, including those aside.
-        patience_seconds: how long a read may take while others wait.
-        most_aside: maximum number of slow reads that may continue.
-        most_waiting_of_one: maximum number of waiting reads of one connection.
+        most_of_one: maximum number of reads from one connection, including those aside.
+        patience_seconds: time that a read may take while others wait.
+        most_aside: maximum number of slow reads that may continue aside.
+        most_waiting_of_one: maximum number of waiting reads from one connection.
 
     Attributes:
-        running: number of running reads, without those aside.
-        patience_seconds: how long a read may take while others wait.
+        running: number of running reads, excluding those aside.
+        patience_seconds: time that a read may take while others wait.
     """
 
     def __init__(
@@ -214,7 +214,7 @@ class Lane:
         self._most_waiting_of_one = most_waiting_of_one
         self._by_connection: dict[str, int] = {}  # number of turns, including those aside
         self._waiting: dict[str, deque[asyncio.Future[Turn]]] = {}
-        self._steps: dict[Turn, None] = {}  # turns that run a step and are not aside, the oldest step first
+        self._steps: dict[Turn, None] = {}  # turns that run a step and are not aside, oldest step first
         self._aside: dict[Turn, None] = {}
         self._patrol: asyncio.TimerHandle | None = None
         self.running = 0
@@ -224,7 +224,7 @@ class Lane:
         """Wait for a turn; the caller must leave it.
 
         Raises:
-            LimitExceededError: too many reads of the connection are waiting already.
+            LimitExceededError: too many reads from the connection are already waiting.
         """
         if not self._waiting and self._has_place(connection):
             return self._start(connection)
@@ -234,8 +234,8 @@ class Lane:
                 "open_calls",
                 len(queue) + 1,
                 self._most_waiting_of_one,
-                f"{len(queue)} such calls of this connection wait to be read; expected at most "
-                f"{self._most_waiting_of_one}. Make fewer at once",
+                f"{len(queue)} such calls on this connection are waiting to be read; expected at most "
+                f"{self._most_waiting_of_one}. Make fewer calls at once",
             )
         place: asyncio.Future[Turn] = asyncio.get_running_loop().create_future()
         queue.append(place)
@@ -253,7 +253,7 @@ class Lane:
             raise
 
     def leave(self, turn: Turn) -> None:
-        """End a turn and let others start."""
+        """End a turn so that others can start."""
         if turn.is_aside:
             self._aside.pop(turn, None)
         else:
@@ -303,7 +303,7 @@ class Lane:
             self._patrol = loop.call_at(max(next(iter(self._steps)).due_at, loop.time()), self._part_with_slow)
 
     def _part_with_slow(self) -> None:
-        """Move slow reads aside; end one of them if too many are aside, or end them all if none may be."""
+        """Move slow reads aside, and end one if too many are aside; if none may be aside, end all slow reads."""
         self._patrol = None
         now = asyncio.get_running_loop().time()
         for turn in list(self._steps) if self._waiting else ():
@@ -325,13 +325,13 @@ class Lane:
 
 
 class Inbox:
-    """Limits the requests of all calls of a server.
+    """Limits the requests of all calls to a server.
 
     Attributes:
-        open_calls: requests of methods that need no token.
-        requests: requests of other methods, and the first message of each stream.
-        frames: later messages of streams, each until the next one is read.
-        large: requests that come in parts, each until its call ends or `waiting_bytes` counts it.
+        open_calls: lane for requests of methods that need no token.
+        requests: lane for requests of other methods, and for the first message of each stream.
+        frames: lane for later messages of streams, each until the next one is read.
+        large: lane for requests sent in parts, each until its call ends or `waiting_bytes` counts it.
         waiting_bytes: size of the requests of calls that may wait for samples or capacity.
     """
 
@@ -343,7 +343,7 @@ class Inbox:
         self.waiting_bytes = 0
 
     def reads(self, method: Method, behavior: Behavior, deserialize: Callable[[bytes], Any] | None) -> Behavior:
-        """Return a handler of raw messages that passes a `Requests` on to `behavior`."""
+        """Return a handler of raw messages that passes a `Requests` to `behavior`."""
 
         async def call(_messages: Any, context: Context) -> Any:
             requests = Requests(self, method, context, deserialize)
@@ -359,7 +359,7 @@ class Requests:
     """The requests of one call, read on demand.
 
     Attributes:
-        first: the first request; None until it has been read.
+        first: the first request, or None until it has been read.
     """
 
     __slots__ = (
@@ -391,7 +391,7 @@ class Requests:
             if message is None:
                 raise StopAsyncIteration
             return message
-        # The previous frame has been processed: its turn ends only now, not when it arrived.
+        # The turn of the previous frame ends only now that the frame has been processed, not when it arrived.
         self._leave_frame()
         if needs_no_turn.get():
             data = await self._context.read()
@@ -421,14 +421,14 @@ class Requests:
         return message
 
     def close(self) -> None:
-        """End its turns, and stop counting its bytes."""
+        """End the call's turns and stop counting its bytes."""
         self._leave_frame()
         self._leave_large()
         if self._held_bytes:
             self._release()
 
     async def _read_first(self) -> Any:
-        """Read the first message; a thread decodes it if it is large, and joins it if it comes in parts."""
+        """Read the first message; a thread decodes it if it is large, and joins it if it was sent in parts."""
         lane = self._inbox.open_calls if self._method.is_open else self._inbox.requests
         data = await self._message(lane)
         if data is _EOF:
@@ -436,7 +436,7 @@ class Requests:
         if self._method.is_open and len(data) > MAX_OPEN_REQUEST_BYTES:
             raise _too_large(len(data), MAX_OPEN_REQUEST_BYTES, "Name one service")
         if len(data) == PART_BYTES:
-            self._hold(PART_BYTES)  # while it waits for its turn
+            self._hold(PART_BYTES)  # while the request waits for its turn
             self._large = await self._inbox.large.enter(self._connection)
             data = await self._large.run(self._joined(data, lane))
             self._release()
@@ -476,7 +476,7 @@ class Requests:
             turn.leave()
 
     def _hold(self, size: int) -> None:
-        """Count a request in `waiting_bytes`; if it does not fit, it keeps its turn in `large`."""
+        """Count a request in `waiting_bytes`; a request that does not fit keeps its turn in `large`."""
         inbox = self._inbox
         total = inbox.waiting_bytes + size
         if total <= MAX_WAITING_BYTES:
@@ -488,8 +488,8 @@ class Requests:
                 WAITING_BYTES,
                 total,
                 MAX_WAITING_BYTES,
-                f"the requests of calls that may wait take {total} bytes; expected at most {MAX_WAITING_BYTES}. Try "
-                "again later, with fewer such calls at once",
+                f"the requests of calls that may wait use {total} bytes; expected at most {MAX_WAITING_BYTES}. Retry "
+                "later, with fewer such calls at once",
             )
 
     def _release(self) -> None:
@@ -522,26 +522,26 @@ class Progress:
     """A timer that runs while waiting for the other side of a stream, and restarts whenever enough bytes have moved.
 
     Args:
-        seconds: how long it may take to move `LEAST_PROGRESS_BYTES`.
-        what: beginning of the error text, such as "the next part did not come".
+        seconds: maximum time to transfer `LEAST_PROGRESS_BYTES`.
+        what: beginning of the error text, such as "the next part did not arrive".
     """
 
     def __init__(self, seconds: float, what: str) -> None:
         self._seconds = seconds
         self._left_seconds = seconds
-        self._counted_from = 0.0  # since when the current step uses up `_left_seconds`
+        self._counted_from = 0.0  # time from which the current step uses up `_left_seconds`
         self._moved_bytes = 0
         self._what = what
         self._total_bytes = 0
         self._waited_seconds = 0.0
-        self._step: tuple[asyncio.Timeout, float] | None = None  # the current step, and when it began
-        self._least_rate: float | None = None  # set when the stream was ended for being slower
+        self._step: tuple[asyncio.Timeout, float] | None = None  # the current step, and its start time
+        self._least_rate: float | None = None  # set if the stream was ended for being slower
 
     async def wait_for(self, step: Awaitable[Part]) -> Part:
         """Await a step of the stream and return its result.
 
         Raises:
-            DeadlineError: the time is over, or the stream is too slow while others need the bytes that it holds.
+            DeadlineError: the time is over, or the stream is too slow while others need the capacity that it uses.
         """
         began_at = self._counted_from = time.monotonic()
         try:
@@ -557,7 +557,7 @@ class Progress:
             self._waited_seconds += now - began_at
 
     def moved(self, size_bytes: int) -> None:
-        """Count bytes, including those of the current step."""
+        """Count transferred bytes, including those of the current step."""
         self._total_bytes += size_bytes
         self._moved_bytes += size_bytes
         if self._moved_bytes >= LEAST_PROGRESS_BYTES:
@@ -580,13 +580,12 @@ class Progress:
     def _error(self) -> DeadlineError:
         if self._least_rate is None:
             return DeadlineError(
-                f"{self._what} within {self._seconds:g} s (stall_seconds); the call was ended to release the memory "
-                "that it holds",
+                f"{self._what} within {self._seconds:g} s (stall_seconds), so the call was ended to release its memory",
                 metadata={"limit_name": "stall_seconds", "limit": f"{self._seconds:g}"},
             )
         least = f"{self._least_rate:.0f}"
         return DeadlineError(
-            f"{self._total_bytes} bytes moved in {self._waited_seconds:.1f} s while other puts wait for capacity; "
+            f"{self._total_bytes} bytes moved in {self._waited_seconds:.1f} s while other puts waited for capacity; "
             f"expected {least} per second after {GRACE_SECONDS:g} s (min_stream_rate_bytes, shared by all streams). "
             "Use a faster connection, or lower the setting.",
             metadata={"limit_name": "min_stream_rate_bytes", "got": str(self._total_bytes), "limit": least},
@@ -594,13 +593,13 @@ class Progress:
 
 
 class LeastRate:
-    """The minimum rate of all streams of a storage service together, while puts wait for capacity.
+    """The minimum total rate of a storage service's streams while puts wait for capacity.
 
-    A stream holds the bytes that it sends or fills, so a slow stream delays the waiting puts. Each of n streams must
-    keep 1/n of the rate, since streams may share a network. Confined to one event loop.
+    A stream occupies the memory that it reads or fills, so a slow stream delays the waiting puts. Each of n streams
+    must achieve 1/n of the rate, since streams may share a network. Confined to one event loop.
 
     Args:
-        bytes_per_second: minimum rate of all streams together; 0: none.
+        bytes_per_second: minimum rate of all streams together; 0 for no minimum.
     """
 
     def __init__(self, bytes_per_second: int) -> None:
@@ -617,21 +616,21 @@ class LeastRate:
             self._streams.discard(progress)
 
     def enforce(self) -> None:
-        """End the streams that are too slow; call this about every second while puts wait."""
+        """End the streams that are too slow; must be called about every second while puts wait."""
         for progress in self._streams:
             progress.end_if_slower(self._bytes_per_second / len(self._streams))
 
 
-class received(AsyncIterator[Part]):  # noqa: N801  (reads as a function does)
-    """Iterates over the messages of a stream as they come. Unlike a suspended generator, it keeps no message alive.
+class received(AsyncIterator[Part]):  # noqa: N801  (used like a function)
+    """Iterates over a stream's messages as they arrive. Unlike a suspended generator, it keeps no message alive.
 
     Args:
         parts: the stream.
-        progress: measures the time spent waiting for messages.
-        size: returns the bytes of a message.
+        progress: limits the time spent waiting for messages.
+        size: returns the number of bytes of a message.
 
     Raises:
-        DeadlineError: messages come too slowly.
+        DeadlineError: messages arrive too slowly.
     """
 
     def __init__(self, parts: AsyncIterator[Part], progress: Progress, size: Callable[[Part], int]) -> None:

@@ -1,10 +1,10 @@
 """The table of methods, and the interface between calls and their middleware.
 
 The protos describe each method in its option `rule` (protos/tq_service/v1/method_rule.proto), which this module reads
-from the descriptors. The rules of the standard services, whose protos are not ours, are defined here.
+from the descriptors. This module itself defines the rules of the standard services, whose protos are not ours.
 
-A handler is one coroutine for every shape of method. It takes the request, or an iterator of requests, and the context.
-It returns the answer, or writes each answer of a stream to the context.
+A handler is a single coroutine for every shape of method. A handler takes the request, or an iterator of requests, and
+the context. It returns the answer, or writes each answer of a stream to the context.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tq_service.v1 import controller_service_pb2, method_rule_pb2, storage_servi
 from tq_service.v1.method_rule_pb2 import PARTITIONS_ALL, PARTITIONS_UNSPECIFIED, MethodRule
 from tq_service.wire.connection import ROLES, Role
 
-if TYPE_CHECKING:  # the rules are read without the server's packages, too
+if TYPE_CHECKING:  # the rules are also read without the server's packages
     from tq_service.server.credential_files import Token
 
 Read: TypeAlias = Callable[[Any], Sequence[Any]]
@@ -36,10 +36,10 @@ Behavior: TypeAlias = Callable[[Any, Context], Awaitable[Any]]
 shown_partitions: Final[ContextVar[Callable[[str], bool]]] = ContextVar(
     "shown_partitions", default=lambda _partition_id: True
 )
-"""Returns whether the caller may know that a partition exists; methods that list partitions omit the others."""
+"""Returns whether the caller may see a partition; methods that list partitions omit the others."""
 
 token_name: Final[ContextVar[str]] = ContextVar("token_name", default="")
-"""The name of the token of a call, "" without one."""
+"""The name of a call's token; "" if it has none."""
 
 
 def _nothing(_request: Any) -> Sequence[Any]:
@@ -48,22 +48,22 @@ def _nothing(_request: Any) -> Sequence[Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """A method of a service.
+    """A method of a gRPC service, with the rules that middleware applies to its calls.
 
     Attributes:
-        name: its full name, such as "/tq_service.v1.ControllerService/Insert".
-        roles: one of these is needed, or admin; if empty, nobody may call it.
-        is_open: whether everybody may call it without a token (probes).
-        has_request_stream: whether its requests are a stream.
-        has_response_stream: whether its answers are a stream.
+        name: full name, such as "/tq_service.v1.ControllerService/Insert".
+        roles: roles of which the caller needs one, or else admin; if empty, no one may call the method.
+        is_open: whether anyone may call the method without a token (probes).
+        has_request_stream: whether the method's requests are a stream.
+        has_response_stream: whether the method's answers are a stream.
         partitions: returns the partition names in a request, or in the first message of a stream of requests.
-        put_ids: returns the puts named there; their partitions count as named. None: its requests do not name puts.
-        concerns_all: whether a call concerns all partitions and so needs a token for all.
-        is_audited: whether the audit log has a line for each allowed call.
-        waits: whether it may wait for samples or capacity.
-        fills_disk: whether it is refused while the disk is nearly full.
-        is_answer_durable: whether its answers contain only state that is already durable.
-        is_batched: whether it may be a call of a CallMany.
+        put_ids: returns the puts named there, whose partitions count as named; None if requests do not name puts.
+        concerns_all: whether calls concern all partitions and so require a token for all partitions.
+        is_audited: whether each allowed call is written to the audit log.
+        waits: whether calls may wait for samples or capacity.
+        fills_disk: whether calls are refused while the disk is nearly full.
+        is_answer_durable: whether answers contain only state that is already durable.
+        is_batched: whether the method may be called within a CallMany.
     """
 
     name: str
@@ -82,31 +82,31 @@ class Method:
 
     @property
     def short_name(self) -> str:
-        """Its name without the service."""
+        """Name of the method without the service."""
         return self.name.rpartition("/")[2]
 
     @property
     def is_internal(self) -> bool:
-        """Whether only services may call it, with tokens or without."""
+        """Whether only services may call the method, whether or not tokens are required."""
         return self.roles == {"service"}
 
     @property
     def allowed_roles(self) -> frozenset[Role]:
-        """Roles that may call it."""
+        """Roles that may call the method."""
         return self.roles | {"admin"} if self.roles and not self.is_internal else self.roles
 
 
 def method_of(described: MethodDescriptor) -> Method:
-    """Return a method as its proto describes it; nobody may call a method with an incomplete rule.
+    """Return a method as described by its proto; no one may call a method whose rule is incomplete.
 
     Raises:
-        ValueError: the rule names a role that tokens cannot have, or a field that the request does not have.
+        ValueError: the rule names a role that tokens cannot have, or a field that the request lacks.
     """
     options: Any = described.GetOptions()
     rule: MethodRule = options.Extensions[method_rule_pb2.rule]
     roles: Any = [method_rule_pb2.Role.Name(role).removeprefix("ROLE_").lower() for role in rule.roles]
     if unknown := set(roles) - set(ROLES):
-        raise ValueError(f"the protos name the roles {unknown}, which tokens cannot have; expected roles of {ROLES}")
+        raise ValueError(f"the protos name the roles {unknown}, which tokens cannot have; expected some of {ROLES}")
     is_complete = bool(rule.partitions != PARTITIONS_UNSPECIFIED or rule.partition_fields or rule.put_ids_field)
     names = [_reader(path, described.input_type, FieldDescriptor.TYPE_STRING) for path in rule.partition_fields]
     put_ids = None
@@ -121,7 +121,7 @@ def method_of(described: MethodDescriptor) -> Method:
                 found.append(value)
             else:
                 found += value or ()
-        # A request without any name counts as naming "", which no restricted token covers. Some names may be empty.
+        # A request without names counts as naming "", which no restricted token covers. Some names may be empty.
         return list(filter(None, found)) or [""]
 
     return Method(
@@ -141,12 +141,12 @@ def method_of(described: MethodDescriptor) -> Method:
 
 
 def _reader(path: str, message: Descriptor, kind: int) -> Callable[[Any], Any]:
-    """Return a function that reads the value at a path of a message.
+    """Return a function that reads the value at a path in a message.
 
-    It returns None if a message on the path is absent, or if it gets a message of another type. The path may go through
-    a repeated message; the value is then the list of the values of all its elements.
+    The function returns None if a message on the path is absent, or if it receives a message of another type. If the
+    path passes through a repeated message, the value is a list with the values of all elements.
 
-    The decoder of a stream may return a part of a message instead of the message, as those of wire/columns.py do. The
+    A stream's decoder may return a part of a message instead of the message, as the decoders in wire/columns.py do. The
     value is then read from that part.
 
     Raises:
@@ -183,7 +183,7 @@ def _reader(path: str, message: Descriptor, kind: int) -> Callable[[Any], Any]:
 
 
 def _values(message: Any, parents: Sequence[str], last: str) -> Iterator[Any]:
-    """Yield the values of a field of all messages at a path; messages on the path may be repeated or absent."""
+    """Yield the values of a field in all messages at a path; messages on the path may be repeated or absent."""
     if not parents:
         yield getattr(message, last)
         return
@@ -224,15 +224,15 @@ METHODS: Final[Mapping[str, Method]] = MappingProxyType(
         for method in map(method_of, service.methods)
     }
 )
-"""All methods that a process of the service may have, by their full names."""
+"""All methods that a process of the service may serve, by full name."""
 
 
 class Refusal(NamedTuple):
     """The reason for refusing calls.
 
     Attributes:
-        make_error: returns the error for one call.
-        reason: for the audit log; "" if the refusal is not audited.
+        make_error: returns the error for a refused call.
+        reason: the reason shown in the audit log; "" if the refusal is not audited.
     """
 
     make_error: Callable[[], TqError]
@@ -241,13 +241,13 @@ class Refusal(NamedTuple):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Caller:
-    """The caller as identified by metadata: one object is shared by all calls with equal credentials.
+    """A caller as identified by metadata; all calls with equal credentials share one object.
 
     Attributes:
-        name: name of its token, "" if unknown.
-        token: its permissions; None: everything that is not internal.
-        refusal: why all its calls are refused before any request is read; None: they are not.
-        handlers: handlers of its calls by method, made on first use and dropped with the caller.
+        name: name of the caller's token; "" if unknown.
+        token: the caller's permissions; None if it may make all calls that are not internal.
+        refusal: the refusal of all the caller's calls before any request is read, or None if they are not refused.
+        handlers: handlers of the caller's calls by method, created on first use and dropped with the caller.
     """
 
     name: str = ""
@@ -257,20 +257,20 @@ class Caller:
 
 
 class Middleware:
-    """One concern of all calls. Overriding a method is optional. Confined to one event loop."""
+    """One concern that applies to all calls. Overriding a method is optional. Confined to one event loop."""
 
     def admit(self, method: Method, details: grpc.HandlerCallDetails) -> Caller | None:
-        """Return the caller by the metadata of a call, before its request is read; None: leave it to other middleware.
+        """Return the caller that a call's metadata identifies, or None to leave the decision to other middleware.
 
-        Runs for each call. A refused call passes only this middleware and those outside it; there its request is an
-        iterator that must not be read.
+        Runs for each call, before the request is read. A refused call passes through only this middleware and those
+        outside it, where its request is an iterator that must not be read.
         """
         return None
 
     def wrap(self, method: Method, caller: Caller, behavior: Behavior) -> Behavior:
-        """Return the handler for the calls of a method by a caller; `behavior` is the next handler inward.
+        """Return the handler for a caller's calls of a method; `behavior` is the next handler inward.
 
-        Runs once per method and caller, so a concern that does not apply to a method costs its calls nothing.
+        Runs once per method and caller, so a concern that does not apply to a method adds no cost to its calls.
         """
         return behavior
 
@@ -280,10 +280,10 @@ class EndableCalls:
 
     def __init__(self) -> None:
         self._owners: dict[asyncio.Task[Any], Any] = {}
-        self._errors: dict[asyncio.Task[Any], TqError] = {}  # of ended calls
+        self._errors: dict[asyncio.Task[Any], TqError] = {}  # errors of ended calls
 
     def end(self, error_of: Callable[[Any], TqError | None]) -> None:
-        """End calls; their changes may persist, as when an answer is lost.
+        """End calls; as when an answer is lost, their changes may still take effect.
 
         Args:
             error_of: returns the error for the calls of an owner, or None to let them continue.
@@ -304,7 +304,7 @@ class EndableCalls:
         try:
             return await call
         except asyncio.CancelledError:
-            if task not in self._errors or task.uncancel():  # by the caller, which has left
+            if task not in self._errors or task.uncancel():  # cancelled by the caller
                 raise
             raise self._errors[task] from None
         finally:

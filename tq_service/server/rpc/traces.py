@@ -1,4 +1,4 @@
-"""A span of OpenTelemetry for each call, below the span of the client that made it. Needs the extra `traces`."""
+"""An OpenTelemetry span for each call, as a child of the calling client's span. Needs the extra `traces`."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _FAULTS: Final = {"Unknown", "DeadlineExceeded", "Unimplemented", "Internal", "U
 
 
 class CallSpans(Middleware):
-    """Makes spans. The tracer provider configured by the surrounding program exports them."""
+    """Creates spans, which the tracer provider configured by the embedding program exports."""
 
     def __init__(self) -> None:
         self._tracer = trace.get_tracer("tq_service", BUILD)
         self._fields = frozenset(propagate.get_global_textmap().fields)
 
     def wrap(self, method: Method, caller: Caller, behavior: Behavior) -> Behavior:
-        """Return a handler that makes a span of each call, except for probes."""
+        """Return a handler that creates a span for each call, except for probes."""
         if method.is_open:
             return behavior
         service, _, name = method.name.lstrip("/").rpartition("/")
@@ -36,7 +36,7 @@ class CallSpans(Middleware):
                 context=propagate.extract(carrier),
                 kind=trace.SpanKind.SERVER,
                 attributes=attributes,
-                record_exception=False,  # its text may name partitions; the code is enough
+                record_exception=False,  # its text may name partitions, and the code is sufficient
                 set_status_on_exception=False,
             ) as span:
                 clock = wait_clock.get()

@@ -1,14 +1,14 @@
-// The live page: takes frames from the stream "events", each the whole state, and changes what differs on the screen.
-// Names of partitions, tasks and fields are users' data: they are written as text, never as markup.
+// The live page: receives frames from the stream "events", each with the complete state, and updates the screen.
+// Names of partitions, tasks and fields are user data, so they are written as text, never as markup.
 "use strict";
 
 const LONG_WAIT_SECONDS = 10;
-const LASTING_INTERVALS = 2.4; // of frames: a wait of so many is shown apart
+const LASTING_INTERVALS = 2.4; // a wait that lasts this many frames is listed under "Waiting"
 const MOST_BARS = 96;
-const CURVE_POINTS = 90; // of the totals, three minutes
-const ROW_POINTS = 30; // of partitions and tasks, one minute
+const CURVE_POINTS = 90; // three minutes, for totals
+const ROW_POINTS = 30; // one minute, for partitions and tasks
 
-// ---- Numbers as people read them ----
+// ---- Formatting of numbers ----
 
 const whole = new Intl.NumberFormat("en-US", { maximumFractionDigits: 0 });
 const short = new Intl.NumberFormat("en-US", { notation: "compact", maximumSignificantDigits: 3 });
@@ -83,8 +83,8 @@ const show = (node, isShown) => {
 
 const shownOf = new WeakMap();
 
-// Makes the children of a node those of the items, by key: what stays is neither made again nor moved, so that focus,
-// selection and scrolling stay. Items of one key differ by their order.
+// Updates the children of a node to match the items, by key. Children that remain are neither recreated nor moved, which
+// preserves focus, selection and scrolling. Items with the same key are told apart by their order.
 function list(parent, items, keyOf, create, update) {
   if (!shownOf.has(parent)) shownOf.set(parent, new Map());
   const known = shownOf.get(parent);
@@ -123,7 +123,7 @@ function makeSpark(width = CURVE_POINTS) {
   return svg;
 }
 
-// The newest point is at the right. A curve has a gap where the service was away; one of zeros alone is not drawn.
+// The newest point is on the right. A curve has a gap while the service was away; a curve of zeros is not drawn.
 function updateSpark(svg, allPoints, width = CURVE_POINTS) {
   const points = allPoints.slice(-width);
   const most = Math.max(...points, 0);
@@ -167,7 +167,7 @@ function makeTokens() {
   return draw("svg", { class: "chart", viewBox: "0 0 100 40", preserveAspectRatio: "none", role: "img" });
 }
 
-// One group of bars a batch, one bar a rank; as many of the last batches as there is space for.
+// Draws one group of bars per batch and one bar per rank, for as many of the last batches as fit.
 function updateTokens(svg, batches) {
   const known = batches.filter((batch) => batch.tokens_per_rank.length > 0);
   const ranks = known.length ? known[known.length - 1].tokens_per_rank.length : 1;
@@ -206,7 +206,7 @@ function updateTokens(svg, batches) {
 
 const view = { frame: null, receivedAt: 0, isLost: false, lostAt: 0, opened: new Set(), filter: "", run: "", eventAt: new Map() };
 
-const STATES = { serving: "serving", away: "away", refused: "refused", connecting: "connecting", lost: "page server away" };
+const STATES = { serving: "serving", away: "unreachable", refused: "refused", connecting: "connecting", lost: "page server unreachable" };
 
 function renderFacts(frame) {
   const service = frame.status?.service;
@@ -239,12 +239,12 @@ function renderBanner() {
   let text = "";
   if (isLost) {
     state = "lost";
-    title = "The page's own server does not answer";
-    text = `since ${clock(lostAt)}. Is tq-service ui still running? The page connects again by itself.`;
+    title = "The page server does not respond";
+    text = `since ${clock(lostAt)}. Is tq-service ui still running? The page reconnects automatically.`;
   } else if (frame && frame.away_seconds !== null) {
     const since = receivedAt - frame.away_seconds * 1000;
-    const seen = frame.seen_seconds === null ? "It has not answered yet." : "Below is the last state it was seen in.";
-    title = frame.state === "refused" ? `The service at ${frame.address} refuses this page` : `The service at ${frame.address} is away`;
+    const seen = frame.seen_seconds === null ? "It has not responded yet." : "The page shows its last known state.";
+    title = frame.state === "refused" ? `The service at ${frame.address} rejects this page` : `The service at ${frame.address} is unreachable`;
     text = `since ${clock(since)}, for ${span(Math.max(0, (now - since) / 1000))}: ${frame.problem}. ${seen}`;
   }
   mark(document.body, "data-state", state);
@@ -256,7 +256,7 @@ function renderBanner() {
   const name = frame ? frame.address : "";
   const heading = state === "serving" ? `${name} · tq-service` : `${STATES[state] ?? state} · ${name} · tq-service`;
   if (document.title !== heading) document.title = heading;
-  write(byId("updated"), frame ? `last update ${clock(receivedAt)}, one every ${frame.interval_seconds} s` : "waiting for the first state");
+  write(byId("updated"), frame ? `last update ${clock(receivedAt)}, one every ${frame.interval_seconds} s` : "waiting for the first update");
 }
 
 // ---- Totals ----
@@ -272,7 +272,7 @@ function tiles(status) {
     { key: "delivered", title: "Delivered", value: perSecond(totals.delivered_per_second), unit: "samples/s", note: "to all tasks", curve: totals.curves.delivered },
     { key: "present", title: "Samples", value: compact(totals.present_count), unit: "", note: `${count(totals.held_count)} held, ${count(totals.failed_count)} failed`, tone: "", curve: totals.curves.present },
     { key: "storage", title: "Storage", value: amount, unit: totals.max_bytes ? `${unit} of ${bytes(totals.max_bytes)}` : unit, note: used === null ? "no quota" : `${percent(used)} of the quota`, tone: used >= 0.97 ? "is-bad" : used >= 0.85 ? "is-warn" : "", curve: totals.curves.used },
-    { key: "waiting", title: "Waiting", value: compact(totals.waiting_claim_count), unit: totals.waiting_claim_count === 1 ? "claim" : "claims", note: longest >= 1 ? `longest seen for ${span(longest)}` : "none for long", tone: longest >= LONG_WAIT_SECONDS ? "is-warn" : "", foot: counted(totals.waiting_put_count, "put waits", "puts wait") + " for capacity" },
+    { key: "waiting", title: "Waiting", value: compact(totals.waiting_claim_count), unit: totals.waiting_claim_count === 1 ? "claim" : "claims", note: longest >= 1 ? `longest for ${span(longest)}` : "none for long", tone: longest >= LONG_WAIT_SECONDS ? "is-warn" : "", foot: counted(totals.waiting_put_count, "put waits", "puts wait") + " for capacity" },
     { key: "leased", title: "Leased", value: compact(totals.leased_count), unit: totals.leased_count === 1 ? "sample" : "samples", note: `${count(totals.redelivered_count)} redelivered`, foot: `${count(totals.dead_lettered_count)} dead-lettered`, footTone: totals.dead_lettered_count ? "is-bad" : "" },
   ];
 }
@@ -297,12 +297,12 @@ function updateTile(node, tile) {
   }
 }
 
-// ---- What waits ----
+// ---- Waits ----
 
 const waitKey = (wait) => JSON.stringify([wait.partition_id, wait.task_name, wait.code, wait.data_fields]);
 
 function renderWaits(status, interval) {
-  // A wait that is soon over is how a queue works; here it would only move what stands below.
+  // Short waits are normal in a queue; listing them would only make the page below jump.
   const lasting = status.waits.filter((wait) => wait.seconds >= interval * LASTING_INTERVALS);
   list(
     byId("waits"),
@@ -321,7 +321,7 @@ function renderWaits(status, interval) {
       write(where.children[1], wait.code.toLowerCase().replaceAll("_", " "));
       where.children[1].className = `chip ${isLong ? (wait.code === "FIELD_NEVER_PUT" ? "bad" : "warn") : ""}`;
       write(where.children[2], counted(wait.waiting_count, "call", "calls"));
-      const put = wait.put_waits_for ? `; a put waits: ${wait.put_waits_for}` : "";
+      const put = wait.put_waits_for ? `; a put is waiting: ${wait.put_waits_for}` : "";
       write(text, wait.text + put);
     },
   );
@@ -335,7 +335,7 @@ function renderWaits(status, interval) {
 const nameOf = (partition) => partition.summary.partition_id;
 const byName = new Intl.Collator("en", { numeric: true });
 
-// By name; of the partitions that have all but their step in common, the newest first.
+// Sorts by name; partitions whose names differ only in the step are sorted newest first.
 function inOrder(one, other) {
   const [group, otherGroup] = [nameOf(one).split("@", 1)[0], nameOf(other).split("@", 1)[0]];
   return byName.compare(group, otherGroup) || byName.compare(nameOf(other), nameOf(one)) || (nameOf(one) < nameOf(other) ? 1 : -1);
@@ -451,17 +451,17 @@ function updateTask(row, task, total, waits) {
   row.classList.toggle("complete", task.complete);
 }
 
-// What a task waits for in the few words that a row has space for; the sentence is in "Waiting" and in the details.
+// Summarizes the reason of a wait in the few words that fit in a row; "Waiting" and the details show the full sentence.
 function inShort(wait) {
-  if (wait.code === "FIELD_NEVER_PUT") return wait.data_fields.length === 1 ? `field ${wait.data_fields[0]}, which was never put` : "a field that was never put";
+  if (wait.code === "FIELD_NEVER_PUT") return wait.data_fields.length === 1 ? `field ${wait.data_fields[0]}, which was never put` : "fields that were never put";
   if (wait.code === "NO_SAMPLES") return "the first samples";
-  if (wait.code === "ALL_CONSUMED") return "new samples: all are consumed";
+  if (wait.code === "ALL_CONSUMED") return "new samples (all are consumed)";
   const unit = wait.counts_groups ? " groups" : "";
   const lacks = wait.not_ready.map(({ kind, name, sample_count: samples }) => {
     if (kind === "field") return `${count(samples)} lack ${name}`;
-    if (kind === "where") return `${count(samples)} not where ${name}`;
+    if (kind === "where") return `${count(samples)} not matching ${name}`;
     if (kind === "length") return `${count(samples)} without length`;
-    return kind === "group" ? `${count(samples)} in groups not whole` : `${count(samples)} ${kind}`;
+    return kind === "group" ? `${count(samples)} in incomplete groups` : `${count(samples)} ${kind}`;
   });
   if (wait.code === "SAMPLER_WAITS") return `its sampler, ${count(wait.ready_count)}${unit} ready`;
   return [`${count(wait.ready_count)} of ${count(wait.needed_count)}${unit} ready`, ...lacks].join(", ");
@@ -481,13 +481,13 @@ function doing(task) {
 
 const version = (value) => (Number.isInteger(value) ? count(value) : String(value));
 
-// How far the newest version is above the oldest that a task has left.
+// Returns the difference between the newest version and the oldest version left for a task, as text.
 const ahead = (versions) => (versions === null ? "" : versions ? `producers ${version(versions)} ahead` : "producers not ahead");
 
 function leasesOf(task) {
   const hidden = task.leasing_claim_count - task.leases.length;
   const shown = task.leases.map((lease) => `${lease.claim_name || lease.claim_id}: ${count(lease.leased_count)} for ${count(lease.delivered_ago_seconds)} s, ${count(lease.ends_in_seconds)} s left`);
-  return [...shown, ...(hidden ? [`${counted(hidden, "claim", "claims")} more`] : [])].join(" · ");
+  return [...shown, ...(hidden ? [counted(hidden, "more claim", "more claims")] : [])].join(" · ");
 }
 
 function makeDetails() {
@@ -581,7 +581,7 @@ function renderPartitions(status) {
   write(byId("partitions-count"), shown.length === total ? count(total) : `${count(shown.length)} of ${count(total)}`);
   show(byId("partitions-none"), shown.length === 0 && total > 0);
   const hidden = status.hidden_partition_count;
-  write(byId("partitions-more"), hidden ? `${counted(hidden, "partition that has", "partitions that have")} not changed lately ${hidden === 1 ? "is" : "are"} left out; --prefix shows fewer.` : "");
+  write(byId("partitions-more"), hidden ? `${counted(hidden, "partition that has", "partitions that have")} not changed recently ${hidden === 1 ? "is" : "are"} hidden; use --prefix to select partitions.` : "");
   show(byId("partitions-more"), hidden > 0);
 }
 
@@ -632,7 +632,7 @@ function renderSteps(status) {
 }
 
 function renderLimits(status) {
-  const open = [...status.partitions].filter((partition) => !partition.summary.sealed).sort(inOrder); // the others get no samples
+  const open = [...status.partitions].filter((partition) => !partition.summary.sealed).sort(inOrder); // sealed partitions receive no samples
   const limits = open.flatMap((partition) =>
     partition.admissions.map((admission) => {
       const task = partition.tasks.find((each) => each.task_name === admission.task_name);
@@ -664,9 +664,9 @@ function renderLimits(status) {
 function mirrorFacts(mirror) {
   const answers = mirror.is_reachable === null ? "not asked yet" : mirror.is_reachable ? "answers" : "does not answer";
   const facts = [`mirror ${mirror.url} ${answers}`, `${bytes(mirror.unmirrored_bytes)} unmirrored`];
-  if (mirror.short_put_count) facts.push(`${counted(mirror.short_put_count, "put", "puts")} with few copies`);
+  if (mirror.short_put_count) facts.push(`${counted(mirror.short_put_count, "put", "puts")} with fewer copies than requested`);
   if (mirror.unfetched_put_count) facts.push(`${counted(mirror.unfetched_put_count, "put", "puts")} not fetched yet`);
-  if (mirror.spilled_bytes) facts.push(`${bytes(mirror.spilled_bytes)} there alone`);
+  if (mirror.spilled_bytes) facts.push(`${bytes(mirror.spilled_bytes)} only in the mirror`);
   return facts.join(" · ");
 }
 
@@ -679,18 +679,18 @@ function renderStorages(status) {
   list(
     byId("storages"),
     status.storages,
-    (storage) => JSON.stringify([storage.storage_id, storage.is_adopted]), // what was taken over keeps its name
+    (storage) => JSON.stringify([storage.storage_id, storage.is_adopted]), // puts that were taken over keep the old name
     () => make("li", "", make("p", "pair", make("span"), make("span")), makeBar(["used"], "bar thin"), make("p", "soft"), make("p", "soft mirror")),
     (node, storage) => {
       const [pair, bar, note, mirror] = node.children;
       const share = storage.max_bytes ? storage.used_bytes / storage.max_bytes : 0;
       const used = storage.max_bytes ? `${bytes(storage.used_bytes)} of ${bytes(storage.max_bytes)}` : bytes(storage.used_bytes);
       write(pair.children[0], storage.storage_id);
-      write(pair.children[1], storage.is_adopted ? `taken over by ${storage.heir ?? "another one"}` : used);
+      write(pair.children[1], storage.is_adopted ? `taken over by ${storage.heir ?? "another service"}` : used);
       updateBar(bar, [share], 1);
       mark(bar.firstChild, "class", fill(share));
       mark(node, "class", storage.is_adopted ? "adopted" : null);
-      show(bar, !storage.is_adopted); // its bytes are those of the one that has taken it over
+      show(bar, !storage.is_adopted); // its successor counts these bytes
       const notes = [counted(storage.put_count, "put", "puts"), storage.address || "in the controller"];
       if (storage.heard_ago_seconds !== null) notes.push(`heard ${span(storage.heard_ago_seconds)} ago`);
       if (storage.is_silent) notes.push("silent");
@@ -732,7 +732,7 @@ function renderEmpty(frame) {
   show(byId("empty"), isEmpty);
   show(byId("partitions"), !isEmpty && frame.status !== null);
   if (!isEmpty) return;
-  write(byId("empty-title"), frame.prefix ? `No partition begins with “${frame.prefix}”` : "No partitions yet");
+  write(byId("empty-title"), frame.prefix ? `No partition name begins with “${frame.prefix}”` : "No partitions yet");
   const name = JSON.stringify(`${frame.prefix || "train"}${frame.prefix ? "0" : "@0"}`);
   write(
     byId("empty-code"),
@@ -764,8 +764,8 @@ function render() {
 
 let stream = null;
 
-// Only while the page is looked at: a browser opens six connections to a server, and would not load a seventh tab. What was
-// missed meanwhile is in the next frame.
+// Connects only while the page is visible: a browser opens at most six connections to a server, so a seventh tab would not
+// load. The next frame contains all changes missed while the page was hidden.
 function connect() {
   stream?.close();
   stream = null;
@@ -783,12 +783,12 @@ function connect() {
     if (!view.isLost) view.lostAt = Date.now();
     view.isLost = true;
     renderBanner();
-    // The browser tries again by itself, but not where the answer was an error.
+    // The browser reconnects automatically, but not after an error response.
     if (opened.readyState === EventSource.CLOSED) setTimeout(connect, 3000);
   });
 }
 
-// ---- What people do ----
+// ---- User input ----
 
 const THEMES = ["system", "light", "dark"];
 
@@ -805,7 +805,7 @@ byId("theme").addEventListener("click", () => {
   try {
     localStorage.setItem("tq-theme", next);
   } catch {
-    // No storage here: the choice lasts as long as the page.
+    // Local storage is unavailable, so the choice lasts only until the page is closed.
   }
 });
 

@@ -1,10 +1,10 @@
-// Runs before the first paint: the page must not flash in the theme that was not chosen.
+// Runs before the first paint, so that the page does not flash in the wrong theme.
 "use strict";
 (() => {
   try {
     const theme = localStorage.getItem("tq-theme");
     if (theme === "light" || theme === "dark") document.documentElement.dataset.theme = theme;
   } catch {
-    // No storage here: the theme is that of the system.
+    // Local storage is unavailable, so the page uses the system's theme.
   }
 })();
