@@ -69,7 +69,7 @@ def test_the_receipt_of_another_put_or_partition_is_refused(book):
     with pytest.raises(InvalidArgumentError, match="was not given by its storage service") as swapped:
         book.open(sealed(book, put_id=b"q" * 16), PUT_ID, "train")
     assert swapped.value.metadata["field"] == "receipt"
-    with pytest.raises(InvalidArgumentError, match="not put for partition 'other'") as elsewhere:
+    with pytest.raises(InvalidArgumentError, match="does not belong to partition 'other'") as elsewhere:
         book.open(sealed(book), PUT_ID, "other")
     assert elsewhere.value.metadata["field"] == "partition_id"
 
