@@ -232,7 +232,7 @@ def test_zeros_where_the_power_went_are_cut(tmp_path: Path, reboot: Callable[[],
         with written(killed).open("ab") as file:
             file.write(bytes(10_000))
         shutil.copytree(killed, tmp_path / f"{sync}-same")
-        with pytest.raises(JournalDamagedError, match="does not fit its checksum"):
+        with pytest.raises(JournalDamagedError, match="does not match its checksum"):
             read(tmp_path / f"{sync}-same")
     reboot()
     for sync in (False, True):
@@ -296,7 +296,9 @@ def test_a_damaged_record_is_named(tmp_path: Path) -> None:
     ends = frame_ends(tmp_path, RECORDS)
     path = written(tmp_path)
     flip(path, ends[4] + 100)
-    with pytest.raises(JournalDamagedError, match=rf"{path}, byte {ends[4]}, has a frame that does not fit") as caught:
+    with pytest.raises(
+        JournalDamagedError, match=rf"{path}, byte {ends[4]}, has a frame that does not match"
+    ) as caught:
         read(tmp_path)
     assert caught.value.metadata == {"file": path.name, "byte": str(ends[4]), "after_record": "5"}
     assert read(tmp_path, accept_loss=True) == RECORDS[:4]
@@ -336,7 +338,7 @@ def test_a_missing_segment_is_damage(tmp_path: Path) -> None:
         directory = tmp_path / f"without-{number}"
         copy(tmp_path / "journal", directory)
         segment_path(directory, number).unlink()
-        with pytest.raises(JournalDamagedError, match=r"next file begins|no snapshot has the|announces it"):
+        with pytest.raises(JournalDamagedError, match=r"next file begins|no snapshot contains the|announces it"):
             read(directory)
         assert read(directory, accept_loss=True) == [b"%d" % each for each in range(missing)]
         assert read(directory) == [b"%d" % each for each in range(missing)]
@@ -381,7 +383,7 @@ def test_a_missing_beginning_is_damage(tmp_path: Path) -> None:
     write(tmp_path, [b"0"])
     write(tmp_path, [b"1"])
     segment_path(tmp_path, 1).unlink()
-    with pytest.raises(JournalDamagedError, match="no snapshot has the earlier records"):
+    with pytest.raises(JournalDamagedError, match="no snapshot contains the earlier records"):
         read(tmp_path)
 
 

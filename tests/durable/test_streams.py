@@ -110,7 +110,7 @@ def test_the_record_of_a_put_comes_back_with_its_values(values: bytes) -> None:
 
 def test_what_became_of_a_put_that_is_not_known_was_written_by_a_newer_version() -> None:
     unknown = codec.encode(("PutMirrored", {"put_id": b"p" * 16}))
-    with pytest.raises(NewerVersionError, match=r"'PutMirrored'.*install that one"):
+    with pytest.raises(NewerVersionError, match=r"'PutMirrored'.*install that version"):
         decode_put(len(unknown).to_bytes(4, "little") + unknown)
 
 

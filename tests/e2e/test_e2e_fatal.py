@@ -53,7 +53,7 @@ def test_a_fault_ends_the_process_and_the_next_one_has_what_was_answered(server,
     ("flags", "reason"),
     [
         (("--tls-ca", "typo.pem"), "tls_ca cannot be used: typo.pem: No such file"),
-        (("--peer-token-file", "token"), "the token would go to controller.example:50051 in plaintext"),
+        (("--peer-token-file", "token"), "the token would be sent to controller.example:50051 in plaintext"),
     ],
 )
 def test_a_storage_service_that_could_never_register_does_not_start(tmp_path, flags, reason):

@@ -504,7 +504,7 @@ def test_leases_that_mean_nothing_are_refused(client: AnyClient, name: str) -> N
         ({"nanos": -1}, "lease is -1e-09"),
         ({"seconds": 86_400, "nanos": 1}, "at most 86400"),
         ({"seconds": 315_576_000_001}, "lease has 315576000001 seconds and 0 nanos"),
-        ({"seconds": 5, "nanos": -1}, "both of one sign"),
+        ({"seconds": 5, "nanos": -1}, "the same sign for both"),
         ({"seconds": 5, "nanos": 10**9}, "less than 1000000000 nanos"),
     ],
 )

@@ -304,7 +304,7 @@ def test_out_takes_parts_of_dense_rows(client: AnyClient) -> None:
 
 WRONG: Final[dict[str, tuple[Any, str]]] = {
     "not fetched": ({"y": (0, 1)}, "'y', which is not fetched; expected some of"),
-    "objects": ({"o": (0, 1)}, "objects have no parts"),
+    "objects": ({"o": (0, 1)}, "objects cannot be sliced"),
     "single values": ({"s": (0, 1)}, "rows of single values have no parts"),
     "no mapping": ([("x", (0, 1))], "type list; expected a mapping"),
     "no range": ({"x": 5}, "5 for field 'x'; expected (start, stop)"),
@@ -370,7 +370,7 @@ def stored(server: LiveServer) -> pb.GetRequest:
 
 
 WRONG_MESSAGES: Final[dict[str, tuple[pb.RowSlice, str]]] = {
-    "unknown field": (pb.RowSlice(field_names=["z"]), "field 'z' has a slice and is not read"),
+    "unknown field": (pb.RowSlice(field_names=["z"]), "field 'z' has a slice but is not read"),
     "twice": (pb.RowSlice(field_names=["x", "x"]), "field 'x' has two slices"),
     "stops": (pb.RowSlice(field_names=["x"], starts=[0, 1], stops=[1]), "2 starts and 1 stops"),
     "both": (pb.RowSlice(field_names=["x"], starts=[0], stops=[1], chunks=[0], chunk_count=1), "ranges and chunks"),
@@ -379,7 +379,7 @@ WRONG_MESSAGES: Final[dict[str, tuple[pb.RowSlice, str]]] = {
     "count": (pb.RowSlice(field_names=["x"], chunks=[0], chunk_count=2**31), "of 2147483648"),
     "rows": (pb.RowSlice(field_names=["x"], starts=[0], stops=[1], range_counts=[1]), "range_counts for 1 rows"),
     "sum": (pb.RowSlice(field_names=["x"], starts=[0], stops=[1], range_counts=[1, 1]), "that sum to 2"),
-    "objects": (pb.RowSlice(field_names=["o"], starts=[0], stops=[1]), "objects have no parts"),
+    "objects": (pb.RowSlice(field_names=["o"], starts=[0], stops=[1]), "objects cannot be sliced"),
     "single values": (pb.RowSlice(field_names=["s"], starts=[0], stops=[1]), "its rows are single values"),
     "second": (pb.RowSlice(field_names=["s"], second=pb.IndexRange(start=0, stop=1)), "single values"),
 }

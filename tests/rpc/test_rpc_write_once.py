@@ -112,7 +112,7 @@ def test_a_column_of_a_put_does_not_declare_it(server: LiveServer, client: AnyCl
     header = storage_service_pb2.PutHeader(put_id=os.urandom(16), row_count=1, size_bytes=4, partition_id="train")
     spec = {"name": "other", "dtype": "float32", "layout": metadata_pb2.LAYOUT_DENSE, "row_shape_known": True}
     header.columns.add(value_bytes=4, spec=metadata_pb2.FieldSpec(**spec, write_once=True))
-    with pytest.raises(grpc.RpcError, match="declare it with CreatePartition") as refused:
+    with pytest.raises(grpc.RpcError, match="declaring the field with CreatePartition") as refused:
         server.storage.PutInline(storage_service_pb2.PutInlineRequest(header=header, values=bytes(4)))
     assert violations_of(refused.value) == ["write_once"]
     assert client.lookup_samples("train")[0].data_fields == ["reward", "x"]

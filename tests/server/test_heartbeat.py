@@ -119,7 +119,9 @@ async def test_a_token_that_would_go_in_plaintext_stops_the_start(tmp_path):
     for path, content in ((token, "tq_abc"), (secret, "s" * 32)):
         path.write_text(content)
         path.chmod(0o600)
-    with pytest.raises(InvalidArgumentError, match=r"the token would go to controller\.example:50051 in plaintext"):
+    with pytest.raises(
+        InvalidArgumentError, match=r"the token would be sent to controller\.example:50051 in plaintext"
+    ):
         async with running(
             settings(controller="controller.example:50051", peer_token_file=token, internal_secret_file=secret)
         ):

@@ -214,7 +214,9 @@ def test_the_proof_goes_in_plaintext_to_this_machine_only_and_into_no_text(tmp_p
     credentials.secret = insecure.secret = secret
     assert credentials.metadata() == ((INTERNAL_KEY, secret.proof),)
     credentials.check_target("localhost:50051")
-    with pytest.raises(InvalidArgumentError, match="the proof of the internal secret would go to far:1 in plaintext"):
+    with pytest.raises(
+        InvalidArgumentError, match="the proof of the internal secret would be sent to far:1 in plaintext"
+    ):
         credentials.check_target("far:1")
     insecure.check_target("far:1")
     for text in (repr(credentials).encode(), pickle.dumps(credentials)):

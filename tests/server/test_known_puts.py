@@ -243,7 +243,7 @@ async def test_cells_of_a_put_that_come_apart_are_refused():
     first, second = (PutCells(put_id=put_id, rows=np.array([0, 1])) for put_id in ids(0, 1))
     engine.reconcile(state, cells=[first])
     engine.reconcile(state, cells=[second])
-    with pytest.raises(InvalidArgumentError, match="in a row"):
+    with pytest.raises(InvalidArgumentError, match="together"):
         engine.reconcile(state, cells=[first])
 
 

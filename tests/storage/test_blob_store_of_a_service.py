@@ -45,5 +45,5 @@ def test_a_shortage_of_the_store_is_the_error_of_the_put(start_server, tmp_path,
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
     monkeypatch.setattr(segments.os, "pwrite", fail)
-    with pytest.raises(tq.errors.UnavailableError, match="cannot be kept now"):
+    with pytest.raises(tq.errors.UnavailableError, match="could not store"):
         client.put("train", {"x": np.zeros((20, 10_000))})

@@ -412,7 +412,7 @@ async def test_a_full_disk_refuses_one_put_and_nothing_else(directory, monkeypat
 
     with monkeypatch.context() as patch:
         patch.setattr(segments.os, "posix_fallocate", full)
-        with pytest.raises(DiskFullError, match="cannot be kept") as caught:
+        with pytest.raises(DiskFullError, match="could not store") as caught:
             await put(engine, 2, BIG)
         assert caught.value.retry_after_seconds
         await put(engine, 3, SMALL)
@@ -558,7 +558,7 @@ async def test_recovered_puts_wait_for_what_the_controller_knows(tmp_path):
     with pytest.raises(PutNotFoundError):
         check(engine, 1, {"object": BIG["object"]}, [3])
     assert engine.stat().uncommitted_put_count == 3
-    with pytest.raises(DataLossError, match="it does not exist"):
+    with pytest.raises(DataLossError, match="the put does not exist"):
         read(engine, [8], runs(["dense"], (0, 0, 1)))
     now[0] += 11
     assert expire(engine) == 3

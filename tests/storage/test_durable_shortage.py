@@ -102,7 +102,7 @@ async def test_a_put_whose_file_cannot_be_made_now_may_be_sent_again_and_costs_n
 
     with monkeypatch.context() as short:
         short.setattr(SegmentBlobs, "_make", refused)
-        with pytest.raises(UnavailableError, match=r"cannot be kept now.*Too many open files.*try again"):
+        with pytest.raises(UnavailableError, match=r"could not store .*Too many open files.*try again"):
             await put(engine, 2, {"x": DATA["x"][:500]})
     stat = engine.stat()
     assert (stat.used_bytes, stat.pooled_bytes) == (0, before)

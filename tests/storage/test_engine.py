@@ -181,9 +181,9 @@ async def test_a_put_is_for_the_partition_that_its_header_named(engine):
     assert engine.partition_of(put_id(1)) == PARTITION
     assert engine.partition_of(put_id(2)) is None
     columns = encode_columns({"x": np.arange(4)})
-    with pytest.raises(InvalidArgumentError, match="not put for partition 'other'"):
+    with pytest.raises(InvalidArgumentError, match="does not belong to partition 'other'"):
         await engine.reserve(put_id(1), columns, partition_id="other", for_existing_rows=False, deadline=None)
-    with pytest.raises(InvalidArgumentError, match="not put for partition 'other'"):
+    with pytest.raises(InvalidArgumentError, match="does not belong to partition 'other'"):
         engine.complete_put(put_id(1), "other")
     with pytest.raises(InvalidArgumentError, match=r"belongs to controller .*, not"):
         await engine.reserve(
@@ -631,7 +631,7 @@ async def test_rows_are_freed_and_read_while_their_put_is_compacted(engine, monk
     await copies.hold()
     with engine.open_read([runs(["x"], (0, 2500, 1500))], [put_id(1)]) as reading:
         engine.free([cells(1, *range(2500, 2600)), cells(1, 3999, fields=["j"]), cells(1, 2700, 2800)])
-        with pytest.raises(PutNotFoundError, match="rows in 2550 were cleared"):
+        with pytest.raises(PutNotFoundError, match="rows within 2550 were cleared"):
             read(engine, [1], runs(["x"], (0, 2550, 1)))
         check_wide(engine, [2600, 3000])
         copies.release()

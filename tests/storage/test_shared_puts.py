@@ -137,7 +137,7 @@ async def test_memory_of_another_size_is_refused_and_closed(engine):
     pending, columns = await begin_shared(engine, 1, DATA, is_own_user=False)
     with pytest.raises(InvalidArgumentError, match="was sent; expected"):
         await pending.map_fd(shared_memory.write_sealed(columns[:2]))
-    with pytest.raises(InvalidArgumentError, match="before what its header declared"):
+    with pytest.raises(InvalidArgumentError, match="before the size that its header declared"):
         pending.finish()
     pending.abort()
     assert open_files() <= before

@@ -78,10 +78,10 @@ async def test_what_is_wrong_in_one_of_many_puts_is_named():
     engine.free([cells(7, 0, 2, fields=["y"]), cells(9, 1, fields=["y"])])
     whole = [(number, 0, 3) for number in range(20)]
     assert read(engine, range(20), runs(["x"], *whole))["x"].tolist() == [0, 1, 2] * 20
-    with pytest.raises(PutNotFoundError, match=rf"field 'y' of put {put_id(7).hex()}: rows in 0-2 were"):
+    with pytest.raises(PutNotFoundError, match=rf"field 'y' of put {put_id(7).hex()}: rows within 0-2 were"):
         read(engine, range(20), runs(["x", "y"], *whole))
     single = [(number, row, 1) for row in (2, 1, 0) for number in range(20)]
-    with pytest.raises(PutNotFoundError, match=rf"put {put_id(7).hex()}: rows in 2, 0 were"):
+    with pytest.raises(PutNotFoundError, match=rf"put {put_id(7).hex()}: rows within 2, 0 were"):
         read(engine, range(20), runs(["y"], *single))
     with pytest.raises(InvalidArgumentError, match=rf"rows 1 to 3 are outside put {put_id(5).hex()}, which has 3"):
         read(engine, range(20), runs(["x"], (4, 0, 3), (5, 1, 3)))

@@ -77,7 +77,7 @@ def test_a_token_file_is_read_again_when_it_changes(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("text", ["", " ", "two words", "tq_\n x", "tq_\x00", "t\u00e4q"])
 def test_what_is_no_token_is_refused_without_being_told(text: str) -> None:
-    with pytest.raises(tq.errors.InvalidArgumentError, match="holds no token") as caught:
+    with pytest.raises(tq.errors.InvalidArgumentError, match="does not contain a token") as caught:
         Credentials(text)
     assert not text.strip() or text not in str(caught.value)
 

@@ -108,7 +108,7 @@ def test_pageable_memory_takes_the_place_of_what_may_not_be_pinned(
     set_pinned_memory(monkeypatch, 1 << 30)
     for _ in range(2):
         assert host_bytes(encoded(x=stand_in.put(values))) == bytes_of(values)
-    assert [message.split(";")[0] for message in caplog.messages] == ["memory could not be pinned"]
+    assert [message.split(";")[0] for message in caplog.messages] == ["could not pin memory"]
 
 
 def test_a_limit_that_is_no_number_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,6 +69,6 @@ def test_what_is_no_number_is_not_sent() -> None:
     ],
 )
 def test_what_is_no_duration_is_refused(seconds: int, nanos: int) -> None:
-    with pytest.raises(InvalidArgumentError, match=f"lease has {seconds} seconds and {nanos} nanos; give") as caught:
+    with pytest.raises(InvalidArgumentError, match=f"lease has {seconds} seconds and {nanos} nanos; set") as caught:
         read_seconds("lease", Duration(seconds=seconds, nanos=nanos))
     assert caught.value.field == "lease"

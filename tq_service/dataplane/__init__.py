@@ -1,1 +1,1 @@
-"""Transports for bytes between callers that put or get and the storage engine."""
+"""Transports that carry the bytes of puts and gets between clients and the storage engine."""

@@ -1,12 +1,13 @@
 """Puts and gets at a storage service over gRPC; each call uses the transport that suits its size.
 
-Inline: one message, for up to `INLINE_BYTES`. Shared memory, with a service of the same host: a stream whose bytes are
-in memory, with the file descriptors sent over a Unix socket; gets also use it with inline answers. Bulk, from
-`BULK_BYTES`: a stream whose bytes use separate connections. Stream: a header, then frames, if none of the others is
-available.
+- Inline, up to `INLINE_BYTES`: a single message.
+- Shared memory, if the service is on the same host: a stream call whose bytes are in shared memory. File descriptors
+  are sent over a Unix socket. Gets with inline answers use shared memory as well.
+- Bulk, from `BULK_BYTES` on: a stream call whose bytes are sent over separate connections.
+- Stream, if no other transport is available: a header, then frames.
 
-Asyncio and threads share the steps: these are generators that yield the calls to make, and `async_run` or `run` makes
-them, as in psycopg. Parts that differ between the two exist in two versions with the same interface.
+Asyncio and threads share the steps of a call. As in psycopg, these are generators that yield the calls to make, which
+`async_run` or `run` then makes. Parts that differ between the two exist in two versions with the same interface.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ from tq_service.wire.mapping import Mapping
 
 T = TypeVar("T")
 Steps: TypeAlias = Generator[Callable[[], Any], Any, T]
-"""Yields calls and receives their results; returns the result of the steps."""
+"""A generator that yields calls to make, receives the result of each, and returns the result of the steps."""
 
 _SERVICE: Final = "/tq_service.v1.StorageService/"
 _LOST_STATUS: Final = "Internal error from Core"
@@ -71,27 +72,27 @@ _ASK_SECONDS: Final = 5.0
 _INLINE_TAG_BYTES: Final = 8  # for wrapping a GetRequest in a GetInlineRequest
 
 SHARED_FROM_BYTES: Final = 1 << 20
-"""For a smaller put, sending is as fast as shared memory, so the service is not asked whether it is on this host."""
+"""Minimum size of a put for shared memory: sending a smaller put over the network is as fast."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seconds:
-    """A deadline that begins anew for each call."""
+    """A deadline that restarts for each call."""
 
     seconds: float
 
     def remaining(self) -> float:
-        """Return the seconds for each call."""
+        """Return the number of seconds allowed for each call."""
         return self.seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Allocated:
-    """A put to be filled before its commit.
+    """An allocated put, which must be filled before its commit.
 
     Attributes:
         put: the answer of the storage service.
-        mapping: its memory, with the columns laid out by `place_columns`.
+        mapping: memory of the put, with the columns laid out by `place_columns`.
         lease: the client may use the memory as long as this exists.
     """
 
@@ -101,19 +102,19 @@ class Allocated:
 
 
 class AsyncDriver(Protocol):
-    """Puts bytes at one storage service, and gets them back."""
+    """Puts bytes into one storage service and gets bytes from it."""
 
     async def put(self, header: PutHeader, columns: Sequence[Column], deadline: Deadline) -> PutResponse:
-        """Store a put, which must then be committed. Idempotent under the put_id of the header.
+        """Store a put, which must then be committed. Idempotent for the put_id in the header.
 
         Args:
             header: describes the columns.
-            columns: with their bytes.
+            columns: the columns with their bytes.
             deadline: limit for the call, including its wait for capacity.
 
         Raises:
             InvalidArgumentError: header and columns do not match.
-            QuotaExceededError: there is no capacity.
+            QuotaExceededError: the service has no capacity.
             UnavailableError: the service cannot be reached, or the call was interrupted; it may be retried.
         """
         ...
@@ -170,7 +171,7 @@ def run(steps: Steps[T]) -> T:
 
 
 def _call_here(call: Callable[..., T], *arguments: Any) -> T:
-    """Return the result of a call: the caller's thread may block."""
+    """Make a call in the caller's thread, which may block, and return the result."""
     return call(*arguments)
 
 
@@ -184,7 +185,7 @@ class SendAs:
 
 
 def _send_as(metadata: Any) -> SendAs | None:
-    # Older versions of grpcio have keys() of pairs, which dict() would look up; so it gets an iterator.
+    # In older versions of grpcio, keys() returns pairs, which dict() would look up; therefore pass an iterator.
     values = dict(iter(metadata))
     if (way := values.get(SEND_AS_KEY)) is None:
         return None
@@ -198,12 +199,12 @@ def _send_as(metadata: Any) -> SendAs | None:
 class AsyncPutCall:
     """One put on an asyncio channel.
 
-    grpc's asyncio calls lose the status of a call that is refused while they write: it becomes INTERNAL, "Internal
-    error from Core". So before its first frame a put waits until the storage service grants capacity.
+    If a call is refused during a write, grpc's asyncio API loses its status, which becomes INTERNAL, "Internal error
+    from Core". A put therefore waits until the storage service grants capacity before it sends the first frame.
 
     Args:
-        call: the method of the channel.
-        timeout: seconds until the call ends.
+        call: the channel's method for puts.
+        timeout: timeout of the call in seconds.
         metadata: metadata of the call.
     """
 
@@ -211,8 +212,8 @@ class AsyncPutCall:
         self._stream = call(timeout=timeout, metadata=metadata)
 
     async def start(self, header: PutHeader) -> SendAs | None:
-        """Send the header; return how to send the bytes, or None if the call has ended: `answer` then tells why."""
-        # If a call ends before it has begun, because its channel is closed, grpc waits forever with its first message.
+        """Send the header and return how to send the bytes, or None if the call ended; `answer` then reports why."""
+        # If a call ends before it has begun because its channel is closed, grpc never completes the first write.
         parts = in_parts(encode_part(header), "put")
         writing = asyncio.ensure_future(self._stream.write(parts[0]))
         self._stream.add_done_callback(lambda _: writing.cancel())
@@ -229,7 +230,7 @@ class AsyncPutCall:
             return None
 
     async def send(self, frames: Iterable[FrameParts]) -> None:
-        """Send frames until the call has ended: `answer` then tells why."""
+        """Send frames until all are sent or the call ends; `answer` then reports the outcome."""
         with suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError):
             for frame in frames:
                 await self._stream.write(frame)
@@ -239,7 +240,7 @@ class AsyncPutCall:
 
         Raises:
             grpc.RpcError: the call failed.
-            UnavailableError: it ended while frames were sent, and the reason is lost; a retry will show it.
+            UnavailableError: the call ended while frames were sent, and the reason was lost; a retry will reveal it.
         """
         try:
             with suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError):
@@ -252,12 +253,12 @@ class AsyncPutCall:
         return answer
 
     def cancel(self) -> None:
-        """End the call, if it has not ended."""
+        """End the call if it is still running."""
         self._stream.cancel()
 
 
 class PutCall:
-    """One put on a channel for threads; see `AsyncPutCall`."""
+    """One put on a synchronous channel; see `AsyncPutCall`."""
 
     def __init__(self, call: Any, timeout: float, metadata: Metadata | None) -> None:
         self._call = call
@@ -294,7 +295,7 @@ class PutCall:
         return answer
 
     def cancel(self) -> None:
-        """End the call, if it has not ended."""
+        """End the call if it is still running."""
         self._messages.put(None)
         if self._stream is not None:
             self._stream.cancel()
@@ -305,14 +306,14 @@ def _chunks_of(columns: Sequence[Column]) -> Iterator[memoryview]:
 
 
 class _GrpcSteps:
-    """The steps of puts and gets on one channel, and the unary calls of its storage service as `storage`.
+    """The steps of puts and gets on one channel; `storage` makes unary calls of the storage service.
 
     Args:
         channel: channel to the storage service.
         metadata: returns the metadata with the token.
-        errors: converts exceptions of calls within its `with` to TqError.
-        link: shares memory with a service of this host; None: bytes are sent over the network.
-        bulk: the bulk port of the service; None: all bytes use the channel.
+        errors: context manager that converts exceptions of calls to TqError.
+        link: shares memory with a service on this host; None: bytes are sent over the network.
+        bulk: link to the service's bulk port; None: all bytes use the channel.
     """
 
     # Set by subclasses: a put's call, the wrapper for blocking calls, the iterator of a stream and its next part.
@@ -369,7 +370,7 @@ class _GrpcSteps:
             call = self._put_call(self._put, deadline.remaining(), self._metadata())
             try:
                 send_as = yield partial(call.start, header)
-                if send_as is None:  # it was refused, or exists already
+                if send_as is None:  # the put was refused, or exists already
                     pass
                 elif send_as.region is not None and session is not None:
                     yield partial(self._in_thread, session.fill, send_as.region, columns)
@@ -428,7 +429,7 @@ class _GrpcSteps:
             answer = None
             if size_bytes <= INLINE_BYTES and request.ByteSize() < PART_BYTES - _INLINE_TAG_BYTES:
                 answer = yield self._unary(self.storage.GetInline, GetInlineRequest(get=request), deadline.remaining())
-            if answer is None or not answer.HasField("header"):  # it is too large for one message
+            if answer is None or not answer.HasField("header"):  # the answer is too large for one message
                 yield from self._get_stream(request, reader, session, deadline)
             else:
                 yield from self._take(answer.header, reader, session, deadline)
@@ -462,7 +463,7 @@ class _GrpcSteps:
             yield partial(self._in_thread, reader.receive_bulk, self._bulk, deadline)
 
     def _find_ways(self, deadline: Deadline, *, is_large: bool = False) -> Steps[None]:
-        """Ask a storage service for its socket, and for its bulk port if much is to be moved, when that is due.
+        """Ask a storage service for its socket, and before large transfers for its bulk port, if that is due.
 
         A session is opened if the service is on this host. A thread probes the bulk port in the background.
         """
@@ -478,7 +479,8 @@ class _GrpcSteps:
         if self._bulk.is_due():
             self._bulk.probe(stat)
         if self._link.is_due():
-            # It waits at most twice, for other threads and for the service: half of the time is left for the call.
+            # Opening waits at most twice, for other threads and for the service, which leaves half the time for the
+            # call.
             yield partial(self._in_thread, self._link.open, stat, deadline.remaining() / 4)
 
     def _unary(self, method: Any, request: Any, timeout: float) -> Callable[[], Any]:
@@ -494,11 +496,11 @@ class AsyncGrpcDriver(_GrpcSteps):
     _next = staticmethod(anext)
 
     async def put(self, header: PutHeader, columns: Sequence[SourceColumn], deadline: Deadline) -> PutResponse:
-        """Store a put, see `AsyncDriver`."""
+        """Store a put; see `AsyncDriver`."""
         return await async_run(self._putting(header, columns, deadline))
 
     async def allocate(self, header: PutHeader, deadline: Deadline) -> Allocated | None:
-        """Reserve memory of the service for a put to be filled before its commit; None if memory cannot be shared.
+        """Reserve service memory for a put to be filled before its commit, or return None if memory cannot be shared.
 
         Raises: as `put`.
         """
@@ -514,12 +516,12 @@ class AsyncGrpcDriver(_GrpcSteps):
         *,
         rows: RowPlacement | None = None,
     ) -> list[Received]:
-        """Return columns with their bytes, see `AsyncDriver`; in the memory given by `placement` and `rows`."""
+        """Return columns with their bytes, in the memory that `placement` and `rows` provide; see `AsyncDriver`."""
         return await async_run(self._getting(request, row_count, deadline, size_bytes, placement, rows=rows))
 
 
 class GrpcDriver(_GrpcSteps):
-    """The same for threads."""
+    """A driver for threads; see `AsyncGrpcDriver`."""
 
     _put_call = PutCall
     _in_thread = staticmethod(_call_here)
@@ -527,11 +529,11 @@ class GrpcDriver(_GrpcSteps):
     _next = staticmethod(next)
 
     def put(self, header: PutHeader, columns: Sequence[SourceColumn], deadline: Deadline) -> PutResponse:
-        """Store a put, see `AsyncDriver`."""
+        """Store a put; see `AsyncDriver`."""
         return run(self._putting(header, columns, deadline))
 
     def allocate(self, header: PutHeader, deadline: Deadline) -> Allocated | None:
-        """Reserve memory of the service for a put, see `AsyncGrpcDriver`."""
+        """Reserve service memory for a put; see `AsyncGrpcDriver`."""
         return run(self._allocating(header, deadline))
 
     def get(
@@ -544,5 +546,5 @@ class GrpcDriver(_GrpcSteps):
         *,
         rows: RowPlacement | None = None,
     ) -> list[Received]:
-        """Return columns with their bytes, see `AsyncDriver`; in the memory given by `placement` and `rows`."""
+        """Return columns with their bytes, in the memory that `placement` and `rows` provide; see `AsyncDriver`."""
         return run(self._getting(request, row_count, deadline, size_bytes, placement, rows=rows))

@@ -1,6 +1,6 @@
-"""The answer to a get, from frames or shared memory, received into the memory that the caller's tensors will share.
+"""Receiving the answer to a get, from frames or shared memory, into memory that the caller's tensors will share.
 
-Columns in shared memory stay in place if they are contiguous, and large enough to block the memory for other puts:
+Columns in shared memory stay in place if they are contiguous, and large enough to justify occupying the memory:
 
     for the program    on a private mapping, until its tensors are gone
     for a device       on the shared mapping of their region, which is pinned for it, until they have been copied to it
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
 
 class Deadline(Protocol):
-    """When a call must have ended."""
+    """The time by which a call must have ended."""
 
     def remaining(self) -> float:
-        """Return the seconds left, 0 when it has passed."""
+        """Return the seconds left, or 0 once the deadline has passed."""
         ...
 
 
@@ -41,22 +41,22 @@ Received: TypeAlias = tuple[ColumnShape, Bytes]
 
 
 class Placement(Protocol):
-    """Destinations for the columns of a get, if not new memory of the program."""
+    """Destinations for the columns of a get, in place of newly allocated memory."""
 
     def device_of(self, column: ColumnShape) -> Device | None:
-        """Return the device that a column is copied to afterwards, or None."""
+        """Return the device to which a column is copied afterwards, or None."""
         ...
 
     def place(self, columns: Sequence[ColumnShape]) -> Sequence[Bytes]:
-        """Return memory of the host for the values of each of the given columns."""
+        """Return host memory for the values of each given column."""
         ...
 
 
 class RowPlacement(Protocol):
-    """Destinations for rows of a get that should not be contiguous."""
+    """Destinations for the rows of a get, if they should not be contiguous."""
 
     def place(self, column: ColumnShape) -> ScatteredRows | None:
-        """Return memory for the rows of a column; None: they are contiguous."""
+        """Return memory for the rows of a column, or None if the rows should be contiguous."""
         ...
 
 
@@ -66,7 +66,7 @@ _MOST_REMEMBERED: Final = 1024
 
 
 class AnswerSizes:
-    """Predicts the size of an answer, per row, from the last one with the same fields: batches of a task are similar.
+    """Predicts an answer's size per row from the last answer with the same fields, since batches of a task are similar.
 
     Only the storage service knows the size of ragged rows, and which rows are in shared memory. The first answer is
     predicted to be small; if it is not, the get costs another round trip.
@@ -76,11 +76,11 @@ class AnswerSizes:
         self._row_bytes: dict[tuple[str, ...], float] = {}
 
     def expected_bytes(self, request: GetRequest, row_count: int) -> int:
-        """Return the predicted bytes of values in the answer."""
+        """Return the predicted size of the values in the answer, in bytes."""
         return int(self._row_bytes.get(_fields(request), 0.0) * row_count)
 
     def note(self, request: GetRequest, row_count: int, sent_bytes: int) -> None:
-        """Record how many bytes were sent."""
+        """Record the number of bytes sent."""
         if len(self._row_bytes) >= _MOST_REMEMBERED:
             self._row_bytes.clear()
         self._row_bytes[_fields(request)] = sent_bytes / max(row_count, 1)
@@ -96,14 +96,14 @@ class AnswerReader:
 
     Args:
         row_count: number of requested rows.
-        placement: destinations for the columns; None: new memory, or in place in shared memory.
-        rows: destinations for rows that are received or copied; None: contiguous.
+        placement: destinations for the columns; None: new memory, or shared memory in place.
+        rows: destinations for rows that are received or copied; None: rows are contiguous.
 
     Attributes:
-        offer: columns in shared memory, which `receive_shared` must take before the get can end; else None.
-        ticket: for the other columns, which `receive_bulk` must receive before the get can end; None: they are in
-            frames.
-        sent_bytes: bytes of values, not counting shared memory.
+        offer: columns in shared memory, which `receive_shared` must take before the get can end, or None.
+        ticket: bulk ticket for the other columns, which `receive_bulk` must receive before the get can end; None if
+            these columns arrive in frames.
+        sent_bytes: size of the values in bytes, not counting shared memory.
 
     All methods raise InternalError if the storage service violates the protocol.
     """
@@ -121,7 +121,7 @@ class AnswerReader:
 
     @property
     def places_next(self) -> bool:
-        """Whether the next message requires memory from the placement, which may take long."""
+        """Whether the next message requires memory from the placement, which may take a long time."""
         return self._placement is not None and self._receiver is None
 
     def take(self, part: GetHeader | memoryview | Garbled) -> None:
@@ -148,15 +148,15 @@ class AnswerReader:
             self.ticket.size_bytes == self.sent_bytes > 0 and self.ticket.range_bytes > 0
         ):
             raise InternalError(
-                f"a storage service gave a ticket for {self.ticket.size_bytes} bytes in ranges of "
-                f"{self.ticket.range_bytes}; expected one for {self.sent_bytes}"
+                f"a storage service sent a ticket for {self.ticket.size_bytes} bytes in ranges of "
+                f"{self.ticket.range_bytes} bytes; expected one for {self.sent_bytes} bytes"
             )
 
     def receive_bulk(self, link: BulkLink, deadline: Deadline) -> None:
-        """Receive the columns of the ticket.
+        """Receive the columns that the ticket covers.
 
         Raises:
-            UnavailableError: not all of them arrived.
+            UnavailableError: not all bytes arrived.
         """
         ticket, self.ticket = self.ticket, None
         if ticket is not None:
@@ -194,14 +194,15 @@ class AnswerReader:
                         check_sealed(fd)
                 mappings[index] = regions.map(lease, number, fd, private[index])
         except OSError as error:
-            raise UnavailableError(f"shared memory cannot be read: {error}") from None
+            raise UnavailableError(f"could not read shared memory: {error}") from None
         finally:
             close_all(fds)
         for column in offer.columns:
             for memory, start, size in _slices(column):
                 if start + size > mappings[memory].size:
                     raise InternalError(
-                        f"a storage service offered {size} bytes from {start} on of memory of {mappings[memory].size}"
+                        f"a storage service offered {size} bytes from byte {start} on, in memory of "
+                        f"{mappings[memory].size} bytes"
                     )
         self._shared = {
             column.column_index: values
@@ -229,7 +230,7 @@ class AnswerReader:
     def _in_place(
         self, column: SharedColumn, mappings: Mappings[int, Mapping], pages: Sequence[Pages], lease: Lease
     ) -> Bytes | None:
-        """Return the values of a column in place; None: they must be copied."""
+        """Return the values of a column in place, or None if they must be copied."""
         (memory, start, size), *others = _slices(column)
         mapping, least_bytes = mappings[memory], mappings[memory].size * _LEAST_SHARE_IN_PLACE
         if others:
@@ -237,7 +238,7 @@ class AnswerReader:
         if self._placement is None:
             return mapping.array(start, size, lease) if size >= least_bytes else None
         device = self._placement.device_of(self._columns[column.column_index])
-        used_bytes = (pages[memory].end - pages[memory].first) * PAGE_BYTES  # pinned for all of its columns
+        used_bytes = (pages[memory].end - pages[memory].first) * PAGE_BYTES  # pinned for all columns in this memory
         if device is None or not mapping.is_shared or used_bytes < least_bytes:
             return None
         pin = PINNED.pin(mapping, device)
@@ -250,25 +251,25 @@ class AnswerReader:
             numbers, starts, sizes = column.memory_indexes, column.starts, column.sizes
             if column.column_index >= len(self._columns) or not len(numbers) == len(starts) == len(sizes) > 0:
                 raise InternalError(
-                    f"a storage service offered column {column.column_index} of {len(self._columns)} in invalid slices"
+                    f"a storage service offered invalid slices for column {column.column_index} of {len(self._columns)}"
                 )
             shape = self._columns[column.column_index]
             if sum(sizes) != shape.value_bytes:
                 raise InternalError(
                     f"a storage service offered {sum(sizes)} bytes of field {shape.spec.name!r}, which has "
-                    f"{shape.value_bytes}"
+                    f"{shape.value_bytes} bytes"
                 )
             for number, start, size in zip(numbers, starts, sizes, strict=True):
                 if number >= len(offer.memories) or start < 0 or size <= 0:
                     raise InternalError(
-                        f"a storage service offered {size} bytes from {start} on of memory {number} of "
+                        f"a storage service offered {size} bytes from byte {start} on, in memory {number} of "
                         f"{len(offer.memories)}"
                     )
                 first, end = start // PAGE_BYTES, -(-(start + size) // PAGE_BYTES)
                 known = ranges.get(number, Pages(first, end))
                 ranges[number] = Pages(min(known.first, first), max(known.end, end))
         if len(ranges) != len(offer.memories):
-            raise InternalError(f"a storage service offered {len(offer.memories)} memories for {len(ranges)}")
+            raise InternalError(f"a storage service offered {len(offer.memories)} memories, but used {len(ranges)}")
         return [ranges[number] for number in range(len(ranges))]
 
     def finish(self) -> list[Received]:

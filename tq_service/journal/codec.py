@@ -1,8 +1,8 @@
-"""Encodes dataclasses to bytes and decodes them, driven by their declaration, without a second list of fields.
+"""Encodes dataclasses to bytes and decodes them, based on their declarations, without a second list of fields.
 
-A dataclass becomes a msgpack map of its fields by name. Fields with their default value are left out, and so are those
-declared with `field(metadata={"is_encoded": False})`. Decoding follows the declared types. So a field with a default
-can be added, and older data remains readable. An unknown field was written by a newer version, and the error says so.
+A dataclass becomes a msgpack map of its fields by name. Fields with their default value are omitted, as are fields
+declared with `field(metadata={"is_encoded": False})`. Decoding follows the declared types, so fields with a default can
+be added while older data remains readable. The error for an unknown field reports that a newer version wrote it.
 
 Arrays become bytes; a range that counts up by 1 takes two numbers, whatever its length. `compact` finds smaller forms,
 which takes longer. An object in an array is None, a string or a tuple.
@@ -34,7 +34,7 @@ _LEAST_RANGE: Final = 16
 _BOUNDS: Final = struct.Struct("<qq")
 _RUN_BYTES: Final = 12
 _MOST_KEPT_BYTES: Final = 1 << 20
-_local = threading.local()  # the packer of a thread, with its buffer: creating one takes longer than packing a change
+_local = threading.local()  # a packer per thread, with its buffer: creating one takes longer than packing a change
 
 
 def encode(value: Any) -> bytes:
@@ -55,7 +55,7 @@ def encode(value: Any) -> bytes:
 
 
 def unpack(data: bytes | memoryview) -> Any:
-    """Decode to plain values and arrays; dataclasses become maps, sequences tuples."""
+    """Decode to plain values and arrays; dataclasses become maps, and sequences become tuples."""
     return msgpack.unpackb(data, ext_hook=_array, strict_map_key=False, use_list=False)
 
 
@@ -72,7 +72,7 @@ def encode_named(value: Any) -> bytes:
 
 
 def decode_named(kinds: Mapping[str, type[Value]], name: str, fields: object) -> Value:
-    """Create a value of one of the given kinds from its name and fields; its arrays are not writable.
+    """Create a value of one of the given kinds from its name and fields; its arrays are read-only.
 
     Raises:
         NewerVersionError: the kind or one of its fields is unknown.
@@ -81,7 +81,7 @@ def decode_named(kinds: Mapping[str, type[Value]], name: str, fields: object) ->
     kind: Any = kinds.get(name)
     if kind is None:
         raise NewerVersionError(
-            f"a record has the unknown kind {name!r}; it was written by a newer version: install that one"
+            f"a record has the unknown kind {name!r}; it was written by a newer version: install that version"
         )
     value: Value = decoder(kind)(fields)
     return value
@@ -123,13 +123,13 @@ def _union_decoder(kinds: Sequence[Any]) -> Callable[[Any], Any]:
     if special is None:
         return _same
     if len(decoders) > 1:
-        raise TypeError(f"{kinds} cannot be distinguished after encoding; use one dataclass, or one with None")
+        raise TypeError(f"{kinds} cannot be distinguished after encoding; use one dataclass, or an Optional of one")
     return lambda value: None if value is None else special(value)
 
 
 def _dataclass_decoder(kind: Any) -> Callable[[Any], Any]:
     @cache
-    def decoders() -> dict[str, Callable[[Any], Any]]:  # found on first use: classes may name each other
+    def decoders() -> dict[str, Callable[[Any], Any]]:  # resolved on first use, since classes may refer to each other
         hints = typing.get_type_hints(kind)
         return {name: decoder(hints[name]) for name, _ in _encoded_fields(kind)}
 
@@ -139,7 +139,7 @@ def _dataclass_decoder(kind: Any) -> Callable[[Any], Any]:
             if name not in known:
                 raise NewerVersionError(
                     f"{kind.__name__} has {name!r}, which this version does not know; it was written by a newer "
-                    "version: install that one"
+                    "version: install that version"
                 )
             if known[name] is not _same:
                 values[name] = known[name](value)
@@ -155,7 +155,7 @@ def _encoded_fields(kind: Any) -> list[tuple[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """Convert a value unknown to msgpack to one that it can pack."""
+    """Convert a value that msgpack does not support to one that it can pack."""
     if isinstance(value, np.ndarray):
         return _packed_array(value)
     if not dataclasses.is_dataclass(value):
@@ -186,8 +186,8 @@ def _packed_array(values: NDArray[Any]) -> msgpack.ExtType:
 def compact(values: NDArray[Any]) -> Any:
     """Return an array `(n,)` in a form that `encode` writes in fewer bytes; decoding gives the same array.
 
-    Integers and booleans become runs that count up by 1, or their distances from the minimum in few bytes each, without
-    any bytes if all are equal. Other arrays are returned unchanged.
+    Integers and booleans become runs that count up by 1, or distances from the minimum with few bytes each, or with no
+    bytes if all are equal. Other arrays are returned unchanged.
     """
     if values.dtype.kind not in "iub" or not values.size:
         return values
@@ -212,7 +212,7 @@ def _array(code: int, data: bytes) -> NDArray[Any]:
     if code in _DTYPES:
         return np.frombuffer(data, _DTYPES[code])
     if code > _NEAR:
-        raise NewerVersionError(f"values of the unknown kind {code} were written by a newer version: install that one")
+        raise NewerVersionError(f"values have the unknown kind {code}; a newer version wrote them: install it")
     values: NDArray[Any]
     content = _BOUNDS.unpack(data) if code == _RANGE else unpack(data)
     if code == _RANGE:

@@ -6,20 +6,21 @@ A segment of the log, a snapshot and a checkpoint consist of frames.
     header:  size of the body (uint32), number of the frame (uint64), XXH3 of the body, seeded with that number
              (uint64), XXH32 of the header so far (uint32); all numbers are little-endian
 
-A reader knows the next number, and finds a frame that is missing, repeated or misplaced.
+A reader knows the next number, so it detects a frame that is missing, repeated or misplaced.
 
-A file of records gets its final name only after it is complete and synced. It has "tqrecs02", then one frame per
+A file of records gets its final name only after it is complete and synced. It contains "tqrecs02", then one frame per
 record, numbered from 0, and a frame without a body.
 
-The log is a chain of segments, whose frames hold the records of one group each.
+The log is a chain of segments. Each frame of a segment contains the records of one group.
 
     segment: "tqlog004", opening frame, frame ..., closing frame
 
-A new segment begins at each start, when one is long, and with each snapshot. The snapshot has the number of its
-segment, and later records are read from that segment on. Records are numbered across all segments, and a frame has the
-number of its first record. The boundary between two segments has a number too: that of the opening frame, which
-describes how the segment is written, of the empty closing frame, which announces another segment, and of the file's
-name. A killed process leaves complete frames and at most one partial frame. Only a loss of power leaves other damage.
+A new segment begins at each start, when the current segment is long, and with each snapshot. A snapshot has the number
+of the segment that begins with it; later records are read from that segment on. Records are numbered across all
+segments, and a frame has the number of its first record. The boundary between two segments has a number as well. The
+closing frame of the earlier segment has this number, is empty, and announces another segment. The opening frame and the
+file name of the later segment have the same number; the opening frame describes how the segment is written. A killed
+process leaves complete frames and at most one partial frame. Only a loss of power leaves other damage.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ RESERVE_BYTES: Final = 4 * 2**20
 _RECORDS_MAGIC: Final = b"tqrecs02"
 _BUFFER_BYTES: Final = 1 << 20
 _SPARE_BYTES: Final = 2 * RESERVE_BYTES
-"""Disk space left free for the log, and for its reserve."""
+"""Disk space that must stay free for the log and for its reserve."""
 _WORK_SECONDS: Final = 0.0005
 _REST_SECONDS: Final = 0.0001
 _SEGMENT_MAGIC: Final = b"tqlog004"
@@ -75,7 +76,7 @@ T = TypeVar("T")
 
 
 def snapshot_path(directory: Path, number: int) -> Path:
-    """Return the path of the snapshot that holds all records before a number of the log."""
+    """Return the path of the snapshot that contains all records of the log before this number."""
     return directory / f"snapshot-{number:012d}.tqs"
 
 
@@ -96,7 +97,7 @@ def beside(path: Path, suffix: str) -> Path:
 
 
 def quarantine(path: Path, suffix: str) -> None:
-    """Rename a file to a free name that is not read again."""
+    """Rename a file to an unused name, so the file is not read again."""
     target = beside(path, suffix)
     for count in range(2, 1000):
         if not target.exists():
@@ -149,14 +150,14 @@ class FileWriter:
 
 
 def make_directory(path: Path, mode: int = 0o777) -> None:
-    """Create a directory and its missing parents; their names survive a loss of power.
+    """Create a directory and its missing parents, all of which survive a loss of power.
 
     Args:
         path: path of the directory.
-        mode: permissions of the directory; parents get the default ones.
+        mode: permissions of the directory; parents get default permissions.
 
     Raises:
-        OSError: it could not be created.
+        OSError: the directory could not be created.
     """
     missing = [directory for directory in (path, *path.parents) if not directory.exists()]
     path.mkdir(parents=True, exist_ok=True, mode=mode)
@@ -165,7 +166,7 @@ def make_directory(path: Path, mode: int = 0o777) -> None:
 
 
 def sync_path(path: Path) -> None:
-    """Return once the bytes of a file, or the names in a directory, survive a loss of power."""
+    """Return once the bytes of a file, or the entries of a directory, survive a loss of power."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -192,25 +193,25 @@ class Break(Exception):  # noqa: N818  (caught by the reader, which raises an er
 
 
 def frame(number: int, parts: Iterable[bytes | bytearray | memoryview]) -> tuple[bytes, bytes]:
-    """Return the header and body of a frame; its bytes are copied once, here."""
+    """Return the header and body of a frame; the parts are copied once, here."""
     body = b"".join(parts)
     checked = _CHECKED.pack(len(body), number, xxhash.xxh3_64_intdigest(body, number))
     return checked + _CHECKSUM.pack(xxhash.xxh32_intdigest(checked)), body
 
 
 def read_frame(file: BinaryIO, number: int) -> bytes:
-    """Return the body of the next frame in a file; raises Break unless it is intact and has this number."""
+    """Return the body of the next frame in a file; raise Break unless the frame is intact and has this number."""
     header = file.read(_HEADER.size)
     if len(header) < _HEADER.size:
         raise Break("ends within a frame", is_torn=True)
     size, found, checksum, header_checksum = _HEADER.unpack(header)
     if xxhash.xxh32_intdigest(header[: _CHECKED.size]) != header_checksum:
-        raise Break("has a frame whose header does not fit its checksum")
+        raise Break("has a frame whose header does not match its checksum")
     body = file.read(size)
     if len(body) < size:
         raise Break("ends within a frame", is_torn=True)
     if xxhash.xxh3_64_intdigest(body, found) != checksum:
-        raise Break("has a frame that does not fit its checksum")
+        raise Break("has a frame that does not match its checksum")
     if found != number:
         raise Break(f"has record {found} where record {number} should be")
     return body
@@ -226,7 +227,7 @@ class Pace:
         self._resumed_at = time.perf_counter()
 
     def step(self) -> None:
-        """Sleep briefly if it is time."""
+        """Sleep briefly if enough time has passed."""
         if time.perf_counter() - self._resumed_at > _WORK_SECONDS:
             time.sleep(_REST_SECONDS)
             self._resumed_at = time.perf_counter()
@@ -236,7 +237,7 @@ class RecordWriter(FileWriter):
     """Writes records in order, in a thread that yields regularly to the event loop.
 
     Raises:
-        OSError: the file could not be written, or would leave hardly any space on the disk.
+        OSError: the file could not be written, or would leave too little free space on the disk.
     """
 
     def __init__(self, path: Path) -> None:
@@ -247,7 +248,7 @@ class RecordWriter(FileWriter):
         self._unchecked_bytes = 0  # written since the last check of free space
 
     def write(self, *parts: bytes | memoryview) -> None:
-        """Append a record, whose bytes may come in parts."""
+        """Append a record, whose bytes may be passed in parts."""
         head, body = frame(self.count, parts)
         self.file.write(head)
         self.file.write(body)
@@ -257,7 +258,7 @@ class RecordWriter(FileWriter):
             self._unchecked_bytes = 0
             free = free_bytes(self._partial.parent)
             if free < _SPARE_BYTES:
-                raise OSError(errno.ENOSPC, f"the disk has {free} bytes free, and {_SPARE_BYTES} must stay free")
+                raise OSError(errno.ENOSPC, f"the disk has {free} bytes free, but {_SPARE_BYTES} must stay free")
         self._pace.step()
 
     def commit(self) -> None:
@@ -317,7 +318,7 @@ def gathered(values: Iterable[Each], least: int, size_of: Callable[[Each], int] 
 
 
 def damaged(path: Path, at: int, problem: str) -> SnapshotDamagedError:
-    """Return the error for damage at a position of a file."""
+    """Return the error for damage at a position in a file."""
     return SnapshotDamagedError(
         f"{path} is damaged at byte {at}: {problem}; use an older file, or restore a checkpoint",
         metadata={"path": str(path), "byte": str(at)},
@@ -328,7 +329,7 @@ def damaged(path: Path, at: int, problem: str) -> SnapshotDamagedError:
 
 
 def segment_path(directory: Path, number: int) -> Path:
-    """Return the path of the segment that begins with a number."""
+    """Return the path of the segment that begins with this number."""
     return directory / f"journal-{number:012d}.tqj"
 
 
@@ -339,7 +340,7 @@ def segment_numbers(directory: Path) -> list[int]:
 
 @cache
 def machine_boot_id() -> str:
-    """Return the boot id of the machine: unsynced bytes can only get lost between two boots."""
+    """Return the machine's boot id; unsynced bytes can be lost only between two boots."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -362,11 +363,11 @@ class SegmentWriter:
         os.ftruncate(self._descriptor, end)
 
     def append(self, number: int, records: Sequence[NewRecord]) -> None:
-        """Pass a frame to the kernel in one call, or truncate it again on failure; no records: the closing frame."""
+        """Pass a frame to the kernel in one call, or truncate it on failure; without records, it is a closing frame."""
         self.write(*frame(number, packed(records)))
 
     def write(self, head: bytes, body: bytes) -> None:
-        """Pass bytes to the kernel in one call, or truncate them again on failure."""
+        """Pass bytes to the kernel in one call, or truncate them on failure."""
         size = len(head) + len(body)
         try:
             written = os.pwritev(self._descriptor, [head, body], self._end)
@@ -398,14 +399,14 @@ class FoundSegment:
     """A segment of an earlier process.
 
     Attributes:
-        number: the number in its name.
+        number: number in the file name.
         path: path of the file.
         size: size of the file in bytes.
         end: number of intact bytes read so far, without the closing frame.
         last_number: number of the last record before `end`.
         is_closed: whether the closing frame follows at `end`.
         flaw: the problem at `end`, or None.
-        is_synced: whether its writer waited for a sync before it relied on a frame.
+        is_synced: whether the segment's writer waited for a sync before relying on a frame.
         machine_boot_id: boot id of the machine when the segment was begun.
     """
 
@@ -430,12 +431,12 @@ class FoundSegment:
 
     @property
     def is_begun(self) -> bool:
-        """Whether its opening frame is intact."""
+        """Whether the opening frame is intact."""
         return self.end > 0
 
     @property
     def may_lose_tail(self) -> bool:
-        """Whether a loss of power may have taken the last bytes, in any order."""
+        """Whether a loss of power may have destroyed the last bytes, in any order."""
         return self.is_begun and not self.is_synced and self.machine_boot_id != machine_boot_id()
 
     @property
@@ -445,7 +446,7 @@ class FoundSegment:
 
     @property
     def is_damaged(self) -> bool:
-        """Whether neither the end of a process nor a loss of power explains its flaw."""
+        """Whether neither the end of a process nor a loss of power can explain the flaw."""
         if self.flaw is None or self.flaw.is_torn or self.may_lose_tail:
             return False
         # A loss of power may leave a part of the unsynced bytes, which are those of the last commit.
@@ -473,7 +474,7 @@ class FoundSegment:
         """Whether an intact later frame follows the flaw; everything before such a frame had been synced."""
         data = self.path.read_bytes()[self.end + 1 :]
         file = io.BytesIO(data)
-        # The frame number if a frame began at each byte; this view needs some bytes after the last one.
+        # The number that a frame would have if it began at each byte; the view needs some bytes after the last one.
         numbers = np.ndarray(len(data), "<u8", data + bytes(HEADER_BYTES), _NUMBER_OFFSET, (1,))
         most = self.last_number + 2 + len(data) // _LEAST_RECORD_BYTES
         for at in np.flatnonzero((numbers > self.last_number) & (numbers < most)).tolist():
@@ -498,12 +499,12 @@ class FoundSegment:
 class FileBackend:
     """Writes each group as one frame of a segment.
 
-    Without `sync`, durable means passed to the operating system, which survives any end of the process. A loss of power
-    may take the last records, but never a record before one that survives. The event loop writes such frames, since a
-    thread takes longer. With `sync`, durable means on the disk.
+    Without `sync`, durable means passed to the operating system: records survive the process, however it ends. A loss
+    of power may destroy the last records, but never a record before one that survives. The event loop writes such
+    frames itself, since a thread takes longer. With `sync`, durable means on the disk.
 
     Args:
-        directory: directory of its files; it exists, and no other process writes there.
+        directory: existing directory for the files; no other process may write there.
         sync: whether each write is synced.
         accept_loss: whether `read` continues without the records after a damaged one, instead of raising.
 
@@ -529,7 +530,7 @@ class FileBackend:
         self._background = ThreadPoolExecutor(1, thread_name_prefix="tq-log")
 
     def read(self, number: int) -> Iterator[Record]:
-        """Yield all records since a rotation, 0 for all of them.
+        """Yield the records since the rotation with this number, or all records if the number is 0.
 
         Raises:
             JournalDamagedError: a written record is damaged or missing.
@@ -551,7 +552,7 @@ class FileBackend:
                     self._lose(following)
                     return
         except OSError as error:
-            # Not damage: accepting a loss would also discard all records that cannot be read at the moment.
+            # This is not damage: accepting a loss would discard records that merely cannot be read at the moment.
             raise DiskFullError(
                 f"{error.filename or self._directory} could not be read ({error}): the disk of the data dir is full, "
                 "or this process lacks file descriptors or permissions. No data is lost: fix this and restart the "
@@ -560,7 +561,7 @@ class FileBackend:
             ) from error
 
     def _has_beginning(self, found: Sequence[FoundSegment], number: int) -> bool:
-        """Whether nothing is missing before the first record; raises if only damage explains the gap."""
+        """Whether no records before the first one are missing; raises if only damage can explain the gap."""
         first = found[0] if found else None
         if first is None or first.number != (number or 1):
             if number:
@@ -568,7 +569,7 @@ class FileBackend:
                 self._report(path, 0, "is missing, but the snapshot before it exists")
             elif first is not None:
                 self._report(
-                    first.path, 0, f"begins with number {first.number}, and no snapshot has the earlier records"
+                    first.path, 0, f"begins with number {first.number}, but no snapshot contains the earlier records"
                 )
             return first is None and not number
         if not first.is_begun and (number or len(found) > 1 or not first.was_being_made):
@@ -576,13 +577,13 @@ class FileBackend:
         return first.is_begun
 
     def _continues(self, segment: FoundSegment, following: Sequence[FoundSegment]) -> bool:
-        """Whether the next segment begins at the end of this one; raises if not and only damage explains it."""
+        """Whether the next segment begins where this one ends; raises if only damage can explain a gap."""
         number = segment.last_number + 1
         continues = bool(following) and following[0].is_begun and following[0].number == number
         if segment.flaw is not None:
             if not continues and segment.is_damaged:
                 self._report(segment.path, segment.end, f"{segment.flaw}")
-                try:  # keep the bytes that are about to be truncated, for an operator to inspect
+                try:  # copy the bytes that are about to be truncated, so an operator can inspect them
                     shutil.copyfile(segment.path, beside(segment.path, _LOST_SUFFIX))
                 except OSError as error:
                     name = segment.path.name
@@ -596,7 +597,7 @@ class FileBackend:
                     after_record=segment.last_number,
                 )
             )
-        # After a reboot, a process began its segment knowing which bytes a loss of power had taken.
+        # A process that started after a reboot began its segment knowing which bytes a loss of power had destroyed.
         is_of_later_run = bool(following) and following[0].machine_boot_id not in ("", segment.machine_boot_id)
         if continues or (segment.may_lose_tail and not is_of_later_run):
             return continues
@@ -639,7 +640,7 @@ class FileBackend:
     # Writing
 
     def write(self, number: int, records: Sequence[NewRecord]) -> None:
-        """Write a frame, or without records begin a segment.
+        """Write a frame or, without records, begin a segment.
 
         Raises:
             DiskFullError: no space is left; a retry may succeed.
@@ -717,7 +718,7 @@ class FileBackend:
 
     @property
     def is_disk_low(self) -> bool:
-        """Whether the disk was full and still has hardly any space, which is left to records that free space."""
+        """Whether the disk was full and still has little space, which is left for records that free space."""
         if self._reserve.is_filled:
             return False
         if time.monotonic() >= self._look_at and self._segment is not None:
@@ -745,9 +746,9 @@ class FileBackend:
 
 
 class EmergencyDiskReserve:
-    """A file that only takes up disk space; it is removed when the disk is full, to make space for recording clears.
+    """A file that only reserves disk space; it is removed when the disk is full, so clears can still be recorded.
 
-    May be used by any thread.
+    Safe to use from several threads.
 
     Attributes:
         is_filled: whether the space is reserved.
@@ -780,8 +781,8 @@ class EmergencyDiskReserve:
         if was_filled:
             _log.error(
                 LogMessage(
-                    "the disk of the data directory is full, free space; released the reserve, which lets clears "
-                    "still be written",
+                    "the disk of the data directory is full: free space; released the reserve, so clears can still be "
+                    "written",
                     released_mib=RESERVE_BYTES >> 20,
                 )
             )

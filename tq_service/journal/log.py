@@ -1,9 +1,9 @@
-"""The log: numbered records in one order, committed in groups through a backend that keeps them in files or in etcd.
+"""The log: numbered records in one order, committed in groups through a backend that stores them in files or in etcd.
 
     read -> append ... wait_durable ... rotate -> close
 
 Records that one step of the event loop appends form a group, which becomes durable as a unit. Groups queue until a
-caller waits for one of them; then all queued groups are written together, since a write costs more than its bytes.
+caller waits for one of them; then all queued groups are written together, since each write has a fixed cost.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class Record(NamedTuple):
     """A record read from the log.
 
     Attributes:
-        number: its position; numbers ascend, and a few of them belong to no record.
-        stream: the number under which its owner writes records.
-        data: its bytes.
+        number: position of the record; numbers ascend, and a few numbers belong to no record.
+        stream: number of the stream to which the record's owner writes.
+        data: bytes of the record.
     """
 
     number: int
@@ -50,7 +50,7 @@ def packed(records: Sequence[NewRecord]) -> Iterator[bytes | bytearray]:
 
 
 def unpacked(body: bytes, number: int) -> Iterator[Record]:
-    """Yield the records of a group whose first one has this number."""
+    """Yield the records of a group, whose first record has this number."""
     at = 0
     while at < len(body):
         size, stream = _RECORD.unpack_from(body, at)
@@ -63,9 +63,9 @@ class LogBackend(Protocol):
     """Stores the groups of one log, and reads them back.
 
     Attributes:
-        is_blocking: whether `write` waits for a disk or a network, so that a thread must call it.
+        is_blocking: whether `write` waits for a disk or a network, so a thread must call it.
         group_bytes: size up to which queued groups are joined into one write.
-        segment_bytes: size after which the log rotates without being asked.
+        segment_bytes: size after which the log rotates automatically.
         patience_seconds: how long an unreachable backend is retried before callers get the error.
     """
 
@@ -85,7 +85,7 @@ class LogBackend(Protocol):
         ...
 
     def read(self, number: int) -> Iterator[Record]:
-        """Yield all records since a rotation, 0 for all of them.
+        """Yield the records since the rotation with this number, or all records if the number is 0.
 
         Raises:
             JournalDamagedError: a written record is damaged or missing.
@@ -93,20 +93,20 @@ class LogBackend(Protocol):
         ...
 
     def write(self, number: int, records: Sequence[NewRecord]) -> None:
-        """Make a group durable, or without records begin a segment; a retry has the same arguments.
+        """Make a group durable or, without records, begin a segment; a retry passes the same arguments.
 
         Raises:
-            DiskFullError, JournalUnreachableError: it failed this time, and a retry may succeed.
-            TqError: it fails for good, and whether the group was written is unknown.
+            DiskFullError, JournalUnreachableError: the write failed, and a retry may succeed.
+            TqError: the write failed permanently, and whether the group was written is unknown.
         """
         ...
 
     def sync_rotated(self, number: int) -> None:
-        """Return once a loss of power cannot take what readers from this rotation on need; blocks."""
+        """Block until a loss of power cannot destroy anything that readers from this rotation on need."""
         ...
 
     def truncate_before(self, number: int) -> None:
-        """Release records that only readers from earlier numbers need; blocks."""
+        """Release records that are needed only by readers from earlier numbers; blocks."""
         ...
 
     def close(self) -> None:
@@ -117,28 +117,29 @@ class LogBackend(Protocol):
 class Log:
     """Group commit over a backend. Confined to one event loop; a blocking backend is called from one thread.
 
-    The log only writes when a caller waits. A group that failed stays queued and is retried unchanged, in its place.
+    The log writes only when a caller waits. A group that could not be written stays queued in place, and is retried
+    unchanged.
 
     Args:
         backend: stores the groups; closed with the log.
 
     Attributes:
-        backend: the same.
+        backend: as above.
     """
 
     def __init__(self, backend: LogBackend) -> None:
         self.backend = backend
         self._is_open = False
         self._abandoned: TqError | None = None
-        self._appended = self._durable = 0  # last numbers, as the loop knows them
+        self._appended = self._durable = 0  # last numbers, as known to the event loop
         self._group: list[NewRecord] = []  # appended in this step of the loop
         self._group_bytes = 0
         self._rotated_bytes = 0  # queued since the last rotation
         self._futures: deque[tuple[int, asyncio.Future[None]]] = deque()  # each with the number that it waits for
         self._callbacks: deque[tuple[int, Callable[[], None]]] = deque()
         self._loop: asyncio.AbstractEventLoop | None = None
-        # The loop appends groups to the queue, an empty one for a rotation. The committer (the loop, or the worker of a
-        # blocking backend) takes them, and alone uses the last two.
+        # The loop appends groups to the queue, and an empty group for a rotation. The committer (the loop or a blocking
+        # backend's worker) takes the groups, and only the committer uses the last two attributes.
         self._queue: deque[tuple[list[NewRecord], int]] = deque()  # each with its bytes
         self._committing: Future[None] | None = None
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="tq-log")
@@ -146,7 +147,7 @@ class Log:
         self._committed = 0
 
     def read(self, number: int) -> Iterator[Record]:
-        """Yield all records since a rotation, 0 for all of them; then the log accepts records.
+        """Yield the records since the rotation with this number (0: all); afterwards, the log accepts records.
 
         Raises:
             JournalDamagedError: a written record is damaged or missing.
@@ -178,7 +179,7 @@ class Log:
         return self._appended - self._durable
 
     def append(self, stream: int, *parts: bytes | bytearray) -> int:
-        """Add a record, whose parts must not change from now on, to the group of this step; return its number.
+        """Add a record, whose parts must not change from now on, to this step's group; return the record's number.
 
         Raises:
             RuntimeError: `read` was not exhausted, this process may not write, or the log is closed.
@@ -193,7 +194,7 @@ class Log:
         return self._appended
 
     def rotate(self) -> int:
-        """Return a number for a snapshot of the state as of now: `read` from it on yields all later records.
+        """Return a number for a snapshot of the current state; `read` from this number on yields all later records.
 
         The snapshot may replace its predecessor only after `wait_durable` and `backend.sync_rotated` have returned.
         """
@@ -210,7 +211,7 @@ class Log:
         Earlier groups may still be written, but no caller learns of it.
 
         Args:
-            error: raised from now on to all callers that append or wait.
+            error: error that all callers that append or wait receive from now on.
         """
         if self._abandoned is None:
             self._abandoned = error
@@ -256,7 +257,7 @@ class Log:
         number = self._appended if number is None else number
         if self._durable >= number and self._abandoned is None:
             return
-        self._loop = asyncio.get_running_loop()  # before the worker can have something to notify it of
+        self._loop = asyncio.get_running_loop()  # before the worker can notify the loop
         if self._commit_soon() is not None:
             done: asyncio.Future[None] = self._loop.create_future()
             self._futures.append((number, done))
@@ -302,7 +303,7 @@ class Log:
     # Committing
 
     def _commit_soon(self) -> Future[None] | None:
-        """Commit the queue; for a blocking backend return the future of the worker that does."""
+        """Commit the queue or, for a blocking backend, return the future of the worker that commits it."""
         self._check_open()
         self._end_group()
         if not self.backend.is_blocking:

@@ -1,1 +1,1 @@
-"""The storage engine: keeps the bytes of puts in memory under a quota; cells are read and freed individually."""
+"""The storage engine: stores the bytes of puts under a quota, and reads and frees individual cells."""

@@ -1,7 +1,7 @@
-"""The storage engine: stores puts under a quota, reads their cells and frees them. It knows bytes and rows, not gRPC.
+"""The storage engine: stores puts under a quota, and reads and frees their cells. It deals in bytes and rows, not gRPC.
 
-It ties two layers together. The index knows the puts, their rows, the quota and the confirmations; the blob store below
-holds the bytes. Everything here runs on one event loop between awaits, so there are no locks.
+The engine ties two layers together: the index tracks puts, rows, the quota and confirmations; the blob store below it
+contains the bytes. All of its state is changed on one event loop, between awaits, so no locks are needed.
 """
 
 from __future__ import annotations
@@ -66,11 +66,11 @@ from tq_service.wire.columns import ColumnShape
 from tq_service.wire.metadata import CellRuns
 
 _log = logging.getLogger(__name__)
-_MOST_WORK: Final = 4096  # puts examined before other tasks get a turn; takes a few milliseconds
+_MOST_WORK: Final = 4096  # puts examined before other tasks get a turn, which takes a few milliseconds
 _LOOKED_AT_ONCE: Final = 256  # puts with dead cells examined before other tasks get a turn
-_DROP_WORK: Final = 8  # cost of dropping one put, in puts examined
-_FILLED_AT_ONCE: Final = 1 << 15  # the tables of puts with fewer rows are made on the loop, others in a thread
-# One thread copies one put at a time, so at most one copy exceeds the quota.
+_DROP_WORK: Final = 8  # cost of dropping one put, expressed in puts examined
+_FILLED_AT_ONCE: Final = 1 << 15  # tables of puts with fewer rows are filled on the event loop, others in a thread
+# A single thread copies one put at a time, so at most one copy exceeds the quota.
 _COPIER: Final = ThreadPoolExecutor(1, thread_name_prefix="tq-compact")
 
 
@@ -80,14 +80,14 @@ class EngineStat:
 
     Attributes:
         max_bytes: quota; None: unlimited.
-        used_bytes: bytes stored and reserved: values, and the extents of jagged and object rows.
+        used_bytes: bytes stored and reserved: values plus the extents of jagged and object rows.
         pooled_bytes: bytes of memory held for reuse, in addition to `used_bytes`.
         put_count: complete puts stored.
         uncommitted_put_count: complete puts that are not confirmed yet.
         damaged_put_count: puts whose bytes are known to be lost.
         written_bytes: bytes of all puts completed since the start.
         read_bytes: bytes of all reads begun since the start.
-        mirror: status of its mirror; None if it has none.
+        mirror: status of the engine's mirror; None if it does not have one.
     """
 
     max_bytes: int | None
@@ -106,10 +106,10 @@ class KeptPut:
     """A put pinned for a recording: its bytes do not change until `release`, even if the put is freed.
 
     Attributes:
-        record: layout of the tables and values. Its checksum is 0 unless they are in a file.
-        file: file that begins with them and is never written again; None: they are in `parts`.
+        record: layout of the tables and values. The record's checksum is 0 unless they are in a file.
+        file: file that begins with the tables and values and is never written again; None if `parts` contains them.
         parts: the tables and values in memory.
-        blob: the blob that holds them.
+        blob: the pinned blob that contains the values.
     """
 
     record: PutStored
@@ -118,20 +118,20 @@ class KeptPut:
     blob: Blob
 
     def release(self) -> None:
-        """Unpin the bytes. Other links to the file stay."""
+        """Unpin the bytes. Other hard links to the file remain."""
         self.blob.unpin()
 
 
 class StorageEngine:
-    """Stores puts: tracks which exist, and keeps their bytes in the store of its backing.
+    """Stores puts: tracks which puts exist, and keeps their bytes in its backing's store.
 
     A put is reserved, written, flushed and finished; its commit then confirms it. A put that is not confirmed in time
-    expires. Cells are freed one by one or all at once, and the memory of the put shrinks with them.
+    expires. Cells are freed individually or all at once, and the put's memory shrinks accordingly.
 
-    Each put has an owner, the controller that commits it. Only the owner can confirm the put, or report it as unknown.
+    Each put has an owner: the controller that commits it. Only the owner can confirm the put, or report it as unknown.
 
-    Puts recovered by the backing come first. Confirmations are not persisted: recovered puts stay until their owner
-    reports which of them it knows.
+    An engine starts with the puts that its backing recovers. Confirmations are not persisted, so recovered puts stay
+    until their owner reports which of them it knows.
 
     Args:
         max_bytes: quota in bytes; None: unlimited.
@@ -140,16 +140,16 @@ class StorageEngine:
         storage_id: name of this storage service.
         clock: time source for deadlines and expiry.
         boot_id: instance id of the engine whose puts are recovered; None: a new one.
-        backing: owns the blob store, and keeps puts beyond the process; None: memory of this process only.
-        quota_of: engine whose quota and memory limit are shared; None: its own.
-        memory_bytes: memory limit, not counting puts being received or read. Above it, puts with no freed cells
-            leave memory, least recently used first, once the mirror has their copies; they are fetched when
-            read. The quota still covers all puts. None: all stay in memory.
+        backing: owns the blob store, and preserves puts beyond the process; None: puts are lost with the process.
+        quota_of: engine whose quota and memory limit are shared; None: this engine has separate ones.
+        memory_bytes: memory limit, not counting puts being received or read. Above the limit, puts without freed
+            cells leave memory, least recently used first, once the mirror has copies of them; reads fetch such puts
+            again. The quota still covers all puts. None: all puts stay in memory.
 
     Attributes:
         puts: the complete puts.
-        regions, memfds: stores of puts in memory shared with clients of this host.
-        boot_id: instance id, 16 random bytes: puts stored under another instance id are gone.
+        regions, memfds: stores for puts in memory shared with clients on this host.
+        boot_id: instance id, 16 random bytes; puts stored under another instance id are gone.
         run_id: 16 random bytes, new for every engine.
         storage_id: name of this storage service.
         put_ttl_seconds: as above.
@@ -173,7 +173,7 @@ class StorageEngine:
         self.storage_id = storage_id
         self.put_ttl_seconds = put_ttl_seconds
         self._clock = clock
-        # Puts taken over may exceed the quota: they are in the mirror whatever happens to this process.
+        # Puts taken over may exceed the quota: the mirror keeps them whatever happens to this process.
         self._admission: Admission = (
             Admission(
                 max_bytes, reserve_share, clock, self._relieve, max_bytes if memory_bytes is None else memory_bytes
@@ -196,9 +196,9 @@ class StorageEngine:
             store.on_freed = self._admission.release
         self.puts = PutTable(put_ttl_seconds, clock, self._backing)
         self._pending: dict[bytes, PendingPut] = {}
-        self._holed: dict[bytes, None] = {}  # puts of which at least an eighth is dead
-        self._due: dict[bytes, None] = {}  # those to compact next
-        self._move: Move | None = None  # of the put being compacted
+        self._holed: dict[bytes, None] = {}  # puts with at least an eighth of their bytes dead
+        self._due: dict[bytes, None] = {}  # puts to compact next
+        self._move: Move | None = None  # the move of the put being compacted
         self._compaction: asyncio.Task[None] | None = None
         self._is_closed = False
         self._trimmed_at = clock()
@@ -218,22 +218,24 @@ class StorageEngine:
         token: str = "",
         store: BlobStore | None = None,
     ) -> PendingPut | None:
-        """Wait for capacity for a put and reserve it, see `Admission`; return None if the put is already complete.
+        """Reserve capacity for a put, waiting if necessary; return None if the put is already complete.
+
+        `Admission` describes the order in which puts get capacity.
 
         Args:
-            put_id: chosen by the client, the same for retries. An unfinished put with the same id is aborted.
-            columns: its columns, as checked by `decode_headers`.
-            partition_id: the partition it is for; its commit must name the same.
+            put_id: chosen by the client, which reuses it for retries. An unfinished put with the same id is aborted.
+            columns: the put's columns, as validated by `decode_headers`.
+            partition_id: the put's partition; the commit must name the same partition.
             for_existing_rows: whether the put may use the reserve; its commit must not create new rows.
-            deadline: how long to wait, by the engine's clock; None: until the caller is cancelled.
-            owner: the controller that will commit it.
+            deadline: time until which to wait, on the engine's clock; None: until the caller is cancelled.
+            owner: the controller that will commit the put.
             token: name of the producer's token; producers take turns.
-            store: where its bytes go, `regions` or `memfds`; None: the store of its backing.
+            store: store for the put's bytes, `regions` or `memfds`; None: the backing's store.
 
         Raises:
             InvalidArgumentError: a msgpack row is empty, or the put already exists for another partition or owner.
-            QuotaExceededError: larger than the quota (at once), or no capacity by the deadline (with
-                `retry_after_seconds`).
+            QuotaExceededError: the put is larger than the quota (raised at once), or no capacity became available by
+                the deadline (raised with `retry_after_seconds`).
             DiskFullError: the disk is full.
             CallCancelledError: a retry of the same put took over while this call waited.
         """
@@ -271,7 +273,7 @@ class StorageEngine:
         return pending
 
     async def _allocate(self, stored: StoredPut, columns: Sequence[ColumnShape], store: BlobStore, charge: int) -> None:
-        """Allocate the blob and tables of a put to be written; on failure its charge is released."""
+        """Allocate the blob and tables of a new put; on failure, release its charge."""
         blob = None
         try:
             blob = await store.allocate(stored.blob_bytes(store))
@@ -293,11 +295,11 @@ class StorageEngine:
 
     @property
     def is_volatile(self) -> bool:
-        """Whether its puts are lost with this process."""
+        """Whether puts are lost when this process ends."""
         return self._backing.is_volatile
 
     def shared_store(self, *, is_own_user: bool) -> SharedStore:
-        """Return the store of puts shared with clients of this process's user, or of other users."""
+        """Return the store for puts shared with clients that run as this process's user, or as another user."""
         return self.regions if is_own_user else self.memfds
 
     def _bound_pools(self) -> None:
@@ -307,26 +309,26 @@ class StorageEngine:
             self.regions.give_up(self._admission.used_bytes + pooled_bytes - most)
 
     async def flush(self, pending: PendingPut, deadline: float | None = None) -> None:
-        """Wait until the bytes of a put outlive this process; call it before the put is finished.
+        """Wait until a put's bytes would survive the loss of this process; call this before finishing the put.
 
         Args:
             pending: a put that is fully written.
-            deadline: how long to wait for a mirror, by the engine's clock; None: until the caller is cancelled.
+            deadline: time until which to wait for a mirror, on the engine's clock; None: until the caller is cancelled.
 
         Raises:
             InvalidArgumentError: bytes are missing.
             CallCancelledError: a retry took over.
-            UnavailableError: they could not be written.
-            QuotaExceededError: the mirror lacks required copies at the deadline (with `retry_after_seconds`).
+            UnavailableError: the bytes could not be written.
+            QuotaExceededError: the mirror lacks required copies at the deadline (raised with `retry_after_seconds`).
         """
         await self._backing.flush(pending, deadline)
         pending.require_open()
 
     def confirm(self, put_id: bytes) -> bool:
-        """Confirm a complete put: it is committed, and stays. Idempotent. Returns whether the put exists."""
+        """Record that a complete put is committed, so it stays; return whether the put exists. Idempotent."""
         if put_id not in self.puts:
             return False
-        if self.puts.state_of(put_id) is not PutState.COMMITTED:  # a committed put is listed, or about to be freed
+        if self.puts.state_of(put_id) is not PutState.COMMITTED:  # if committed, it is listed or about to be freed
             if (state := self._reconciliations.get(self.puts.owner_of(put_id))) is not None:
                 state.staying.add(put_id)
             self.puts.confirm(put_id)
@@ -335,17 +337,17 @@ class StorageEngine:
         return True
 
     def complete_put(self, put_id: bytes, partition_id: str) -> StoredPut:
-        """Return a put that can be committed to a partition.
+        """Return a complete put after checking that it can be committed to a partition.
 
         Raises:
-            PutNotFoundError: it never completed, expired, or was freed.
-            InvalidArgumentError: it was put for another partition.
-            DataLossError: its bytes are damaged.
+            PutNotFoundError: the put never completed, expired, or was freed.
+            InvalidArgumentError: the put is for another partition.
+            DataLossError: the put's bytes are damaged.
         """
         if put_id not in self.puts:
             raise PutNotFoundError(
-                f"put {put_id.hex()} does not exist: never completed, expired without a commit, or cleared; put the "
-                "data again under another put_id",
+                f"put {put_id.hex()} does not exist: it never completed, expired without a commit, or was cleared; "
+                "put the data again under another put_id",
                 metadata={"put_id": put_id.hex()},
             )
         self._check_partition(put_id, partition_id)
@@ -353,28 +355,28 @@ class StorageEngine:
         return self.puts[put_id]
 
     def receipt_time(self, put_id: bytes) -> float | None:
-        """Return the time for the receipt of a complete put, or None if it is committed and needs no receipt.
+        """Return the timestamp for a complete put's receipt, or None if the put is committed and needs no receipt.
 
         Raises:
-            PutNotFoundError: some of its cells were freed, so it was committed before, possibly with a controller
-                that has restarted since and does not know it.
+            PutNotFoundError: some of the put's cells were freed, so the put was committed before, possibly by a
+                controller that has since restarted and does not know the put.
         """
         given_at = self.puts.receipt_time(put_id)
         was_freed = put_id in self._when_fetched or not (put_id in self.damaged or self.puts[put_id].is_whole())
         if given_at is not None and was_freed:
             raise PutNotFoundError(
-                f"put {put_id.hex()} was committed before, and some of its cells were cleared since; put the data "
+                f"put {put_id.hex()} was committed before, and some of its cells have since been cleared; put the data "
                 "again under another put_id",
                 metadata={"put_id": put_id.hex()},
             )
         return given_at
 
     def on_answer(self, asked: Overdue, unknown: Iterable[bytes]) -> int:
-        """Drop overdue puts that a controller does not know; return their number.
+        """Drop overdue puts that a controller does not know; return the number of puts dropped.
 
         Args:
-            asked: the result of `PutTable.overdue` from before the controller was asked.
-            unknown: the puts that are not committed and cannot be any more; all others are or may be committed.
+            asked: the `PutTable.overdue` result about which the controller was asked.
+            unknown: the puts that are not committed and never will be; all others are or may be committed.
         """
         dropped = self.puts.on_answer(asked, frozenset(unknown))
         for put_id in dropped:
@@ -390,7 +392,7 @@ class StorageEngine:
             yield len(own)
 
     def release_all(self) -> None:
-        """Free the memory of all puts, but leave their copies in the mirror; call it after `close`."""
+        """Free the memory of all puts, but leave their copies in the mirror; call this after `close`."""
         for put_ids in self.puts.slices():
             for put_id in put_ids:
                 put = self.puts.pop(put_id)
@@ -398,7 +400,7 @@ class StorageEngine:
                 put.values.release()
 
     def partition_of(self, put_id: bytes) -> str | None:
-        """Return the partition that a complete put is for, or None if the put does not exist."""
+        """Return the partition of a complete put, or None if the put does not exist."""
         if (partition_id := self._backing.partition_of(put_id)) is not None:
             return partition_id
         put = self.puts.get(put_id)
@@ -412,10 +414,10 @@ class StorageEngine:
     # Learning which puts are known
 
     def begin_reconciliation(self, owner: bytes = b"") -> Reconciliation:
-        """Start to learn which puts of an owner are known; an unfinished earlier reconciliation is abandoned.
+        """Start learning which puts an owner knows; an earlier unfinished reconciliation is abandoned.
 
-        `reconcile` follows in pieces, then `finish_reconciliation`; other calls run in between. The owner lists
-        its puts after this call: puts confirmed from now on stay, listed or not.
+        Next, call `reconcile` for each part of the owner's list, then `finish_reconciliation`; other calls may run in
+        between. The owner lists its puts after this call, so puts confirmed from now on stay, listed or not.
         """
         state = self._reconciliations[owner] = Reconciliation(owner)
         return state
@@ -427,11 +429,11 @@ class StorageEngine:
         cells: Iterable[PutCells] = (),
         staying: Iterable[bytes] = (),
     ) -> None:
-        """Record some of the known puts.
+        """Record a part of the owner's list of known puts.
 
         Args:
             state: the result of `begin_reconciliation`.
-            cells: known cells; all other cells of their puts are freed. Cells of one put must be consecutive.
+            cells: known cells; all other cells of the same puts are freed. Cells of one put must be consecutive.
             staying: puts that stay unchanged.
 
         Raises:
@@ -445,7 +447,7 @@ class StorageEngine:
                 self._free_others(state)
                 if some.put_id in state.partial:
                     raise InvalidArgumentError(
-                        f"cells of put {some.put_id.hex()} are not consecutive; list those of a put in a row",
+                        f"cells of put {some.put_id.hex()} are not consecutive; list all cells of a put together",
                         field="cells",
                     )
                 state.put_id = some.put_id
@@ -455,9 +457,9 @@ class StorageEngine:
             state.parts.append(some)
 
     def finish_reconciliation(self, state: Reconciliation) -> Iterator[None]:
-        """Drop the owner's confirmed puts that are not known, in slices: other tasks get a turn at each yield.
+        """Drop the owner's confirmed puts that were not listed, in slices; other tasks get a turn at each yield.
 
-        Recovered puts that are not known wait for their commit again, as they may have done before the restart.
+        Recovered puts that were not listed wait for their commit again, as they may have done before the restart.
 
         Raises:
             CallCancelledError: another reconciliation has begun.
@@ -493,7 +495,7 @@ class StorageEngine:
             raise CallCancelledError("another reconciliation of this owner's puts has begun; this one is abandoned")
 
     def _know(self, state: Reconciliation, put_id: bytes) -> None:
-        if put_id in state.freed:  # the listed put is gone; a put with this id was stored later
+        if put_id in state.freed:  # the listed put is gone; any put with this id was stored later
             return
         state.staying.add(put_id)
         if self._has(state, put_id):
@@ -502,13 +504,13 @@ class StorageEngine:
                 return
         state.miss(put_id)
         if put_id not in self.puts:
-            self._backing.mark_damaged(put_id, "it does not exist")
+            self._backing.mark_damaged(put_id, "the put does not exist")
 
     def _has(self, state: Reconciliation, put_id: bytes) -> bool:
         return put_id in self.puts and self.puts.owner_of(put_id) == state.owner
 
     def _free_others(self, state: Reconciliation) -> None:
-        """Free the cells of the last listed put that were not listed."""
+        """Free those cells of the last listed put that were not listed."""
         put_id, parts = state.put_id, state.parts
         state.put_id, state.parts = b"", []
         if not parts or any(part.is_whole for part in parts) or not self._has(state, put_id) or put_id in self.damaged:
@@ -519,7 +521,7 @@ class StorageEngine:
     # Freeing
 
     def trim(self) -> None:
-        """Return pooled memory that was not needed; call it regularly."""
+        """Return unused pooled memory to the system; call this regularly."""
         now = self._clock()
         self._spill()
         for store in (self._store, self.regions):
@@ -541,7 +543,7 @@ class StorageEngine:
             if some.put_id in self.damaged:
                 continue
             self._when_here(some.put_id, partial(self._free_some, some))
-        self._admission.admit()  # waiting puts may make compaction of small holes worthwhile
+        self._admission.admit()  # if puts are waiting, compaction may be worthwhile even for a few dead cells
 
     def _free_some(self, cells: PutCells) -> None:
         """Free some cells of a put whose tables are in memory."""
@@ -554,7 +556,7 @@ class StorageEngine:
             self._note_hole(put_id)
 
     def keep(self, put_id: bytes) -> KeptPut | None:
-        """Pin the bytes of a put for a recording, which releases them; return None if it is missing or damaged.
+        """Pin a put's bytes until a recording releases them; return None if the put is missing or damaged.
 
         Nothing is copied: memory is pinned, and a file is not reused for another put.
         """
@@ -577,7 +579,7 @@ class StorageEngine:
         return self._admission.has_waiting
 
     def drain(self) -> None:
-        """End the waits for capacity: the service is about to stop."""
+        """End all waits for capacity, because the service is about to stop."""
         self._admission.drain()
 
     async def close(self) -> None:
@@ -591,7 +593,7 @@ class StorageEngine:
             await store.close()
 
     def open_read(self, runs: Sequence[CellRuns], put_ids: Sequence[bytes], slices: Sequence[RowSlice] = ()) -> Reading:
-        """Find cells and pin them until the result is closed; use it in a `with`.
+        """Find cells and pin them until the returned reading is closed; use the reading as a context manager.
 
         Args:
             runs: the cells, field by field in the requested order.
@@ -610,7 +612,7 @@ class StorageEngine:
     async def open_long_read(
         self, runs: Sequence[CellRuns], put_ids: Sequence[bytes], slices: Sequence[RowSlice] = ()
     ) -> Reading:
-        """Do the same; for many cells a thread does the work, so other tasks get a turn."""
+        """Do the same as `open_read`, but find the cells in a thread if there are many, so other tasks get a turn."""
         if is_light_read(runs, slices):
             return self.open_read(runs, put_ids, slices)
         check_sound(put_ids, self.damaged, self.storage_id)
@@ -659,16 +661,16 @@ class StorageEngine:
         self._admission.add(sum(put.charge for put in puts.values()))
 
     async def check(self, put_ids: Collection[bytes]) -> None:
-        """Load the bytes of recovered and spilled puts before they are read; verify those of recovered ones."""
-        self._residents.use(put_ids)  # keeps those in memory while the others are fetched
+        """Load recovered and spilled puts before they are read, and verify the bytes of recovered puts."""
+        self._residents.use(put_ids)  # keeps the puts already in memory there while the others are fetched
         await self._backing.check(put_ids)
 
     async def scrub(self) -> None:
-        """Load and verify the bytes of all recovered puts, slowly."""
+        """Load and verify the bytes of all recovered puts at a limited rate."""
         await self._backing.scrub()
 
     def _on_fetched(self, record: PutStored, data: memoryview) -> StoredPut | None:
-        """Place a fetched put in memory, without the cells freed in the meantime."""
+        """Place a fetched put in memory, without the cells that were freed in the meantime."""
         put = put_of(record)
         values = data[put.tables_bytes :]
         blob = Blob(self._store, len(values), values)
@@ -685,14 +687,14 @@ class StorageEngine:
         return self.puts.get(record.put_id)
 
     def _end_deferral(self, put_id: bytes) -> None:
-        """Run the actions that waited for the bytes of a put."""
+        """Run the actions that were deferred until a put was fetched."""
         for action in self._when_fetched.pop(put_id, ()):
             if put_id in self.puts and put_id not in self.damaged:
                 action()
         self._admission.admit()
 
     def _when_here(self, put_id: bytes, action: Callable[[], None]) -> None:
-        """Run an action that needs the tables of a put, once the put is fetched."""
+        """Run an action that needs a put's tables, now or once the put is fetched."""
         if self._backing.is_unfetched(put_id):
             self._when_fetched.setdefault(put_id, []).append(action)
             self._backing.fetch_to_free(put_id)
@@ -702,7 +704,7 @@ class StorageEngine:
     # Memory
 
     def _spill(self) -> None:
-        """Drop mirrored puts from memory while it is over its limit, least recently used first."""
+        """Drop mirrored puts from memory, least recently used first, until memory use is below its limit."""
         excess = self._admission.to_spill()
         if not excess:
             return
@@ -724,7 +726,7 @@ class StorageEngine:
                 return
 
     def _note_replaced(self, put: StoredPut | RecoveredPut) -> None:
-        """Record that a put is gone, or in memory again."""
+        """Record that a put was removed, or is in memory again."""
         if isinstance(put, RecoveredPut):
             self._count_spilled(-put.spilled_bytes)
 
@@ -734,7 +736,7 @@ class StorageEngine:
 
     @property
     def damaged(self) -> Mapping[bytes, str]:
-        """Damaged puts, with the reason for each. Puts not verified since the start may be damaged, too."""
+        """Damaged puts, with the reason for each. Puts not verified since the start may be damaged as well."""
         return self._backing.damaged
 
     # Helpers
@@ -774,15 +776,15 @@ class StorageEngine:
         own = self.partition_of(put_id)
         if own != partition_id:
             raise InvalidArgumentError(
-                f"put {put_id.hex()} was not put for partition {partition_id!r}; commit it to the partition that its "
-                "header named",
+                f"put {put_id.hex()} does not belong to partition {partition_id!r}; commit it to the partition named "
+                "in its header",
                 field="partition_id",
             )
 
     # Compaction
 
     def _note_hole(self, put_id: bytes) -> None:
-        """Schedule compaction of a put with dead cells, once it is mostly dead or while puts wait for capacity."""
+        """Schedule compaction of a put with dead cells if it is mostly dead, or once puts wait for capacity."""
         put = self.puts[put_id]
         if put.dead_bytes() * 8 < put.values.charge:
             return
@@ -805,7 +807,7 @@ class StorageEngine:
     def _end_compaction(self, compaction: asyncio.Task[None]) -> None:
         self._compaction = None
         if not compaction.cancelled() and (error := compaction.exception()) is not None:
-            _log.error(LogMessage("the compaction of puts failed", error=error), exc_info=error)
+            _log.error(LogMessage("compaction of puts failed", error=error), exc_info=error)
         self._start_compaction()  # for puts that became due after its last check
 
     def _give_up_move(self) -> None:
@@ -823,13 +825,14 @@ class StorageEngine:
             if put_id in self._holed and self._backing.may_compact(put_id):
                 put = self.puts[put_id]
                 if put.is_mostly_dead() or self._admission.has_waiting:
-                    del self._holed[put_id]  # a put that cannot be moved is retried once more of it is dead
+                    del self._holed[put_id]  # a put that cannot be moved is retried once more cells are dead
                     await self._compact(put_id, put)
 
     async def _compact(self, put_id: bytes, put: StoredPut) -> None:
-        """Move the live cells of a put to a smaller blob if possible, while it is read and freed.
+        """Move the live cells of a put to a smaller blob if possible; the put may be read and freed concurrently.
 
-        A thread copies. Cells freed during the copy are freed in the old blob at once, and in the new one at the end.
+        A thread copies the cells. Cells freed during the copy are freed in the old blob at once, and in the new blob at
+        the end.
         """
         move = self._move = Move(put_id, put)
         old, blob = put.values, None
@@ -854,7 +857,7 @@ class StorageEngine:
         except UnreadableError as error:
             _log.warning(LogMessage("could not compact a put", put_id=put_id, error=error.cause))
             self._on_unreadable(put_id, error.blob, error.cause)
-        except (OSError, TqError) as error:  # such as a full disk: its dead cells are freed with the put
+        except (OSError, TqError) as error:  # such as a full disk: the dead cells are then freed with the put
             _log.debug(LogMessage("could not compact a put", put_id=put_id, error=error))
             if blob is not None:
                 blob.is_damaged = True

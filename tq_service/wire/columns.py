@@ -1,15 +1,15 @@
-"""Columns as they are sent and stored: dtypes and bytes, their division into rows, validation, and frames.
+"""Columns as they are sent and stored: dtypes and bytes, division into rows, validation, and frames.
 
-The values of a column are the rows' bytes, concatenated. A dense column needs nothing else. A jagged column also has
-extents, the size of each row in each ragged dimension; in an object column they are the bytes of each row. If objects
-put in different encodings are read together, each row has a second extent, the number of its encoding.
+The values of a column are the concatenated bytes of its rows. A dense column needs nothing else. A jagged column also
+has extents, the size of each row in each ragged dimension. The extents of an object column are the sizes of its rows in
+bytes. If objects in different encodings are read together, each row has a second extent, the number of its encoding.
 
-Encoding never imports torch: a process without torch cannot have a tensor to encode.
+Encoding never imports torch: a process that has not imported torch cannot have a tensor to encode.
 
-protobuf for Python copies a field twice. A message whose only part is one field is a tag, the length as a varint and
-the bytes. Here such a message is written with one copy, and a frame is read without any. Headers and messages of
-unusual form go through the protobuf library, so both ways give the same result. gRPC turns an exception of a
-deserializer into INTERNAL without a message; so decoders return `Garbled` instead of raising.
+The protobuf library for Python copies a field twice. A message that consists of a single field is a tag, the length as
+a varint, and the bytes. This module writes such a message with one copy, and reads a frame without copying. The
+protobuf library handles headers and messages in an unusual form, so the result is always the same. gRPC turns an
+exception in a deserializer into INTERNAL without a message, so decoders return `Garbled` instead of raising.
 """
 
 from __future__ import annotations
@@ -76,23 +76,23 @@ def is_on_device(tensor: Any) -> bool:
 
 
 def subclass_problem(tensor: Any) -> str:
-    """Return why the values of a tensor cannot be read here; empty if they can.
+    """Return why the values of a tensor cannot be read here, or an empty string if they can.
 
-    Subclasses that dispatch torch's operations themselves wrap other tensors, or none, and do not own any bytes.
+    Subclasses that dispatch torch operations themselves wrap other tensors or none, and do not own any bytes.
     """
     kind = type(tensor)
     torch = sys.modules["torch"]
     if kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__ or tensor.is_nested:
         return ""
     if hasattr(tensor, "full_tensor"):
-        return "a DTensor, whose values are spread over ranks; put its full_tensor(), which all ranks of its mesh call"
+        return "a DTensor, whose values are spread over ranks; put its full_tensor(), which all its ranks must call"
     if kind.__name__ == "FakeTensor":
-        return "a FakeTensor, which has no values; put a tensor that was computed"
-    return f"a {kind.__qualname__}, which wraps its values; put the plain tensor in it"
+        return "a FakeTensor, which has no values; put a real tensor"
+    return f"a {kind.__qualname__}, which wraps its values; put the plain tensor inside it"
 
 
 def dtype_name(dtype: Any, what: str) -> str:
-    """Return the name of a dtype of torch or numpy, whatever its byte order; `what` names its owner in the error.
+    """Return the name of a torch or numpy dtype in any byte order; `what` names the dtype's owner in the error.
 
     Raises:
         InvalidArgumentError: the dtype cannot be stored: quantized, smaller than a byte, or not numeric.
@@ -112,7 +112,7 @@ def _name_of(dtype: Any) -> str:
 
 
 def tensor_bytes(tensor: Any) -> memoryview:
-    """Return the values of a tensor as bytes in row-major order: a view if it is contiguous and on the CPU."""
+    """Return the values of a tensor as bytes in row-major order, as a view if it is contiguous and on the CPU."""
     if is_on_device(tensor):
         return copied(DeviceBytes.of(tensor))
     plain = tensor.detach()
@@ -133,7 +133,7 @@ def on_cpu(tensor: Any) -> Any:
 
 
 def array_bytes(array: NDArray[Any]) -> memoryview:
-    """Return the values of an array as little-endian bytes in row-major order: a view if they already are."""
+    """Return the values of an array as little-endian bytes in row-major order, as a view if they already are."""
     plain = np.ascontiguousarray(array)
     if plain.dtype.byteorder == ">" or (plain.dtype.byteorder == "=" and sys.byteorder == "big"):
         plain = plain.astype(plain.dtype.newbyteorder("<"))
@@ -143,16 +143,16 @@ def array_bytes(array: NDArray[Any]) -> memoryview:
 
 
 def make_values(values: Any, dtype: str, shape: tuple[int, ...], *, as_torch: bool) -> Any:
-    """Return a tensor or numpy array that shares the given bytes, or a copy if they are read-only or unaligned.
+    """Return a tensor or numpy array that shares the given bytes, or copies them if they are read-only or unaligned.
 
     Args:
-        values: an array of bytes; or, for a tensor on a device, a tensor of bytes there.
+        values: an array of bytes or, for a tensor on a device, a tensor of bytes on that device.
         dtype: dtype of the result.
         shape: shape of the result.
         as_torch: whether to return a tensor.
 
     Raises:
-        InvalidArgumentError: the dtype exists only in torch, or not in this version of torch.
+        InvalidArgumentError: the dtype exists only in torch, or does not exist in this version of torch.
     """
     if not isinstance(values, np.ndarray):
         return values.view(_torch_dtype(dtype)).reshape(shape)
@@ -184,7 +184,7 @@ def _torch_dtype(name: str) -> Any:
 Extents = NDArray[np.int64]
 
 MAX_ROWS: Final = 1 << 24
-"""Most rows of one put or get: limits how much a receiver allocates for a header alone."""
+"""Maximum number of rows of one put or get, which limits the memory that a receiver allocates for a header alone."""
 
 _MAX_BYTES: Final = 1 << 60
 _MAX_DIMS: Final = 64
@@ -197,12 +197,12 @@ class ColumnShape:
     """Layout of a column: how its bytes are divided into rows.
 
     Attributes:
-        spec: dtype, layout and row shape, all of them known; encoding None for objects of several encodings.
+        spec: dtype, layout and row shape, all of them known; the encoding is None for objects in several encodings.
         row_count: number of rows.
-        extents: jagged: `(n, ragged dims)`, the size of each row in each ragged dimension; object: `(n, 1)`, the bytes
-            of each row, or `(n, 2)` with the number of its encoding; dense: None.
-        value_bytes: bytes of all rows together.
-        whole_lengths: `(n,)`, for a get of parts of rows: the first dimension of each full row; else None.
+        extents: jagged: `(n, ragged dims)`, the size of each row in each ragged dimension; object: `(n, 1)`, the size
+            of each row in bytes, or `(n, 2)` with the number of its encoding; dense: None.
+        value_bytes: total size of all rows in bytes.
+        whole_lengths: `(n,)`, the first dimension of each full row if a get requested parts of rows; otherwise None.
     """
 
     spec: FieldSpec
@@ -212,7 +212,7 @@ class ColumnShape:
     whole_lengths: NDArray[np.int64] | None = None
 
     def row_bytes(self) -> NDArray[np.int64]:
-        """Return the bytes of each row `(n,)`."""
+        """Return the size of each row in bytes, `(n,)`."""
         if self.extents is None:
             return np.full(self.row_count, fixed_row_bytes(self.spec) or 0, np.int64)
         is_plain = self.extents.shape[1] == 1 or self.spec.layout is Layout.OBJECT
@@ -220,14 +220,14 @@ class ColumnShape:
         return np.asarray(elements * _fixed_part(self.spec), dtype=np.int64)
 
     def row_offsets(self) -> NDArray[np.int64]:
-        """Return the start of each row in the values, and their end `(n + 1,)`."""
+        """Return the start of each row in the values, and the end of the last row, `(n + 1,)`."""
         return offsets_of(self.row_bytes())
 
     def validate(self) -> None:
         """Check that the parts are consistent.
 
         Raises:
-            InvalidArgumentError: a size is negative or too large, a part is missing, or the extents do not give
+            InvalidArgumentError: a size is negative or too large, a part is missing, or the extents do not add up to
                 `value_bytes`.
         """
         spec = self.spec
@@ -238,13 +238,13 @@ class ColumnShape:
         if self.extents is not None:
             self._validate_extents(self.extents)
         elif extent_count(spec):
-            raise _wrong_column(spec, "extents", "has no extents; send those of each row")
+            raise _wrong_column(spec, "extents", "has no extents; send the extents of each row")
         expected = self.row_count * _fixed_part(spec) if self.extents is None else int(self.row_bytes().sum())
         if expected != self.value_bytes:
             raise _wrong_column(
                 spec,
                 "value_bytes",
-                f"has value_bytes {self.value_bytes}, but its rows take {expected}; declare what is sent",
+                f"has value_bytes {self.value_bytes}, but its rows take {expected}; declare the size of the rows",
             )
 
     def _validate_extents(self, sizes: Extents) -> None:
@@ -256,11 +256,11 @@ class ColumnShape:
                 f"has extents of shape {list(sizes.shape)}, expected {list(shape)}, or none",
             )
         if int(sizes.min()) < 0:
-            raise _wrong_column(self.spec, "extents", "has a negative extent; sizes are 0 or more")
+            raise _wrong_column(self.spec, "extents", "has a negative extent; extents must be 0 or more")
         if self.spec.layout is Layout.OBJECT:
             if not np.isin(sizes[:, 1:], _ENCODINGS).all():
                 known = ", ".join(map(str, _ENCODINGS))
-                raise _wrong_column(self.spec, "extents", f"has an unknown encoding of a row; expected one of {known}")
+                raise _wrong_column(self.spec, "extents", f"has rows in an unknown encoding; expected one of {known}")
             sizes = sizes[:, :1]
         with np.errstate(over="ignore", invalid="ignore"):
             products = sizes[:, 0].astype(np.float64)
@@ -276,8 +276,8 @@ class SourceColumn(ColumnShape):
     """A column of a put, with its bytes.
 
     Attributes:
-        chunks: the bytes of the values in row order, as views on the caller's tensors if possible. `on_host` copies
-            those on a device to the host.
+        chunks: the bytes of the values in row order, as views of the caller's tensors if possible. `on_host` copies
+            chunks on a device to the host.
     """
 
     chunks: tuple[Chunk, ...]
@@ -291,10 +291,10 @@ class Column(SourceColumn):
 
 
 def stacked(parts: Sequence[Sequence[SourceColumn]]) -> list[Column]:
-    """Return the columns of several puts as those of one, with copies of their bytes.
+    """Combine the columns of several puts into those of one put, copying their bytes.
 
-    Their specs must be equal except for the row shapes of dense columns; a column with several row shapes becomes
-    jagged.
+    The specs of a field must be equal except for the row shapes of dense columns; a column with several row shapes
+    becomes jagged.
     """
     return [_stacked_column(columns) for columns in zip(*parts, strict=True)]
 
@@ -320,7 +320,7 @@ def _stacked_column(columns: Sequence[SourceColumn]) -> Column:
 
 
 def device_of(columns: Sequence[SourceColumn]) -> Any:
-    """Return the first device that holds bytes of the columns, or None if all are on the host."""
+    """Return the first device that stores bytes of the columns, or None if all bytes are on the host."""
     chunks = chain.from_iterable(column.chunks for column in columns)
     return next((chunk.device for chunk in chunks if isinstance(chunk, DeviceBytes)), None)
 
@@ -345,7 +345,7 @@ def columns_on_host(columns: Sequence[SourceColumn]) -> list[Column]:
 
 
 def columns_digest(columns: Sequence[ColumnShape]) -> bytes:
-    """Return a hash of 16 bytes over the headers of columns."""
+    """Return a 16-byte hash of the headers of columns."""
     digest = xxh3_128()
     for column in columns:
         spec = column.spec
@@ -375,11 +375,11 @@ def _validate_spec(spec: FieldSpec) -> None:
         if spec.dtype or shape:
             field = "dtype" if spec.dtype else "row_shape"
             raise _wrong_column(
-                spec, field, f"has dtype {spec.dtype!r} and row shape {list(shape)}; objects have neither"
+                spec, field, f"has dtype {spec.dtype!r} and row shape {list(shape)}; object fields have neither"
             )
         return
     if not spec.dtype:
-        raise _wrong_column(spec, "dtype", f"has no dtype; give one of {', '.join(sorted(DTYPE_SIZES))}")
+        raise _wrong_column(spec, "dtype", f"has no dtype; set one of {', '.join(sorted(DTYPE_SIZES))}")
     least = -1 if spec.layout is Layout.JAGGED else 0
     if len(shape) > _MAX_DIMS or any(size < least for size in shape):
         raise _wrong_column(
@@ -389,38 +389,38 @@ def _validate_spec(spec: FieldSpec) -> None:
             "dimensions of jagged fields",
         )
     if spec.layout is Layout.JAGGED and not spec.ragged_dims:
-        raise _wrong_column(spec, "row_shape", "is jagged without a ragged dimension; set -1 in one")
+        raise _wrong_column(spec, "row_shape", "is jagged but has no ragged dimension; set one dimension to -1")
     if _fixed_part(spec) > _MAX_BYTES:
         raise _wrong_column(spec, "row_shape", f"has rows of over {_MAX_BYTES} bytes")
 
 
 @lru_cache(maxsize=1024)
 def _fixed_part(spec: FieldSpec) -> int:
-    """Return the bytes of a row with size 1 in every ragged dimension."""
+    """Return the size in bytes of a row whose ragged dimensions all have size 1."""
     return math.prod(size for size in spec.row_shape or () if size >= 0) * spec.itemsize
 
 
 def offsets_of(sizes: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the start of each row if rows of these sizes are concatenated, and the end `(n + 1,)`."""
+    """Return the start of each row when rows of these sizes are concatenated, and the end, `(n + 1,)`."""
     offsets = np.zeros(sizes.size + 1, np.int64)
     np.cumsum(sizes, out=offsets[1:])
     return offsets
 
 
 def extent_count(spec: FieldSpec) -> int:
-    """Return the number of extents per row: 0 for dense, 1 for objects, 2 for objects of several encodings."""
+    """Return the number of extents per row: 0 for dense, 1 for objects, 2 for objects in several encodings."""
     if spec.layout is Layout.OBJECT:
         return 1 if spec.encoding is not None else 2
     return len(spec.ragged_dims)
 
 
 def fixed_row_bytes(spec: FieldSpec) -> int | None:
-    """Return the bytes of each row of a dense field, or None if rows may differ."""
+    """Return the size in bytes of each row of a dense field, or None if row sizes may differ."""
     return _fixed_part(spec) if spec.layout is Layout.DENSE else None
 
 
 def encode_header(column: ColumnShape) -> metadata_pb2.ColumnHeader:
-    """Return the header of a column as a message."""
+    """Encode the header of a column as a message."""
     extents, whole_lengths = (
         b"" if values is None else np.ascontiguousarray(values, "<i8").tobytes()
         for values in (column.extents, column.whole_lengths)
@@ -431,7 +431,7 @@ def encode_header(column: ColumnShape) -> metadata_pb2.ColumnHeader:
 
 
 def put_header(put_id: bytes, columns: Sequence[ColumnShape], **more: Any) -> PutHeader:
-    """Return the header of a put of these columns; `more` are its other fields, such as the partition."""
+    """Return the header of a put of these columns; `more` sets other fields of the header, such as the partition."""
     return PutHeader(
         put_id=put_id,
         row_count=columns[0].row_count,
@@ -442,10 +442,10 @@ def put_header(put_id: bytes, columns: Sequence[ColumnShape], **more: Any) -> Pu
 
 
 def decode_header(message: metadata_pb2.ColumnHeader, row_count: int) -> ColumnShape:
-    """Return the checked header of a column of `row_count` rows.
+    """Decode and validate the header of a column of `row_count` rows.
 
     Raises:
-        InvalidArgumentError: its parts do not agree.
+        InvalidArgumentError: the parts of the header are inconsistent.
     """
     spec = decode_spec(message.spec)
     _validate_spec(spec)
@@ -486,32 +486,32 @@ def _decode_whole_lengths(spec: FieldSpec, data: bytes, row_count: int) -> NDArr
 def decode_headers(
     messages: Iterable[metadata_pb2.ColumnHeader], row_count: int, *, of_get: bool = False
 ) -> list[ColumnShape]:
-    """Return the checked headers of the columns of one put, or of one get, whose objects may have several encodings.
+    """Decode and validate the column headers of one put, or of one get, whose objects may have several encodings.
 
     Raises:
-        InvalidArgumentError: a header is invalid, there are none, or a name is repeated.
+        InvalidArgumentError: a header is invalid, there are no headers, or a name is repeated.
     """
     columns = []
     for message in messages:
         spec = message.spec
         if spec.layout == _OBJECT and not spec.encoding and not of_get:
             raise InvalidArgumentError(
-                f"field {spec.name!r} has objects without an encoding; set the encoding of all its rows in each column "
-                f"of a put: one of {', '.join(Encoding)}",
+                f"field {spec.name!r} has objects without an encoding; in each column of a put, set the encoding of "
+                f"all its rows: one of {', '.join(Encoding)}",
                 field="encoding",
                 metadata={"field_name": spec.name},
             )
         if spec.write_once:
             raise InvalidArgumentError(
-                f"field {spec.name!r} is write-once in a column of a put, expected only in its declaration; declare it "
-                "with CreatePartition, and leave write_once unset here",
+                f"field {spec.name!r} has write_once set in a column of a put; set it only when declaring the field "
+                "with CreatePartition",
                 field="write_once",
                 metadata={"field_name": spec.name},
             )
         if spec.scope:
             raise InvalidArgumentError(
-                f"field {spec.name!r} has a scope in a column of a put, expected only in its declaration; declare it "
-                "with CreatePartition, and leave scope unset here",
+                f"field {spec.name!r} has a scope in a column of a put; set it only when declaring the field with "
+                "CreatePartition",
                 field="scope",
                 metadata={"field_name": spec.name},
             )
@@ -522,19 +522,19 @@ def decode_headers(
     if len(set(names)) != len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise InvalidArgumentError(
-            f"field {twice!r} has two columns; send each name once", field="name", metadata={"field_name": twice}
+            f"field {twice!r} has two columns; send each field once", field="name", metadata={"field_name": twice}
         )
     return columns
 
 
 def merge_specs(specs: Sequence[FieldSpec]) -> FieldSpec:
-    """Return the spec that covers rows of several puts of one field: sizes that differ become ragged.
+    """Return the spec that covers one field's rows from several puts; dimensions whose sizes differ become ragged.
 
-    Objects of several encodings get encoding None. Dense rows together with jagged rows, or with dense rows of another
-    shape, become jagged: they were put into a field declared as jagged.
+    Objects in several encodings get the encoding None. Dense rows combined with jagged rows, or with dense rows of
+    another shape, become jagged, since their field was declared as jagged.
 
     Raises:
-        FieldMismatchError: dtype, number of dimensions, or tensors and objects differ.
+        FieldMismatchError: dtypes or numbers of dimensions differ, or tensors are combined with objects.
     """
     return reduce(_merge_two, specs)
 
@@ -563,14 +563,14 @@ def _merge_two(one: FieldSpec, other: FieldSpec) -> FieldSpec:
 
 
 def with_ragged_dim(spec: FieldSpec) -> FieldSpec:
-    """Return the spec for a column of a field: a jagged spec without a ragged dimension gets the first one ragged."""
+    """Return the spec for a field's column; if a jagged spec has no ragged dimension, its first one becomes ragged."""
     if spec.layout is not Layout.JAGGED or spec.ragged_dims or not spec.row_shape:
         return spec
     return replace(spec, row_shape=(-1, *spec.row_shape[1:]))
 
 
 def row_shapes(spec: FieldSpec, extents: Extents | None, row_count: int) -> NDArray[np.int64]:
-    """Return the shape of each row of a tensor column `(row_count, dims)`."""
+    """Return the shape of each row of a tensor column, `(row_count, dims)`."""
     shapes = np.empty((row_count, len(spec.row_shape or ())), np.int64)
     shapes[:] = spec.row_shape or ()
     if extents is not None:
@@ -582,10 +582,10 @@ def extents_as(other: FieldSpec, spec: FieldSpec, extents: Extents | None, row_c
     """Convert the extents of rows from one spec to another spec that fits them.
 
     Args:
-        other: the target: a spec with other ragged dimensions, or without an encoding, such as one that covers several
+        other: the target spec, with other ragged dimensions or without an encoding, such as a spec that covers several
             puts of one field.
-        spec: the spec the rows were put with.
-        extents: `(row_count, extents per row of spec)`, None if it is dense.
+        spec: the spec with which the rows were put.
+        extents: `(row_count, extents per row of spec)`, or None if the spec is dense.
         row_count: number of rows.
     """
     if extents is not None and extent_count(other) > extent_count(spec) and spec.layout is Layout.OBJECT:
@@ -598,40 +598,43 @@ def extents_as(other: FieldSpec, spec: FieldSpec, extents: Extents | None, row_c
 DEFAULT_FRAME_BYTES: Final = 2 << 20
 
 MOST_FRAME_PARTS: Final = 4096
-"""Most chunks in one frame: joining them takes some milliseconds, whatever their size."""
+"""Maximum number of chunks per frame; joining that many takes a few milliseconds, whatever their size."""
 
 SEND_AS_KEY: Final = "tq-send-as"
-"""Key of the initial metadata with which a storage service grants capacity for a put; its bytes may then be sent."""
+"""Key of the initial metadata that a storage service sends to grant capacity for a put, whose bytes may then be sent.
+
+The value tells the client how to send the bytes.
+"""
 
 SEND_AS_FRAMES: Final = "frames"
-"""Value of that key: in frames."""
+"""Value of `SEND_AS_KEY`: the bytes are sent in frames."""
 
 SEND_AS_BULK: Final = "bulk"
-"""Value of that key: over bulk connections, with the ticket of `TICKET_KEY`."""
+"""Value of `SEND_AS_KEY`: the bytes are sent over bulk connections, with the ticket in `TICKET_KEY`."""
 
 TICKET_KEY: Final = "tq-ticket-bin"
-"""Key of the initial metadata of such a put: a BulkTicket."""
+"""Key of the initial metadata that contains the BulkTicket of a put."""
 
 BULK_BYTES: Final = 2 << 20
-"""Puts and gets of fewer bytes take as long in frames as over bulk connections."""
+"""Minimum size for bulk connections; smaller puts and gets are as fast in frames."""
 
 SEND_AS_REGION: Final = "region"
-"""Value of that key: into a region of shared memory, which `REGION_KEY` offers to the session named in the header."""
+"""Value of `SEND_AS_KEY`: the bytes go into a shared memory region, which `REGION_KEY` offers to the put's session."""
 
 REGION_KEY: Final = "tq-region-bin"
-"""Key of the initial metadata of such a put: a RegionOffer."""
+"""Key of the initial metadata that contains the RegionOffer of a put."""
 
 SEND_AS_FD: Final = "fd"
-"""Value of that key: as sealed memory, in the session named in the header."""
+"""Value of `SEND_AS_KEY`: the bytes are sent as sealed memory, in the session that the header names."""
 
 INLINE_BYTES: Final = 256 << 10
-"""Largest puts and gets sent in one message (PutInline, GetInline), unless shared memory is used.
+"""Maximum size of a put or get sent in one message (PutInline, GetInline), unless shared memory is used.
 
-No quota covers the bytes of such a put while it waits for capacity; `WAITING_BYTES` limits their total.
+No quota covers the bytes of such puts while they wait for capacity; `WAITING_BYTES` limits the total of these bytes.
 """
 
 WAITING_BYTES: Final = "waiting_bytes"
-"""`limit_name` of the error of a call that may not wait, because requests of waiting calls use too much memory."""
+"""`limit_name` of the error for a call that may not wait because requests of waiting calls use too much memory."""
 
 # Just under glibc's largest dynamic mmap threshold (32 MiB).
 _LARGEST_THRESHOLD_BYTES: Final = (32 << 20) - (64 << 10)
@@ -678,21 +681,21 @@ def _decode(kind: type[PutRequest] | type[GetResponse], data: bytes) -> Any:
 
 
 decode_put_request: Final[Callable[[bytes], PutHeader | memoryview | Garbled]] = partial(_decode, PutRequest)
-"""Deserializes a message of a put stream: returns its header, a view on its frame, or `Garbled`."""
+"""Deserializes a message of a put stream: returns its header, a view of its frame, or `Garbled`."""
 
 decode_get_response: Final[Callable[[bytes], GetHeader | memoryview | Garbled]] = partial(_decode, GetResponse)
-"""Deserializes a message of a get stream: returns its header, a view on its frame, or `Garbled`."""
+"""Deserializes a message of a get stream: returns its header, a view of its frame, or `Garbled`."""
 
 
 def iter_frames(
     chunks: Iterable[C], frame_bytes: int = DEFAULT_FRAME_BYTES, most_parts: int | None = MOST_FRAME_PARTS
 ) -> Iterator[list[C]]:
-    """Arrange chunks into frames of `frame_bytes`, the last one shorter: large chunks are cut, small ones combined.
+    """Arrange chunks into frames of `frame_bytes`, splitting large chunks and combining small ones.
 
     Args:
         chunks: the bytes.
-        frame_bytes: size of a frame.
-        most_parts: most chunks in one frame; it may make a frame shorter. None: unlimited.
+        frame_bytes: size of each frame except the last, which may be smaller.
+        most_parts: maximum number of chunks per frame, which may make frames smaller; None: unlimited.
 
     Yields:
         The parts of one frame, for `encode_part`; never an empty frame.
@@ -723,8 +726,8 @@ class ScatteredRows:
     """Memory for a column whose rows are not contiguous.
 
     Attributes:
-        buffer: the memory; the rows are parts of it.
-        views: the places in it for the bytes of the column, in order; none is empty.
+        buffer: the memory that contains the rows.
+        views: the parts of the buffer for the column's bytes, in order; none is empty.
     """
 
     buffer: Bytes
@@ -734,14 +737,14 @@ class ScatteredRows:
 class ColumnReceiver:
     """Copies the frames of a get into one buffer per column.
 
-    Every column has a separate buffer, so each is aligned and lives as long as its tensor.
+    Each column has a separate buffer, which is aligned and lives as long as the column's tensor.
 
     Args:
         columns: the columns in the frames.
-        buffers: memory for each of them, to be written and then shared by tensors; None: new memory.
+        buffers: memory for each column, to be written and then shared with tensors; None: new memory.
 
     Attributes:
-        views: the memory, in the order of the bytes.
+        views: views of the memory, in the order of the bytes.
     """
 
     def __init__(self, columns: Sequence[ColumnShape], buffers: Sequence[Bytes | ScatteredRows] | None = None) -> None:
@@ -759,7 +762,7 @@ class ColumnReceiver:
         """Copy the next frame.
 
         Raises:
-            InvalidArgumentError: more bytes than the header declared.
+            InvalidArgumentError: there are more bytes than the header declared.
         """
         start = 0
         while start < len(frame):
@@ -774,7 +777,7 @@ class ColumnReceiver:
                 self._current, self._filled = self._current + 1, 0
 
     def end_filling(self) -> None:
-        """Record that all buffers were filled by other means than frames."""
+        """Record that all buffers were filled by means other than frames."""
         self._current = len(self.views)
 
     def write_all(self, frames: Iterable[memoryview]) -> None:
@@ -783,7 +786,7 @@ class ColumnReceiver:
             self.write(frame)
 
     def finish(self) -> Sequence[Bytes]:
-        """Return the buffers of all columns, in order; for scattered rows, all of their memory.
+        """Return the buffers of all columns, in order; for scattered rows, the entire memory.
 
         Raises:
             InvalidArgumentError: bytes are missing.
@@ -791,13 +794,13 @@ class ColumnReceiver:
         if self._current < len(self.views):
             missing = sum(map(len, self.views[self._current :])) - self._filled
             raise InvalidArgumentError(
-                f"the stream ended {missing} bytes before what its header declared", field="frame"
+                f"the stream ended {missing} bytes before the size that its header declared", field="frame"
             )
         return [buffer.buffer if isinstance(buffer, ScatteredRows) else buffer for buffer in self._buffers]
 
 
 def _plain_frame(data: bytes) -> memoryview | None:
-    """Return the frame of a message that is only a frame; None: leave it to the protobuf library."""
+    """Return the frame of a message that contains only a frame, or None if the protobuf library must decode it."""
     if not data or data[0] != _FRAME_TAG:
         return None
     length = 0
@@ -811,12 +814,12 @@ def _plain_frame(data: bytes) -> memoryview | None:
 
 @cache
 def keep_frame_buffers() -> None:
-    """Raise glibc's mmap threshold for this process, once; no effect with other libraries.
+    """Raise glibc's mmap threshold for this process, once; has no effect with other C libraries.
 
-    Fresh pages cost more than the copy into them. glibc maps each block above a threshold anew, and raises the
+    Fresh pages cost more than copying into them. glibc maps each block above a threshold anew, and raises the
     threshold to the size of the largest such block that was freed (`M_MMAP_THRESHOLD` in mallopt(3)). Freeing one
-    untouched block of 32 MiB is therefore enough. In measurements gets went from 0.7 to 1.3 GB/s, and puts of asyncio
-    clients without gets took half of the CPU time.
+    untouched block of 32 MiB is therefore enough. In measurements, the speed of gets increased from 0.7 to 1.3 GB/s,
+    and puts of asyncio clients without gets took half of the CPU time.
     """
     block = bytes(_LARGEST_THRESHOLD_BYTES)
     del block

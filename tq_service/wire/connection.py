@@ -1,11 +1,11 @@
-"""Connections to a service: channel options, credentials of a client, and the choice of the controller to call.
+"""Connections to a service: channel options, client credentials, and the choice of the controller to call.
 
-Clients authenticate with a bearer token and TLS; services use the same between each other.
+Clients authenticate with a bearer token and TLS; services authenticate to each other in the same way.
 
-A request that is larger than one message is sent in several messages of its call. Messages are small, so only few bytes
-are in flight to a service at a time. If the first request of a call has `PART_BYTES` or more, it is cut in serialized
-form. Its parts have exactly that size; the last one is shorter and may be empty. A service joins the parts: the request
-is executed completely or not at all.
+A large request is sent in several messages of its call. Messages are small, so only a few bytes are in flight to a
+service at a time. If the first request of a call has `PART_BYTES` or more, its serialized form is split into parts of
+exactly that size; the last part is smaller and may be empty. The service joins the parts, so the request is executed
+completely or not at all.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ if TYPE_CHECKING:
 
 CONNECTION_OPTIONS: Final = (
     ("grpc.primary_user_agent", USER_AGENT),
-    # A service that starts late or comes back is found within half a second; gRPC's own pauses grow to two minutes.
+    # A service that starts late or comes back is found within half a second; gRPC's default pauses grow to two minutes.
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.max_reconnect_backoff_ms", 500),
-    # Despite its name: how long one attempt to connect may take. A busy service needs time for a handshake.
+    # Despite its name, this limits the time of one connection attempt. A busy service needs time for a handshake.
     ("grpc.min_reconnect_backoff_ms", 5_000),
-    # A peer that vanished without closing is noticed within 20 s while calls wait on it.
+    # A peer that vanished without closing the connection is noticed within 20 s while calls wait on it.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.ping_timeout_ms", 10_000),  # the default is a minute, whatever keepalive_timeout_ms is
-    ("grpc.http2.max_pings_without_data", 0),  # a long poll has no data for long; 0: unlimited
+    ("grpc.http2.max_pings_without_data", 0),  # a long poll sends no data for a long time; 0: unlimited
 )
 
 _OF_CLUSTER: Final[dict[str, Any]] = {
@@ -52,18 +52,18 @@ _OF_CLUSTER: Final[dict[str, Any]] = {
 }
 
 CONTROLLER_CONNECTION_SECONDS: Final = 30
-"""How long a controller of a cluster accepts new calls on a connection; calls in flight on it continue.
+"""How long a controller of a cluster accepts new calls on a connection; calls in flight continue.
 
-This is for clients that use one name for all controllers, behind a load balancer that knows the leader: they then
-reconnect to the leader.
+Some clients use one name for all controllers, behind a load balancer that knows the leader. The limit makes these
+clients reconnect to the leader.
 """
 
 
 def cluster_options(options: Iterable[tuple[str, Any]]) -> tuple[tuple[str, Any], ...]:
     """Return the options of a channel to a controller of a cluster.
 
-    A controller that was paused or cut off is noticed before its lease ends, so calls that wait on it move to the next
-    one.
+    A paused or disconnected controller is noticed before its lease ends, so calls that wait on it move to the next
+    controller.
     """
     return tuple((dict(options) | _OF_CLUSTER).items())  # gRPC uses the first of duplicate options
 
@@ -71,30 +71,31 @@ def cluster_options(options: Iterable[tuple[str, Any]]) -> tuple[tuple[str, Any]
 CLUSTER_OPTIONS: Final = cluster_options(CONNECTION_OPTIONS)
 
 STREAM_WINDOW_BYTES: Final = 16 << 10
-"""Bytes of a message that a client may send before the service reads them."""
+"""Number of bytes of a message that a client may send before the service reads them."""
 
 PART_BYTES: Final = 2 << 20
-"""Size of each part but the last; a first message of this size means that more follow."""
+"""Size of each part except the last; a first message of this size means that more parts follow."""
 
 MAX_REQUEST_BYTES: Final = 64 << 20
-"""Largest request, with all its parts."""
+"""Maximum size of a request, including all its parts."""
 
 MOST_BATCHED_CALLS: Final = 256
-"""Most unanswered calls of one `CallMany`, and most calls in one of its messages."""
+"""Maximum number of unanswered calls in one `CallMany` stream, and of calls in one of its messages."""
 
 MOST_BATCHED_REQUEST_BYTES: Final = 16 << 10
-"""Largest request of a batched call; a larger request gets a separate call."""
+"""Maximum size of a batched call's request; a larger request is sent in a separate call."""
 
 MOST_BATCHED_METADATA_BYTES: Final = 1024
-"""Most metadata of a batched call, in addition to the metadata of its stream."""
+"""Maximum size of a batched call's metadata, in addition to the metadata of its stream."""
 
 LISTENING_OPTIONS: Final = (
-    # Unread bytes are in memory that no quota covers: gRPC would let them grow to megabytes for each call.
+    # Unread bytes are in memory that no quota covers; by default, gRPC allows megabytes of them per call.
     ("grpc.http2.lookahead_bytes", STREAM_WINDOW_BYTES),
     ("grpc.http2.bdp_probe", 0),
     ("grpc.experimental.tcp_max_read_chunk_size", 256 << 10),  # per connection; gRPC's default is 4 MiB
-    # A client that vanished without closing is noticed within 80 s, and its calls release their resources. A client
-    # that is merely busy, such as a Node.js worker whose event loop computes, answers no pings and keeps its calls.
+    # A client that vanished without closing the connection is noticed within 80 s, and its calls release their
+    # resources. A client that is merely busy, such as a Node.js worker with a blocked event loop, does not answer pings
+    # but keeps its calls.
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 60_000),
     ("grpc.http2.ping_timeout_ms", 60_000),
@@ -115,7 +116,7 @@ TOKEN_KEY: Final = "authorization"  # noqa: S105  (a name)
 TOKEN_SCHEME: Final = "Bearer "  # noqa: S105  (a name)
 
 Role: TypeAlias = Literal["read", "produce", "consume", "admin", "service"]
-"""Permissions of a token."""
+"""A token's role, which determines its permissions."""
 ROLES: Final[tuple[Role, ...]] = get_args(Role)
 
 _REREAD_SECONDS: Final = 1.0
@@ -128,7 +129,7 @@ class Tls:
     """PEM files with which a client reaches a service over TLS.
 
     Attributes:
-        ca: certificates of the authorities that the service's certificate is checked against; None: gRPC's defaults.
+        ca: certificates of the authorities trusted to sign the service's certificate; None: gRPC's defaults.
         cert: the client's certificate with its chain, for services that require one (mTLS).
         key: the private key of `cert`, without a passphrase.
     """
@@ -139,7 +140,7 @@ class Tls:
 
     def __post_init__(self) -> None:
         if (self.cert is None) != (self.key is None):
-            raise InvalidArgumentError("got only one of cert and key; give both or neither", field="tls")
+            raise InvalidArgumentError("got only one of cert and key; set both or neither", field="tls")
 
     @classmethod
     def of_environment(cls) -> Tls | None:
@@ -152,25 +153,25 @@ class Tls:
         return tuple(map(file_signature, (self.ca, self.cert, self.key)))
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """Read the files.
+        """Read the files and return channel credentials.
 
         Raises:
-            InvalidArgumentError: one of them cannot be read.
+            InvalidArgumentError: one of the files cannot be read.
         """
         ca, cert, key = (None if path is None else _read(path) for path in (self.ca, self.cert, self.key))
         return grpc.ssl_channel_credentials(ca, key, cert)
 
 
 class Credentials:
-    """Token and TLS of one client or service. Safe to use from several threads.
+    """Token and TLS settings of one client or service. Safe to use from several threads.
 
-    Neither its repr nor its pickle contains secrets. When it is unpickled, a token that was given as text is taken from
-    the environment, and one from a file is read again.
+    Neither the repr nor the pickle contains secrets. On unpickling, a token that was given as text is taken from the
+    environment, and a token from a file is read again.
 
     Args:
         token: the bearer token, or the path of a file that contains it and is reread when it changes; None: `TQ_TOKEN`,
             else the file named by `TQ_TOKEN_FILE`, else no token; False: no token, ignoring these variables.
-        tls: how to reach the service over TLS; None: from `TQ_TLS_CA`, `TQ_TLS_CERT` and `TQ_TLS_KEY`, else plaintext;
+        tls: TLS settings for the service; None: those in `TQ_TLS_CA`, `TQ_TLS_CERT` and `TQ_TLS_KEY`, else plaintext;
             False: plaintext, ignoring these variables.
         insecure: whether the token may be sent in plaintext to other machines; None: whether `TQ_INSECURE` is true.
     """
@@ -219,7 +220,7 @@ class Credentials:
             if signature is None or signature != self._file_signature:
                 self._metadata = _bearer(path.read_text(), str(path))
                 self._file_signature = signature
-        except (OSError, ValueError) as error:  # being replaced, or gone: the token read before may still be valid
+        except (OSError, ValueError) as error:  # replaced or removed: the token read before may still be valid
             if self._metadata is None:
                 raise UnauthenticatedError(
                     f"the token file {path} cannot be used: {error}", metadata={"path": str(path)}
@@ -231,15 +232,15 @@ class Credentials:
         return () if self.tls is None else self.tls.signature()
 
     def check_target(self, address: str) -> None:
-        """Raise an error if a token would be sent to another machine in plaintext.
+        """Check that no token would be sent to another machine in plaintext.
 
         Raises:
-            InvalidArgumentError: a token, no TLS, an address beyond this machine, and `insecure` not set.
+            InvalidArgumentError: a token would be sent to another machine without TLS, and `insecure` is not set.
         """
         if self.sent_secret and self.tls is None and not self._insecure and not is_loopback_target(address):
             raise InvalidArgumentError(
-                f"{self.sent_secret} would go to {address} in plaintext, readable on the network; give tls, or "
-                f"set TQ_TLS_CA. If the network itself is trusted, set insecure or {INSECURE_VARIABLE}=true",
+                f"{self.sent_secret} would be sent to {address} in plaintext, readable on the network; set tls or "
+                f"TQ_TLS_CA. If the network itself is trusted, set insecure or {INSECURE_VARIABLE}=true",
                 field="tls",
             )
 
@@ -267,19 +268,19 @@ def open_channel(api: Any, address: str, credentials: Credentials, options: Sequ
 
 
 def in_parts(request: bytes, name: str) -> list[bytes]:
-    """Return the messages for a serialized request.
+    """Split a serialized request into messages.
 
     Args:
         request: the request.
         name: name of the call, for the error.
 
     Raises:
-        InvalidArgumentError: it is larger than a service accepts.
+        InvalidArgumentError: the request is larger than a service accepts.
     """
     size = len(request)
     if size > MAX_REQUEST_BYTES:
         raise InvalidArgumentError(
-            f"the request of {name} is {size} bytes, without the values of fields; expected at most "
+            f"the request of {name} has {size} bytes, not counting the values of fields; expected at most "
             f"{MAX_REQUEST_BYTES}. Write or name fewer samples at once, or use shorter keys, groups and custom_meta",
             metadata={"got": str(size), "limit": str(MAX_REQUEST_BYTES)},
         )
@@ -317,8 +318,8 @@ def _bearer(text: str, source: str) -> Metadata:
     token = text.strip()
     if not token or not token.isascii() or not token.isprintable() or " " in token:
         raise InvalidArgumentError(
-            f"{source} holds no token: {len(token)} characters, expected printable ASCII without spaces as `tq-service "
-            "token new` prints it",
+            f"{source} does not contain a token: got {len(token)} characters, expected printable ASCII without spaces, "
+            "as printed by `tq-service token new`",
             field="token",
         )
     return ((TOKEN_KEY, TOKEN_SCHEME + token),)
@@ -340,13 +341,13 @@ _TIMED_OUT: Final = "timed out"  # as returned by `addresses.cause_of`
 
 
 class Controllers:
-    """Addresses of the controllers; one of several controllers leads. Safe to use from several threads.
+    """Addresses of the controllers, and which controller to call. Safe to use from several threads.
 
-    A standby names the leader, which is then called, even if its address was not among those given. If the leader does
-    not answer, the given addresses are tried in turn.
+    If there are several controllers, one of them leads. A standby names the leader, which is then called even if its
+    address was not given. If the leader does not answer, the given addresses are tried in turn.
 
     Args:
-        addresses: one, such as a DNS name of all controllers, or several separated by commas.
+        addresses: one address, such as a DNS name of all controllers, or several addresses separated by commas.
 
     Attributes:
         current: the address to call next.
@@ -356,11 +357,11 @@ class Controllers:
     def __init__(self, addresses: str) -> None:
         self._given = split_addresses(addresses)
         self.current = self._given[0]
-        self._silent_at: dict[str, float] = {}  # by address: when a call got no answer
+        self._silent_at: dict[str, float] = {}  # by address: when a call last timed out
         self.has_several = len(self._given) > 1
 
     def note(self, asked: str, failure: TqError) -> None:
-        """Choose the controller to call next, after a failed call; ignore late failures of other controllers."""
+        """Choose the controller to call next after a failed call; ignore late failures of other controllers."""
         if not isinstance(failure, UnavailableError) or asked != self.current:
             return
         leader = ""
@@ -377,5 +378,5 @@ class Controllers:
             self.current = next((each for each in others if not self._is_silent(each)), others[0])
 
     def _is_silent(self, address: str) -> bool:
-        """Whether a controller did not answer recently: a paused leader is named by others until its lease ends."""
+        """Whether a controller recently did not answer; other controllers name a paused leader until its lease ends."""
         return time.monotonic() - self._silent_at.get(address, -_SILENT_SECONDS) < _SILENT_SECONDS

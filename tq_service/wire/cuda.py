@@ -1,7 +1,7 @@
-"""The parts of `torch.cuda` that are needed. Tests replace these functions with a stand-in that needs no device.
+"""The parts of `torch.cuda` that the package uses. Tests replace these functions with fakes that need no device.
 
 Torch is imported only if a tensor is on a device or a device is named. No function here waits for a device, or for a
-stream to drain: only a thread that asks an event to `synchronize` waits, for the work before that event.
+stream to drain. Only a thread that calls an event's `synchronize` waits, for the work before that event.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
 
 
 class Event(Protocol):
-    """A point in the work of a stream."""
+    """A point in a stream's work."""
 
     def query(self) -> bool:
-        """Return whether the stream has reached it."""
+        """Return whether the stream has reached the event."""
         ...
 
     def synchronize(self) -> None:
-        """Block this thread until the stream has reached it."""
+        """Block this thread until the stream has reached the event."""
         ...
 
 
 class Stream(Protocol):
-    """Work of a device, done in order."""
+    """A queue of work on a device, executed in order."""
 
     def wait_event(self, event: Any) -> None:
         """Continue only after an event of another stream."""
@@ -40,17 +40,17 @@ class Stream(Protocol):
 
 
 def load_torch() -> Any:
-    """Return torch."""
+    """Import torch and return the module."""
     import torch  # noqa: PLC0415  (torch is optional and slow to import)
 
     return torch
 
 
 def find(name: Any) -> Device:
-    """Return the device of a name, with its index.
+    """Return the named device, with its index.
 
     Raises:
-        InvalidArgumentError: it does not exist.
+        InvalidArgumentError: the device does not exist.
     """
     try:
         device: Device = load_torch().device(name)
@@ -62,8 +62,8 @@ def find(name: Any) -> Device:
     count = cuda.device_count() if cuda.is_available() else 0
     if device.type != "cuda" or (device.index or 0) >= count:
         raise InvalidArgumentError(
-            f"device is {name!r}; expected 'cpu' or one of the {count} CUDA devices that torch sees, 'cuda:0' on. "
-            "Get the data without it, and move it",
+            f"device is {name!r}; expected 'cpu' or one of the {count} CUDA devices that torch sees, from 'cuda:0' on. "
+            "Get the data without a device, and move it afterwards",
             field="device",
         )
     return device if device.index is not None else load_torch().device("cuda", cuda.current_device())
@@ -91,13 +91,13 @@ def new_stream(device: Device) -> Stream:
 
 
 def using(stream: Stream) -> AbstractContextManager[Any]:
-    """Make it the current stream of this thread within a `with`."""
+    """Return a context manager that makes a stream this thread's current stream."""
     context: AbstractContextManager[Any] = load_torch().cuda.stream(stream)
     return context
 
 
 def record(stream: Any) -> Event:
-    """Return the event after all work submitted to the stream so far; a thread that waits for it sleeps."""
+    """Return an event after all work submitted to the stream so far; a thread that waits for the event sleeps."""
     event: Event = stream.record_event(load_torch().cuda.Event(blocking=True))
     return event
 
@@ -110,36 +110,36 @@ def empty(size: int, device: Device, stream: Stream) -> Tensor:
 
 
 def copy(target: Tensor, source: Tensor, stream: Stream) -> None:
-    """Have the stream copy bytes of the host to a device, or back.
+    """Make the stream copy bytes from the host to a device, or back.
 
-    With pinned memory it returns at once: the memory of the host must stay as it is, and pinned, until the stream has
-    passed it. With pageable memory it returns when the bytes have been read, or written.
+    With pinned memory, the call returns at once: the host memory must stay unchanged and pinned until the stream has
+    completed the copy. With pageable memory, the call returns once the bytes have been read or written.
     """
     with using(stream):
         target.copy_(source, non_blocking=True)
 
 
 def used_by(tensor: Tensor, stream: Any) -> None:
-    """Reuse the memory of a tensor, once it is freed, only after the work submitted to the stream until then."""
+    """Prevent reuse of a freed tensor's memory until the stream has done the work submitted to it by then."""
     tensor.record_stream(stream)
 
 
 def register(address: int, size: int, device: Device) -> bool:
-    """Pin memory of this process, for all devices; return whether the system granted it.
+    """Pin memory of this process for all devices; return whether the system allowed it.
 
-    The driver pins the pages for writing: it replaces those of a private mapping of a file by copies, and the memfd of
-    a shared one cannot be sealed against writing as long as they are pinned.
+    The driver pins pages for writing. It replaces the pages of a private file mapping with copies. The memfd of a
+    shared mapping cannot be sealed against writing while pages are pinned.
     """
-    with load_torch().cuda.device(device):  # else the driver would make a context on the first device, too
+    with load_torch().cuda.device(device):  # otherwise, the driver would also create a context on the first device
         if int(load_torch().cuda.cudart().cudaHostRegister(address, size, 0)) == 0:
             return True
-        # The driver keeps the error for the next kernel of this thread, which would raise it: let it be this one.
+        # The driver keeps the error and raises it in this thread's next kernel, so launch one here.
         with suppress(RuntimeError):
             load_torch().zeros(1, device=device)
     return False
 
 
 def unregister(address: int, device: Device) -> None:
-    """Unpin memory, which no copy may use any more, before it is unmapped."""
+    """Unpin memory before it is unmapped; no copy may use the memory anymore."""
     with load_torch().cuda.device(device):
         load_torch().cuda.cudart().cudaHostUnregister(address)

@@ -5,9 +5,9 @@
     down    caller's stream ── event ──> copy stream ── pinned memory ── event ──> the thread that sends the bytes
     up      pinned memory ──> copy stream ── one arena on the device ── event ──> the caller's stream
 
-A copy waits for one event of the caller's stream, and the caller's stream for one event of the copy. Nothing waits for
-the device, or for a stream to drain. The pinned memory is the source or destination itself if that is pinned
-(`host_memory`), such as a region shared with the storage service; else the bytes pass through pinned blocks.
+A copy waits for one event of the caller's stream, and the caller's stream waits for one event of the copy. Nothing
+waits for the device, or for a stream to drain. If the source or destination is pinned (`host_memory`), such as a region
+shared with the storage service, it is copied directly; otherwise, the bytes pass through pinned blocks.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Takes a fraction of a millisecond to copy, and several times as long as the calls that start the copy.
+# Copying a block takes a fraction of a millisecond, several times as long as the calls that start the copy.
 _BLOCK_BYTES: Final = 8 << 20
-_LARGE_CHUNK_BYTES: Final = 64 << 10  # worth a copy during which other Python threads run
+_LARGE_CHUNK_BYTES: Final = 64 << 10  # large enough for a copy that lets other Python threads run
 
 
 def find_device(name: Any) -> Device | None:
-    """Return the device of a name, with its index; None for the CPU.
+    """Return the named device with its index, or None for the CPU.
 
     Raises:
         InvalidArgumentError: the device does not exist, torch is not installed, or `TQ_PINNED_BYTES` is not a number.
@@ -48,12 +48,12 @@ def find_device(name: Any) -> Device | None:
         return cuda.find(name)
     except ImportError:
         raise InvalidArgumentError(
-            f"device is {name!r}, and torch is not installed; expected None. Install tq-service[data]", field="device"
+            f"device is {name!r}, but torch is not installed; expected None. Install tq-service[data]", field="device"
         ) from None
 
 
 def on_these_streams(work: Callable[[], T]) -> Callable[[], T]:
-    """Return the same work for another thread, with the current streams of this thread."""
+    """Wrap work for another thread, so it runs with this thread's current streams."""
     streams = cuda.side_streams()
     if not streams:
         return work
@@ -71,13 +71,13 @@ _streams: dict[tuple[Device, str], cuda.Stream] = {}
 
 
 def copy_stream(device: Device, direction: Literal["up", "down"]) -> cuda.Stream:
-    """Return the stream of this process that copies to a device, or from it."""
+    """Return this process's stream for copies to a device, or from a device."""
     # If two threads create a stream at the same time, both use the one that is stored first.
     return _streams.get((device, direction)) or _streams.setdefault((device, direction), cuda.new_stream(device))
 
 
 class DeviceBytes:
-    """The bytes of a tensor on a device, in row-major order. Slices are DeviceBytes too.
+    """The bytes of a tensor on a device, in row-major order. Slices are DeviceBytes as well.
 
     Attributes:
         device: the device.
@@ -92,7 +92,7 @@ class DeviceBytes:
 
     @classmethod
     def of(cls, tensor: Tensor) -> DeviceBytes:
-        """Return the bytes of a tensor, as they are after the work submitted to the current stream so far."""
+        """Return the bytes of a tensor as of the work submitted to the current stream so far."""
         plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
         # Not reshape: a single value counts as contiguous with any stride, which view does not accept.
         values = plain.as_strided((plain.numel(),), (1,)).view(cuda.load_torch().uint8)
@@ -105,7 +105,7 @@ class DeviceBytes:
         return DeviceBytes(self._values[part], self._ready)
 
     def copy_to(self, target: Bytes) -> cuda.Event:
-        """Start to copy them to the host, and return the event after it; keep both alive until then."""
+        """Start copying the bytes to the host, and return the event after the copy; keep both alive until then."""
         self._ready.synchronize()  # blocks this thread, not the stream: other callers' copies use the stream too
         stream = copy_stream(self.device, "down")
         cuda.copy(cuda.load_torch().from_numpy(target), self._values, stream)
@@ -117,7 +117,7 @@ Chunk: TypeAlias = memoryview | DeviceBytes
 
 
 def on_host(chunks: Iterable[Chunk]) -> Iterator[list[memoryview]]:
-    """Yield the bytes of chunks on the host, in order. Blocks of a device are copied down while the previous is used.
+    """Yield the bytes of chunks on the host, in order. Each device block is copied while the previous one is used.
 
     Drop each list before requesting the next one, so its memory can be reused.
     """
@@ -153,7 +153,7 @@ def on_host(chunks: Iterable[Chunk]) -> Iterator[list[memoryview]]:
 
 
 def copy_to_host(target: Bytes, chunks: Iterable[Chunk]) -> None:
-    """Copy chunks into memory of the host, concatenated: directly from a device if the memory is pinned."""
+    """Copy chunks into host memory one after another, directly from a device if the memory is pinned."""
     view, end = target.data, 0
     pin = PINNED.find(target)
     copies: list[tuple[cuda.Event, DeviceBytes]] = []  # the device may reuse memory of a chunk that is gone
@@ -182,14 +182,14 @@ def copy_to_host(target: Bytes, chunks: Iterable[Chunk]) -> None:
 
 
 def copied(chunk: DeviceBytes) -> memoryview:
-    """Copy bytes of a device into new memory of the host."""
+    """Copy bytes from a device into new host memory."""
     data = np.empty(len(chunk), np.uint8)
     copy_to_host(data, [chunk])
     return data.data
 
 
 def to_cpu(tensor: Tensor) -> Tensor:
-    """Return the values of a tensor on a device as a contiguous one on the CPU."""
+    """Copy the values of a tensor on a device to a contiguous tensor on the CPU."""
     torch = cuda.load_torch()
     values: Tensor = torch.empty(tensor.shape, dtype=tensor.dtype)
     copy_to_host(values.reshape(-1).view(torch.uint8).numpy(), [DeviceBytes.of(tensor)])
@@ -197,13 +197,13 @@ def to_cpu(tensor: Tensor) -> Tensor:
 
 
 def upload(arrays: Sequence[Bytes], device: Device) -> list[Tensor]:
-    """Return bytes `(size,)` of the host as views of one arena on a device, each at a multiple of 64 bytes.
+    """Copy host arrays of bytes `(size,)` to a device; return views of one arena, each at a multiple of 64 bytes.
 
-    Adjacent arrays in pinned memory are copied together, in one copy; those in pageable memory through pinned blocks.
-    The current stream waits for the copies, this thread does not. Do not write to the arrays afterwards.
+    Adjacent arrays in pinned memory are copied in one step; arrays in pageable memory pass through pinned blocks. The
+    current stream waits for the copies, but this thread does not. Do not write to the arrays afterwards.
 
     Raises:
-        torch.OutOfMemoryError: the device is full; nothing is kept.
+        torch.OutOfMemoryError: the device is full; no memory is retained.
     """
     pins = [PINNED.find(array) if array.size else None for array in arrays]
     addresses = [array.ctypes.data for array in arrays]
@@ -257,5 +257,5 @@ def _blocks(waiting: deque[tuple[int, Bytes]], start: int, end: int, device: Dev
 
 
 def copy_on_device(target: Tensor, source: Tensor) -> None:
-    """Have the current stream copy a tensor of a device to one of the same shape there."""
+    """Make the current stream copy a tensor to another tensor of the same shape on the same device."""
     cuda.copy(target.detach(), source, cuda.current_stream(target.device))

@@ -36,27 +36,27 @@ _GATHER_BELOW_BYTES: Final = 64 << 10
 
 _AT_ONCE: Final = 1 << 16  # objects that Python processes in one call, while no other thread runs
 _LISTS_AT_ONCE: Final = 1 << 10
-_OBJECT_KINDS: Final = "OUST"  # of numpy's dtypes
+_OBJECT_KINDS: Final = "OUST"  # kinds of numpy dtypes
 
 
 def encode_columns(data: Any, known: Mapping[str, FieldSpec] | None = None) -> list[SourceColumn]:
-    """Return the columns of a put, without copying tensors that are contiguous and on the CPU.
+    """Encode the columns of a put, without copying tensors that are contiguous and on the CPU.
 
-    Tensors on a device stay there; their bytes are those after the work submitted to the current stream so far.
+    Tensors on a device stay there; their bytes are read as of the work submitted to the current stream so far.
 
     Args:
-        data: a TensorDict of one batch dimension or a mapping of field names to columns of `n` rows each: a tensor or
-            array `(n, ...)`; a nested tensor, or a list of tensors or arrays of one or more dimensions (jagged); a list
-            of numbers or 0-dim tensors (dense scalars, Python's int as int64, float as float64); a list of lists of
-            numbers (jagged, or dense if all have one length); a list of anything else (objects). `NonTensorData` is
-            described at `non_tensor_rows`.
-        known: fields as known by the partition. An object field takes any list. In a tensor field, lists of nested
-            lists of numbers, or of empty lists, are tensors too. Objects become text if all are str, bytes if all are
-            bytes, and else msgpack.
+        data: a TensorDict with one batch dimension, or a mapping of field names to columns of `n` rows each: a tensor
+            or array `(n, ...)`; a nested tensor, or a list of tensors or arrays of one or more dimensions (jagged); a
+            list of numbers or 0-dim tensors (dense scalars: int becomes int64, float becomes float64); a list of lists
+            of numbers (jagged, or dense if all have the same length); a list of anything else (objects). See
+            `non_tensor_rows` for `NonTensorData`.
+        known: fields that the partition knows. An object field accepts any list. In a tensor field, lists of nested
+            lists of numbers, and lists of empty lists, become tensors as well. Objects become text if all are str,
+            bytes if all are bytes, and msgpack otherwise.
 
     Raises:
-        InvalidArgumentError: no fields, no rows, row counts that differ, or values that no column can hold.
-        UnsupportedObjectError: an object that would need pickle.
+        InvalidArgumentError: there are no fields or rows, row counts differ, or values do not fit into any column.
+        UnsupportedObjectError: an object would need pickle.
     """
     columns = [
         _encode_column(_checked_name(name), values, (known or {}).get(name)) for name, values in _fields_of(data)
@@ -67,8 +67,8 @@ def encode_columns(data: Any, known: Mapping[str, FieldSpec] | None = None) -> l
     for column in columns:
         if column.row_count != first.row_count:
             raise InvalidArgumentError(
-                f"field {first.spec.name!r} has {first.row_count} rows, field {column.spec.name!r} {column.row_count}; "
-                "give every field a row for each sample",
+                f"field {first.spec.name!r} has {first.row_count} rows, but field {column.spec.name!r} has "
+                f"{column.row_count}; put one row per sample in every field",
                 field="data",
                 metadata={
                     "field_name": column.spec.name,
@@ -82,14 +82,14 @@ def encode_columns(data: Any, known: Mapping[str, FieldSpec] | None = None) -> l
 
 
 def encode_appended(data: Any, known: Mapping[str, FieldSpec]) -> list[SourceColumn]:
-    """Return the columns of an append: those of a put, jagged in the first dimension of their rows.
+    """Encode the columns of an append, which are jagged in the first dimension of their rows.
 
     Args:
         data: as for `encode_columns`; rows have one or more dimensions.
-        known: fields as known by the partition.
+        known: fields that the partition knows.
 
     Raises:
-        InvalidArgumentError: a column has scalars, objects, or rows that differ in another dimension; otherwise see
+        InvalidArgumentError: a column has scalars, objects, or rows that differ in another dimension; see also
             `encode_columns`.
     """
     names = [name for name, _ in _fields_of(data)]
@@ -101,8 +101,8 @@ def _ragged(column: SourceColumn) -> SourceColumn:
     spec, shape = column.spec, column.spec.row_shape
     if spec.layout is Layout.OBJECT or not shape or spec.ragged_dims not in {(), (0,)}:
         raise InvalidArgumentError(
-            f"field {spec.name!r} is {spec.describe()}; expected a tensor or a list of numbers for each sample, which "
-            "differ only in their first dimension. Put other fields instead of appending to them",
+            f"field {spec.name!r} is {spec.describe()}; expected a tensor or a list of numbers per sample, differing "
+            "only in the first dimension. Put fields of other kinds instead of appending to them",
             field="data",
             metadata={"field_name": spec.name},
         )
@@ -138,7 +138,7 @@ def _fields_of(data: Any) -> list[tuple[Any, Any]]:
 
 
 def _is_tensordict(value: Any) -> bool:
-    # While another thread is still importing it, it has no such function yet, so no TensorDict can exist.
+    # While another thread is still importing tensordict, the function is missing, so no TensorDict can exist.
     is_tensor_collection = getattr(sys.modules.get("tensordict"), "is_tensor_collection", None)
     return is_tensor_collection is not None and bool(is_tensor_collection(value))
 
@@ -184,25 +184,25 @@ def _holds_tensors(known: FieldSpec | None) -> bool:
 
 
 def _objects_unless_tensors(name: str, known: FieldSpec | None) -> FieldSpec | None:
-    """Return the field for rows whose container holds objects: an object field, unless it is known to hold tensors."""
+    """Return the field for rows from a container of objects: an object field, unless it is a known tensor field."""
     return known if _holds_tensors(known) else FieldSpec(name, layout=Layout.OBJECT)
 
 
 def _rows_of_array(array: NDArray[Any]) -> list[Any]:
-    """Return the rows of an array: objects unchanged, texts as Python strings."""
+    """Return the rows of an array: objects unchanged, text as Python strings."""
     return list(array) if array.dtype.kind not in "UST" else array.tolist()
 
 
 def non_tensor_rows(name: str, values: Any) -> list[Any]:
-    """Return the rows of a `NonTensorStack` or a `NonTensorData`, as returned by tensordict's `tolist()`.
+    """Return the rows of a `NonTensorStack` or `NonTensorData`, as tensordict's `tolist()` returns them.
 
-    A `NonTensorData` is one value for all of its rows, even if it is a list. There are two exceptions. An array of
-    objects or texts with one item per row holds the rows, since a TensorDict creates that from lists and arrays. And a
-    `NonTensorData` without a batch dimension, outside of a TensorDict, holds the rows if it holds a list, a tuple or an
-    array.
+    A `NonTensorData` is one value for all its rows, even if the value is a list. There are two exceptions. An array of
+    objects or text with one item per row contains the rows, since a TensorDict creates such an array from lists and
+    arrays. And the value of a `NonTensorData` without a batch dimension, outside of a TensorDict, contains the rows if
+    it is a list, a tuple or an array.
 
     Raises:
-        InvalidArgumentError: it holds one value for an unknown number of rows.
+        InvalidArgumentError: the `NonTensorData` is one value for an unknown number of rows.
     """
     items = values.data if isinstance(values, sys.modules["tensordict"].NonTensorData) else None
     array = items if isinstance(items, np.ndarray) and items.ndim else None
@@ -214,7 +214,7 @@ def non_tensor_rows(name: str, values: Any) -> list[Any]:
     if not isinstance(items, (list, tuple)):
         raise InvalidArgumentError(
             f"field {name!r} is NonTensorData of one {type(items).__name__} for an unknown number of rows; put it in a "
-            "TensorDict, or give it a batch_size",
+            "TensorDict, or set its batch_size",
             field="data",
         )
     return list(items)
@@ -237,7 +237,7 @@ def _bytes_of(name: str, values: Any) -> tuple[str, Chunk]:
 
 
 def _check_values(name: str, values: Any) -> None:
-    """Reject tensors and arrays that have more, or less, than the values of a plain one."""
+    """Reject tensors and arrays that do not consist of plain values only."""
     if not is_tensor(values):
         problem = "a masked array, whose mask would be lost; fill it first" if np.ma.isMaskedArray(values) else ""
     elif values.is_nested:
@@ -263,7 +263,7 @@ def _column(spec: FieldSpec, row_count: int, extents: Extents | None, chunks: tu
 
 
 def _encode_nested(name: str, values: Any) -> SourceColumn:
-    """Encode a nested tensor, without a copy in the usual form: packed, and ragged in the first dimension."""
+    """Encode a nested tensor; the usual form (packed, and ragged in the first dimension) is not copied."""
     torch = sys.modules["torch"]
     nested = values.detach()
     if nested.layout is not torch.jagged:
@@ -290,15 +290,15 @@ def _encode_nested(name: str, values: Any) -> SourceColumn:
 def _inconsistent(name: str, nested: Any) -> InvalidArgumentError:
     return InvalidArgumentError(
         f"field {name!r} is a nested tensor with values of shape {tuple(nested.values().shape)}, but its offsets "
-        f"{nested.offsets().tolist()[:8]} do not cut them into rows along ragged dimension {nested._ragged_idx}; "
-        "recreate it from its rows, such as by torch.nested.as_nested_tensor(rows, layout=torch.jagged)",
+        f"{nested.offsets().tolist()[:8]} do not divide them into rows along ragged dimension {nested._ragged_idx}; "
+        "recreate it from its rows, for example with torch.nested.as_nested_tensor(rows, layout=torch.jagged)",
         field="data",
     )
 
 
 def _encode_list(name: str, values: Sequence[Any], known: FieldSpec | None) -> SourceColumn:
     if not values:
-        return _encode_dense(name, np.zeros(0, np.float32))  # rejected later, as any data with 0 rows
+        return _encode_dense(name, np.zeros(0, np.float32))  # rejected later, like any data with 0 rows
     kinds = _kinds(values)
     if any(map(_is_non_tensor, kinds.values())):  # from iterating a NonTensorStack
         values = [value.tolist() if _is_non_tensor(value) else value for value in values]
@@ -328,13 +328,13 @@ def _is_non_tensor(value: Any) -> bool:
 
 
 def _encode_tensors(name: str, values: Sequence[Any], kinds: set[type], known: FieldSpec | None) -> SourceColumn | None:
-    """Return rows of tensors, arrays, numbers or lists of numbers as a tensor column; None for other rows."""
-    # Check types rather than values, since there are few of them.
+    """Encode rows of tensors, arrays, numbers or lists of numbers as a tensor column; return None for other rows."""
+    # Check types rather than values, since there are few types.
     are_arrays = all(issubclass(kind, np.ndarray) or is_tensor_type(kind) for kind in kinds)
     if are_arrays and all(row.dtype.kind not in _OBJECT_KINDS for row in values if isinstance(row, np.ndarray)):
         try:
             return _encode_arrays(name, values)
-        except (AttributeError, RuntimeError):  # torch does not name the field
+        except (AttributeError, RuntimeError):  # torch's error does not name the field
             for row in values:
                 _check_values(name, row)
             raise
@@ -345,16 +345,16 @@ def _encode_tensors(name: str, values: Sequence[Any], kinds: set[type], known: F
 
 
 def _as_numbers(values: Sequence[Any], kinds: set[type]) -> NDArray[Any] | None:
-    """Return numbers of Python, or of one numpy type, as an array that represents each exactly; None for others."""
+    """Return Python numbers, or numbers of one numpy type, as an array that represents each exactly, or None."""
     is_numpy = len(kinds) == 1 and issubclass(next(iter(kinds)), (np.number, np.bool_))
     return np.concatenate(list(map(np.array, _parts(values)))) if is_numpy else exact_numbers(values, kinds)
 
 
 def _encode_number_lists(name: str, values: Sequence[list[Any]], known: FieldSpec | None) -> SourceColumn | None:
-    """Return rows of lists of numbers as a tensor column; None if they are other lists.
+    """Encode rows of lists of numbers as a tensor column; return None for other lists.
 
-    Lists that are all empty may be lists of anything, and not all nested lists have a shape. Both become tensors only
-    in a field that is known to hold tensors, so the kind of a field does not depend on the values of the first put.
+    Empty lists may be lists of anything, and not all nested lists have a regular shape. Both become tensors only in a
+    known tensor field, so the kind of a field does not depend on the values of the first put.
     """
     items: list[Any] = []
     for some in _parts(values, _LISTS_AT_ONCE):
@@ -365,7 +365,7 @@ def _encode_number_lists(name: str, values: Sequence[list[Any]], known: FieldSpe
             parts = [_unnested(row) for row in values]
             items = list(chain.from_iterable(part for _, part in parts))
             shapes = [shape for shape, _ in parts]
-        # An empty row shows neither its further dimensions nor its dtype.
+        # An empty row reveals neither its further dimensions nor its dtype.
         full = next((shape for shape in shapes if 0 not in shape), known.row_shape or ())
         shapes = [shape + tuple(max(size, 0) for size in full[len(shape) :] if 0 in shape) for shape in shapes]
         if not items:
@@ -377,7 +377,7 @@ def _encode_number_lists(name: str, values: Sequence[list[Any]], known: FieldSpe
 
 
 def _unnested(row: list[Any]) -> tuple[tuple[int, ...], list[Any]]:
-    """Return the shape of nested lists, as far as it is regular, and their items."""
+    """Return the shape of nested lists, as far as the shape is regular, and their items."""
     shape: tuple[int, ...] = (len(row),)
     items = row
     while items and set(map(type, items)) == {list} and len(set(map(len, items))) == 1:
@@ -394,7 +394,7 @@ def _encode_arrays(name: str, values: Sequence[Any]) -> SourceColumn:
     dim_counts = {row.ndim for row in rows}
     if len(dim_counts) > 1:
         raise InvalidArgumentError(
-            f"field {name!r} has rows of {min(dim_counts)} and of {max(dim_counts)} dimensions; give all the same",
+            f"field {name!r} has rows of {min(dim_counts)} and of {max(dim_counts)} dimensions; use the same in all",
             field="data",
         )
     dtypes = {row.dtype for row in rows}
@@ -416,7 +416,7 @@ def _encode_rows(name: str, rows: list[Any], ragged_dims: Sequence[int] = ()) ->
     Args:
         name: the field.
         rows: tensors, or arrays.
-        ragged_dims: dimensions to make ragged, in addition to those in which rows differ; if none, it is dense.
+        ragged_dims: dimensions to make ragged, in addition to those in which rows differ; without any, it is dense.
     """
     shapes = [tuple(row.shape) for row in rows]
     is_small = sum(row.nbytes for row in rows) < _GATHER_BELOW_BYTES * len(rows)
@@ -469,7 +469,7 @@ def _encode_objects(name: str, values: Sequence[Any], kinds: set[type]) -> Sourc
 def _objects_column(
     name: str, encoding: Encoding, values: Sequence[Any], encode: Callable[[Sequence[Any], int], list[bytes]]
 ) -> SourceColumn:
-    """Return a column of objects; `encode` gets some of them, and the position of the first."""
+    """Return a column of objects; `encode` receives a part of the objects, and the position of the first."""
     sizes, chunks = [], []
     for number, part in enumerate(_parts(values)):
         blobs = encode(part, number * _AT_ONCE)

@@ -1,8 +1,8 @@
 """Conversion of errors to and from gRPC statuses.
 
 An error is sent as `google.rpc.Status` with `ErrorInfo` (its reason and metadata), `BadRequest` if an argument is
-named, and `RetryInfo` if a later retry may help. The client raises the same class, or that of the code if the reason
-has no class.
+named, and `RetryInfo` if a later retry may help. The client raises the same class, or the class for the code if the
+reason has no class.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tq_service.wire.messages import to_duration
 DOMAIN: Final = "tq_service"
 STATUS_TRAILER: Final = "grpc-status-details-bin"
 
-# HTTP/2 trailers are limited to 8 KiB by default, and a message is in them twice, once percent-encoded.
+# HTTP/2 trailers are limited to 8 KiB by default, and contain a message twice, once percent-encoded.
 MAX_MESSAGE_BYTES: Final = 1024
 MAX_METADATA_VALUE_BYTES: Final = 256
 MAX_METADATA_BYTES: Final = 1024
@@ -36,13 +36,14 @@ ERROR_CLASSES: Final = frozenset(
 
 _CLASS_BY_REASON: Final = {kind.reason: kind for kind in ERROR_CLASSES - {errors.TqError}}
 
-# Without a reason, from gRPC itself, a proxy or a newer server, a code maps to the class with that reason, or to these.
+# gRPC itself, a proxy or a newer server may send a code without a known reason. The code's name is then the reason,
+# except for these codes.
 _LIKE: Final = {_CODE.OUT_OF_RANGE: "INVALID_ARGUMENT", _CODE.ABORTED: "FAILED_PRECONDITION"}
 
 _CLOSED_HERE: Final = "Channel closed!"
 """gRPC's message for a call whose channel was closed by this process."""
 _TOO_LARGE: Final = re.compile(r"message larger than max \((\d+) vs\. (\d+)\)")
-"""gRPC's message if a receiver refuses a message for its size."""
+"""gRPC's error text when a receiver refuses a message because of its size."""
 
 
 def code_of(error: errors.TqError) -> grpc.StatusCode:
@@ -51,7 +52,7 @@ def code_of(error: errors.TqError) -> grpc.StatusCode:
 
 
 def to_status(error: errors.TqError, **facts: str) -> Status:
-    """Return an error as `google.rpc.Status`, with texts cut to fit in trailers.
+    """Return an error as `google.rpc.Status`, with texts truncated to fit in trailers.
 
     Args:
         error: the error.
@@ -88,13 +89,13 @@ def status_from_trailers(trailers: Iterable[Any] | None) -> Status | None:
 
 
 def from_rpc_error(code: grpc.StatusCode, details: str | None, status: Status | None) -> errors.TqError:
-    """Return the error that a call ended with.
+    """Return the error with which a call ended.
 
     Args:
         code: the call's status code.
         details: the call's message.
-        status: the status in the trailers (`status_from_trailers`); None: gRPC itself or a proxy answered, and only the
-            code decides.
+        status: the status in the trailers (`status_from_trailers`); None if gRPC itself or a proxy answered, so only
+            the code determines the class.
     """
     info, violation, retry = ErrorInfo(), BadRequest(), RetryInfo()
     has_info = has_retry = False
@@ -122,17 +123,17 @@ def _class_of(code: grpc.StatusCode) -> type[errors.TqError]:
 def _from_code(code: grpc.StatusCode, message: str) -> errors.TqError:
     if code is _CODE.CANCELLED and message != _CLOSED_HERE:
         # A service that stops cancels the calls that are still running when its grace period ends.
-        return errors.UnavailableError(f"the call was interrupted in transit, or by a service that stops ({message})")
+        return errors.UnavailableError(f"the call was interrupted in transit, or by a stopping service ({message})")
     if code is _CODE.UNIMPLEMENTED:
         return errors.InternalError(
-            f"the server does not know this call ({message}); client and server are of different versions, or the "
-            "address is that of another service"
+            f"the server does not know this call ({message}); client and server have different versions, or the "
+            "address belongs to another service"
         )
     if code is _CODE.RESOURCE_EXHAUSTED and (sizes := _TOO_LARGE.search(message)) is not None:
         return errors.ResourceExhaustedError(
             f"a message of this call has {sizes[1]} bytes, more than the {sizes[2]} that its receiver accepts; request "
-            "or send less at once, or send a large request in parts (docs/protocol.md), or raise "
-            f"grpc.max_receive_message_length of the client ({message})",
+            "or send less at once, send a large request in parts (docs/protocol.md), or raise the client's "
+            f"grpc.max_receive_message_length ({message})",
             metadata={"limit_name": "message size", "got": sizes[1], "limit": sizes[2]},
         )
     kind = _class_of(code)

@@ -6,14 +6,15 @@
     PINNED   pin: registered with the driver, once -> Pin -> the last reference to it is gone -> stays registered
              until others need its share of TQ_PINNED_BYTES, or it is unmapped
 
-New pages cost the system more than receiving the bytes. Gets of 256 MiB varied from 0.5 to 2.2 GB/s, and the entire
-difference was system time. A training loop gets batches of similar size and drops them, so a few blocks are enough for
-all of them.
+Mapping new pages takes the system longer than receiving the bytes. Gets of 256 MiB varied from 0.5 to 2.2 GB/s, and the
+entire difference was system time. A training loop receives batches of similar size and drops them, so a few blocks are
+enough for all batches.
 
-Blocks for a device, buffers filled by loader workers, and regions of a storage service of this host are pinned. Copies
-of pageable memory are several times slower; it is used if no more may be pinned, or the system refuses.
+Blocks for a device, buffers filled by loader workers, and regions of a storage service on this host are pinned. Copies
+of pageable memory are several times slower. Pageable memory is used if the limit of pinned memory is reached, or if the
+system refuses to pin more.
 
-Arrays can be finalized in garbage collections, at any point of any thread, so the finalizers take no locks.
+Arrays can be garbage-collected at any point in any thread, so their finalizers use no locks.
 """
 
 from __future__ import annotations
@@ -45,14 +46,14 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 ALIGNMENT_BYTES: Final = 64
-"""Alignment of columns in one piece of memory."""
+"""Alignment of columns that share a block of memory."""
 
 LIMIT_VARIABLE: Final = "TQ_PINNED_BYTES"
 _DEFAULT_LIMIT_BYTES: Final = 1 << 30
 
-# Below this malloc reuses memory well enough, see `keep_frame_buffers`.
+# Below this size, malloc reuses memory well enough; see `keep_frame_buffers`.
 _SMALL_BYTES: Final = 4 << 20
-# For batches of a GiB; a process that gets smaller ones keeps only the few blocks used in the last minute.
+# Enough for batches of a GiB; a process with smaller batches keeps only the few blocks used in the last minute.
 _KEPT_BYTES: Final = 2 << 30
 _KEPT_SECONDS: Final = 60.0
 # A block may be this much larger than requested: batch sizes are similar, not equal.
@@ -65,7 +66,7 @@ def aligned(size: int) -> int:
 
 
 def place_columns(sizes: Iterable[int]) -> tuple[list[int], int]:
-    """Return the start of each column of these sizes in one piece of memory, and the total size in bytes."""
+    """Return the start of each column when columns of these sizes share a block of memory, and the total size."""
     *starts, end = accumulate(map(aligned, sizes), initial=0)
     return starts, end
 
@@ -85,7 +86,7 @@ class Pin:
 
 @dataclass(slots=True, eq=False)
 class _Pinned:
-    """A pinned mapping; knows its pin if it is in use."""
+    """A pinned mapping, and its `Pin` while it is in use."""
 
     address: int
     size: int
@@ -94,7 +95,7 @@ class _Pinned:
     pin: Callable[[], Pin | None] = lambda: None
 
     def use(self) -> Pin | None:
-        """Return its pin; None if it is being unmapped."""
+        """Return the pin of the mapping, or None if the mapping is being unmapped."""
         mapping = self.mapping()
         pin = self.pin() or (None if mapping is None else Pin(mapping))
         if pin is not None:
@@ -105,11 +106,11 @@ class _Pinned:
 class PinnedMemory:
     """Pins mappings up to a limit; unused ones are unpinned for others, least recently used first. Thread-safe.
 
-    A mapping is unpinned before it is unmapped, and after the last copy that uses it: `keep` holds its arrays until
-    then. The lock is reentrant because finalizers can run at any point of a thread that holds it.
+    A mapping is unpinned before it is unmapped, and after the last copy that uses it: `keep` retains its arrays until
+    then. The lock is reentrant because finalizers can run at any point in a thread that holds the lock.
 
     Args:
-        limit_bytes: most bytes in total; None: `TQ_PINNED_BYTES`, else 1 GiB.
+        limit_bytes: maximum number of pinned bytes in total; None: `TQ_PINNED_BYTES`, else 1 GiB.
     """
 
     def __init__(self, limit_bytes: int | None = None) -> None:
@@ -122,7 +123,7 @@ class PinnedMemory:
 
     @property
     def pinned_bytes(self) -> int:
-        """Bytes that are pinned."""
+        """Number of pinned bytes."""
         with self._lock:
             self.tidy()
             return self._used_bytes()
@@ -135,7 +136,7 @@ class PinnedMemory:
         if self._limit is None:
             text = os.environ.get(LIMIT_VARIABLE) or str(_DEFAULT_LIMIT_BYTES)
             if not text.isdecimal():
-                raise InvalidArgumentError(f"{LIMIT_VARIABLE} is {text!r}; expected a number of bytes. 0 pins none")
+                raise InvalidArgumentError(f"{LIMIT_VARIABLE} is {text!r}; expected a number of bytes, or 0 for none")
             self._limit = int(text)
         return self._limit
 
@@ -148,10 +149,10 @@ class PinnedMemory:
         return self._used_bytes() + size <= limit and self._used_bytes(mapping.is_shared) + size <= granted
 
     def pin(self, mapping: Mapping, device: Device) -> Pin | None:
-        """Pin a mapping, or return its existing pin; None if it stays pageable.
+        """Pin a mapping, or return its existing pin; return None if the mapping stays pageable.
 
-        It may be anonymous, or a shared mapping of a memfd; of a private one the driver would copy each page. The memfd
-        can then no longer be sealed against writing; regions never are.
+        The mapping may be anonymous, or a shared mapping of a memfd; the driver would copy each page of a private one.
+        A pinned memfd can no longer be sealed against writing, but regions never are.
         """
         while mapping.size <= self._limit_bytes():
             with self._lock:
@@ -163,7 +164,7 @@ class PinnedMemory:
                 copy = next(iter(self._copies), None)
             if copy is None:
                 break
-            copy.synchronize()  # its memory may then be unpinned
+            copy.synchronize()  # the memory of the copy may then be unpinned
         return None
 
     def find(self, array: Bytes) -> Pin | None:
@@ -190,7 +191,7 @@ class PinnedMemory:
             kept = self._granted[mapping.is_shared] = self._used_bytes(mapping.is_shared)
             _log.warning(
                 LogMessage(
-                    "memory could not be pinned; copies to and from the device are slower",
+                    "could not pin memory; copies to and from the device are slower",
                     bytes=mapping.size,
                     is_shared=mapping.is_shared,
                     kept=kept,
@@ -206,11 +207,11 @@ class PinnedMemory:
         self._unpinned.append(pinned)
 
     def keep(self, event: cuda.Event, *things: Any) -> None:
-        """Keep things that a copy reads or writes until its stream has reached an event."""
+        """Retain the objects that a copy reads or writes until its stream has reached an event."""
         self._copies[event] = things
 
     def tidy(self) -> None:
-        """Release the things kept for finished copies, and account for memory that is no longer pinned."""
+        """Release the objects retained for finished copies, and account for memory that is no longer pinned."""
         with self._lock:
             for event in [event for event in list(self._copies) if event.query()]:
                 self._copies.pop(event, None)
@@ -223,12 +224,12 @@ class PinnedMemory:
 class Blocks:
     """Blocks of memory that are reused once no array, view or tensor on them is left. Thread-safe.
 
-    Unused blocks are kept up to `kept_bytes` in total and for `kept_seconds` each; the limits are checked whenever one
-    is requested or returned. All state is in a deque. While one thread processes it, another thread finds it empty and
-    creates a new block.
+    Unused blocks are kept up to `kept_bytes` in total and for `kept_seconds` each; the limits are checked whenever a
+    block is requested or returned. All state is in a deque. While one thread processes the deque, another thread finds
+    it empty and creates a new block.
 
     Args:
-        kept_bytes: most bytes of unused blocks.
+        kept_bytes: maximum total size of unused blocks.
         kept_seconds: how long an unused block is kept.
     """
 
@@ -238,7 +239,7 @@ class Blocks:
         self._unused: deque[tuple[float, Mapping]] = deque()
 
     def take(self, size: int, device: Device | None = None) -> Bytes:
-        """Return an array of `size` arbitrary bytes; for copies to and from a device, pinned if possible.
+        """Return an array of `size` arbitrary bytes; an array for copies to and from a device is pinned if possible.
 
         Forked children do not inherit an array for a device.
         """
@@ -266,7 +267,7 @@ class Blocks:
         return None if found is None else found[1]
 
     def put_back(self, block: Mapping) -> None:
-        """Return a block that is unused now."""
+        """Take back a block that is no longer used."""
         if block.is_own:
             self._keep([(time.monotonic(), block), *self._take_all()])
 
@@ -300,7 +301,7 @@ class _Use:
 
     def __del__(self) -> None:
         if not self._is_finalizing():
-            self._pin = None  # before another thread has the block
+            self._pin = None  # before another thread can take the block
             self._blocks.put_back(self._block)
 
 

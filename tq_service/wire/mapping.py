@@ -1,6 +1,6 @@
-"""Memory mapped by this process: an entire memfd, or new anonymous memory. It can be pinned for a device.
+"""Memory mapped by this process, which can be pinned for a device: an entire memfd, or new anonymous memory.
 
-Mappings here keep no file descriptor open. Each of Python's mappings does, and a process has only so many.
+These mappings keep no file descriptor open. Python's `mmap` keeps one per mapping, and their number is limited.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MAP_FAILED: Final = ctypes.c_void_p(-1).value
 _MAP_NORESERVE: Final = 0x4000
 _READ_WRITE: Final = mmap.PROT_READ | mmap.PROT_WRITE
 _FILE_PAGE: Final = np.uint64(1 << 61)  # in /proc/self/pagemap: a page of the file, not a copy of this process
-_IN_USE: Final = np.uint64(3 << 62)  # there: a page in memory or in the swap
+_IN_USE: Final = np.uint64(3 << 62)  # in /proc/self/pagemap: a page in memory or in swap
 
 
 @cache
@@ -51,11 +51,11 @@ def map_memory(fd: int, size: int, protection: int, flags: int, address: int | N
     """Map memory as mmap(2) does, and return its address.
 
     Raises:
-        OSError: the system refuses it.
+        OSError: the system refuses the mapping.
     """
     found: int | None = _libc().mmap(address, size, protection, flags, fd, 0)
     if found is None or found == _MAP_FAILED:
-        raise _system_error(f"{size} bytes cannot be mapped")
+        raise _system_error(f"could not map {size} bytes")
     return found
 
 
@@ -63,10 +63,10 @@ def advise(address: int, size: int, advice: int) -> None:
     """Advise the system about memory as madvise(2) does; other threads run during the call.
 
     Raises:
-        OSError: the system refuses it.
+        OSError: the system refuses the advice.
     """
     if _libc().madvise(address, size, advice):
-        raise _system_error(f"the mapping of {size} bytes cannot be advised ({advice})")
+        raise _system_error(f"could not advise the system ({advice}) about a mapping of {size} bytes")
 
 
 def _system_error(what: str) -> OSError:
@@ -79,17 +79,17 @@ class Mapping:
 
     Args:
         fd: a memfd, which is mapped entirely and may be closed afterwards.
-        is_shared: whether writes go to the memfd; else they change only this mapping.
-        is_inherited: whether forked children inherit it.
-        is_populated: whether all of its pages are mapped now, instead of one by one when they are used.
+        is_shared: whether writes go to the memfd; otherwise, they change only this mapping.
+        is_inherited: whether forked children inherit the mapping.
+        is_populated: whether all pages are mapped now, instead of one by one on first use.
 
     Attributes:
-        address, size: its first byte in memory, and its number of bytes.
+        address, size: address of the first byte, and number of bytes.
         is_shared, is_inherited: as above.
-        on_unmap: may hold a function to call before it is unmapped; remove it from here before calling it.
+        on_unmap: may contain a function to call before unmapping; remove the function from the list before calling it.
 
     Raises:
-        OSError: the system refuses it.
+        OSError: the system refuses the mapping.
     """
 
     _is_finalizing = staticmethod(sys.is_finalizing)  # kept for the end of the process, when modules are empty
@@ -115,8 +115,8 @@ class Mapping:
 
         Args:
             size: number of bytes.
-            is_inherited: whether forked children inherit it. Pinned memory must not be inherited: after a fork, a page
-                that is written to is replaced by a copy, which is not pinned.
+            is_inherited: whether forked children inherit the memory. Pinned memory must not be inherited: after a fork,
+                a page that is written to is replaced by a copy, which is not pinned.
         """
         mapping = cls.__new__(cls)
         rounded = -(-size // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
@@ -128,11 +128,11 @@ class Mapping:
 
     @property
     def is_own(self) -> bool:
-        """Whether it was mapped by this process, and not before a fork."""
+        """Whether this process created the mapping, as opposed to inheriting it in a fork."""
         return self._process_id == os.getpid()
 
     def array(self, start: int, size: int, owner: object = None) -> Bytes:
-        """Return an array on a part of it; the array and its views keep the mapping and `owner` alive."""
+        """Return an array on a part of the mapping; the array and its views keep the mapping and `owner` alive."""
         return np.asarray(_Part(self, start, size, owner))
 
     def discard_changes(self, first_page: int, end_page: int) -> None:
@@ -151,12 +151,12 @@ class Mapping:
         if self.is_own:
             with suppress(IndexError):
                 self.on_unmap.pop()()
-        if self.is_own or self.is_inherited:  # else the child may have other memory at this address
+        if self.is_own or self.is_inherited:  # otherwise, the child may have other memory at this address
             _libc().munmap(self.address, self.size)
 
 
 class _Part:
-    """The base of an array on a mapping."""
+    """The base object of an array on a mapping."""
 
     def __init__(self, mapping: Mapping, start: int, size: int, owner: object) -> None:
         self._kept = mapping, owner
@@ -169,7 +169,7 @@ class _Part:
 
 
 def _changed_pages(first_page: int, count: int) -> NDArray[np.intp] | None:
-    """Return which pages of a private mapping are copies of this process; None if the system does not tell."""
+    """Return the pages of a private mapping that this process has copied, or None if they cannot be determined."""
     try:
         with Path("/proc/self/pagemap").open("rb", buffering=0) as pagemap:
             entries = np.frombuffer(os.pread(pagemap.fileno(), 8 * count, 8 * first_page), np.uint64)

@@ -1,6 +1,6 @@
-"""Conversion between messages and Python objects by field name, such as dataclasses.
+"""Conversion between messages and Python objects, such as dataclasses, by field name.
 
-Spans of time are seconds here, and `google.protobuf.Duration` in messages.
+Durations are seconds in Python objects, and `google.protobuf.Duration` in messages.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from tq_service.wire.metadata import (
 Result = TypeVar("Result")
 Sent = TypeVar("Sent", bound=Message)
 _SECONDS: Final = "_seconds"
-# Types whose messages do not have the same fields.
+# Types whose fields differ from those of their messages.
 _READERS: Final[Mapping[Any, Callable[[Any], Any]]] = {
     FieldSpec: decode_spec,
     Scalar: decode_value,
@@ -84,11 +84,11 @@ _ENUMS: Final[Mapping[str, EnumWords[Any]]] = {
 
 
 def read_message(kind: type[Result], message: Message, **given: Any) -> Result:
-    """Return a dataclass filled from the fields of a message with the same names.
+    """Create a dataclass from the message fields with the same names.
 
-    An optional field becomes None if it is not set, or is empty and has no presence. Repeated fields become tuples,
-    messages the dataclasses of the fields' types, and a Duration `x` the float `x_seconds`. Empty fields get the
-    default of the dataclass, if it has one.
+    An optional field becomes None if it is unset, or if it is empty and has no presence. Repeated fields become tuples,
+    messages become dataclasses of the fields' types, and a Duration `x` becomes the float `x_seconds`. Empty fields get
+    the default of the dataclass, if there is one.
 
     Args:
         kind: the dataclass.
@@ -105,12 +105,12 @@ def read_message(kind: type[Result], message: Message, **given: Any) -> Result:
 
 
 def to_message(kind: type[Sent], source: object, **given: Any) -> Sent:
-    """Return a message filled from the attributes of an object with the same names.
+    """Create a message from an object's attributes with the same names.
 
     Args:
-        kind: the message.
-        source: has the attributes: None for an unset field, objects for submessages, words for enums, and `x_seconds`
-            for a Duration `x`.
+        kind: the message class.
+        source: object with the attributes: None for an unset field, objects for submessages, words for enums, and
+            `x_seconds` for a Duration `x`.
         **given: fields of the message that are not taken from attributes.
     """
     values = {
@@ -123,9 +123,9 @@ def to_message(kind: type[Sent], source: object, **given: Any) -> Sent:
 
 @cache
 def _fields(kind: Any) -> list[tuple[str, Callable[[Message], Any], bool]]:
-    """Return for each field its name, its reader, and whether it has a default other than None.
+    """Return the name and reader of each field, and whether the field has a default other than None.
 
-    A span of time counts as without default, since an unset one has 0 seconds.
+    A duration counts as having no default, since an unset one is 0 seconds.
     """
     hints = get_type_hints(kind)
     return [
@@ -148,7 +148,7 @@ def _reader(name: str, hint: Any) -> Callable[[Message], Any]:
 
 
 def _parts(name: str, hint: Any) -> tuple[Callable[[Any], Any] | None, bool, bool]:
-    """Return the reader for a type, or for items of a tuple; whether it may be None; and whether it is a tuple."""
+    """Return the reader for a type or for a tuple's items, whether the type may be None, and whether it is a tuple."""
     is_optional = NoneType in get_args(hint)
     if is_optional:
         (hint,) = (each for each in get_args(hint) if each is not NoneType)
@@ -188,15 +188,15 @@ def _sent(value: Any, field: Any) -> Any:
 
 
 MOST_SECONDS: Final = 315_576_000_000
-"""The longest span that a Duration allows, about 10,000 years."""
+"""The longest time that a Duration can represent, about 10,000 years."""
 _NANOS: Final = 10**9
 
 
 def to_duration(seconds: float) -> Duration:
-    """Return a span as a Duration, rounded to nanoseconds and limited to the longest that it allows.
+    """Return a number of seconds as a Duration, rounded to nanoseconds and limited to the longest Duration.
 
     Raises:
-        ValueError: it is NaN.
+        ValueError: the number is NaN.
     """
     seconds = max(min(seconds, MOST_SECONDS), -MOST_SECONDS)  # NaN passes through in this order
     whole = int(seconds)  # towards 0, so both parts have the same sign
@@ -207,16 +207,16 @@ def to_duration(seconds: float) -> Duration:
 
 
 def read_seconds(field: str, span: Duration) -> float:
-    """Return the seconds of the span in a field; an unset span has 0.
+    """Return a field's Duration in seconds; an unset Duration is 0.
 
     Raises:
-        InvalidArgumentError: it is longer than a Duration allows, or its parts are inconsistent.
+        InvalidArgumentError: the Duration is longer than allowed, or its parts are inconsistent.
     """
     seconds, nanos = span.seconds, span.nanos
     if abs(seconds) > MOST_SECONDS or abs(nanos) >= _NANOS or seconds * nanos < 0:
         raise InvalidArgumentError(
-            f"{field} has {seconds} seconds and {nanos} nanos; give at most {MOST_SECONDS} seconds, less than {_NANOS} "
-            f"nanos, and both of one sign",
+            f"{field} has {seconds} seconds and {nanos} nanos; set at most {MOST_SECONDS} seconds, less than {_NANOS} "
+            f"nanos, and the same sign for both",
             field=field,
         )
     return seconds + nanos / _NANOS

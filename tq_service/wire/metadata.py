@@ -1,8 +1,8 @@
-"""Conversion of messages about samples: indexes, cells, enum words, field specs, and custom_meta, in both directions.
+"""Conversion to and from messages about samples: indexes, cells, enum words, field specs, and custom_meta.
 
-Indexes of samples and rows of puts are many integers, mostly runs of neighbours. custom_meta is sent in columns. Users
-give it as columns too, or as one mapping per sample, and read it as such. `values_to_meta_column`,
-`rows_to_meta_columns` and `meta_columns_to_rows` convert it.
+Sample indexes and rows of puts are many integers, which mostly form runs of consecutive numbers. custom_meta is sent in
+columns. Users pass it as columns or as one mapping per sample, and read it as one mapping per sample.
+`values_to_meta_column`, `rows_to_meta_columns` and `meta_columns_to_rows` convert between these forms.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Indexes = NDArray[np.int64]
 _FEW_VALUES: Final = 64
 _LEAST_MEAN_LENGTH: Final = 4
 _BYTES_TYPE: Final = 2  # wire type of a packed field in protobuf: its values are bytes
-_MOST_INDEXES: Final = 2**31  # limits how much a reader allocates for a few bytes of ranges
+_MOST_INDEXES: Final = 2**31  # limits the memory that a reader allocates for a few bytes of ranges
 
 
 NO_INTEGERS: Final = np.zeros(0, np.int64)
@@ -56,7 +56,7 @@ NO_INTEGERS: Final = np.zeros(0, np.int64)
 def decode_integers(values: Sequence[int]) -> Indexes:
     """Return a repeated field of integers as an array `(n,)`.
 
-    For long fields numpy reads protobuf's buffers, which costs one copy; for a few values that is slower.
+    For long fields, numpy reads protobuf's buffers, which costs only one copy; for a few values, that would be slower.
     """
     count = len(values)
     return np.fromiter(values, np.int64, count) if count <= _FEW_VALUES else np.array(values, np.int64)
@@ -65,7 +65,7 @@ def decode_integers(values: Sequence[int]) -> Indexes:
 def fill_packed(message: Any, field: str, values: NDArray[Any]) -> None:
     """Fill an empty repeated field of 4- or 8-byte numbers, or of booleans.
 
-    A message encodes the values like an array, which allows copying all of them at once.
+    A message encodes these values as an array does, so all of them can be copied at once.
     """
     if values.size <= _FEW_VALUES:
         getattr(message, field).extend(values.tolist())
@@ -76,7 +76,7 @@ def fill_packed(message: Any, field: str, values: NDArray[Any]) -> None:
 
 
 def encode_varint(value: int) -> bytes:
-    """Encode a non-negative number as protobuf encodes tags and lengths."""
+    """Encode a non-negative number in the way that protobuf encodes tags and lengths."""
     encoded = bytearray()
     while value > 0x7F:
         encoded.append(value & 0x7F | 0x80)
@@ -94,13 +94,13 @@ def expand_runs(firsts: Indexes, counts: Indexes) -> Indexes:
 
 
 def runs_of(values: Indexes) -> tuple[Indexes, Indexes]:
-    """Return values as runs of neighbours: (3, 4, 8) gives firsts (3, 8) and counts (2, 1)."""
+    """Return values as runs of consecutive numbers: (3, 4, 8) gives firsts (3, 8) and counts (2, 1)."""
     starts, counts = _runs_at(np.diff(values) != 1, values.size)
     return values[starts], counts
 
 
 def _runs_at(breaks: NDArray[np.bool_], count: int) -> tuple[Indexes, Indexes]:
-    """Return starts and lengths of the runs of `count` values; `breaks[i]`: value `i + 1` starts a run."""
+    """Return the starts and lengths of the runs of `count` values; if `breaks[i]`, value `i + 1` starts a run."""
     starts = np.flatnonzero(np.concatenate(([count > 0], breaks)))
     return starts, np.diff(starts, append=count)
 
@@ -111,11 +111,12 @@ class CellRuns:
 
     Attributes:
         field_names: the fields that share the runs.
-        put_indexes: `(runs,)`, index of each run's put, in the list of puts given with the runs.
-        first_rows: `(runs,)`, the first row of each in its put.
-        row_counts: `(runs,)`, the number of rows of each.
-        extent_counts: `(n,)`, the number of rows per cell if cells have grown; empty: one row each.
-        extent_lengths: `(rows,)`, how much of the first dimension of each row belongs to its cell, `WHOLE_EXTENT`: all.
+        put_indexes: `(runs,)`, index of each run's put in the list of puts that accompanies the runs.
+        first_rows: `(runs,)`, first row of each run in its put.
+        row_counts: `(runs,)`, number of rows of each run.
+        extent_counts: `(n,)`, number of rows (extents) per cell if cells have grown; empty: one row per cell.
+        extent_lengths: `(rows,)`, number of items in the first dimension of each row that belong to its cell;
+            `WHOLE_EXTENT`: all.
     """
 
     field_names: tuple[str, ...]
@@ -127,7 +128,7 @@ class CellRuns:
 
     @classmethod
     def from_proto(cls, message: pb.CellRuns, *, with_extents: bool = True) -> CellRuns:
-        """Return the runs of a get, of cells or of their extents, without checking them."""
+        """Decode the runs of a get, of cells or of their extents, without validating them."""
         return cls(
             field_names=tuple(message.field_names),
             put_indexes=decode_integers(message.put_indexes),
@@ -155,7 +156,7 @@ class CellRuns:
         extent_counts: Indexes = NO_INTEGERS,
         extent_lengths: Indexes = NO_INTEGERS,
     ) -> CellRuns:
-        """Return the runs of rows given one by one: the put `(n,)` and the row in it `(n,)`; for others see above."""
+        """Return the runs of individual rows, each given by its put `(n,)` and its row index in the put `(n,)`."""
         starts, counts = _runs_at((np.diff(puts) != 0) | (np.diff(rows) != 1), rows.size)
         return cls(
             field_names=field_names,
@@ -179,7 +180,7 @@ class CellRuns:
         return int(self.row_counts.sum())
 
     def expand(self) -> tuple[Indexes, Indexes]:
-        """Return the rows one by one: the put `(rows,)` and the row in it `(rows,)`."""
+        """Return the put of each row `(rows,)`, and the row's index in the put `(rows,)`."""
         return np.repeat(self.put_indexes, self.row_counts), expand_runs(self.first_rows, self.row_counts)
 
     def select(self, positions: Indexes) -> CellRuns:
@@ -194,7 +195,7 @@ class CellRuns:
 
 
 def set_indexes(message: pb.BatchMeta, indexes: Indexes | range) -> None:
-    """Set the samples of a batch without samples."""
+    """Set the sample indexes of a batch that does not have any yet."""
     if len(indexes) > _FEW_VALUES:
         if isinstance(indexes, range):
             firsts, counts = [indexes.start], [len(indexes)]
@@ -208,7 +209,7 @@ def set_indexes(message: pb.BatchMeta, indexes: Indexes | range) -> None:
 
 
 def read_indexes(message: pb.BatchMeta) -> Indexes:
-    """Return the samples of a batch, in order.
+    """Return the sample indexes of a batch, in order.
 
     Raises:
         InvalidArgumentError: both forms are set, ranges are invalid, or there are too many samples.
@@ -263,7 +264,7 @@ class EnumWords(Generic[Word]):
     Args:
         name: name of the field, for errors.
         enum: enum of the protos.
-        words: each with the name of its value, without the prefix common to all; by default the word in capitals.
+        words: the words, each with the name of its value without the common prefix; by default the word in capitals.
     """
 
     def __init__(self, name: str, enum: Any, words: Iterable[Word] | Mapping[Word, str]) -> None:
@@ -296,7 +297,7 @@ class EnumWords(Generic[Word]):
         if number not in self._words:
             name = name or self._name
             raise InvalidArgumentError(
-                f"{name}: the number {number} is unknown; send that of one of {', '.join(self._numbers)}",
+                f"{name} is {number}, which is unknown; send the number of one of {', '.join(self._numbers)}",
                 field=name,
             )
         return self._words[number]
@@ -344,7 +345,7 @@ _REMOVED: Final = 3
 
 @lru_cache(maxsize=1024)
 def encode_spec(spec: FieldSpec) -> pb.FieldSpec:
-    """Return a field spec as protobuf: one message shared by all callers, which copy it and must not change it."""
+    """Return a field spec as a message that all callers share: they must copy the message, and not change it."""
     return pb.FieldSpec(
         name=spec.name,
         dtype=spec.dtype,
@@ -361,7 +362,7 @@ def decode_spec(message: pb.FieldSpec) -> FieldSpec:
     """Return the field spec of a message.
 
     Raises:
-        InvalidArgumentError: an empty name, an unknown dtype or layout.
+        InvalidArgumentError: the name is empty, or the dtype or layout is unknown.
     """
     serialized = message.SerializeToString(deterministic=True)
     return _remembered_spec(serialized) if len(serialized) <= _REMEMBERED_SPEC_BYTES else _read_spec(message)
@@ -369,15 +370,15 @@ def decode_spec(message: pb.FieldSpec) -> FieldSpec:
 
 @lru_cache(maxsize=1024)
 def _remembered_spec(serialized: bytes) -> FieldSpec:
-    """Return a cached spec: all claims, puts and gets use the same few."""
+    """Return a cached spec, since all claims, puts and gets use the same few specs."""
     return _read_spec(pb.FieldSpec.FromString(serialized))
 
 
 def _read_spec(message: pb.FieldSpec) -> FieldSpec:
     if message.row_shape and not message.row_shape_known:
         raise InvalidArgumentError(
-            f"field {message.name!r} has the row shape {list(message.row_shape)} and row_shape_known unset; set it, or "
-            "leave the row shape to the first put",
+            f"field {message.name!r} has the row shape {list(message.row_shape)}, but row_shape_known is unset; set "
+            "row_shape_known, or leave the row shape to the first put",
             field="row_shape_known",
             metadata={"field_name": message.name},
         )
@@ -437,17 +438,17 @@ def _encode_meta_column(column: MetaColumn) -> pb.MetaColumn:
 
 
 def decode_meta_columns(messages: Iterable[pb.MetaColumn], row_count: int) -> list[MetaColumn]:
-    """Return the custom_meta columns of messages about `row_count` samples.
+    """Decode the custom_meta columns of `row_count` samples.
 
     Raises:
-        InvalidArgumentError: a name is empty or repeated, a column has no type, or counts do not fit `row_count`.
+        InvalidArgumentError: a name is empty or repeated, a column has no type, or counts do not match `row_count`.
     """
     columns: dict[str, MetaColumn] = {}
     for message in messages:
         if not message.name:
             raise InvalidArgumentError("a custom_meta column has no name; name every column", field="custom_meta")
         if message.name in columns:
-            raise _wrong_column(message, "comes twice; send each column once")
+            raise _wrong_column(message, "appears twice; send each column once")
         columns[message.name] = _decode_meta_column(message, row_count)
     return list(columns.values())
 
@@ -479,7 +480,7 @@ def _decode_meta_column(message: pb.MetaColumn, row_count: int) -> MetaColumn:
         if got != expected:
             raise _wrong_column(
                 message,
-                f"has {got} {what}, expected {expected}: one for each sample that has one, of {row_count} samples",
+                f"has {got} {what}, expected {expected}: one per sample with such a value, of {row_count} samples",
             )
     texts = None
     if message.json_values:
@@ -528,22 +529,22 @@ def _decode_values(message: pb.MetaColumn) -> NDArray[Any]:
 
 
 def encode_produced(masks: Iterable[NDArray[np.bool_]]) -> list[bytes]:
-    """Return for each field a bit mask `(n,)` of the samples that have a cell; empty bytes if all have."""
+    """Return a bit mask `(n,)` per field of the samples that have a cell; empty bytes if all samples do."""
     return [b"" if mask.all() else np.packbits(mask, bitorder="little").tobytes() for mask in masks]
 
 
 def decode_produced(messages: Sequence[bytes], row_count: int) -> tuple[NDArray[np.bool_], ...]:
-    """Return for each field a read-only mask of the samples that have a cell, out of `row_count`.
+    """Return a read-only mask per field of the samples that have a cell, out of `row_count` samples.
 
     Raises:
-        InvalidArgumentError: more or fewer bits than samples.
+        InvalidArgumentError: the number of bits does not match the number of samples.
     """
     all_of_them = np.ones(row_count, np.bool_)
     masks = []
     for message in messages:
         if message and len(message) != -(-row_count // 8):
             raise InvalidArgumentError(
-                f"produced has {len(message)} bytes for {row_count} samples; expected one bit per sample, or nothing",
+                f"produced has {len(message)} bytes for {row_count} samples; expected one bit per sample, or no bytes",
                 field="produced",
             )
         packed = np.frombuffer(message, np.uint8)
@@ -554,17 +555,17 @@ def decode_produced(messages: Sequence[bytes], row_count: int) -> tuple[NDArray[
 
 
 def rows_to_meta_columns(rows: Sequence[Mapping[str, Any]]) -> list[MetaColumn]:
-    """Return the custom_meta of `n` samples as columns, each over all `n`.
+    """Return the custom_meta of `n` samples as columns that each cover all `n` samples.
 
-    Values are JSON values, also as scalars and arrays of numpy or torch; None removes the value, `JSON_NULL` is null.
-    A column has one type, that of its first number, boolean or text; other values are stored as JSON. Integers among
-    floats become floats. Nothing is written for a sample without the key.
+    Values are JSON values, or scalars and arrays of numpy or torch. None removes the value; `JSON_NULL` means null. The
+    type of a column is that of its first number, boolean or text; other values are stored as JSON. Integers among
+    floats become floats. A sample without the key is left unchanged.
 
     Raises:
-        InvalidArgumentError: a value that JSON does not have; names row and key.
+        InvalidArgumentError: JSON cannot represent a value; the error names its row and key.
     """
     plain = rows if set(map(type, rows)) == {dict} else [_checked(position, row) for position, row in enumerate(rows)]
-    # Most rows have the same names; these need no step in Python per value.
+    # Usually all rows have the same names; then no step in Python is needed per value.
     if plain and len(plain[0]) == len(set().union(*plain)) and len(set(map(len, plain))) == 1:
         present = np.ones(len(plain), np.bool_)
         return [_column(name, list(map(itemgetter(name), plain)), present) for name in plain[0]]
@@ -583,7 +584,7 @@ def values_to_meta_column(name: str, values: Any) -> MetaColumn:
             value.
 
     Raises:
-        InvalidArgumentError: it has no values, or one that JSON does not have.
+        InvalidArgumentError: there are no values, or JSON cannot represent one of them.
     """
     if hasattr(values, "detach"):  # a tensor
         tensor = values.detach().cpu()
@@ -614,7 +615,7 @@ def _checked(position: int, row: Any) -> dict[str, Any]:
 
 
 def _column(name: str, values: list[Any], present: NDArray[np.bool_]) -> MetaColumn:
-    """Return the column of the values of the rows that are present."""
+    """Return a column of the values of the rows that are present."""
     name = _checked_name(name)
     kinds = set(map(type, values))
     array = np.array(values, np.object_) if kinds == {str} else exact_numbers(values, kinds)

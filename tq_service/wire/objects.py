@@ -1,13 +1,13 @@
-"""Python objects as bytes: msgpack with extension types; and JSON objects as text.
+"""Python objects as bytes (msgpack with extension types), and JSON objects as text.
 
 Supported types: None, bool, int of any size, float, complex, str, bytes (bytearray and memoryview are returned as
 bytes), list, tuple, set, frozenset, and dict with any hashable of these as key. Also torch tensors, numpy arrays
 (including object arrays), numpy scalars, and types with a codec. Instances of subclasses of Python's types are returned
-as the base type: an OrderedDict as dict, a NamedTuple as tuple, an Enum of str as str. Other objects would need pickle,
-which executes code from its input, so they are refused.
+as the base type: an OrderedDict as dict, a NamedTuple as tuple, an Enum of str as str. Other objects are rejected: they
+would need pickle, which executes code from its input.
 
-A codec is registered by name; one for PIL images is included. The name is sent with each object, and the reader looks
-up the function that decodes it; modules and classes are never sent. PIL is not imported before an image is put or read.
+A codec is registered by name; one for PIL images is included. The name is sent with each object, and the reader uses it
+to find the decoding function; modules and classes are never sent. PIL is not imported until an image is put or read.
 
 JSON objects are text that the service stores for its clients without parsing it.
 """
@@ -54,7 +54,10 @@ _PLAIN: Final = (str, bytes, bytearray, memoryview, float, bool, type(None), int
 
 
 class _Refused(Exception):  # noqa: N818  (never leaves this module)
-    """The packer met a value it cannot encode; the reason is given, or is its type. Its place is looked up later."""
+    """The packer cannot encode a value, for the given reason or because of its type.
+
+    The place of the value is determined later.
+    """
 
 
 _GARBLED: Final = (
@@ -65,15 +68,15 @@ _FAILURES: Final = (_Refused, ValueError, OverflowError, RecursionError)
 
 
 def encode_objects(values: Sequence[Any], name: str, *, first: int = 0) -> list[bytes]:
-    """Return each object as bytes. Sharing one packer takes a tenth of the time.
+    """Encode each object as bytes. Sharing one packer takes a tenth of the time.
 
     Args:
         values: the objects.
-        name: name of the list in messages, which add the position, as in `text[3]`.
-        first: position of the first.
+        name: name of the list in error messages, which add the position, as in `text[3]`.
+        first: position of the first object.
 
     Raises:
-        UnsupportedObjectError: an object contains something that needs pickle; the message has its type and path.
+        UnsupportedObjectError: an object contains a value that needs pickle; the message contains its type and path.
     """
     packer = msgpack.Packer(default=lambda other: _extension(other, 0), **_OPTIONS)
     packed: list[bytes] = []
@@ -87,14 +90,14 @@ def encode_objects(values: Sequence[Any], name: str, *, first: int = 0) -> list[
 
 
 def decode_object(data: memoryview | bytes, *, as_torch: bool | None = None) -> Any:
-    """Return an object encoded by `encode_objects`.
+    """Decode an object encoded by `encode_objects`.
 
     Args:
-        data: its bytes.
-        as_torch: whether tensors become torch tensors, else numpy arrays; None: true if torch is installed.
+        data: the bytes of the object.
+        as_torch: whether tensors become torch tensors instead of numpy arrays; None: true if torch is installed.
 
     Raises:
-        InvalidArgumentError: the bytes are not in our encoding, or a dtype exists only in torch, which is not
+        InvalidArgumentError: the bytes are not in this encoding, or a dtype exists only in torch, which is not
             installed.
     """
     return _unpack(data, 0, has_torch() if as_torch is None else as_torch)
@@ -106,7 +109,7 @@ def _pack(value: Any, depth: int) -> bytes:
 
 
 def _extension(value: Any, depth: int) -> Any:
-    """Return a replacement that msgpack can pack for a value it does not know."""
+    """Return a value that msgpack can pack in place of a value that it does not support."""
     kind = type(value)
     if kind is int:
         size = value.bit_length() // 8 + 1
@@ -120,7 +123,7 @@ def _extension(value: Any, depth: int) -> Any:
         try:
             encoded = codec.encode(value)
         except Exception as error:
-            raise _Refused(f"was refused by its codec {codec.name!r}: {error!r}") from error
+            raise _Refused(f"was rejected by its codec {codec.name!r}: {error!r}") from error
         return _nested(_NAMED, [codec.name, encoded], depth)
     torch = loaded_torch()
     if torch is not None and isinstance(value, torch.Tensor):
@@ -144,7 +147,7 @@ def _extension(value: Any, depth: int) -> Any:
     if base is None:
         raise _Refused
     plain = base(value)
-    is_extension = base in _SEQUENCES or (base is int and plain.bit_length() > 63)  # msgpack asks only once
+    is_extension = base in _SEQUENCES or (base is int and plain.bit_length() > 63)  # msgpack calls this only once
     return _extension(plain, depth) if is_extension else plain
 
 
@@ -171,7 +174,7 @@ def _is_number(dtype: np.dtype[Any]) -> bool:
 
 
 def _explain(value: Any, path: str, error: Exception) -> UnsupportedObjectError:
-    """Return the error for a refused object, with the first place that fails."""
+    """Return the error for a rejected object, naming the first place that fails."""
     try:
         found = _find_refused(value, path)
     except RecursionError:
@@ -185,7 +188,7 @@ def _explain(value: Any, path: str, error: Exception) -> UnsupportedObjectError:
 
 
 def _find_refused(value: Any, path: str) -> tuple[str, str] | None:
-    """Return the first refused place, and the reason."""
+    """Return the first place that is rejected, and the reason."""
     for part, place in _parts_of(value, path):
         found = _find_refused(part, place)
         if found:
@@ -222,12 +225,12 @@ def _describe_kind(culprit: Any) -> str:
         kind += f" of {culprit.dtype}"
     elif is_tensor(culprit):
         kind += f" of {culprit.dtype}, {culprit.layout} on {culprit.device}"
-    return f"has type {kind}, which only pickle could carry"
+    return f"has type {kind}, which only pickle could encode"
 
 
 def _unpack(data: memoryview | bytes, depth: int, as_torch: bool) -> Any:
     if depth > _MAX_NESTED_EXTENSIONS:
-        raise InvalidArgumentError(f"an object nests more than {_MAX_NESTED_EXTENSIONS} extensions")
+        raise InvalidArgumentError(f"an object has more than {_MAX_NESTED_EXTENSIONS} nested extensions")
     try:
         return msgpack.unpackb(
             data,
@@ -242,7 +245,7 @@ def _unpack(data: memoryview | bytes, depth: int, as_torch: bool) -> Any:
 
 
 def _extended(code: int, payload: bytes, depth: int, as_torch: bool) -> Any:
-    """Decode an extension; any exception means that it is garbled."""
+    """Decode an extension; any exception means that its bytes are garbled."""
     if code == _BIG_INT:
         return int.from_bytes(payload, "little", signed=True)
     if code == _COMPLEX:
@@ -274,7 +277,7 @@ def _decode_named(name: Any, encoded: Any) -> Any:
     try:
         return codec.decode(encoded)
     except Exception as error:
-        raise InvalidArgumentError(f"codec {name!r} cannot read an object: {error!r}") from error
+        raise InvalidArgumentError(f"codec {name!r} could not decode an object: {error!r}") from error
 
 
 def _decode_tensor(dtype: Any, shape: Any, values: Any, *, as_torch: bool) -> Any:
@@ -287,11 +290,11 @@ def _decode_tensor(dtype: Any, shape: Any, values: Any, *, as_torch: bool) -> An
 
 def _decode_array(dtype: Any, shape: Any, values: Any) -> Any:
     if not _ARRAY_DTYPE.fullmatch(dtype):
-        raise InvalidArgumentError(f"an array inside an object has dtype {dtype!r}, expected one of numbers or text")
+        raise InvalidArgumentError(f"an array inside an object has dtype {dtype!r}, expected numbers or text")
     parsed = np.dtype(dtype)
     _check_size(shape, parsed.itemsize, values)
     if not parsed.itemsize and math.prod(shape) > 1:
-        raise InvalidArgumentError(f"an array inside an object has {shape} elements of no bytes")
+        raise InvalidArgumentError(f"an array inside an object has shape {shape} with elements of 0 bytes")
     if not values:
         return np.zeros(tuple(shape), parsed)
     return np.frombuffer(bytearray(memoryview(values)), parsed).reshape(shape)
@@ -306,21 +309,21 @@ def _decode_object_array(shape: Any, items: Any) -> Any:
 
 
 def _check_size(shape: Any, itemsize: int, values: Any) -> None:
-    """Check sizes before anything is allocated for them."""
+    """Check sizes before memory is allocated for them."""
     plausible = len(_checked_list(shape)) <= _MAX_DIMS
     if not plausible or any(type(size) is not int or not 0 <= size < 1 << 48 for size in shape):
-        raise InvalidArgumentError(f"a tensor or array inside an object has shape {shape!r}, expected sizes")
+        raise InvalidArgumentError(f"a tensor or array inside an object has shape {shape!r}, expected a list of sizes")
     expected = math.prod(shape) * itemsize
     if expected != len(values):
         raise InvalidArgumentError(
-            f"a tensor or array inside an object has {len(values)} bytes, or objects, expected {expected} for shape "
+            f"a tensor or array inside an object has {len(values)} bytes or objects, expected {expected} for shape "
             f"{shape}"
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectCodec:
-    """How objects of one type are encoded; see `register_object_codec`."""
+    """The encoding of objects of one type; see `register_object_codec`."""
 
     name: str
     kind: type
@@ -335,8 +338,8 @@ _by_kind: Final[dict[type, ObjectCodec]] = {}
 def register_object_codec(name: str, kind: type, *, encode: Callable[[Any], Any], decode: Callable[[Any], Any]) -> None:
     """Register a codec for objects of a type, in this process.
 
-    A process that puts such objects and one that reads them must register the same name beforehand, including worker
-    processes of a loader; best do it where the type is defined. The last registration of a name or a type counts.
+    Every process that puts or reads such objects, including a loader's worker processes, must register the same name
+    beforehand, ideally where the type is defined. The last registration of a name or a type counts.
 
     Args:
         name: sent with each object, 1 to 512 printable characters; preferably with a unique prefix, such as
@@ -344,8 +347,8 @@ def register_object_codec(name: str, kind: type, *, encode: Callable[[Any], Any]
         kind: the type; also used for instances of its subclasses, unless they have a separate codec.
         encode: converts an object to something that can be put without a codec: plain values, tensors, arrays, or
             containers of them.
-        decode: recreates the object from that. It runs in every reader, on data from any producer: it should trust
-            nothing, and unpickle nothing.
+        decode: recreates the object from the result of `encode`. It runs in every reader, on data from any producer, so
+            it should neither trust nor unpickle anything.
 
     Raises:
         InvalidArgumentError: the name is invalid, or objects of the type are supported without a codec.
@@ -371,10 +374,10 @@ def codec_of(kind: type) -> ObjectCodec | None:
 
 
 def codec_named(name: str) -> ObjectCodec:
-    """Return a codec by its name.
+    """Return the codec with this name.
 
     Raises:
-        InvalidArgumentError: nothing has registered it here, or PIL is not installed.
+        InvalidArgumentError: the name is not registered in this process, or PIL is not installed.
     """
     if name in _by_name:
         return _by_name[name]
@@ -386,15 +389,15 @@ def codec_named(name: str) -> ObjectCodec:
     try:
         from PIL import Image  # noqa: PLC0415  (optional)
     except ImportError:
-        raise InvalidArgumentError("an object is an image of PIL, which is not installed; install pillow") from None
+        raise InvalidArgumentError("an object is a PIL image, but PIL is not installed; install pillow") from None
     return _image_codec(Image.Image)
 
 
-# PIL images: their pixels as in memory. PNG would be half as large and take a hundred times as long.
+# PIL images are stored as raw pixels. PNG would be half as large, but take a hundred times as long.
 
 
 def is_image_type(kind: type) -> bool:
-    """Whether values of this type are images of PIL."""
+    """Whether values of this type are PIL images."""
     image = getattr(sys.modules.get(_IMAGE), "Image", None)  # None while another thread is still importing it
     return isinstance(image, type) and issubclass(kind, image)
 
@@ -424,7 +427,7 @@ def _decode_image(parts: Mapping[str, Any]) -> Any:
     from PIL import Image  # noqa: PLC0415  (optional; `codec_named` has imported it)
 
     size, pixels = parts["size"], parts["pixels"]
-    if math.prod(size) > 8 * len(pixels):  # 1 bit per pixel at least; checked before memory is allocated
+    if math.prod(size) > 8 * len(pixels):  # at least 1 bit per pixel; checked before memory is allocated
         raise ValueError(f"got {len(pixels)} bytes for an image of size {size}")
     image = Image.frombytes(parts["mode"], size, pixels)
     if parts["palette"] is not None:
@@ -438,10 +441,10 @@ MOST_JSON_BYTES: Final = 262_144
 
 
 def encode_json_object(name: str, value: Mapping[str, Any] | None) -> str:
-    """Return a mapping as JSON text; None is an empty mapping.
+    """Encode a mapping as JSON text; None is encoded as an empty mapping.
 
     Raises:
-        InvalidArgumentError: it contains something that JSON cannot represent, or is too large.
+        InvalidArgumentError: the mapping contains a value that JSON cannot represent, or is too large.
     """
     try:
         _check_keys(value)
@@ -470,19 +473,19 @@ def _check_keys(value: Any) -> None:
 
 
 def decode_json_object(text: str) -> dict[str, Any]:
-    """Return the mapping of a text; for an empty text an empty mapping."""
+    """Decode JSON text to a mapping; empty text is an empty mapping."""
     value: dict[str, Any] = json.loads(text) if text else {}
     return value
 
 
 def check_json_object(name: str, text: str) -> None:
-    """Check that a text is a JSON object, and not too large.
+    """Check that text is a JSON object, and not too large.
 
     Raises:
-        InvalidArgumentError: it is not.
+        InvalidArgumentError: the text is not a JSON object, or is too large.
     """
     if (size := len(text.encode())) > MOST_JSON_BYTES:
-        raise InvalidArgumentError(f"{name} has {size} bytes, at most {MOST_JSON_BYTES} expected", field=name)
+        raise InvalidArgumentError(f"{name} has {size} bytes, expected at most {MOST_JSON_BYTES}", field=name)
     try:
         value = json.loads(text, parse_constant=_no_number) if text else {}
     except (ValueError, RecursionError) as error:
@@ -497,11 +500,11 @@ def _no_number(constant: str) -> NoReturn:
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Disable Python's cyclic garbage collector in this process within the `with`.
+    """Disable Python's cyclic garbage collector in this process within the `with` block.
 
-    It runs for every 700 additional live objects, and at times scans all objects of the process: with torch imported,
-    that takes longer than reading thousands of objects. All objects created here stay alive, so it would find nothing.
-    If several threads do this, it may run again when the first of them is done.
+    The collector runs for every 700 additional live objects, and sometimes scans all objects of the process. With torch
+    imported, that takes longer than reading thousands of objects. All objects created within the block stay alive, so
+    the collector would not free any. If several threads use this, the collector may run again when the first one exits.
     """
     was_enabled = gc.isenabled()
     gc.disable()

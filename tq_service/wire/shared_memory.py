@@ -1,13 +1,13 @@
-"""Memory shared by processes of one host: memfds, whose file descriptors are sent over a Unix socket.
+"""Memory shared by processes on one host: memfds, whose file descriptors are sent over a Unix socket.
 
-A put's columns are stored in one memfd, one after another, each aligned to 64 bytes. There are two kinds:
+A put's columns are stored in one memfd, one after another, each aligned to 64 bytes. There are two kinds of memory:
 
-- A *region* is created by the storage service, written by clients of its user, and reused for other puts. Its size is
-  fixed. Write access is a matter of trust and of turns, see `dataplane.shared_memory`.
-- *Sealed memory* is created by a client of another user, written once, and then sealed: no process can write, shrink or
-  grow it any more, including its writer.
+- A *region* is created by the storage service, written by clients that run as the same user, and reused for other puts.
+  Its size is fixed. Clients are trusted to write only during their turn; see `dataplane.shared_memory`.
+- *Sealed memory* is created by a client that runs as another user, written once, and then sealed. No process, including
+  its writer, can write, shrink or grow it anymore.
 
-Both are mapped privately for readers whose program gets the bytes: their writes do not change other processes' views.
+Both kinds are mapped privately for programs that receive the bytes, so their writes do not affect other processes.
 """
 
 from __future__ import annotations
@@ -53,20 +53,20 @@ def check_supported() -> None:
     """Check that this system can share memory.
 
     Raises:
-        OSError: it cannot.
+        OSError: the system cannot share memory.
     """
     if not is_supported():
         raise OSError("this system has no sealed memfds")
 
 
 def map_over(memory: mmap.mmap, fd: int, size: int, *, is_writable: bool) -> None:
-    """Map a file over an anonymous mapping, until that is unmapped.
+    """Map a file over an anonymous mapping, until the latter is unmapped.
 
     Args:
         memory: the anonymous mapping.
         fd: the file, which may be closed afterwards.
-        size: bytes of the file, from its beginning.
-        is_writable: whether writes go to the file; else it can only be read.
+        size: number of bytes to map, from the start of the file.
+        is_writable: whether writes go to the file; otherwise, the mapping is read-only.
 
     Raises:
         OSError: the system refuses the mapping.
@@ -75,19 +75,19 @@ def map_over(memory: mmap.mmap, fd: int, size: int, *, is_writable: bool) -> Non
     protection, kind = (_READ_WRITE, mmap.MAP_SHARED) if is_writable else (mmap.PROT_READ, mmap.MAP_PRIVATE)
     map_memory(fd, size, protection, kind | _MAP_FIXED, ctypes.addressof(whole))
     if is_writable and hasattr(mmap, "MADV_HUGEPAGE"):
-        # Where `shmem_enabled` is `advise`, the system then makes its pages huge, in the background.
+        # If `shmem_enabled` is `advise`, the system then converts the pages to huge pages in the background.
         with suppress(OSError):
             advise(ctypes.addressof(whole), size, mmap.MADV_HUGEPAGE)
 
 
-# Making and filling memory
+# Creating and filling memory
 
 
 def new_region(size: int) -> int:
-    """Return the file descriptor of new memory of `size` bytes, whose size no process can change.
+    """Create memory of `size` bytes, whose size no process can change, and return its file descriptor.
 
-    The system allocates all of its pages now, and charges them to the control group of this process: no write to it
-    can fail later.
+    The system allocates all pages now, and charges them to the control group of this process, so no later write to the
+    memory can fail.
 
     Raises:
         OSError: the system lacks file descriptors, or memory.
@@ -105,7 +105,7 @@ def new_region(size: int) -> int:
 
 def free_pages(memory: mmap.mmap) -> None:
     """Return the pages of a writable mapping of a region to the system, even if other processes map it."""
-    # Python's own madvise keeps the GIL: for 0.2 s with a region of 256 MiB.
+    # Python's madvise would hold the GIL: for 0.2 s with a region of 256 MiB.
     whole = (ctypes.c_char * len(memory)).from_buffer(memory)
     advise(ctypes.addressof(whole), len(memory), mmap.MADV_REMOVE)
 
@@ -113,7 +113,8 @@ def free_pages(memory: mmap.mmap) -> None:
 def _placed(columns: Sequence[SourceColumn]) -> Iterator[Chunk]:
     """Yield the bytes of columns with the padding between them, laid out by `place_columns`.
 
-    The padding is written, too: extending a file leaves a hole, which `check_sealed` refuses; a region has old bytes.
+    The padding is written as well: otherwise, a file would have a hole, which `check_sealed` rejects, and a region
+    would contain old bytes.
     """
     for column in columns:
         yield from column.chunks
@@ -135,7 +136,7 @@ def fill(target: Bytes, columns: Sequence[SourceColumn]) -> None:
 
 
 def write(fd: int, columns: Sequence[SourceColumn]) -> None:
-    """Write columns into a memfd, laid out by `place_columns`; without a mapping, whose first use costs page faults.
+    """Write columns into a memfd, laid out by `place_columns`, without the page faults of a new mapping.
 
     Raises:
         OSError: the system lacks memory.
@@ -154,7 +155,7 @@ def write(fd: int, columns: Sequence[SourceColumn]) -> None:
 
 
 def write_sealed(columns: Sequence[SourceColumn]) -> int:
-    """Return the file descriptor of new, sealed memory with the columns, laid out by `place_columns`.
+    """Write columns into new sealed memory, laid out by `place_columns`, and return its file descriptor.
 
     Raises:
         OSError: the system lacks memory or file descriptors.
@@ -174,14 +175,14 @@ def _seal(fd: int) -> None:
 
 
 def check_sealed(fd: int, size: int | None = None) -> None:
-    """Check that a file descriptor is memory that is complete and cannot change.
+    """Check that a file descriptor refers to memory that is complete and cannot change.
 
     Args:
         fd: the file descriptor.
         size: required size in bytes; None: any.
 
     Raises:
-        InvalidArgumentError: it is not.
+        InvalidArgumentError: the memory is not sealed, has a different size, or is incomplete.
     """
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
@@ -201,15 +202,15 @@ def check_sealed(fd: int, size: int | None = None) -> None:
         # Reading a hole allocates memory in the reading process, which may have none left.
         raise InvalidArgumentError(
             f"shared memory of {size} bytes was sent with only {status.st_blocks * _STAT_BLOCK_BYTES} bytes "
-            "allocated; write all of it before it is sealed"
+            "allocated; write all of it before sealing it"
         )
 
 
 def read_into(fd: int, target: memoryview, start: int) -> None:
-    """Fill `target` with the bytes of a file or of shared memory from `start`.
+    """Fill `target` with the bytes of a file or of shared memory from `start` on.
 
     Raises:
-        OSError: they cannot be read, or the file ends before.
+        OSError: the bytes cannot be read, or the file is too short.
     """
     while target:
         count = os.preadv(fd, [target], start)
@@ -219,6 +220,6 @@ def read_into(fd: int, target: memoryview, start: int) -> None:
 
 
 def close_all(fds: Iterable[int]) -> None:
-    """Close file descriptors; the memory is freed with its last one and its last mapping."""
+    """Close file descriptors; memory is freed once its last file descriptor and mapping are gone."""
     for fd in fds:
         os.close(fd)

@@ -1,7 +1,7 @@
 """Slices of rows: the bytes of each row of a column that a get returns, and the shape of the resulting column.
 
 The storage service slices rows, since only it knows their lengths. A client slices only cells whose extents are in
-several storage services, after it has joined them.
+several storage services, after joining the extents.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from tq_service.wire.columns import MAX_ROWS, ColumnShape, row_shapes
 from tq_service.wire.metadata import NO_INTEGERS, Indexes, decode_integers, expand_runs, fill_packed
 
 TO_THE_END: Final = 2**63 - 1
-"""Stop of a range that ends with its row."""
+"""Stop of a range that extends to the end of its row."""
 
 MOST_PIECES: Final = 1 << 23
-"""Most pieces of one column, 24 bytes each: a slice of the second dimension has one piece per token."""
+"""Maximum number of pieces per column, 24 bytes each; a slice of the second dimension has one piece per token."""
 
 _LARGEST_UNIT_BYTES: Final = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RowCut:
-    """The requested part of each row, see `RowSlice` in the protocol.
+    """The requested part of each row; see `RowSlice` in the protocol.
 
     Attributes:
         starts: starts of the ranges along the first dimension.
-        stops: their stops.
+        stops: stops of the ranges.
         range_counts: `(n,)`, number of ranges of each row; empty: all ranges apply to every row.
         chunks: the requested chunks of each row, instead of ranges.
         chunk_count: number of chunks into which a row is divided; 0: ranges are used.
-        align: the length of a chunk is a multiple of it.
+        align: number that divides the length of a chunk.
         second: start and stop along the second dimension; None: all of it.
     """
 
@@ -56,7 +56,7 @@ class RowCut:
         """Return the cut requested by a message, for `row_count` rows.
 
         Raises:
-            InvalidArgumentError: its parts are inconsistent.
+            InvalidArgumentError: the parts of the message are inconsistent.
         """
         starts, stops = (decode_integers(values) for values in (message.starts, message.stops))
         counts = decode_integers(message.range_counts)
@@ -76,12 +76,12 @@ class RowCut:
             raise _wrong(
                 message,
                 f"range_counts for {counts.size} rows that sum to {int(counts.sum())}; expected {row_count} rows, and "
-                f"the sum {starts.size}, which is the number of starts",
+                f"the number of starts, {starts.size}, as the sum",
             )
         range_count = starts.size if counts.size else max(starts.size, len(message.chunks)) * row_count
         if range_count > MOST_PIECES:
             raise InvalidArgumentError(
-                f"the slice of {', '.join(map(repr, message.field_names))} has {range_count} ranges of all rows; "
+                f"the slice of {', '.join(map(repr, message.field_names))} has {range_count} ranges over all rows; "
                 f"expected at most {MOST_PIECES}. Get fewer rows at once",
                 field="slices",
                 metadata={"got": str(range_count), "limit": str(MOST_PIECES)},
@@ -120,7 +120,7 @@ class RowCut:
         return replace(self, starts=self.starts[at], stops=self.stops[at], range_counts=counts[positions])
 
     def chunk_lengths(self, lengths: Indexes) -> Indexes:
-        """Return for each row the length of its chunks, except the last ones, which may be shorter."""
+        """Return the chunk length of each row; the last chunks of a row may be shorter."""
         return -(-lengths // (self.chunk_count * self.align)) * self.align
 
     def ranges(self, lengths: Indexes) -> tuple[Indexes, Indexes, Indexes]:
@@ -142,7 +142,7 @@ class RowCut:
         return owners, begins, np.maximum(begins, ends)
 
     def cut_shape(self, spec: FieldSpec) -> tuple[int, ...] | None:
-        """Return the shape of the resulting rows, -1 where they may differ; None if only cutting them can tell."""
+        """Return the shape of the resulting rows, with -1 for sizes that may differ, or None if it is not known yet."""
         shape = list(spec.row_shape or ())
         if not shape:
             return None
@@ -163,7 +163,7 @@ class RowCut:
 
 
 def _resolved(bounds: Indexes, lengths: Indexes) -> Indexes:
-    """Resolve bounds of ranges like Python slices."""
+    """Resolve the bounds of ranges as Python does for slices."""
     return np.clip(np.where(bounds < 0, bounds + lengths, bounds), 0, lengths)
 
 
@@ -174,13 +174,13 @@ def _wrong(message: RowSliceMessage, problem: str) -> InvalidArgumentError:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RowPieces:
-    """The requested bytes of the rows of a column.
+    """The requested bytes of a column's rows.
 
     Attributes:
         column: the resulting column.
         rows: `(m,)`, the row of each piece.
-        starts: `(m,)`, start of each in the bytes of its row.
-        sizes: `(m,)`, their bytes; may be 0.
+        starts: `(m,)`, start of each piece in the bytes of its row.
+        sizes: `(m,)`, size of each piece in bytes; may be 0.
         unit: number of bytes that divides all sizes, and the distances between pieces of one put.
     """
 
@@ -198,12 +198,12 @@ def cut_rows(
 
     Args:
         column: the full rows.
-        cut: the requested part of each.
-        extent_counts: the number of rows per cell if rows are extents of cells; the result has the cells as rows.
-        extent_lengths: how much of the first dimension of each extent belongs to its cell.
+        cut: the requested part of each row.
+        extent_counts: number of rows per cell if rows are extents of cells; the rows of the result are the cells.
+        extent_lengths: number of items in the first dimension of each extent that belong to its cell.
 
     Raises:
-        InvalidArgumentError: rows of this field cannot be cut like this.
+        InvalidArgumentError: rows of this field cannot be cut as requested.
     """
     spec = column.spec
     _check_cut(spec, cut, is_joined=extent_counts.size > 0)
@@ -242,13 +242,13 @@ def _check_cut(spec: FieldSpec, cut: RowCut, *, is_joined: bool) -> None:
     shape = spec.row_shape or ()
     problem = ""
     if spec.layout is Layout.OBJECT:
-        problem = "objects have no parts; get the field without a slice"
+        problem = "objects cannot be sliced; get the field without a slice"
     elif not shape:
         problem = "its rows are single values; get the field without a slice"
     elif cut.second is not None and (len(shape) < 2 or shape[1] < 0):
-        problem = "a slice of the second dimension needs the same size in all rows; slice the first one only"
+        problem = "a slice of the second dimension needs the same size in all rows; slice only the first dimension"
     elif is_joined and -1 in shape[1:]:
-        problem = "only cells that differ in their first dimension alone can be joined; get it without extent_counts"
+        problem = "only cells that differ solely in the first dimension can be joined; get it without extent_counts"
     if problem:
         raise InvalidArgumentError(
             f"field {spec.name!r} is {spec.describe()}, and {problem}",
@@ -260,7 +260,7 @@ def _check_cut(spec: FieldSpec, cut: RowCut, *, is_joined: bool) -> None:
 def _byte_ranges(
     column: ColumnShape, cut: RowCut, shapes: Indexes, rows: Indexes, bounds: tuple[Indexes, Indexes]
 ) -> tuple[Indexes, Indexes, int | None, int]:
-    """Return starts of ranges in their rows, their sizes, the width of a cut second dimension or None, and the unit."""
+    """Return starts of ranges in their rows, sizes, the width of a cut second dimension or None, and the unit."""
     spec, (begins, ends) = column.spec, bounds
     shape = spec.row_shape or ()
     item_bytes = (shapes[:, 1:].prod(axis=1) * spec.itemsize)[rows]

@@ -1,1 +1,1 @@
-"""Bytes of puts and gets over separate connections with a thread each, in parallel with gRPC calls."""
+"""Bulk transfers: bytes of puts and gets on separate connections, each with a thread, in parallel with gRPC calls."""

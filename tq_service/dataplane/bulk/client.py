@@ -1,6 +1,7 @@
-"""The client side: connections to the bulk port of one storage service, found by a probe, and reused.
+"""The client side of bulk transfers: a probe of the storage service's bulk port, and reusable connections to it.
 
-Some clients cannot reach the port, such as those behind an ingress. They find out in a thread, and use frames.
+Some clients cannot reach the port, such as those behind an ingress. A background thread detects this, and such clients
+use frames.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ SWITCH_VARIABLE: Final = "TQ_BULK"
 _CONNECT_SECONDS: Final = 1.0
 _ASK_AGAIN_SECONDS: Final = 60.0
 _TRY_AGAIN_SECONDS: Final = 5.0
-_KEPT_SECONDS: Final = 50.0  # the service closes idle ones after 60
+_KEPT_SECONDS: Final = 50.0  # the service closes idle connections after 60 s
 _MOST_KEPT: Final = 8
-# Threads in addition to the callers'; a transfer that gets too few of them is only slower.
+# Threads in addition to the callers'; with too few of them, a transfer is only slower.
 _STREAMS: Final = ThreadPoolExecutor(32, thread_name_prefix="tq-bulk")
 
 Remaining: TypeAlias = Callable[[], float]
-"""Returns the seconds that a transfer still has."""
+"""Returns the number of seconds left for a transfer."""
 
 
 class _Port(NamedTuple):
@@ -50,18 +51,18 @@ class _Port(NamedTuple):
 
 
 class BulkLink:
-    """The bulk port of the storage service at one address, as known to a client. Safe to use from several threads.
+    """A client's link to the bulk port of the storage service at one address. Safe to use from several threads.
 
     Args:
         address: gRPC address of the service.
-        tls: how to reach it over TLS; None: plaintext.
-        is_enabled: whether to look for the port; None: depends on the environment.
+        tls: TLS settings for the connections; None: plaintext.
+        is_enabled: whether to look for the port; None: the environment decides.
     """
 
     def __init__(self, address: str, tls: Tls | None = None, *, is_enabled: bool | None = None) -> None:
         self._address = address
         self._tls = tls
-        self._lock = threading.Lock()  # for all below
+        self._lock = threading.Lock()  # protects everything below
         self._is_enabled = os.environ.get(SWITCH_VARIABLE, "").lower() != "off" if is_enabled is None else is_enabled
         self._ask_at = time.monotonic()
         self._port: _Port | None = None
@@ -70,7 +71,7 @@ class BulkLink:
 
     @property
     def is_up(self) -> bool:
-        """Whether the port was reached."""
+        """Whether the port has been reached."""
         return self._port is not None
 
     def is_due(self) -> bool:
@@ -112,7 +113,7 @@ class BulkLink:
         """Send the bytes of a put.
 
         Raises:
-            UnavailableError: not all were sent. The next calls use frames, and fail if the data are the cause.
+            UnavailableError: not all bytes were sent. The next calls use frames, and fail if the data is the cause.
         """
 
         def send(connection: BulkConnection, parts: Sequence[Chunk], moved: Moved) -> None:
@@ -125,7 +126,7 @@ class BulkLink:
         """Receive the bytes of a get into memory.
 
         Raises:
-            UnavailableError: not all arrived, see `send`.
+            UnavailableError: not all bytes arrived; see `send`.
         """
 
         def receive(connection: BulkConnection, parts: Sequence[memoryview], moved: Moved) -> None:
@@ -143,12 +144,12 @@ class BulkLink:
         """Move the ranges of a transfer in several threads; the concatenated chunks are its bytes."""
         ends = np.cumsum([len(chunk) for chunk in chunks])
         count = -(-ticket.size_bytes // ticket.range_bytes)
-        indexes = iter(range(count))  # ranges that no thread has begun
+        indexes = iter(range(count))  # ranges that no thread has started
         failures: list[BaseException] = []  # of any thread; the others then stop
 
         def moved(_size: int) -> None:
             if failures or remaining() <= 0:
-                raise UnavailableError("the bulk transfer was broken off")
+                raise UnavailableError("the bulk transfer was aborted")
 
         def run() -> None:
             connection = None
@@ -170,7 +171,7 @@ class BulkLink:
         others = [_STREAMS.submit(run) for _ in range(min(ticket.stream_count, count) - 1)]
         run()
         for other in others:
-            if not other.cancel():  # this thread has moved the ranges of those that had not begun
+            if not other.cancel():  # this thread has moved the ranges of threads that had not started
                 other.result()
         if failures:
             if remaining() > 0:  # else the deadline was the cause, not the port
@@ -187,7 +188,7 @@ class BulkLink:
         """
         port = self._port
         if port is None:
-            raise UnavailableError("the bulk port was given up; the bytes can go in frames")
+            raise UnavailableError("gave up on the bulk port; the bytes can be sent in frames instead")
         oldest = time.monotonic() - _KEPT_SECONDS
         with suppress(IndexError):
             while True:
@@ -234,7 +235,7 @@ def _close_all(idle: deque[tuple[float, BulkConnection]]) -> None:
 
 
 def _target(announced: str, address: str) -> tuple[str, int] | None:
-    """Return host and port of the bulk port; None without one, or if only gRPC knows the host."""
+    """Return the host and port of the bulk port, or None if there is no port or only gRPC can resolve the host."""
     for host, port in hosts_and_ports(announced):
         hosts = [host] if host else [its_host for its_host, _ in hosts_and_ports(address)]
         return (hosts[0], port) if len(hosts) == 1 else None
@@ -242,7 +243,7 @@ def _target(announced: str, address: str) -> tuple[str, int] | None:
 
 
 def _clip(chunks: Sequence[C], ends: Integers, start: int, end: int) -> list[C]:
-    """Return the bytes from `start` to `end` of concatenated chunks; `ends` has the end of each chunk."""
+    """Return the bytes from `start` to `end` of concatenated chunks; `ends` contains the end of each chunk."""
     first, last = int(np.searchsorted(ends, start, "right")), int(np.searchsorted(ends, end, "left"))
     parts = list(chunks[first : last + 1])
     parts[-1] = parts[-1][: len(parts[-1]) - (int(ends[last]) - end)]

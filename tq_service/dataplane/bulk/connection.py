@@ -1,12 +1,12 @@
-"""A bulk connection: the request for a range, and the system calls that move its bytes. Both sides use it, in threads.
+"""A bulk connection: the request for a range, and the system calls that move its bytes. Threads of both sides use it.
 
     service -> client   20 bytes: "TQB1", the boot_id of the storage service (16); then for each range:
     client -> service   32 bytes: "TQB1", the ticket (16), the index of the range (uint32), 8 zero bytes
     and the bytes of the range, from the client for a put, from the service for a get
 
-Each return from a system call waits for the interpreter lock, up to 5 ms next to a busy thread. So a range uses as few
-calls as possible: the sockets block, the kernel handles the timeouts, one call receives a full range, and one sends up
-to a million slices of memory.
+Each return from a system call waits for the interpreter lock, for up to 5 ms if another thread is busy. A range
+therefore uses as few calls as possible: the sockets block, the kernel handles the timeouts, one call receives a full
+range, and one call sends up to a million slices of memory.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _GREETING: Final = struct.Struct("<4s16s")
 _REQUEST: Final = struct.Struct("<4s16sI8x")
 _MAGIC: Final = b"TQB1"
 _STEP_SECONDS: Final = 1.0
-_SECURE_STEP_BYTES: Final = 1 << 20  # Python's TLS moves at most 16 KiB at once, however much it is given
+_SECURE_STEP_BYTES: Final = 1 << 20  # Python's TLS moves at most 16 KiB at once, whatever the buffer size
 _MOST_SLICES: Final = 1024  # slices per message (IOV_MAX), and messages per call (UIO_MAXIOV)
 _TIMEVAL: Final = struct.Struct("@ll")
 _MESSAGE: Final = np.dtype(
@@ -43,11 +43,11 @@ _MESSAGE: Final = np.dtype(
         "offsets": [16, 24, 56],
         "itemsize": 64,
     }
-)  # struct mmsghdr of Linux with 64 bits; the rest of it is zero
+)  # struct mmsghdr of 64-bit Linux; its other fields are zero
 _HAS_SENDMMSG: Final = sys.platform == "linux" and ctypes.sizeof(ctypes.c_void_p) == 8
 
 Moved: TypeAlias = Callable[[int], None]
-"""Called after every step with the bytes moved, 0 if none moved for a second; raises to end the transfer."""
+"""Called after every step with the number of bytes moved, 0 after an idle second; raises to end the transfer."""
 
 Integers: TypeAlias = NDArray[np.int64]
 
@@ -56,7 +56,7 @@ class BulkConnection:
     """A connection that moves ranges one after another. One thread uses it; any thread may `end` it.
 
     Args:
-        connection: a connected socket, which is closed with this.
+        connection: a connected socket; `close` closes it.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -69,18 +69,18 @@ class BulkConnection:
         self._wait_at_most(_STEP_SECONDS)
 
     def accept_tls(self, context: ssl.SSLContext, seconds: float) -> None:
-        """Do the TLS handshake of the service.
+        """Perform the TLS handshake as the service.
 
         Raises:
-            OSError: it failed, or took too long.
+            OSError: the handshake failed, or took too long.
         """
         self._wrap(context, seconds, server_side=True)
 
     def open_tls(self, context: ssl.SSLContext, host: str, seconds: float) -> None:
-        """Do the TLS handshake of a client, which expects a certificate for this host.
+        """Perform the TLS handshake as a client, which expects a certificate for this host.
 
         Raises:
-            OSError: it failed, or took too long.
+            OSError: the handshake failed, or took too long.
         """
         self._wrap(context, seconds, server_hostname=host)
 
@@ -96,10 +96,10 @@ class BulkConnection:
         return _HAS_SENDMMSG and not self._is_secure
 
     def is_idle(self) -> bool:
-        """Whether it is open and has no unread bytes: ready for a range."""
+        """Whether the connection is open and has no unread bytes, so it is ready for a range."""
         try:
             self._socket.setblocking(False)
-            self._socket.recv(1)  # may consume an unexpected byte: then the connection is not reused
+            self._socket.recv(1)  # may consume an unexpected byte; the connection is then not reused
         except (BlockingIOError, ssl.SSLWantReadError):
             return True
         except OSError:
@@ -114,7 +114,7 @@ class BulkConnection:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(seconds))
 
     def greet(self, boot_id: bytes) -> None:
-        """Send the id of this storage service: a proxy or another program may accept connections at the port, too.
+        """Send this storage service's id, since a proxy or another program may accept connections on the port instead.
 
         Raises:
             OSError: the connection is lost.
@@ -125,13 +125,13 @@ class BulkConnection:
         """Wait for the greeting of the storage service with this id.
 
         Raises:
-            UnavailableError: it did not arrive in time, or has another id.
+            UnavailableError: the greeting did not arrive in time, or has another id.
             OSError: the connection is lost.
         """
         data = bytearray(_GREETING.size)
         self._receive_at_once(data, seconds)
         if _GREETING.unpack(data) != (_MAGIC, boot_id):
-            raise UnavailableError("another storage service, or another program, answers there")
+            raise UnavailableError("another storage service, or another program, answers on the bulk port")
 
     def _receive_at_once(self, data: bytearray, seconds: float) -> None:
         """Fill the buffer in one step, which waits no longer than `seconds`."""
@@ -150,7 +150,7 @@ class BulkConnection:
         self.send([memoryview(_REQUEST.pack(_MAGIC, ticket, index))], moved)
 
     def receive_request(self, seconds: float) -> tuple[bytes, int] | None:
-        """Return the ticket and the index of the next range; None at the end, or if none arrived in time.
+        """Return the ticket and index of the next range, or None at the end or if no request arrived in time.
 
         Raises:
             OSError: the connection is lost.
@@ -167,11 +167,11 @@ class BulkConnection:
         return ticket, index
 
     def receive_into(self, target: memoryview, moved: Moved) -> None:
-        """Fill memory.
+        """Fill `target` with received bytes.
 
         Raises:
             UnavailableError: the other side has closed the connection.
-            OSError: it is lost.
+            OSError: the connection is lost.
             Exception: raised by `moved`.
         """
         while target:
@@ -189,7 +189,7 @@ class BulkConnection:
             target = target[size:]
 
     def receive_all(self, targets: Sequence[memoryview], moved: Moved) -> None:
-        """Fill pieces of memory one after another, many with one call if possible.
+        """Fill several targets one after another, many of them with one system call if possible.
 
         Raises: as `receive_into`.
         """
@@ -211,7 +211,7 @@ class BulkConnection:
                 parts = _behind(parts, size)
 
     def send(self, chunks: Iterable[memoryview], moved: Moved) -> None:
-        """Send chunks, concatenated.
+        """Send chunks one after another.
 
         Raises:
             OSError: the connection is lost.
@@ -230,12 +230,12 @@ class BulkConnection:
                 parts = _behind(parts, size)
 
     def send_slices(self, addresses: Integers, sizes: Integers, moved: Moved) -> None:
-        """Send slices of memory, concatenated; only if it `sends_slices`.
+        """Send slices of memory one after another. Valid only if `sends_slices`.
 
         Args:
-            addresses: start of each; the caller keeps them readable.
-            sizes: bytes of each; none is 0.
-            moved: see above.
+            addresses: start of each slice; the caller keeps the memory readable.
+            sizes: size of each slice in bytes; none is 0.
+            moved: see `Moved`.
 
         Raises:
             OSError: the connection is lost.
@@ -253,18 +253,18 @@ class BulkConnection:
     def end(self) -> None:
         """Make the current step and all later ones fail; any thread may call it."""
         with suppress(OSError):
-            # Not `SSLSocket.shutdown`: the step of another thread would then see a socket without TLS.
+            # Not `SSLSocket.shutdown`, after which another thread's step would see a socket without TLS.
             socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close it; call this in the thread that uses it."""
+        """Close the connection; call this in the thread that uses it."""
         self._socket.close()
 
 
 def _once(moved: int, size: int = 1) -> None:
-    """Raise an error for a step that moved less than all bytes."""
+    """Raise an error if a step moved fewer than `size` bytes."""
     if moved < size:
-        raise UnavailableError("too little moved over the bulk connection in time")
+        raise UnavailableError("too few bytes moved over the bulk connection in time")
 
 
 def _behind(parts: list[memoryview], size: int) -> list[memoryview]:
@@ -295,10 +295,10 @@ _libc: Final = ctypes.CDLL(None, use_errno=True)
 
 
 def _send_some(fd: int, slices: Integers) -> int:
-    """Send as many slices as one call can, and return the number of bytes sent; 0 if none were in time.
+    """Send as many slices as one call can; return the number of bytes sent, 0 if none were sent in time.
 
     Raises:
-        OSError: none could be sent.
+        OSError: no bytes could be sent.
     """
     count = min(-(-len(slices) // _MOST_SLICES), _MOST_SLICES)
     messages = np.zeros(count, _MESSAGE)

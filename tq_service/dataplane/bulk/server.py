@@ -1,11 +1,11 @@
-"""The service side: the bulk port, a thread for each connection, and the transfers allowed on them.
+"""The service side of bulk transfers: the bulk port, a thread for each connection, and the authorized transfers.
 
     a call opens a transfer  ->  its ticket goes to the client  ->  threads move its ranges  ->  the call continues
-             closes it       ->  threads in it are interrupted  ->  its memory is released when the last has left
+             closes it       ->  threads in it are interrupted  ->  its memory is released once the last has left
 
-The authorized call decides which bytes may be read or written. A ticket is valid for these, in one direction, until the
-call ends. The service divides the bytes into ranges and accepts each of them once. A repeated range would be counted in
-place of a missing one, whose memory still has bytes of another put.
+The authorized call decides which bytes may be read or written. A ticket is valid for these bytes, in one direction,
+until the call ends. The service divides the bytes into ranges and accepts each range only once. Otherwise, a repeated
+range would be counted in place of a missing one, whose memory still contains another put's bytes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 _MOST_CONNECTIONS: Final = 1024
 _MOST_UNPROVEN: Final = 128
 _MOST_TRANSFERS: Final = 128
-_BACKLOG: Final = 1024  # clients of a large job look for the port at the same moment
+_BACKLOG: Final = 1024  # all clients of a large job probe the port at the same moment
 _FIRST_REQUEST_SECONDS: Final = 10.0
 _IDLE_SECONDS: Final = 60.0
 _PAUSE_SECONDS: Final = 0.1
@@ -44,22 +44,22 @@ _LOAD_HALF_LIFE_SECONDS: Final = 1.0
 _RANGE_GRAIN_BYTES: Final = 4096
 
 Move: TypeAlias = Callable[[BulkConnection, int, int, Moved], None]
-"""Moves the bytes from a start to an end over a connection, in its thread; raises the error of the transfer."""
+"""Moves the bytes from a start to an end over a connection, in its thread; raises an error if the transfer fails."""
 Context: TypeAlias = Callable[[], ssl.SSLContext]
 
 
 class Transfer:
-    """The bytes of one put or get in transit. The event loop opens and closes it; threads move its ranges.
+    """The transfer of one put's or get's bytes. The event loop opens and closes it; threads move its ranges.
 
     Args:
         size_bytes: total size.
         stream_count: recommended number of connections.
         move: moves a range.
-        on_moved: called in the event loop with the number of bytes moved, now and then.
-        on_unused: called in the event loop once it is closed and no thread uses its memory any more.
+        on_moved: called periodically on the event loop with the number of bytes moved.
+        on_unused: called on the event loop once the transfer is closed and no thread uses its memory anymore.
 
     Attributes:
-        ticket: sent by the client with each range.
+        ticket: ticket that the client sends with each range.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Transfer:
         self._on_unused = on_unused
         self._loop = asyncio.get_running_loop()
         self._done: asyncio.Future[None] = self._loop.create_future()
-        self._lock = threading.Lock()  # for all below
+        self._lock = threading.Lock()  # protects everything below
         self._is_closed = False
         self._handed_out: set[int] = set()
         self._count = self._left_count = -(-size_bytes // self.ticket.range_bytes)
@@ -100,12 +100,12 @@ class Transfer:
 
         Raises:
             UnavailableError: a connection was lost, or the client requested a range twice.
-            Exception: what `move` raised.
+            Exception: raised by `move`.
         """
         await asyncio.shield(self._done)
 
     def close(self) -> None:
-        """End it: threads that move its ranges stop at once; a second call does nothing."""
+        """End the transfer: threads that move its ranges stop at once; further calls do nothing."""
         with self._lock:
             if self._is_closed:
                 return
@@ -114,12 +114,12 @@ class Transfer:
         for connection in inside:
             connection.end()
         self._finish(UnavailableError("the bulk transfer was closed"))
-        self._done.exception()  # avoids a warning if nobody waits for it
+        self._done.exception()  # avoids a warning if no task waits for it
         if not inside:
             self._on_unused()
 
     def move(self, index: int, connection: BulkConnection) -> bool:
-        """Move a range over a connection, in its thread; return whether the connection can be used for others."""
+        """Move a range over a connection, in its thread; return whether the connection can be reused."""
         start = index * self.ticket.range_bytes
         end = min(start + self.ticket.range_bytes, self.ticket.size_bytes)
         with self._lock:
@@ -132,7 +132,7 @@ class Transfer:
         try:
             if not is_new:
                 raise UnavailableError(
-                    f"range {index} of a bulk transfer was requested; expected each of its {self._count} once"
+                    f"range {index} of a bulk transfer was requested; expected each of its {self._count} ranges once"
                 )
             self._move(connection, start, end, self._moved)
         except TqError as raised:
@@ -193,7 +193,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 class BulkServer:
-    """Listens on the bulk port, accepts connections from the start, and holds the transfers.
+    """Listens on the bulk port, accepts connections as soon as it is created, and tracks the transfers.
 
     Args:
         host: address to listen on.
@@ -202,11 +202,11 @@ class BulkServer:
         context: returns the TLS context for the next connection; None: plaintext.
 
     Attributes:
-        port: the port it listens on.
-        moved_bytes: bytes of all completed transfers.
+        port: the actual port.
+        moved_bytes: total size of all completed transfers.
 
     Raises:
-        OSError: it cannot listen on the port.
+        OSError: the server cannot listen on the port.
     """
 
     def __init__(self, host: str, port: int, boot_id: bytes, context: Context | None = None) -> None:
@@ -215,11 +215,11 @@ class BulkServer:
         self._listener = _listen(host.strip("[]"), port)
         self.port: int = self._listener.getsockname()[1]
         self.moved_bytes = 0
-        self._transfers: dict[bytes, Transfer] = {}  # written by the loop; threads only look one up
-        self._lock = threading.Lock()  # for the three below
+        self._transfers: dict[bytes, Transfer] = {}  # modified by the event loop; threads only look up transfers
+        self._lock = threading.Lock()  # protects the three below
         self._is_closed = False
-        self._proven: dict[BulkConnection, None] = {}  # have sent a valid ticket
-        self._unproven: dict[BulkConnection, str] = {}  # have not yet, with their addresses, oldest first
+        self._proven: dict[BulkConnection, None] = {}  # connections that have sent a valid ticket
+        self._unproven: dict[BulkConnection, str] = {}  # all others with their addresses, oldest first
         self._load = 0.0
         self._load_at = time.monotonic()
         self._cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -228,7 +228,7 @@ class BulkServer:
 
     @property
     def connection_count(self) -> int:
-        """Number of connections over which ranges have gone."""
+        """Number of connections that have sent a valid ticket."""
         return len(self._proven)
 
     def takes(self, size_bytes: int) -> bool:
@@ -251,14 +251,14 @@ class BulkServer:
         return transfer
 
     def _streams_for(self, size_bytes: int) -> int:
-        """Return how many connections are worthwhile: the cores divided by the recent number of transfers."""
+        """Return the number of worthwhile connections: the cores divided by the recent number of transfers."""
         now, count = time.monotonic(), len(self._transfers) + 1
         self._load *= 0.5 ** ((now - self._load_at) / _LOAD_HALF_LIFE_SECONDS)
         self._load, self._load_at = max(self._load, count), now
         return max(1, min(_MOST_STREAMS, int(self._cores / self._load), size_bytes // _LEAST_STREAM_BYTES))
 
     def close(self) -> None:
-        """End all connections and stop listening; a second call does nothing."""
+        """End all connections and stop listening; further calls do nothing."""
         with self._lock:
             self._is_closed = True
             connections = [*self._proven, *self._unproven]
@@ -289,7 +289,7 @@ class BulkServer:
                 self._dismiss(connection)
 
     def _admit(self, connection: BulkConnection, peer: str) -> bool:
-        """Whether a connection is accepted; if all places are taken, one without a valid ticket so far is ended."""
+        """Return whether a connection is accepted; at the limit, end one that has not sent a valid ticket."""
         with self._lock:
             is_full = len(self._proven) + len(self._unproven) >= _MOST_CONNECTIONS
             if self._is_closed or (is_full and not self._unproven):

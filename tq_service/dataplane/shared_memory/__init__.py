@@ -1,1 +1,1 @@
-"""Shared memory of one host: both halves of the protocol that sends file descriptors over a Unix socket."""
+"""Shared memory on one host: both sides of the protocol that sends file descriptors over a Unix socket."""

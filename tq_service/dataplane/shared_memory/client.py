@@ -1,7 +1,7 @@
-"""The client side: an fd channel to a storage service of the same host, opened by a handshake, never assumed.
+"""The client side of shared memory: a channel for file descriptors to a storage service on the same host.
 
-A put fills a region offered to it, or sends sealed memory if the service belongs to another user. A get maps the memory
-offered to it.
+A handshake verifies that the service is on this host. A put fills a region that the service offers, or sends sealed
+memory if the service runs as another user. A get maps the memory that the service offers.
 """
 
 from __future__ import annotations
@@ -46,20 +46,20 @@ _TRY_AGAIN_SECONDS: Final = 5.0
 
 
 class FdChannel:
-    """A connection to a storage service of this host, which has a session for it. Safe to use from several threads.
+    """A connection to a storage service on this host, and its session there. Safe to use from several threads.
 
     Args:
         path: the service's Unix socket.
-        boot_id: the instance of the service that announced it.
-        seconds: how long it may take to answer the hello.
+        boot_id: instance id of the service that announced the socket.
+        seconds: how long the service may take to answer the hello.
 
     Attributes:
         session_id: identifies the session in calls.
-        can_allocate: whether a put may be filled after its answer.
-        regions: the regions it has mapped.
+        can_allocate: whether a put may be filled after the service has answered it.
+        regions: the regions that the session has mapped.
 
     Raises:
-        UnavailableError: no service answers there, or a different one does.
+        UnavailableError: no service, or a different one, answers at that address.
     """
 
     def __init__(self, path: Path, boot_id: bytes, seconds: float = _EXCHANGE_SECONDS) -> None:
@@ -73,7 +73,7 @@ class FdChannel:
         try:
             self._connection.connect(str(path))
         except OSError as error:
-            raise UnavailableError(f"the socket {path} for shared memory cannot be used: {error}") from None
+            raise UnavailableError(f"could not connect to the shared memory socket {path}: {error}") from None
         self._connection.settimeout(max(give_up_at - time.monotonic(), _LEAST_SECONDS))
         answer, _ = self._exchange(SharedMemoryRequest(hello=Hello(boot_id=boot_id)))
         self._connection.settimeout(_EXCHANGE_SECONDS)
@@ -84,7 +84,7 @@ class FdChannel:
     @property
     def has_ended(self) -> bool:
         """Whether the service has closed the connection, for example because it ended."""
-        fd = self._connection.fileno()  # read once: another thread may close the connection after any line of this
+        fd = self._connection.fileno()  # read once: another thread may close the connection at any time
         if fd < 0:
             return True
         poll = select.poll()
@@ -100,7 +100,7 @@ class FdChannel:
         try:
             fd = shared_memory.write_sealed(columns)
         except OSError as error:
-            raise UnavailableError(f"no shared memory for a put: {error}") from None
+            raise UnavailableError(f"could not allocate shared memory for a put: {error}") from None
         try:
             self._exchange(SharedMemoryRequest(send_fd=SendFd(put_id=put_id)), [fd])
         finally:
@@ -109,7 +109,7 @@ class FdChannel:
     def fill(self, offer: RegionOffer, columns: Sequence[SourceColumn]) -> None:
         """Copy columns into the region offered to a put.
 
-        The service is notified when the copy ends, even if it fails or the put was given up.
+        The service is notified when the copy ends, even if the copy fails or the put was cancelled.
 
         Raises:
             UnavailableError: the region is no longer offered or cannot be mapped, or the session has ended.
@@ -126,7 +126,7 @@ class FdChannel:
         except BaseException as error:
             self._releases.add(offer.offer_id)
             if isinstance(error, OSError):
-                raise UnavailableError(f"the region of a put cannot be used: {error}") from None
+                raise UnavailableError(f"could not use the region of a put: {error}") from None
             raise
         finally:
             shared_memory.close_all(fds)
@@ -144,7 +144,7 @@ class FdChannel:
         try:
             return mapping or self.regions.map_shared(offer.region, fds[0]), lease
         except OSError as error:
-            raise UnavailableError(f"the region of a put cannot be mapped: {error}") from None
+            raise UnavailableError(f"could not map the region of a put: {error}") from None
         finally:
             shared_memory.close_all(fds)
 
@@ -153,7 +153,7 @@ class FdChannel:
         return Lease(partial(self._releases.add, offer_id))
 
     def take(self, offer_id: bytes, indexes: Sequence[int]) -> list[int]:
-        """Take the offer of a put or get: its regions are leased to this session until they are filled or released.
+        """Take the offer of a put or get, whose regions are leased to this session until they are filled or released.
 
         Args:
             offer_id: identifies the offer.
@@ -163,7 +163,7 @@ class FdChannel:
             These file descriptors, in order; the caller must close them.
 
         Raises:
-            UnavailableError: it is no longer offered, or the session has ended.
+            UnavailableError: the memory is no longer offered, or the session has ended.
         """
         fds: list[int] = []
         try:
@@ -175,7 +175,7 @@ class FdChannel:
                 fds += received
                 self.regions.drop(answer.take_memory.dropped_regions)
                 if not len(received) == len(some) == answer.take_memory.fd_count:
-                    raise UnavailableError(f"got {len(fds)} of {len(indexes)} file descriptors of shared memory")
+                    raise UnavailableError(f"received {len(fds)} of {len(indexes)} file descriptors of shared memory")
                 if is_last:
                     return fds
         except BaseException:
@@ -183,7 +183,7 @@ class FdChannel:
             raise
 
     def close(self) -> None:
-        """End the session; the service does not reuse regions that still have arrays."""
+        """End the session; the service does not reuse regions that arrays still use."""
         self._connection.close()
         self._releases.close()
 
@@ -193,11 +193,11 @@ class FdChannel:
                 messages.send(self._connection, request, fds)
                 received = messages.receive(self._connection, SharedMemoryAnswer)
             except (OSError, TqError) as error:
-                self.close()  # else a late answer would be taken for that of the next request
-                raise UnavailableError(f"the session of shared memory has ended: {error}") from None
+                self.close()  # otherwise, a late answer would be mistaken for the next request's
+                raise UnavailableError(f"the shared memory session has ended: {error}") from None
         if received is None:
             self.close()
-            raise UnavailableError("the session of shared memory has ended: the service closed it")
+            raise UnavailableError("the shared memory session has ended: the service closed it")
         answer, answer_fds = received
         if answer.WhichOneof("answer") == "refusal":
             shared_memory.close_all(answer_fds)
@@ -206,7 +206,7 @@ class FdChannel:
 
 
 class Releases:
-    """Tells the service which leases have ended, without blocking: arrays end in garbage collections, at any point.
+    """Reports ended leases to the service without blocking, since arrays may be garbage-collected at any point.
 
     Args:
         connection: connection of the session.
@@ -218,7 +218,7 @@ class Releases:
         self._waiting: deque[bytes] = deque()
 
     def add(self, offer_id: bytes) -> None:
-        """Release a lease, now or with a later one if the connection is full."""
+        """Release a lease now or, if the connection is full, with a later lease."""
         self._waiting.append(offer_id)
         with suppress(IndexError, OSError):
             while True:
@@ -230,17 +230,17 @@ class Releases:
                     return
 
     def close(self) -> None:
-        """Stop sending: the leases end with the session."""
+        """Stop sending; the leases end with the session."""
         self._connection.close()
 
 
 class HostLink:
-    """A client's knowledge about sharing memory with the storage service at one address.
+    """A client's link for sharing memory with the storage service at one address.
 
     Args:
-        is_enabled: whether it looks for the service on this host; None: depends on the environment.
+        is_enabled: whether to check if the service is on this host; None: the environment decides.
 
-    Nothing waits for the service while holding the lock of `is_due`, because event loops call that.
+    No thread waits for the service while holding the lock of `is_due`, because event loops call that method.
     """
 
     def __init__(self, *, is_enabled: bool | None = None) -> None:
@@ -259,7 +259,7 @@ class HostLink:
 
     @contextmanager
     def session(self) -> Iterator[FdChannel | None]:
-        """Return the session for use in a `with`, or None; an UnavailableError within the `with` ends the session."""
+        """Yield the session, or None; an UnavailableError raised in the `with` block ends the session."""
         current = self._channel
         try:
             yield current
@@ -277,9 +277,9 @@ class HostLink:
         self._ask_again_in(_TRY_AGAIN_SECONDS)
 
     def open(self, stat: StatResponse, seconds: float = _EXCHANGE_SECONDS) -> None:
-        """Open a session if the service that answered is on this host; otherwise ask again later.
+        """Open a session if the service that answered is on this host; otherwise, ask again later.
 
-        Waits up to `seconds` for the service, and as long for other threads that do the same.
+        Waits up to `seconds` for other threads that are opening the session, and up to `seconds` for the service.
         """
         seconds = min(max(seconds, _LEAST_SECONDS), _EXCHANGE_SECONDS)
         if not self._opening.acquire(timeout=seconds):
@@ -310,7 +310,7 @@ class HostLink:
                 self._ask_at = time.monotonic() + seconds
 
     def close(self) -> None:
-        """End the session, and open no new one."""
+        """End the session, and open no new session."""
         with self._lock:
             self._ask_at = float("inf")
             if self._channel is not None:
@@ -323,7 +323,7 @@ def _is_enabled() -> bool:
 
 
 def _local_path(announced: str) -> Path | None:
-    """Return the path of a socket on this side: a directory shared by containers may be mounted elsewhere."""
+    """Return the local path of a socket, since containers may mount a shared directory under different paths."""
     if not announced:
         return None
     directory = os.environ.get(messages.SOCKET_DIR_VARIABLE)

@@ -1,11 +1,11 @@
 """Shared memory mapped by this process, and the ranges used by its arrays.
 
-A region is mapped once for writing, and once or more for reading; all sessions of this process share the mappings. They
-stay, with their page tables, for the next puts and gets. Arrays that a program gets are on private mappings, in ranges
-that no other get uses at the time: when a program writes to its arrays, it writes to copies of pages in that range.
-When the last array is gone, the copies are dropped, and the lease of the get is released. The shared mapping is for
-bytes that no program gets: those of puts, and those of gets that are copied to a device. It may be pinned, see
-`host_memory`.
+A region is mapped once for writing and at least once for reading; all sessions of this process share the mappings. The
+mappings remain, with their page tables, for the next puts and gets. Arrays returned to a program are on private
+mappings, in ranges that no other get uses at the time: a program that writes to its arrays writes to copies of the
+pages in that range. When the last array is gone, the copies are dropped, and the get's lease is released. The shared
+mapping is for bytes that a program never receives: those of puts, and those of gets that are copied to a device. The
+shared mapping may be pinned; see `host_memory`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _fork_count = 0
 
 
 def _note_fork() -> None:
-    global _fork_count  # noqa: PLW0603  (the hook is the process's, like the count)
+    global _fork_count  # noqa: PLW0603  (the hook is per process, like the count)
     _fork_count += 1
 
 
@@ -39,16 +39,17 @@ class Pages(NamedTuple):
 
 
 class Lease:
-    """The regions of one get, until the last array on them is gone. That may be at any point of any thread: no locks.
+    """The lease on the regions of one get, until the last array on them is gone.
 
-    A child that is forked during the lease has the arrays too, and the end of its use cannot be known. Such a lease is
-    not released, and lasts until the session has ended in all processes.
+    A lease may end at any point in any thread, so it uses no locks. A child process that is forked during the lease
+    also has the arrays, and it is unknown when the child stops using them. Such a lease is never released, and lasts
+    until the session has ended in all processes.
 
     Args:
-        release: called at the end, unless there was a fork.
+        release: called at the end, unless the process was forked.
 
     Attributes:
-        pages: ranges that its arrays may use.
+        pages: ranges of mappings that the arrays may use.
     """
 
     __slots__ = ("_fork_count", "_release", "pages")
@@ -71,7 +72,7 @@ class ReadMapping:
     """A private mapping of a memfd, with its used ranges.
 
     Attributes:
-        mapping: all of the memfd.
+        mapping: mapping of the entire memfd.
     """
 
     __slots__ = ("_used", "mapping")
@@ -81,14 +82,14 @@ class ReadMapping:
         self._used: list[Pages] = []
 
     def take(self, pages: Pages) -> bool:
-        """Mark a range as used unless it overlaps a used one; return whether it was free. One thread at a time."""
-        if any(used.first < pages.end and pages.first < used.end for used in tuple(self._used)):  # some may end now
+        """Mark a range as used unless it overlaps a used range; return whether it was free. Not thread-safe."""
+        if any(used.first < pages.end and pages.first < used.end for used in tuple(self._used)):  # may shrink now
             return False
         self._used.append(pages)
         return True
 
     def free(self, pages: Pages) -> None:
-        """Mark a range as unused and drop what was written there; any thread may, at any point."""
+        """Mark a range as unused and discard changes written there; safe in any thread, at any point."""
         self.mapping.discard_changes(*pages)
         self._used.remove(pages)
 
@@ -97,7 +98,7 @@ class _Region:
     """The mappings of one region, shared by the sessions of this process, and whether it was written before.
 
     Attributes:
-        lock: protects all of it.
+        lock: protects all attributes.
     """
 
     __slots__ = ("__weakref__", "for_reading", "lock", "shared", "was_written")
@@ -110,18 +111,18 @@ class _Region:
 
 
 _regions: WeakValueDictionary[tuple[int, bytes, int], _Region] = WeakValueDictionary()
-"""Regions of all sessions by process, process of the service, and number: a forked child creates new mappings."""
+"""Regions of all sessions by process id, run id of the service, and number. A forked child creates new mappings."""
 
 
 class MappedRegions:
     """The regions that one session has used and the service has not dropped. Safe to use from several threads.
 
-    Sessions of one process with the same service share the mappings of a region; it is unmapped when the last of them
-    has ended, or has learned that it was dropped.
+    Sessions of one process with the same service share the mappings of a region. The region is unmapped once each of
+    these sessions has ended, or has learned that the region was dropped.
 
     Args:
-        run_id: the process of the service. If it restarts with the same instance id, it numbers its regions from 1
-            again; a put written to the old region with the same number would be lost.
+        run_id: identifies the service's process. A service that restarts with the same instance id numbers its regions
+            from 1 again; without the run_id, a put written to an old region with the same number would be lost.
     """
 
     def __init__(self, run_id: bytes) -> None:
@@ -129,11 +130,11 @@ class MappedRegions:
         self._used: dict[int, _Region] = {}
 
     def shared(self, number: int) -> Mapping | None:
-        """Return the shared mapping of a region, None if it is not mapped."""
+        """Return the shared mapping of a region, or None if the region is not mapped."""
         return self._region(number).shared
 
     def is_new(self, number: int) -> bool:
-        """Whether a region is about to be written for the first time: mapping it pays off from the second use."""
+        """Whether a region is about to be written for the first time; mapping pays off only from the second use on."""
         region = self._region(number)
         was_written, region.was_written = region.was_written, True
         return not was_written
@@ -142,21 +143,21 @@ class MappedRegions:
         """Return the shared mapping of a region, creating it if needed.
 
         Raises:
-            OSError: the system refuses to map it.
+            OSError: the system refuses to map the region.
         """
         region = self._region(number)
         with region.lock:
-            # Not inherited: a child could write to it when the region has bytes of another put.
+            # Not inherited: a forked child could write to the mapping when the region contains another put's bytes.
             region.shared = region.shared or Mapping(fd, is_shared=True, is_inherited=False)
             return region.shared
 
     def drop(self, numbers: Iterable[int]) -> None:
-        """Unmap regions that the service has dropped; arrays of other processes may keep their memory."""
+        """Unmap regions that the service has dropped; arrays of other processes may keep the memory alive."""
         for number in numbers:
             self._used.pop(number, None)
 
     def find(self, lease: Lease, number: int, pages: Pages | None) -> Mapping | None:
-        """Return a mapping of a region, see `map`; None: it must be mapped first."""
+        """Return an existing mapping of a region for a lease, or None if the region must be mapped first; see `map`."""
         if pages is None:
             return self.shared(number)
         region = self._region(number)
@@ -171,9 +172,9 @@ class MappedRegions:
         """Map memory for a lease; the mapping of a region is kept for later leases.
 
         Args:
-            lease: uses the range from now on.
+            lease: lease that uses the range from now on.
             number: number of the region; 0: sealed memory.
-            fd: its file descriptor.
+            fd: file descriptor of the memory.
             pages: the range; None: use the shared mapping, which must not be written to.
         """
         if pages is None:

@@ -1,4 +1,4 @@
-"""Messages of the Unix socket that carries file descriptors between processes of one host."""
+"""Messages on the Unix socket that carries file descriptors between processes on one host."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from tq_service.wire.shared_memory import close_all
 Message = TypeVar("Message", SharedMemoryRequest, SharedMemoryAnswer)
 
 MOST_FDS: Final = 128
-"""Most file descriptors of one message; Linux carries up to 253."""
+"""Maximum number of file descriptors per message; Linux allows up to 253."""
 
 SOCKET_DIR_VARIABLE: Final = "TQ_SHARED_MEMORY_DIR"
-"""Environment variable with the directory of the sockets, if its path differs between server and client."""
+"""Environment variable for the directory of the sockets, if its path differs between server and client."""
 
 _MOST_MESSAGE_BYTES: Final = 4096
 
 
 def open_socket() -> socket.socket:
-    """Return a new socket of the kind used by both sides."""
+    """Return a new socket of the kind that both sides use."""
     return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
@@ -32,7 +32,7 @@ def send(connection: socket.socket, message: SharedMemoryRequest | SharedMemoryA
     """Send a message with file descriptors, which the sender still has to close.
 
     Raises:
-        OSError: the other side is gone, or a socket that does not block is full.
+        OSError: the other side is gone, or a non-blocking socket is full.
     """
     socket.send_fds(connection, [message.SerializeToString()], fds)
 
@@ -43,14 +43,14 @@ def receive(
     """Return the next message with its file descriptors, which the caller must close; None at the end.
 
     Raises:
-        InvalidArgumentError: it is not such a message, or more arrived than fits.
+        InvalidArgumentError: the data is not such a message, or is larger than the limits.
         OSError: the connection failed; BlockingIOError if nothing is available on a non-blocking socket.
     """
     data, fds, flags, _ = socket.recv_fds(connection, _MOST_MESSAGE_BYTES, most_fds, socket.MSG_CMSG_CLOEXEC)
     if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
         problem = (
-            f"a message of over {_MOST_MESSAGE_BYTES} bytes or {most_fds} file descriptors arrived on the socket for "
-            "shared memory"
+            f"a message of over {_MOST_MESSAGE_BYTES} bytes or {most_fds} file descriptors arrived on the shared "
+            "memory socket"
         )
     else:
         try:
@@ -58,7 +58,7 @@ def receive(
                 return kind.FromString(data), list(fds)
             problem = ""
         except DecodeError as error:
-            problem = f"the message on the socket for shared memory is not a {kind.DESCRIPTOR.name}: {error}"
+            problem = f"the message on the shared memory socket is not a {kind.DESCRIPTOR.name}: {error}"
     close_all(fds)
     if problem:
         raise InvalidArgumentError(problem)

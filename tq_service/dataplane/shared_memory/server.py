@@ -1,8 +1,8 @@
-"""The service side: a Unix socket for clients of its host, and their sessions.
+"""The service side of shared memory: a Unix socket for clients on the same host, and their sessions.
 
-A session receives and sends file descriptors only during a Put or Get call with its session_id, or for some seconds
-after a GetInline: the call decides what may be read and written. Memory that a client has taken is leased to its
-session until the client releases it or the connection ends:
+A session receives and sends file descriptors only during a Put or Get call with its session_id, or for a few seconds
+after a GetInline: the call decides which memory may be read and written. Memory that a client has taken is leased to
+its session until the client releases the memory or the connection ends:
 
     Put or Get: offer -> TakeMemory: lease, the call continues without it -> Filled or Release: released
                                                                           -> end of the connection: not released
@@ -45,17 +45,17 @@ _BACKLOG: Final = 128
 _MOST_ACCEPTED_AT_ONCE: Final = 32
 _PAUSE_SECONDS: Final = 1.0
 _DRAIN_SECONDS: Final = 1.0
-_MOST_MEMORIES: Final = 16_384  # of the 65,530 mappings that Linux gives a process by default
-_OFFER_SECONDS: Final = 10.0  # for an offer without a call
+_MOST_MEMORIES: Final = 16_384  # of the 65,530 mappings that Linux allows a process by default
+_OFFER_SECONDS: Final = 10.0  # for an offer that outlasts its call
 _MOST_DROPPED: Final = 256  # per message
 _CREDENTIALS: Final = struct.Struct("3i")  # pid, uid, gid
 
 
 class Memory(Protocol):
-    """Memory that can be offered.
+    """Memory that can be offered to clients.
 
     Attributes:
-        fd: its file descriptor.
+        fd: file descriptor of the memory.
         number: number of a region; 0: sealed memory.
     """
 
@@ -63,25 +63,25 @@ class Memory(Protocol):
     number: int
 
     def lease(self, session: Session) -> None:
-        """Begin a lease: its bytes must not change. When it is dropped, `note_dropped` of the session is called."""
+        """Begin a lease, during which the bytes must not change; dropping the memory calls `session.note_dropped`."""
 
     def end_lease(self, *, is_released: bool) -> None:
-        """End a lease; `is_released`: the client has reported that it no longer uses the memory."""
+        """End a lease; `is_released` is true if the client has reported that it no longer uses the memory."""
 
 
 class SharedMemoryServer:
-    """Listens in a directory and holds the sessions. Confined to one event loop.
+    """Listens on a socket in a directory, and manages the sessions. Confined to one event loop.
 
     Args:
         directory: directory of the socket; users with access to it may share memory.
         boot_id: instance id of the storage service, which clients must name.
-        run_id: identifies its process; region numbers are unique within it.
-        can_allocate: whether regions may be filled after the answer of their put.
+        run_id: identifies the service's process, within which region numbers are unique.
+        can_allocate: whether a region may be filled after its put has been answered.
 
     Attributes:
-        most_memories: most memories that the service should hold: each uses a file descriptor and a mapping, which
-            are limited per process.
-        path: the socket.
+        most_memories: maximum number of memories that the service should have open; each uses a file descriptor and a
+            mapping, which are limited per process.
+        path: path of the socket.
     """
 
     def __init__(self, directory: Path, boot_id: bytes, run_id: bytes, *, can_allocate: bool = True) -> None:
@@ -89,7 +89,7 @@ class SharedMemoryServer:
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self.most_memories = _MOST_MEMORIES if files == resource.RLIM_INFINITY else min(files // 2, _MOST_MEMORIES)
         self._has_warned = False
-        self.path = directory / f"{boot_id[:8].hex()}{_SUFFIX}"  # paths of sockets are short
+        self.path = directory / f"{boot_id[:8].hex()}{_SUFFIX}"  # socket paths have a small maximum length
         self._boot_id = boot_id
         self._run_id = run_id
         self._listener: socket.socket | None = None
@@ -97,7 +97,7 @@ class SharedMemoryServer:
         self._drained: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """Listen.
+        """Start listening.
 
         Raises:
             OSError: the directory cannot be used.
@@ -113,7 +113,7 @@ class SharedMemoryServer:
             unready.chmod(0o666)  # the directory decides which users may connect
             listener.listen(_BACKLOG)
             listener.setblocking(False)
-            unready.rename(self.path)  # only now: a socket that does not listen looks like one left behind
+            unready.rename(self.path)  # only now: a socket without a listener looks stale
         except OSError:
             listener.close()
             unready.unlink(missing_ok=True)
@@ -122,7 +122,7 @@ class SharedMemoryServer:
         asyncio.get_running_loop().add_reader(listener, self._accept)
 
     def takes_memory(self, memory_count: int) -> bool:
-        """Whether the service should hold one more memory than `memory_count`; the first refusal is logged."""
+        """Whether the service may open more shared memory beyond `memory_count`; logs the first refusal."""
         if memory_count < self.most_memories:
             return True
         if not self._has_warned:
@@ -130,7 +130,7 @@ class SharedMemoryServer:
             soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
             _log.warning(
                 LogMessage(
-                    "the service holds as much shared memory as its file descriptors allow: other puts go over the "
+                    "the service reached its limit of file descriptors for shared memory, so other puts use the "
                     "network; raise the limit of open files (ulimit -n), or put more samples at once",
                     memories=memory_count,
                     most_memories=self.most_memories,
@@ -148,7 +148,7 @@ class SharedMemoryServer:
         return session
 
     def drain(self) -> None:
-        """End offers that were not taken, after a delay: a get lasts until its offer is received."""
+        """End offers that were not taken, but after a delay, because a get lasts until its offer is taken."""
 
         def end_offers() -> None:
             for session in self._sessions.values():
@@ -177,13 +177,13 @@ class SharedMemoryServer:
             except BlockingIOError:
                 return
             except OSError as error:
-                _log.warning(LogMessage("could not accept a client of this host", error=error))
+                _log.warning(LogMessage("could not accept a client on this host", error=error))
                 if error.errno in {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}:
                     self._pause()
                     return
                 continue
             if len(self._sessions) >= _MOST_SESSIONS:
-                # End the oldest session not named by a call yet: processes without calls must not exclude others.
+                # End the oldest session not used by a call yet, so processes without calls cannot exclude others.
                 unproven = next((session for session in self._sessions.values() if not session.is_proven), None)
                 if unproven is None:
                     connection.close()
@@ -202,7 +202,7 @@ class SharedMemoryServer:
             self._sessions[session.session_id] = session
 
     def _pause(self) -> None:
-        """Stop accepting for a moment: the connection that could not be accepted would wake the loop continuously."""
+        """Pause accepting, because the connection that could not be accepted would wake the loop continuously."""
         loop = asyncio.get_running_loop()
         if self._listener is not None:
             loop.remove_reader(self._listener)
@@ -214,24 +214,24 @@ class SharedMemoryServer:
 
 
 def peer_uid(connection: socket.socket) -> int:
-    """Return the user of the connected process, as seen in this process's user namespace."""
+    """Return the user id of the connected process, as seen in this process's user namespace."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     uid: int = _CREDENTIALS.unpack(credentials)[1]
     return uid
 
 
 def make_private(directory: Path) -> None:
-    """Create a directory for this user only, in a place where all users may create directories.
+    """Create a directory for this user only, at a path where all users may create directories.
 
     Raises:
-        OSError: it cannot be created, or another user created it and could put another socket there.
+        OSError: the directory cannot be created, or another user created it and could replace the socket.
     """
     directory.mkdir(mode=0o700, exist_ok=True)
     status = directory.stat(follow_symlinks=False)
     others_may_write = bool(status.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or others_may_write:
         raise PermissionError(
-            f"{directory} is not a directory of this user alone (owner {status.st_uid}, "
+            f"{directory} is not a directory that only this user can write to (owner {status.st_uid}, "
             f"mode {status.st_mode & 0o7777:o})"
         )
 
@@ -250,21 +250,21 @@ def _sweep(directory: Path) -> None:
 
 
 class Session:
-    """One connection of a client: a hello, then requests and answers in turn.
+    """A client's connection: a hello, then alternating requests and answers.
 
     Args:
         connection: a non-blocking socket.
-        boot_id: the id that the client must name.
-        run_id: sent to the client.
+        boot_id: instance id of the service, which the client must name.
+        run_id: id of the service's process, which is sent to the client.
         is_own_user: whether the client runs as the service's user.
-        can_allocate: whether regions may be filled after the answer of their put.
+        can_allocate: whether a region may be filled after its put has been answered.
         on_close: called once, when the connection is gone.
 
     Attributes:
-        session_id: random id, known only to its client.
-        is_proven: whether an authorized call has named it.
+        session_id: random id, known only to the client.
+        is_proven: whether an authorized call has named the session.
         can_allocate: as above.
-        is_own_user: as above; do not offer regions to other users, since a client can write to them.
+        is_own_user: as above. Regions must not be offered to other users, since a client can write to them.
     """
 
     def __init__(
@@ -295,15 +295,16 @@ class Session:
 
     @contextlib.contextmanager
     def awaiting(self, put_id: bytes) -> Iterator[Callable[[], int]]:
-        """Accept the file descriptor of a put within the `with`.
+        """Accept the file descriptor of a put within the `with` block.
 
-        Yields a function that returns it, for the caller to close, or raises UnavailableError if it has not arrived or
-        the session has ended. A descriptor that is not taken is closed at the end.
+        Yields a function that returns the descriptor, which the caller must close. The function raises
+        UnavailableError if the descriptor has not arrived or the session has ended. A descriptor that is not taken is
+        closed at the end.
         """
 
         def take() -> int:
             if not fds:
-                raise UnavailableError("the shared memory of the put was not sent; it is retried over gRPC")
+                raise UnavailableError("the shared memory of the put was not sent; the put is retried over gRPC")
             return fds.pop()
 
         fds = self._awaited[put_id] = list[int]()
@@ -315,10 +316,10 @@ class Session:
             close_all(fds)
 
     def offer_for_a_while(self, memories: Sequence[Memory], on_end: Callable[[], None]) -> Offer:
-        """Offer memory until it is taken, for some seconds at most.
+        """Offer memory until it is taken, but for a few seconds at most.
 
         Args:
-            memories: their bytes must not change until then.
+            memories: the memory, whose bytes must not change until the offer ends.
             on_end: called when the offer ends.
         """
         offer = self.offer(memories)
@@ -328,7 +329,7 @@ class Session:
         return offer
 
     def offer(self, memories: Sequence[Memory]) -> Offer:
-        """Offer memory until it is taken or the result is closed; its bytes must not change until then."""
+        """Offer memory until it is taken or the offer is closed; the bytes must not change until then."""
         offer = Offer(memories)
         self._offers[offer.offer_id] = offer
         offer.on_end(lambda: self._offers.pop(offer.offer_id, None))
@@ -337,7 +338,7 @@ class Session:
         return offer
 
     def close(self) -> None:
-        """End the session; a second call does nothing."""
+        """End the session; further calls do nothing."""
         if not self._is_open:
             return
         self._is_open = False
@@ -358,7 +359,7 @@ class Session:
             offer.close()
 
     def _read(self) -> None:
-        reason: object = "its client does not read the answers"
+        reason: object = "the client does not read the answers"
         received = None
         try:
             received = messages.receive(self._connection, SharedMemoryRequest)
@@ -392,7 +393,7 @@ class Session:
                 awaited += fds
                 return SharedMemoryAnswer(send_fd=SendFdAnswer()), ()
             close_all(fds)
-            return _refuse(f"no put waits for {len(fds)} file descriptors; expected that of a put in progress, once")
+            return _refuse(f"no put waits for {len(fds)} file descriptors; expected exactly one for a put in progress")
         close_all(fds)
         if kind == "hello":
             if request.hello.boot_id != self._boot_id:
@@ -403,7 +404,7 @@ class Session:
         if kind == "take_memory" and self._has_said_hello:
             offer = self._offers.get(request.take_memory.offer_id)
             if offer is None:
-                return _refuse("no put or get of this session offers that; it may be over")
+                return _refuse("no put or get of this session offers this memory; the call may have ended")
             indexes = request.take_memory.indexes
             if len(indexes) > messages.MOST_FDS or max(indexes, default=0) >= len(offer.memories):
                 raise InvalidArgumentError(
@@ -424,7 +425,7 @@ class Session:
         raise InvalidArgumentError(f"got {kind or 'nothing known'} as the next request; expected a hello first")
 
     def _begin_lease(self, offer: Offer) -> None:
-        """Lease a taken offer: from now on the lease protects its bytes, instead of the call that offered it."""
+        """Lease a taken offer: from now on, the lease protects the bytes, instead of the call that offered them."""
         for memory in offer.memories:
             memory.lease(self)
         self._leases[offer.offer_id] = offer
@@ -440,9 +441,9 @@ class Offer:
     """Memory that a client may take.
 
     Attributes:
-        offer_id: identifies it, and the lease that begins when it is taken.
+        offer_id: identifies the offer, and the lease that begins when the offer is taken.
         memories: the offered memory.
-        is_filled: whether the client has reported that it has filled it.
+        is_filled: whether the client has reported that it filled the memory.
     """
 
     def __init__(self, memories: Sequence[Memory]) -> None:
@@ -460,7 +461,7 @@ class Offer:
             self._on_end.callback(call)
 
     def close(self) -> None:
-        """End the offer: it was taken, or no client can take it any more; a second call does nothing."""
+        """End an offer that was taken or can no longer be taken; further calls do nothing."""
         self._ended.set()
         self._on_end.close()
 

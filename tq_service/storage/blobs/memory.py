@@ -1,16 +1,16 @@
-"""Blobs, each with the bytes of one put: the interface of blob stores, and the stores in memory.
+"""Blobs, each containing the bytes of one put: the blob store interface, and the stores in memory.
 
 The index allocates a blob, writes it from start to end, pins it while it is read, and releases it once. The store
-frees the bytes once the blob is released and no longer pinned. A new kind of store is one file with a `BlobStore`;
-`server/app.py` chooses it and `tests/storage/test_blob_stores.py` tests it. A store declares its abilities:
+frees the bytes once the blob is released and no longer pinned. To add a kind of store, implement `BlobStore` in a new
+file, select it in `server/app.py`, and test it in `tests/storage/test_blob_stores.py`. A store declares its abilities:
 
-- `is_shared`: clients of this host write its blobs, and map them (`Blob.shared`, in `shared.py`).
-- `is_durable`: its blobs outlive the process once they are flushed; so each begins with the tables of its put.
+- `is_shared`: clients on this host write and map the store's blobs (`Blob.shared`, in `shared.py`).
+- `is_durable`: flushed blobs outlive the process, so each begins with the tables of its put.
 
-Each blob declares whether its bytes are memory of this process (`is_local`). If so, the event loop reads and writes
-them through `view`. If not, threads read them, and `BlobStore.write` writes them.
+Each blob declares whether its bytes are in this process's memory (`is_local`). If so, the event loop reads and writes
+the bytes through `view`. Otherwise, threads read the bytes and `BlobStore.write` writes them.
 
-Memory is reused: mapping new memory costs more than the copy into it.
+Memory is reused, because mapping new memory costs more than copying into it.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from tq_service.errors import QuotaExceededError
 
 RETRY_AFTER_SECONDS: Final = 1.0
 SMALL_BYTES: Final = 64 << 10
-"""Smaller blobs come from malloc; if there is a journal, it contains their bytes."""
+"""Blobs smaller than this come from malloc; a journal, if used, contains their bytes."""
 
 PIECE_BYTES: Final = 1 << 20
-"""Text checked in one step: takes 2 ms at most, during which no other thread runs."""
+"""Number of text bytes checked in one step, which takes at most 2 ms and blocks all other threads."""
 
 UNMAPPED_IN_BACKGROUND_FROM_BYTES: Final = 8 << 20
-"""The system takes at least 20 ms to free a GiB: too long for the event loop."""
+"""Mappings from this size on are unmapped in a thread: freeing a GiB takes the system at least 20 ms."""
 
 BACKGROUND: Final = ThreadPoolExecutor(1, thread_name_prefix="tq-close")
 _TEMPORARY: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR})
@@ -44,13 +44,13 @@ _HUGE_PAGES_FROM_BYTES: Final = 4 << 20
 _CLASSES_PER_DOUBLING: Final = 8
 _HALF_LIFE_SECONDS: Final = 2.5
 NO_FD: Final = -1
-"""Stands for the file descriptor of memory that is closed or not received yet."""
+"""Placeholder for the file descriptor of memory that is closed or not yet received."""
 
 T = TypeVar("T")
 Buffer: TypeAlias = memoryview | bytes | bytearray
 Memory: TypeAlias = Buffer | mmap.mmap
 Span: TypeAlias = tuple[int, int]
-"""Start of bytes in a blob, and their number."""
+"""The start and number of some bytes in a blob."""
 
 
 class Session(Protocol):
@@ -61,16 +61,16 @@ class Session(Protocol):
 
 
 class SharedMemory:
-    """Memory with a file descriptor, which clients may map to read it.
+    """Memory with a file descriptor that clients may map for reading.
 
     Args:
-        fd: owned by this object.
-        size: size of the memory; its owner maps it over the range of addresses reserved here.
+        fd: file descriptor of the memory, owned by this object.
+        size: size of the memory, which the creator maps over the address range reserved by the constructor.
 
     Attributes:
         fd: as above.
         memory: this process's mapping.
-        number: identifies a region; 0 for sealed memory.
+        number: identifier of a region; 0 for sealed memory.
     """
 
     __slots__ = ("fd", "memory", "number")
@@ -81,13 +81,13 @@ class SharedMemory:
         self.memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
     def lease(self, session: Session) -> None:
-        """Begin a client's lease; sealed memory needs none, since its bytes never change."""
+        """Begin a client's lease; does nothing for sealed memory, whose bytes never change."""
 
     def end_lease(self, *, is_released: bool) -> None:
-        """End a lease; `is_released`: its client no longer uses the memory."""
+        """End a lease; `is_released` is true if the client no longer uses the memory."""
 
     def remove(self) -> None:
-        """Close and unmap it; the system frees the memory with its last mapping elsewhere."""
+        """Close and unmap the memory; the system frees it once no other process maps it."""
         unmap(self.memory)
         fd, self.fd = self.fd, NO_FD
         if fd != NO_FD:
@@ -95,28 +95,28 @@ class SharedMemory:
 
     def __del__(self) -> None:
         if getattr(self, "fd", NO_FD) != NO_FD:
-            os.close(self.fd)  # for a service that was stopped with puts in memory
+            os.close(self.fd)  # if the service stopped with puts in memory
 
 
 class Blob:
-    """The bytes of one put, as its store manages them. Confined to the event loop.
+    """The bytes of one put, managed by a blob store. Confined to the event loop.
 
     Args:
-        store: the store that allocates it.
-        size: bytes allocated.
-        memory: memory that holds them, at least as large; empty in a subclass that is not local.
-        backing: object returned to the store's pool with it; None: none.
+        store: the store that allocates the blob.
+        size: number of bytes allocated.
+        memory: memory of at least `size` bytes that contains the blob; empty in subclasses that are not local.
+        backing: object that is returned to the store's pool with the blob; None if there is none.
 
     Attributes:
-        is_local: whether its bytes are memory of this process.
-        number: identifies it after a restart; 0 if it does not outlive the process.
-        checksum: XXH3 of the bytes written and filled so far, from its start, if it has a number; else 0.
+        is_local: whether the bytes are in this process's memory.
+        number: identifies the blob after a restart; 0 if the blob does not outlive the process.
+        checksum: XXH3 of all bytes written and filled so far if the blob has a number; otherwise 0.
         store, size, memory, backing: as above.
-        charge: bytes of the quota that it uses until it is freed; its owner may change it.
-        is_damaged: whether its backing must not be reused.
-        shared: memory mapped by clients of this host; None: they cannot map it.
-        tables: memory for the tables of its put; None: it is local and begins with them, or recovered and not read.
-        copy: its copy that outlives the process, freed with it.
+        charge: bytes of the quota that the blob uses until it is freed; may be changed by the blob's owner.
+        is_damaged: whether the backing must not be reused.
+        shared: memory that clients on this host map; None if they cannot map it.
+        tables: tables of the put; None if a local blob begins with them, or a recovered one was not read yet.
+        copy: copy of the blob that outlives the process and is freed with the blob.
     """
 
     __slots__ = (
@@ -148,32 +148,32 @@ class Blob:
         self._pin_count = 0
 
     def view(self) -> memoryview:
-        """Return its bytes, writable while its put is received; only if it `is_local`."""
+        """Return the blob's bytes, which are writable while the put is being received. Valid only if `is_local`."""
         return memoryview(self.memory)[: self.size]
 
     def read_into(self, target: memoryview, start: int) -> None:
-        """Fill `target` with the bytes from `start`; safe in any thread while the blob is pinned.
+        """Fill `target` with the blob's bytes from `start` on; safe in any thread while the blob is pinned.
 
         Raises:
-            OSError: they cannot be read.
+            OSError: the bytes cannot be read.
         """
         target[:] = self.view()[start : start + len(target)]
 
     def read_slices(self, slices: Iterable[tuple[int, memoryview]]) -> None:
-        """Fill several targets, each with the bytes from its own start; see `read_into`."""
+        """Fill several targets, each from a separate start; see `read_into`."""
         for start, target in slices:
             self.read_into(target, start)
 
     def write_from(self, data: Buffer, start: int) -> None:
-        """Copy bytes to `start` onwards; safe in any thread while the blob is pinned.
+        """Copy `data` into the blob from `start` on; safe in any thread while the blob is pinned.
 
         Raises:
-            OSError: they cannot be written.
+            OSError: the bytes cannot be written.
         """
         self.view()[start : start + len(data)] = data
 
     def fill(self, start: int, end: int, receive: Callable[[memoryview], None]) -> None:
-        """Receive bytes into it; several threads may do so for separate ranges while it is pinned.
+        """Receive bytes into a range of the blob; several threads may fill separate ranges while the blob is pinned.
 
         Args:
             start: start of the range.
@@ -181,34 +181,34 @@ class Blob:
             receive: fills memory with the next bytes of the range, and may raise.
 
         Raises:
-            UnavailableError, DiskFullError: they cannot be written; the put is aborted.
+            UnavailableError, DiskFullError: the bytes cannot be written; the put is aborted.
         """
         receive(self.view()[start:end])
 
     def read_back(self, start: int) -> Iterator[tuple[int, memoryview]]:
-        """Read all filled bytes from `start`, in a thread; only after this the checksum includes them.
+        """Read all filled bytes from `start` on, in a thread; the checksum includes them only afterwards.
 
         Yields:
-            The start of each piece, and its bytes, in order.
+            The start and the bytes of each chunk, in order.
 
         Raises:
-            UnavailableError: they cannot be read.
+            UnavailableError: the bytes cannot be read.
         """
         view = self.view()
         for at in range(start, self.size, PIECE_BYTES):
             yield at, view[at : at + PIECE_BYTES]
 
     def keep_file(self) -> Path | None:
-        """Keep its file unchanged, even if the blob is freed, and return the path; None if it has no file."""
+        """Keep the blob's file unchanged even after the blob is freed; return its path, or None without a file."""
         return None
 
     @property
     def is_pinned(self) -> bool:
-        """Whether its bytes are in use."""
+        """Whether the bytes are in use."""
         return self._pin_count > 0
 
     def pin(self) -> None:
-        """Keep its bytes for a reader or a thread, even if it is released."""
+        """Retain the bytes for a reader or a thread, even if the blob is released."""
         self._pin_count += 1
 
     def unpin(self) -> None:
@@ -218,11 +218,11 @@ class Blob:
             self.store.free(self)
 
     def close(self) -> None:
-        """Drop its reference to the memory, for its store; remaining views keep the memory alive."""
+        """Drop the reference to the memory when the store frees the blob; remaining views keep the memory alive."""
         self.memory = b""
 
     def release(self) -> None:
-        """Free its bytes, at once or after the last reader; a second call does nothing."""
+        """Free the bytes at once, or after the last reader is done; further calls do nothing."""
         if not self._is_released:
             self._is_released = True
             if not self._pin_count:
@@ -233,7 +233,7 @@ class BlobStore(ABC):
     """A store for the bytes of puts. Confined to one event loop.
 
     Attributes:
-        on_freed: called with the charge of each blob whose bytes were freed.
+        on_freed: called with the charge of each blob that was freed.
         pooled_bytes: bytes held for reuse.
     """
 
@@ -249,37 +249,37 @@ class BlobStore(ABC):
 
         Raises:
             QuotaExceededError, DiskFullError: not enough space.
-            UnavailableError: it cannot be allocated now.
+            UnavailableError: the blob cannot be allocated at the moment.
         """
 
     async def write(self, blob: Blob, start: int, data: Buffer) -> None:
-        """Write bytes of a blob; the data may be reused afterwards.
+        """Write bytes to a blob; the caller may reuse `data` afterwards.
 
         Raises:
-            UnavailableError, DiskFullError: they cannot be written; the put is aborted.
+            UnavailableError, DiskFullError: the bytes cannot be written; the put is aborted.
         """
         blob.write_from(data, start)
 
-    async def flush(self, blob: Blob) -> None:  # noqa: B027  (most stores are memory)
-        """Wait until all bytes written to a blob outlive the process, if the store `is_durable`.
+    async def flush(self, blob: Blob) -> None:  # noqa: B027  (most stores are in memory)
+        """Wait until all bytes of a blob would survive the loss of the process; does nothing unless `is_durable`.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the blob cannot be written.
         """
 
     @abstractmethod
     def free(self, blob: Blob) -> None:
-        """Free a blob that is no longer read, now or soon, then call `on_freed`. Called by the blob."""
+        """Free a blob that is no longer read, now or soon, then call `on_freed`. Called only by the blob."""
 
     def trim(self, elapsed_seconds: float) -> None:  # noqa: B027  (most stores have nothing to trim)
-        """Free some of the pooled bytes that were not needed in this time."""
+        """Free some of the pooled bytes that were not needed during the elapsed time."""
 
     async def close(self) -> None:  # noqa: B027  (most stores have nothing to close)
         """Release the store's own resources, such as threads or connections. Its blobs can still be released."""
 
 
 def is_temporary(error: OSError) -> bool:
-    """Whether an error means that the process lacks files or memory now, and nothing about the disk."""
+    """Whether an error means only that the process lacks file descriptors or memory, not that the disk failed."""
     return error.errno in _TEMPORARY
 
 
@@ -290,14 +290,14 @@ async def in_thread(
     pinned: Sequence[Blob] = (),
     then: Callable[[T], None] | None = None,
 ) -> T:
-    """Return the result of a function run by a thread, which continues even if the caller is cancelled.
+    """Run a function in a thread and return its result; the thread continues even if the caller is cancelled.
 
     Args:
         executor: provides the threads; None: the loop's default.
         work: the function.
         args: its arguments.
-        pinned: blobs that it works on, pinned until it is done.
-        then: called with the result, on the event loop, even if the caller no longer waits.
+        pinned: blobs that the function works on; they stay pinned until it returns.
+        then: called on the event loop with the result, even if the caller no longer waits.
     """
 
     def end(done: asyncio.Future[T]) -> None:
@@ -317,12 +317,12 @@ async def in_thread(
 
 
 class Removable(Protocol):
-    """A backing that a thread makes for a blob, and removes."""
+    """A backing that a thread creates for a blob and later removes."""
 
     capacity: int
 
     def remove(self) -> None:
-        """Remove it; may block."""
+        """Remove the backing; may block."""
 
 
 BackingT = TypeVar("BackingT")
@@ -333,10 +333,10 @@ class PooledStore(BlobStore, Generic[BackingT]):
     """A store that recycles the backings of its blobs, in size classes.
 
     Used and pooled bytes together never exceed the high-water mark of used bytes. Every `trim` lowers the mark, so
-    unused memory or disk is released over time.
+    unused memory or disk space is released over time.
 
     Attributes:
-        used_bytes: capacity of the backings that blobs use.
+        used_bytes: total capacity of the backings that blobs use.
     """
 
     def __init__(self) -> None:
@@ -368,7 +368,7 @@ class PooledStore(BlobStore, Generic[BackingT]):
         return self._use(self._recycled(capacity) or self._make(capacity), size)
 
     def _recycled(self, capacity: int) -> BackingT | None:
-        """Return a pooled backing of that capacity, or None if there is none."""
+        """Return a pooled backing of the given capacity, or None if the pool does not contain one."""
         pooled = self._pool.get(capacity)
         if pooled is None:
             return None
@@ -413,7 +413,7 @@ class PooledStore(BlobStore, Generic[BackingT]):
         self.give_up(self.used_bytes + self.pooled_bytes - self._high_water_bytes)
 
     def give_up(self, size: int) -> None:
-        """Drop pooled backings, largest first, until at least `size` bytes are dropped or none is left."""
+        """Drop pooled backings, largest first, until at least `size` bytes are dropped or the pool is empty."""
         target = self.pooled_bytes - size
         while self.pooled_bytes and self.pooled_bytes > target:
             backing = self._recycled(max(self._pool))
@@ -422,12 +422,12 @@ class PooledStore(BlobStore, Generic[BackingT]):
 
 
 class ThreadedStore(PooledStore[RemovableT]):
-    """A pooled store whose backings are made by threads, because that takes long."""
+    """A pooled store that creates its backings in threads, because creating one takes a long time."""
 
     _executor: ThreadPoolExecutor
 
     async def _backing(self, capacity: int) -> RemovableT:
-        """Return a recycled or new backing; if none can be made, remove the pooled ones and retry.
+        """Return a recycled or new backing; if creating one fails, remove all pooled backings and retry.
 
         Raises:
             OSError: not enough space.
@@ -450,7 +450,7 @@ class ThreadedStore(PooledStore[RemovableT]):
         await in_thread(self._executor, self._make, capacity, then=lambda made: self.recycle(made, made.capacity))
 
     def _may_help(self, error: OSError) -> bool:
-        """Whether removing pooled backings may help after such an error."""
+        """Whether removing pooled backings may resolve the error."""
         return True
 
     async def close(self) -> None:
@@ -486,21 +486,21 @@ class MemoryBlobs(PooledStore[mmap.mmap]):
 
 
 def size_class(size: int) -> int:
-    """Return the capacity of the backing for `size` bytes: at most an eighth larger."""
+    """Return the capacity of a backing for `size` bytes, which is at most an eighth larger."""
     step = 1 << max((size - 1).bit_length() - _CLASSES_PER_DOUBLING.bit_length(), 12)
     return -(-size // step) * step
 
 
 def unmap(memory: mmap.mmap) -> None:
-    """Return memory to the system, or with its last view if some are left."""
+    """Unmap memory at once or, if views of it remain, with the last view."""
     with suppress(BufferError):
         memory.close()
 
 
 def no_memory(size: int, error: BaseException) -> QuotaExceededError:
-    """Return the error for a put if the system lacks memory."""
+    """Return the error for a put when the system lacks memory."""
     return QuotaExceededError(
-        f"the machine has no memory for {size} bytes ({error}); lower max_bytes below its available memory",
+        f"the machine has no memory for {size} bytes ({error}); lower max_bytes below the available memory",
         retry_after_seconds=RETRY_AFTER_SECONDS,
         metadata={"limit_name": "memory", "got": str(size)},
     )

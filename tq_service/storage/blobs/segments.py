@@ -1,9 +1,9 @@
-"""Segments: reusable files that hold the bytes of one put each.
+"""Segments: reusable files, each containing the bytes of one put.
 
-A file is created with its full capacity allocated, so a full disk is an error only of the put that needs a new file.
-Threads read and write files; nothing maps them. An unreadable page or a truncated file is then an error of one read,
-while with a mapping SIGBUS would end the process. The tables of puts are also kept in memory. Files are named by
-numbers of this service, never by anything a client chose.
+A file is created with its full capacity allocated, so a full disk fails only the put that needs a new file. Threads
+read and write the files, which are never mapped: an unreadable page or a truncated file then fails a single read,
+whereas with a mapping, SIGBUS would kill the process. The tables of puts are also kept in memory. File names are
+numbers assigned by this service, never text chosen by a client.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ MIN_FREE_BYTES: Final = 256 << 20
 
 _READ_BYTES: Final = 4 << 20
 _COPY_BYTES: Final = 1 << 20
-_FILL_BYTES: Final = 128 << 10  # per connection that fills a segment, in memory that no quota counts
+_FILL_BYTES: Final = 128 << 10  # buffer of a connection that fills a segment; no quota includes it
 _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 _NAME: Final = re.compile(r"(?:\d{8}|[1-9]\d{8,})\.seg")
-# The system takes about 0.1 ms per MiB to drop a file: too long for the event loop.
+# The system takes about 0.1 ms per MiB to delete a file: too long for the event loop.
 _BACKGROUND: Final = ThreadPoolExecutor(1, thread_name_prefix="tq-segment-drop")
 
 
 class Segment:
-    """One file.
+    """A segment file.
 
     Attributes:
-        number: its name.
-        capacity: its size in bytes.
-        is_new: whether its name may not be on the disk yet.
-        is_kept: whether a recording shares its bytes under another name, so they must never change.
+        number: number from which the file's name is formed.
+        capacity: size of the file in bytes.
+        is_new: whether the file's directory entry may not be on the disk yet.
+        is_kept: whether a recording has linked the file under another name, so its bytes must never change.
     """
 
     __slots__ = ("_directory", "capacity", "is_kept", "is_new", "number")
@@ -74,7 +74,7 @@ class Segment:
 
     @contextmanager
     def open(self) -> Iterator[int]:
-        """Return a file descriptor for use within the `with`."""
+        """Yield a file descriptor for use within the `with` block."""
         fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
         try:
             yield fd
@@ -82,10 +82,10 @@ class Segment:
             os.close(fd)
 
     def checksum(self, size: int) -> int:
-        """Return the checksum of its first `size` bytes.
+        """Return the checksum of the file's first `size` bytes.
 
         Raises:
-            OSError: they cannot be read, or the file is shorter.
+            OSError: the bytes cannot be read, or the file is shorter.
         """
         digest = xxhash.xxh3_64()
         buffer = memoryview(bytearray(min(size, _READ_BYTES)))
@@ -97,7 +97,7 @@ class Segment:
         return digest.intdigest()
 
     def sync(self) -> None:
-        """Wait until the written bytes and the file's name are on the disk."""
+        """Wait until the written bytes and the file's directory entry are on the disk."""
         with self.open() as fd:
             os.fdatasync(fd)
         if self.is_new:
@@ -110,7 +110,7 @@ class Segment:
 
 
 class SegmentBlob(Blob):
-    """A blob in a file."""
+    """A blob stored in a segment file."""
 
     __slots__ = ("_digest", "number")
 
@@ -170,20 +170,20 @@ class SegmentBlob(Blob):
                 yield at, part
 
     def refusal(self, error: OSError) -> TqError:
-        """Return the error for a put whose bytes cannot be written; unless it is temporary, the file is not reused."""
+        """Return the error for a put that cannot be written; if it is not temporary, the file is not reused."""
         self.is_damaged |= not is_temporary(error)
         return _refusal(self.size, error)
 
 
 class SegmentBlobs(ThreadedStore[Segment]):
-    """A directory of segments; small blobs are in memory, and are persisted with the records of their puts.
+    """A directory of segments; small blobs stay in memory and are persisted with their puts' records.
 
-    Blobs begin with the tables of their puts, so one number and one checksum cover the put. A few threads write files,
-    so the event loop does not wait for a disk.
+    Each blob begins with the tables of its put, so one number and one checksum cover the put. A few threads write the
+    files, so the event loop never waits for a disk.
 
     Args:
         directory: created if it does not exist.
-        sync: whether a flushed blob is on the disk; else the operating system has it.
+        sync: whether a flush waits for the disk; otherwise, the operating system may still buffer flushed blobs.
         min_free_bytes: free space kept on the disk.
     """
 
@@ -221,7 +221,7 @@ class SegmentBlobs(ThreadedStore[Segment]):
         return not is_temporary(error)
 
     def _make(self, capacity: int) -> Segment:
-        """Make a file of `capacity` bytes; safe in any thread.
+        """Create a file of `capacity` bytes; safe in any thread.
 
         Raises:
             OSError: the disk is full.
@@ -245,7 +245,7 @@ class SegmentBlobs(ThreadedStore[Segment]):
         return SegmentBlob(self, size, backing)
 
     def _drop(self, backing: Segment) -> None:
-        """Remove a file, soon."""
+        """Remove a file in the background."""
         _BACKGROUND.submit(backing.remove)
 
     def recycle(self, backing: Segment, capacity: int) -> None:
@@ -255,10 +255,10 @@ class SegmentBlobs(ThreadedStore[Segment]):
             super().recycle(backing, capacity)
 
     def _check_capacity(self, size: int) -> None:
-        """Check that the disk has space for `size` bytes in addition to the free space kept.
+        """Check that the disk has space for `size` bytes in addition to the reserved free space.
 
         Raises:
-            OSError: it does not.
+            OSError: the disk does not have enough space.
         """
         stat = os.statvfs(self._directory)
         free_bytes = stat.f_bavail * stat.f_frsize
@@ -271,27 +271,27 @@ class SegmentBlobs(ThreadedStore[Segment]):
     # Durability
 
     async def flush(self, blob: Blob) -> None:
-        """Wait until all bytes of a blob are on disk, if `sync` is set; continues even if the caller is cancelled."""
+        """Wait until a blob is on disk if `sync` is set; the sync continues even if the caller is cancelled."""
         if isinstance(blob, SegmentBlob) and self._sync:
             await in_thread(self._executor, blob.backing.sync, pinned=[blob])
 
     async def copy(self, target: Blob, head: memoryview, source: Blob, spans: Sequence[Span]) -> None:
-        """Write a head, and after it spans of another blob.
+        """Write a head to `target`, followed by spans of the `source` blob.
 
         Raises:
-            OSError: they cannot be read or written.
+            OSError: the bytes cannot be read or written.
         """
         await in_thread(self._executor, _copy, target, head, source, spans, pinned=[target, source])
 
     async def checksum(self, blob: Blob, tables_bytes: int) -> int:
-        """Return the checksum of a recovered blob's stored bytes, and load its tables into memory.
+        """Load a recovered blob's tables into memory, and return the checksum of the blob's stored bytes.
 
         Args:
             blob: a blob with a number.
-            tables_bytes: size of the tables that it begins with.
+            tables_bytes: size of the tables at the start of the blob.
 
         Raises:
-            OSError: they cannot be read.
+            OSError: the bytes cannot be read.
         """
         if not isinstance(blob, SegmentBlob):
             raise TypeError("only blobs in segments have a checksum")
@@ -300,9 +300,9 @@ class SegmentBlobs(ThreadedStore[Segment]):
         return checksum
 
     async def take_files(self, paths: Sequence[Path]) -> None:
-        """Move files that a recording kept back from its directory, to be reused for other puts.
+        """Move files back from a recording's directory, so they can be reused for other puts.
 
-        Files that still have another name, were truncated, or are on another file system are left alone.
+        Files that still have another link, were truncated, or are on another file system are left alone.
         """
         for segment in await in_thread(self._executor, self._taken, paths):
             self.recycle(segment, segment.capacity)  # the next put, or `trim`, drops the excess
@@ -327,16 +327,16 @@ class SegmentBlobs(ThreadedStore[Segment]):
         """Take over the blobs of an earlier process; files that are not listed are pooled for reuse.
 
         Args:
-            blobs: the number and size of each. If several have the same number, the first one has the bytes.
+            blobs: number and size of each blob. If several have the same number, the first one gets the file.
 
         Returns:
-            The blobs; None for one that is missing.
+            The blobs, with None for each missing one.
         """
         with os.scandir(self._directory) as entries:
             found = {int(entry.name[:-4]) for entry in entries if _NAME.fullmatch(entry.name)}
         recovered: list[Blob | None] = []
         for number, size in blobs:
-            self._last_number = max(self._last_number, number)  # no new file takes the number of a missing one
+            self._last_number = max(self._last_number, number)  # no new file reuses the number of a missing one
             if number in found:
                 found.discard(number)
                 segment = Segment(self._directory, number, size_class(size))
@@ -352,7 +352,7 @@ class SegmentBlobs(ThreadedStore[Segment]):
             segment.capacity, segment.is_kept = found_file.st_size, found_file.st_nlink > 1
             if segment.capacity:
                 self.recycle(segment, segment.capacity)
-            else:  # the process ended before the file got its size
+            else:  # the process ended before the file was allocated
                 self._drop(segment)
         self._high_water_bytes = self.used_bytes + self.pooled_bytes
         return recovered
@@ -372,12 +372,12 @@ def _copy(target: Blob, head: memoryview, source: Blob, spans: Sequence[Span]) -
         for done in range(0, size, _COPY_BYTES):
             part = buffer[: size - done]
             source.read_into(part, start + done)
-            target.write_from(part, at)  # while it is in the cache
+            target.write_from(part, at)  # while the bytes are in the cache
             at += len(part)
 
 
 def _look_at(blob: SegmentBlob, tables_bytes: int) -> tuple[int, bytearray]:
-    """Return the checksum of a blob, and the tables that it begins with."""
+    """Return the checksum of a blob, and the tables at its start."""
     checksum, tables = blob.backing.checksum(blob.size), bytearray(tables_bytes)
     blob.read_into(memoryview(tables), 0)
     return checksum, tables
@@ -386,11 +386,11 @@ def _look_at(blob: SegmentBlob, tables_bytes: int) -> tuple[int, bytearray]:
 def _refusal(size: int, error: OSError) -> TqError:
     """Return the error for a put whose bytes could not be stored."""
     if is_temporary(error):
-        return UnavailableError(f"a put of {size} bytes cannot be kept now: {error}; try again")
+        return UnavailableError(f"could not store a put of {size} bytes: {error}; try again")
     if error.errno in _FULL:
         return DiskFullError(
-            f"a put of {size} bytes cannot be kept: {error}; clear consumed samples, or give the data directory a "
-            "larger disk",
+            f"could not store a put of {size} bytes: {error}; clear consumed samples, or use a larger disk for the "
+            "data directory",
             retry_after_seconds=RETRY_AFTER_SECONDS,
         )
     return UnavailableError(f"could not write the bytes of a put: {error}; put the data again", reason="DISK_FAILED")
@@ -401,7 +401,7 @@ def _name(number: int) -> str:
 
 
 def sync_directory(directory: Path) -> None:
-    """Wait until the names in a directory are on the disk."""
+    """Wait until the entries of a directory are on the disk."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)

@@ -1,13 +1,13 @@
-"""Blobs that clients of this host map: regions, which the service makes and reuses, and sealed memfds of clients.
+"""Blobs that clients on this host map: regions, which the service creates and reuses, and sealed memfds of clients.
 
-A region stays warm: for the next put its pages exist, and the page tables of the processes that map it. It is reused
-only if no process may still read or write its bytes. Sessions hold leases to ensure that:
+A region stays warm: its pages, and the page tables of the processes that map it, already exist for the next put. A
+region is reused only if no process may still read or write its bytes. Leases of sessions ensure this:
 
     blob allocated -> region in use -> blob freed, no lease left ---------------------------------> pooled -> used again
                                     -> blob freed, leased -> last lease released ------------------> pooled, or dropped
                                                           -> memory needed -> abandoned until then -> dropped
 
-If a session ends with leases, a process may still map their regions; these are dropped once they are free.
+If a session ends while it has leases, a process may still map the leased regions; they are dropped once they are free.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from tq_service.storage.blobs.memory import (
 from tq_service.wire import shared_memory
 
 _THREAD_COUNT: Final = 2
-# A step of reinforcement learning takes minutes and begins with an empty store. If regions were dropped in between, it
-# would begin with new pages, which take 5 to 20 times as long to fill as existing ones.
+# A step of reinforcement learning takes minutes and begins with an empty store. If regions were dropped between steps,
+# each step would begin with new pages, which take 5 to 20 times as long to fill as existing ones.
 _KEPT_SECONDS: Final = 300.0
-# Batch sizes vary: a region may be larger than requested by this factor, and twice the used bytes are kept.
+# Batch sizes vary, so a region may be larger than requested by this factor, and twice the used bytes are retained.
 _MOST_SLACK: Final = 1.25
 _KEPT_SHARE: Final = 2
 
@@ -58,7 +58,7 @@ class SharedStore(BlobStore):
     """A store of shared blobs.
 
     Attributes:
-        blob_count: blobs that are not freed.
+        blob_count: number of blobs that are not freed yet.
     """
 
     is_shared = True
@@ -66,7 +66,7 @@ class SharedStore(BlobStore):
 
     @property
     def fd_count(self) -> int:
-        """Number of file descriptors that it holds."""
+        """Number of file descriptors that the store has open."""
         return self.blob_count
 
 
@@ -74,21 +74,21 @@ class SharedStore(BlobStore):
 
 
 class Region(SharedMemory):
-    """A memfd of this service, written by clients of its user.
+    """A memfd of this service, written by clients that run as the same user.
 
     Args:
-        number: identifies it; used once in this process.
-        capacity: bytes; a multiple of a page.
-        on_unleased: called when its last lease has ended.
+        number: identifier, which this process never reuses.
+        capacity: size in bytes; a multiple of the page size.
+        on_unleased: called when the region's last lease has ended.
 
     Attributes:
         capacity: as above.
-        lease_count: number of leases that sessions have on it.
-        is_fit: whether it may be reused: false once a session with a lease on it has ended.
-        pooled_at: when it was last pooled, in seconds of its store.
+        lease_count: number of leases that sessions have on the region.
+        is_fit: whether the region may be reused; false once a session ended without releasing its lease.
+        pooled_at: when the region was last pooled, in seconds on the store's clock.
 
     Raises:
-        OSError: the system lacks memory for it.
+        OSError: the system lacks memory for the region.
     """
 
     __slots__ = ("_on_unleased", "_sessions", "capacity", "is_fit", "lease_count", "pooled_at")
@@ -105,12 +105,12 @@ class Region(SharedMemory):
         self._sessions: WeakSet[Session] = WeakSet()
 
     def note_dropped(self) -> None:
-        """Tell the sessions that may have mapped it that it will not be used again."""
+        """Notify the sessions that may have mapped the region that it will not be used again."""
         for session in self._sessions:
             session.note_dropped(self.number)
 
     def lease(self, session: Session) -> None:
-        """Begin a lease; the region is not reused before the lease has ended."""
+        """Begin a lease; the region is not reused until the lease has ended."""
         self.lease_count += 1
         self._sessions.add(session)
 
@@ -122,7 +122,7 @@ class Region(SharedMemory):
             self._on_unleased(self)
 
     def remove(self) -> None:
-        """Close and unmap it. Free its pages despite mappings in clients, unless one may still use them."""
+        """Close and unmap the region. Its pages are freed even if clients map them, unless one may still use them."""
         if self.is_fit:
             shared_memory.free_pages(self.memory)
         super().remove()
@@ -132,10 +132,10 @@ class RegionBlobs(ThreadedStore[Region], SharedStore):
     """Blobs in regions.
 
     A leased region whose blob was freed counts as used until its leases have ended. If `max_bytes` would be exceeded
-    earlier, the one freed first is abandoned: its memory then belongs to its readers.
+    before then, the region whose blob was freed first is abandoned: its memory then belongs to its readers.
 
     Args:
-        max_bytes: bytes of regions in use above which some are abandoned; None: unlimited.
+        max_bytes: limit on the bytes of regions in use, above which regions are abandoned; None: unlimited.
     """
 
     def __init__(self, max_bytes: int | None = None) -> None:
@@ -201,7 +201,7 @@ class RegionBlobs(ThreadedStore[Region], SharedStore):
         super().recycle(backing, capacity)
 
     def trim(self, elapsed_seconds: float) -> None:
-        """Drop regions that no put has needed for some minutes, and lower the high-water mark to the rest."""
+        """Drop regions that no put has needed for some minutes, and lower the high-water mark accordingly."""
         self._seconds += elapsed_seconds
         for capacity, pooled in list(self._pool.items()):
             due = sum(each.pooled_at <= self._seconds - _KEPT_SECONDS for each in pooled)  # last in, first out
@@ -234,15 +234,15 @@ class RegionBlobs(ThreadedStore[Region], SharedStore):
 
 
 class MemfdBlob(SharedBlob):
-    """Sealed memory of a client. Its range of addresses exists after `allocate`; the memfd comes with `map_fd`."""
+    """Sealed memory of a client. `allocate` reserves its address range; `map_fd` then maps the memfd there."""
 
     __slots__ = ()
 
     def map_fd(self, fd: int) -> None:
-        """Take ownership of the file descriptor of its memory, even on failure.
+        """Map the memory of a file descriptor; takes ownership of the descriptor, even on failure.
 
         Raises:
-            InvalidArgumentError: it is not sealed memory of the announced size.
+            InvalidArgumentError: the descriptor is not sealed memory of the announced size.
             OSError: the system refuses the mapping.
         """
         self.backing.fd = fd
@@ -250,15 +250,15 @@ class MemfdBlob(SharedBlob):
         shared_memory.map_over(self.backing.memory, fd, self.size, is_writable=False)
 
     def read_into(self, target: memoryview, start: int) -> None:
-        """Fill `target` with the bytes from `start`, see `Blob.read_into`.
+        """Fill `target` with the blob's bytes from `start` on; see `Blob.read_into`.
 
-        The system copies them from the memfd: reading through the mapping costs a page fault every few pages.
+        The bytes are read from the memfd, because reading through the mapping costs a page fault every few pages.
         """
         shared_memory.read_into(self.backing.fd, target, start)
 
 
 class MemfdBlobs(SharedStore):
-    """Blobs in memory that clients of other users made and sealed."""
+    """Blobs in memory that was created and sealed by clients that run as other users."""
 
     async def allocate(self, size: int) -> MemfdBlob:
         try:

@@ -1,1 +1,1 @@
-"""The upper layer: the puts with their rows and columns, the quota, and confirmations."""
+"""The upper layer of the storage engine: puts with their rows and columns, the quota, and confirmations."""

@@ -1,4 +1,4 @@
-"""The byte quota, its share that may be in memory, and the queue of puts that wait for capacity."""
+"""The byte quota, the part of it that may be in memory, and the queue of puts that wait for capacity."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from tq_service.errors import QuotaExceededError, UnavailableError
 from tq_service.storage.blobs.memory import RETRY_AFTER_SECONDS
 from tq_service.wait_clock import Waiting
 
-_SPARE_SHARE: Final = 16  # of the memory, freed in addition when spilling, so not every put causes a spill
+_SPARE_SHARE: Final = 16  # spilling frees an extra sixteenth of the memory, so not every put causes a spill
 
 
 class Admission:
-    """Counts the bytes stored and reserved, and lets puts wait for capacity.
+    """Counts the bytes stored and reserved, and queues puts that wait for capacity.
 
-    A put that fits passes puts that do not. It may be the last member of a group, and a trainer may then consume and
-    clear that group. Tokens take turns, and so do the partitions of each: one with many puts does not hold back the
-    others. `AdmissionTurn` keeps a large put from starving.
+    A put that fits overtakes puts that do not: it may be the last member of a group, which a trainer can then consume
+    and clear. Tokens take turns, as do the partitions of each token, so a token or partition with many puts does not
+    delay the others. `AdmissionTurn` prevents starvation of large puts.
 
-    Puts for new rows leave a reserve to columns for existing rows, which can drain a full store. If both fit, existing
-    rows come first. Confined to one event loop.
+    Puts for new rows leave a reserve for columns of existing rows, so a full store can always drain. If both fit,
+    columns for existing rows are admitted first. Confined to one event loop.
 
     Args:
         max_bytes: quota; None: unlimited.
         reserve_share: share of the quota that new rows leave free.
         clock: time source for deadlines.
-        on_shortage: called when the first in the queue lacks bytes; may `release` some.
+        on_shortage: called when the first put in the queue lacks capacity; may `release` bytes.
         memory_bytes: bytes of the quota that may be in memory; None: all.
 
     Attributes:
-        spilled_bytes: counted bytes that are only in a mirror.
+        spilled_bytes: bytes of the quota that are stored only in a mirror.
     """
 
     def __init__(
@@ -70,15 +70,16 @@ class Admission:
         """Count `size` bytes as used, waiting for capacity until the deadline; `producer` is a token and a partition.
 
         Raises:
-            QuotaExceededError: larger than the quota (at once), or no capacity by the deadline (with retry-after).
+            QuotaExceededError: the put is larger than the quota (raised at once), or no capacity became available by
+                the deadline (raised with `retry_after_seconds`).
             UnavailableError: no capacity, and the service is draining.
         """
         limit = self.max_bytes if for_existing_rows else self._new_rows_limit
         if limit is not None and size > limit:
             kind = "columns for existing rows" if for_existing_rows else "new rows"
             raise QuotaExceededError(
-                f"a put of {size} bytes is larger than the {limit} bytes that {kind} may ever use; split it, or raise "
-                "max_bytes",
+                f"a put of {size} bytes is larger than the {limit} bytes that {kind} may ever use; split the put, or "
+                "raise max_bytes",
                 metadata={"limit_name": "max_bytes", "got": str(size), "limit": str(limit)},
             )
         if not self._waiting and (limit is None or self.used_bytes + size <= limit):
@@ -96,7 +97,7 @@ class Admission:
         waiter.granted.result()
 
     def drain(self) -> None:
-        """End all waits and allow no new ones: the service is about to stop."""
+        """End all waits and allow no new ones, because the service is about to stop."""
         self._is_draining = True
         self._end_waits()
 
@@ -120,23 +121,23 @@ class Admission:
         return bool(self._waiting)
 
     def has_memory(self) -> bool:
-        """Whether any capacity, and memory for it, is left."""
+        """Whether any quota and any memory are left."""
         limits = ((self.max_bytes, self.used_bytes), (self._memory_bytes, self.used_bytes - self.spilled_bytes))
         return all(limit is None or used < limit for limit, used in limits)
 
     def to_spill(self) -> int:
-        """Return how many bytes should leave memory."""
+        """Return the number of bytes that should leave memory."""
         if self._memory_bytes is None:
             return 0
         excess = self.used_bytes - self.spilled_bytes - self._memory_bytes
         return excess + self._memory_bytes // _SPARE_SHARE if excess > 0 else 0
 
     def add(self, size: int) -> None:
-        """Count bytes as used that the engine itself needs, such as for moving a put."""
+        """Count as used the bytes that the engine itself needs, such as for compacting a put."""
         self.used_bytes += size
 
     def admit(self) -> None:
-        """Admit the puts that fit, or that fit after relief."""
+        """Admit the puts that fit, if necessary after asking for bytes to be freed."""
         if not self._waiting:
             return
         if not self._admit_fitting() and not self._is_relieving:
@@ -149,9 +150,9 @@ class Admission:
         self._set_timer()
 
     def _admit_fitting(self) -> bool:
-        """Admit the puts that fit; return whether nothing waits or the first remaining put lacks no bytes.
+        """Admit the puts that fit; return whether the queue is empty or its first put lacks no bytes.
 
-        Bytes are freed in thousands of parts, so the puts are checked only if one of them may fit.
+        Bytes are freed in thousands of small steps, so the queue is checked only if a waiting put may fit.
         """
         holder = self._turn.holder
         if isinstance(holder, _Waiter) and self._lacking(holder) > 0:
@@ -159,7 +160,7 @@ class Admission:
         if self._first is not None and self.used_bytes > self._fits_at:
             return False
         for waiter in [each for each in self._waiters() if each.granted.done()]:
-            self._leave(waiter)  # its wait has ended, but its task has not run since
+            self._leave(waiter)  # the wait has ended, but the task has not run since
         by_kind = sorted(self._waiters(), key=lambda waiter: not waiter.for_existing_rows)  # stable
         holder = self._turn.begin(waiter for waiter in by_kind if self._lacking(waiter) > 0)
         for waiter in by_kind:
@@ -177,7 +178,7 @@ class Admission:
         return self._first is None or self._lacking(self._first) <= 0
 
     def _lacking(self, waiter: _Waiter) -> int:
-        """Return how many bytes a put lacks; 0 or less if it fits."""
+        """Return the number of bytes that a put lacks; 0 or less if it fits."""
         return 0 if waiter.limit is None else self.used_bytes + waiter.size - waiter.limit
 
     def _waiters(self) -> Iterator[_Waiter]:
@@ -197,7 +198,7 @@ class Admission:
             self._first = None
 
     def _set_timer(self) -> None:
-        """Schedule a check of the other puts for the end of the current turn."""
+        """Schedule a check of the other puts at the end of the current turn."""
         over_at = self._turn.over_at if self._waiting else None
         if self._timer is not None:
             self._timer.cancel()
@@ -213,7 +214,7 @@ class Admission:
                     await waiter.granted
         except BaseException as error:
             in_front = self._in_front_of(waiter)
-            # Capacity may have been granted in the same loop iteration in which the wait was given up.
+            # Capacity may have been granted in the same loop iteration in which the wait ended.
             granted = waiter.granted
             if granted.done() and not granted.cancelled() and granted.exception() is None:
                 self.release(waiter.size)
@@ -224,7 +225,7 @@ class Admission:
             if not isinstance(error, TimeoutError):
                 raise
             raise QuotaExceededError(
-                f"no capacity for {waiter.size} bytes until the deadline: {self.used_bytes} of {self.max_bytes} bytes "
+                f"no capacity for {waiter.size} bytes by the deadline: {self.used_bytes} of {self.max_bytes} bytes "
                 f"are used{in_front}; clear consumed samples, or raise max_bytes",
                 retry_after_seconds=RETRY_AFTER_SECONDS,
                 metadata={
@@ -235,16 +236,16 @@ class Admission:
             ) from None
 
     def _in_front_of(self, waiter: _Waiter) -> str:
-        """Return, for an error message, which put this one waited for; "" if it lacks the capacity itself."""
+        """Describe the put that this one waited behind, for an error message; "" if this put lacks capacity."""
         holder = self._turn.holder
         if self._lacking(waiter) > 0 or not isinstance(holder, _Waiter) or holder is waiter:
             return ""
         whose = "this" if holder.partition_id == waiter.partition_id else "another"
-        return f", and a put of {holder.size} bytes to {whose} partition, which has waited longest, has its turn"
+        return f", and a put of {holder.size} bytes to {whose} partition, which has waited longest, is next"
 
 
 def _alternating(sources: Iterable[Iterable[_Waiter]]) -> Iterator[_Waiter]:
-    """Yield the first of each, then the second of each, and so on."""
+    """Yield the first put of each source, then the second of each, and so on."""
     left = [iter(source) for source in sources]
     while left:
         found = [(each, waiter) for each in left if (waiter := next(each, None)) is not None]

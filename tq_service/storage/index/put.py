@@ -1,11 +1,11 @@
-"""One put: while it is received, and afterwards its columns, their live cells, and the location of their bytes.
+"""One put: receiving it, its columns with their live cells, and the location of their bytes.
 
-The int64 tables that divide jagged and object columns into rows (offsets and extents) are memory of the index. The
-values are stored separately, in one blob, column after column as received. A blob that outlives the process begins with
-a copy of the tables, from which a recovered put loads them: one file, one checksum. Values in memory shared with their
-client are laid out by `place_columns`.
+The int64 tables that divide jagged and object columns into rows (offsets and extents) are stored in the index. The
+values are stored separately in one blob, column after column as received. A blob that outlives the process begins with
+a copy of the tables, so one file and one checksum cover a put that is recovered. `place_columns` lays out values in
+memory that is shared with a client.
 
-Rows of text are verified to be UTF-8 as they arrive. Rows of msgpack are not decoded here: that takes a step in Python
+Text rows are validated as UTF-8 when they arrive. Msgpack rows are not decoded here: that would take a step in Python
 per row, and readers decode them anyway.
 """
 
@@ -45,7 +45,7 @@ _NO_TABLES: Final = bytearray()
 _CONTINUES: Final = 0x80  # the two highest bits of a byte that continues a character
 _HIGHEST_BITS: Final = 0xC0
 _SIZE_BYTES: Final = 4  # for the size of a column in a packed put
-_MARKED_SHARE: Final = 16  # marking rows is faster than sorting them from this share of a put's rows
+_MARKED_SHARE: Final = 16  # for at least a sixteenth of a put's rows, marking is faster than sorting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +55,7 @@ class PutCells:
     Attributes:
         put_id: the put.
         field_names: the fields; empty: all.
-        rows: the rows in the put; None: all. Those that the put does not have are ignored.
+        rows: row indices within the put; None: all. Rows that the put does not have are ignored.
     """
 
     put_id: bytes
@@ -63,7 +63,7 @@ class PutCells:
     rows: Rows | None = None
 
     def rows_of(self, row_count: int) -> Rows:
-        """Return the rows that a put of `row_count` rows has."""
+        """Return those of the rows that exist in a put of `row_count` rows."""
         if self.rows is None:
             return np.arange(row_count, dtype=np.int64)
         return self.rows[(self.rows >= 0) & (self.rows < row_count)]
@@ -75,12 +75,12 @@ class PutCells:
 
 
 class RowSet:
-    """The rows of a put that some of its columns still have; shared by columns with the same rows freed.
+    """The rows that columns of a put still contain; shared by columns in which the same rows were freed.
 
     Attributes:
         rows: the rows in memory in ascending order; None if they are all rows of the put.
         stored_count: number of rows in memory.
-        live: `(stored_count,)`; None if all are live.
+        live: whether each stored row is live, `(stored_count,)`; None if all are live.
         live_count: number of live rows.
     """
 
@@ -100,14 +100,14 @@ class RowSet:
         return twin
 
     def compacted(self) -> RowSet:
-        """Return the set of the live rows; at least one must be live."""
+        """Return the set of live rows; at least one row must be live."""
         if self.live is None:
             return RowSet(self.stored_count, self.rows)
         live = self.live_positions()
         return RowSet(self.live_count, live if self.rows is None else self.rows[live])
 
     def positions(self, firsts: Rows, counts: Rows) -> Rows:
-        """Return the positions in memory of runs of the put's rows, or -1 for a run with a missing row."""
+        """Return the position in memory of each run of the put's rows, or -1 if a row of the run is missing."""
         if self.rows is None:
             at, there = firsts, np.ones(len(firsts), np.bool_)
         else:
@@ -123,7 +123,7 @@ class RowSet:
         return np.where(there, at, -1).astype(np.int64, copy=False)
 
     def free(self, rows: Rows) -> Rows:
-        """Mark rows of the put as dead, ignoring missing rows; return the positions that died."""
+        """Mark rows of the put as dead, ignoring missing rows; return the positions newly marked."""
         at = rows
         if self.rows is not None:
             at = np.minimum(np.searchsorted(self.rows, rows), self.stored_count - 1)
@@ -143,7 +143,7 @@ class RowSet:
 
 
 def _ascending(positions: NDArray[np.intp], bound: int) -> NDArray[np.intp]:
-    """Return each position once, in order; np.unique takes 0.7 s for a million of them."""
+    """Return the distinct positions in ascending order; np.unique would take 0.7 s for a million of them."""
     if positions.size < 2 or bool((positions[1:] > positions[:-1]).all()):
         return positions
     if positions.size * _MARKED_SHARE < bound:
@@ -154,7 +154,7 @@ def _ascending(positions: NDArray[np.intp], bound: int) -> NDArray[np.intp]:
 
 
 class StoredColumn:
-    """Location of a column: `table_at` in the tables of its put, and `values_at` in the blob of values."""
+    """Location of a column: `table_at` in the put's tables, and `values_at` in the put's blob."""
 
     __slots__ = ("row_set", "spec", "table_at", "value_bytes", "values_at")
 
@@ -165,12 +165,12 @@ class StoredColumn:
         self.table_at = self.values_at = 0  # set by its put
 
     def table(self, tables: Tables) -> Rows:
-        """Return the offsets followed by the extents, row by row, in one array. Not for dense columns."""
+        """Return one array with the offsets, followed by the extents row by row. Not for dense columns."""
         stored = self.row_set.stored_count
         return np.frombuffer(tables, np.int64, stored + 1 + stored * extent_count(self.spec), self.table_at)
 
     def offsets(self, tables: Tables) -> Rows:
-        """Return the start of each row in the values, and their end: `(stored + 1,)`. Not for dense columns."""
+        """Return the start of each row in the values, plus the end: `(stored + 1,)`. Not for dense columns."""
         return self.table(tables)[: self.row_set.stored_count + 1]
 
     def extents(self, tables: Tables) -> Rows:
@@ -179,7 +179,7 @@ class StoredColumn:
         return self.table(tables)[stored + 1 :].reshape(stored, extent_count(self.spec))
 
     def bytes_of(self, put: StoredPut, positions: Rows) -> int:
-        """Return the bytes that rows use, including their part of the tables."""
+        """Return the number of bytes that rows use, including their share of the tables."""
         fixed = fixed_row_bytes(self.spec)
         if fixed is not None:
             return fixed * len(positions)
@@ -188,27 +188,27 @@ class StoredColumn:
         return values + len(positions) * table_bytes(self.spec)
 
     def tables_size(self) -> int:
-        """Return the size of its tables in bytes."""
+        """Return the size of the column's tables in bytes."""
         return 0 if fixed_row_bytes(self.spec) is not None else self.row_set.stored_count * table_bytes(self.spec) + 8
 
 
 def table_bytes(spec: FieldSpec) -> int:
-    """Return the size of the tables per row of a field, in bytes."""
+    """Return the number of table bytes per row of a field."""
     return 0 if fixed_row_bytes(spec) is not None else 8 * (extent_count(spec) + 1)
 
 
 class StoredPut:
-    """The cells of one put: the tables of its columns, concatenated, and their values, concatenated.
+    """The cells of one put: the concatenated tables of its columns, and their concatenated values.
 
     Attributes:
-        values: the blob of its values, once it is placed.
-        tables_bytes: size of its tables.
-        columns: its columns by name; None for a column that was freed. Puts without freed cells share them.
-        row_count: number of rows it was put with.
-        partition_id: the partition it is for.
-        live_bytes: bytes of live cells, with their part of the tables.
-        for_existing_rows: whether it was reserved as columns for existing rows; it must not create new rows.
-        owner: the controller that owns it.
+        values: the blob that contains the values, once the put is placed.
+        tables_bytes: size of the tables.
+        columns: the columns by name; None for a column that was freed. Similar puts without freed cells share them.
+        row_count: number of rows that were put.
+        partition_id: the put's partition.
+        live_bytes: number of bytes of live cells, including their share of the tables.
+        for_existing_rows: whether the put was reserved as columns for existing rows, so it must not create new rows.
+        owner: the controller that owns the put.
     """
 
     __slots__ = (
@@ -248,17 +248,17 @@ class StoredPut:
         self.owner = _one_of(owner)
 
     def charge_in(self, store: BlobStore) -> int:
-        """Return the bytes of its tables and values, including gaps between columns in shared memory."""
+        """Return the size of the tables and values in bytes, including gaps between columns in shared memory."""
         return self.tables_bytes + self._place_values(store)[1]
 
     def blob_bytes(self, store: BlobStore) -> int:
-        """Return the size of the blob of its values, which in a durable store includes its tables."""
+        """Return the size of the put's blob, which in a durable store includes the tables."""
         return self.charge_in(store) - (0 if store.is_durable else self.tables_bytes)
 
     def place(self, values: Blob, *, is_recovered: bool = False) -> None:
-        """Lay it out in a blob of `blob_bytes`, whose `charge` is that of the put.
+        """Lay out the put in a blob of `blob_bytes` bytes; the blob's `charge` must be that of the put.
 
-        The tables must be filled next. A recovered put has them already, in the blob.
+        The tables must be filled next, except for a recovered put, whose blob already contains them.
         """
         self._own_columns()
         self.values = values
@@ -269,25 +269,25 @@ class StoredPut:
             column.values_at = self.values_at + start
 
     def share_columns(self) -> None:
-        """Share its columns with similar puts: for a small put they would use several times the memory of its bytes."""
+        """Share columns with similar puts; separate ones would take several times the memory of a small put's bytes."""
         columns = self.left_columns()
         key = [(each.spec, each.value_bytes, each.table_at, each.values_at) for each in columns]
         self.columns = _shared_columns(self.row_count, *key)
         self._has_shared_columns = True
 
     def take_shared(self, values: Blob) -> None:
-        """Set the blob of its values; its columns are laid out already, and shared with other puts."""
+        """Set the blob of a put whose columns are already laid out and shared with other puts."""
         self.values = values
         self.live_bytes = values.charge
         self._has_shared_columns = True
 
     @property
     def may_be_packed(self) -> bool:
-        """Whether it is small, in Python's heap, and has no freed cells."""
+        """Whether the put is small, is on Python's heap, and has no freed cells."""
         return self._has_shared_columns and self.values.backing is None and self.values.copy is None
 
     def packed(self) -> PackedPut | None:
-        """Return it packed into two objects, or None unless it `may_be_packed`."""
+        """Return the put packed into two objects, or None unless it `may_be_packed`."""
         if not self.may_be_packed:
             return None
         columns, values = self.left_columns(), self.values
@@ -298,16 +298,16 @@ class StoredPut:
         return PackedPut(kind, b"".join((sizes, tables, values.view())))
 
     def _own_columns(self) -> None:
-        """Replace shared columns by copies that may be changed."""
+        """Replace shared columns with copies that may be changed."""
         if self._has_shared_columns:
             self.columns = self.snapshot().columns
             self._has_shared_columns = False
 
     def fill_tables(self, shapes: Sequence[ColumnShape]) -> None:
-        """Make the tables of its columns, once it is placed; safe in any thread.
+        """Fill the tables of a placed put; safe in any thread.
 
         Raises:
-            InvalidArgumentError: a row of msgpack is empty.
+            InvalidArgumentError: a msgpack row is empty.
         """
         for column, shape in zip(self.left_columns(), shapes, strict=True):
             if shape.extents is not None:
@@ -318,7 +318,7 @@ class StoredPut:
                     raise _wrong_row(shape.spec.name, int(empty.argmax()), "has no bytes; expected one msgpack value")
 
     def _place_values(self, store: BlobStore) -> tuple[list[int], int]:
-        """Return the start of each column among the values, and the end of the last."""
+        """Return the start of each column among the values, and the end of the last column."""
         sizes = [column.value_bytes for column in self.left_columns()]
         if store.is_shared:
             return place_columns(sizes)
@@ -331,10 +331,10 @@ class StoredPut:
         return self.tables_bytes if self.values.store.is_durable else 0
 
     def tables(self) -> Tables:
-        """Return the tables that divide its columns into rows.
+        """Return the tables that divide the columns into rows.
 
         Raises:
-            UnavailableError: they are in a file that has not been read since the start.
+            UnavailableError: the tables are in a file that has not been read since the start.
         """
         values = self.values
         if values.tables is not None:
@@ -344,20 +344,20 @@ class StoredPut:
         raise UnavailableError(f"segment {values.number} has not been read since the start; try again")
 
     def table_views(self) -> list[memoryview]:
-        """Return the tables of the remaining columns; concatenated they are the tables of a copy."""
+        """Return the tables of the remaining columns; concatenated, they are the tables of a copy."""
         tables = memoryview(self.tables())
         return [tables[column.table_at :][: column.tables_size()] for column in self.left_columns()]
 
     def value_spans(self) -> list[Span]:
-        """Return the positions of its columns' values in their blob; concatenated they are the values of a copy."""
+        """Return the span of each remaining column's values in the blob; concatenated, they are a copy's values."""
         return [(column.values_at, column.value_bytes) for column in self.left_columns()]
 
     def left_columns(self) -> list[StoredColumn]:
-        """Return its remaining columns."""
+        """Return the put's remaining columns."""
         return [column for column in self.columns.values() if column is not None]
 
     def shapes(self) -> list[ColumnShape]:
-        """Return its columns as they were put, if none of their cells were freed."""
+        """Return the columns as they were put. Valid only if none of their cells were freed."""
         return [
             ColumnShape(
                 spec=column.spec,
@@ -372,8 +372,8 @@ class StoredPut:
         """Return a column.
 
         Raises:
-            FieldNotFoundError: the put never had it.
-            PutNotFoundError: it was freed.
+            FieldNotFoundError: the put never had the column.
+            PutNotFoundError: the column was freed.
         """
         column = self.columns.get(name)
         if column is not None:
@@ -389,7 +389,7 @@ class StoredPut:
         )
 
     def free(self, cells: PutCells) -> bool:
-        """Free cells of it, ignoring missing ones; return whether any cells remain."""
+        """Free cells of the put, ignoring missing ones; return whether any cells remain."""
         self._own_columns()
         names = {name for name in (cells.field_names or self.columns) if self.columns.get(name) is not None}
         if cells.rows is None:
@@ -410,17 +410,17 @@ class StoredPut:
         return all(column and column.row_set.live_count == self.row_count for column in self.columns.values())
 
     def dead_bytes(self) -> int:
-        """Return the minimum number of bytes freed by compaction."""
+        """Return the minimum number of bytes that compaction would free."""
         tables = sum(fixed_row_bytes(column.spec) is None for column in self.left_columns())
         live_bytes = self.live_bytes + 8 * (tables + sum(row_set.live_count for row_set in self.row_sets()))
         return self.values.charge - live_bytes
 
     def is_mostly_dead(self) -> bool:
-        """Whether compaction frees more than half of it."""
+        """Whether compaction would free more than half of the put."""
         return self.dead_bytes() * 2 > self.values.charge
 
     def snapshot(self) -> StoredPut:
-        """Return a snapshot, for a thread to read while cells are freed; its bytes never change."""
+        """Return a snapshot that a thread can read while cells are freed; its bytes never change."""
         twin = copy(self)
         row_sets = {id(row_set): row_set.copy() for row_set in self.row_sets()}
         twin.columns = {}
@@ -431,7 +431,7 @@ class StoredPut:
         return twin
 
     def row_sets(self) -> list[RowSet]:
-        """Return the distinct row sets of its columns."""
+        """Return the distinct row sets of the columns."""
         return list({id(column.row_set): column.row_set for column in self.left_columns()}.values())
 
     def members(self, row_set: RowSet) -> dict[str, StoredColumn]:
@@ -439,7 +439,7 @@ class StoredPut:
         return {name: column for name, column in self.columns.items() if column and column.row_set is row_set}
 
     def _split(self, names: set[str]) -> list[RowSet]:
-        """Return the row sets of some columns, split from those of other columns."""
+        """Return the row sets of some columns, no longer shared with other columns."""
         touched = []
         for row_set in self.row_sets():
             members = self.members(row_set)
@@ -476,13 +476,13 @@ class PutKind:
 _kind: Final = lru_cache(maxsize=256)(PutKind)
 
 
-@dataclass(slots=True, eq=False)  # a named tuple takes 16 more bytes, a frozen dataclass is slower to make
+@dataclass(slots=True, eq=False)  # a named tuple takes 16 more bytes, a frozen dataclass is slower to create
 class PackedPut:
-    """A small put without freed cells, in a quarter of the memory; it is unpacked for each access.
+    """A small put without freed cells that takes a quarter of the memory and is unpacked for each access.
 
     Attributes:
-        kind: shared with other puts.
-        content: the size of the values of each column (int32), the tables, and the values.
+        kind: properties shared with other puts.
+        content: the value size of each column (int32), the tables, and the values.
     """
 
     kind: PutKind
@@ -490,16 +490,16 @@ class PackedPut:
 
     @property
     def owner(self) -> bytes:
-        """The controller that owns it."""
+        """The controller that owns the put."""
         return self.kind.owner
 
     @property
     def charge(self) -> int:
-        """Bytes of the quota that it uses."""
+        """Bytes of the quota that the put uses."""
         return len(self.content) - _SIZE_BYTES * len(self.kind.specs)
 
     def parts(self) -> tuple[bytes, bytes]:
-        """Return the packed sizes of its columns, and its tables and values."""
+        """Return the packed sizes of the columns, and the bytes of the tables and values."""
         start = _SIZE_BYTES * len(self.kind.specs)
         return self.content[:start], self.content[start:]
 
@@ -530,7 +530,7 @@ def packed_put(
     for_existing_rows: bool,
     owner: bytes,
 ) -> PackedPut:
-    """Return a small put made of the spec and value size of each column, and the concatenated tables and values."""
+    """Return a packed put, given each column's spec and value size, and the concatenated tables and values."""
     specs = tuple(spec for spec, _ in columns)
     kind = _kind(specs, row_count, intern(partition_id), for_existing_rows, _one_of(owner))
     return PackedPut(kind, _sizes(len(columns)).pack(*(size for _, size in columns)) + content)
@@ -548,7 +548,7 @@ def _sizes(count: int) -> struct.Struct:
 
 @lru_cache(maxsize=256)
 def _packed_columns(kind: PutKind, sizes: bytes, *, is_durable: bool) -> dict[str, StoredColumn | None]:
-    """Return the columns of packed puts of a kind and sizes; in a durable store their values follow the tables."""
+    """Return the columns of packed puts of this kind and size; in a durable store, values follow the tables."""
     row_set, columns = RowSet(kind.row_count), list[StoredColumn]()
     for spec, value_bytes in zip(kind.specs, unpack_sizes(sizes), strict=True):
         columns.append(StoredColumn(spec, row_set, value_bytes))
@@ -561,13 +561,13 @@ def _packed_columns(kind: PutKind, sizes: bytes, *, is_durable: bool) -> dict[st
 
 @lru_cache(maxsize=64)
 def _one_of(owner: bytes) -> bytes:
-    """Return one bytes object for all puts of an owner."""
+    """Return the one bytes object that all puts of an owner share."""
     return owner
 
 
 @lru_cache(maxsize=256)
 def _shared_columns(row_count: int, *columns: tuple[FieldSpec, int, int, int]) -> dict[str, StoredColumn | None]:
-    """Return the columns for a number of rows, each from its spec, value size, and table and value positions."""
+    """Return the columns of a put, each given by its spec, value size, and table and value positions."""
     row_set, shared = RowSet(row_count), dict[str, StoredColumn | None]()
     for spec, value_bytes, table_at, values_at in columns:
         shared[spec.name] = column = StoredColumn(spec, row_set, value_bytes)
@@ -576,12 +576,12 @@ def _shared_columns(row_count: int, *columns: tuple[FieldSpec, int, int, int]) -
 
 
 class TextCheck:
-    """Checks one column of text, part by part in order.
+    """Checks that one text column is valid UTF-8, part by part in order.
 
     Args:
         name: the field.
-        offsets: start of each row in the values of the column, and their end `(n + 1,)`.
-        values_at: start of these values in the blob of their put.
+        offsets: start of each row in the column's values, and the end of the last row: `(n + 1,)`.
+        values_at: start of these values in the put's blob.
 
     Attributes:
         next: position in the blob up to which the column has been checked.
@@ -594,7 +594,7 @@ class TextCheck:
         self._name = name
         self._offsets = offsets
         self._values_at = values_at
-        self._rest = b""  # start of a character whose last bytes come with the next part
+        self._rest = b""  # start of a character that the next part completes
         self.next = values_at
         self.end = values_at + int(offsets[-1])
 
@@ -602,7 +602,7 @@ class TextCheck:
         """Check the column's bytes in the part of the blob that starts at `at`.
 
         Raises:
-            InvalidArgumentError: a row is not UTF-8; the error names the first one.
+            InvalidArgumentError: a row is not UTF-8; the error names the first such row.
         """
         end = min(at + len(data), self.end)
         if self.next >= end:
@@ -613,7 +613,7 @@ class TextCheck:
         rows = rows[self._offsets[first + 1 : last + 1] > rows]  # an empty row has no first byte
         inside = (np.frombuffer(part, np.uint8)[rows - start] & _HIGHEST_BITS) == _CONTINUES
         piece, piece_start = (self._rest + part, start - len(self._rest)) if self._rest else (part, start)
-        # If a row begins within a character, the first wrong row is that row, or the row before with the lead byte.
+        # If a row begins within a character, the first wrong row is that row, or the previous one with the lead byte.
         wrong_at = int(rows[int(inside.argmax())]) if inside.any() else None
         looked_at = piece if wrong_at is None else piece[: wrong_at - piece_start]
         try:
@@ -630,13 +630,13 @@ class TextCheck:
         return _wrong_row(
             self._name,
             row,
-            f"is not UTF-8 from its byte {at - int(self._offsets[row])} on; encode text as UTF-8, or put it with the "
+            f"is not UTF-8 from byte {at - int(self._offsets[row])} on; encode text as UTF-8, or put it with the "
             "encoding bytes",
         )
 
 
 def _wrong_row(name: str, row: int, what: str) -> InvalidArgumentError:
-    """Return the error for a row of objects that does not match its encoding."""
+    """Return the error for an object row that does not match its encoding."""
     return InvalidArgumentError(
         f"row {row} of field {name!r} {what}", field="columns", metadata={"row": str(row), "field_name": name}
     )
@@ -645,20 +645,21 @@ def _wrong_row(name: str, row: int, what: str) -> InvalidArgumentError:
 class PendingPut:
     """Receives the bytes of a put; ends with `finish` or `abort`.
 
-    The bytes arrive in one of three ways: `write` in order; `map_fd` all at once; or threads or other processes fill
-    the blob, followed by `end_filling`.
+    The bytes arrive in one of three ways: in order, through `write`; all at once, through `map_fd`; or written to the
+    blob by threads or other processes, followed by `end_filling`.
 
-    Waiting for capacity → open → done, or aborted from any state but done. The call that reserved it aborts it unless
-    it finished. A newer stream of the same put aborts the older one, whose next call raises an error.
+    States: waiting for capacity → open → done, or aborted from any state but done. The call that reserved the put
+    aborts it unless the put is done. A newer stream of the same put aborts the older one, whose next call raises an
+    error.
 
     Args:
         put_id: the put.
         on_finish: called with the put when all bytes have arrived.
-        on_abort: called once with the put as stored so far, or None if it has no memory yet.
+        on_abort: called once with the put as stored so far, or None if no memory was allocated yet.
 
     Attributes:
         put_id: as above.
-        end_transfer: called on abort, to stop transfers that still fill its blob.
+        end_transfer: called on abort, to stop transfers that are still filling the blob.
     """
 
     __slots__ = (
@@ -688,7 +689,7 @@ class PendingPut:
         self.end_transfer: Callable[[], object] = lambda: None
 
     def begin(self, stored: StoredPut) -> None:
-        """Set the put to fill: its tables are written, its values follow.
+        """Set the put to fill, whose tables are already written and whose values follow.
 
         Raises:
             CallCancelledError: a retry took over while this one waited; the blob is released.
@@ -705,10 +706,10 @@ class PendingPut:
         ]
 
     async def write(self, data: memoryview | bytes) -> None:
-        """Append bytes of the values.
+        """Append bytes to the values.
 
         Raises:
-            InvalidArgumentError: more bytes than declared, or a row of text is not UTF-8.
+            InvalidArgumentError: there are more bytes than declared, or a text row is not UTF-8.
             CallCancelledError: a retry took over.
         """
         stored = self.require_open()
@@ -730,29 +731,29 @@ class PendingPut:
         self._filled = end
 
     async def map_fd(self, fd: int) -> None:
-        """Take all bytes at once as the file descriptor of sealed memory, which is closed if it is not needed.
+        """Receive all bytes at once as the file descriptor of sealed memory; takes ownership of the descriptor.
 
         Raises:
-            InvalidArgumentError: it is not sealed memory of the declared size, the put is not in sealed memory, or a
-                row of text is not UTF-8.
+            InvalidArgumentError: the descriptor is not sealed memory of the declared size, the put does not use sealed
+                memory, or a text row is not UTF-8.
             CallCancelledError: a retry took over.
-            OSError: the system refuses to map it.
+            OSError: the system refuses to map the memory.
         """
         values = None if self._stored is None else self._stored.values
         if not isinstance(values, MemfdBlob):
             close_all([fd])
             self.require_open()
             raise InvalidArgumentError(
-                "sealed memory was sent for a put whose bytes are expected in another way", field="send_fd"
+                "sealed memory was sent for a put whose bytes must be sent in another way", field="send_fd"
             )
         values.map_fd(fd)
         await self.end_filling()
 
     async def end_filling(self) -> None:
-        """Record that the values in its blob have been filled.
+        """Record that all values have been written to the blob.
 
         Raises:
-            InvalidArgumentError: a row of text is not UTF-8.
+            InvalidArgumentError: a text row is not UTF-8.
             UnavailableError: the filled bytes cannot be read.
             CallCancelledError: a retry took over.
         """
@@ -767,7 +768,7 @@ class PendingPut:
                 check.look_at(piece, at)
 
     def require_complete(self) -> StoredPut:
-        """Return the put with all its bytes.
+        """Return the put after checking that all its bytes have arrived.
 
         Raises:
             InvalidArgumentError: bytes are missing.
@@ -776,7 +777,7 @@ class PendingPut:
         stored = self.require_open()
         if self._filled < stored.values.size:
             raise InvalidArgumentError(
-                f"the stream ended {stored.values.size - self._filled} bytes before what its header declared",
+                f"the stream ended {stored.values.size - self._filled} bytes before the size that its header declared",
                 field="frame",
             )
         return stored
@@ -793,7 +794,7 @@ class PendingPut:
         self._on_finish(self, stored)
 
     def abort(self) -> None:
-        """Release everything unless it is done; a second call does nothing."""
+        """Release everything unless the put is done; further calls do nothing."""
         if not self._is_ended:
             stored = self._stored
             self._end()
@@ -805,14 +806,14 @@ class PendingPut:
         self._stored = None
 
     def require_open(self) -> StoredPut:
-        """Return the put that it fills.
+        """Return the put being filled.
 
         Raises:
-            CallCancelledError: it was aborted.
+            CallCancelledError: the put was aborted.
         """
         if self._stored is None:
             raise CallCancelledError(
-                f"put {self.put_id.hex()} is no longer received by this call: a newer attempt at this put took over",
+                f"put {self.put_id.hex()} is no longer being received by this call, because a newer attempt took over",
                 metadata={"put_id": self.put_id.hex()},
             )
         return self._stored

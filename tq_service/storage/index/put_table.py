@@ -1,6 +1,6 @@
 """The complete puts of an engine: their ids, whether each is committed, and how they outlive the process.
 
-A put's life in its storage service:
+Lifecycle of a put in its storage service:
 
     written -> waiting ------------- committed -> freed, row by row or whole
                  | overdue               |
@@ -9,20 +9,21 @@ A put's life in its storage service:
                  +------------------- recovered -- listed by its controller -> committed
                           not listed -> waiting
 
-A controller in another process commits a put on the strength of its receipt and confirms it shortly afterwards. An
+A controller in another process commits a put on receiving its receipt, and confirms the put shortly afterwards. An
 overdue put may therefore be committed, so its controller is asked before the put is dropped. Once the controller has
-answered that it does not know a put, it must not commit it. Two times ensure this: a receipt contains the time it was
-given, and the question contains the time from which receipts are valid. If a client retries a put after half of its
-time, the put starts waiting again with a new receipt. The controller's side, and why no put is lost: `server/puts.py`.
+answered that it does not know a put, it must not commit that put. Two timestamps ensure this: a receipt contains the
+time when it was issued, and the question contains the time from which receipts are valid. If a client retries a put
+after half of its waiting time, the put starts waiting again with a new receipt. `server/puts.py` describes the
+controller's side, and why no put is lost.
 
 With a store that outlives the process (`PutJournal`):
 
     blob written -> (copied, flushed) -> record appended to the journal -> the put is complete
     put dropped -> the drop is appended -> once that is durable: the blob is released
 
-After a restart the bytes of a put are verified before the first read, and those of all puts slowly in the background. A
-small put has its bytes in its record. Those of a put in shared memory are copied to a blob of the store before it is
-complete. They are still read from the shared memory while the process lives.
+After a restart, the bytes of a put are verified before they are first read; a background task slowly verifies all
+puts. The record of a small put includes its bytes. The bytes of a put in shared memory are copied to a blob of the
+store before the put is complete, but are still read from the shared memory while the process runs.
 """
 
 from __future__ import annotations
@@ -64,10 +65,10 @@ from tq_service.storage.index.put import (
 
 _log = logging.getLogger(__name__)
 _SHARDS: Final = 1024
-_KEPT_SECONDS: Final = 10.0  # after a read: it may be one part of several, which need all their puts in memory at once
+_KEPT_SECONDS: Final = 10.0  # after a read, which may be one of several parts that need their puts in memory at once
 _LOOKED_AT: Final = 256
 _MOST_NAMED: Final = 5
-_MOST_LISTED: Final = 100  # the metadata of an answer has capacity for about twice as many
+_MOST_LISTED: Final = 100  # the metadata of a response has capacity for about twice as many
 _SCRUB_BYTES_PER_SECOND: Final = 100e6
 _LEAST_PAUSE_SECONDS: Final = 0.001
 _RETRY_SECONDS: Final = 1.0
@@ -86,11 +87,11 @@ class PutState(Enum):
 
 
 class Overdue(NamedTuple):
-    """The question to a controller.
+    """A storage service's question to a controller about overdue puts.
 
     Attributes:
-        put_ids: overdue puts.
-        valid_from: receipts given earlier become void now, including those of all overdue puts.
+        put_ids: ids of the overdue puts.
+        valid_from: receipts issued before this time are void from now on, including those of all overdue puts.
     """
 
     put_ids: list[bytes]
@@ -98,12 +99,12 @@ class Overdue(NamedTuple):
 
 
 class RecoveredPut(NamedTuple):
-    """In-memory state of a put that was recovered or spilled, and not used since.
+    """In-memory state of a put that was recovered or spilled, and has not been used since.
 
     Attributes:
-        values: its blob.
-        owner: the controller that owns it.
-        spilled_bytes: number of its bytes that left memory.
+        values: the put's blob.
+        owner: the controller that owns the put.
+        spilled_bytes: number of bytes of the put that left memory.
     """
 
     values: Blob
@@ -112,21 +113,22 @@ class RecoveredPut(NamedTuple):
 
     @property
     def charge(self) -> int:
-        """Bytes of the quota that it uses."""
+        """Bytes of the quota that the put uses."""
         return self.values.charge
 
 
 class PutTable(Mapping[bytes, StoredPut]):
-    """Puts by id, with the set of those not known to be committed.
+    """Puts by id, and the set of puts not known to be committed.
 
-    Recovered puts are loaded when needed, since many are never read. They are not overdue before their controller has
-    listed its puts, because it may be down for long. Packed puts are unpacked for each access, and stay packed. Puts
-    are in many small dicts, so they can be visited in slices while others are added and removed.
+    Recovered puts are loaded when needed, since many are never read. They do not become overdue until their controller
+    has listed its puts, because the controller may be down for a long time. Packed puts are unpacked for each access,
+    but remain packed in the table. Puts are spread over many small dicts, so they can be visited in slices while others
+    are added and removed.
 
     Args:
         ttl_seconds: how long a put waits for its confirmation.
         clock: time source for the wait.
-        backing: loads the put of a blob when it is needed.
+        backing: loads recovered puts when they are needed.
     """
 
     def __init__(self, ttl_seconds: float, clock: Callable[[], float], backing: Backing[Any]) -> None:
@@ -137,7 +139,7 @@ class PutTable(Mapping[bytes, StoredPut]):
         self._shards: list[dict[bytes, AnyPut]] = [{} for _ in range(_SHARDS)]
         self._owned: Counter[bytes] = Counter()  # puts by owner
         self._absent_since: dict[bytes, float] = {}  # owners without a live controller
-        self._waiting: dict[bytes, float] = {}  # start of the wait, ascending: receipts were given until then
+        self._waiting: dict[bytes, float] = {}  # start of each wait, ascending; also the time in the receipts
         self._recovered: set[bytes] = set()
 
     def recover(self, puts: Mapping[bytes, RecoveredPut | PackedPut]) -> None:
@@ -161,7 +163,7 @@ class PutTable(Mapping[bytes, StoredPut]):
             shard[put_id] = packed
 
     def unpack(self, put_id: bytes) -> StoredPut:
-        """Return a put that is about to change; it is no longer packed."""
+        """Unpack a put that is about to change, and return it."""
         shard = self._shard(put_id)
         if isinstance(packed := shard[put_id], PackedPut):
             self._backing.unpack(put_id, packed)
@@ -169,12 +171,12 @@ class PutTable(Mapping[bytes, StoredPut]):
         return put
 
     def _kept(self) -> Iterator[tuple[bytes, AnyPut]]:
-        """Return all puts as they are stored now, for a single pass by any thread."""
+        """Return an iterator over all puts as they are stored now, for use in any thread."""
         names = list(chain.from_iterable(self._shards))
         return zip(names, list(chain.from_iterable(map(dict.values, self._shards))), strict=True)
 
     def replace(self, put_id: bytes, put: StoredPut | RecoveredPut) -> StoredPut | RecoveredPut:
-        """Replace a put by its compacted form, or by the form it is loaded from; return the old one."""
+        """Replace a put with its compacted, spilled or fetched form; return the old form."""
         shard = self._shard(put_id)
         replaced, shard[put_id] = shard[put_id], put
         return self._with_blob(replaced)
@@ -187,7 +189,7 @@ class PutTable(Mapping[bytes, StoredPut]):
         return self._with_blob(put)
 
     def _with_blob(self, put: AnyPut) -> StoredPut | RecoveredPut:
-        """Return a removed put with a blob to release."""
+        """Return a removed put in a form that has a blob to release."""
         if not isinstance(put, PackedPut):
             return put
         blob = Blob(self._backing.store, 0)
@@ -213,14 +215,15 @@ class PutTable(Mapping[bytes, StoredPut]):
         self._waiting[put_id] = self.clock()
 
     def confirm(self, put_id: bytes) -> None:
-        """End the wait of a put: it is committed, or gone."""
+        """End the wait of a put that is committed or gone."""
         self._waiting.pop(put_id, None)
         self._recovered.discard(put_id)
 
     def receipt_time(self, put_id: bytes) -> float | None:
-        """Return the time for a receipt of a put; None if it is committed.
+        """Return the timestamp for a put's receipt, or None if the put is committed.
 
-        A retried put gets the same receipt. After half of its time it starts waiting again.
+        A retried put gets the same receipt. After half of its waiting time, however, a retry restarts the wait with a
+        new receipt.
         """
         if self.state_of(put_id) is PutState.COMMITTED:
             return None
@@ -230,22 +233,22 @@ class PutTable(Mapping[bytes, StoredPut]):
 
     @property
     def valid_from(self) -> float:
-        """Start of receipt validity: the oldest wait that is not overdue; earlier receipts are useless."""
+        """Time from which receipts are valid: the start of the oldest wait that is not overdue."""
         now = self.clock()
         overdue_until = now - self._ttl_seconds
         return next((since for since in self._waiting.values() if since > overdue_until), now)
 
     def overdue(self, owner: bytes, most: int | None = None) -> Overdue:
-        """Return up to `most` of an owner's puts that have waited for too long; None: all."""
+        """Return up to `most` of an owner's puts that have waited for too long, or all if `most` is None."""
         valid_from = self.valid_from
         overdue = takewhile(lambda put_id: self._waiting[put_id] < valid_from, self._waiting)
         own = (put_id for put_id in overdue if self.owner_of(put_id) == owner)
         return Overdue(list(islice(own, most)), valid_from)
 
     def on_answer(self, asked: Overdue, unknown: Collection[bytes]) -> list[bytes]:
-        """Return the puts to drop, which the controller does not know; the others start waiting again.
+        """Return the puts to drop: those that the controller does not know. The others start waiting again.
 
-        A put that has got a new receipt since is left alone: it may be committed with that.
+        A put that has since received a new receipt is left alone, because it may be committed with that receipt.
         """
         old = [put_id for put_id in asked.put_ids if self._waiting.get(put_id, math.inf) < asked.valid_from]
         for put_id in old:
@@ -260,9 +263,9 @@ class PutTable(Mapping[bytes, StoredPut]):
         return self._shard(put_id)[put_id].owner
 
     def absent_owners(self, controllers: Collection[bytes]) -> list[bytes]:
-        """Return the owners that have not been among the controllers for as long as a put waits.
+        """Return the owners that have been absent from the controllers for as long as a put waits.
 
-        An owner that is an earlier start of one of the controllers counts at once: it kept no state.
+        An owner that is an earlier run of one of the controllers is returned at once, because it persisted no state.
         """
         now = self.clock()
         names = {controller[:CONTROLLER_NAME_BYTES] for controller in controllers}
@@ -305,11 +308,11 @@ class PutTable(Mapping[bytes, StoredPut]):
 class Residents:
     """Puts of one engine that are in memory and may leave it, least recently used first.
 
-    complete -> in memory -> spilled (its bytes are in the mirror alone) -> fetched when it is read -> in memory
+    complete -> in memory -> spilled (its bytes are only in the mirror) -> fetched when it is read -> in memory
 
     Args:
-        clock: seconds.
-        can_spill: whether any of them may leave memory.
+        clock: time source, in seconds.
+        can_spill: whether puts may leave memory.
     """
 
     def __init__(self, clock: Callable[[], float], *, can_spill: bool) -> None:
@@ -323,7 +326,7 @@ class Residents:
             self._kept_until[put_id] = 0.0
 
     def use(self, put_ids: Iterable[bytes]) -> None:
-        """Record that puts are read now or soon; those that are not in memory are fetched for the read."""
+        """Record that puts are about to be read; puts that are not in memory are fetched for the read."""
         if self._can_spill:
             for put_id in put_ids:
                 if self._kept_until.pop(put_id, None) is not None:
@@ -334,33 +337,33 @@ class Residents:
         self._kept_until.pop(put_id, None)
 
     def coldest(self) -> list[bytes]:
-        """Return some puts that may leave memory, in order. Call `put_off` for those that cannot."""
+        """Return some puts that may leave memory, least recently used first; call `put_off` for those that cannot."""
         now = self._clock()
         return [put_id for put_id, until in islice(self._kept_until.items(), _LOOKED_AT) if until <= now]
 
     def put_off(self, put_id: bytes) -> None:
-        """Move a put that cannot leave now behind all others."""
+        """Move a put that cannot leave memory now behind all others."""
         self._kept_until[put_id] = self._kept_until.pop(put_id)
 
 
-# A controller's list of known puts, in pieces
+# A controller's list of known puts, in parts
 
 
 @dataclass(slots=True, eq=False)
 class Reconciliation:
-    """Progress of learning which puts are known. While it runs, other calls confirm and free puts.
+    """Progress in learning which puts a controller knows. While it runs, other calls may confirm and free puts.
 
     Attributes:
         owner: the controller that lists its puts.
-        staying: puts that are known, or were confirmed while it runs: other confirmed puts are dropped at the end.
-        freed: puts freed while it runs. They may be listed, and are not missing. A put stored later under the same
-            id is a different put, which the list does not cover.
-        partial: puts listed by some of their cells.
+        staying: puts that were listed, or confirmed in the meantime; all other confirmed puts are dropped at the end.
+        freed: puts freed in the meantime. They may still be listed, but do not count as missing. A put stored later
+            under the same id is a different put, which the list does not cover.
+        partial: puts for which only some cells are listed.
         put_id: the put whose cells are being listed.
-        parts: its cells listed so far.
-        missing_put_ids: some of the known puts that do not exist, or are damaged.
-        missing_count: number of all of them.
-        dropped_count: number of confirmed puts dropped because they are not known.
+        parts: cells of that put listed so far.
+        missing_put_ids: some of the listed puts that do not exist or are damaged.
+        missing_count: number of listed puts that do not exist or are damaged.
+        dropped_count: number of confirmed puts dropped because they were not listed.
     """
 
     owner: bytes = b""
@@ -381,7 +384,7 @@ class Reconciliation:
 
 
 def cells_besides(put_id: bytes, put: StoredPut, parts: Sequence[PutCells]) -> list[PutCells]:
-    """Return the cells of a put that are in none of the parts."""
+    """Return the cells of a put that none of the parts includes."""
     kept: dict[str, np.ndarray[tuple[int], np.dtype[np.bool_]]] = {
         name: np.zeros(put.row_count, np.bool_) for name, column in put.columns.items() if column is not None
     }
@@ -404,10 +407,10 @@ def cells_besides(put_id: bytes, put: StoredPut, parts: Sequence[PutCells]) -> l
 
 
 def check_sound(put_ids: Iterable[bytes], damaged: Mapping[bytes, str], storage_id: str) -> None:
-    """Raise an error if any of the puts is damaged.
+    """Check that none of the puts is damaged.
 
     Raises:
-        DataLossError: names the damaged puts.
+        DataLossError: a put is damaged; the error names all damaged ones.
     """
     lost = [put_id for put_id in put_ids if put_id in damaged] if damaged else []
     if lost:
@@ -415,33 +418,33 @@ def check_sound(put_ids: Iterable[bytes], damaged: Mapping[bytes, str], storage_
 
 
 def lost_error(put_ids: Sequence[bytes], reason: str, storage_id: str) -> DataLossError:
-    """Return the error for a read of damaged puts; the reason is that of the first."""
+    """Return the error for reading damaged puts; `reason` is why the first of them is damaged."""
     names = ", ".join(put_id.hex() for put_id in put_ids[:_MOST_NAMED])
     more = f" and {len(put_ids) - _MOST_NAMED} more" if len(put_ids) > _MOST_NAMED else ""
     return DataLossError(
-        f"storage service {storage_id!r} has lost the bytes of put {names}{more}: {reason}; put them again, or clear "
-        "them",
+        f"storage service {storage_id!r} has lost the bytes of put {names}{more}: {reason}; put the data again, or "
+        "clear the samples",
         metadata={"storage_id": storage_id, "put_ids": ",".join(put_id.hex() for put_id in put_ids[:_MOST_LISTED])},
     )
 
 
 class Backing(Generic[SourceT]):
-    """Keeps puts of an engine beyond its process: this class does not, `PutJournal` on disk, `Mirror` on other nodes.
+    """Preserves an engine's puts beyond its process: `PutJournal` on disk, `Mirror` on other nodes.
 
-    Confined to the engine's event loop.
+    This base class does not preserve puts. Confined to the engine's event loop.
 
     Args:
-        store: store for the bytes of the puts, except those in shared memory.
+        store: store for the bytes of puts, except for puts in shared memory.
 
     Attributes:
         store: as above.
-        damaged: puts whose bytes are lost, with the reason; puts not verified yet may be damaged, too.
+        damaged: puts whose bytes are lost, with the reason; puts not verified yet may be damaged as well.
         may_fetch: returns whether memory is available for puts that no reader has requested.
         fetch_error: why the last fetch failed.
         on_recovered: called with puts of an earlier process, or of an engine that is gone; the engine takes them over.
-        on_fetched: called with the record and the bytes of each fetched put, which it keeps; returns the put,
-            or None if all of it was freed.
-        on_looked_at: called with each recovered put once it was verified.
+        on_fetched: called with the record and the bytes of each fetched put; retains the bytes, and returns the
+            put, or None if all its cells were freed.
+        on_looked_at: called with each recovered put once it has been verified.
         kept_puts: returns all puts as the engine stores them.
         is_volatile: whether puts are lost with the process.
     """
@@ -459,31 +462,31 @@ class Backing(Generic[SourceT]):
         self.fetch_error = ""
         # Puts that must be fetched or verified before they are read, with the source of their bytes.
         self._unfetched: dict[bytes, SourceT] = {}
-        self._to_scrub: Mapping[bytes, object] = self._unfetched  # those to fetch even if they are not read
-        self._to_free: dict[bytes, None] = {}  # those to fetch next, because cells of them are to be freed
+        self._to_scrub: Mapping[bytes, object] = self._unfetched  # puts to fetch even if they are not read
+        self._to_free: dict[bytes, None] = {}  # puts to fetch next, to free some of their cells
         self._has_to_free = asyncio.Event()
         self._fetching: dict[SourceT, asyncio.Task[None]] = {}
 
     async def flush(self, pending: PendingPut, deadline: float | None) -> None:
-        """Wait until the bytes of a put outlive this process, before it is finished.
+        """Wait until a put's bytes would survive the loss of this process; called before the put is finished.
 
         Args:
             pending: a put that is fully written.
-            deadline: how long to wait, by the engine's clock; None: until the caller is cancelled.
+            deadline: time until which to wait, on the engine's clock; None: until the caller is cancelled.
         """
 
     def record(self, put_id: bytes, put: StoredPut) -> None:
-        """Record that a put is complete: it was flushed."""
+        """Record that a flushed put is complete."""
 
     def pack(self, put_id: bytes, put: StoredPut) -> PackedPut | None:
-        """Return the packed form of a committed put, or None if it is not packed."""
+        """Return the packed form of a committed put, or None if the put stays unpacked."""
         return put.packed()
 
     def unpack(self, put_id: bytes, packed: PackedPut) -> None:
         """Record that a put is no longer stored packed."""
 
     def delete(self, put_id: bytes, blob: Blob) -> None:
-        """Remove a put, and release its blob as soon as allowed."""
+        """Remove a put, and release its blob as soon as that is safe."""
         blob.release()
 
     def may_compact(self, put_id: bytes) -> bool:
@@ -491,14 +494,14 @@ class Backing(Generic[SourceT]):
         return put_id not in self.damaged and put_id not in self._unfetched
 
     def move(self, put_id: bytes, old: Blob, moved: StoredPut) -> None:
-        """Record that a put was compacted and flushed, and release its old blob as soon as allowed."""
+        """Record that a put was compacted and flushed, and release its old blob as soon as that is safe."""
         old.release()
 
     def load(self, put_id: bytes, blob: Blob) -> StoredPut:
         """Return a recovered put.
 
         Raises:
-            UnavailableError: it must be fetched first.
+            UnavailableError: the put must be fetched first.
         """
         raise UnavailableError(f"put {put_id.hex()} is being fetched from the mirror; try again")
 
@@ -506,33 +509,33 @@ class Backing(Generic[SourceT]):
         """Return the record of a put whose bytes are in a file.
 
         Raises:
-            TypeError: this backing has the bytes of puts in memory.
+            TypeError: this backing stores the bytes of puts in memory.
         """
         raise TypeError(f"put {put_id.hex()} has no record")
 
     def spill(self, put_id: bytes) -> bool:
-        """Make a put unfetched, so only this backing has its bytes; return whether that is possible."""
+        """Mark a put as unfetched, so only this backing has its bytes; return whether that was possible."""
         return False
 
     def partition_of(self, put_id: bytes) -> str | None:
-        """Return the partition of a put of which only id and owner are in memory, or None for others."""
+        """Return the partition of a put that has only its id and owner in memory, or None for other puts."""
         return None
 
     def stat(self, spilled_bytes: int = 0) -> MirrorStatus | None:
-        """Return the mirror's status, with the bytes of puts spilled by its engine; None: this is not a mirror."""
+        """Return the mirror's status, including the engine's `spilled_bytes`, or None if this is not a mirror."""
         return None
 
     # Unfetched puts
 
     def is_unfetched(self, put_id: bytes) -> bool:
-        """Whether the tables of a put are missing from memory until `check` has read or fetched it."""
+        """Whether a put's tables are not in memory and must be loaded by `check` first."""
         return put_id in self._unfetched
 
     async def check(self, put_ids: Collection[bytes]) -> None:
-        """Load the bytes of recovered puts and verify them, before they are read.
+        """Load and verify the bytes of recovered puts before they are read.
 
         Raises:
-            UnavailableError: that is not possible now.
+            UnavailableError: the bytes of a put cannot be loaded at the moment.
         """
         if not self._unfetched:
             return
@@ -549,7 +552,7 @@ class Backing(Generic[SourceT]):
                 raise UnavailableError(f"put {put_id.hex()} cannot be read now ({self.fetch_error}); try again")
 
     async def scrub(self) -> None:
-        """Load and verify all recovered puts, slowly; those with cells to free come first, without pauses."""
+        """Load and verify all recovered puts at a limited rate; puts with cells to free come first, without pauses."""
         while waiting := self._to_free or self._to_scrub:
             self._has_to_free.clear()
             put_id = next(iter(waiting))
@@ -567,7 +570,7 @@ class Backing(Generic[SourceT]):
         return _LEAST_PAUSE_SECONDS
 
     def fetch_to_free(self, put_id: bytes) -> None:
-        """Fetch an unfetched put next, in the background, because cells of it are to be freed."""
+        """Fetch an unfetched put next, in the background, to free some of its cells."""
         self._to_free[put_id] = None
         self._has_to_free.set()
 
@@ -579,7 +582,7 @@ class Backing(Generic[SourceT]):
         return task
 
     async def _fetch(self, put_id: bytes, source: SourceT) -> None:
-        """Fetch the puts of a source; if that fails for now they stay unfetched, and `fetch_error` is set."""
+        """Fetch the puts of a source; on a temporary failure, they stay unfetched and `fetch_error` is set."""
 
     def _forget_unfetched(self, put_id: bytes) -> bool:
         self._to_free.pop(put_id, None)
@@ -592,16 +595,16 @@ class Backing(Generic[SourceT]):
             self.damaged[put_id] = reason
 
     def clear_damage(self, put_id: bytes) -> bool:
-        """Forget whether a put is sound; return whether it was damaged."""
+        """Stop treating a put as damaged or unfetched; return whether it was damaged."""
         self._forget_unfetched(put_id)
         return self.damaged.pop(put_id, None) is not None
 
     async def close(self) -> None:
-        """Stop its background work."""
+        """Stop the background work."""
 
 
 class ColumnRecord(NamedTuple):
-    """A column of a put: its spec, the bytes of all its values, and the index of its row set in the put."""
+    """A column of a put: its spec, the total size of its values, and the index of its row set in the put."""
 
     name: str
     dtype: str
@@ -614,20 +617,20 @@ class ColumnRecord(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PutStored:
-    """A put is complete, or was reduced to this.
+    """Record of a put that is complete, or was compacted to the columns and rows in the record.
 
     Attributes:
-        put_id: its id.
-        partition_id: the partition it is for.
-        row_count: number of rows that it was put with.
+        put_id: id of the put.
+        partition_id: the put's partition.
+        row_count: number of rows that were put.
         columns: the remaining columns.
-        row_sets: the sets of rows stored for its columns, ascending; None: all rows.
-        freed_names: names of the columns that are gone.
-        size_bytes: size of its tables and values.
-        segment: number of the file that contains only these; 0: they follow the record.
-        checksum: XXH3 of the contents of the file.
-        for_existing_rows: whether it must not create new samples.
-        owner: the controller that owns it.
+        row_sets: the sets of rows stored for the columns, ascending; None: all rows.
+        freed_names: names of the columns that were freed.
+        size_bytes: size of the tables and values.
+        segment: number of the file that contains the tables and values; 0: they follow the record.
+        checksum: XXH3 of the file's contents.
+        for_existing_rows: whether the put must not create new samples.
+        owner: the controller that owns the put.
     """
 
     put_id: bytes
@@ -645,7 +648,7 @@ class PutStored:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PutDropped:
-    """A put is gone."""
+    """Record of a put that was dropped."""
 
     put_id: bytes
 
@@ -659,7 +662,7 @@ EncodedPut: TypeAlias = tuple[bytes, bytes | bytearray]
 
 
 class PutLog(Protocol):
-    """The log to which an engine writes the changes of its puts."""
+    """The log to which an engine appends changes of its puts."""
 
     @property
     def fatal(self) -> Callable[[str, BaseException], None]:
@@ -671,17 +674,17 @@ class PutLog(Protocol):
         ...
 
     def after_durable(self, callback: Callable[[], None]) -> None:
-        """Call something once everything appended before is durable."""
+        """Call `callback` once all records appended so far are durable."""
         ...
 
 
 class PutJournal(Backing[Blob]):
-    """Keeps puts on disk: their records in a journal, their bytes in its store. It accepts no puts before `recover`.
+    """Stores puts on disk: records in a journal, bytes in segment files. No puts are accepted before `recover`.
 
     Confined to the engine's event loop.
 
     Args:
-        store: the engine's.
+        store: the engine's blob store.
     """
 
     is_volatile = False
@@ -690,17 +693,17 @@ class PutJournal(Backing[Blob]):
     def __init__(self, store: SegmentBlobs) -> None:
         super().__init__(store)
         self._store = store
-        # For puts that the engine does not store packed: a packed put contains all that its record does.
+        # Only puts that the engine does not store packed: a packed put contains everything that its record does.
         self._records: dict[bytes, EncodedPut | PackedPut] = {}
 
-    # Taking puts
+    # Accepting puts
 
     async def flush(self, pending: PendingPut, deadline: float | None = None) -> None:
-        """Wait until the bytes of a put outlive this process; see `StorageEngine.flush`."""
+        """Wait until a put's bytes would survive the loss of this process; see `StorageEngine.flush`."""
         stored = pending.require_complete()
         values = stored.values
         if values.store is not self._store:  # shared memory, which no other process can find
-            values.pin()  # if the put is aborted during the wait, its copy is freed, too
+            values.pin()  # if the put is aborted during the wait, its copy is freed as well
             try:
                 values.copy = await self._store.allocate(stored.blob_bytes(self._store))
                 values.copy.charge = 0
@@ -717,7 +720,7 @@ class PutJournal(Backing[Blob]):
             ) from error
 
     def record(self, put_id: bytes, put: StoredPut) -> None:
-        """Append the record of a put that is complete, or was moved."""
+        """Append the record of a put that is complete or was moved."""
         blob = put.values.copy or put.values
         if blob.store is not self._store:
             raise RuntimeError(f"put {put_id.hex()} was finished before it was flushed")
@@ -738,7 +741,7 @@ class PutJournal(Backing[Blob]):
         return kept
 
     def unpack(self, put_id: bytes, packed: PackedPut) -> None:
-        """Keep the record of a put, which still describes all of its rows."""
+        """Retain the record of a put, which still describes all its rows."""
         self._records[put_id] = packed
 
     # Dropping puts
@@ -754,13 +757,13 @@ class PutJournal(Backing[Blob]):
         """Record a put that was compacted and flushed, and release its old blob once that is durable."""
         try:
             self.record(put_id, moved)
-        except Exception as error:  # the put is in its new place already
+        except Exception as error:  # the put has been moved already
             self._log.fatal("could not persist a put that was moved", error)
             raise
         self._log.after_durable(old.release)
 
     def records(self) -> Iterator[bytes]:
-        """Return the current record of each put, for a single pass by any thread."""
+        """Return an iterator over the current record of each put, for use in any thread."""
         own = zip(list(self._records), list(self._records.values()), strict=True)
         packed = ((put_id, each) for put_id, each in self.kept_puts() if isinstance(each, PackedPut))
         return (
@@ -771,16 +774,16 @@ class PutJournal(Backing[Blob]):
     # After a restart
 
     def recover(self, records: Iterable[bytes], log: PutLog) -> int:
-        """Find the bytes of recorded puts, and record changes of puts from now on.
+        """Find the bytes of recorded puts, and record changes to puts from now on.
 
-        A put whose blob is missing is damaged. The contents of the blobs are not verified yet.
+        A put whose blob is missing is marked as damaged. The contents of the blobs are verified later.
 
         Args:
             records: all records so far, in order.
-            log: receives those to come.
+            log: receives all future records.
 
         Returns:
-            The number of puts.
+            The number of recovered puts.
         """
         self._log = log
         left = left_puts(records)
@@ -850,7 +853,7 @@ class PutJournal(Backing[Blob]):
 
 
 def encode_put(record: PutRecord) -> bytes:
-    """Return the bytes of a record: its size (uint32) and the record. The values of a small put must follow."""
+    """Encode a record, preceded by its size (uint32). The values of a small put must follow."""
     encoded = codec.encode_named(record)
     return _SIZE.pack(len(encoded)) + encoded
 
@@ -895,10 +898,10 @@ def _packed(record: PutStored, values: bytes | bytearray) -> PackedPut | None:
 
 
 def decode_put(data: bytes) -> tuple[PutRecord, EncodedPut]:
-    """Return a record, and separately its bytes and the values that follow.
+    """Decode a record; return it together with its bytes and the values that follow them.
 
     Raises:
-        NewerVersionError: it has an unknown kind or field.
+        NewerVersionError: the record has an unknown kind or field.
         ValueError, TypeError, KeyError, struct.error: the bytes are not a record.
     """
     end = _SIZE.size + _SIZE.unpack_from(data)[0]
@@ -906,7 +909,7 @@ def decode_put(data: bytes) -> tuple[PutRecord, EncodedPut]:
 
 
 def left_puts(records: Iterable[bytes]) -> dict[bytes, tuple[PutStored, EncodedPut]]:
-    """Return the puts that remain after all records, in the order of their last record."""
+    """Return the puts that remain after applying all records, in the order of their last record."""
     left: dict[bytes, tuple[PutStored, EncodedPut]] = {}
     for data in records:
         record, encoded = decode_put(data)
@@ -917,7 +920,7 @@ def left_puts(records: Iterable[bytes]) -> dict[bytes, tuple[PutStored, EncodedP
 
 
 def describe_put(put_id: bytes, put: StoredPut) -> PutStored:
-    """Return the record of a put as it is now."""
+    """Return a record of the put's current state."""
     blob = put.values.copy or put.values
     row_sets = put.row_sets()
     return PutStored(
@@ -948,7 +951,7 @@ def _spec_of(column: ColumnRecord) -> FieldSpec:
 
 
 def put_of(record: PutStored) -> StoredPut:
-    """Return the put of a record, not placed in a blob yet."""
+    """Return the put that a record describes, not yet placed in a blob."""
     row_sets = [RowSet(record.row_count if rows is None else rows.size, rows) for rows in record.row_sets]
     columns: dict[str, StoredColumn | None] = dict.fromkeys(record.freed_names)
     for column in record.columns:

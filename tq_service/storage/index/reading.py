@@ -1,13 +1,12 @@
-"""Copies cells: reads, in the requested order or as shared memory, and compaction of a put to its live cells.
+"""Copying cells: reads, in the requested order or as shared memory, and compaction of a put to its live cells.
 
     runs of rows -> spans of blobs, with a header for each column -> views of local blobs, bytes that threads copy, or
-    slices of shared memory that a client of the same host maps
+    slices of shared memory that a client on the same host maps
 
 A read may touch thousands of puts of one row each. The work per put is therefore limited to collecting a few attributes
-in a list. The rest is done at once for all puts whose columns have the same spec; small tables are joined for it.
+in a list. All puts whose columns have the same spec are then processed together, after joining their small tables.
 
-A put is compacted in a store that can free parts: planned -> a blob allocated -> copied -> replaces the put, without
-the cells freed during the copy.
+Compaction of a put: planned -> a blob allocated -> copied -> replaces the put, without the cells freed during the copy.
 """
 
 from __future__ import annotations
@@ -45,24 +44,24 @@ from tq_service.wire.slices import RowCut, cut_rows
 
 _FEW_CELLS: Final = 1 << 16
 _SMALL_BYTES: Final = 1024
-_FEW_UNITS: Final = 128  # largest slice, in units, that numpy copies faster unit by unit than Python in one piece
+_FEW_UNITS: Final = 128  # largest slice, in units, that numpy copies unit by unit faster than Python copies it at once
 _FEW_SLICES: Final = 16
-_BLOCK_BYTES: Final = 256 << 10  # of scattered slices: about 2 ms
+_BLOCK_BYTES: Final = 256 << 10  # of scattered slices; copying them takes about 2 ms
 _PIECE_BYTES: Final = 1 << 20
-_READ_BYTES: Final = 8 << 10  # reading this many more bytes costs about as much as a separate read
+_READ_BYTES: Final = 8 << 10  # reading this many extra bytes costs about as much as a separate read
 _LARGEST_WINDOW_BYTES: Final = 8 << 20
 # For reads only, so a slow disk does not block other work.
 _THREADS: Final = ThreadPoolExecutor(4, thread_name_prefix="tq-read")
 # Tables of columns with up to this many rows are joined, which copies them; larger tables are used in place.
 _SMALL_TABLE_ROWS: Final = 64
-# Below these, sending the bytes is faster than sending and mapping a file descriptor, or than copying slices one by
-# one.
+# Below these sizes, sending the bytes is faster than sending and mapping a file descriptor, or than copying slices one
+# by one.
 _LEAST_COLUMN_BYTES: Final = 64 << 10
 _LEAST_MEAN_SLICE_BYTES: Final = 4 << 10
 _MOST_NAMED: Final = 5
 
 Runs: TypeAlias = Rows | slice
-"""Which of the runs: their positions, or all of them."""
+"""A selection of runs: their positions, or all of them."""
 
 Octets: TypeAlias = NDArray[np.uint8]
 Unreadable: TypeAlias = Callable[[bytes, Blob, OSError], TqError]
@@ -92,7 +91,10 @@ async def open_reading_in_thread(
     unreadable: Unreadable,
     slices: Sequence[RowSlice] = (),
 ) -> Reading:
-    """Do the same in a thread, so other tasks get a turn; finds the cells as they are when it begins."""
+    """Do the same as `open_reading`, but in a thread, so other tasks get a turn.
+
+    Cells that are freed in the meantime are still read.
+    """
     loop = asyncio.get_running_loop()
     row_count, owned = await loop.run_in_executor(_THREADS, _owned, runs, len(put_ids))
     cuts = await loop.run_in_executor(_THREADS, _cuts, slices, runs, row_count)
@@ -108,9 +110,9 @@ async def open_reading_in_thread(
 
 
 def is_light_read(runs: Sequence[CellRuns], slices: Sequence[RowSlice] = ()) -> bool:
-    """Whether a read has few enough cells to find them at once."""
+    """Whether a read has few enough cells to find them on the event loop."""
     if any(part.HasField("second") for part in slices):
-        return False  # each token is a piece
+        return False  # each token is a separate slice
     range_count = sum(max(len(part.starts), len(part.chunks)) for part in slices)
     row_count = sum(fields.row_count * len(fields.field_names) for fields in runs)
     return row_count * max(range_count, 1) <= _FEW_CELLS
@@ -120,7 +122,7 @@ def _cuts(slices: Sequence[RowSlice], runs: Sequence[CellRuns], row_count: int) 
     """Return the requested part of each row by field, for fields that are not read in full.
 
     Raises:
-        InvalidArgumentError: a slice is invalid, or its field is not read or has two.
+        InvalidArgumentError: a slice is invalid, or its field is not read or has a second slice.
     """
     joined = [name for fields in runs if fields.extent_counts.size for name in fields.field_names]
     cuts: dict[str, RowCut] = {}
@@ -131,14 +133,14 @@ def _cuts(slices: Sequence[RowSlice], runs: Sequence[CellRuns], row_count: int) 
         cut = RowCut.from_proto(part, row_count)
         for name in part.field_names:
             if name not in names or name in cuts:
-                problem = "has two slices; give one" if name in cuts else "has a slice and is not read; leave it out"
+                problem = "has two slices; send one" if name in cuts else "has a slice but is not read; omit the slice"
                 raise InvalidArgumentError(f"field {name!r} {problem}", field="slices", metadata={"field_name": name})
             cuts[name] = cut
     return dict.fromkeys(joined, RowCut()) | cuts
 
 
 def _owned(runs: Sequence[CellRuns], put_count: int) -> tuple[int, list[tuple[list[int], Rows]]]:
-    """Return the number of requested rows, and for each group of fields the puts of its runs, see `_owners`."""
+    """Return the number of requested rows, and for each group of fields the puts of its runs (see `_owners`)."""
     return _check_runs(runs, put_count), [_owners(fields.put_indexes) for fields in runs]
 
 
@@ -151,8 +153,8 @@ def _held(
         if put is None:
             check_passed_on("put_ids", put_ids[index])
             raise PutNotFoundError(
-                f"put {put_ids[index].hex()} does not exist: never completed, expired without a commit, cleared or "
-                "overwritten; locate the samples again",
+                f"put {put_ids[index].hex()} does not exist: it never completed, expired without a commit, or was "
+                "cleared or overwritten; locate the samples again",
                 metadata={"put_id": put_ids[index].hex()},
             )
         held[index] = put
@@ -174,14 +176,14 @@ def _find_spans(
 
 
 def _check_runs(runs: Sequence[CellRuns], put_count: int) -> int:
-    """Return the number of requested rows."""
+    """Validate the runs, and return the number of requested rows."""
     names = [name for fields in runs for name in fields.field_names]
     if not names or len(set(names)) != len(names):
         raise InvalidArgumentError(f"expected at least one field, each once; got {names}", field="runs")
     row_counts = {fields.field_names: _count_rows(fields, put_count) for fields in runs}
     if len(set(row_counts.values())) > 1:
         got = "; ".join(f"{', '.join(names)}: {count}" for names, count in row_counts.items())
-        raise InvalidArgumentError(f"row counts differ between fields ({got}); ask for the same rows", field="runs")
+        raise InvalidArgumentError(f"row counts differ between fields ({got}); request the same rows", field="runs")
     return next(iter(row_counts.values()))
 
 
@@ -190,34 +192,34 @@ def _count_rows(fields: CellRuns, put_count: int) -> int:
     what = f"runs of {', '.join(fields.field_names)}"
     if not len(puts) == len(firsts) == len(counts):
         raise InvalidArgumentError(
-            f"{what} have {len(puts)} puts, {len(firsts)} first rows and {len(counts)} counts; give one of each for "
+            f"{what} have {len(puts)} puts, {len(firsts)} first rows and {len(counts)} counts; set one of each for "
             "each run",
             field="runs",
         )
     if not len(puts):
-        raise InvalidArgumentError(f"{what} are empty; ask for at least one row", field="runs")
+        raise InvalidArgumentError(f"{what} are empty; request at least one row", field="runs")
     if int(puts.min()) < 0 or int(puts.max()) >= put_count:
-        raise InvalidArgumentError(f"{what} name a put outside the {put_count} puts given", field="runs")
+        raise InvalidArgumentError(f"{what} refer to a put that is not among the {put_count} listed puts", field="runs")
     if int(counts.min()) < 1 or int(counts.max()) > MAX_ROWS or int(counts.sum()) > MAX_ROWS:
-        raise InvalidArgumentError(f"{what} must have 1 to {MAX_ROWS} rows each and together", field="runs")
+        raise InvalidArgumentError(f"{what} must have 1 to {MAX_ROWS} rows, both each and in total", field="runs")
     return _count_cells(fields, what) if fields.extent_counts.size else int(counts.sum())
 
 
 def _count_cells(fields: CellRuns, what: str) -> int:
-    """Return the number of cells whose extents are the rows of the runs."""
+    """Validate runs in which each row is one extent of a cell, and return the number of cells."""
     counts, lengths = fields.extent_counts, fields.extent_lengths
     row_count = int(fields.row_counts.sum())
     if int(counts.min()) < 1 or int(counts.sum()) != row_count or len(lengths) != row_count:
         raise InvalidArgumentError(
             f"{what} have extent_counts of {int(counts.sum())} extents and {len(lengths)} extent_lengths; expected "
-            f"{row_count} of both, which is the number of rows, and at least 1 extent for each cell",
+            f"{row_count} of both, the number of rows, and at least 1 extent per cell",
             field="runs",
         )
     return len(counts)
 
 
 def _owners(put_indexes: Rows) -> tuple[list[int], Rows]:
-    """Return the puts of runs, each once, and for each run the index of its put in that list."""
+    """Return the distinct puts of the runs, and for each run the index of its put in that list."""
     if (put_indexes == put_indexes[0]).all():
         return [int(put_indexes[0])], np.zeros(len(put_indexes), np.int64)
     used, owners = np.unique(put_indexes, return_inverse=True)
@@ -251,14 +253,14 @@ class Reading(AbstractContextManager["Reading"]):
             blob.pin()
 
     async def parts(self, without: Collection[int] = ()) -> AsyncIterator[Iterable[memoryview]]:
-        """Yield the bytes of all columns but those in `without`, in order, as chunks to use before the next part.
+        """Yield the bytes of all columns except `without`, in order; a part is valid only until the next one.
 
-        If all blobs are in memory and the slices are few, there is one part and no wait. Otherwise threads read
-        the parts.
+        If all blobs are in memory and the slices are few, a single part is yielded without waiting. Otherwise,
+        threads read the parts.
 
         Raises:
             DataLossError: bytes cannot be read.
-            UnavailableError: they cannot be read now.
+            UnavailableError: bytes cannot be read at the moment.
         """
         chunks = self.chunks(without)
         if all(blob.is_local for blob in self._blobs.values()) and (
@@ -278,17 +280,17 @@ class Reading(AbstractContextManager["Reading"]):
             yield part
 
     def chunks(self, without: Collection[int] = ()) -> Iterator[memoryview]:
-        """Yield the same bytes, valid until `close`; blocks if any of its blobs are in files."""
+        """Yield the bytes of all columns except `without`, valid until `close`; blocks if a blob is in a file."""
         for index, span in enumerate(self._spans):
             if index not in without:
                 yield from self._column_chunks(span)
 
     def value_bytes(self, without: Collection[int] = ()) -> int:
-        """Return the bytes of all columns but those in `without`."""
+        """Return the total size of all columns except `without`, in bytes."""
         return sum(column.value_bytes for index, column in enumerate(self.headers) if index not in without)
 
     async def gather_list(self, without: Collection[int] = ()) -> GatherList:
-        """Return the slices of all columns but those in `without`, for threads; they are valid until `close`."""
+        """Return the slices of all columns except `without`, for use in threads; valid until `close`."""
         spans = [span for index, span in enumerate(self._spans) if index not in without]
         if sum(len(span.sizes) for span in spans) <= MOST_FRAME_PARTS:
             return GatherList(self._blobs, spans)
@@ -304,10 +306,10 @@ class Reading(AbstractContextManager["Reading"]):
         """Return the columns that are entirely in shared memory, in slices large enough to be worthwhile.
 
         Args:
-            with_regions: whether regions count; else only sealed memory does.
+            with_regions: whether columns in regions are included; otherwise, only those in sealed memory are.
 
         Returns:
-            Their memory, pinned until `close`, and the positions of the columns in it.
+            The memory of the columns, pinned until `close`, and the positions of the columns in it.
         """
         memories: dict[SharedMemory, int] = {}  # each with its index
         columns = []
@@ -329,12 +331,12 @@ class Reading(AbstractContextManager["Reading"]):
         return list(memories), columns
 
     def close(self) -> None:
-        """Release the cells; a second call does nothing."""
+        """Release the cells; further calls do nothing."""
         blobs, self._blobs, self._spans = self._blobs, {}, ()
 
         def unpin(work: asyncio.Future[Any] | None = None) -> None:
             if work is not None and not work.cancelled():
-                work.exception()  # no caller waits for it any more
+                work.exception()  # no caller waits for it anymore
             for blob in blobs.values():
                 blob.unpin()
 
@@ -359,7 +361,7 @@ class Reading(AbstractContextManager["Reading"]):
 
 
 class GatherList:
-    """The slices of memory or files that make up columns, concatenated; any range of bytes maps to some of them.
+    """The slices of memory or files that make up the concatenated columns; any byte range maps to some slices.
 
     Safe in any thread while the blobs are pinned.
 
@@ -368,7 +370,7 @@ class GatherList:
         spans: the columns.
 
     Attributes:
-        is_local: whether all of them are memory of this process.
+        is_local: whether all slices are in this process's memory.
     """
 
     def __init__(self, blobs: Mapping[int, Blob], spans: Sequence[Spans]) -> None:
@@ -385,7 +387,7 @@ class GatherList:
             self._addresses = _integers(bases)[owners] + self._starts
 
     def _clip(self, values: Rows, start: int, end: int) -> tuple[Rows, Rows]:
-        """Return starts (or addresses) and sizes of the slices of a range; the first and the last are clipped."""
+        """Return the starts (or addresses) and sizes of a range's slices; the first and last slice are clipped."""
         first, last = self._between(start, end)
         values, sizes = values[first:last].copy(), self._sizes[first:last].copy()
         skipped = start - (int(self._ends[first]) - int(sizes[0]))
@@ -395,18 +397,18 @@ class GatherList:
         return values, sizes
 
     def _between(self, start: int, end: int) -> tuple[int, int]:
-        """Return the first slice of a range, and the one after its last."""
+        """Return the index of a range's first slice, and the index just past its last slice."""
         return int(np.searchsorted(self._ends, start, "right")), int(np.searchsorted(self._ends, end, "left")) + 1
 
     def addresses(self, start: int, end: int) -> tuple[Rows, Rows]:
-        """Return address and size of the slices of a range; only if it `is_local`."""
+        """Return the addresses and sizes of a range's slices. Valid only if `is_local`."""
         return self._clip(self._addresses, start, end)
 
     def chunks(self, start: int, end: int) -> Iterator[memoryview]:
         """Yield the bytes of a range, gathered into blocks.
 
         Raises:
-            UnreadableError: they cannot be read.
+            UnreadableError: the bytes cannot be read.
         """
         first, last = self._between(start, end)
         for some in _blocks(self._puts[first:last], *self._clip(self._starts, start, end), 1):
@@ -425,7 +427,7 @@ def _next_part(chunks: Iterator[memoryview]) -> list[memoryview]:
 
 
 def _gathered(blobs: Mapping[int, Blob], puts: Rows, starts: Rows, sizes: Rows, unit: int) -> memoryview:
-    """Return slices gathered into one buffer: first put by put, then in their order."""
+    """Return slices gathered into one buffer: copied put by put, then reordered if necessary."""
     together = np.empty(int(sizes.sum()), np.uint8)
     by_put = np.argsort(puts, kind="stable")
     bounds = np.flatnonzero(np.diff(puts[by_put])) + 1
@@ -443,7 +445,7 @@ def _gathered(blobs: Mapping[int, Blob], puts: Rows, starts: Rows, sizes: Rows, 
 
 
 def _join_neighbours(puts: Rows, starts: Rows, sizes: Rows) -> tuple[Rows, Rows, Rows]:
-    """Return put, start and size of the slices to read, with adjacent runs joined."""
+    """Return the put, start and size of each slice to read, with adjacent runs joined."""
     if not sizes.all():
         full = sizes > 0
         puts, starts, sizes = puts[full], starts[full], sizes[full]
@@ -458,9 +460,9 @@ def _join_neighbours(puts: Rows, starts: Rows, sizes: Rows) -> tuple[Rows, Rows,
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Spans:
-    """The bytes of one column to read: for each slice its put, and its first byte and size in the put's blob.
+    """The bytes of one column to read: for each slice, its put, and its start and size in the put's blob.
 
-    `unit` is a number of bytes that divides the sizes of slices and, within a put, the distances between their starts.
+    `unit` is a number of bytes that divides the size of each slice and, within a put, the distance between starts.
     """
 
     column: ColumnShape
@@ -471,16 +473,16 @@ class Spans:
 
 
 class SpanFinder:
-    """Finds the spans for runs that some fields share.
+    """Finds the spans of fields that share the same runs.
 
     Args:
         runs: the runs to read.
-        puts: the puts that contain the runs, each once.
-        put_ids: their ids, for errors.
-        owners: for each run the index of its put in `puts`.
+        puts: the distinct puts that contain the runs.
+        put_ids: ids of the puts, for errors.
+        owners: for each run, the index of its put in `puts`.
 
     Raises:
-        InvalidArgumentError: a run goes beyond the rows of its put.
+        InvalidArgumentError: a run extends beyond the rows of its put.
     """
 
     def __init__(self, runs: CellRuns, puts: Sequence[StoredPut], put_ids: Sequence[bytes], owners: Rows) -> None:
@@ -502,13 +504,13 @@ class SpanFinder:
             )
 
     def find(self, name: str, cut: RowCut | None = None) -> Spans:
-        """Return the spans of a field's runs, or of the requested parts of its rows, with its header.
+        """Return the spans of a field's runs, or of the requested parts of its rows, with the column's header.
 
         Raises:
             FieldNotFoundError: a put never had the field.
             PutNotFoundError: a cell was freed.
-            FieldMismatchError: its kind differs between puts.
-            InvalidArgumentError: its rows cannot be sliced like this.
+            FieldMismatchError: the field's kind differs between puts.
+            InvalidArgumentError: the field's rows cannot be sliced as requested.
         """
         columns = [put.column(name, put_id) for put, put_id in zip(self._puts, self._put_ids, strict=True)]
         merged = merge_specs(list({id(column.spec): column.spec for column in columns}.values()))
@@ -573,15 +575,15 @@ class SpanFinder:
             for first, last in zip(firsts.tolist(), lasts.tolist(), strict=True)
         )
         raise PutNotFoundError(
-            f"field {name!r} of put {self._put_ids[put].hex()}: rows in {rows} were cleared or overwritten; get the "
-            "rows again",
+            f"field {name!r} of put {self._put_ids[put].hex()}: rows within {rows} were cleared or overwritten; "
+            "get the rows again",
             metadata={"put_id": self._put_ids[put].hex(), "field_name": name},
         )
 
     def _cut(
         self, columns: Sequence[StoredColumn], numbers: Sequence[int], some: Runs, positions: Rows
     ) -> tuple[Rows, Rows, Extents]:
-        """Return the start of each run in the values of its column, its size, and the extents of its rows."""
+        """Return each run's start in the column's values, each run's size, and the extents of all rows."""
         tables = [columns[number].table(self._puts[number].tables()) for number in numbers]
         stored = [columns[number].row_set.stored_count for number in numbers]
         width = extent_count(columns[numbers[0]].spec)
@@ -603,7 +605,7 @@ class SpanFinder:
         return begins, sizes, joined[expand_runs(extents_at, counts * width)].reshape(-1, width)
 
     def _of_runs(self, values: list[int]) -> Rows | int:
-        """Return for each run the value of its put; a single number if there is one put."""
+        """Return the value of each run's put, as a single number if all runs are in one put."""
         return values[0] if len(values) == 1 else _integers(values)[self._owners]
 
     def _runs_of(self, numbers: Sequence[int]) -> Rows:
@@ -614,14 +616,14 @@ class SpanFinder:
 
     @cached_property
     def _by_put(self) -> tuple[Rows, list[int]]:
-        """The runs ordered by put, and the bounds of each put in this order."""
+        """The positions of all runs ordered by put, and the bounds of each put in this order."""
         order = np.argsort(self._owners, kind="stable")
         bounds = np.searchsorted(self._owners[order], np.arange(len(self._puts) + 1))
         return order, bounds.tolist()
 
 
 def _alike(columns: Sequence[StoredColumn]) -> list[list[int]]:
-    """Group the puts, by number: those whose columns have the same spec and no large table are together."""
+    """Group put numbers: puts whose columns have the same spec and no large table share a group."""
     groups: dict[tuple[int, int], list[int]] = {}
     for number, column in enumerate(columns):
         is_large = column.row_set.stored_count > _SMALL_TABLE_ROWS and fixed_row_bytes(column.spec) is None
@@ -633,7 +635,7 @@ def _integers(values: list[int]) -> Rows:
     return np.array(values, np.int64)
 
 
-# Copying slices of blobs: done by threads for files, and if it takes long
+# Copying slices of blobs: done in threads for files, and for many or scattered slices
 
 
 class UnreadableError(Exception):
@@ -652,7 +654,7 @@ def _unit_of(spec: FieldSpec) -> int:
 
 
 def _are_scattered(sizes: Rows, unit: int) -> bool:
-    """Whether slices are many and small: gathering them costs less than a view of each."""
+    """Whether slices are many and small, so gathering them costs less than creating a view of each."""
     mean_most = min(_SMALL_BYTES, _FEW_UNITS * unit)
     return len(sizes) >= _FEW_SLICES and int(sizes.sum()) < mean_most * len(sizes)
 
@@ -684,17 +686,17 @@ def _blocks(puts: Rows, starts: Rows, sizes: Rows, unit: int) -> Iterator[tuple[
 
 
 def gather(blob: Blob, starts: Rows, sizes: Rows, target: Octets, unit: int = 1) -> None:
-    """Copy slices of a blob, concatenated, into `target`, which they fill; safe in any thread while it is pinned.
+    """Copy slices of a blob into `target`, one after another; safe in any thread while the blob is pinned.
 
     Args:
         blob: the blob.
-        starts: start of each slice, all multiples of `unit` apart.
-        sizes: their sizes in bytes, multiples of `unit`.
-        target: memory of the total size.
+        starts: start of each slice; the distances between starts are multiples of `unit`.
+        sizes: sizes of the slices in bytes, multiples of `unit`.
+        target: memory with the total size of the slices.
         unit: number of bytes that divides the size of each slice.
 
     Raises:
-        UnreadableError: they cannot be read.
+        UnreadableError: the bytes cannot be read.
     """
     if blob.is_local:
         _gather_from(np.frombuffer(blob.view(), np.uint8), starts, sizes, target, unit)
@@ -717,12 +719,12 @@ def gather(blob: Blob, starts: Rows, sizes: Rows, target: Octets, unit: int = 1)
 
 
 def _gather_from(source: Octets, starts: Rows, sizes: Rows, target: Octets, unit: int) -> None:
-    """Copy slices of memory, concatenated; see `gather`."""
+    """Copy slices of memory into `target`, one after another; see `gather`."""
     if _are_scattered(sizes, unit):
         base = int(starts[0]) % unit
         table = source[base : base + (source.size - base) // unit * unit].reshape(-1, unit)
         rows = expand_runs((starts - base) // unit, sizes // unit)
-        # mode "raise" would make another copy
+        # mode "raise" would create another copy
         np.take(table, rows, axis=0, out=target.reshape(-1, unit), mode="clip")
         return
     at = 0
@@ -735,16 +737,16 @@ def _gather_from(source: Octets, starts: Rows, sizes: Rows, target: Octets, unit
 
 
 class Move:
-    """A put being moved: its live cells are read into a smaller put. Threads plan and copy.
+    """A put being compacted: threads copy its live cells to a smaller put.
 
     Args:
         put_id: the put.
-        put: its current state; its blob must be pinned until the end.
+        put: current state of the put; its blob must stay pinned until the end of the move.
 
     Attributes:
         put_id: as above.
         freed: cells of the put that were freed during the move.
-        is_given_up: whether the put is gone, or the engine is closed; the rest is not copied.
+        is_given_up: whether the copy is cancelled, because the put is gone or the engine is closed.
     """
 
     def __init__(self, put_id: bytes, put: StoredPut) -> None:
@@ -755,7 +757,7 @@ class Move:
         self.is_given_up = False
 
     def plan(self) -> StoredPut:
-        """Find the live cells, and return a put with only these, not placed yet."""
+        """Find the live cells, and return a put of only these cells, not yet placed in a blob."""
         put = self._put
         columns: dict[str, StoredColumn | None] = dict.fromkeys(put.columns)
         for row_set in put.row_sets():
@@ -771,14 +773,14 @@ class Move:
         )
 
     def copy(self, smaller: StoredPut) -> None:
-        """Copy tables and values, until it is given up.
+        """Copy tables and values until the copy is cancelled.
 
         Args:
-            smaller: the put returned by `plan`, placed.
+            smaller: the put returned by `plan`, now placed in a blob.
 
         Raises:
             UnreadableError: the old blob cannot be read.
-            OSError: the new one cannot be written.
+            OSError: the new blob cannot be written.
         """
         found = [self._spans[column.spec.name] for column in smaller.left_columns()]
         smaller.fill_tables([spans.column for spans in found])

@@ -1,1 +1,1 @@
-"""Copies of puts, as objects in an object store on other nodes."""
+"""Copies of puts, stored as objects in an object store on other nodes."""

@@ -49,26 +49,26 @@ async def find_left(
     copies: int,
     clock: Callable[[], float] = time.time,
 ) -> Left:
-    """Find the objects left by an instance of a storage service, and by earlier successors of it.
+    """Find the objects left by a storage service instance and by its earlier successors.
 
     Args:
         objects: the object store.
         names: names of the instance's objects.
-        copies: copies that each object should have; objects with fewer are to be mirrored again.
-        clock: seconds since the epoch, as on storage services.
+        copies: number of copies that each object should have; objects with fewer are mirrored again.
+        clock: returns seconds since the epoch, as on storage services.
 
     Raises:
-        NotFoundError: it left nothing, or its last list is older than 6 hours.
+        NotFoundError: the instance left nothing, or its last list is older than 6 hours.
         UnavailableError: the object store did not answer.
-        DataLossError: its list is damaged.
+        DataLossError: a list is damaged.
     """
     search = _Search(objects, names)
     begun = await search.copies([names.heir(number) for number in range(1, _MOST_GENERATIONS)])
     newest = max((number for number, count in enumerate(begun, 1) if count), default=0)
     found: dict[tuple[int, int], PutObject] = {}
     has_list = False
-    # Search all generations: the writer of an early one may have continued after a later one began. For each object the
-    # later list counts. Puts dropped in the meantime are dropped again once the controller is asked.
+    # Search all generations: an earlier generation's writer may have continued after a later one began. For each
+    # object, the latest list wins. Puts dropped in the meantime are dropped again once the controller is asked.
     for generation in range(newest + 1):
         some = await search.of_generation(generation, int(clock()))
         has_list |= some is not None
@@ -76,15 +76,15 @@ async def find_left(
     if not has_list:
         raise NotFoundError(
             f"the mirror has no list of puts of storage service {names.storage_id!r} with instance id "
-            f"{names.boot_id.hex()}; either it had no mirror, or it ended before its first put",
+            f"{names.boot_id.hex()}; either that service had no mirror, or it ended before its first put",
         )
     return Left(newest + 1, await search.complete([found[key] for key in sorted(found)], copies))
 
 
 class _Search:
-    """An object store to search, and the names to look for.
+    """A search in an object store for the objects of one instance.
 
-    If the object store can list names, they are listed once, which is much cheaper for many names.
+    If the object store can list names, they are listed once, which is much cheaper than looking up many names.
     """
 
     def __init__(self, objects: ObjectStore, names: Names) -> None:
@@ -93,25 +93,25 @@ class _Search:
         self._listed: set[str] | None = None
 
     async def copies(self, names: Sequence[str], *, counted: bool = False) -> list[int]:
-        """Return how many copies each object has, 0 if it does not exist; `counted`: ask the store, not the list."""
+        """Return the number of copies of each object, 0 if missing; `counted` queries the store, not the list."""
         if counted or not self._objects.abilities.lists_names:
             starts = range(0, len(names), _NAMES_A_CALL)
             calls = [self._objects.copies(names[start : start + _NAMES_A_CALL]) for start in starts]
             return [count for counts in await _at_a_time(calls) for count in counts]
         if self._listed is None:
             self._listed = {name async for name in self._objects.list_names(self._names.prefix)}
-        await asyncio.sleep(0)  # the caller checks many names
+        await asyncio.sleep(0)  # let other tasks run: the caller checks many names
         return [int(name in self._listed) * (self._objects.abilities.fixed_copies or 1) for name in names]
 
     async def of_generation(self, generation: int, now: int) -> list[PutObject] | None:
-        """Return the objects found through the last list of a generation; None if it wrote none, and so no objects."""
+        """Return the objects found through a generation's last list, or None if it wrote neither list nor objects."""
         for _ in range(_TRIES):
             second = await self._last_list(generation, now)
             if second is None:
                 return None
             try:
                 first, listed = unpack_list(await self._read_list(generation, second))
-            except ObjectMissingError:  # replaced by a newer list, and partly removed
+            except ObjectMissingError:  # the list was replaced by a newer one, and partly removed
                 self._listed = None
                 continue
             # At most `WINDOW` objects were written after the list.
@@ -126,7 +126,7 @@ class _Search:
         )
 
     async def _last_list(self, generation: int, now: int) -> int | None:
-        """Return the second of the last list of a generation, or None if there is none."""
+        """Return the second at which a generation's last list was written, or None if no list exists."""
         searched = range(now + _SECONDS_AHEAD, now - _SECONDS_BACK, -1)
         for at in range(0, len(searched), _NAMES_A_CALL):
             seconds = searched[at : at + _NAMES_A_CALL]
@@ -149,7 +149,7 @@ class _Search:
         return data
 
     async def _describe(self, stored: PutObject) -> PutObject | None:
-        """Read the records of an object; return None if it does not exist."""
+        """Read the records of an object; return None if the object does not exist."""
         name, heads = self._names.pieces(stored)[0], unpack_heads(b"")
         try:
             while isinstance(heads, int):
@@ -165,9 +165,9 @@ class _Search:
         return stored
 
     async def complete(self, found: Sequence[PutObject], copies: int) -> list[PutObject]:
-        """Return the objects that exist, marking those to be mirrored again.
+        """Return the objects that exist, and mark those that must be mirrored again.
 
-        If the object store does not report the places of copies, one may be on the node of the calling service.
+        If the object store does not report the locations of copies, a copy may be on the calling service's node.
         """
         are_fixed = self._objects.abilities.fixed_copies is not None
         counts = await self.copies([self._names.pieces(each)[0] for each in found], counted=not are_fixed)

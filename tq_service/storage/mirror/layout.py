@@ -1,23 +1,23 @@
-"""Layout of puts in objects, and the names of the objects.
+"""The layout of puts in objects, and the names of the objects.
 
     tq/<storage_id>/<boot>/g0-17/0              puts, written by the storage service itself
     tq/<storage_id>/<boot>/list0-1790000000/0   list of the objects that existed at that second
     tq/<storage_id>/<boot>/heir/1               marks that a successor has taken the puts over
     tq/<storage_id>/<boot>/g1-3/0               puts that this successor has mirrored again
 
-The parts of a name are the service, its instance id (`boot_id` in messages, as hex digits), the object, and the number
-of its piece. Numbers and seconds are never reused, so a writer never meets remains of a killed writer under a name.
+A name consists of the service, its instance id (`boot_id` in messages, as hex digits), the object, and the number of
+the chunk. Numbers and seconds are never reused, so a name never refers to an object left by a killed writer.
 
-An object contains complete puts of one owner and partition: their count, the sizes of each, their records, and their
-tables and values. An object that is too large for the object store is cut into pieces. The first piece is written last:
-if it exists, all of them do.
+An object contains complete puts of one owner and partition: the number of puts, the sizes of each, their records, and
+their tables and values. An object that is too large for the object store is split into chunks. The first chunk is
+written last: if it exists, all chunks do.
 
 Objects are found through lists, because few object stores can find names by prefix without scanning all names. Objects
-are numbered; a list contains those that exist, and the number of the next one. At most `WINDOW` objects are written
-between two lists. So a list, plus the existence of that many names, covers everything that was ever acknowledged. Lists
-are named by the second they were written in; the search runs backwards from now. Every takeover begins a generation,
-with lists of its own. The next successor searches all generations, since the writer of an earlier one may have
-continued.
+are numbered; a list contains the existing objects, and the number of the next one. At most `WINDOW` objects are written
+between two lists. A list, plus a check of that many names, therefore covers everything that was ever acknowledged.
+Lists are named after the second in which they were written; the search runs backwards from now. Every takeover begins a
+generation, which has separate lists. The next successor searches all generations, since the writer of an earlier
+generation may have continued.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from tq_service.errors import DataLossError, InvalidArgumentError
 from tq_service.objects.base import LARGEST_OBJECT_BYTES, Buffer
 
 WINDOW: Final = 8192
-"""Most objects that are written after a list."""
+"""Maximum number of objects written after a list."""
 
 HEAD_BYTES: Final = 64 << 10
-"""Bytes of an object that nearly always include all its records."""
+"""Number of leading bytes of an object that nearly always include all its records."""
 
 _COUNT: Final = struct.Struct("<I")
 _SIZES: Final = struct.Struct("<IQ")
@@ -51,15 +51,15 @@ class PutObject:
     """An object with puts of one owner and partition.
 
     Attributes:
-        generation: generation of the storage service that wrote it, see above.
-        number: its number within the generation.
+        generation: generation of the storage service that wrote the object; see the module docstring.
+        number: number of the object within the generation.
         owner: controller that owns the puts.
         partition_id: partition of the puts.
-        put_ids: those of its puts that are not dropped.
-        piece_count: number of its pieces.
-        is_written: whether it exists.
-        is_short: whether it has fewer copies than requested.
-        is_to_renew: whether its puts should be written to other objects once they are in memory.
+        put_ids: ids of the puts that have not been dropped.
+        piece_count: number of chunks.
+        is_written: whether the object exists.
+        is_short: whether the object has fewer copies than requested.
+        is_to_renew: whether the puts should be written to other objects once they are in memory.
     """
 
     generation: int
@@ -75,7 +75,7 @@ class PutObject:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Names:
-    """The names of all objects of one instance of a storage service.
+    """The names of all objects of one storage service instance.
 
     Raises:
         InvalidArgumentError: the name of the storage service has characters not allowed in object names.
@@ -98,16 +98,16 @@ class Names:
         return f"tq/{self.storage_id}/{self.boot_id.hex()}/"
 
     def pieces(self, stored: PutObject) -> list[str]:
-        """Return the names of the pieces of an object."""
+        """Return the names of an object's chunks."""
         label = f"g{stored.generation}-{stored.number}"
         return [self._name(label, piece) for piece in range(stored.piece_count)]
 
     def numbered(self, generation: int, numbers: Iterable[int]) -> list[str]:
-        """Return the names of the first pieces of objects."""
+        """Return the name of each numbered object's first chunk."""
         return [self._name(f"g{generation}-{number}", 0) for number in numbers]
 
     def list_of(self, generation: int, second: int, piece: int = 0) -> str:
-        """Return the name of a piece of a list."""
+        """Return the name under which one chunk of a list is stored."""
         return self._name(f"list{generation}-{second}", piece)
 
     def heir(self, generation: int) -> str:
@@ -130,9 +130,9 @@ def pack_puts(puts: Sequence[tuple[bytes, Sequence[Buffer]]]) -> list[Buffer]:
 
 
 def unpack_heads(data: Buffer) -> tuple[list[tuple[bytes, int, int]], int] | int:
-    """Return the records of an object, with the start and end of each put's bytes; and the object's size.
+    """Return an object's records with the start and end of each put's bytes, and the object's size.
 
-    If `data` ends before the records do, return how many bytes include them.
+    If `data` ends before the records do, return only the number of bytes needed.
     """
     if len(data) < _COUNT.size:
         return _COUNT.size
@@ -152,12 +152,12 @@ def unpack_heads(data: Buffer) -> tuple[list[tuple[bytes, int, int]], int] | int
 
 
 def piece_count_of(size: int) -> int:
-    """Return the number of pieces for an object of `size` bytes."""
+    """Return the number of chunks for an object of `size` bytes."""
     return max(1, -(-size // LARGEST_OBJECT_BYTES))
 
 
 def cut(parts: Iterable[Buffer], most: int = LARGEST_OBJECT_BYTES) -> list[list[Buffer]]:
-    """Cut bytes into pieces of `most` bytes each; the last one may be smaller."""
+    """Split bytes into chunks of `most` bytes each; the last chunk may be smaller."""
     pieces: list[list[Buffer]] = [[]]
     free = most
     for part in parts:
@@ -194,7 +194,7 @@ def list_bytes(head: Buffer) -> int:
 
 
 def unpack_list(data: Buffer) -> tuple[int, list[PutObject]]:
-    """Return the arguments that were given to `pack_list`.
+    """Decode a list; return the arguments with which `pack_list` was called.
 
     Raises:
         DataLossError: the bytes are not a list.
@@ -206,7 +206,7 @@ def unpack_list(data: Buffer) -> tuple[int, list[PutObject]]:
             for generation, number, piece_count, owner, partition_id, put_ids in rows
         ]
     except (ValueError, TypeError) as error:
-        raise DataLossError(f"a list of mirrored puts cannot be read: {error}") from error
+        raise DataLossError(f"could not decode a list of mirrored puts: {error}") from error
 
 
 def _put_ids(joined: bytes) -> list[bytes]:

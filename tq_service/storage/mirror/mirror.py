@@ -1,14 +1,14 @@
-"""Copies of a storage service's puts, in an object store on other nodes. The originals are in the service's memory.
+"""Copies of a storage service's puts in an object store on other nodes. The originals are in the service's memory.
 
     bytes written -> mirrored with the copies required -> the put is complete
     put dropped -> its memory is freed at once, its object is removed soon
 
-Freeing rows and compaction change memory only: an object is removed with the last of its puts. So a storage service
-that was wrongly declared dead destroys nothing that its successor has taken over.
+Freeing rows and compaction change memory only: an object is removed with the last of its puts. A storage service that
+was wrongly declared dead therefore destroys nothing that its successor has taken over.
 
 Puts that were taken over are unfetched: only their id, owner and partition are known. They are fetched on first read,
-and all of them in the background. Spilled puts, which have left memory, are fetched on read, or when some of their
-cells are to be freed.
+or eventually in the background. Spilled puts, which have left memory, are fetched when they are read, or when some of
+their cells are to be freed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tq_service.storage.mirror.writer import ObjectWriter
 
 _log = logging.getLogger(__name__)
 SMALL_PUT_BYTES: Final = 256 << 10
-"""Smaller puts are gathered into one object."""
+"""Puts smaller than this are gathered into one object."""
 
 _GATHER_SECONDS: Final = 0.002
 _MOST_GATHERED: Final = 64
@@ -39,7 +39,7 @@ _FIRST_PAUSE_SECONDS: Final = 0.05
 _LAST_PAUSE_SECONDS: Final = 1.0
 _NOTHING: Final[Sequence[Buffer]] = ()
 _Kind: TypeAlias = tuple[bytes, str]
-"""Owner and partition: puts with the same may share an object."""
+"""Owner and partition; puts for which both are equal may share an object."""
 
 
 @dataclass(slots=True, eq=False)
@@ -48,14 +48,14 @@ class _Copy:
 
     Attributes:
         put_id: the put.
-        stored: its object, once written.
-        record: its record, written with its bytes.
-        parts: its bytes, until they are written.
-        blob: the blob of these bytes, pinned until then.
+        stored: the object that contains the put, once written.
+        record: the put's record, which is written with the bytes.
+        parts: the put's bytes, until they are written.
+        blob: the blob of these bytes, pinned until they are written.
         size: number of bytes.
         is_needed: whether the put still exists.
-        batch: the batch it is written with, until it is.
-        replaces: an older copy, dropped once this one is written.
+        batch: the batch that writes the put, until it is written.
+        replaces: an older copy of the put, dropped once this one is written.
     """
 
     put_id: bytes
@@ -74,11 +74,11 @@ class _Batch:
     """Puts that are written as one object.
 
     Attributes:
-        kind: their owner and partition.
-        written: done once they are written.
-        copies: one for each put.
-        made_count: copies made by the last attempt, if fewer than required.
-        task: writes them, once it has begun.
+        kind: owner and partition of the puts.
+        written: future that is done once the puts are written.
+        copies: one copy per put.
+        made_count: number of copies made by the last attempt, if fewer than required.
+        task: task that writes the puts, once started.
     """
 
     kind: _Kind
@@ -93,7 +93,7 @@ class Mirror(Backing[PutObject]):
 
     Args:
         writer: writes objects.
-        required: copies that a put needs to be complete; 0: it is complete first and mirrored afterwards.
+        required: number of copies that a put needs to be complete; 0: a put is complete first and mirrored afterwards.
         url: URL of the object store, for display.
         clock: time source for deadlines.
     """
@@ -124,7 +124,7 @@ class Mirror(Backing[PutObject]):
         self._is_closed = False
 
     def stat(self, spilled_bytes: int = 0) -> MirrorStatus:
-        """Return the mirror's status, with the bytes of the puts that its engine has spilled."""
+        """Return the mirror's status, including the bytes of puts that its engine has spilled."""
         return MirrorStatus(
             url=self._url,
             is_reachable=self._writer.is_reachable,
@@ -148,7 +148,7 @@ class Mirror(Backing[PutObject]):
                 await self.scrub()
 
     async def flush_all(self, seconds: float) -> int:
-        """Wait up to `seconds` for all puts to get their copies; return the bytes still without."""
+        """Wait up to `seconds` until all puts have their copies; return the number of bytes not mirrored by then."""
         loop = asyncio.get_running_loop()
         end = loop.time() + seconds
         for batch in list(self._gathered.values()):
@@ -158,20 +158,20 @@ class Mirror(Backing[PutObject]):
         return self._unmirrored_bytes
 
     async def close(self) -> None:
-        """Stop writing; objects stay for the storage service that takes the puts over."""
+        """Stop writing; objects remain for the storage service that takes over the puts."""
         self._is_closed = True
         tasks = [*self._tasks, *self._fetching.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    # Taking puts
+    # Accepting puts
 
     async def flush(self, pending: PendingPut, deadline: float | None) -> None:
-        """Wait until a put has the required copies; if none are required, only start making them.
+        """Wait until a put has the required copies; if none are required, only start creating copies.
 
         Raises:
-            QuotaExceededError: it does not have them by the deadline.
+            QuotaExceededError: the put does not have the required copies by the deadline.
         """
         copy = self._begin(pending.put_id, pending.require_complete())
         try:
@@ -189,9 +189,9 @@ class Mirror(Backing[PutObject]):
                 await asyncio.shield(batch.written)
         except TimeoutError:
             raise QuotaExceededError(
-                f"a put of {size} bytes has {batch.made_count} of the {self._required} copies required on other "
-                f"nodes at the deadline: {self._writer.error or 'the mirror is slow'}; put it again, give the mirror "
-                "more capacity or nodes, or lower mirror_required",
+                f"a put of {size} bytes had {batch.made_count} of the {self._required} copies required on other "
+                f"nodes by the deadline: {self._writer.error or 'the mirror is slow'}; put the data again, add "
+                "capacity or nodes to the mirror, or lower mirror_required",
                 retry_after_seconds=RETRY_AFTER_SECONDS,
                 metadata={
                     "limit_name": "mirror_required",
@@ -201,7 +201,7 @@ class Mirror(Backing[PutObject]):
             ) from None
 
     def _begin(self, put_id: bytes, put: StoredPut) -> _Copy:
-        """Start to mirror a put in its current state, together with others if it is small."""
+        """Start mirroring a put in its current state, together with other puts if it is small."""
         copy = _Copy(put_id)
         copy.record = encode_put(describe_put(put_id, put))
         view = put.values.view()
@@ -228,7 +228,7 @@ class Mirror(Backing[PutObject]):
         return copy
 
     def _send(self, batch: _Batch) -> None:
-        """Start to write gathered small puts, unless that has begun."""
+        """Start writing a batch of small puts, unless it was started already."""
         if self._gathered.get(batch.kind) is batch and not self._is_closed:
             del self._gathered[batch.kind]
             self._small_count += 1
@@ -245,7 +245,7 @@ class Mirror(Backing[PutObject]):
         return task
 
     async def _write(self, batch: _Batch) -> None:
-        """Write an object, retrying until it has its copies or none of its puts is needed any more."""
+        """Write a batch as one object, retrying until the object has its copies or none of the puts is needed."""
         pause = _FIRST_PAUSE_SECONDS
         while needed := [copy for copy in batch.copies if copy.is_needed]:
             parts = pack_puts([(copy.record, copy.parts) for copy in needed])
@@ -278,7 +278,7 @@ class Mirror(Backing[PutObject]):
                 copy.replaces = None
 
     def _abandon(self, copy: _Copy) -> None:
-        """Record that a copy is not needed any more; one written with others is removed once all are written."""
+        """Record that a copy is no longer needed; if it is in a batch, it is removed once the batch is written."""
         if not copy.is_needed:
             return
         copy.is_needed = False
@@ -319,7 +319,7 @@ class Mirror(Backing[PutObject]):
     # Puts that are not in memory
 
     def spill(self, put_id: bytes) -> bool:
-        """Make a put unfetched, so only the mirror has its bytes; return whether its copies there are complete."""
+        """Mark a put as unfetched, so only the mirror has its bytes; return False if its copies are incomplete."""
         copy = self._copies.get(put_id)
         if copy is None or copy.stored is None or copy.blob is not None or put_id in self.damaged:
             return False
@@ -338,9 +338,9 @@ class Mirror(Backing[PutObject]):
         return super()._forget_unfetched(put_id)
 
     def take_over(self, objects: Iterable[PutObject]) -> int:
-        """Take over the puts of an engine that is gone; return their number.
+        """Take over the puts of an engine that is gone; return the number of puts.
 
-        If a put is in several objects, the last one counts. The bytes are fetched on first read, and by `scrub`.
+        If several objects contain a put, the last object counts. The bytes are fetched on first read, or by `scrub`.
         """
         puts: dict[bytes, RecoveredPut] = {}
         for stored in objects:
@@ -357,12 +357,12 @@ class Mirror(Backing[PutObject]):
         return len(puts)
 
     def partition_of(self, put_id: bytes) -> str | None:
-        """Return the partition of an unfetched put, or None for others."""
+        """Return the partition of an unfetched put, or None for other puts."""
         stored = self._unfetched.get(put_id)
         return None if stored is None else stored.partition_id
 
     async def _fetch(self, put_id: bytes, source: PutObject) -> None:
-        """Fetch the unfetched puts of an object; if its bytes are lost they are damaged."""
+        """Fetch the unfetched puts of an object, or mark them as damaged if the object's bytes are lost."""
         try:
             data = await self._read(source)
             heads = unpack_heads(data)

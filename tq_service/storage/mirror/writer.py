@@ -18,29 +18,29 @@ from tq_service.storage.mirror.layout import WINDOW, Names, PutObject, cut, pack
 
 _log = logging.getLogger(__name__)
 _LIST_SECONDS: Final = 5.0
-_LIST_BYTES_PER_SECOND: Final = 4e6  # most bytes written for lists
+_LIST_BYTES_PER_SECOND: Final = 4e6  # limit on the bytes written for lists
 _IDLE_LIST_SECONDS: Final = 1800.0  # well below the hours over which lists are searched
 _RETRY_SECONDS: Final = 1.0
 _TOKEN_BYTES: Final = 16
 
 
 class ObjectWriter:
-    """Objects of one instance of a storage service, and the lists of them. Confined to one event loop.
+    """Writes the objects of one storage service instance, and lists of the objects. Confined to one event loop.
 
     opened (by `run`) -> a first list is written -> objects and more lists are written -> closed
 
     Args:
         objects: the object store, shared with others.
         names: names of this instance's objects.
-        copies: copies that each object should have on other nodes.
-        required: copies that it must have, at least 1.
-        generation: see `layout`.
-        may_remove: whether objects may be removed now: another storage service may have taken the puts over.
+        copies: number of copies that each object should have on other nodes.
+        required: number of copies that each object must have, at least 1.
+        generation: generation of the storage service; see `layout`.
+        may_remove: returns whether objects may be removed now; False if another storage service may have taken over.
 
     Attributes:
         live: objects that exist or are being written.
-        is_reachable: whether the last call to the object store was answered; None: not called yet.
-        error: why not.
+        is_reachable: whether the last write to the object store succeeded; None before the first write.
+        error: why the last write failed; empty if it succeeded.
     """
 
     def __init__(
@@ -76,8 +76,8 @@ class ObjectWriter:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._remover.run())
             while True:
-                # Clear it before the check: waiting for an event that is set does not yield, so the puts that wait for
-                # a number would never run.
+                # Clear the event before the check: waiting for a set event does not yield, so puts that wait for a
+                # number would never run.
                 self._list_due.clear()
                 if not self._is_list_due() or await self._write_list():
                     with suppress(TimeoutError):
@@ -87,7 +87,7 @@ class ObjectWriter:
                     await asyncio.sleep(_RETRY_SECONDS)
 
     async def begin_generation(self) -> None:
-        """Mark that this writer has taken the puts over, under an unused generation.
+        """Mark that this writer has taken over the puts, under an unused generation.
 
         Raises:
             UnavailableError, QuotaExceededError: the mark cannot be written.
@@ -116,7 +116,7 @@ class ObjectWriter:
             parts: the bytes, which must not change during the call.
 
         Returns:
-            The object, or None if it did not get its required copies and was discarded; and the number of copies made.
+            The object, or None if too few copies were made and the object was discarded; and the number of copies made.
         """
         pieces = cut(parts)
         stored = PutObject(self.generation, await self._take_number(), owner, partition_id, set(put_ids), len(pieces))
@@ -133,9 +133,10 @@ class ObjectWriter:
         return stored, made
 
     async def _put_all(self, names: Sequence[str], pieces: Sequence[Sequence[Buffer]]) -> int:
-        """Put pieces, the last one first; return the minimum number of copies over all pieces.
+        """Store chunks, the last one first; return the minimum number of copies over all chunks.
 
-        If it is below the required number, the remaining pieces were not put; it is 0 if the object store failed.
+        A result below the required number means that the remaining chunks were not stored; 0 means that the object
+        store failed.
         """
         made = self.copies
         for name, piece in reversed(list(zip(names, pieces, strict=True))):
@@ -153,7 +154,7 @@ class ObjectWriter:
         return made
 
     async def _take_number(self) -> int:
-        """Return an unused number, once a list covers it."""
+        """Return an unused object number, once a list covers it."""
         while self._listed_number is None or self._next_number >= self._listed_number + WINDOW:
             self._may_number.clear()
             self._list_due.set()
@@ -187,7 +188,7 @@ class ObjectWriter:
         return max(_LIST_SECONDS, self._list_bytes / _LIST_BYTES_PER_SECOND)
 
     async def _write_list(self) -> bool:
-        """Write the list of existing objects; return whether that succeeded."""
+        """Write the list of existing objects; return whether the write succeeded."""
         number, packed = self._next_number, pack_list(self._next_number, self.live.values())
         pieces = cut([packed])
         second = max(int(time.time()), self._list_second + 1)
