@@ -1,4 +1,4 @@
-"""Each job of examples/jobs runs, in a process with nothing but a service of its own, and prints its result."""
+"""Each job of examples/jobs runs with a service of its own, prints its result, and is as short as the pages say."""
 
 from __future__ import annotations
 
