@@ -35,8 +35,8 @@ def produce(address: str | None, steps: int) -> None:
             for _ in range(SAMPLES_PER_STEP // 8):
                 rollouts = [count_from(choose.randrange(VOCABULARY_SIZE), choose.randint(2, 12)) for _ in range(8)]
                 client.put(
+                    partition_of(step),
                     {"input_ids": rollouts},
-                    partition_id=partition_of(step),
                     custom_meta=[{"total_lengths": len(rollout)} for rollout in rollouts],
                 )
             client.seal_partition(partition_of(step))

@@ -299,6 +299,16 @@ def test_a_server_that_comes_back_is_waited_for() -> None:
     assert taken(results) == list(range(10))
 
 
+@pytest.mark.parametrize("flags", [[], ["--num-workers", "2"]])
+def test_the_example_learns(address: str, flags: list[str]) -> None:
+    example = Path(__file__).parents[2] / "examples" / "train_loop.py"
+    command = [sys.executable, str(example), "--address", address, "--steps", "4", *flags]
+    output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=110).stdout
+    losses = [float(line.rsplit(" ", 1)[1]) for line in output.splitlines() if line.startswith("step")]
+    assert len(losses) == 4
+    assert losses[-1] < losses[0] / 10
+
+
 @pytest.mark.parametrize("context", ["forkserver", "spawn"])
 def test_workers_do_not_run_an_unguarded_program_again(address: str, partition: str, context: str) -> None:
     done = run_unguarded(address, partition, context)
