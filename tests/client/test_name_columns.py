@@ -142,8 +142,8 @@ WRONG = [
     ({"custom_meta": {"a": np.array(3)}}, "custom_meta", r"custom_meta\['a'\] is ndarray, expected"),
     ({"custom_meta": {"a": "xyz"}}, "custom_meta", r"custom_meta\['a'\] is str, expected"),
     ({"custom_meta": {"": np.arange(3)}}, "custom_meta", "expected a non-empty string"),
-    ({"custom_meta": {"a": np.array([1j, 2, 3])}}, "custom_meta", r"custom_meta\[0\]\['a'\] is complex"),
-    ({"custom_meta": {"a": np.array([b"x", b"y", b"z"])}}, "custom_meta", r"custom_meta\[0\]\['a'\] is bytes"),
+    ({"custom_meta": {"a": np.array([1j, 2, 3])}}, "custom_meta", r"custom_meta\[0\]\['a'\] has type complex"),
+    ({"custom_meta": {"a": np.array([b"x", b"y", b"z"])}}, "custom_meta", r"custom_meta\[0\]\['a'\] has type bytes"),
     (
         {"custom_meta": {"a": np.array(["x", "y", "\ud800"])}},
         "custom_meta",

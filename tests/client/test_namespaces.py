@@ -61,21 +61,21 @@ async def test_every_call_is_about_partitions_of_the_namespace(kind, tmp_path):
         await call(
             "create_partition", "train", fields=[tq.FieldSpec("x", dtype="int64"), tq.FieldSpec("image", scope="group")]
         )
-        meta = await call("put", rows(1, 2, 3, 4), partition_id="train", keys=list("abcd"), groups=list("gggh"))
-        await call("put", {"big": torch.zeros(4, 100_000)}, metadata=meta)
+        meta = await call("put", "train", rows(1, 2, 3, 4), keys=list("abcd"), groups=list("gggh"))
+        await call("put", meta, {"big": torch.zeros(4, 100_000)})
         wide = tq.FieldSpec("wide", dtype="int64", row_shape=(1 << 16,))
-        data = await call("allocate", [wide], 4, partition_id="train")
+        data = await call("allocate", "train", [wide], 4)
         data["wide"].fill_(1)
-        await call("put", data, metadata=meta)
+        await call("put", meta, data)
         inserted = await call("insert", "train", keys=["e"], state="held")
         await call("set_custom_meta", inserted, [{"version": 1}])
-        await call("put_groups", {"image": torch.ones(1, 2)}, partition_id="train", groups=["g"])
+        await call("put_groups", "train", {"image": torch.ones(1, 2)}, groups=["g"])
         await call("close_groups", "train", ["g", "h"])
         await call("insert", "train", rollouts=["r"], state="failed")
         await call("close_rollouts", "train", ["r"])
         found, missing = await call("lookup_samples", "train", ["b", "z"])
         assert (await call("get_data", found))["x"].tolist() == [2]
-        data = await call("get_data", partition_id="train", keys=["c"], data_fields=["x", "big"])
+        data = await call("get_data", "train", keys=["c"], data_fields=["x", "big"])
         assert (data["x"].tolist(), missing) == ([3], ["z"])
         leased = await call("get_meta", **CLAIM, lease=60)
         assert (await call("claim", "train", "other", FIELDS, batch_size=4)).full_partition_id == "run-7/train"
@@ -97,8 +97,8 @@ async def test_every_call_is_about_partitions_of_the_namespace(kind, tmp_path):
         assert (await call("take_evicted", "train", "trainer")).units == ()
         slots = await call("acquire", "train", "rollout", policy="default", lease=60)
         assert (slots.full_partition_id, slots.custom_meta) == ("run-7/train", [{"start_version": 1}])
-        grown = await call("append", {"tokens": [[1, 2]]}, metadata=slots, at=[0])
-        await call("truncate", metadata=grown, to=[1], data_fields=["tokens"])
+        grown = await call("append", slots, {"tokens": [[1, 2]]}, at=[0])
+        await call("truncate", grown, to=[1], data_fields=["tokens"])
         assert (await client.get_data(grown))["tokens"][0].tolist() == [1]
         await client.put("prompts", rows(1), keys=["p"])
         asked = {"partition_id": "prompts", "task_name": "rollout", "data_fields": FIELDS, "batch_size": 1}
@@ -122,9 +122,10 @@ async def test_every_call_is_about_partitions_of_the_namespace(kind, tmp_path):
         await item.put({"score": [0.5]})
         assert {one.partition_id for one in (meta, inserted, found, leased)} == {"train"}
         assert leased.full_partition_id == "run-7/train"
+        assert await call("clear_fields", "train", keys=["d"], data_fields=["big"]) == 1
         assert await call("clear_samples", meta.select_samples([0, 1])) == 2
-        assert await call("fail_samples", partition_id="train", keys=["c"]) == 1
-        assert await call("clear_samples", partition_id="train", keys=["c"]) == 1
+        assert await call("fail_samples", "train", keys=["c"]) == 1
+        assert await call("clear_samples", "train", keys=["c"]) == 1
         await call("clear_partition", "train")
         await client.aclose()
     of_no_partition = {"checkpoint", "health", "list_checkpoints", "list_samplers", "restore", "storage_stat"}

@@ -88,8 +88,8 @@ def test_what_cannot_be_sent_is_named(arguments: dict[str, Any], field: str, mes
 def test_an_empty_list_is_not_taken_for_one_that_is_not_given(name: str, empty: Any) -> None:
     others = {"keys": None, "groups": None, "group_size": None, "custom_meta": None, name: empty}
     with pytest.raises(InvalidArgumentError, match=f"{name} is empty, expected one for each of 2 samples"):
-        write_of(NO_NAMESPACE, partition_id="p", row_count=2, **others)
-    write = write_of(NO_NAMESPACE, partition_id="p", row_count=0, **others)
+        write_of(NO_NAMESPACE, target="p", row_count=2, **others)
+    write = write_of(NO_NAMESPACE, target="p", row_count=0, **others)
     assert write_message([write]).row_count == 0
 
 

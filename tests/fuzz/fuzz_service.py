@@ -330,6 +330,7 @@ def _use_all_of(client: tq.Client) -> None:
     client.list_samplers()
     client.storage_stat()
     client.seal_partition("train@1")
+    client.clear_fields("train", keys=["k3"], data_fields=["score"], missing_ok=True)
     client.clear_samples("train", keys=["k3"])
     client.clear_samples("train", groups=["g1"], where=[("version", ">", 100)])
     client.clear_partition("train@1")

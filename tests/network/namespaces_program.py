@@ -63,7 +63,7 @@ def scenarios() -> None:
         assert claim.result(60).global_indexes == [0, 1, 2, 3]
 
         rows = np.arange(8 << 20, dtype=np.uint8).reshape(8, -1)
-        put = pool.submit(far.put, {"x8": rows}, partition_id="bulk", keys=[str(row) for row in range(8)])
+        put = pool.submit(far.put, "bulk", {"x8": rows}, keys=[str(row) for row in range(8)])
         cable("down")
         time.sleep(1.0)
         cable("up")

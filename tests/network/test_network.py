@@ -97,7 +97,7 @@ def test_a_put_that_never_arrives_leaves_nothing(server: LiveServer, network: Ne
     rows = torch.zeros(16, MIB, dtype=torch.uint8)
     network.cut_after_bytes = network.passed_bytes + 8 * MIB
     with ThreadPoolExecutor(1) as pool:
-        put = pool.submit(far.put, {"x": rows}, partition_id="train", timeout=5.0)
+        put = pool.submit(far.put, "train", {"x": rows}, timeout=5.0)
         while network.cut_after_bytes is not None:
             pass
         network.cut(refuse=True)

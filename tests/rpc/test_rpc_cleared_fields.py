@@ -145,7 +145,7 @@ def test_a_put_that_waits_for_bytes_gets_them(client: AnyClient) -> None:
     client.create_partition("train", max_bytes=ROWS * (IMAGE_BYTES + 8))
     meta = put_train(client)
     with ThreadPoolExecutor() as threads:
-        call = threads.submit(client.put, {"ids": torch.tensor([9])}, partition_id="train", keys=["e"])
+        call = threads.submit(client.put, "train", {"ids": torch.tensor([9])}, keys=["e"])
         while not client.describe_partition("train").waiting_put_count:
             time.sleep(0.01)
         client.clear_fields(meta.select_samples([3]), data_fields=["image"])
@@ -195,7 +195,7 @@ def test_what_cannot_be_cleared_is_refused_and_changes_nothing(server: LiveServe
         client.clear_fields("trian", data_fields=["ids"], keys=["a"])
     with pytest.raises(tq.errors.TaskNotFoundError):
         client.clear_fields("train", data_fields=["ids"], task_name="t")
-    with pytest.raises(tq.errors.InvalidArgumentError, match="groups and samples are both named"):
+    with pytest.raises(tq.errors.InvalidArgumentError, match="groups and samples are both set"):
         client.clear_fields("train", data_fields=["ids"], keys=["a"], groups=["g"])
     request = pb.ClearFieldsRequest(request_id=token_bytes(16), partition_id="train", keys=["a"])
     with pytest.raises(grpc.RpcError) as refused:

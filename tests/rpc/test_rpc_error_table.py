@@ -301,7 +301,7 @@ WRONG_PUTS = [
     Row(name="second value", prepare=declare_write_once,
         call=put({"reward": torch.zeros(1), "other": torch.zeros(1)}, partition_id="once", keys=["a"]),
         error=AlreadyExistsError, code=CODE.ALREADY_EXISTS, base=ValueError,
-        says=("'reward' is write-once", "got a second value for sample 0", "'once'", "1 of 1", "clear them")),
+        says=("'reward' is write-once", "got a second value for sample 0", "'once'", "1 of 1", "clear the field")),
     Row(name="only pickle", call=put({"text": ["fine", object()]}), error=UnsupportedObjectError,
         code=CODE.INVALID_ARGUMENT, says=("text[1]", "object"), base=TypeError),
     Row(name="only pickle, deep", call=put({"text": [{"a": [{1, 2}, lambda: 0]}]}), error=UnsupportedObjectError,

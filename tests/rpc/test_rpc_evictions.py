@@ -311,14 +311,14 @@ def test_samples_are_failed_and_cleared_by_the_same_conditions(client: AnyClient
     put(client, [0, 9], "g")
     put(client, [5] * 4)
     assert call(meta.select_samples([0])) == 1
-    assert call(partition_id="train", keys=["b", "nobody"]) == 1
-    assert call(partition_id="train", global_indexes=[2, 2, 99]) == 1
-    assert call(partition_id="train", groups=["g"], where=[("version", "<", 5)]) == 1
-    assert call(partition_id="train", groups=["g", "nobody"]) == 1
-    assert call(partition_id="train", where=[("version", ">=", 5)]) == 4
-    assert call(partition_id="train", where=[("version", ">=", 5)]) == 0
-    assert call(partition_id="train", keys=[], where=[("version", ">=", 0)]) == 0
-    assert call(partition_id="train") == 0
+    assert call("train", keys=["b", "nobody"]) == 1
+    assert call("train", global_indexes=[2, 2, 99]) == 1
+    assert call("train", groups=["g"], where=[("version", "<", 5)]) == 1
+    assert call("train", groups=["g", "nobody"]) == 1
+    assert call("train", where=[("version", ">=", 5)]) == 4
+    assert call("train", where=[("version", ">=", 5)]) == 0
+    assert call("train", keys=[], where=[("version", ">=", 0)]) == 0
+    assert call("train") == 0
     described = client.describe_partition("train")
     assert (described.live_count, described.failed_count) == (1, 9 if verb == "fail_samples" else 0)
     assert client.get_meta(**{**ASKS, "batch_size": 1}).global_indexes == [3]
@@ -329,16 +329,16 @@ def test_only_samples_that_are_left_for_a_task_and_leased_to_nobody_go(client: A
     call = getattr(client, verb)
     put(client, [0] * 4)
     with pytest.raises(tq.errors.TaskNotFoundError):
-        call(partition_id="train", task_name="t")
+        call("train", task_name="t")
     asks = {**ASKS, "batch_size": 1}
     client.get_meta(**rank(0, asks))
     client.get_meta(**{**asks, "lease": 60.0})
     leased = client.get_meta(**{**asks, "task_name": "other", "batch_size": 3, "lease": 60.0})
     client.ack(leased.select_samples([0, 1]))  # 0 and 1, which t was delivered; 2 stays leased
-    assert call(partition_id="train", where=[("version", "<", 1)], task_name="t") == 1  # 3
+    assert call("train", where=[("version", "<", 1)], task_name="t") == 1  # 3
     assert call(leased, task_name="t") == 0
     client.ack(leased)
-    assert call(partition_id="train", task_name="t") == 1  # 2
+    assert call("train", task_name="t") == 1  # 2
     described = client.describe_partition("train")
     assert (described.live_count, described.failed_count) == (2, 2 if verb == "fail_samples" else 0)
 

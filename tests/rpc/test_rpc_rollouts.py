@@ -223,7 +223,7 @@ def test_a_rollout_fails_as_a_whole_and_is_closed(client: AnyClient) -> None:
 def test_the_rest_of_a_broken_rollout_is_skipped_or_taken(client: AnyClient, action: str) -> None:
     put_agents(client)
     change = client.fail_samples if action == "fail" else client.clear_samples
-    assert change(partition_id="t", global_indexes=[2]) == 1
+    assert change("t", global_indexes=[2]) == 1
     sampler = {"sampler": "rank_aware", "batch_unit": "rollout", "batch_size": 3, "dp_size": 1}
     assert ranks(client, **sampler)[0].rollouts == ["r0", "r2", "r2", "r3"]
     (status,) = client.describe_partition("t").tasks

@@ -256,7 +256,7 @@ def test_no_memory_is_taken_before_there_is_capacity(
     with pytest.raises(tq.errors.QuotaExceededError):
         waiting.put("q", block, timeout=1.5)
     assert len(written) == 1
-    thread = threading.Thread(target=waiting.put, args=(block,), kwargs={"partition_id": "q"})
+    thread = threading.Thread(target=waiting.put, args=("q", block))
     thread.start()
     client.clear_partition("p")
     thread.join()

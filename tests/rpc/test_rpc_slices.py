@@ -304,7 +304,7 @@ def test_out_takes_parts_of_dense_rows(client: AnyClient) -> None:
 
 WRONG: Final[dict[str, tuple[Any, str]]] = {
     "not fetched": ({"y": (0, 1)}, "'y', which is not fetched; expected some of"),
-    "objects": ({"o": (0, 1)}, "objects cannot be sliced"),
+    "objects": ({"o": (0, 1)}, "objects have no parts"),
     "single values": ({"s": (0, 1)}, "rows of single values have no parts"),
     "no mapping": ([("x", (0, 1))], "type list; expected a mapping"),
     "no range": ({"x": 5}, "5 for field 'x'; expected (start, stop)"),

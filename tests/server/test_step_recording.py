@@ -66,7 +66,7 @@ def test_a_full_disk_stops_the_recording_alone(recording_server: LiveServer, mon
     monkeypatch.setattr(places.shutil, "disk_usage", lambda _path: SimpleNamespace(free=1000))
     assert claim(client, 1).global_indexes == [2, 3]
     until(lambda: not status_of(client).is_recording)
-    assert "the disk has 1000 bytes free" in status_of(client).error
+    assert "the disk has only 1000 bytes free" in status_of(client).error
     assert claim(client, 2).global_indexes == [4, 5]
     client.clear_partition("p")
     assert recording_server.app.storage is not None
@@ -116,8 +116,8 @@ def test_a_service_that_records_nothing_says_so(server: LiveServer) -> None:
     [
         ({"record": "r", "role": "controller"}, "record requires role all, but the role is controller"),
         ({"record": "r", "role": "storage", "controller": "localhost:1"}, "record requires role all"),
-        ({"record_steps": 3}, "got record_steps without record"),
-        ({"record_bytes": "1GiB"}, "got record_bytes without record"),
+        ({"record_steps": 3}, "record_steps is set without record"),
+        ({"record_bytes": "1GiB"}, "record_bytes is set without record"),
         ({"record": "r", "record_steps": 0}, "--record-steps: got 0"),
     ],
 )

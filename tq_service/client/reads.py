@@ -526,7 +526,7 @@ class RowPattern:
 
 @cache
 def _known_bounds() -> MutableMapping[torch.Tensor, NDArray[np.int64]]:
-    """Return the known bounds of offsets on a device, to avoid waiting for them on each use of their nested tensors."""
+    """Return the cached bounds of offsets on a device: using their nested tensors then does not wait for it."""
     from torch.utils.weak import WeakIdKeyDictionary  # noqa: PLC0415  (torch is optional and slow to import)
 
     return WeakIdKeyDictionary()
@@ -687,7 +687,7 @@ class _Decoder:
 
 
 def lost_samples(metadata: BatchMeta, read: StorageRead, error: DataLossError) -> DataLossError:
-    """Return an error of a storage service that lost bytes, extended by samples of the batch and fields.
+    """Return the data-loss error of a storage service, with the affected samples and fields of the batch added.
 
     If the service names the lost puts, these are the samples in them, otherwise all samples of the read.
     """

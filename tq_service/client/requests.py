@@ -586,7 +586,7 @@ def changed_samples(
 
     `others` are fields of the request.
 
-    If samples are named, even by an empty list, conditions and tasks do not select all others.
+    Samples that are named, even by an empty list, are the only ones selected: conditions and tasks narrow them.
     """
     metadata = metadata_of(target)
     if metadata is not None:

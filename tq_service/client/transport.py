@@ -512,7 +512,7 @@ class AsyncSignal:
         self._waiter: asyncio.Future[None] | None = None
 
     def set(self) -> None:
-        """End the wait, or the next one."""
+        """End the current wait; if nobody is waiting, the next wait returns immediately."""
         self._is_set = True
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)

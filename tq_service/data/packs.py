@@ -62,8 +62,8 @@ class PackOptions(ItemOptions["PackedMicroBatch"]):
     - if the input field is dense because all samples have the same length: any other dense field with exactly one
       dimension of that size.
 
-    All other fields are per sample, and `repeat_fields` and `keep_fields` always are. An ambiguous field is an error:
-    name it in `token_fields` or `keep_fields`.
+    All other fields are per sample; those in `repeat_fields` and `keep_fields` always are. Ambiguous fields are errors:
+    name them in `token_fields` or `keep_fields`.
 
     Attributes:
         pack_max_length: tokens of every pack; the `pack_max_length` of the sampler `packed`.

@@ -320,7 +320,7 @@ def _snapshots(columns: Mapping[str, NDArray[Any]]) -> dict[str, ColumnSnapshot]
 
 
 def _put_together(cells_of_fields: Mapping[str, ColumnSnapshot]) -> list[tuple[list[str], Indexes]]:
-    """Group the fields whose cells are all in the same places; return each group with its cells."""
+    """Group the fields whose cells all have the same locations; return each group with its cells."""
     found: dict[bytes, tuple[list[str], Indexes]] = {}
     for name, column in cells_of_fields.items():
         cells: Indexes = column.values()

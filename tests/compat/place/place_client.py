@@ -180,7 +180,7 @@ def test_keys_and_indexes(client):
     assert (made.field_names, made.is_ready) == ([], False)
     assert client.kv_retrieve_keys(made.global_indexes, "p") == ["a", "new"]
     assert client.kv_retrieve_meta("a", "nothing").size == 0
-    with pytest.raises(RuntimeError, match="no partition 'nothing'"):
+    with pytest.raises(RuntimeError, match="partition 'nothing' does not exist"):
         client.kv_retrieve_keys(0, "nothing")
     with pytest.raises(TypeError, match="expected a int or a list"):
         client.kv_retrieve_keys("a", "p")

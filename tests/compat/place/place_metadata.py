@@ -63,7 +63,7 @@ def test_extra_info_and_custom_meta_are_changed_in_place():
     meta.update_custom_meta([{"n": 0, "m": None}, {}])
     meta.update_custom_meta(None)
     assert meta.get_all_custom_meta() == [{"n": 0, "m": None}, {"n": 11}]
-    with pytest.raises(ValueError, match="for 1 samples, expected 2"):
+    with pytest.raises(ValueError, match="has 1 values, expected 2"):
         meta.update_custom_meta([{}])
     meta.clear_custom_meta()
     assert meta.custom_meta == [{}, {}]
@@ -77,7 +77,7 @@ def test_parts_and_their_order():
     assert (meta[-1].global_indexes, meta[1:4:2].global_indexes) == ([14], [11, 13])
     assert meta.select_fields(["y", "nobody's"]).field_names == ["y"]
     for wrong in ([5], [-1]):
-        with pytest.raises(ValueError, match="expected 0 to 4"):
+        with pytest.raises(ValueError, match="expected values from 0 to 4"):
             meta.select_samples(wrong)
     with pytest.raises(IndexError):
         meta[5]
@@ -171,7 +171,7 @@ def test_keyed_batches_that_cannot_be():
         KVBatchMeta(keys=["a", "a"], tags=[{}, {}])
     with pytest.raises(ValueError, match="fields contains duplicates"):
         keyed(fields=["x", "x"])
-    with pytest.raises(RuntimeError, match="no keys"):
+    with pytest.raises(RuntimeError, match="lacks the keys"):
         keyed().select_keys(["k9"])
     with pytest.raises(ValueError, match="keys contains duplicates"):
         keyed().select_keys(["k1", "k1"])

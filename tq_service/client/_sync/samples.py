@@ -363,7 +363,8 @@ class SampleCalls(Base):
                 a sample is not held (SAMPLE_NOT_HELD); nothing is cut.
             LeaseExpiredError: samples are no longer leased to this worker, or were acknowledged; nothing is cut.
             FieldMismatchError: a field is not jagged in its first dimension.
-            InvalidArgumentError: `metadata` is not one leased claim, counts differ, or `data_fields` is empty.
+            InvalidArgumentError: `metadata` is not a single leased claim, `to` does not have one length per sample,
+                or `data_fields` is empty.
         """
         check_leased(metadata)
         lengths = row_lengths("to", to, metadata.size)
