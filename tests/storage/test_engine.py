@@ -134,7 +134,7 @@ async def test_reads_of_what_is_not_there(engine):
     with pytest.raises(FieldNotFoundError, match="'jagged'"):
         read(engine, [1], runs(["jaged"], (0, 0, 1)))
     engine.free([cells(1, 2), cells(1, fields=["object"])])
-    with pytest.raises(PutNotFoundError, match="rows in 1-3"):
+    with pytest.raises(PutNotFoundError, match="rows within 1-3"):
         read(engine, [1], runs(["dense"], (0, 0, 1), (0, 1, 3)))
     with pytest.raises(PutNotFoundError, match="'object'"):
         read(engine, [1], runs(["object"], (0, 0, 1)))
