@@ -499,7 +499,7 @@ def test_lazy_stacks_of_rows_of_different_length():
         (5, "int"),
         ({"a": torch.zeros(0, 3)}, "0 rows"),
         ({"a": []}, "0 rows"),
-        ({"a": torch.zeros(2), "b": torch.zeros(3)}, "'a' has 2 rows, field 'b' 3"),
+        ({"a": torch.zeros(2), "b": torch.zeros(3)}, "'a' has 2 rows, but field 'b' has 3"),
         ({"a": torch.tensor(1)}, "scalar"),
         ({"a": "text"}, "str"),
         ({"": [1]}, "name"),

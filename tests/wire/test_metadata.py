@@ -258,7 +258,7 @@ def test_absent_strings_decode_to_empty_text():
         ([pb.MetaColumn(name="k", kinds=b"\1\0", int64_values=pb.Int64Values())], "0 values, expected 1"),
         ([pb.MetaColumn(name="k", kinds=b"\0\0")], "has no values"),
         ([pb.MetaColumn(int64_values=pb.Int64Values(values=[1, 2]))], "no name"),
-        ([pb.MetaColumn(name="k", bool_values=pb.BoolValues(values=[True, False]))] * 2, "comes twice"),
+        ([pb.MetaColumn(name="k", bool_values=pb.BoolValues(values=[True, False]))] * 2, "appears twice"),
     ],
 )
 def test_malformed_columns_are_refused(messages, words):
