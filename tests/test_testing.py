@@ -97,7 +97,7 @@ def test_why_it_did_not_start_is_said(tmp_path: Path) -> None:
 
 def test_what_does_not_listen_in_time_is_not_left_behind() -> None:
     silent = ListeningProcess(program("print('listening on'); import time; time.sleep(600)"), start_timeout=0.5)
-    with pytest.raises(tq.errors.UnavailableError, match="did not listen within"):
+    with pytest.raises(tq.errors.UnavailableError, match="does not listen after"):
         silent.start()
     assert not psutil.pid_exists(silent.pid)
 

@@ -42,6 +42,7 @@ def test_every_example_is_tested() -> None:
     assert {path.name for path in EXAMPLES.glob("*.py")} == set(EXPECTED) | of_their_own
 
 
+@pytest.mark.timeout(300)  # resume_everything starts ten processes that import torch
 @pytest.mark.parametrize("name", EXPECTED)
 def test_the_example_runs(server: ServiceProcess, name: str) -> None:
     run = subprocess.run(
@@ -49,7 +50,7 @@ def test_the_example_runs(server: ServiceProcess, name: str) -> None:
         env={**os.environ, "TQ_ADDRESS": server.address},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=280,
         check=False,
     )
     assert run.returncode == 0, run.stderr

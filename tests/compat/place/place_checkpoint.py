@@ -55,7 +55,7 @@ def test_it_is_of_the_run_and_another_run_may_load_it(service, tmp_path):
     with tq_service.Client(service) as client:
         tq.init(conf("first"))
         tq.kv_put("a", "train", fields={"x": torch.tensor(1)})
-        client.put({"x": torch.ones(1)}, partition_id="of nobody")
+        client.put("of nobody", {"x": torch.ones(1)})
         tq.save_checkpoint(tmp_path / "one")
         tq.close()
         tq.init(conf("second"))
