@@ -596,7 +596,10 @@ class Driver:
     def check_end(self, name, asking, end):
         """Check an end in the moment it is recorded, or given to a queue worker."""
         task = self.model.task(name)
-        answer, is_only_way = self.model.answer(task, asking), len(self.tasks[name]) == 1
+        try:
+            answer, is_only_way = self.model.answer(task, asking), len(self.tasks[name]) == 1
+        except BlocksError:  # would be refused if its sampler looked again, which it need not at an end
+            return
         if is_only_way or not task.leased:  # else the other way may have leased since what is nothing for this one
             assert isinstance(answer, ModelEnd)
         if is_only_way:  # else the other way may have consumed since
