@@ -8,9 +8,8 @@ each load, of trees is random. So a disturbance of the machine, or of one proces
 
 For each figure the ratio of new to base is taken round by round (of speeds: above 1 is faster), then its median and
 the 95 % interval of the median, and the same for control to base, which should be 1. The interval uses order
-statistics,
-so it does not depend on the distribution of the ratios: Le Boudec, Performance Evaluation of Computer and Communication
-Systems (2010), theorem 2.1. The outcome is
+statistics, so it does not depend on the distribution of the ratios: Le Boudec, Performance Evaluation of Computer and
+Communication Systems (2010), theorem 2.1. The outcome is
 
     worse        the interval of new / base lies below 0.97, and that of control / base does not
     no worse     the interval of new / base begins at 0.97 or above, and that of control / base is not entirely
@@ -153,13 +152,18 @@ def compare(figure: Figure, rounds: Iterable[Round]) -> Comparison:
 
 
 def lay_out(base: str, directory: Path) -> dict[str, Path]:
-    """Write the trees below a directory: each has its own package, and this tree's benchmarks.
+    """Write the trees below a directory, each with its own package and its own loads: the API may differ.
+
+    So a change of a load, such as of its sizes, shows as a change of speed: make it in a commit without other changes.
 
     Raises:
         RuntimeError: git does not know the commit, or the commit lacks the package.
     """
     archive = subprocess.run(
-        ["git", "archive", "--format=zip", base, "tq_service"], cwd=ROOT, capture_output=True, check=False
+        ["git", "archive", "--format=zip", base, "tq_service", "benchmarks", ":!benchmarks/results"],
+        cwd=ROOT,
+        capture_output=True,
+        check=False,
     )
     if archive.returncode:
         raise RuntimeError(f"git could not find the package at {base!r}: {archive.stderr.decode().strip()}")
@@ -167,10 +171,10 @@ def lay_out(base: str, directory: Path) -> dict[str, Path]:
     unwanted = shutil.ignore_patterns("__pycache__", "results")
     for tree, path in trees.items():
         if tree == NEW:
-            shutil.copytree(ROOT / "tq_service", path / "tq_service", ignore=unwanted)
+            for name in ("tq_service", "benchmarks"):
+                shutil.copytree(ROOT / name, path / name, ignore=unwanted)
         else:
             zipfile.ZipFile(io.BytesIO(archive.stdout)).extractall(path)
-        shutil.copytree(ROOT / "benchmarks", path / "benchmarks", ignore=unwanted)
     return trees
 
 
